@@ -32,9 +32,9 @@ endif
 # cores: some tests wait, for peers that stand still say, and others are run meanwhile.
 PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.cpu_count() + 1)" 2>/dev/null)
 
-.PHONY: demo tour test test-deep test-pool test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
+.PHONY: demo tour test test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
-	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack test-fleet soak
+	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack test-long test-fleet soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -55,12 +55,24 @@ OPERATIONS ?= 1000000
 test-pool: $(READY)  ## A million random operations on block pools, beside a reference
 	$(PY) -m tests.pool.million --operations $(OPERATIONS)
 
+GIGABYTES ?= 10
+
+test-stream: $(READY)  ## Traces of GIGABYTES=10 out of a pipe: in how much memory they are read
+	$(PY) -m tests.pool.long_stream --gigabytes $(GIGABYTES)
+
 # SIZE is how often each claim is tried, over each transport: 100 for all that is promised.
 SIZE ?= 6
 SECONDS ?= 3600
 
 test-attack: $(READY)  ## Peers that stop, die, lie and crowd, over every transport: what held
 	$(PY) -m tests.attack --tries $(SIZE)
+
+# Models one after the other take 15 minutes, each in a process of its own; JOBS=2 takes two at a time.
+TOKENS ?= 1048576
+
+test-long: $(READY)  ## A million tokens of every model: memory beside the pools, and where descriptors lead
+	$(PY) -m tests.attack.long_contexts --tokens $(TOKENS)
+	$(PY) -m tests.attack.long_contexts all --tokens $(TOKENS) $(if $(JOBS),--jobs $(JOBS))
 
 test-fleet: $(READY)  ## Tiers on a store that lies, and on Mooncake Store whose processes die, 100 times each
 	HYPOTHESIS_PROFILE=deep $(PY) -m pytest $(or $(TESTS),tests/tier/test_store_faults.py tests/tier/test_store_topologies.py tests/tier/test_mooncake_store.py tests/tier/test_mooncake_faults.py)

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.hits_page import CONCLUSION, HEAD
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan, plan
-from kvatlas.pool import Trace, choose, read_trace, simulate
+from kvatlas.pool import Trace, TriedPlan, choose, read_trace, simulate
 from kvatlas.pool.simulation import POLICIES, PoolModel, Spans
 
 MODELS = (
@@ -52,15 +52,21 @@ class Line(NamedTuple):
     default: float
     theirs: float
     """vLLM's plan with its best policy."""
+    our_dense: float
+    our_default: float
     ours: float
     """Atlas's plan, or one of its packs, with its best policy."""
-    chosen: float
-    """The best of both, which is what `kvatlas plan --trace` takes."""
     choice: str
+    """The better of both, which is what `kvatlas plan --trace` takes."""
     bound: float
     """The chosen plan, with an eviction that knows the future."""
     ceiling: float
     """Any memory."""
+
+    @property
+    def chosen(self) -> float:
+        """What the better plan finds with its best policy."""
+        return max(self.theirs, self.ours)
 
     def over(self, base: float) -> float:
         """What is chosen over a base."""
@@ -68,8 +74,16 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{size:,}" for size in self.blocks)
-        figures = (self.dense, self.default, self.theirs, self.ours, self.chosen)
-        rates = " | ".join(f"{rate:.1%}" for rate in figures)
+        pairs = (
+            (self.dense, self.default, self.theirs),
+            (self.our_dense, self.our_default, self.ours),
+        )
+        best = [f"{rate:.1%}" for *_, rate in pairs]
+        best[self.ours >= self.theirs] = f"**{best[self.ours >= self.theirs]}**"
+        rates = " | ".join(
+            f"{dense:.1%} | {default:.1%} | {one}"
+            for (dense, default, _), one in zip(pairs, best, strict=True)
+        )
         gains = f"{self.over(self.dense):.2f}x | {self.over(self.default):.2f}x"
         return (
             f"| {self.trace} | {self.model} | 1/{self.share} | {sizes} | {rates} | {self.choice} "
@@ -99,7 +113,7 @@ def main(folder: Path, jobs: int) -> None:
 
 
 def _row(ceiling: float) -> str:
-    return f"| | | | | | | {ceiling:.1%} | | | | |"
+    return f"| | | | | | | | | | | | {ceiling:.1%} |"
 
 
 @cache
@@ -120,9 +134,11 @@ def _line(task: tuple[Path, str, int]) -> Line:
             atlas[f"pack {pack}"] = made(model, memory, pack=pack)
     dense = simulate(vllm, trace, checkpoints="every-block", by_group=True)
     default = simulate(vllm, trace, checkpoints="vllm-default", by_group=True)
-    theirs, ours = (choose(plans, trace, policies=CHOICES)[0] for plans in ({"vllm": vllm}, atlas))
+    (theirs, *_), ours = (
+        choose(plans, trace, policies=CHOICES) for plans in ({"vllm": vllm}, atlas)
+    )
     base = max(theirs.rates.hit_rate, dense.hit_rate)
-    best = ours if ours.rates.hit_rate >= base else theirs
+    best = ours[0] if ours[0].rates.hit_rate >= base else theirs
     figures = best.rates
     label = f"{best.name}, {figures.checkpoints}"
     label += "" if figures.eviction == "lru" else f", {figures.eviction}"
@@ -130,10 +146,18 @@ def _line(task: tuple[Path, str, int]) -> Line:
     print(f"{time.perf_counter() - begun:.0f} s", *task[1:], file=sys.stderr, flush=True)
     return Line(
         trace.name.removesuffix("_trace").replace("_", " "), model, share,
-        (dense.block, ours.rates.block), dense.hit_rate, default.hit_rate, base,
-        ours.rates.hit_rate, max(base, figures.hit_rate), label,
-        max(bound.hit_rate, figures.hit_rate), dense.ceiling,
+        (dense.block, ours[0].rates.block), dense.hit_rate, default.hit_rate, base,
+        with_checkpoints(ours, "every-block"), with_checkpoints(ours, "vllm-default"),
+        ours[0].rates.hit_rate, label, max(bound.hit_rate, base, figures.hit_rate), dense.ceiling,
     )  # fmt: skip
+
+
+def with_checkpoints(tried: list[TriedPlan], kept: str) -> float:
+    """What the best plan finds with one of vLLM's ways; without windows and states all are one."""
+    of_plan = [one.rates for one in tried if one.name == tried[0].name]
+    plain = [rates for rates in of_plan if rates.eviction == "lru"]
+    found = [rates for rates in plain if rates.checkpoints == kept] or plain
+    return found[0].hit_rate
 
 
 def whole_memory(model: str, trace: Trace) -> int:
@@ -172,6 +196,10 @@ def conclusion(every: list[Line]) -> str:
         rows=len(every),
         below=sum(round(line.ours, 4) < round(line.theirs, 4) for line in every),
         above=sum(round(line.ours, 4) > round(line.theirs, 4) for line in every),
+        default_below=sum(round(line.our_default, 4) < round(line.default, 4) for line in every),
+        default_above=sum(round(line.our_default, 4) > round(line.default, 4) for line in every),
+        default_lowest=min(line.our_default / line.default for line in every if line.default),
+        default_highest=max(line.our_default / line.default for line in every if line.default),
         lowest=min(line.ours / line.theirs for line in every if line.theirs),
         highest=max(line.ours / line.theirs for line in every if line.theirs),
     )

@@ -90,8 +90,9 @@ def measure(transport: str) -> list[str]:
             speeds = {n: pull_all(session, blocks, n) for n in order}
             turns.append([speeds[n] for n in IN_FLIGHT])
     few, many = (statistics.median(column) for column in zip(*turns, strict=True))
-    ratio = statistics.median(more / less for less, more in turns)
-    return [transport, f"{few:.0f}", f"{many:.0f}", f"{ratio:.2f}"]
+    low, ratio, high = statistics.quantiles([more / less for less, more in turns])
+    shown = f"{ratio:.2f} ({low:.2f} - {high:.2f})"
+    return [transport, f"{few:.0f}", f"{many:.0f}", shown, _met(high >= 1)]
 
 
 def in_flight() -> None:
@@ -102,13 +103,16 @@ def in_flight() -> None:
         except AtlasError as refusal:
             if refusal.code is not Code.MISSING_EXTRA:
                 raise
-            rows.append([f"{transport} (not installed here)", "-", "-", "-"])
+            rows.append([f"{transport} (not installed here)", "-", "-", "-", "-"])
     show(
         f"{REQUESTS} requests of {PULLED} tokens of {MODEL}, LBNHC -> BHLNC, two processes, MB/s",
-        ["transport", *(f"{n} in flight" for n in IN_FLIGHT), "ratio"],
+        ["transport", *(f"{n} in flight" for n in IN_FLIGHT), "ratio (quartiles)", "bar"],
         rows,
     )
-    print(f"Medians of {TURNS} turns. The bar: a ratio of at least 1.00, within the noise.\n")
+    print(
+        f"Medians of {TURNS} turns. The bar: a ratio of at least 1.00, within the noise: met where "
+        "a quarter of the turns reach it.\n"
+    )
 
 
 def small() -> None:
@@ -130,7 +134,12 @@ def small() -> None:
         ["the whole pull", *_middle_and_best(whole)],
     ]
     show(f"One token of {MODEL} over shm, a warm session", ["ms", "median", "best tenth"], rows)
-    print("The bar: open and close in at most 1 ms.\n")
+    bar = _met(float(rows[0][1]) <= 1)
+    print(f"The bar: open and close in at most 1 ms, by the median: {bar}.\n")
+
+
+def _met(reached: bool) -> str:
+    return "met" if reached else "missed"
 
 
 def _middle_and_best(taken: list[float]) -> list[str]:

@@ -21,7 +21,7 @@ from tests.vllm.engine_process import Engine, engine
 from tests.vllm.models import checkpoint
 
 from benchmarks.timing import show
-from benchmarks.vllm_pull import raw_and_pulled
+from benchmarks.vllm_pull import pull_times
 
 TOKENS = 1025
 """A token more than whole blocks: where the rest is cached, it alone is computed."""
@@ -33,6 +33,8 @@ DECODING, ARRIVING, LENGTH, ROUNDS = 4, 8, 80, 2
 STARTING = 4
 """Turns that nobody counts: memory is touched for the first time, links are measured."""
 CONTROL = "benchmarks.vllm_control"
+THEIRS = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+"""vLLM's own connector, which reads blocks of one size alone."""
 
 
 def first_token(decode: Engine, tokens: list[int], params: Any = None) -> float:
@@ -42,15 +44,18 @@ def first_token(decode: Engine, tokens: list[int], params: Any = None) -> float:
     return time.perf_counter() - begun
 
 
-def first_tokens(prefill: Engine, decode: Engine, raw: float) -> dict[str, float]:
-    """Median seconds of a first token: read, called read by the control, and cached here."""
+def first_tokens(prefill: Engine, decode: Engine, raw: float | None) -> dict[str, float]:
+    """Median seconds of a first token: read, called read by the control, and cached here.
+
+    Without `raw` there is no control.
+    """
     taken: defaultdict[str, list[float]] = defaultdict(list)
     tokens = prompt(TOKENS, seed=100)
     for turn in range(TURNS + STARTING):
-        params: dict[str, Any] = {"control": {"seconds_to_be_read": raw}}
+        params: dict[str, Any] = {} if raw is None else {"control": {"seconds_to_be_read": raw}}
         params["read"] = prefill.prefill(tokens).params
         prefill.until(lambda facts: facts["requests"] == 1)
-        for way in ("read", "control") if turn % 2 else ("control", "read"):
+        for way in params if turn % 2 else reversed(params):
             decode.forget()
             seconds = {way: first_token(decode, tokens, params[way])}
             seconds["here"] = first_token(decode, tokens)
@@ -90,48 +95,81 @@ def engine_options(block: int, tokens: int) -> dict[str, Any]:
         "num_gpu_blocks_override": tokens // block,
         "max_model_len": 2048,
         "enable_prefix_caching": True,
-        "connector": atlas(transport="nixl", lease_seconds=300.0)
-        | {"kv_connector": "ControlConnector", "kv_connector_module_path": CONTROL},
     }
 
 
-def measure(model: Path, block: int) -> tuple[list[str], list[str]]:
-    """The rows of both tables for a decode engine with blocks of so many tokens."""
-    raw, pulled = raw_and_pulled(block, TOKENS - 1, PER_TOKEN, RUN)
+def added_by_theirs(model: Path) -> float:
+    """Seconds that vLLM's own connector adds to a first token, from blocks of 64 to such."""
+    ports = [{"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)} for port in (17_900, 17_910)]
     with (
-        engine(model, name="prefill", core="0", **engine_options(64, 10_240)) as prefill,
-        engine(model, name="decode", core="1", **engine_options(block, 4_096)) as decode,
-    ):
+        engine(model, name="theirs", core="0", connector=THEIRS, environment=ports[0],
+               **engine_options(64, 10_240)) as prefill,
+        engine(model, name="reads", core="1", connector=THEIRS, environment=ports[1],
+               **engine_options(64, 4_096)) as decode,
+    ):  # fmt: skip
+        seconds = first_tokens(prefill, decode, None)
+    return seconds["read"] - seconds["here"]
+
+
+def measure(model: Path, block: int) -> tuple[list[str], list[str], list[str]]:
+    """The rows of all tables for a decode engine with blocks of so many tokens."""
+    raw, same_runs, pulled, runs = pull_times(block, TOKENS - 1, PER_TOKEN, RUN)
+    ours = atlas(transport="nixl", lease_seconds=300.0)
+    ours |= {"kv_connector": "ControlConnector", "kv_connector_module_path": CONTROL}
+    with (
+        engine(model, name="prefill", core="0", connector=ours,
+               **engine_options(64, 10_240)) as prefill,
+        engine(model, name="decode", core="1", connector=ours,
+               **engine_options(block, 4_096)) as decode,
+    ):  # fmt: skip
         seconds = first_tokens(prefill, decode, raw)
         quiet, busy, count = step_times(prefill, decode)
-    here = seconds["here"]
+    here, blocks = seconds["here"], f"64 -> {block}"
     added, control = seconds["read"] - here, seconds["control"] - here
-    row = [f"64 -> {block}"]
-    row += [f"{1e3 * s:.1f}" for s in (raw, pulled, seconds["read"], here, added, control)]
-    row += [f"{added / raw:.2f}", f"{added / control:.2f}"]
-    step = [f"64 -> {block}", f"{1e3 * quiet:.2f}", f"{1e3 * busy:.2f}", str(count)]
-    return row, [*step, f"{busy / quiet:.3f}"]
+    theirs = added_by_theirs(model) if block == 64 else None
+    first = [blocks, *_ms(raw, pulled, seconds["read"], here, added)]
+    first += [f"{added / raw:.2f}"]
+    peers = [blocks, *_ms(added, raw, same_runs), f"{runs:,}", *_ms(control)]
+    peers += _ms(theirs) if theirs else ["wrong"]
+    peers += [f"{added / one:.2f}" if one else "-" for one in (same_runs, control, theirs)]
+    step = [blocks, f"{1e3 * quiet:.2f}", f"{1e3 * busy:.2f}", str(count), f"{busy / quiet:.3f}"]
+    return first, peers, step
+
+
+def _ms(*seconds: float) -> list[str]:
+    return [f"{1e3 * one:.1f}" for one in seconds]
 
 
 def main() -> None:
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory() as folder:
         model = checkpoint("wide", Path(folder))
-        rows, steps = zip(*(measure(model, block) for block in (64, 128)), strict=True)
+        made = (measure(model, block) for block in (64, 128))
+        first, peers, steps = zip(*made, strict=True)
     size = TOKENS * PER_TOKEN >> 20
     show(
         f"The first token of a request of {TOKENS:,} tokens ({size} MiB), ms",
-        [
-            "blocks", "NIXL alone", "session alone", "read", "cached here", "added",
-            "control's", "of NIXL", "of control",
-        ],
-        list(rows),
-    )  # fmt: skip
+        ["blocks", "NIXL alone", "session alone", "read", "cached here", "added", "of NIXL"],
+        list(first),
+    )
     print(
         "NIXL alone: the same bytes in runs of 256 KiB by its own calls. Session alone: a pull\n"
-        "without vLLM. Added: beyond a first token whose prompt is cached here. Control's: the\n"
-        "same where nothing is read, and vLLM is told so after as long as NIXL takes; what vLLM's\n"
-        f"own steps add is in it. Medians of {TURNS} turns. The aim: 1.10 of NIXL.\n"
+        "without vLLM. Added: beyond a first token whose prompt is cached here. Medians of\n"
+        f"{TURNS} turns. The aim: 1.10 of NIXL.\n"
+    )
+    show(
+        "What is added beside what else could be, ms",
+        [
+            "blocks", "added", "NIXL", "NIXL by runs", "runs", "control", "NixlConnector",
+            "of runs", "of control", "of NixlConnector",
+        ],
+        list(peers),
+    )  # fmt: skip
+    print(
+        "NIXL by runs: its own calls for the runs between the two engines' blocks, which are all\n"
+        "that it can move by itself. Control: what vLLM's steps add where nothing is read, and it\n"
+        "is told so after as long as NIXL takes. NixlConnector: what vLLM's own connector adds,\n"
+        "which gives wrong tokens where blocks are unlike.\n"
     )
     show(
         f"A decode engine's step with {DECODING} requests, ms",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, vllm_config
 
 from benchmarks.wires import raw_nixl, scattered
 from kvatlas.engines.vllm import ConnectorSettings, describe_engine
 from kvatlas.planning import Plan
+from kvatlas.routing import Copy, route
 from kvatlas.routing import scattered as scattered_blocks
 from kvatlas.wire import (
     Node,
@@ -39,17 +41,25 @@ def plan_of(block: int) -> Plan:
     return describe_engine(config, made, backends=dict.fromkeys(names, "CPU_ATTN"))
 
 
-def raw_and_pulled(block: int, tokens: int, per_token: int, run: int) -> tuple[float, float]:
-    """Median seconds of a request's bytes by NIXL's own calls, and by a session, in turns.
+class PullTimes(NamedTuple):
+    """Median seconds of a request's bytes, in three ways."""
 
-    Both between the same two processes, from blocks of 64 tokens; NIXL in the longest runs.
-    """
-    target, near, piece = plan_of(block), make_transport("nixl"), ConnectorSettings().piece
-    pools = pools_for(target, 0, near)
+    raw: float
+    """By NIXL's own calls, in the longest runs that there are."""
+    same_runs: float
+    """By NIXL's own calls, in the runs between the two engines' blocks."""
+    pulled: float
+    """By a session."""
+    runs: int
+    """How many runs there are between the blocks."""
+
+
+def pull_times(block: int, tokens: int, per_token: int, run: int) -> PullTimes:
+    """A request from blocks of 64 tokens, in turns between the same two processes."""
+    source, target, near = plan_of(64), plan_of(block), make_transport("nixl")
+    pools, piece = pools_for(target, 0, near), ConnectorSettings().piece
     # A token more than is pulled, so that the source does not let go of it.
-    task = SampleTask(
-        plan=plan_of(64), transport="nixl", seed=1, requests=("0",), tokens=tokens + 1
-    )
+    task = SampleTask(plan=source, transport="nixl", seed=1, requests=("0",), tokens=tokens + 1)
     with (
         run_sample_server(task) as endpoints,
         Node(target, memory=memory_of(pools), transport=near, piece=piece) as node,
@@ -57,15 +67,23 @@ def raw_and_pulled(block: int, tokens: int, per_token: int, run: int) -> tuple[f
     ):
         link: Any = session.link(0)
         blocks = scattered_blocks(target, tokens)
-        pool = node.memory[0].address
-        copy = scattered(run, tokens * per_token)
-        raw = raw_nixl(link.agent, link.peer, link.theirs[0].address, pool, copy)
+        ends = link.agent, link.peer, link.theirs[0].address, node.memory[0].address
+        raw = raw_nixl(*ends, scattered(run, tokens * per_token))
+        between = runs_between(source, target, tokens)
 
         def pull() -> None:
             session.pull("0", dst_blocks=blocks, tokens=tokens).wait()
 
-        first, second = _in_turns(raw, pull)
-        return first, second
+        return PullTimes(*_in_turns(raw, raw_nixl(*ends, between), pull), runs=len(between))
+
+
+def runs_between(source: Plan, target: Plan, tokens: int) -> Copy:
+    """The runs of a request between blocks of two plans."""
+    tables = [scattered_blocks(plan, tokens) for plan in (source, target)]
+    ends = {"src_blocks": tables[0], "dst_blocks": tables[1], "tokens": tokens}
+    copies = route(source, target).bind(src_rank=0, dst_rank=0, **ends).copies
+    columns = ([getattr(one, name) for one in copies] for name in ("src", "dst", "length"))
+    return Copy(0, 0, *map(np.concatenate, columns))
 
 
 def _in_turns(*acts: Callable[[], Any]) -> list[float]:

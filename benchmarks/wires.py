@@ -139,8 +139,7 @@ def nixl_rows(starts: Any, base: int, size: Any) -> Any:
 
 
 def raw_nixl(agent: Any, remote: str, src: int, dst: int, copy: Copy) -> Act:
-    size = int(copy.length[0])
-    near, far = nixl_rows(copy.dst, dst, size), nixl_rows(copy.src, src, size)
+    near, far = nixl_rows(copy.dst, dst, copy.length), nixl_rows(copy.src, src, copy.length)
     every = np.arange(len(copy), dtype=np.int32)
 
     def act() -> None:

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 REPOSITORY = re.compile(r"https://github\.com/kvatlas/kvatlas/(?:blob|tree)/main/")
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -27,6 +28,14 @@ def test_code_in_docs_runs(page: Path) -> None:
         assert result.failed == 0
         assert result.attempted > 0
         scope = test.globs
+
+
+def test_tests_that_docs_name_exist() -> None:
+    """A page that says what a test proves must not outlive the test."""
+    named = {found for page in PAGES for found in TEST.findall(page.read_text())}
+    assert len(named) > 50
+    for path, name in named:
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
 
 
 def test_the_readme_has_a_tour() -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -28,6 +29,11 @@ PACKAGES = {path.parent for path in SOURCE.rglob("__init__.py")}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def module_of(path: Path) -> str:
     parts = path.relative_to(SOURCE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -41,7 +47,7 @@ ENGINES = {module_of(path) for path in (SOURCE / "engines").glob("*/__init__.py"
 def imports(path: Path) -> set[str]:
     """Modules that a file imports; `from package import module` counts as the module."""
     modules = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -98,7 +104,7 @@ def test_no_two_modules_import_each_other_in_a_circle() -> None:
 def test_no_two_rooms_have_public_classes_of_one_name() -> None:
     homes: dict[str, set[str]] = {}
     for module, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, set()).add(module)
     assert {name: sorted(places) for name, places in homes.items() if len(places) > 1} == {}
@@ -109,7 +115,7 @@ def test_no_module_is_shadowed_by_a_function_of_its_name(package: Path) -> None:
     """`import kvatlas.room.name` gives the module, not a function that the face lists."""
     inside = {path.stem for path in package.iterdir() if path.suffix == ".py" or path in PACKAGES}
     named = set()
-    for node in ast.walk(ast.parse((package / "__init__.py").read_text())):
+    for node in ast.walk(parsed(package / "__init__.py")):
         if isinstance(node, ast.ImportFrom) and node.module != module_of(package / "__init__.py"):
             named |= {alias.asname or alias.name for alias in node.names}
     assert inside & named == set()
@@ -120,11 +126,30 @@ def test_device_code_is_in_files_that_say_so(path: Path) -> None:
     """What Triton compiles is in `*_device.py`; host code is everywhere else."""
     jitted = [
         node.name
-        for node in ast.parse(path.read_text()).body
+        for node in parsed(path).body
         if isinstance(node, ast.FunctionDef)
         and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
     ]
     assert bool(jitted) == path.stem.endswith("_device"), jitted
+
+
+MOST_NAMES = 12
+
+
+def test_no_signature_has_more_names_than_can_be_read_at_once() -> None:
+    """Of kernels all names count, elsewhere those that a call may leave unnamed."""
+    long = []
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            given = node.args
+            names = len(given.posonlyargs) + len(given.args)
+            if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+                names += len(given.kwonlyargs)
+            if names > MOST_NAMES:
+                long.append(f"{path.name}: {node.name} has {names}")
+    assert long == []
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "geometry").glob("*.py")), ids=lambda p: p.name)

@@ -63,8 +63,9 @@ def compiling_only(claims: Claims) -> Iterator[None]:
     """Meanwhile, in this process, calls of kernels compile and launch nothing."""
     run, compiled = jit.JITFunction.run, jit.JITFunction._do_compile
 
-    def run_without_launch(self: Any, *given: Any, warmup: bool, **more: Any) -> Any:  # noqa: ARG001
-        return run(self, *given, warmup=True, **more)
+    def run_without_launch(self: Any, *given: Any, warmup: bool, **more: Any) -> None:  # noqa: ARG001
+        # What is returned would be launched again, without this.
+        run(self, *given, warmup=True, **more)
 
     def compile_once(self: Any, key: Any, *more: Any) -> Any:
         name = f"{self.fn.__module__}.{self.fn.__qualname__} {key}"

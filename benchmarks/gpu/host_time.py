@@ -1,8 +1,9 @@
 """What a call costs the host: `attend` and `write`, beside bare launches of the same kernels.
 
-A bare launch is Triton's own, with arguments that are at hand. What a call takes beyond its
-launches is this library's: checks, and what it has worked out once for a layer. `python -m
-benchmarks.gpu.host_time` prints the table; it is a part of `make bench-gpu`.
+A bare launch is Triton's own, with arguments that are at hand. What a call takes beyond them
+is this library's: checks, and what it has worked out once for a layer. A call may take less than
+they do: what it has launched for a batch of the same kind it launches again without Triton's look
+at each argument. `python -m benchmarks.gpu.host_time` prints the table, a part of `make bench-gpu`.
 """
 
 from __future__ import annotations
@@ -117,8 +118,10 @@ class HostCall(NamedTuple):
 
     def measured(self) -> HostTime:
         """The host's time for one call, beside that of its launches."""
-        self.step()
+        for layer in self.layers:
+            layer.kept.clear()  # what a layer keeps it does not launch by Triton's own way
         launches = bare_launches(self.step)
+        self.step()
         torch.cuda.synchronize()
         allocated = _allocations(lambda: self.call(self.layers[0])) - self.returned
         whole, bare = microseconds(self.step, lambda: [act() for act in launches])

@@ -28,9 +28,13 @@ _AHEAD = 20_000_000
 """Cycles, some ten milliseconds, in which a stream is given what is then timed."""
 
 
-def model(heads: int) -> Model:
+_FINITE = -0x40404041
+"""Bits of four bytes without the highest of each exponent: every type then has finite numbers."""
+
+
+def model(heads: int, cache: str = "auto") -> Model:
     """With 8 heads that of 8 billion parameters; with others a token has as many bytes."""
-    spec = FullAttention(heads=heads, head_dim=128)
+    spec = FullAttention(heads=heads, head_dim=128, cache=cache)
     depth = LAYERS * 8 // heads
     layers = [Layer(name=f"layers.{i}.attn", index=i, spec=spec) for i in range(depth)]
     return Model(
@@ -39,21 +43,23 @@ def model(heads: int) -> Model:
     )  # fmt: skip
 
 
-def planned(order: str, heads: int = 8, *, tp: int = 1, block: int = 16) -> Plan:
+def planned(
+    order: str, heads: int = 8, *, tp: int = 1, block: int = 16, cache: str = "auto"
+) -> Plan:
     """Room for the request in scattered blocks."""
     nbytes = int(2.1 * TOKENS * LAYERS * 8 * 512 / tp)
     return plan(
-        model(heads), memory=nbytes, tp=tp, layout=order, block_size=block, max_len=TOKENS,
+        model(heads, cache), memory=nbytes, tp=tp, layout=order, block_size=block, max_len=TOKENS,
         in_flight=0,
     )  # fmt: skip
 
 
 def filled(made: Plan, rank: int, seed: int) -> Cache:
-    """A cache of random bytes, that the other process can make again."""
+    """A cache of random numbers, that the other process can make again."""
     cache = allocate(made, rank=rank, device=DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(seed + rank)
     for pool in cache.pools.values():
-        pool.view(torch.int32).random_(generator=generator)
+        pool.view(torch.int32).random_(generator=generator).bitwise_and_(_FINITE)
     torch.cuda.synchronize()
     return cache
 
@@ -72,7 +78,7 @@ def source() -> None:
             new = [
                 Node(
                     made, rank=rank, memory=filled(made, rank, order["seed"]),
-                    transport=make_transport("cuda"), buffers=0,
+                    transport=make_transport("cuda"), **order["about"],
                 )
                 for rank in range(made.ranks)
             ]  # fmt: skip
@@ -123,9 +129,10 @@ class Source:
         answer: Json = json.loads(self._process.stdout.readline())
         return answer
 
-    def serve(self, made: Plan, seed: int) -> list[str]:
-        """Endpoints of the ranks of a plan."""
-        endpoints: list[str] = self._ask(plan=made.to_json().decode(), seed=seed)["endpoints"]
+    def serve(self, made: Plan, seed: int, **about: Any) -> list[str]:
+        """Endpoints of the ranks of a plan; `about` is what their nodes are made with."""
+        order = {"plan": made.to_json().decode(), "seed": seed, "about": {"buffers": 0} | about}
+        endpoints: list[str] = self._ask(**order)["endpoints"]
         return endpoints
 
     def offer(self, *requests: str, tokens: int = TOKENS) -> None:

@@ -9,7 +9,9 @@
   messages included, beside a plain copy of its bytes: the median of sessions' medians.
 - `beside`: tokens per second of decode attention alone and while pulls and offloads run, by the
   share of the GPU's time and the number of multiprocessors that pulls are given.
-- `layers`: a prefill whose layers are read as they are written, or at its end.
+- `formats`: the same request converted on the way, fp8 into bf16 and back, beside the plain pull.
+- `layers`: a prefill whose layers are read as they are written, or at its end: until they are
+  here, and until a decode step over them is done.
 - `offload`: the same request into a tier in host memory and back, beside the link.
 - `tune`: launch parameters of the copy kernel.
 """
@@ -28,6 +30,7 @@ import torch
 from benchmarks.gpu.beside import beside
 from benchmarks.gpu.ceilings import copy_rate, link_rate
 from benchmarks.gpu.cells import ORDERS
+from benchmarks.gpu.first_step import layers
 from benchmarks.gpu.pull_ends import (
     DEVICE,
     TOKENS,
@@ -39,6 +42,7 @@ from benchmarks.gpu.pull_ends import (
     seconds_of,
     source_process,
 )
+from benchmarks.gpu.pull_formats import formats
 from benchmarks.gpu.tables import show
 from kvatlas.cache import Cache, allocate
 from kvatlas.planning import Plan
@@ -103,11 +107,15 @@ def _checked(node: Node, cache: Cache, made: Plan, session: Session) -> str:
 
 
 def request(copy: float, sessions: int = 3) -> None:
-    """Whole pulls by the clock of the host: one behind the other without a limit, and apart."""
+    """Whole pulls by the clock of the host, by share of the GPU's time; the bar is without one."""
     made, mine = planned("LBNHC"), planned("BHLNC", block=32)
     cache = allocate(mine, device=DEVICE)
     plain = 2 * (1 << 30) / copy / 1e6
-    for what, apart, given in (("in a row", 0.0, {"share": 1.0}), ("20 ms apart", _APART, {})):
+    for what, apart, given in (
+        ("in a row, no limit", 0.0, {"share": 1.0}),
+        ("in a row, the default share", 0.0, {}),
+        ("20 ms apart, the default share", _APART, {}),
+    ):
         with source_process() as far:
             endpoints = far.serve(made, 7)
             transport = make_transport("cuda", **given)
@@ -125,7 +133,7 @@ def request(copy: float, sessions: int = 3) -> None:
             f"copy ({plain:.3f} ms); {sessions} sessions {medians[0] / plain:.2f} - "
             f"{medians[-1] / plain:.2f} times, fastest {fastest:.3f} ms, first {taken[0][0]:.0f} ms"
         )
-        if not apart:
+        if given:
             verdict = "ok" if median <= _REQUEST_BAR * plain else "over"
             print(f"bar {_REQUEST_BAR:.1f}x: {verdict}")
     print("right:", is_right(cache, [filled(made, 0, 7)]))
@@ -196,38 +204,6 @@ def tune() -> None:
     show(title, ["programs", "tile", "warps", "stages", *map("->".join, pairs)], rows)
 
 
-def layers() -> None:
-    """From the beginning of a prefill until layers are here: as they are written, or at its end."""
-    made, mine = planned("LBNHC"), planned("BHLNC", block=32)
-    cache = allocate(mine, device=DEVICE)
-    blocks, first = scattered(mine, TOKENS), next(iter(mine.layers))
-    rows = []
-    with source_process() as far:
-        endpoints = far.serve(made, 7)
-        transport = make_transport("cuda")
-        with (
-            Node(mine, memory=cache, transport=transport, buffers=0) as node,
-            Session(node, endpoints) as session,
-        ):
-            for turn in range(6):
-                layered = turn % 2 == 0
-                begun = time.perf_counter()
-                far.prefill(f"r{turn}", layered=layered)
-                transfer = session.pull(
-                    f"r{turn}", dst_blocks=blocks, tokens=TOKENS, streamed=layered,
-                    wait_for_offer=5,
-                )  # fmt: skip
-                while layered and first not in transfer.layers and not transfer.done:
-                    time.sleep(1e-4)
-                early = time.perf_counter() - begun
-                transfer.wait(20)
-                done = time.perf_counter() - begun
-                how = "as written" if layered else "at the end"
-                rows.append([how, f"{early * 1e3:.1f}" if layered else "", f"{done * 1e3:.1f}"])
-    head = ["layers", "ms until the first is here", "ms until all are"]
-    show("\nA prefill of 32 layers of some 2 ms, read by another process", head, sorted(rows))
-
-
 def offload() -> None:
     """A request of 1 GiB into a tier in host memory and back, beside the link's own speed."""
     from kvatlas.tier import Tier
@@ -272,6 +248,7 @@ def main(names: list[str]) -> None:
         "pages": lambda: orders(copy, heads=4),
         "large-pages": lambda: orders(copy, heads=16),
         "request": lambda: request(copy),
+        "formats": lambda: formats(copy),
         "beside": beside,
         "layers": layers,
         "offload": offload,

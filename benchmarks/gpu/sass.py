@@ -26,8 +26,8 @@ from triton.runtime import driver, jit
 
 from benchmarks.gpu import tables
 from kvatlas.cache import LayerCache
-from kvatlas.geometry import Layout
-from kvatlas.kernels import copy_address_runs, place_starts
+from kvatlas.geometry import DType, Layout
+from kvatlas.kernels import convert_address_runs, copy_address_runs, place_starts
 from kvatlas.kernels.triton import (
     BlockConversion,
     attend,
@@ -37,7 +37,7 @@ from kvatlas.kernels.triton import (
     write,
 )
 from kvatlas.kernels.triton import storage_formats as formats
-from kvatlas.specs import FullAttention, LatentAttention, Spec
+from kvatlas.specs import ElementCast, FullAttention, LatentAttention, Spec
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PROCESSORS = 132
@@ -125,6 +125,7 @@ def elsewhere(*names: str) -> Iterator[list[Compiled]]:
         for module, name, value in (
             (jit.JITFunction, "run", compile_only),
             (formats, "takes_ptx", lambda _: True),
+            (formats, "device_takes_ptx", lambda _: True),
             (formats, "dot_of", lambda q: formats._OF_TORCH[q.dtype]),
             (tune, "architecture", lambda _: "hopper"),
             (tune, "processors", lambda _: PROCESSORS),
@@ -183,6 +184,18 @@ def runs(programs: str) -> None:
     copy_address_runs(1 << 40, 1 << 30, starts, (spans, spans, sizes), programs=many)
 
 
+def cast(name: str) -> None:
+    """Runs of elements that become those of a type: of bf16, or of fp8 where that is the type."""
+    starts = place_starts(np.arange(256) * 4096, np.arange(256) * 8192, "cpu")
+    spans = np.arange(8192) * 65536
+    target = DType.of("fp8" if name == "auto" else name)
+    source = DType.of("bf16" if target.item == 1 else "fp8")
+    sizes = np.full(8192, 256)
+    convert_address_runs(
+        1 << 40, 1 << 41, starts, (spans, spans, sizes), ElementCast(source, target, 0.5, 0.3)
+    )
+
+
 def convert(cache: str) -> None:
     """bf16 into a format."""
     spec, ids = FullAttention(heads=8, head_dim=128), torch.arange(4, dtype=torch.int32)
@@ -197,6 +210,7 @@ CALLS: dict[str, Callable[[str], None]] = {
     "write": put,
     "copy": move,
     "runs": runs,
+    "cast": cast,
     "convert": lambda cache: convert("fp8" if cache == "auto" else cache),
 }
 

@@ -1,8 +1,9 @@
 """One tree's side of a comparison: it builds, checks and times cells as it is told.
 
 `compare` runs this file twice, with the folders of one tree and then of the other in
-`PYTHONPATH`: cells and kernels are the tree's, whichever it is. Requests and answers are
-lines of JSON; whatever else is printed goes to stderr.
+`PYTHONPATH`: cells and kernels are the tree's, whichever it is. What an older tree may lack is
+imported from beside this file. Requests and answers are lines of JSON; whatever else is printed
+goes to stderr.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -28,34 +30,47 @@ class Side:
     def __init__(self) -> None:
         every = [*attention.cells(), *writes.cells(), *copies.cells()]
         self._cells: dict[Key, Cell] = {(cell.group, cell.name): cell for cell in every}
-        self._built: tuple[Cell, Case] | None = None
+        self._host = import_module("host_calls")
+        self._built: Callable[[], float] | None = None
 
     def cells(self) -> list[Key]:
         """Groups and names."""
-        return list(self._cells)
+        return [*self._cells, *((self._host.GROUP, name) for name in self._host.NAMES)]
 
     def compile(self, keys: list[list[str]], jobs: int) -> None:
         """Compile cells, on so many cores."""
-        # A tree that is older than this file may have no such module, or another.
         compiling = import_module("compiling")
-        works = [partial(compiling.compile_cell, self._cells[one, name], {}) for one, name in keys]
+        works = [
+            partial(self._host.compile_call, name)
+            if group == self._host.GROUP
+            else partial(compiling.compile_cell, self._cells[group, name], {})
+            for group, name in keys
+        ]
         compiling.compile_all(works, jobs)
 
     def build(self, group: str, name: str) -> bool:
         """Build a cell in place of the one before; whether it is right."""
         self._built = None
         torch.cuda.empty_cache()
+        if group == self._host.GROUP:
+            step = self._host.step_of(name)
+            step()
+            self._built = partial(self._host.milliseconds, step)
+            return True  # other cells check the same calls
         cell = self._cells[group, name]
         case = cell.build({})
-        self._built = cell, case
+        self._built = partial(_milliseconds, cell, case)
         return case.right()
 
     def time(self) -> float:
         """Milliseconds of a call of the cell that is built."""
         if self._built is None:
             raise RuntimeError("nothing is built")
-        cell, case = self._built
-        return milliseconds(case, graph=cell.graph, long=cell.long)[0]
+        return self._built()
+
+
+def _milliseconds(cell: Cell, case: Case) -> float:
+    return milliseconds(case, graph=cell.graph, long=cell.long)[0]
 
 
 def serve(side: Side, answers: Any) -> None:

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tests.attack.plans import WIRES, installed
-from tests.attack.suite import CLAIMS, MARK
+from tests.attack.plans import installed
+from tests.attack.suite import CLAIMS, LABELS, MARK, wire_of
 from tests.wire.child import Json
 
 _HIT = 0.5
@@ -44,18 +44,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tries", type=int, default=6, help="strikes for each claim")
     parser.add_argument("--tokens", type=int, default=2048, help="of a request, 16 KiB each")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
-    parser.add_argument("--transports", nargs="*", choices=WIRES, default=list(WIRES))
+    parser.add_argument("--transports", nargs="*", choices=LABELS, default=LABELS)
     parser.add_argument("--claims", nargs="*", default=[""], help="parts of their names")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args()
 
 
 def _chosen(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    labels = [label for label in options.transports if installed(WIRES[label])]
-    for claim in CLAIMS:
+    labels = [label for label in options.transports if installed(wire_of(label))]
+    for claim, row in CLAIMS.items():
         if any(part in claim for part in options.claims):
-            for label in labels:
-                yield label, claim
+            for label in row.over:
+                if label in labels:
+                    yield label, claim
 
 
 def _in_a_process(label: str, claim: str, options: argparse.Namespace) -> Json:
@@ -66,7 +67,7 @@ def _in_a_process(label: str, claim: str, options: argparse.Namespace) -> Json:
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=120 + 30 * options.tries,
-            env=os.environ | WIRES[label].settings, cwd=Path(__file__).parents[2],
+            env=os.environ | wire_of(label).settings, cwd=Path(__file__).parents[2],
         )  # fmt: skip
         said, code = ended.stdout, ended.returncode
         words = _reason(ended.stderr)

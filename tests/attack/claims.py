@@ -10,7 +10,7 @@ from typing import Any
 
 from kvatlas import AtlasError
 from kvatlas.wire import Session, Transfer
-from tests.attack.plans import NODE, Wire, after, source_plan, target_plan
+from tests.attack.plans import Wire, after, source_plan, target_plan
 from tests.wire.child import Child, Json, Rank, contents
 from tests.wire.helpers import waited
 
@@ -62,7 +62,7 @@ class Scene:
         self.rng = attack.rng
         self.src, self.dst = source_plan(self.tokens), target_plan(self.tokens)
         self.struck, self.well = self.source(1), self.source(2)
-        self.here = Rank(self.dst, self.wire.name, 7, self.tokens, **NODE)
+        self.here = Rank(self.dst, self.wire.name, 7, self.tokens, **self.wire.node)
         self.right = {seed: after(self.src, seed, self.dst, 7, self.tokens) for seed in (1, 2)}
         self.right[7] = contents(self.dst, 7)
         self.right_source = contents(self.src, 1)
@@ -70,7 +70,7 @@ class Scene:
         self.seconds = {how: self._typical(how) for how in ("direct", "staged")}
 
     def source(self, seed: int) -> Child:
-        about = {"tokens": self.tokens, "settings": self.wire.settings} | NODE
+        about = {"tokens": self.tokens, "settings": self.wire.settings} | self.wire.node
         return Child().start(self.src, self.wire.name, seed, **about)
 
     def _typical(self, how: str) -> float:

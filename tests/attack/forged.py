@@ -7,7 +7,7 @@ from typing import Any
 
 from kvatlas.wire import Session, protocol
 from tests.attack.claims import Attack, Outcome
-from tests.attack.plans import NODE, PIECE, source_plan, target_plan
+from tests.attack.plans import PIECE, source_plan, target_plan
 from tests.wire.attacked import code_of
 from tests.wire.child import Rank, contents
 from tests.wire.helpers import waited
@@ -54,9 +54,9 @@ def forged_messages(attack: Attack) -> Outcome:
     src, dst, tokens = source_plan(attack.tokens), target_plan(attack.tokens), attack.tokens
     outcome = Outcome()
     with ExitStack() as stack:
-        honest = Rank(src, attack.wire.name, 1, tokens, **NODE)
+        honest = Rank(src, attack.wire.name, 1, tokens, **attack.wire.node)
         stack.callback(honest.close)
-        victim = Rank(dst, attack.wire.name, 7, tokens, **NODE)
+        victim = Rank(dst, attack.wire.name, 7, tokens, **attack.wire.node)
         stack.callback(victim.close)
         liar, stranger = _Liar(honest, victim), _Liar(honest, victim, name="stranger")
         stack.callback(liar.raw.close)

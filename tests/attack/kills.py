@@ -44,7 +44,8 @@ def killed_peers(attack: Attack) -> Outcome:
 
 def _killed(scene: Scene) -> tuple[list[str], bool]:
     rng, here, struck = scene.rng, scene.here, scene.struck
-    way = rng.choice(["pull", "pull", "pulled", "pushed"])
+    read_by_others = [] if scene.wire.dies_with_reader else ["pulled"]
+    way = rng.choice(["pull", "pull", "pushed", *read_by_others])
     how = rng.choice(["direct", "staged"])
     moment = rng.uniform(0.02, 1.0) * scene.seconds["staged" if way == "pushed" else how]
     here.fill(here.seed)

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from kvatlas import AtlasError
 from kvatlas.wire import Session
 from tests.attack.claims import Attack, Outcome
-from tests.attack.plans import NODE, made
+from tests.attack.plans import made
 from tests.wire.child import Json, Rank
 from tests.wire.helpers import waited
 
@@ -100,7 +100,8 @@ def contended_locks(attack: Attack) -> Outcome:
         with ExitStack() as stack:
             plans = [made("LBNHC", 16, _TOKENS), made("BHLNC", 32, _TOKENS)]
             ranks = [
-                Rank(plan, attack.wire.name, 1 + i, _TOKENS, **NODE) for i, plan in enumerate(plans)
+                Rank(plan, attack.wire.name, 1 + i, _TOKENS, **attack.wire.node)
+                for i, plan in enumerate(plans)
             ]
             crowd = _Crowd(ranks, 3.0, attack.seed + turn)
             sys.setswitchinterval(1e-6)

@@ -30,15 +30,25 @@ class Wire:
     label: str
     name: str
     settings: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    dies_with_reader: bool = False
+    """Whether a process may die of its reader's death: UCX over TCP aborts it."""
+
+    @property
+    def node(self) -> dict[str, Any]:
+        """How nodes on it are made."""
+        return NODE | {"options": self.options}
 
 
 _NO_IB = {"UCX_MODULES": "^ib"}
+_UCX_TCP = {**_NO_IB, "UCX_TLS": "tcp"}
 WIRES = {
     wire.label: wire
     for wire in (
         Wire("shm", "shm"),
         Wire("tcp", "tcp"),
         Wire("nixl", "nixl", _NO_IB),
+        Wire("nixl-tcp", "nixl", _UCX_TCP, {"over_tcp": True}, dies_with_reader=True),
         Wire("mooncake", "mooncake", {"MC_TRANSFER_TIMEOUT": "3"}),
     )
 }

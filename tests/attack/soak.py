@@ -456,7 +456,8 @@ def cli() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.attack.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
-    parser.add_argument("--transports", nargs="*", choices=WIRES, default=list(WIRES))
+    lasting = [label for label, wire in WIRES.items() if not wire.dies_with_reader]
+    parser.add_argument("--transports", nargs="*", choices=lasting, default=lasting)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     console = Console(stderr=bool(options.json))

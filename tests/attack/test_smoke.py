@@ -5,6 +5,12 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
+
+from kvatlas.geometry import StateSpans
+from kvatlas.routing.compiler import GroupPair
+from kvatlas.routing.request import BoundStates, RequestEnds
+from tests.attack.by_tests import ROOT, PassingTests
 from tests.attack.claims import Attack
 from tests.attack.forged import forged_messages
 from tests.attack.long_contexts import thin, wide
@@ -12,6 +18,7 @@ from tests.attack.plans import WIRES
 from tests.attack.proxy import Proxy
 from tests.attack.soak import Soak
 from tests.attack.stops import stopped_sources
+from tests.attack.suite import CLAIMS
 
 
 def test_blocks_of_a_stopped_source_are_reused() -> None:
@@ -28,8 +35,20 @@ def test_a_long_request_takes_little_memory_beside_its_pools() -> None:
     result = thin(1 << 17)
     assert result["held"], result
     for name in ("Gemma-3-27B", "Qwen3.5-397B-A17B", "DeepSeek-V4-Flash", "Mamba2-2.7B"):
-        result = wide(name, 4_000)
+        result = wide(name, 4_000, layers=3)
         assert result["held"], result
+
+
+def test_descriptors_that_lead_elsewhere_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bytes are carried, each once and in bounds, and every block from another's place."""
+    bind = RequestEnds.bind
+
+    def turned(request: RequestEnds, pair: GroupPair, spans: StateSpans) -> BoundStates:
+        bound = bind(request, pair, spans)
+        return bound._replace(ids=(bound.ids[0][::-1], bound.ids[1]))
+
+    monkeypatch.setattr(RequestEnds, "bind", turned)
+    assert "where others belong" in wide("Phi-3-mini-4k", 500, layers=1)["wrong"]
 
 
 def test_a_soak_notices_what_is_left_open(tmp_path: Path) -> None:
@@ -41,6 +60,14 @@ def test_a_soak_notices_what_is_left_open(tmp_path: Path) -> None:
     assert not soak.ok
     assert [one["node"] for one in soak.left_open] == [0]
     assert min(soak.left_open[0]["left"].values()) > 0
+
+
+def test_tests_that_stand_for_claims_are_there() -> None:
+    named = [test for row in CLAIMS.values() if isinstance(row.claim, PassingTests)
+             for test in row.claim.tests]  # fmt: skip
+    assert len(named) > 20
+    for file, _, name in (test.partition("::") for test in named):
+        assert f"def {name}(" in (ROOT / file).read_text() + "def ("
 
 
 def test_a_proxy_that_leads_nowhere_closes_what_it_accepts() -> None:

@@ -42,6 +42,17 @@ def test_without_states_blocks_are_compared_and_a_given_one_stays() -> None:
     assert {row["block"] for row in tried} == {64}
 
 
+def test_a_trace_may_say_how_many_tokens_its_ids_stand_for(tmp_path: Path) -> None:
+    trace = tmp_path / "mine.jsonl"
+    trace.write_text('{"input_length": 96, "hash_ids": [1, 2, 3]}\n' * 2)
+    options = ("plan", "Llama-3.1-8B", "--memory", "2GiB", "--max-len", "8K", "--block-size", "32")
+    refused = kvatlas(*options, "--trace", str(trace))
+    assert "line 1" in refused.stderr
+    tried = said(*options, "--trace", str(trace), "--trace-block", "32")["tried"]
+    assert tried[0]["found"] > 0
+    assert kvatlas(*options, "--trace-block", "32").exit_code == 2
+
+
 def test_a_trace_chooses_one_plan() -> None:
     result = kvatlas(*HYBRID, "--compare", "policy")
     assert result.exit_code == 2

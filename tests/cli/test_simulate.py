@@ -115,6 +115,9 @@ def test_what_a_tier_finds_and_how_it_should_be_split() -> None:
         "rows"
     ]
     assert list(two["found_by_tier"]) == ["gpu", "host", "disk"]
+    sizes = said("simulate", *options, "--compare", "host-memory=1GiB,3GiB")["rows"]
+    assert [row["value"] for row in sizes] == ["1GiB", "3GiB"]
+    assert none["found"] < sizes[0]["found"] < sizes[1]["found"]
     for wrong in (["--compare", "tier"], [*tiers, "--arrivals"], [*tiers, "--compare", "tier=x"]):
         result = kvatlas("simulate", *options, *wrong)
         assert result.exit_code == 2, wrong

@@ -54,16 +54,30 @@ class Served:
     def do_serve(
         self, src: str, dst: str, transport: str, tokens: int, seed: int, **given: Any
     ) -> Json:
+        """Serve ranks of a plan; with `convert`, numbers that another format can hold."""
         from tests.gpu.ranks import GpuRanks
+        from tests.routing import converting
 
         plan, other = Plan.from_json(src.encode()), Plan.from_json(dst.encode())
-        self.contents = contents_of(move_of(plan, other, tokens), seed)
+        move = move_of(plan, other, tokens)
+        if "convert" in given:
+            given["scales"] = converting.scales_of(plan)
+            memories, _ = converting.fill_sources(move, np.random.default_rng(seed))
+            self.contents = {rank: memory.pools for rank, memory in memories.items()}
+        else:
+            self.contents = contents_of(move, seed)
         self.ranks = GpuRanks(plan, transport, self.contents, tokens, **given)
         metadata = [node.transport.publish() for node in self.ranks.nodes]
         return {
             "endpoints": self.ranks.endpoints,
             "metadata": [base64.b64encode(one).decode() for one in metadata],
         }
+
+    def do_serve_large(self, src: str, transport: str, tokens: int) -> Json:
+        from tests.gpu.ranks import LargeRank
+
+        self.ranks = LargeRank(Plan.from_json(src.encode()), transport, tokens)
+        return {"endpoints": self.ranks.endpoints}
 
     def do_offer(self, request: str, busy: int = 0, **given: Any) -> None:
         """Offer; with `busy`, the bytes only get there after a while, in the order of a stream."""
@@ -107,7 +121,8 @@ class Served:
 
         self.generating = Generating(model, transport, **plan)
         first = self.generating.prefill()
-        self.generating.node.offer("r", self.generating.cache.blocks_of(0), PROMPT)
+        for turn in range(4):
+            self.generating.node.offer(f"r{turn}", self.generating.cache.blocks_of(0), PROMPT)
         return {"endpoint": self.generating.node.endpoint, "first": first}
 
     def do_prefilled(self) -> None:

@@ -29,21 +29,24 @@ class GpuRanks:
         self.plan, self.tokens = plan, tokens
         self.blocks = scattered(plan, tokens)
         self.device = given.pop("device", "cuda:0")
-        options = given.pop("options", OPTIONS.get(transport, {}))
-        about: dict[str, Any] = {"piece": 64 << 10, "buffers": 4} | given
         self.whole = {
             rank: {index: self._guarded(pool) for index, pool in pools.items()}
             for rank, pools in contents.items()
         }
+        self.released: list[tuple[int, str, str]] = []
+        self._serve(transport, given)
+
+    def _serve(self, transport: str, given: dict[str, Any]) -> None:
+        options = given.pop("options", OPTIONS.get(transport, {}))
+        about: dict[str, Any] = {"piece": 64 << 10, "buffers": 4} | given
         torch.cuda.synchronize()
         self.nodes = [
             Node(
-                plan, rank=rank, memory=self.pools(rank),
+                self.plan, rank=rank, memory=self.pools(rank),
                 transport=make_transport(transport, **options), **about,
             )
             for rank in self.whole
         ]  # fmt: skip
-        self.released: list[tuple[int, str, str]] = []
 
     def _guarded(self, pool: Bytes) -> torch.Tensor:
         whole = np.full(pool.nbytes + 2 * GUARD, GUARDED, np.uint8)
@@ -92,3 +95,16 @@ class GpuRanks:
         self.nodes.clear()
         gc.collect()
         torch.cuda.empty_cache()
+
+
+class LargeRank(GpuRanks):
+    """The one rank of a plan, with more bytes than anybody looks at one by one."""
+
+    def __init__(self, plan: Plan, transport: str, tokens: int, **given: Any) -> None:
+        super().__init__(plan, transport, {}, tokens)
+        sizes = {pool.index: pool.nbytes + 2 * GUARD for pool in plan.rank_pools(0).values()}
+        self.whole[0] = {
+            index: torch.full((nbytes,), GUARDED, dtype=torch.uint8, device=self.device)
+            for index, nbytes in sizes.items()
+        }
+        self._serve(transport, {"buffers": 0} | given)

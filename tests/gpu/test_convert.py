@@ -14,7 +14,7 @@ from kvatlas.routing import scattered
 from kvatlas.specs import CellFormat, FullAttention, TensorScales
 from kvatlas.wire import Session
 from tests.gpu.ranks import GpuRanks
-from tests.kernels.triton.cases import check_convert
+from tests.kernels.triton.cases import check_cast_runs, check_convert
 from tests.planning.models import model_of
 from tests.routing.cases import small_plan
 from tests.routing.converting import assert_converted, conversion_of, fill_sources, scales_of
@@ -33,6 +33,16 @@ def dense(name: str, **more: Any) -> FullAttention:
 def test_elements_are_cast_on_the_way(pair: tuple[str, str]) -> None:
     one, two = (dense(name) for name in pair)
     check_convert(one, two, ("LBNHC", "BHLNC"), "cuda", scales=(0.5, 0.25))
+
+
+def test_runs_are_cast_on_the_way() -> None:
+    """As codecs do it on a CPU, to the bit: scales that are factors, and that are divisors."""
+    for number, pair in enumerate(permutations((*PLAIN, "fp8", "fp8_e5m2"), 2)):
+        names = tuple(name.replace("fp8_", "") for name in pair)
+        for item in (256, 48, 7):
+            for scales in ((0.5, 0.25), (0.0314159, 0.3), (3.0, 1e-3)):
+                about: Any = {"alike": number % 2 == 0, "programs": number % 3, "scales": scales}
+                check_cast_runs((names[0], names[1]), item, "cuda", **about)
 
 
 @pytest.mark.parametrize("orders", [("LBNHC", "LBNHC"), ("BHLNC", "LBHNC"), ("LHBNC", "BLNHC")])

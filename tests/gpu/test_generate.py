@@ -80,9 +80,7 @@ def test_tokens_are_those_of_transformers_own_cache(name: str) -> None:
     assert graph.steps == 2 * (STEPS - 1)
 
 
-@pytest.mark.parametrize(
-    "name", ["Llama", "Gemma3", "DeepseekV3 for kernels", "Qwen3_5", "FalconH1"]
-)
+@pytest.mark.parametrize("name", [*SERVED, *FOR_KERNELS])
 def test_logits_in_bf16_are_as_near_as_those_of_transformers(name: str) -> None:
     """Beside the same weights in float32, for the prompt and a token behind it."""
     half = on_gpu(name, torch.bfloat16)

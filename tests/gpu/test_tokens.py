@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -30,7 +31,15 @@ def test_tokens_after_a_hand_over(peer: Peer, name: str, wire: str) -> None:
     try:
         (blocks,) = here.cache.adopt(PROMPT)
         with Session(here.node, [said["endpoint"]]) as session:
-            session.pull("r", dst_blocks=blocks, tokens=PROMPT, checksums=True).wait(30)
+            # Checked, which is asked for; seen on a board; and launched as it was prepared.
+            for turn in range(4):
+                for pool in here.cache.cache.pools.values():
+                    pool.fill_(0xA5)
+                checked = turn == 0
+                session.pull(f"r{turn}", dst_blocks=blocks, tokens=PROMPT, checksums=checked).wait(
+                    30
+                )
+                time.sleep(0.05)  # what is prepared is so beside everything else
         assert here.go_on(said["first"]) == undisturbed(name)
     finally:
         here.node.close()

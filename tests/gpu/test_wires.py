@@ -106,6 +106,8 @@ def test_every_pair_of_orders(peer: Peer, wire: str) -> None:
     for source in ORDERS:
         for target in ORDERS:
             check(peer, wire, small("dense", layout=source), small("dense", layout=target))
+            there = small("dense", layout=target, block_size=32)
+            check(peer, wire, small("dense", layout=source, tp=2), there)
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -270,6 +270,8 @@ def test_shapes_that_are_no_rows_of_the_layer_are_refused() -> None:
     bad: list[tuple[Code, Any]] = [
         (Code.BAD_TENSOR, lambda: write(layer, rows[:, :1], rows, slot)),
         (Code.BAD_TENSOR, lambda: write(layer, rows, rows[:, :1], slot)),
+        (Code.BAD_TENSOR, lambda: write(layer, rows.repeat(1, 2, 1), rows, slot)),
+        (Code.BAD_TENSOR, lambda: write(layer, rows, rows.repeat(1, 2, 1), slot)),
         (Code.BAD_TENSOR, lambda: write(layer, rows[..., :4], rows, slot)),
         (Code.BAD_TENSOR, lambda: attend(layer, torch.zeros(1, 3, 8), **where)),
         (Code.BAD_TENSOR, lambda: attend(layer, torch.zeros(1, 2, 4), **where)),

@@ -172,6 +172,10 @@ def test_padded_pages_are_unified_by_larger_blocks() -> None:
     for order in ("BLNHC", "BLHNC"):
         made = plan("DeepSeek-V4-Flash", memory="60GiB", block_size=512, layout=order)
         assert made.layout == order
+    with pytest.raises(AtlasError) as refusal:
+        plan("DeepSeek-V4-Flash", memory="60GiB", block_size=512, layout="LBHNC")
+    assert refusal.value.code is Code.LAYOUT_REFUSED
+    assert "BLNHC, BLHNC" in refusal.value.hint
 
 
 def test_no_plan_is_quoted_that_vllm_refuses() -> None:

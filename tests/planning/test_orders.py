@@ -132,7 +132,8 @@ def test_every_packing_and_cache_dtype_in_every_order() -> None:
         model = replace(model, layers=layers)
         first = asked(model, policy="atlas")
         assert first is not None, (packing, cache)
-        for order in some_orders((packing, cache)):
+        once_refused = {"BHLNC", "LHBNC"} if cache == "nvfp4" else set()
+        for order in sorted(once_refused.union(some_orders((packing, cache)))):
             made = asked(model, policy="atlas", layout=order)
             if made is not None:
                 use(made, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from kvatlas import AtlasError, Code, Placement
 from kvatlas.models import catalogue
 from kvatlas.planning import Plan, Region, padding, plan
 from kvatlas.planning.plan_checks import _refuse_mixed_blocks
+from kvatlas.routing import fingerprint
 from tests.planning.models import SMALL
 
 
@@ -103,6 +105,28 @@ def test_a_plan_from_outside_is_never_trusted() -> None:
         with pytest.raises(AtlasError) as refusal:
             Plan.from_json(tampered(path, value))
         assert refusal.value.code is Code.BAD_PLAN, (path, value)
+
+
+def test_plans_of_other_versions_are_read_or_named_as_such() -> None:
+    """Version 1, which says no version, byte for byte; a later one, whatever it looks like."""
+    lines = (Path(__file__).parent / "plans_of_version_1.txt").read_text().splitlines()
+    assert len(lines) == len(SMALL)
+    for line in lines:
+        known, _, text = line.partition(" ")
+        made = Plan.from_json(text)
+        assert fingerprint(made) == known
+        assert made.to_json() == text.encode()
+        fields = json.loads(text)
+        assert Plan.from_json(json.dumps({"version": 1, **fields})) == made
+        for version in (2, 2**64):
+            with pytest.raises(AtlasError) as refusal:
+                Plan.from_json(json.dumps({**fields, "version": version, "more": 1, "regions": 1}))
+            assert refusal.value.code is Code.UNLIKE_VERSIONS
+            assert f"version {version} where versions up to 1" in str(refusal.value.got)
+        for none in (0, -1, 1.5, "1", None):
+            with pytest.raises(AtlasError) as refusal:
+                Plan.from_json(json.dumps({**fields, "version": none}))
+            assert refusal.value.code is Code.BAD_PLAN
 
 
 NO_PLANS: list[Any] = [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": 1}', b"1" * 99]

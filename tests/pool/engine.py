@@ -31,7 +31,12 @@ PIECES = [tuple(range(16 * n, 16 * n + 16)) for n in range(3)]
 PIECES += [(*PIECES[0][:5], *PIECES[1][5:]), (*PIECES[0][:11], *PIECES[2][11:])]
 """Blocks of tokens, some of which begin alike."""
 PLANS = {name: small_plan(name, 24 if name != "compressed" else 200) for name in MODELS}
-POLICIES = [("every-block", "lru"), ("branch-points", "s3-fifo"), ("every-20", "lfu")]
+POLICIES = [
+    ("every-block", "lru"),
+    ("branch-points", "s3-fifo"),
+    ("every-20", "lfu"),
+    ("every-block-within-25", "s3-fifo"),
+]
 CUT = ("dense", "sliding", "chunked")
 """Models whose hits end at any token."""
 
@@ -243,6 +248,18 @@ class Engine:
         self.no_block_is_lost_or_given_twice()
         self.a_listener_knows_what_can_be_found()
         self.every_request_has_what_its_next_token_sees()
+        self.checkpoints_stay_within_their_share()
+
+    def checkpoints_stay_within_their_share(self) -> None:
+        share = self.pool.checkpoints.share
+        for pool, ids in self.pool.ids.items():
+            groups = [one for one in self.pool._index.groups if one.group.pool == pool]
+            sparse = [one for one in groups if not one.keeps_all]
+            if share is not None and 0 < len(sparse) < len(groups):
+                kept = sorted(block for one in sparse for block in one.blocks.values())
+                assert len(kept) <= share * ids.count
+                assert sorted(self.pool._shares[pool]._kept) == kept
+                self.counts["checkpoints within a share"] += bool(kept)
 
     def no_block_is_lost_or_given_twice(self) -> None:
         owners: dict[int, Counter[int]] = {index: Counter() for index in self.pool.ids}

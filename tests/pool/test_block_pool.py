@@ -17,13 +17,16 @@ from hypothesis.stateful import (
 )
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.planning import plan
 from kvatlas.pool import BlockPool, PrefixIdentity, checkpoint_policy
 from tests.pool.engine import PIECES, PLANS, POLICIES, Engine
 from tests.pool.million import run
 from tests.pool.models import MODELS, small_plan
 from tests.profiles import DEEP
 
-EXAMPLES, STEPS = (3_000, 100) if DEEP else (60, 30)  # a million: make test-pool
+EXAMPLES, STEPS = (16_000, 100) if DEEP else (60, 30)
+"""With some 65 rules an example, a million operations in the deep profile, as make test-pool has
+them from a seed; both check everything after each."""
 
 prompts = st.tuples(
     st.lists(st.sampled_from(PIECES), max_size=4), st.integers(0, 20), st.sampled_from([b"", b"s"])
@@ -112,6 +115,25 @@ def test_a_hit_ends_where_every_group_can_go_on() -> None:
         pool.free(1)
         assert pool.admit(2, [*prompt[: 3 * step], 5]) == expected // 16 * step
         assert pool.admit(3, [*prompt, 5]) == 4 * step
+
+
+def test_checkpoints_within_a_share_leave_the_rest_to_attention() -> None:
+    """Else states of one long prompt would drive out what all others are found by."""
+    made = small_plan("hybrid", 60)
+    step, found = made.block_size, {}
+    for keep in ("every-block", "every-block-within-25"):
+        pool = BlockPool(made, checkpoints=checkpoint_policy(keep))
+        prompts = [[user, *range(100, 99 + 5 * step)] for user in range(6)]
+        for number, prompt in enumerate(prompts):
+            pool.admit(number, prompt)
+            for stop in [*pool.stops(number, len(prompt)), len(prompt)]:
+                pool.reserve(number, stop)
+                pool.computed(number, stop)
+            pool.free(number)
+        attention = [one for one in pool._index.groups if one.keeps_all]
+        found[keep] = sum(len(one.blocks) for one in attention)
+        assert pool.admit("last", [*prompts[-1], 5]) == 5 * step
+    assert found["every-block-within-25"] == 30 > found["every-block"]
 
 
 def test_compressed_caches_are_found_at_whole_blocks() -> None:
@@ -217,6 +239,20 @@ def test_what_is_copied_from_is_nobody_elses_before(eviction: str) -> None:
         pool.computed(number, tokens)
         pool.free(number)
     assert copied
+
+
+def test_tokens_before_a_window_that_did_not_come_are_not_found_where_all_tokens_are_kept() -> None:
+    """A plan of one group for all layers: of those that see a window, a tier has no more."""
+    pool = BlockPool(plan("gpt-oss-20b", memory="40GiB", policy="uniform"))
+    pool.admit("first", range(1000))
+    pool.reserve("first", 1000)
+    pool.loaded("first", 900)  # from token 773 on, in every second layer
+    pool.computed("first", 1000)
+    pool.free("first")
+    assert pool.admit("shorter", [*range(500), 7]) == 0
+    pool.reserve("shorter", 501)
+    pool.computed("shorter", 501)
+    assert pool.admit("longer", range(1001)) == 496, "whole blocks that were computed here are"
 
 
 def test_a_fork_copies_only_what_was_computed() -> None:

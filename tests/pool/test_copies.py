@@ -17,6 +17,7 @@ from kvatlas.pool.simulation import (
     ReplayPolicy,
     Spans,
 )
+from kvatlas.pool.traces import TraceBuilder
 from tests.pool.test_replay import KEPT, random_classes, random_trace, simulated
 from tests.profiles import DEEP
 
@@ -37,7 +38,8 @@ def test_copies_are_counted_found_and_evicted_one_by_one(seed: int) -> None:
     blocks = tuple(dice.randint(5, 50) for _ in range(pools))
     model = PoolModel(step, tuple(map(simulated, kinds)), blocks)
     policy = ReplayPolicy(checkpoints=checkpoint_policy(dice.choice(KEPT)), by_group=True)
-    replay = CopyingReplay(model, Spans.of(trace, step), policy)
+    spans, tokens = Spans.of(trace, step), dice.randint(step, 40)
+    replay = CopyingReplay(model, spans, policy, trace=trace, batched_tokens=tokens)
     for request in range(len(trace)):
         replay.serve(request)
         there = np.array(ids_there(replay), np.int64)
@@ -51,13 +53,16 @@ def test_copies_are_counted_found_and_evicted_one_by_one(seed: int) -> None:
 
 
 def test_what_is_computed_again_takes_room_of_its_own() -> None:
-    ids = [[0, 1, 2, 3], [9], [0, 1, 2, 3]]
-    starts = np.cumsum([0, *map(len, ids)])
-    spans = Spans(1, np.concatenate(ids), starts, 10, np.diff(starts), np.diff(starts))
+    builder = TraceBuilder("made", 1)
+    builder.begin("made")
+    for line, ids in enumerate(([0, 1, 2, 3], [9], [0, 1, 2, 3])):
+        builder.add(line, ids, len(ids), 0, 0.0)
+    trace = builder.finish()
+    spans = Spans.of_ids(trace)
     classes = (LayerClass("all", 0, 1), LayerClass("state", 0, 1))
     policy = ReplayPolicy(checkpoints=checkpoint_policy("prompt-end"), by_group=True)
     # The first state goes when the second request comes; attention's four blocks stay.
     once = Replay(PoolModel(1, classes, (6,)), spans, policy)
-    twice = CopyingReplay(PoolModel(1, classes, (6,)), spans, policy)
+    twice = CopyingReplay(PoolModel(1, classes, (6,)), spans, policy, trace=trace)
     assert once.run().hits.tolist() == twice.run().hits.tolist() == [0, 0, 0]
     assert once.outcome.evictions < twice.outcome.evictions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 from kvatlas.errors import AtlasError, Code
 from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.traces import read_trace, reading
+from tests.pool.long_stream import token_line, write_lines
+from tests.profiles import DEEP
 
 SAMPLE = Path(__file__).parent / "sample_trace.jsonl"
 
@@ -90,6 +93,35 @@ def test_a_trace_that_lies_is_refused_with_its_line(tmp_path: Path) -> None:
         assert words in str(refusal.value), (lie, str(refusal.value))
 
 
+def test_a_conversation_that_lies_is_refused_with_its_line_and_request(tmp_path: Path) -> None:
+    good = {"t": 0.0, "in": 128, "out": 1, "hash_ids": [1, 2]}
+    lies: list[tuple[Any, str]] = [
+        (good | {"hash_ids": [2, 1]}, "an id follows"),
+        (good | {"in": 500}, "the ids are not those"),
+        (good | {"in": -5, "hash_ids": []}, "lengths"),
+        (good | {"t": -1.0}, "a request comes"),
+        (good | {"hash_ids": [-1, 2]}, "an id is negative"),
+        (good | {"hash_ids": ["x"]}, "this is no request"),
+        (good | {"hash_ids": [1 << 70, 2]}, "an id is none"),
+        (good | {"surprise": 1}, "this is no request"),
+        ({"t": 0.0}, "this is no request"),
+    ]
+    other = {"block_size": 64, "requests": [good, good]}
+    written(tmp_path / "a.json", json.dumps(other))
+    for lie, words in lies:
+        lines = ['{"block_size": 64, "requests": [', f"{json.dumps(good)},", json.dumps(lie), "]}"]
+        path = written(tmp_path / "b.json", *lines)
+        for where in (path, tmp_path):
+            with pytest.raises(AtlasError) as refusal:
+                read_trace(where)
+            assert refusal.value.code is Code.BAD_TRACE, lie
+            assert f"b.json, line 3, request 2: {words}" in str(refusal.value), lie
+    for text, line in (('{"block_size": 64,\n"requests": [', 2), ('{\n\n"block_size": }', 3)):
+        with pytest.raises(AtlasError) as refusal:
+            read_trace(written(tmp_path / "b.json", text))
+        assert f"b.json, line {line}: this is no conversation" in str(refusal.value)
+
+
 def test_other_files_that_are_no_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     talk = {"block_size": 64, "requests": []}
     turn = {"t": 0.0, "in": 64, "out": 1, "hash_ids": [-1]}
@@ -120,6 +152,18 @@ def test_a_trace_from_a_pipe_is_read_whole(tmp_path: Path) -> None:
     writer.start()
     assert read_trace(pipe).ids.tolist() == read_trace(SAMPLE).ids.tolist()
     writer.join()
+
+
+def test_a_long_trace_is_read_in_memory_that_does_not_grow_with_it(tmp_path: Path) -> None:
+    """Of 10 GB: make test-stream."""
+    nbytes = (200 if DEEP else 1) << 20
+    write_lines(tmp_path / "long.jsonl", token_line, nbytes)
+    tracemalloc.start()
+    trace = read_trace(tmp_path / "long.jsonl", block=512)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert trace.tokens > nbytes // 8
+    assert most < (1 << 19) + 100 * len(trace.ids)
 
 
 def test_spans_are_shared_as_far_as_tokens_are() -> None:

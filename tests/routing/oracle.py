@@ -10,7 +10,7 @@ at a time (as long arrays of coordinates, where speed asks for it), and each add
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -185,13 +185,16 @@ def values(layer: str, field: str, numbers: Ints, item: int = 1) -> Bytes:
     return mixed.view(np.uint8).reshape(-1, 8)[:, :item]
 
 
-def held(move: Move, side: Side, rank: int) -> Iterator[Elements]:
-    """Every element that moves and that a rank of one side keeps."""
+def held(
+    move: Move, side: Side, rank: int, chosen: Mapping[str, Ints] | None = None
+) -> Iterator[Elements]:
+    """Every element that moves and that a rank of one side keeps; of `chosen` states alone."""
     plan = move.plan(side)
     stage, tp_rank = divmod(rank, plan.tp)
     for layer, part in homes(plan):
         region, _ = plan.region_of(layer, part)
-        moving = np.array(states(move, layer), dtype=np.int64)
+        wanted = states(move, layer) if chosen is None else chosen.get(layer, ())
+        moving = np.array(wanted, dtype=np.int64)
         if region.stage != stage or not len(moving):
             continue
         table = np.array(move.blocks(side)[region.group])

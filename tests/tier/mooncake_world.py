@@ -68,7 +68,11 @@ class Master:
         ]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen([_MASTER, *ports, *short], **quiet)  # type: ignore[call-overload]
-        wait_until(lambda: _answers(self.port))
+        try:
+            wait_until(lambda: _answers(self.port))
+        except AssertionError:
+            self.kill()
+            raise
 
     def kill(self) -> None:
         self.process.kill()

@@ -260,6 +260,30 @@ def test_rows_are_never_copied_into_a_cache_of_other_scales() -> None:
                 np.testing.assert_array_equal(pool, into[1][index])
 
 
+def test_rows_of_ones_own_dtype_are_fetched_as_they_are_by_who_would_convert_others() -> None:
+    model, world, store = MODELS["dense"], World(MODELS["dense"], TOKENS), HostStore()
+    fp8 = small(model, kv_dtype="fp8")
+    held, tables = pools(fp8, 0, 3), scattered(fp8, TOKENS)
+    with opened(store, model, other=True) as tier, opened(store, model, other=False) as alone:
+        request: dict[str, Any] = {"blocks": tables, "tokens": TOKENS, "keys": world.keys(tier)}
+        tier.store(held, fp8, **request)
+        right, *got = ({i: np.zeros_like(pool) for i, pool in held.items()} for _ in range(4))
+        tier.fetch(right, fp8, **request)
+        tier.fetch(got[0], fp8, **request, convert=HOW)
+        alone.fetch(got[1], fp8, **request, convert=HOW)
+        with Tier(tier_plan(model, kv_dtype="fp8")) as in_memory:
+            in_memory.store(held, fp8, **request | {"keys": world.keys(in_memory)})
+            in_memory.fetch(got[2], fp8, **request | {"keys": world.keys(in_memory)}, convert=HOW)
+        assert any(pool.any() for pool in right.values())
+        for index, pool in right.items():
+            for mine in got:
+                np.testing.assert_array_equal(pool, mine[index])
+        for how in (Converting(HOW.name, dst_scales=0.25), Converting(HOW.name)):
+            with pytest.raises(AtlasError) as refusal:  # what the tier knows of its own scales
+                tier.fetch(got[0], fp8, **request, convert=how)
+            assert refusal.value.code is Code.BAD_CONVERSION
+
+
 def test_conversions_that_say_the_same_are_compiled_once() -> None:
     model = MODELS["dense"]
     routes, cache = TierRoutes(tier_plan(model)), small(model, kv_dtype="fp8")

@@ -15,7 +15,7 @@ from kvatlas.wire import Bytes, HostPins, Memory, as_bytes, memory_copy
 from kvatlas.wire.block_staging import BlockStaging, split_blocks
 from tests.routing import oracle
 from tests.wire.helpers import small
-from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine
+from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine, FakePosted, FakeQueue
 
 ORDERS = ("LBHNC", "LBNHC", "BLNHC", "BHLNC")
 TOKENS = 61
@@ -75,8 +75,8 @@ def test_whole_blocks_go_over_the_link_as_they_lie_in_every_order(driver: FakeCu
             # 61 tokens are three whole blocks, and one that a kernel reaches for by itself.
             assert [what for what, _ in driver.log].count("staged") == 2
             assert [what for what, _ in driver.log].count("post") == 2
-        assert driver.lent_streams() == 1
-    assert driver.lent_streams() == 0, "a tier that is closed has given its stream back"
+        assert driver.lent_streams() == 2
+    assert driver.lent_streams() == 0, "a tier that is closed has given its streams back"
 
 
 def test_blocks_that_ranks_bring_in_part_are_not_overwritten(driver: FakeCuda) -> None:
@@ -106,3 +106,29 @@ def test_a_buffer_takes_as_many_blocks_as_it_has_room_for(
     monkeypatch.setattr(storage, "BlockStaging", partial(BlockStaging, room=2 * size))
     with Tier(made) as tier:
         check(driver, tier, made, small("dense", layout="LBNHC"))
+
+
+def test_one_buffer_is_filled_while_the_link_carries_the_other(
+    driver: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces take two streams in turn; what is under way is waited for where a later one fails."""
+    made = small("dense", layout="BLHNC")
+    size = made.pools[0].block_bytes
+    monkeypatch.setattr(storage, "BlockStaging", partial(BlockStaging, room=size))
+    taken: list[int] = []
+    staged, waited = FakeQueue.staged, list[FakePosted]()
+
+    def noted(self: FakeQueue, *about: Any, out: bool) -> Any:
+        taken.append(self.stream.address)
+        if len(taken) == 3:
+            raise RuntimeError("the GPU has no more")
+        return staged(self, *about, out=out)
+
+    monkeypatch.setattr(FakeQueue, "staged", noted)
+    monkeypatch.setattr(FakePosted, "wait", lambda self: waited.append(self))
+    rng, blocks = np.random.default_rng(3), scattered(made, TOKENS)
+    mine = on_gpu(driver, oracle.Memory(made, 0, rng).pools)
+    with Tier(made) as tier, pytest.raises(RuntimeError):
+        tier.store(mine, made, blocks=blocks, tokens=TOKENS, keys=keys_of(made))
+    assert taken[0] == taken[2] != taken[1]
+    assert len(waited) == 2

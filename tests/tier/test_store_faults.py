@@ -100,6 +100,20 @@ def test_a_store_that_stalls_is_a_miss_by_the_deadline(fault: str) -> None:
             assert fetched(world, tier, made)
 
 
+def test_questions_do_not_pile_up_behind_a_store_that_hangs() -> None:
+    world, store = World(MODEL, 70), LyingStore()
+    with tier_in(store, MODEL) as tier:
+        store.fault, tier.deadline = "exists stalls", 0.01
+        for _ in range(20):
+            assert tier.match(world.keys(tier), 70) == 0
+        assert tier.misses == {"late": 20}
+        assert not tier._traffic.calls._waiting
+        store.fault, tier.deadline = "", 30.0
+        store.stalled.set()
+        world.store(tier, small(MODEL))
+        assert fetched(world, tier, small(MODEL))
+
+
 def test_a_full_store_forgets_and_never_mixes_up() -> None:
     """Room for a third of the rows: what is found is right, and what is not is absent."""
     made, store = small(MODEL), HostStore(20_000)
@@ -187,6 +201,20 @@ def test_what_is_stored_later_is_there_after_a_flush() -> None:
         assert tier.flush()
         assert tier.idle()
         world.check(tier, small(MODEL, tp=2))
+
+
+def test_who_does_not_wait_is_not_held_up_by_a_store_that_hangs() -> None:
+    world, made, store = World(MODEL, 70), small(MODEL), LyingStore()
+    with tier_in(store, MODEL, deadline=20.0) as tier:
+        store.fault = "put stalls"
+        begun = time.monotonic()
+        assert world.store(tier, made, wait=False)[0].waiting == 5
+        assert time.monotonic() - begun < 10
+        assert tier._traffic.mark() is None, "they are on their way, once"
+        store.stalled.set()
+        assert tier.flush()
+        assert tier.match(world.keys(tier), 70) == 70
+        assert sum("marks" in name for name in store.names()) == 5
 
 
 def test_a_dropped_key_is_gone_whatever_tokens_it_had() -> None:

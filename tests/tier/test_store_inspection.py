@@ -6,21 +6,27 @@ import io
 import os
 import tarfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvatlas import AtlasError
+from kvatlas import AtlasError, Code
 from kvatlas.tier import (
     FolderStore,
     HostStore,
+    MooncakeStore,
     collect_garbage,
     export_objects,
     import_objects,
     summaries,
     verify,
 )
+from kvatlas.tier.namespaces import LEVELS, row_digest
+from kvatlas.tier.object_header import ObjectPlace, checksum, header
+from kvatlas.tier.stores import Parts
 from tests.cli.helpers import said
 from tests.tier.test_store_topologies import tier_in
 from tests.tier.test_topologies import MODELS
@@ -136,6 +142,61 @@ def test_an_archive_from_a_stranger_brings_nothing_that_is_not_sound(
     (tmp_path / "no.tar").write_bytes(b"no archive")
     with pytest.raises(AtlasError):
         import_objects(empty, tmp_path / "no.tar")
+
+
+class FailingStore(HostStore):
+    """A store that is gone."""
+
+    def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
+        raise AtlasError(Code.WIRE_FAILED, got=len(objects), hint="Start it again")
+
+
+def mark(tenant: str, says: bytes) -> tuple[str, list[Any]]:
+    """A mark as whoever may write to a store can make it: its sums are right."""
+    digest, payload = "ab" * 16, np.frombuffer(says, np.uint8)
+    place = ObjectPlace(bytes.fromhex(digest), row_digest("mark"), len(LEVELS) - 1)
+    first = header(place, payload.nbytes, checksum([payload]))
+    return f"kv1/{tenant}/marks/{digest}", [first, payload]
+
+
+def test_a_mark_without_end_is_as_good_as_none() -> None:
+    deep = b"[" * 200_000 + b"]" * 200_000
+    says = b'{"level":"format","plan":' + deep + b',"shards":1,"stages":1}'
+    store, tenant = HostStore(), "cd" * 16
+    row = f"kv1/{tenant}/{'ab' * 16}/{'00' * 16}/0.0-64/0"
+    store.put([mark(tenant, says), (row, [np.zeros(100, np.uint8)])])
+    assert [one.model for one in summaries(store)] == [""]
+    assert collect_garbage(store) == (0, 0)
+
+
+def test_marks_of_nobody_and_numbers_that_are_none_are_not_imported(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "marks.tar", "w") as archive:
+        for tenant in ("..", "not a digest", "cd" * 16):
+            name, parts = mark(tenant, b"{}")
+            about = tarfile.TarInfo(name)
+            about.size = sum(part.nbytes for part in parts)
+            archive.addfile(about, io.BytesIO(np.concatenate(parts).tobytes()))
+    for store in (HostStore(), FolderStore(tmp_path / "store")):
+        assert len(import_objects(store, tmp_path / "marks.tar").damaged) == 2
+        assert list(store.names()) == [mark("cd" * 16, b"{}")[0]]
+    with pytest.raises(AtlasError) as refusal:
+        import_objects(FailingStore(), tmp_path / "marks.tar")
+    assert refusal.value.code is Code.WIRE_FAILED, "the store failed, and not the archive"
+    with tarfile.open(tmp_path / "sparse.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        about = tarfile.TarInfo("kv1/sparse")
+        about.pax_headers = {"GNU.sparse.map": "no,numbers"}
+        archive.addfile(about)
+    with pytest.raises(AtlasError) as refusal:
+        import_objects(HostStore(), tmp_path / "sparse.tar")
+    assert refusal.value.code is Code.UNREADABLE
+
+
+def test_figures_of_a_master_that_are_no_numbers_are_left_out() -> None:
+    store: Any = MooncakeStore.__new__(MooncakeStore)
+    store._page = lambda _: (
+        "master_key_count 1.2.3\nmaster_allocated_bytes 1e999\nmaster_total_capacity_bytes 6e+01\n"
+    )
+    assert store.capacity() == (0, 60, 0)
 
 
 def test_names_lead_to_no_place_outside_a_folder(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ class Engine:
         self.pipe.send(("forget",))
 
     def facts(self) -> dict[str, Any]:
-        """Free blocks, requests that still hold some, bytes on their way, and what was warned."""
+        """Free blocks, requests that hold some, or were preempted, and what was warned."""
         found: dict[str, Any] = self._ask("facts")
         return found
 
@@ -209,6 +209,7 @@ class _Running:
         self.pipe, self.engine = pipe, made
         self.scheduler = made.engine_core.engine_core.scheduler
         self.taken: list[tuple[float, int, bool]] = []
+        self.preempted: set[str] = set()
         self.warned = _Warned()
         logging.getLogger("kvatlas.vllm").addHandler(self.warned)
 
@@ -229,6 +230,8 @@ class _Running:
         pulling, begun = bool(_pulls()), time.perf_counter()
         outputs = self.engine.step()
         self.taken.append((time.perf_counter() - begun, len(outputs), pulling))
+        requests = self.scheduler.requests.items()
+        self.preempted |= {name for name, request in requests if request.num_preemptions}
         for output in outputs:
             if output.finished:
                 self._tell(output)
@@ -276,6 +279,7 @@ class _Running:
             "requests": len(self.scheduler.requests),
             "moving": _bytes_on_their_way(),
             "warned": self.warned.said,
+            "preempted": len(self.preempted),
             "block": self.engine.vllm_config.cache_config.block_size,
         }
         self.pipe.send(("facts", found))

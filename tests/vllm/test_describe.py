@@ -18,47 +18,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
     create_kv_cache_views,
-    get_kv_quant_mode,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvatlas import AtlasError
 from kvatlas.engines.vllm.describe import check_tensors, describe_stage, join_stages
+from kvatlas.engines.vllm.scheduler_side import TransferGroup
 from kvatlas.errors import Code
 from kvatlas.geometry import Layout
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
-from kvatlas.planning.backends import backends_of
 from kvatlas.routing import fingerprint, route
 from kvatlas.specs import (
-    Attention,
-    ChunkedAttention,
-    CompressorState,
     CrossAttention,
     FullAttention,
-    Indexer,
-    LatentAttention,
     Recurrent,
     SinkAttention,
-    SlidingAttention,
-    SlidingLatentAttention,
 )
 from tests.models.configs import FAMILIES
+from tests.vllm.kv_cache_configs import DTYPES, kv_cache_config
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FACTS = os.environ.get("KVATLAS_FACTS")
 SMALL = list(product((1, 2, 4), (None, "LBHNC", "BLHNC", "BHLNC"), ("auto", "fp8")))
 LARGE = [(1, None, "auto"), (8, None, "auto"), (8, "BLHNC", "auto"), (8, None, "fp8")]
@@ -69,85 +54,6 @@ def configs() -> Iterator[tuple[str, Any]]:
     yield from FAMILIES.items()
     for path in sorted(Path(FACTS, "configs").glob("*.json")) if FACTS else ():
         yield path.stem, json.loads(path.read_bytes())
-
-
-def alignment(made: Plan, model: Model, name: str) -> Any:
-    """What vLLM asks of the distance between blocks of a layer."""
-    backend = backends_of(model, None)[name]
-    if backend is None or (backend.multiples and not backend.whole_rows):
-        return None
-    rows = backend.whole_rows and getattr(made.spec(name), "cache", "auto") == "auto"
-    return made.page(name).content if rows else MultipleOf(max(backend.sizes))
-
-
-def vllm_spec(made: Plan, model: Model, name: str) -> Any:
-    """vLLM's spec of one rank's layer, at the block size and padding that it is planned with."""
-    spec, (region, index) = made.spec(name), made.region_of(name)
-    page = spec.page(region.block, tp=made.tp)
-    padded = region.page_bytes if region.page_bytes > page.unpadded else None
-    about: dict[str, Any] = {"block_size": region.block, "page_size_padded": padded}
-    if isinstance(spec, Recurrent):
-        return MambaSpec(
-            shapes=tuple(tuple(axis.size for axis in field.axes) for field in page.fields),
-            dtypes=tuple(DTYPES[field.dtype.name] for field in page.fields),
-            **about,
-        )
-    about |= {"dtype": torch.uint8, "state_content_bytes": page.content}
-    about |= {"block_stride_alignment": alignment(made, model, name)}
-    about |= {"num_kv_heads": 1, "head_size": page.content}
-    if isinstance(spec, Attention):
-        rank = made.page(name).fields[0]
-        about |= {
-            "num_kv_heads": rank.sizes["H"],
-            "head_size": spec.head_dim,
-            "head_size_v": spec.v_dim or spec.head_dim,
-            "kv_quant_mode": get_kv_quant_mode(spec.cache),
-            "num_head_slots": page.heads,
-        }
-        if spec.cache == "auto":
-            about["dtype"] = DTYPES[spec.dtype]
-        if isinstance(spec, SlidingAttention):
-            return SlidingWindowSpec(**about, sliding_window=spec.window)
-        if isinstance(spec, ChunkedAttention):
-            return ChunkedLocalAttentionSpec(**about, attention_chunk_size=spec.chunk)
-        return FullAttentionSpec(**about)
-    assert isinstance(spec, LatentAttention | Indexer | CompressorState)
-    about |= {"tokens_per_state": spec.tokens_per_state}
-    if isinstance(spec, SlidingLatentAttention | CompressorState):
-        return SlidingWindowMLASpec(**about, sliding_window=spec.window)
-    own = region.layers[index].index
-    indexed = any(one.index == own and isinstance(one.spec, Indexer) for one in model.layers)
-    leads = type(spec) is LatentAttention and spec.compress == 1 and indexed
-    return MLAAttentionSpec(**about, is_index_group_leader=leads)
-
-
-def kv_cache_config(made: Plan, model: Model) -> KVCacheConfig:
-    """vLLM's own layout of a plan's groups, whose layers are in the order of the model."""
-    groups = []
-    for index in range(len(made.groups)):
-        specs = {
-            layer.name: vllm_spec(made, model, layer.name)
-            for layer in model.layers
-            if made.region_of(layer.name)[0].group == index
-        }
-        several = len(set(specs.values())) > 1
-        first = next(iter(specs.values()))
-        spec = first
-        if several:
-            spec = UniformTypeKVCacheSpecs(block_size=first.block_size, kv_cache_specs=specs)
-        groups.append(KVCacheGroupSpec(list(specs), spec))
-    layout = KVCacheLayout[made.layout]
-    config = SimpleNamespace(
-        attention_config=SimpleNamespace(hisparse_config=None),
-        cache_config=SimpleNamespace(
-            get_resolved_kv_cache_layout=lambda: layout,
-            num_gpu_blocks_override=None,
-            prefix_cache_retention_interval=None,
-        ),
-    )
-    made_config = get_kv_cache_config_from_groups(config, groups, made.pools[0].nbytes)
-    made_config.kv_cache_layout = made.layout
-    return made_config
 
 
 def vllm_config(made: Plan, model: Model, config: Any, cache: str) -> Any:
@@ -249,6 +155,26 @@ def test_tensors_that_are_not_the_plans_are_refused_by_the_layers_name() -> None
             check_tensors(seen, stage, tensors)
         assert refusal.value.code is Code.ENGINE_REFUSES, why
         assert last in str(refusal.value), why
+
+
+def test_windows_that_vllm_keeps_whole_are_known_to_the_schedulers_side() -> None:
+    """Without the hybrid manager: merged with layers that see all tokens, or beside them."""
+    about: dict[str, Any] = {"block_size": 64, "head_size": 32, "dtype": torch.float32}
+    off = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        speculative_config=None,
+    )
+    for heads in (2, 4):
+        for local in (
+            SlidingWindowSpec(**about, num_kv_heads=2, sliding_window=96),
+            ChunkedLocalAttentionSpec(**about, num_kv_heads=2, attention_chunk_size=96),
+        ):
+            full = FullAttentionSpec(**about, num_kv_heads=heads)
+            (group,) = get_kv_cache_groups(off, {"l.0.attn": full, "l.1.attn": local})
+            known = TransferGroup(group.kv_cache_spec, 0)
+            assert set(known.windows_kept_whole) == {96}, (heads, local)
+            assert not known.partial
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -60,11 +60,14 @@ def test_every_length_from_either_engine_to_the_other(
         assert_nothing_held(first, second)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_prefixes_that_are_there_are_not_read_again(name: str, checkpoints: Path) -> None:
+@pytest.mark.parametrize(("name", "off"), [("llama", False), ("gemma3", False), ("gemma3", True)])
+def test_prefixes_that_are_there_are_not_read_again(
+    name: str, off: bool, checkpoints: Path
+) -> None:
     """Also by later requests: a block that windows have filled in part is found by none.
 
-    Every prompt shares its beginning with the next, shorter or longer, at either engine.
+    Every prompt shares its beginning with the next, shorter or longer, at either engine. One of
+    them may have the hybrid manager `off`: it keeps all tokens, where the other has windows.
     """
     model = checkpoint(name, checkpoints)
     whole = prompt(700)
@@ -72,17 +75,17 @@ def test_prefixes_that_are_there_are_not_read_again(name: str, checkpoints: Path
     prompts = [whole[:length] + tail for length, tail in tails]
     prompts += [whole[:length] for length in (640, 150, 151, 215, 300, 301)]
     right = undisturbed(model, prompts)
-    cached: dict[str, Any] = {"enable_prefix_caching": True}
+    cached: dict[str, Any] = {"enable_prefix_caching": True, "connector": atlas()}
+    keeping_all = cached | {"disable_hybrid_kv_cache_manager": off}
     with (
-        engine(model, name="one", connector=atlas(), core="0", block_size=64, **cached) as first,
-        engine(
-            model, name="other", connector=atlas(), core="1", block_size=128, **cached
-        ) as second,
+        engine(model, name="one", core="0", block_size=64, **cached) as first,
+        engine(model, name="other", core="1", block_size=128, **keeping_all) as second,
     ):
         found = 0
         for number, (tokens, answer) in enumerate(zip(prompts, right, strict=True)):
             way = (first, second) if number % 3 else (second, first)
             assert_same(answer, split(*way, tokens), (name, number, len(tokens)))
+            assert not way[1].facts()["warned"], "it was read"
             alone = way[1].generate(tokens)
             assert_same(answer, alone, (name, number, "again"))
             found += alone.cached
@@ -114,6 +117,31 @@ def test_chunked_prefill_many_at_once_and_two_prefill_engines(checkpoints: Path)
         for name, answer, tokens in zip(names, right, prompts, strict=True):
             assert_same(answer, decode.wait(name), len(tokens))
         assert_nothing_held(first, second, decode)
+
+
+def test_requests_that_were_read_and_then_preempted_are_computed_again(checkpoints: Path) -> None:
+    """A decode engine with blocks for fewer requests than it reads: one gives its blocks away."""
+    model, length = checkpoint("gemma3", checkpoints), 60
+    prompts = [prompt(190, seed=seed) for seed in (1, 2, 3)]
+    with engine(model, name="undisturbed", core="0|1") as alone:
+        right = [alone.generate(one, tokens=length) for one in prompts]
+    few: dict[str, Any] = {"num_gpu_blocks_override": 24, "max_model_len": 512}
+    about: dict[str, Any] = {"enable_prefix_caching": True, "block_size": 64, "connector": atlas()}
+    with (
+        engine(model, name="prefill", core="0", **about) as prefill,
+        engine(model, name="decode", core="1", **about | few) as decode,
+    ):
+        told = [prefill.prefill(one).params for one in prompts]
+        names = [
+            decode.add(one, tokens=length, params=params)
+            for one, params in zip(prompts, told, strict=True)
+        ]
+        for name, answer in zip(names, right, strict=True):
+            assert_same(answer, decode.wait(name), name)
+        facts = decode.idle()
+        assert facts["preempted"], "there was room for all of them"
+        assert not facts["warned"]
+        prefill.idle()
 
 
 def test_as_one_of_several_connectors(

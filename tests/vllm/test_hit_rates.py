@@ -1,212 +1,177 @@
-"""Simulated hits beside those of vLLM's own KVCacheManager, request by request.
+"""Simulated hits of vLLM's plans beside those of vLLM's own KVCacheManager, request by request.
 
-Two ways of keeping checkpoints: densely (`prefix_cache_retention_interval=None`, states at every
-block), and vLLM's default (0, states aligned to chunks that end where its scheduler ends them).
-A prompt is computed at once, or in the chunks that states ask for; one token is decoded, and the
-request ends. On whole traces where `KVATLAS_FACTS` names some, else on a small one of our own;
-the output says which.
+The manager is made from the plan's own groups and blocks, by vLLM's functions, and serves the
+trace's requests one after the other, in the steps of vLLM's scheduler. Two ways of keeping
+checkpoints: densely (`prefix_cache_retention_interval=None`, states at every block), and vLLM's
+default (0, states at ends of steps). On whole traces where `KVATLAS_FACTS` names some, else on
+samples of our own; the output says which.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.request import Request
 
-from kvatlas.cli.progress import progress_bar
-from kvatlas.pool.checkpoints import EveryBlock, checkpoint_policy
-from kvatlas.pool.simulation import CopyingReplay, LayerClass, PoolModel, ReplayPolicy, Spans
-from kvatlas.pool.simulation.replay import Progress
-from kvatlas.pool.traces import Ints, Trace, read_trace
-from kvatlas.specs import Visibility
+from kvatlas.models import Model
+from kvatlas.planning import Plan, plan
+from kvatlas.pool import simulate
+from kvatlas.pool.simulation import found_by_request
+from kvatlas.pool.traces import Trace, read_trace
+from tests.vllm.kv_cache_configs import kv_cache_config
 
-pytest.importorskip("vllm")
-
+FACTS = os.environ.get("KVATLAS_FACTS")
 SAMPLE = Path(__file__).parents[1] / "pool" / "sample_trace.jsonl"
-BLOCK = 256
-WINDOW = 1024
+MODELS = {
+    "dense": "Llama-3.1-70B",
+    "windowed": "Gemma-3-27B",
+    "windowed and small": "gpt-oss-120b",
+    "hybrid": "Qwen3.5-397B-A17B",
+    "hybrid with smaller blocks": "Nemotron-H-8B",
+}
+BATCHED = 2_000
+"""Tokens of a step: no multiple of any block."""
 
 
-def tokens_of(trace: Trace, request: int) -> list[int]:
-    """Tokens that are equal exactly where the trace's ids are."""
+def quick_hash(content: Any) -> bytes:
+    """A hash for vLLM's blocks that takes less time than its own."""
+    return hash(content).to_bytes(8, "big", signed=True) * 4
+
+
+def prompt_of(trace: Trace, request: int) -> list[int]:
+    """Tokens that are equal exactly where the trace's ids are; those without an id are alone."""
     ids = trace.ids[trace.starts[request] : trace.starts[request + 1]]
     spread = np.repeat(ids * trace.block, trace.block) + np.tile(np.arange(trace.block), len(ids))
-    tokens: list[int] = spread[: trace.lengths[request]].tolist()
-    return tokens
+    alone = [(1 << 40) + request] * int(max(trace.lengths[request] - len(spread), 0))
+    return [*spread[: trace.lengths[request]].tolist(), *alone]
 
 
-def manager_of(kinds: list[str], blocks: int, kept: str, **options: Any) -> Any:
-    """vLLM's manager of these groups, which keeps checkpoints so."""
-    import torch
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        MambaSpec,
-        SlidingWindowSpec,
-    )
+class Vllm:
+    """vLLM's manager of a plan's blocks, and as much of its scheduler as divides prompts."""
 
-    dense = kept == "every-block"
-    mode: Any = "all" if dense else "align"
-    heads: dict[str, Any] = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
-    specs = {
-        "full": lambda: FullAttentionSpec(block_size=BLOCK, **heads),
-        "window": lambda: SlidingWindowSpec(block_size=BLOCK, sliding_window=WINDOW, **heads),
-        "state": lambda: MambaSpec(
-            block_size=BLOCK, shapes=((16, 16),), dtypes=(torch.float32,), mamba_cache_mode=mode
-        ),
-    }
-    groups = [KVCacheGroupSpec([f"layer.{n}"], specs[kind]()) for n, kind in enumerate(kinds)]
-    config = KVCacheConfig(
-        num_blocks=blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=groups,
-        prefix_cache_retention_interval=None if dense else 0,
-    )
-    sizes = {"scheduler_block_size": BLOCK, "hash_block_size": BLOCK}
-    return KVCacheManager(config, 1 << 20, **sizes, **options)
+    def __init__(self, made: Plan, kept: str) -> None:
+        dense = kept == "every-block"
+        config = kv_cache_config(made, Model.load(made.model))
+        config.prefix_cache_retention_interval = None if dense else 0
+        for group in config.kv_cache_groups:
+            if isinstance(group.kv_cache_spec, MambaSpec):
+                mode: Any = "all" if dense else "align"
+                group.kv_cache_spec = replace(group.kv_cache_spec, mamba_cache_mode=mode)
+        (self.block,) = {group.kv_cache_spec.block_size for group in config.kv_cache_groups}
+        sizes = {"scheduler_block_size": self.block, "hash_block_size": self.block}
+        self.manager = KVCacheManager(config, 1 << 20, **sizes)
+        assert config.num_blocks == made.num_blocks
+        self.splits = not dense and any(group.kind == "recurrent" for group in made.groups)
+        init_none_hash(quick_hash)
+        self.hasher = get_request_block_hasher(self.block, quick_hash)
 
+    def hit(self, name: str, prompt: list[int]) -> int:
+        """Serve a prompt, whose answer is one token; the tokens that were found."""
+        params = SamplingParams(max_tokens=1)
+        request = Request(name, prompt, params, None, block_hasher=self.hasher)
+        computed, hit, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
+        fresh, cached = hit, computed
+        while request.num_computed_tokens < len(prompt):
+            self.manager.new_step_starts()
+            tokens = min(len(prompt) - request.num_computed_tokens - fresh, BATCHED)
+            if self.splits:
+                tokens = self.split(request, tokens, fresh)
+            assert self.manager.allocate_slots(request, tokens, fresh, cached) is not None
+            request.num_computed_tokens += fresh + tokens
+            fresh, cached = 0, None
+        self.manager.free(request)
+        return hit
 
-def chunks(tokens: int, hit: int, junction: int, kinds: list[str], kept: str) -> list[int]:
-    """Where vLLM's scheduler ends the chunks of a prompt: states are kept at ends of chunks."""
-    stops = {tokens}
-    if "state" in kinds and kept != "every-block":
-        stops |= {(tokens - 1) // BLOCK * BLOCK, junction // BLOCK * BLOCK}
-    return sorted(stop for stop in stops if stop > hit)
-
-
-def vllm_hits(
-    trace: Trace, kinds: list[str], blocks: int, kept: str, told: Progress | None = None
-) -> list[int]:
-    """Tokens that vLLM finds of each request."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
-
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    manager = manager_of(kinds, blocks, kept)
-    found = []
-    for number in range(len(trace)):
-        if told:
-            told(number / len(trace))
-        manager.new_step_starts()
-        params = SamplingParams(max_tokens=2)
-        tokens = tokens_of(trace, number)
-        request = Request(str(number), tokens, params, None, block_hasher=hasher)
-        computed, hit, junction = manager.get_computed_blocks(request)
-        request.shared_prefix_boundary = junction
-        begun, cached = hit, computed
-        for stop in chunks(len(tokens), hit, junction, kinds, kept):
-            fresh = begun - request.num_computed_tokens
-            if manager.allocate_slots(request, stop - begun, fresh, cached) is None:
-                break
-            request.num_computed_tokens = begun = stop
-            cached = None
-        else:
-            request.append_output_token_ids(7)
-            manager.allocate_slots(request, 1)
-            request.num_computed_tokens += 1
-        found.append(hit if request.num_computed_tokens > len(tokens) else 0)
-        manager.free(request)
-    return found
+    def split(self, request: Request, tokens: int, found: int) -> int:
+        """What vLLM's scheduler makes of a step, so that states are kept."""
+        scheduler: Any = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=self.block),
+            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+            block_size=self.block,
+            hash_block_size=self.block,
+            max_num_scheduled_tokens=BATCHED,
+            mamba_has_prefill_checkpoint_blocks=False,
+            mamba_prefill_checkpoint_alignment=None,
+            mamba_partial_cache_hit=False,
+            mamba_shared_prefix_checkpoint=False,
+            use_eagle_block_drop=False,
+        )
+        return Scheduler._mamba_block_aligned_split(scheduler, request, tokens, found)
 
 
-class WholePrompts(CopyingReplay):
-    """A replay that has as many blocks in use as vLLM while a prompt is computed at once."""
-
-    def __init__(self, trace: Trace, *given: Any) -> None:
-        super().__init__(*given)
-        self._lengths = trace.lengths.tolist()
-
-    def serve(self, request: int) -> int:
-        """Remember which request it is."""
-        self._request = request
-        return super().serve(request)
-
-    def _entries(self, spans: Ints, hit: int, wanted: Ints) -> list[Ints]:
-        """What is kept; beside it, what vLLM takes and nobody can find."""
-        parts = super()._entries(spans, hit, wanted)
-        few = not isinstance(self.policy.checkpoints, EveryBlock)
-        held = dead = written = 0
-        for one, first, part in zip(self.model.classes, self._first, parts, strict=True):
-            if one.needs == "window":
-                unnamed = np.setdiff1d(np.arange(hit, len(spans)), part)
-                held += len(unnamed)
-                dead += int(np.count_nonzero(unnamed < first[len(spans)]))
-            elif one.needs == "state" and few:
-                written += 1  # the state behind the prompt's last token
-        tokens = self._lengths[self._request]
-        if tokens % BLOCK == 0:  # the decoded token begins a block: one that a window left, if any
-            held += written + max(len(parts) - dead, 0)
-        elif (tokens + 1) % BLOCK == 0:  # it ends a block, which was counted above
-            held += written
-        else:
-            held += len(parts)
-        self._in_flight[0, self._request] = held
-        return parts
+def answered_at_once(trace: Trace) -> Trace:
+    """The same with answers of one token, whose content nobody has to know."""
+    return replace(trace, outputs=trace.outputs * 0)
 
 
-def spans_of(trace: Trace) -> Spans:
-    """What vLLM keeps: also a block that the one decoded token fills; ends of prompts exactly."""
-    prompts = Spans.of(trace, BLOCK)
-    filled = Spans.of(replace(trace, lengths=trace.lengths + 1), BLOCK)
-    return replace(filled, reusable=prompts.reusable, known=prompts.reusable)
+def in_whole_blocks(trace: Trace) -> Trace:
+    """Prompts cut to whole blocks of the trace, and a token: their ends are then in the trace.
+
+    Another request that comes past a prompt's end has another id for the block with it, whatever
+    its tokens are, so the simulation keeps the last state that the trace can know of.
+    """
+    counts = np.diff(trace.starts)
+    whole = np.minimum(trace.lengths // trace.block, counts)
+    starts = np.concatenate([[0], np.cumsum(whole)])
+    inside = np.arange(starts[-1]) - np.repeat(starts[:-1], whole)
+    ids = trace.ids[np.repeat(trace.starts[:-1], whole) + inside]
+    return replace(trace, ids=ids, starts=starts, lengths=whole * trace.block + 1)
 
 
-def simulated_hits(trace: Trace, kinds: list[str], blocks: int, kept: str) -> list[int]:
-    """Tokens that the simulation finds, with vLLM's checkpoints and order."""
-    shapes = {
-        "full": LayerClass("all", 0, 1),
-        "window": LayerClass("window", 0, 1, Visibility(window=WINDOW)),
-        "state": LayerClass("state", 0, 1),
-    }
-    # One class a group: vLLM may evict one of two states, and not the other.
-    classes = tuple(shapes[kind] for kind in kinds)
-    policy = ReplayPolicy(checkpoints=checkpoint_policy(kept), by_group=True)
-    model = PoolModel(BLOCK, classes, (blocks - 1,))
-    hits = WholePrompts(trace, model, spans_of(trace), policy).run().hits
-    return [int(hit) * BLOCK for hit in hits]
-
-
-def ending_with_blocks(trace: Trace) -> Trace:
+def ending_with_blocks(trace: Trace, block: int) -> Trace:
     """The same with prompts that end where a block does, or one token before."""
     uses = np.bincount(trace.ids)
     alone = uses[trace.ids[trace.starts[1:] - 1]] == 1  # nobody else says how long that block is
-    ends = -(-trace.lengths // BLOCK) * BLOCK - np.arange(len(trace)) % 2
+    ends = -(-trace.lengths // block) * block - np.arange(len(trace)) % 2
     return replace(trace, lengths=np.where(alone, ends, trace.lengths))
 
 
-def traces_and_blocks() -> list[tuple[Trace, tuple[int, ...]]]:
-    """What is compared, in pools of so many blocks a group."""
-    facts = os.environ.get("KVATLAS_FACTS")
-    if facts:
-        folder = Path(facts) / "traces"
-        return [
-            (read_trace(folder / "synthetic_trace.jsonl"), (2_000, 20_000)),
-            (read_trace(folder / "conversation_trace.jsonl"), (20_000,)),
-        ]
-    sample = read_trace(SAMPLE)
-    return [(sample, (60, 90, 150, 10_000)), (ending_with_blocks(sample), (60, 90, 120, 150, 200))]
+def traces(kept: str) -> list[Trace]:
+    """What is compared: two samples of our own, or whole traces."""
+    if FACTS:
+        names = ("synthetic_trace.jsonl", "conversation_trace.jsonl")
+        found = [read_trace(Path(FACTS) / "traces" / name) for name in names]
+    else:
+        found = [read_trace(SAMPLE)]
+        found.append(replace(ending_with_blocks(found[0], 16), name="ends with blocks"))
+    found = [answered_at_once(trace) for trace in found]
+    return found if kept == "every-block" else [in_whole_blocks(trace) for trace in found]
+
+
+def plans(model: str, trace: Trace) -> Iterator[Plan]:
+    """vLLM's plans from little more memory than one request needs to room for all of them."""
+    longest = int(trace.lengths.max())
+    asked: dict[str, Any] = {"policy": "vllm", "max_len": longest, "in_flight": 2 * BATCHED}
+    sizing = plan(model, memory="4TiB", **asked)
+    steps = sum(BATCHED // group.block + 2 for group in sizing.groups)
+    least = sum(sizing.blocks_per_request().values()) + steps
+    tokens = len(np.unique(trace.ids)) * trace.block
+    most = least + tokens // sizing.block_size * len(sizing.groups)
+    for share in (8,) if FACTS else (1000, 30, 8, 1):
+        yield plan(model, memory=(least + most // share) * sizing.bytes_per_block, **asked)
 
 
 @pytest.mark.parametrize("kept", ["every-block", "vllm-default"])
-@pytest.mark.parametrize(
-    "kinds", [["full"], ["window", "full"], ["full", "state", "state"]], ids=" ".join
-)
-def test_vllm_finds_what_is_simulated(kinds: list[str], kept: str) -> None:
-    for trace, sizes in traces_and_blocks():
-        for blocks in sizes:
-            name = f"{trace.name} {kept} {kinds} {blocks}"
-            with progress_bar(name) as told:
-                theirs = vllm_hits(trace, kinds, blocks * len(kinds), kept, told)
-            ours = simulated_hits(trace, kinds, blocks * len(kinds), kept)
-            rates = [sum(hits) / trace.tokens for hits in (theirs, ours)]
-            print(f"{name}: {rates[0]:.4f}, {rates[1]:.4f} simulated")
-            assert theirs == ours
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_vllm_finds_what_is_simulated(model: str, kept: str) -> None:
+    for trace in traces(kept):
+        for made in plans(model, trace):
+            name = f"{trace.name}, {kept}, {model} in {made.num_blocks:,} blocks"
+            theirs = Vllm(made, kept)
+            found = [theirs.hit(str(n), prompt_of(trace, n)) for n in range(len(trace))]
+            rates = simulate(made, trace, checkpoints=kept)
+            print(f"{name}: {sum(found) / trace.tokens:.4f}, {rates.hit_rate:.4f} simulated")
+            assert rates.found == sum(found)
+            assert found_by_request(made, trace, checkpoints=kept).tolist() == found

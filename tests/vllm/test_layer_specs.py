@@ -10,9 +10,10 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.engines.vllm import describe_engine, describe_stage, join_stages
+from kvatlas.engines.vllm.describe import check_windows
 from kvatlas.errors import Code
 from kvatlas.routing import fingerprint, route
-from kvatlas.specs import FullAttention, SlidingAttention
+from kvatlas.specs import FullAttention, SlidingAttention, Visibility
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, SlidingWindowSpec, vllm_config
 
 FULL = FullAttentionSpec(block_size=64)
@@ -70,6 +71,24 @@ def test_an_engine_without_the_hybrid_manager_is_the_same_model() -> None:
     tables: dict[str, Any] = {"dst_rank": 0, "tokens": 600, "dst_blocks": {0: list(range(10))}}
     part = route(one, other).needed_bytes(**tables)
     assert part < route(other, other).needed_bytes(**tables)
+
+
+def test_a_window_that_vllm_says_of_a_whole_group_is_that_of_its_own_layers_alone() -> None:
+    """Without the hybrid manager one spec stands for layers that see all and that see a window."""
+    names = ["l.0.attn", "l.1.attn"]
+    one = describe_engine(vllm_config(), of((FULL, names[:1]), (SLIDING, names[1:])))
+    merged = of((replace(FULL, sliding_window=64), names))
+    seen = {"l.0.attn": Visibility(), "l.1.attn": Visibility(window=64)}
+    other = describe_engine(vllm_config(), merged, seen=seen)
+    assert fingerprint(one) == fingerprint(other)
+    assert isinstance(other.spec("l.0.attn"), FullAttention)
+    with pytest.raises(AtlasError) as refusal:
+        describe_engine(vllm_config(), merged)
+    assert "l.0.attn" in refusal.value.got, "nobody says which layers see all"
+    config = of((FULL, names))
+    with pytest.raises(AtlasError) as refusal:
+        check_windows("l.1.attn", config.groups[0].kv_cache_spec, seen["l.1.attn"])
+    assert "window of 64" in refusal.value.got, "the scheduler's side would not know of it"
 
 
 def test_pipeline_stages_make_up_one_plan() -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.comparing import assert_nothing_held, assert_same, atlas, prompt
+from tests.vllm.comparing import assert_nothing_held, assert_same, atlas, difference, prompt
 from tests.vllm.engine_host import EngineHost, engine_host
 from tests.vllm.engine_process import Answer, Engine
 from tests.vllm.models import checkpoint
 
 LENGTH = 300
+CLOSE_IN_HALF = 2e-2
+"""Logprobs that count as equal where one of two engines has computed a cache in float16."""
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,57 @@ def test_windows_and_states_are_found_where_a_request_has_ended(
         cached = ask(other, prompts[1:], right[1:])
         assert cached == [LENGTH + 7, 0], "the last token of an answer was never computed"
         assert_nothing_held(other)
+
+
+def test_an_engine_reads_what_one_of_another_dtype_has_stored_where_it_asks_to(
+    host: EngineHost, checkpoints: Path, tmp_path: Path
+) -> None:
+    """Of the dtypes that vLLM runs on a CPU, those whose caches are described."""
+    model = checkpoint("llama", checkpoints)
+    begun, longer = prompt(LENGTH), prompt(LENGTH) + prompt(40, seed=5)
+    dtypes = {"fp16": "float16", "fp32": "float32"}
+    right: dict[str, Answer] = {}
+    for name, dtype in dtypes.items():
+        with host.engine(model, keeping(tmp_path / name), dtype=dtype, block_size=64) as first:
+            right[name] = first.generate(longer)
+            first.idle()
+            assert first.generate(begun).cached == 256, "its own"
+            first.idle()
+    for stored, own in (("fp16", "fp32"), ("fp32", "fp16")):
+        about = (tmp_path / stored, f"{stored}->{own}")
+        for path, convert, cached in ((*about, 320), (about[0], None, 0)):
+            connector = keeping(path, convert=convert)
+            options = {"dtype": dtypes[own], "block_size": 128}
+            with host.engine(model, connector, **options) as other:
+                got = other.generate(longer)
+                assert got.cached == cached, (stored, own, convert)
+                # fp16 has 11 bits, and logprobs here are a few units large.
+                assert difference(right[own], got) < CLOSE_IN_HALF, (stored, own, convert)
+                assert_nothing_held(other)
+
+
+UNIFORM: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True, "enable_prefix_caching": True}
+
+
+def test_engines_without_the_hybrid_manager_find_no_more_of_a_window_than_a_tier_has(
+    host: EngineHost, checkpoints: Path, tmp_path: Path
+) -> None:
+    """They keep and cache all tokens of all layers; a tier has the windows that requests end with.
+
+    So later prompts, which share fewer tokens, must not find what was never read.
+    """
+    model = checkpoint("gemma3", checkpoints)
+    prompts, right = conversation(host, model)
+    shorter = [prompts[0][:length] + prompt(30, seed=length) for length in (130, 256)]
+    asked = [*prompts[1:], *shorter, prompts[1]]
+    answers = [*right[1:], *right_answers(host, model, shorter), right[1]]
+    hybrid = {"enable_prefix_caching": True}
+    for number, (one, other) in enumerate(((UNIFORM, UNIFORM), (hybrid, UNIFORM))):
+        connector = keeping(tmp_path / str(number))
+        with host.engine(model, connector, block_size=64, **one) as first:
+            assert ask(first, prompts[:1], right[:1]) == [0]
+        with host.engine(model, connector, block_size=128, **other) as second:
+            assert ask(second, asked, answers)[:2] == [LENGTH + 7, 0]
 
 
 def test_a_full_tier_and_a_damaged_file_break_no_request(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvatlas import AtlasError
 from kvatlas.engines.vllm.orders import RemoteRequest, prompt_digest
-from kvatlas.engines.vllm.scheduler_side import SchedulerSide
+from kvatlas.engines.vllm.scheduler_side import SchedulerSide, TransferGroup
 from kvatlas.engines.vllm.supported_versions import check_managers
 from kvatlas.errors import Code
 from tests.vllm.shapes import (
@@ -215,7 +216,7 @@ def test_blocks_that_a_window_fills_in_part_are_not_cached() -> None:
         decode.bind_manager(managers)
         for name, tokens, start, cached in (
             ("in the middle", 151, 0, {"in the middle": 2}),  # from token 87 on
-            ("at an edge", 192, 0, {}),  # from token 128 on
+            ("at an edge", 192, 0, {"at an edge": 2}),  # from token 128 on: two are null
             ("found here", 151, 128, {}),
         ):
             request = Request(name, tokens, told(tokens))
@@ -226,14 +227,41 @@ def test_blocks_that_a_window_fills_in_part_are_not_cached() -> None:
             managers.cached(1).clear()
 
 
-def test_windows_alone_are_not_read_where_all_tokens_are_cached() -> None:
-    """An engine without the hybrid manager caches windows as if all their tokens were there."""
-    whole = Group(FullAttentionSpec(block_size=64, sliding_window=64))
-    for caching, windows, matched in ((True, (64,), 0), (True, (), 100), (False, (64,), 100)):
-        decode = side(whole, caching=caching)
-        request = Request("d", 100, told(windows=windows))
+WHOLE = Group(FullAttentionSpec(block_size=64, sliding_window=64))
+"""What vLLM says of all layers without the hybrid manager, where some of them see a window."""
+
+
+def test_blocks_before_a_window_are_not_cached_where_the_other_engine_keeps_windows_alone() -> None:
+    """An engine without the hybrid manager would cache them as if all their tokens were there."""
+    for caching, windows, start, cached in (
+        (True, (64,), 0, {"d": 3}),  # from token 136 on
+        (True, (64,), 128, {"d": 3}),
+        (True, (64,), 192, {}),
+        (True, (), 0, {}),
+        (False, (64,), 0, {}),
+    ):
+        decode, managers = side(WHOLE, caching=caching), Managers(1)
+        decode.bind_manager(managers)
+        request = Request("d", 200, told(199, windows=windows))
         decode.on_new_request(request)
-        assert decode.matched_tokens(request, 0) == (matched, matched > 0)
+        assert decode.matched_tokens(request, start) == (199 - start, True)
+        decode.allocated(request, Blocks([1, 2, 3, 4]), 199 - start)
+        assert managers.cached(0) == cached, (caching, windows, start)
+        # Whoever reads it from here is told the same.
+        decode.received({"d"})
+        request.kv_transfer_params = {"do_remote_decode": True}
+        _, params = decode.finished(request, ([1, 2, 3, 4],))
+        assert params is not None
+        assert RemoteRequest.read(params).windows == windows
+
+
+def test_windows_of_unlike_layers_that_keep_all_tokens_are_all_known() -> None:
+    specs = [FullAttentionSpec(block_size=64, sliding_window=seen) for seen in (None, 128, 64)]
+    several = SimpleNamespace(kv_cache_specs=dict(enumerate(specs)))
+    group = TransferGroup(several, 0)
+    assert set(group.windows_kept_whole) == {64, 128}
+    assert group.incomplete_blocks(0, 199, windows_alone=True) == 3, "the shortest window's"
+    assert group.incomplete_blocks(0, 199) == 0
 
 
 def test_a_cache_manager_that_cannot_be_asked_is_refused() -> None:

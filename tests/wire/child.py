@@ -46,10 +46,11 @@ class Rank:
         tokens: int = TOKENS,
         *,
         rank: int = 0,
+        options: Json | None = None,
         **given: Any,
     ) -> None:
         self.plan, self.seed, self.tokens, self.rank = plan, seed, tokens, rank
-        self.transport = make_transport(transport)
+        self.transport = make_transport(transport, **options or {})
         self.whole: dict[int, Bytes] = {}
         self.fill(seed)
         about: Json = {"piece": 8192, "buffers": 4, "name": f"node-{seed}"} | given

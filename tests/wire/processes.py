@@ -23,6 +23,8 @@ POINTS = 1000 if DEEP else 10
 SECONDS = 3.0
 SLACK = 4.0
 """Seconds past its deadline after which a transfer counts as hanging: the machine may be busy."""
+SETTLED = 10.0 + SLACK
+"""Seconds after which nothing is lent any more: a link that does not rest is torn down after 10."""
 
 SOURCE = small("dense", 512, layout="LBNHC", memory="4MiB")
 TARGET = small("dense", 512, layout="BHLNC", block_size=32, memory="4MiB")
@@ -82,7 +84,7 @@ class Here:
         for index, pool in self.rank.pools.items():
             assert np.array_equal(pool, right[index])
 
-    def settled(self, seconds: float = SECONDS + SLACK) -> None:
+    def settled(self, seconds: float = SETTLED) -> None:
         """Nothing is lent to anyone any more, and as much is registered as at first."""
         until(lambda: not self.rank.left()["leases"] + self.rank.left()["buffers"], seconds)
         assert self.rank.transport.registered == self.registered
@@ -123,9 +125,6 @@ def works(here: Here, child: Child, plan: Any = SOURCE, seed: int = 1) -> None:
     state = child.ask("state")
     assert (state["leases"], state["buffers"]) == (0, 0)
     assert ["next", "read"] in state["released"]
-
-
-LOST = {"deadline", "peer_lost", "wire_failed"}
 
 
 class Slow:

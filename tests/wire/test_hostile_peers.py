@@ -164,6 +164,44 @@ def test_a_reader_that_reads_nothing_releases_nothing_it_should_not(attacked: At
     attacked.node.offers["secret"].read_by.clear()
 
 
+def test_who_was_sent_nothing_has_read_nothing(
+    attacked: Attacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where peers reach no pool, the source itself knows what a reader can have."""
+    monkeypatch.setattr(attacked.node.transport, "shared", "staging")
+    node, raw = attacked.node, attacked.raw
+    why: list[tuple[str, str]] = []
+    node.offer("counted", attacked.source.blocks, 50, released=lambda *n: why.append(n))
+    for rank in (0, 1):
+        session = attacked.session(rank=rank)
+        whole = [0, 1, 2, 3]
+        for pieces in ([], whole[:3], whole[1:], [0] * 4, whole[::-1], whole):
+            lease = attacked.open(session, request="counted").lease
+            total = node.leases.find(lease, session).stream.nbytes
+            assert 3 * 4096 < total <= 4 * 4096
+            buffer = attacked.borrow(session, lease).buffers[0]
+            for piece in pieces:
+                start, stop = 4096 * piece, min(total, 4096 * piece + 4096)
+                about = {"start": start, "stop": stop, "buffer": buffer}
+                said = raw.ask(protocol.Gather(session=session, lease=lease, **about))
+                assert code_of(said) == "ok"
+            assert not why
+            said = raw.ask(protocol.Close(session=session, lease=lease, complete=True))
+            assert code_of(said) == ("ok" if pieces is whole else "bad_handshake")
+    assert why == [("counted", "read")]
+    attacked.source.assert_idle()
+
+
+def test_who_was_seen_to_read_nothing_lets_go(attacked: Attacked) -> None:
+    """A word about what was never posted ends an offer, but is no word of a reader."""
+    why: list[tuple[str, str]] = []
+    attacked.node.offer("told", attacked.source.blocks, 50, released=lambda *n: why.append(n))
+    for rank in (0, 1):
+        session = attacked.session(rank=rank)
+        attacked.raw.ask(protocol.Release(session=session, request="told", read=True))
+    assert why == [("told", "let_go")]
+
+
 def test_plans_and_routes_of_strangers_are_bounded(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.wire import Session
-from tests.wire.helpers import End, assert_arrived, ends, small, until
+from kvatlas.wire import Session, Transfer
+from tests.wire.helpers import End, assert_arrived, ends, small
 
 
 def test_layers_are_read_as_they_are_written() -> None:
@@ -23,9 +25,27 @@ def test_layers_are_read_as_they_are_written() -> None:
                 assert transfer.layers <= set(names[:number])
                 stage = source.plan.region_of(name)[0].stage
                 source.nodes[stage].layer_written("r", name)
-                until(lambda name=name: name in transfer.layers)  # type: ignore[misc]
+                assert transfer.wait_layers([name], 10) is transfer
+                assert name in transfer.layers
             assert transfer.wait(10).ready
+            assert transfer.wait_layers(names).ready
         assert_arrived(source, target, 0)
+
+
+def test_who_waits_for_layers_hears_of_the_end_and_of_the_time() -> None:
+    """A whole transfer has all of them at once; one that fails says why; others are late."""
+    whole = Transfer("r", ranks=(0,), total=None, seconds=30)
+    with pytest.raises(AtlasError) as refused:
+        whole.wait_layers(["a", "b"], 0.01)
+    assert refused.value.code is Code.DEADLINE
+    whole.finished(0)
+    assert whole.wait_layers(["a", "b"]).ready
+    failing = Transfer("r", ranks=(0, 1), total=None, seconds=30)
+    failing.add_layer(0, "a")
+    threading.Timer(0.05, failing.cancel).start()
+    with pytest.raises(AtlasError) as refused:
+        failing.wait_layers(["a"])
+    assert refused.value.code is Code.CANCELLED
 
 
 def test_a_whole_pull_waits_for_all_layers() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
+from kvatlas.planning import plan
+from kvatlas.routing import scattered
 from kvatlas.wire import Memory, Node, Session, rank_pools
 from kvatlas.wire.pool_mover import pools_device
 from kvatlas.wire.protocol import RegisteredMemory
+from tests.planning.models import SMALL
 from tests.wire.helpers import Buffers, End, Local, ends, pull_all, small
 
 
@@ -31,6 +36,49 @@ def test_a_lease_that_is_refused_gives_its_staging_buffers_back(
                     assert refusal.value.code is Code.TOO_MANY
         source.assert_idle()
         pull_all(source, target, "r", how="staged")
+
+
+def test_tables_that_do_not_fit_the_plan_are_neither_offered_nor_expected() -> None:
+    made = small("sliding", 128, policy="vllm", block_size=16)
+    good = scattered(made, 80)
+    some, groups = list(good[0]), len(made.groups)
+    assert groups > 1
+    wrong: list[tuple[Code, Any]] = [
+        (Code.OUT_OF_RANGE, {**good, 0: [*some[:-1], 10**9]}),
+        (Code.OUT_OF_RANGE, {**good, 0: [*some[:-1], -1]}),
+        (Code.OUT_OF_RANGE, {**good, groups: [1]}),
+        (Code.MISSING_BLOCKS, {**good, 0: some[:-1]}),
+        (Code.MISSING_BLOCKS, {0: some}),
+        (Code.TWICE, {**good, 0: [*some[:-1], some[-2]]}),
+    ]
+    with ends(End(made, 80)) as (end,):
+        node = end.nodes[0]
+        for code, tables in wrong:
+            for act in (node.offer, partial(node.expect, source=made)):
+                with pytest.raises(AtlasError) as refusal:
+                    act("r", tables, 80)
+                assert refusal.value.code is code, tables
+        assert not node.offers
+        assert not node.expected
+        node.offer("r", good, 80)
+        node.expect("r", good, 80, source=made)
+
+
+def test_one_model_by_path_and_by_name_is_one_model_to_nodes() -> None:
+    """The fingerprint decides: either end may have it under another name, and pull or push."""
+    model = replace(SMALL["dense"], name="/models/of/somebody")
+    by_path = plan(model, memory="2MiB", max_len=64, in_flight=0, tp=2)
+    for src, dst in ((small("dense"), by_path), (by_path, small("dense"))):
+        with ends(End(src, 50, seed=1), End(dst, 50, seed=2)) as (source, target):
+            source.offer("r")
+            pull_all(source, target, "r", checksums=True)
+            expected = [
+                node.expect("pushed", source.blocks, 50, source=dst) for node in source.nodes
+            ]
+            for node in target.nodes:
+                with Session(node, source.endpoints) as session:
+                    session.push("pushed", src_blocks=target.blocks, tokens=50).wait(20)
+            assert all(one.ready.wait(5) for one in expected)
 
 
 def test_bad_arguments_do_not_close_the_callers_transport() -> None:

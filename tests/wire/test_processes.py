@@ -19,7 +19,6 @@ from kvatlas.wire.client.rank_lease import RankLease
 from tests.wire.child import TOKENS
 from tests.wire.helpers import small, until
 from tests.wire.processes import (
-    LOST,
     SECONDS,
     SLACK,
     SOURCE,
@@ -44,7 +43,7 @@ def test_the_source_is_killed_before_the_read(here: Here, children: Children, ho
     with Session(here.node, [child.endpoint]) as session:
         child.kill()
         begun = time.monotonic()
-        assert outcome(here.pull(session, how=how, seconds=0.6), begun) in LOST
+        assert outcome(here.pull(session, how=how, seconds=20), begun) == "peer_lost"
     here.settled()
     works(here, children.take(SOURCE, here.transport, 1, name="source"))
 
@@ -59,10 +58,10 @@ def test_the_source_is_killed_during_the_read(
     with Session(here.node, [child.endpoint]) as session, monkeypatch.context() as patch:
         slow = Slow(patch, 0.02, number=3)
         begun = time.monotonic()
-        transfer = here.pull(session, how=how, seconds=0.8)
+        transfer = here.pull(session, how=how, seconds=20)
         assert slow.reached.wait(5)
         child.kill()
-        assert outcome(transfer, begun) in LOST
+        assert outcome(transfer, begun) == "peer_lost"
     here.settled()
     works(here, children.take(SOURCE, here.transport, 1, name="source"))
 
@@ -84,8 +83,8 @@ def test_the_source_is_killed_before_it_confirms(
         close = RankLease.close
         patch.setattr(RankLease, "close", killing)
         begun = time.monotonic()
-        transfer = here.pull(session, how="direct", seconds=0.8)
-        assert outcome(transfer, begun) in LOST
+        transfer = here.pull(session, how="direct", seconds=20)
+        assert outcome(transfer, begun) == "peer_lost"
         assert transfer.moved == transfer.total
     here.assert_has(SOURCE, 1)
     here.settled()

@@ -306,22 +306,42 @@ def test_locks_are_taken_in_one_order() -> None:
 
 
 def test_many_pulls_wait_for_buffers_rather_than_go_the_slow_way() -> None:
-    """Costs say that staging is faster: all 24 are staged, with buffers for two at a time."""
+    """Costs say that staging is faster: 64 in flight are all staged, with buffers for two."""
     from kvatlas.routing import Costs
 
-    source = End(small("dense", 64, memory="8MiB"), 32, seed=1)
-    target = End(small("dense", 64, layout="BHLNC", memory="8MiB"), 32, seed=2)
+    many, each = 64, 32
+    source = End(small("dense", many * each, memory="8MiB"), many * each, seed=1)
+    target = End(small("dense", many * each, layout="BHLNC", memory="8MiB"), many * each, seed=2)
     with ends(source, target), Session(target.nodes[0], source.endpoints) as session:
-        for number in range(24):
-            source.nodes[0].offer(f"r{number}", [2 * number, 2 * number + 1], 32)
+        for n in range(many):
+            source.nodes[0].offer(f"r{n}", [2 * n, 2 * n + 1], each)
+        costs = Costs(descriptor=1.0)
         moving = [
-            session.pull(
-                f"r{n}", dst_blocks=[2 * n, 2 * n + 1], tokens=32, costs=Costs(descriptor=1.0)
-            )
-            for n in range(24)
+            session.pull(f"r{n}", dst_blocks=[2 * n, 2 * n + 1], tokens=each, costs=costs)
+            for n in range(many)
         ]
-        assert all(one.wait(20).ready for one in moving)
+        assert all(one.wait(30).ready for one in moving)
         assert "direct" not in target.nodes[0].metrics.seconds
-        source.blocks = target.blocks = {0: list(range(48))}
+        source.blocks = target.blocks = {0: list(range(2 * many))}
+        assert_arrived(source, target, 0)
         source.assert_idle()
         target.assert_idle()
+
+
+@pytest.mark.parametrize("end", ["here", "there"])
+def test_a_short_pull_does_not_wait_for_buffers_that_long_ones_keep(end: str) -> None:
+    """It would be a little faster with them, and waits no longer than that is worth."""
+    from kvatlas.routing import Costs
+
+    with ends(*pair()) as (source, target):
+        source.offer("r")
+        lends = (target if end == "here" else source).nodes[0].staging
+        kept = lends.acquire(2, for_peer=end == "there")
+        costs = Costs(descriptor=1e-5, wire=1e12, copy=1e12 if end == "here" else 1e9)
+        with Session(target.nodes[0], source.endpoints) as session:
+            done = pull(session, target, costs=costs, seconds=30).wait(40)
+            assert done.seconds < 10
+        assert "direct" in target.nodes[0].metrics.seconds
+        assert_arrived(source, target, 0)
+        lends.give_back(kept)
+        works(source, target)

@@ -7,7 +7,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -159,6 +159,28 @@ def test_tls_contexts_take_the_place_of_secrets() -> None:
         with pytest.raises(AtlasError) as refusal:
             Security(secret, tls=TlsContexts(_Identity(OLD).server, client))
         assert refusal.value.code is Code.BAD_SECRET
+
+
+def test_quotas_are_counted_by_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two peers of one host, each with a certificate of its own: one cannot use the other's up."""
+    monkeypatch.setattr("kvatlas.wire.rpc._MAX_CONNECTIONS", 4)
+    one, two = _Identity(OLD), _Identity(OTHER)
+    for trusts, other in ((one.server, two), (two.client, one)):
+        trusts.load_verify_locations(cadata=other.certificate)
+    with server(Security(tls=TlsContexts(one.server, one.client))) as endpoint, ExitStack() as kept:
+
+        def asked(identity: _Identity, seconds: float = 20.0) -> Any:
+            security = Security(tls=TlsContexts(one.server, identity.client))
+            channels = kept.enter_context(closing(Channels(security)))
+            return channels.ask(endpoint, QUESTION, deadline=time.monotonic() + seconds)
+
+        for _ in range(2):
+            assert asked(one) == protocol.Ok(seconds=1.0)
+        with pytest.raises(AtlasError) as refusal:
+            asked(one, 2.0)
+        assert refusal.value.code is Code.BUSY, "two of four may be of one certificate"
+        for _ in range(2):
+            assert asked(two) == protocol.Ok(seconds=1.0), "which is not that of the host"
 
 
 def test_listening_beyond_this_host_takes_a_secret() -> None:

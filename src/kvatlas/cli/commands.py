@@ -63,12 +63,18 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    trace_block: Annotated[
+        int | None,
+        typer.Option(help="Tokens of an id of the trace. See `kvatlas simulate`."),
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(help="Write the whole plan to a file, as JSON.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """What fits: blocks, tokens, requests, and the groups of layers behind them."""
+    if trace_block is not None and trace is None:
+        raise typer.BadParameter("there is no trace.", param_hint="'--trace-block'")
     if compare:
         if save:
             raise typer.BadParameter("one plan is saved, not several.", param_hint="'--save'")
@@ -76,7 +82,7 @@ def plan(
             raise typer.BadParameter("a trace chooses one plan.", param_hint="'--trace'")
         _compare(options, compare, as_json=as_json)
         return
-    chosen = plan_for_trace(options, trace) if trace else None
+    chosen = plan_for_trace(options, trace, trace_block) if trace else None
     planned = plan_on(replace(options, **chosen.options) if chosen else options)
     if save:
         _save(save, planned.plan.to_json())

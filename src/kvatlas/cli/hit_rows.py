@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 PLAN_AXES = ("policy", "block-size", "memory", "states", "pack", "kv-dtype", "tp")
 SHARES = ("none", "shared", "10", "25", "50", "75")
 """Ways of a tier: not there; one pool for everything; so many percent for states alone."""
-POOL_AXES = {"eviction": EVICTIONS, "checkpoints": CHECKPOINTS, "tier": SHARES}
+TIER_SIZES = ("64GiB", "128GiB", "256GiB", "512GiB", "1TiB")
+POOL_AXES = {
+    "eviction": EVICTIONS, "checkpoints": CHECKPOINTS, "tier": SHARES, "host-memory": TIER_SIZES,
+    "disk": TIER_SIZES,
+}  # fmt: skip
 
 Row = dict[str, Any]
 Axes = list[tuple[str, tuple[str, ...]]]
@@ -98,8 +102,8 @@ def _row(
         tier = value
     elif axis == "eviction":
         replay = dataclasses.replace(replay, eviction=value)
-    elif axis == "checkpoints":
-        replay = dataclasses.replace(replay, checkpoints=value)
+    elif axis in ("checkpoints", "host-memory", "disk"):
+        replay = dataclasses.replace(replay, **{axis.replace("-", "_"): value})
     elif axis:
         numeric = axis in ("block-size", "tp") and value.isdecimal()
         changes[AXES[axis]] = int(value) if numeric else value

@@ -54,8 +54,8 @@ def simulate(
         list[str] | None,
         typer.Option(
             help="Side by side over policy, block-size, memory, states, eviction, checkpoints, "
-            "tier; or over values of one: memory=20GiB,40GiB. Commas, or repeated. Of a tier: "
-            "none, shared, or how many percent of it are for states alone.",
+            "host-memory, disk, tier; or over values of one: memory=20GiB,40GiB. Commas, or "
+            "repeated. Of a tier: none, shared, or how many percent of it are for states alone.",
             autocompletion=completer(*PLAN_AXES, *POOL_AXES),
             show_default=False,
         ),

@@ -198,6 +198,19 @@ class Placement(Affine):
         """The same map, `by` bytes further on."""
         return replace(self, offset=self.offset + integer(by, "the shift"))
 
+    def in_items(self) -> Placement:
+        """The same map, counted in items instead of bytes.
+
+        >>> Placement.packed([("N", 4), ("C", 8)], item=2, offset=32).in_items()
+        Placement(N=4:8, C=8:1, offset=16, item=1)
+        """
+        if any(number % self.item for number in (self.offset, *self.strides)):
+            problem = "Elements do not start at multiples of their size"
+            hint = "Plan pages and blocks whose sizes are multiples of the element"
+            raise AtlasError(Code.MISALIGNED, problem, got=self, hint=hint)
+        strides = tuple(stride // self.item for stride in self.strides)
+        return Placement(self.axes, self.sizes, strides, self.offset // self.item, 1)
+
     def folded(self) -> Placement:
         """As few axes as possible, outermost first, and as large an item.
 

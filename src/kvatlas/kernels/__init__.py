@@ -8,6 +8,8 @@ from kvatlas.kernels.address_runs import (
     BlockSpans,
     PlacedStarts,
     RepeatedCopy,
+    can_convert,
+    convert_address_runs,
     copy_address_runs,
     place_starts,
 )
@@ -33,6 +35,8 @@ __all__ = [
     "RepeatedCopy",
     "attend",
     "attend_latent",
+    "can_convert",
+    "convert_address_runs",
     "convert_blocks",
     "convert_cells",
     "copy_address_runs",

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.specs import ElementCast
 
 _WIDEST = 16
 """Bytes that are loaded at once, at most."""
@@ -149,14 +150,53 @@ def copy_address_runs(
     the order of the stream. Nobody looks whether a run lies in
     memory: that is for who knows the memory. No byte may be written twice.
     """
-    triton = _launcher()
+    tables = _tables(starts, spans, source | target, place)
+    if tables is not None:
+        _launcher().copy_runs(source, target, tables, programs, stream=stream, **choice)
+
+
+def convert_address_runs(
+    source: int,
+    target: int,
+    starts: PlacedStarts,
+    spans: tuple[Offsets, Offsets, Offsets],
+    cast: ElementCast,
+    *,
+    programs: int = 0,
+    stream: Any = None,
+    place: Callable[[Offsets], torch.Tensor] | None = None,
+    **choice: Any,
+) -> None:
+    """The same of elements that change their type on the way: all is counted in elements.
+
+    Both addresses are multiples of an element there.
+    """
+    items = source // cast.source.item | target // cast.target.item
+    tables = _tables(starts, spans, items, place)
+    if tables is not None:
+        _launcher().convert_runs(source, target, tables, cast, programs, stream=stream, **choice)
+
+
+def can_convert(cast: ElementCast, device: torch.device) -> bool:
+    """Whether `convert_address_runs` has both types of elements on a device."""
+    converts: bool = _launcher().converts(cast, device)
+    return converts
+
+
+def _tables(
+    starts: PlacedStarts,
+    spans: tuple[Offsets, Offsets, Offsets],
+    addresses: int,
+    place: Callable[[Offsets], torch.Tensor] | None,
+) -> Any:
+    """Where runs lie, as a kernel reads it; None where there are none."""
     table = np.array(spans)
     if not table.size or not starts.table.shape[1]:
-        return
-    bits = starts.bits | int(np.bitwise_or.reduce(table, axis=None)) | source | target
+        return None
+    bits = starts.bits | int(np.bitwise_or.reduce(table, axis=None)) | addresses
     dst, length = table[1], table[2]
     apart = abs(int(dst[1]) - int(dst[0])) if len(dst) > 1 else 0
-    tables = triton.RunTables(
+    return _launcher().RunTables(
         starts.table,
         _uploaded(table, starts.table.device) if place is None else place(table),
         alignment=min(_WIDEST, bits & -bits),
@@ -164,7 +204,6 @@ def copy_address_runs(
         longest=int(length.max()),
         starts_first=apart > starts.step,
     )
-    triton.copy_runs(source, target, tables, programs, stream=stream, **choice)
 
 
 def _uploaded(table: Offsets, device: torch.device) -> torch.Tensor:

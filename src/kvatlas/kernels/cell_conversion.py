@@ -24,7 +24,7 @@ from kvatlas.kernels.write_read_latent import (
     encode_latent,
     encode_rows,
 )
-from kvatlas.specs import Attention, CellFormat, CellRow, LatentAttention, needs_scales
+from kvatlas.specs import Attention, CellFormat, CellRow, LatentAttention
 
 Fields = dict[str, torch.Tensor]
 ByteArray = TypeVar("ByteArray", NDArray[np.uint8], torch.Tensor)
@@ -80,7 +80,7 @@ def _convert_elements(
     spans: dict[tuple[float, float], list[int]] = {}
     at = 0
     for row in src.rows:
-        scales = _row_scale(src, row.name), _row_scale(dst, row.name)
+        scales = src.scale(row.name), dst.scale(row.name)
         span = spans.setdefault(scales, [at, at])
         span[1] = at = at + row.items
     one, two = src.rows[0].dtype, dst.rows[0].dtype
@@ -125,13 +125,6 @@ def _element(
     if dtype.item > 1:
         return exact.to(torch_dtype(dtype))
     return to_fp8(exact / to_scale, e5m2=dtype.name == "e5m2")
-
-
-def _row_scale(cell: CellFormat, row: str) -> float:
-    """The scale of a row's tensor: 1 where its elements stand for themselves."""
-    if not needs_scales(cell.spec):
-        return 1.0
-    return cell.scales.v if row == "v" else cell.scales.k
 
 
 def _view(cells: torch.Tensor, row: CellRow) -> torch.Tensor:

@@ -14,7 +14,7 @@ back, and is checked whenever it is made or read.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -28,6 +28,15 @@ from kvatlas.specs import Spec
 
 LARGEST_JSON = 4 << 20
 """Bytes of the largest plan that is read; those of real models have at most 150,000."""
+
+VERSION = 1
+"""The version of plans as JSON that is written and read. Version 1 says nothing of itself, so that
+the same plan has the same bytes, and the same hash, for all who know it; later ones do, in a field
+`version`, where they have something that an older reader must not overlook."""
+
+
+class _PlanVersion(msgspec.Struct):
+    version: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class _LayerOutline(msgspec.Struct):
@@ -79,20 +88,29 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Plan:
-        """A plan from JSON, checked as if it were made here.
+        """A plan from JSON, checked as if it were made here; `unlike_versions` for a newer one's.
 
         What no real plan comes near is refused before it costs anything: `LARGEST_JSON`
         bytes, `MOST_PAGES` layers or parts of layers in `MOST_REGIONS` regions, `MOST_SPECS`
         kinds of layers.
         """
         try:
+            if isinstance(text, bytes | str) and len(text) > LARGEST_JSON:
+                raise _too_large(f"{len(text):,} bytes, where {LARGEST_JSON:,} are read")
+            said = check_plan_version(text)
             _check_outline(text)
-            return msgspec.json.decode(text, type=cls)
+            if said is None:
+                return msgspec.json.decode(text, type=cls)
+            fields = msgspec.json.decode(text)
+            del fields["version"]
+            return msgspec.convert(fields, type=cls)
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as problem:
             hint = "Make it again with the same version of kvatlas"
             cause = problem.__cause__
             got = str(problem)
             if isinstance(problem, AtlasError):
+                if problem.code is Code.UNLIKE_VERSIONS:
+                    raise
                 cause = problem
             if isinstance(cause, AtlasError) and cause.code is Code.BAD_PLAN:
                 got = str(cause.got)  # msgspec wraps what the validator raised
@@ -198,10 +216,26 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         return report.explain(self)
 
 
+def check_plan_version(text: bytes | str) -> int | None:
+    """The version that a plan's JSON says it is of, if any; one that is not read is refused.
+
+    >>> check_plan_version('{"version": 2, "pools_on": "another planet"}')
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: The plan is in a version that this kvatlas does not read. \
+Got version 2 where versions up to 1 are read. \
+Upgrade the kvatlas that reads it, or make the plan again here. [unlike_versions]
+    """
+    said = msgspec.json.decode(text, type=_PlanVersion).version
+    if said is not None and said > VERSION:
+        problem = "The plan is in a version that this kvatlas does not read"
+        hint = "Upgrade the kvatlas that reads it, or make the plan again here"
+        got = f"version {said} where versions up to {VERSION} are read"
+        raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
+    return said
+
+
 def _check_outline(text: bytes | str) -> None:
     """Refuse a text that would take long to read, by what can be counted quickly."""
-    if isinstance(text, bytes | str) and len(text) > LARGEST_JSON:
-        raise _too_large(f"{len(text):,} bytes, where {LARGEST_JSON:,} are read")
     regions = msgspec.json.decode(text, type=_PlanOutline).regions
     specs = [bytes(layer.spec) for region in regions for layer in region.layers]
     if len(specs) > MOST_PAGES or len(regions) > MOST_REGIONS:
@@ -215,5 +249,5 @@ def _too_large(got: str) -> AtlasError:
 
 
 # msgspec crashes where two threads are the first to decode a type: the first is this one.
-for _kind in (_PlanOutline, Plan):
+for _kind in (_PlanVersion, _PlanOutline, Plan):
     msgspec.json.Decoder(_kind)

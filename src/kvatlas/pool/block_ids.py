@@ -232,6 +232,19 @@ class BlockIds:
         self._free += idle
         return idle
 
+    def evict(self, blocks: Sequence[int]) -> None:
+        """Free blocks that are kept and have no owner, out of their turn."""
+        ids = np.array(blocks, np.int64)
+        owners, kept, *_ = self._arrays
+        wrong = (owners[ids] > 0) | ~kept[ids]
+        if wrong.any():
+            problem = "Only blocks that are kept, and that nobody owns, are evicted"
+            got = f"block {int(ids[wrong][0])}"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint="Release it first")
+        if self._eviction is not None:
+            self._eviction.forget(ids)
+        self._let_go(ids)
+
     def _rest(self, idle: Int64s) -> None:
         """Kept blocks whose last owner went, in the order in which they are to go."""
         if self._eviction is None:
@@ -247,7 +260,10 @@ class BlockIds:
     def _evict(self, count: int) -> None:
         if self._eviction is None:
             return
-        ids = self._eviction.victims(count, self._arrays.woken)
+        self._let_go(self._eviction.victims(count, self._arrays.woken))
+
+    def _let_go(self, ids: Int64s) -> None:
+        """Kept blocks, the first to go first, are free."""
         victims: list[int] = ids.tolist()
         self._arrays.kept[ids] = False
         self._idle -= len(victims)

@@ -15,11 +15,13 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div, integer
 from kvatlas.planning import Plan
 from kvatlas.pool.block_ids import GONE, BlockIds
+from kvatlas.pool.checkpoint_share import checkpoint_shares
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
 from kvatlas.pool.events import AllBlocksCleared, BlockEvent, removed_events, stored_event
 from kvatlas.pool.eviction import EVICTIONS
 from kvatlas.pool.group_needs import (
     first_needed,
+    first_seen,
     hash_grain,
     hit_step,
     needed_blocks,
@@ -28,6 +30,7 @@ from kvatlas.pool.group_needs import (
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
 from kvatlas.pool.prefix_index import PrefixIndex
 from kvatlas.pool.reservation import CopyOnWrite, Reservation
+from kvatlas.pool.seen_prefixes import SeenPrefixes
 
 SEEN = 4
 """Prefixes that are remembered for each block, whether its content is still there or not."""
@@ -84,11 +87,6 @@ class BlockPool:
             hint = f"Use one of {', '.join(EVICTIONS)}"
             problem = "There is no such eviction"
             raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(eviction), hint=hint)
-        if self.checkpoints.share is not None:
-            problem = "A share of memory for checkpoints is simulated, and not kept to here"
-            raise AtlasError(
-                Code.CONTRADICTORY, problem, got=self.checkpoints, hint="Leave the share out"
-            )
         sizes: dict[int, int] = {}
         for one in plan.pools:
             sizes[one.index] = min(one.blocks, sizes.get(one.index, one.blocks))
@@ -107,9 +105,8 @@ class BlockPool:
         self._listener = events
         self._news: list[BlockEvent] = []
         """What the listener is told when the call ends."""
-        self._seen: dict[bytes, None] = {}
-        """Prefixes that were asked for, the oldest first."""
-        self._most_seen = SEEN * sum(sizes.values())
+        self._seen = SeenPrefixes(SEEN * sum(sizes.values()))
+        self._shares = checkpoint_shares(plan, self.ids, self.checkpoints.share)
         self._reuses = reuses_prefixes(plan)
         self._step, self._grain = hit_step(plan), hash_grain(plan)
 
@@ -154,6 +151,8 @@ class BlockPool:
         for index, group in enumerate(self.plan.groups):
             blocks = self._index.groups[index].needed(chain, hit)
             self.ids[group.pool].share(blocks)
+            if group.pool in self._shares and not self._index.groups[index].keeps_all:
+                self._shares[group.pool].use(blocks)
             recurrent = group.kind == "recurrent"
             gone = 0 if recurrent else needed_blocks(group, hit).start
             tables.append([GONE] * gone + blocks)
@@ -217,8 +216,10 @@ class BlockPool:
 
     def loaded(self, request: Hashable, tokens: int) -> None:
         """The first `tokens` tokens came from elsewhere, as far as the next one sees them."""
-        ends = [(group, first_needed(group, tokens)) for group in self.plan.groups]
-        self._get(request).incomplete = [ceil_div(first, group.block) for group, first in ends]
+        self._get(request).incomplete = [
+            ceil_div(first_seen(self.plan, index, tokens), group.block)
+            for index, group in enumerate(self.plan.groups)
+        ]
         self.computed(request, tokens)
 
     def fork(self, request: Hashable, child: Hashable) -> None:
@@ -253,8 +254,10 @@ class BlockPool:
         """Find nothing any more; requests under way keep their blocks."""
         self._index.clear()
         self._seen.clear()
-        for ids in self.ids.values():
+        for pool, ids in self.ids.items():
             ids.drop()
+            if pool in self._shares:
+                self._shares[pool].clear()
         self._news = [AllBlocksCleared()] if self._listener else []
         self._tell()
 
@@ -272,12 +275,7 @@ class BlockPool:
         if not self.checkpoints.asks_for_seen:
             return 0
         digests = chain.ends(self._step, 0, len(chain) // self._step)
-        count = next((n for n, one in enumerate(digests) if one not in self._seen), len(digests))
-        seen = count * self._step
-        self._seen.update(dict.fromkeys(digests[count:]))
-        while len(self._seen) > self._most_seen:
-            del self._seen[next(iter(self._seen))]
-        return seen
+        return self._seen.count(digests) * self._step
 
     def _leave_behind(self, asked: _Request) -> None:
         for group, table in zip(self.plan.groups, asked.tables, strict=True):
@@ -351,8 +349,8 @@ class BlockPool:
                 if tokens in ends:
                     kept_state |= self._keep(index, asked.chain, tokens // group.block - 1, table)
             elif self._index.groups[index].keeps_all:
-                first, stop = asked.computed // group.block, tokens // group.block
-                self._keep(index, asked.chain, first, table[first:stop])
+                first = max(asked.computed // group.block, asked.incomplete[index])
+                self._keep(index, asked.chain, first, table[first : tokens // group.block])
             else:
                 stop = 0
                 for end in ends:
@@ -375,8 +373,15 @@ class BlockPool:
     def _keep(self, index: int, chain: HashChain, first: int, blocks: list[int]) -> bool:
         """Have entries of a group found, unless others are in their place; whether any is now."""
         group, kept = self.plan.groups[index], False
+        share = None if self._index.groups[index].keeps_all else self._shares.get(group.pool)
+        if share is not None and not share.make_room(
+            self._index.missing(index, chain, first, len(blocks))
+        ):
+            return False
         for start, part in self._index.add(index, chain, first, blocks):
             self.ids[group.pool].keep(part)
+            if share is not None:
+                share.use(part)
             kept = True
             if self._listener:
                 self._news.append(stored_event(index, group, chain, start, len(part)))
@@ -384,6 +389,8 @@ class BlockPool:
 
     def _lost(self, pool: int, blocks: list[int]) -> None:
         names = self._index.remove(pool, blocks)
+        if pool in self._shares:
+            self._shares[pool].lose(blocks)
         if self._listener:
             self._news += removed_events(names)
 

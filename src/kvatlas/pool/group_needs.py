@@ -18,6 +18,21 @@ def first_needed(group: Group, tokens: int) -> int:
     return min(int(group.visibility.first(tokens)), tokens)
 
 
+def first_seen(plan: Plan, index: int, tokens: int) -> int:
+    """The first token that the one at position `tokens` sees in every layer of a group.
+
+    A group that keeps all tokens may have layers that see a window of them alone.
+
+    >>> from kvatlas.planning import plan
+    >>> made = plan("gpt-oss-20b", memory="20GiB", policy="uniform")
+    >>> first_needed(made.groups[0], 1000), first_seen(made, 0, 1000)
+    (0, 873)
+    """
+    layers = [layer for one in plan.regions if one.group == index for layer in one.layers]
+    seen = [int(layer.spec.visibility.first(tokens)) for layer in layers]
+    return min(max(first_needed(plan.groups[index], tokens), *seen), tokens)
+
+
 def needed_blocks(group: Group, tokens: int) -> range:
     """Entries of a group's table that a request needs to go on behind its first `tokens`.
 

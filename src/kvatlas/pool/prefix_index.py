@@ -198,6 +198,12 @@ class PrefixIndex:
             names.update(zip(part, group.add(part, chain, first + start), strict=True))
             yield first + start, part
 
+    def missing(self, number: int, chain: HashChain, first: int, count: int) -> int:
+        """How many of so many entries of a group are not found yet."""
+        group = self.groups[number]
+        digests = chain.ends(group.group.block, first, first + count)
+        return count - sum(map(group.blocks.__contains__, digests))
+
     def remove(self, pool: int, blocks: Iterable[int]) -> list[BlockName]:
         """Find blocks of a pool no more; what they were found by."""
         names = self._names[pool]

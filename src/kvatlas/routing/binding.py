@@ -24,6 +24,7 @@ from kvatlas.geometry import (
 )
 from kvatlas.routing.compiler import GroupPair
 from kvatlas.routing.request import BoundStates
+from kvatlas.specs import ElementCast
 
 _MOST_STARTS = 1 << 15
 """Starts that are kept with their states."""
@@ -108,14 +109,17 @@ class RunGrid:
     dst: Int64s
     length: Int64s
     """Where the spans of one request lie, and how long each is; none is empty."""
+    cast: ElementCast | None = None
+    """How elements change on the way; all of the above is then counted in elements."""
 
     def __len__(self) -> int:
         return len(self.starts.src) * len(self.length)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that move."""
-        return len(self.starts.src) * int(self.length.sum())
+        """Bytes that arrive."""
+        count = len(self.starts.src) * int(self.length.sum())
+        return count if self.cast is None else count * self.cast.target.item
 
 
 class RepeatedRuns(NamedTuple):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -35,7 +35,15 @@ from kvatlas.geometry import (
     positive,
     tile_alike,
 )
-from kvatlas.routing.binding import CompiledPair, Copy, RepeatedRuns, joined, ranges, repeated
+from kvatlas.routing.binding import (
+    CompiledPair,
+    Copy,
+    RepeatedRuns,
+    RunGrid,
+    joined,
+    ranges,
+    repeated,
+)
 from kvatlas.routing.compiler import Compiler, GroupPair, NeededShard
 from kvatlas.routing.conversion import Conversion, place_of_conversion, way_between
 from kvatlas.routing.plan_ends import FieldView, LayerPart, PlanEnd
@@ -48,6 +56,8 @@ CELLS = -1
 
 _CHUNK = 4 << 20
 """Bytes of a box whose runs are made at once; at least those of one state."""
+
+MakeGrids = Callable[[], list[RunGrid] | None]
 
 _OPEN = ("B", "k", "N")
 _IN_ORDER = StateBlocks(1 << 40)
@@ -104,7 +114,7 @@ class ConvertingCompiler(Compiler):
             by_scales: dict[object, list[str]] = defaultdict(list)
             for name in alike:
                 if layers is None or name in layers:
-                    cells = self._cells(name, needed.field)
+                    cells = self.cells(name, needed.field)
                     by_scales[tuple(cell.scales for cell in cells)].append(name)
             boxes += [self._box(names, needed) for names in by_scales.values()]
         return boxes
@@ -112,12 +122,13 @@ class ConvertingCompiler(Compiler):
     def _recurrent(self, layer: str) -> bool:
         return isinstance(self.dst.specs[layer], Recurrent)
 
-    def _cells(self, layer: str, field: str) -> tuple[CellFormat, CellFormat]:
+    def cells(self, layer: str, field: str) -> tuple[CellFormat, CellFormat]:
+        """Both ends' cells of a layer, or of one of its states."""
         return self.conversion.cells[layer, field if self._recurrent(layer) else "rows"]
 
     def _box(self, names: list[str], needed: NeededShard) -> ConvertedBox:
         layer, source = names[0], needed.sources[0]
-        cells = self._cells(layer, needed.field)
+        cells = self.cells(layer, needed.field)
         axes = self._axes(layer, needed)
         src, dst = self.src.parts[layer][source.part], self.dst.parts[layer][needed.part]
         here = (self.src, src, source.local, source.cells)
@@ -247,14 +258,18 @@ class ConvertedStream:
     Made by `Route.converted`. Any number of threads may read it.
     """
 
-    def __init__(self, boxes: Sequence[ConvertedBox], request: RequestEnds) -> None:
-        self._request = request
+    def __init__(
+        self, boxes: Sequence[ConvertedBox], request: RequestEnds, casts: MakeGrids
+    ) -> None:
+        """`casts` makes its runs where elements change by themselves; None where they do not."""
+        self._request, self._casts = request, casts
         found = [ConvertedSection(box, request.states(box.pair)) for box in boxes]
         request.check_distinct()
         self.sections = [section for section in found if section.states.total]
         self._ends = list(accumulate(section.nbytes for section in self.sections))
         # Replaced as a whole, so that threads need no lock: at worst one makes it again.
         self._last: dict[int, StreamChunk] = {}
+        self._grids: tuple[list[RunGrid] | None] | None = None
 
     def __repr__(self) -> str:
         return f"<ConvertedStream of {self.nbytes:,} bytes that arrive as {self.arriving:,}>"
@@ -278,6 +293,15 @@ class ConvertedStream:
             for one in self.sections
             for end in (one.box.ends[one.box.wire],)
         )
+
+    def grids(self) -> list[RunGrid] | None:
+        """The whole of it between the pages of both ends, for what casts while it copies.
+
+        None where some elements do not stand for themselves. Made once, and kept.
+        """
+        if self._grids is None:
+            self._grids = (self._casts(),)
+        return self._grids[0]
 
     def spans(self, nbytes: int) -> Iterator[tuple[int, int]]:
         """Where pieces of at most so many bytes start and stop, each of whole cells."""

@@ -9,23 +9,36 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s, join_ranges
 from kvatlas.planning import Plan
-from kvatlas.routing.binding import CompiledPair, Copy, Runs, compile_pair, joined, ranges
+from kvatlas.routing.binding import (
+    CompiledPair,
+    Copy,
+    RunGrid,
+    Runs,
+    compile_pair,
+    joined,
+    ranges,
+)
 from kvatlas.routing.block_tables import Blocks, RequestTables, checked_rank
 from kvatlas.routing.compatibility import reasons, refuse
 from kvatlas.routing.compiler import Compiler
 from kvatlas.routing.conversion import Conversion, Scales, conversion_between
 from kvatlas.routing.converted_stream import ConvertedBox, ConvertedStream, ConvertingCompiler
 from kvatlas.routing.costs import Costs, Report, report
+from kvatlas.routing.element_casts import CastPairs, cast_grids, compile_casts
 from kvatlas.routing.plan_ends import PlanEnd
 from kvatlas.routing.prepared import Base, PreparedRoute, RankMemory
 from kvatlas.routing.request import RequestEnds
 from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import shared_visibility
+
+_Chosen = tuple[int, int, frozenset[str] | None]
+"""A source and a destination rank, and layers; all of them where they are None."""
 
 _MOST_COMPILED = 4096
 """Pairs of ranks, and choices of layers, that a route keeps compiled; the oldest go first."""
@@ -100,7 +113,8 @@ class Route:
         self._compiler = self._converter or Compiler(*ends, visibilities)
         self._arrivals = Compiler(ends[1], ends[1], visibilities)
         self._compiled: dict[tuple[object, ...], list[CompiledPair]] = {}
-        self._converted: dict[tuple[int, int, frozenset[str] | None], list[ConvertedBox]] = {}
+        self._converted: dict[_Chosen, list[ConvertedBox]] = {}
+        self._casts: dict[_Chosen, CastPairs | None] = {}
 
     def __repr__(self) -> str:
         src, dst = (
@@ -201,7 +215,8 @@ class Route:
         request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
         names = self._checked_layers(layers)
         boxes = self._boxes(self._converter, request.src.rank, request.dst.rank, names)
-        return ConvertedStream(boxes, request)
+        casts = partial(self._cast_grids, self._converter, request, names)
+        return ConvertedStream(boxes, request, casts)
 
     def needs(
         self,
@@ -213,8 +228,11 @@ class Route:
     ) -> dict[int, tuple[Int64s, Int64s]]:
         """Every byte that must arrive at a destination rank: starts and lengths by pool.
 
-        It follows from the destination's plan alone, so that what has arrived can be held
-        against it: a block is ready when all of its bytes are.
+        It follows from the two plans, so that what has arrived can be held against it: a block
+        is ready when all of its bytes are. Of a layer with a window that is no less than the next
+        token sees by the destination's own spec, whatever the source's plan says; it is every
+        token where both ends keep every token. `needed_states` says which states arrive: blocks
+        before those are not written, and no later token sees them.
         """
         arriving = self._arriving(dst_rank, dst_blocks, tokens)
         copies = self._copies(self._arrivals, arriving, layers)
@@ -311,6 +329,18 @@ class Route:
             for old in list(self._converted)[:-_MOST_COMPILED]:
                 self._converted.pop(old, None)
         return boxes
+
+    def _cast_grids(
+        self, converter: ConvertingCompiler, request: RequestEnds, names: frozenset[str] | None
+    ) -> list[RunGrid] | None:
+        key = (request.src.rank, request.dst.rank, names)
+        try:
+            pairs = self._casts[key]
+        except KeyError:
+            pairs = self._casts[key] = compile_casts(converter, *key)
+            for old in list(self._casts)[:-_MOST_COMPILED]:
+                self._casts.pop(old, None)
+        return None if pairs is None else cast_grids(pairs, request)
 
     def _refuse_converting(self) -> None:
         """Refuse to name bytes that both ends have: where formats change there are none."""

@@ -99,6 +99,26 @@ def needs_scales(spec: Spec) -> bool:
     return scaled and content_formats(spec)["rows"] in ("fp8", "fp8_e5m2", "nvfp4")
 
 
+class ElementCast(NamedTuple):
+    """How elements of one type become those of another, each by itself."""
+
+    source: DType
+    target: DType
+    from_scale: float = 1.0
+    """What an element of the source is multiplied with."""
+    to_scale: float = 1.0
+    """What that is divided by, before it is rounded."""
+
+    @property
+    def items(self) -> tuple[int, int]:
+        """Bytes of an element, at the source and at the target."""
+        return self.source.item, self.target.item
+
+    def __str__(self) -> str:
+        scales = f"* {self.from_scale} / {self.to_scale}"
+        return f"{self.source.name} {scales} as {self.target.name}"
+
+
 class CellRow(NamedTuple):
     """One field's elements in a cell: where they start there, and how many storage items."""
 
@@ -159,6 +179,23 @@ class CellFormat:
     def row(self, name: str) -> CellRow:
         """The row of a field."""
         return next(row for row in self.rows if row.name == name)
+
+    def scale(self, name: str) -> float:
+        """The scale of a field's tensor: 1 where its elements stand for themselves."""
+        if not needs_scales(self.spec):
+            return 1.0
+        return self.scales.v if name == "v" else self.scales.k
+
+    def cast_to(self, other: CellFormat, name: str) -> ElementCast:
+        """How elements of a field become those of another format; both are by element.
+
+        >>> from kvatlas.specs import FullAttention
+        >>> specs = [FullAttention(heads=1, head_dim=2, cache=cache) for cache in ("auto", "fp8")]
+        >>> str(CellFormat(specs[0]).cast_to(CellFormat(specs[1], scales=TensorScales(0.5)), "k"))
+        'bf16 * 1.0 / 0.5 as e4m3'
+        """
+        types = self.row(name).dtype, other.row(name).dtype
+        return ElementCast(*types, self.scale(name), other.scale(name))
 
 
 @lru_cache(maxsize=4096)

@@ -96,11 +96,23 @@ def converting_rows(written: Converting | None, asked: Converting | None) -> Con
     return replace(asked, src_scales=written.src_scales)
 
 
+def kept_as_written(convert: Converting) -> Converting:
+    """What becomes of blocks that a cache has stored itself, which converts others so: nothing.
+
+    >>> kept_as_written(Converting("bf16->fp8", dst_scales=0.5)).src_scales
+    0.5
+    """
+    return replace(convert, src_scales=convert.dst_scales)
+
+
 def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
-    if convert is None:
+    alike = fingerprint(src) == fingerprint(dst)
+    # Where nothing is converted, and nobody says what blocks were written with, it is as if
+    # nobody had asked for a conversion.
+    if convert is None or (alike and convert.src_scales is None):
         return route(src, dst)
     about: dict[str, Any] = {}
-    if fingerprint(src) != fingerprint(dst):
+    if not alike:
         scales = {"src_scales": convert.src_scales, "dst_scales": convert.dst_scales}
         about = {"convert": convert.name, **scales}
     made = route(src, dst, **about)  # which says first whether these are of one model

@@ -117,7 +117,7 @@ def read_plan(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
         plan = Plan.from_json(text)
         extent = Extent(plan, len(text))
     except AtlasError as problem:
-        if problem.code is Code.BAD_PLAN:
+        if problem.code in (Code.BAD_PLAN, Code.UNLIKE_VERSIONS):
             raise
         raise AtlasError(Code.BAD_PLAN, got=str(problem.got)[:200], hint=_REMOVE) from None
     if first_page != header(text, said.identity, extent):

@@ -63,6 +63,7 @@ class RowTraffic:
         self.calls = StoreCalls(store.calls_at_once)
         self._pool_of = [group.pool for group in names.cut.plan.groups]
         self._marked_until = 0.0
+        self._marking: Future[None] | None = None
         self._shares: dict[tuple[int, int, Any], RowShare] = {}
 
     # -- what there is ------------------------------------------------------------------
@@ -120,12 +121,19 @@ class RowTraffic:
             self._marked_until = time.monotonic() + _MARKED_FOR
         return "absent"
 
-    def mark(self, deadline: Deadline) -> None:
-        """Have others know that such caches are stored here."""
-        if time.monotonic() >= self._marked_until:
-            marks = self.names.mark_objects()
-            self.calls.result(self.calls.start(lambda: self.store.put(marks)), deadline)
+    def mark(self) -> Future[None] | None:
+        """Begin to have others know that such caches are stored here; None where that has begun."""
+        under_way = self._marking is not None and not self._marking.done()
+        if under_way or time.monotonic() < self._marked_until:
+            return None
+        marks = self.names.mark_objects()
+
+        def call() -> None:
+            self.store.put(marks)
             self._marked_until = time.monotonic() + _MARKED_FOR
+
+        self._marking = self.calls.start(call)
+        return self._marking
 
     def forget_marks(self) -> None:
         """The marks were removed: whoever stores next makes them again."""

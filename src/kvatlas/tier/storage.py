@@ -134,7 +134,8 @@ class TierStorage:
         number = next(iter(memory.values())).number
         with self._idle:
             if number not in self._staging:
-                self._staging[number] = BlockStaging(load_driver().queue(number, 0))
+                driver = load_driver()
+                self._staging[number] = BlockStaging([driver.queue(number, 0) for _ in "ab"])
         sizes, staging = self._block_bytes, self._staging[number]
         return GpuOffload(memory, host, pinned=pinned, block_bytes=sizes, staging=staging)
 

@@ -7,9 +7,9 @@ no process from ending.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from kvatlas.errors import AtlasError, Code
 
 T = TypeVar("T")
-_Call = tuple[Callable[[], Any], "Future[Any]"]
 
 
 class Deadline:
@@ -49,7 +48,10 @@ class StoreCalls:
     """
 
     def __init__(self, threads: int) -> None:
-        self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._waiting: OrderedDict[Future[Any], Callable[[], Any]] = OrderedDict()
+        """Calls that no thread has begun, the oldest first."""
+        self._closing = False
+        self._changed = threading.Condition()
         self._threads = [
             threading.Thread(target=self._work, name=f"kvatlas-store-{n}", daemon=True)
             for n in range(threads)
@@ -60,7 +62,9 @@ class StoreCalls:
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Have something called; every call that is started is made, or cancelled."""
         made: Future[T] = Future()
-        self._waiting.put((call, made))
+        with self._changed:
+            self._waiting[made] = call
+            self._changed.notify()
         return made
 
     def result(self, started: Future[T], deadline: Deadline) -> T:
@@ -71,7 +75,7 @@ class StoreCalls:
         try:
             return started.result(deadline.left)
         except TimeoutError:
-            started.cancel()  # not begun, it need not be
+            self._withdraw(started)
             raise deadline.passed() from None
         except AtlasError:
             raise
@@ -82,15 +86,29 @@ class StoreCalls:
 
     def close(self, deadline: Deadline) -> bool:
         """End the threads when their calls end; whether all have ended in time."""
-        for _ in self._threads:
-            self._waiting.put(None)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join(deadline.left)
         return not any(thread.is_alive() for thread in self._threads)
 
+    def _withdraw(self, started: Future[Any]) -> None:
+        """Forget a call that has not begun: behind a store that hangs they would pile up."""
+        if started.cancel():
+            with self._changed:
+                mine = self._waiting.pop(started, None) is not None
+            if mine:
+                started.set_running_or_notify_cancel()
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            return self._waiting.popitem(last=False) if self._waiting else None
+
     def _work(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            call, made = item
+        while (item := self._next()) is not None:
+            made, call = item
             if made.set_running_or_notify_cancel():
                 try:
                     made.set_result(call())

@@ -6,6 +6,7 @@ belongs, its header says the same, and its checksum that no byte has changed.
 
 from __future__ import annotations
 
+import re
 import tarfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from kvatlas.wire import Bytes
 LARGEST = 1 << 32
 """Bytes of the largest object that is read."""
 _MARK = f"{ROOT}/{{}}/marks/{{}}"
+_MARK_NAME = re.compile(_MARK.format("[0-9a-f]{32}", "([0-9a-f]{32})"))
 
 
 class NamespaceSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +144,9 @@ def import_objects(store: ObjectStore, path: Path) -> Verdict:
                     sound += 1
                 else:
                     refused.append(about.name)
-    except (OSError, tarfile.TarError) as problem:
+    except AtlasError:  # the store's
+        raise
+    except (OSError, tarfile.TarError, ValueError) as problem:  # numbers that are none
         hint = "Use a file that `kvatlas tier export` has written"
         raise AtlasError(Code.UNREADABLE, got=f"{path}: {problem}", hint=hint) from None
     return Verdict(sound, refused)
@@ -177,7 +181,7 @@ def _cut(store: ObjectStore, tenant: str, namespace: str) -> RowObjects | None:
     try:
         said = msgspec.json.decode(found[HEADER:].tobytes(), type=_RowFormat)
         return RowObjects(Plan.from_json(bytes(said.plan)), said.shards, said.stages)
-    except (msgspec.DecodeError, AtlasError):
+    except (msgspec.DecodeError, AtlasError, RecursionError):  # by whoever may write there
         return None
 
 
@@ -199,10 +203,10 @@ def _is_sound(name: str, found: Bytes) -> bool:
 
 def _mark_places(name: str) -> Iterator[ObjectPlace]:
     """What the header of a mark may say: which level it is of is not in its name."""
-    words = name.split("/")
-    if len(words) == 4 and (words[0], words[2]) == (ROOT, "marks") and _is_digest(words[3]):
+    found = _MARK_NAME.fullmatch(name)
+    if found is not None:
         for level in range(len(LEVELS)):
-            yield ObjectPlace(bytes.fromhex(words[3]), row_digest("mark"), level)
+            yield ObjectPlace(bytes.fromhex(found[1]), row_digest("mark"), level)
 
 
 def _is_digest(text: str) -> bool:

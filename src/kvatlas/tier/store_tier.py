@@ -21,7 +21,7 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank, token_range
-from kvatlas.tier.converting import PLANS, Converting
+from kvatlas.tier.converting import PLANS, Converting, kept_as_written
 from kvatlas.tier.hit import check_all_there
 from kvatlas.tier.index import StoreResult
 from kvatlas.tier.ingest import Ingest
@@ -97,7 +97,8 @@ class StoreTier:
         if other is not None:
             check_alike(plan, other)
         cut = (shards, stages)
-        own = StoredRows(store, plan, identity, cut, staging)
+        how = None if other is None else kept_as_written(other.convert)
+        own = StoredRows(store, plan, identity, cut, staging, how)
         self.namespace, self.metrics = own.namespace, own.storage.metrics
         self._own, self._traffic, self._storage = own, own.traffic, own.storage
         self._rows = [own]
@@ -111,7 +112,7 @@ class StoreTier:
             self._rows.append(theirs)
         self._ingest_from = lru_cache(PLANS)(lambda src: Ingest(src, plan))
         self._compiling = threading.Lock()
-        self._puts: set[Future[list[str]]] = set()
+        self._puts: set[Future[Any]] = set()
         self._lock = threading.Lock()
 
     # -- storing ------------------------------------------------------------------------
@@ -152,9 +153,11 @@ class StoreTier:
                     puts, no_room = storing.start(
                         blocks, (start, stop), self._storage, write, deadline
                     )
-                    self._keep(puts)
+                    marking = self._traffic.mark()
+                    self._keep([*puts, *([marking] if marking else [])])
                     refused = {*no_room, *(self._finish(puts, deadline) if wait else ())}
-                    self._traffic.mark(deadline)
+                    if wait and marking is not None:
+                        self._traffic.calls.result(marking, deadline)
                 if wait:
                     absent = self._absent(rows, deadline)
             except AtlasError as problem:
@@ -205,14 +208,14 @@ class StoreTier:
                 names = self.namespace.objects
                 yield from (row for row in rows if not set(refused).isdisjoint(names(row)))
 
-    def _keep(self, puts: Puts) -> None:
+    def _keep(self, puts: Sequence[Future[Any]]) -> None:
         """Know of puts until they have ended."""
         with self._lock:
-            self._puts |= puts.keys()
+            self._puts.update(puts)
         for started in puts:
             started.add_done_callback(self._forget)
 
-    def _forget(self, ended: Future[list[str]]) -> None:
+    def _forget(self, ended: Future[Any]) -> None:
         with self._lock:
             self._puts.discard(ended)
 

@@ -21,7 +21,7 @@ from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.device_queue import AddressRuns, Posted
 
 STAGED_BYTES = 32 << 20
-"""Bytes of the buffer on the GPU."""
+"""Bytes of each of the two buffers on the GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,38 +114,74 @@ def _with_spans(grid: RunGrid, chosen: Any, end: int, at: Int64s) -> RunGrid:
     return replace(grid, src=src, dst=dst, length=grid.length[chosen])
 
 
-class BlockStaging:
-    """The buffer of one GPU, and the stream on which it is used; any thread may."""
+class BlockBuffer:
+    """A buffer of a GPU, and the stream on which it is used."""
 
-    def __init__(self, queue: Any, room: int = STAGED_BYTES) -> None:
+    def __init__(self, queue: Any, room: int) -> None:
         self.queue, self.room = queue, room
         self._buffer: Any = None
+
+    def move(
+        self, piece: BlockPiece, gpu: Mapping[int, Memory], pool: int, block_bytes: int, *,
+        out: bool,
+    ) -> Posted:  # fmt: skip
+        """Move a piece between a GPU's pools and a host's, which begins at an address."""
+        if self._buffer is None:
+            self._buffer = self.queue.buffer(self.room)
+        base = self._buffer.data_ptr()
+        stretches = [
+            (pool + at, base + to, nbytes) for at, to, nbytes in piece.stretches(block_bytes)
+        ]
+        device = next(iter(gpu.values())).device
+        buffer = {piece.pool: Memory(base, self.room, device)}
+        runs = address_runs(piece.grids, *((gpu, buffer) if out else (buffer, gpu)))
+        posted: Posted = self.queue.staged(runs, stretches, out=out)
+        return posted
+
+
+class BlockStaging:
+    """The buffers of one GPU; any thread may use them.
+
+    Pieces take them in turn: a kernel sees to one while the link carries the other.
+    """
+
+    def __init__(self, queues: Sequence[Any], room: int = STAGED_BYTES) -> None:
+        """`room` is that of each; every queue has one."""
+        self._buffers = [BlockBuffer(queue, room) for queue in queues]
+        self._used = 0
         self._lock = threading.Lock()
+
+    @property
+    def queue(self) -> Any:
+        """The first one's stream, for what needs no buffer."""
+        return self._buffers[0].queue
+
+    @property
+    def room(self) -> int:
+        """Bytes of a piece, at most."""
+        return self._buffers[0].room
+
+    def after_caller(self) -> None:
+        """What is moved from now on comes after what the caller's current stream has to do."""
+        for buffer in self._buffers:
+            buffer.queue.after_caller()
 
     def move(
         self, split: SplitBlocks, gpu: Mapping[int, Memory], host: Mapping[int, Memory],
-        block_bytes: Mapping[int, int], *, out: bool,
-    ) -> Posted | None:  # fmt: skip
-        """Move the pieces, one behind the other; None where there are none."""
-        posted = None
+        block_bytes: Mapping[int, int], under_way: list[Posted], *, out: bool,
+    ) -> None:  # fmt: skip
+        """Move one piece after the other; each is `under_way`, also where a later one fails."""
         for piece in split.pieces:
+            pool, size = host[piece.pool].address, block_bytes[piece.pool]
             with self._lock:
-                if self._buffer is None:
-                    self._buffer = self.queue.buffer(self.room)
-                base, pool = self._buffer.data_ptr(), host[piece.pool].address
-                stretches = [
-                    (pool + at, base + to, nbytes)
-                    for at, to, nbytes in piece.stretches(block_bytes[piece.pool])
-                ]
-                device = next(iter(gpu.values())).device
-                buffer = {piece.pool: Memory(base, self.room, device)}
-                runs = address_runs(piece.grids, *((gpu, buffer) if out else (buffer, gpu)))
-                posted = self.queue.staged(runs, stretches, out=out)
-        return posted
+                buffer = self._buffers[self._used % len(self._buffers)]
+                self._used += 1
+                under_way.append(buffer.move(piece, gpu, pool, size, out=out))
 
     def close(self) -> None:
-        """Give the stream back; nothing is moved any more."""
-        self.queue.close()
+        """Give the streams back; nothing is moved any more."""
+        for buffer in self._buffers:
+            buffer.queue.close()
 
 
 def address_runs(

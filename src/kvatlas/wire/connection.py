@@ -6,7 +6,6 @@ what a length claims, only for what arrives.
 
 from __future__ import annotations
 
-import ipaddress
 import select
 import socket
 import ssl
@@ -18,6 +17,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import protocol
 from kvatlas.wire.security import not_the_secret
 from kvatlas.wire.transports.errors import failed
+from kvatlas.wire.transports.listening import is_loopback
 
 FRAME_SECONDS = 10.0
 """Seconds that a frame may take from its first byte to its last."""
@@ -145,6 +145,12 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def open_to_strangers(got: str) -> AtlasError:
+    """A node would listen beyond this host, and keep nobody out."""
+    hint = "Give all nodes a secret, or unprotected=True where the network is your own"
+    return AtlasError(Code.UNPROTECTED, got=f"{got} and no secret", hint=hint)
+
+
 def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.socket:
     """A socket that listens; beyond this host only if strangers are kept out, or on request."""
     host, port = split_endpoint(endpoint)
@@ -152,13 +158,8 @@ def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.so
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        beyond = not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
-        if beyond and not protected and not unprotected:
-            raise AtlasError(
-                Code.UNPROTECTED,
-                got=f"listen={endpoint!r} and no secret",
-                hint="Give all nodes a secret, or unprotected=True where the network is your own",
-            )
+        if not is_loopback(str(address[0])) and not protected and not unprotected:
+            raise open_to_strangers(f"listen={endpoint!r}")
         listening = socket.socket(family, kind, number)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -19,7 +19,7 @@ from kvatlas.wire.block_staging import BlockStaging, address_runs, split_blocks
 from kvatlas.wire.memory_copy import Bytes, copy_runs, split_runs
 from kvatlas.wire.pool_mover import PinnedMemory, stream_runs
 from kvatlas.wire.transports.base import Memory
-from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns
+from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns, Posted
 
 _PIECE = 32 << 20
 """Bytes of a buffer; no run is longer than half of it."""
@@ -76,16 +76,19 @@ class GpuOffload:
 
     def _direct(self, grids: Sequence[RunGrid], *, out: bool) -> None:
         """Whole blocks by way of a buffer; a kernel reaches over the link for the rest."""
-        self._queue.after_caller()
+        self._staging.after_caller()
         host = {index: Memory(pool.ctypes.data, pool.nbytes) for index, pool in self._host.items()}
         split = split_blocks(grids, self._block_bytes, end=int(out), room=self._staging.room)
-        posted = self._staging.move(split, self._gpu, host, self._block_bytes, out=out)
-        if split.rest:
-            ends = (self._gpu, host) if out else (host, self._gpu)
-            runs = address_runs(split.rest, *ends)
-            posted = self._queue.post(runs, **(_OUT if out else _IN))
-        if posted is not None:
-            posted.wait()
+        posted: list[Posted] = []
+        try:
+            self._staging.move(split, self._gpu, host, self._block_bytes, posted, out=out)
+            if split.rest:
+                ends = (self._gpu, host) if out else (host, self._gpu)
+                runs = address_runs(split.rest, *ends)
+                posted.append(self._queue.post(runs, **(_OUT if out else _IN)))
+        finally:
+            for one in posted:
+                one.wait()
 
     def _bounced(self, copies: Sequence[Copy], *, out: bool) -> None:
         """Two buffers in turn: the link carries one while the processor sees to the other."""

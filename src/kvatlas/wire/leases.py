@@ -165,6 +165,8 @@ class Lease:
     expires: float
     buffers: list[int] = field(default_factory=list)
     """Staging buffers of this process that are the lease's own."""
+    gathered: int = 0
+    """Bytes from the first on of a pulled stream that this process has gathered for its reader."""
     fetched: int = 0
     """Bytes of a pushed stream that this process has read and put into the blocks."""
     received: dict[tuple[int, int], int] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.planning import Plan
+from kvatlas.planning import Plan, check_plan_version
 from kvatlas.routing import Scales, fingerprint, parse_conversion, spell_conversion, tensor_scales
 from kvatlas.wire.protocol import ConversionTerms, Hello, bad_handshake, check_versions
 from kvatlas.wire.transports.base import STAGING, Memory
@@ -88,8 +88,11 @@ msgspec.json.Decoder(_PlanOutline)
 def check_plan_size(plan: bytes) -> None:
     """Refuse a plan, as JSON, that would cost more to check than any model's does."""
     try:
+        check_plan_version(plan)
         outline = msgspec.json.decode(plan, type=_PlanOutline)
     except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
+        if isinstance(problem, AtlasError):
+            raise
         raise bad_handshake(f"a plan that cannot be read: {problem}"[:200]) from None
     regions = max(len(outline.regions), len(outline.pools))
     pages = sum(len(region.layers) for region in outline.regions)

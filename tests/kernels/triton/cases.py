@@ -12,9 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvatlas.cache import LayerCache
-from kvatlas.geometry import ENGINE_LAYOUTS, Layout
-from kvatlas.kernels import BlockSpans, RepeatedCopy, copy_address_runs, place_starts, read
+from kvatlas.cache import LayerCache, torch_dtype
+from kvatlas.geometry import ENGINE_LAYOUTS, DType, Layout
+from kvatlas.kernels import (
+    BlockSpans,
+    RepeatedCopy,
+    convert_address_runs,
+    copy_address_runs,
+    place_starts,
+    read,
+)
 from kvatlas.kernels import write as write_by_torch
 from kvatlas.kernels import write_latent as write_latent_by_torch
 from kvatlas.kernels.triton import (
@@ -29,6 +36,7 @@ from kvatlas.kernels.triton import (
 from kvatlas.specs import (
     ChunkedAttention,
     CrossAttention,
+    ElementCast,
     LatentAttention,
     SinkAttention,
     SlidingAttention,
@@ -370,6 +378,45 @@ def check_repeated_runs(item: int, device: str, *, alike: bool, seed: int) -> No
                 right[GUARD + b + y :][:n] = memory.cpu().numpy()[a + x :][:n]
         copies[turn % 2].launch(stream)
         assert np.array_equal(out.cpu().numpy(), right), (item, alike, turn)
+
+
+def check_cast_runs(
+    names: tuple[str, str], item: int, device: str, *, alike: bool, programs: int,
+    scales: tuple[float, float] = (0.5, 0.25),
+) -> None:  # fmt: skip
+    """Runs of `item` elements, or some of them shorter, arrive in another type, and nothing else.
+
+    Numbers are those that codecs make on a CPU: divided, and not multiplied by an inverse.
+    """
+    rng = np.random.default_rng(item)
+    cast = ElementCast(DType.of(names[0]), DType.of(names[1]), *scales)
+    one, two = torch_dtype(cast.source), torch_dtype(cast.target)
+    starts, spans = 5, 7
+    before, after = rng.permutation(starts) * item * 11, np.arange(starts) * item * 13
+    source, target = rng.permutation(spans) * item, rng.permutation(spans) * item
+    length = np.full(spans, item)
+    if not alike:
+        length[::2] = max(1, item // 2)
+    numbers = 4 * torch.randn(60 * item, generator=torch.Generator().manual_seed(item))
+    if device == "cpu":  # the interpreter rounds its own way; all types hold these
+        numbers = numbers.round().clamp(-4, 4)
+    memory = numbers.to(one)
+    guard, width = GUARD // cast.target.item, {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    out = torch.full((2 * guard + 70 * item,), 33, dtype=width[cast.target.item])
+    right = out.clone()
+    exact = memory.float() * scales[0] / scales[1]
+    if cast.target.item == 1:
+        exact = exact.clamp(-torch.finfo(two).max, torch.finfo(two).max)
+    made = exact.to(two).view(right.dtype)
+    for a, b in zip(before, after, strict=True):
+        for x, y, n in zip(source, target, length, strict=True):
+            right[guard + b + y :][:n] = made[a + x :][:n]
+    memory, out = memory.to(device), out.to(device)
+    convert_address_runs(
+        memory.data_ptr(), out[guard:].data_ptr(), place_starts(before, after, device),
+        (source, target, length), cast, programs=programs,
+    )  # fmt: skip
+    assert torch.equal(out.cpu(), right), (names, item, alike, programs, scales)
 
 
 def check_convert(

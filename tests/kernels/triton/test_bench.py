@@ -24,6 +24,7 @@ with patch.dict(os.environ, KVATLAS_BENCH_DEVICE="cpu"):
         goals,
         host_time,
         report,
+        turns,
         units,
         writes,
     )
@@ -227,14 +228,27 @@ def test_whatever_a_call_launches_is_launched_again_by_itself() -> None:
 
 
 def test_a_tree_that_lacks_cells_or_is_wrong_like_the_other_does_not_pass() -> None:
-    old = [("decode", "gone"), ("decode", "LBNHC"), ("write", "fp8")]
-    new = [("decode", "LBNHC"), ("decode", "another")]
-    assert compare.chosen((old, new), [], every=False) == ([old[1]], [old[2]])
+    old = [("decode", "BHLNC"), ("decode", "LBNHC"), ("write", "fp8"), ("write", "int8")]
+    new = [("decode", "LBNHC"), ("decode", "another"), ("write", "int8")]
+    assert compare.chosen((old, new), [], every=False) == ([old[1], old[3]], [old[2]])
     assert compare.chosen((old, new), ["decode"], every=True) == ([old[1]], [old[0]])
     assert compare.chosen((old, new), ["decoed"], every=True) == ([], [])
     both = {("WRONG", "WRONG"): True, ("not timed", "missing"): True, ("no room", "no room"): False}
     for (before, now), fails in both.items():
         assert compare.Compared(old[0], before, now).slower is fails
+
+
+def test_the_hosts_time_of_calls_is_compared_like_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(turns.__file__).parent)
+    side = turns.Side()
+    host = side._host
+    assert {(host.GROUP, name) for name in host.NAMES} < set(side.cells())
+    made: list[str] = []
+    monkeypatch.setattr(host, "step_of", lambda name: partial(made.append, name))
+    monkeypatch.setattr(host, "milliseconds", lambda step: (step(), 2.5)[1])
+    assert side.build(host.GROUP, "write")
+    assert side.time() == 2.5
+    assert made == ["write", "write"]
 
 
 def test_shares_of_units_are_of_the_whole_time_of_a_kernel() -> None:

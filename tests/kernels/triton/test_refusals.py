@@ -81,6 +81,8 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.BAD_TENSOR, lambda: run(out=torch.zeros(2, 1, 16).expand(2, 4, 16))),
     (Code.BAD_TENSOR, lambda: write(LAYER, ROWS[:1], ROWS, IDS)),
     (Code.BAD_TENSOR, lambda: write(LAYER, ROWS, ROWS[:, :1], IDS)),
+    (Code.BAD_TENSOR, lambda: write(LAYER, ROWS.repeat(1, 2, 1), ROWS, IDS)),
+    (Code.BAD_TENSOR, lambda: write(LAYER, ROWS, ROWS.repeat(1, 2, 1), IDS)),
     (Code.BAD_TENSOR, lambda: write(LAYER, ROWS[:1], ROWS[:1], IDS[0])),
     (Code.BAD_TENSOR, lambda: write(LAYER, ROWS, ROWS, IDS[:, None])),
     (Code.BAD_TENSOR, lambda: write_latent(layer_of(LATENT), torch.zeros(1, 24),

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 pytest.importorskip("torch")
 
 from kvatlas.kernels import copy_address_runs, place_starts
-from tests.kernels.triton.cases import check_repeated_runs, check_runs
+from tests.kernels.triton.cases import check_cast_runs, check_repeated_runs, check_runs
 
 SIZES = [512, 48, 20, 7, 4096, 2, 264, 1]
 """Bytes of a run: words of every width, and rows that fill no tile."""
@@ -26,6 +26,14 @@ def test_every_width_and_order_of_tables() -> None:
 def test_runs_that_are_copied_again_and_again() -> None:
     for number, item in enumerate((512, 20, 7)):
         check_repeated_runs(item, "cpu", alike=bool(number % 2), seed=number)
+
+
+def test_elements_that_change_their_type_on_the_way() -> None:
+    pairs = [("bf16", "fp8"), ("fp8", "bf16"), ("fp32", "bf16"), ("fp16", "e5m2")]
+    for number, (names, item) in enumerate(zip(pairs, (64, 128, 7, 20), strict=True)):
+        for scales in ((0.5, 0.25), (3.0, 3.0)):  # a factor, and a divisor
+            about: Any = {"alike": bool(number % 2), "programs": number, "scales": scales}
+            check_cast_runs(names, item, "cpu", **about)
 
 
 def test_nothing_to_copy() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kvatlas.specs import ElementCast
 from kvatlas.wire import Bytes, Memory, Node, as_bytes
 from kvatlas.wire.transports.cuda import CudaTransport
 from kvatlas.wire.transports.cuda_driver import HANDLE_BYTES, UUID_BYTES, CudaDriver, DriverError
@@ -47,6 +48,8 @@ class FakeCuda(CudaDriver):
         self.late = False
         """Whether what is posted stays under way until `finish`."""
         self.pending: list[FakePosted] = []
+        self.lacks: set[str] = set()
+        """Types of elements that its GPU does not have."""
         self._events = 0
         self.made_streams: Counter[int] = Counter()
         self.streams = StreamStock(self._make_stream)
@@ -175,6 +178,9 @@ class FakeQueue(DeviceQueue):
     def after_caller(self) -> None:
         self.driver.log.append(("after_caller", 0))
 
+    def converts(self, cast: ElementCast) -> bool:
+        return cast.target.name not in self.driver.lacks
+
     def buffer(self, nbytes: int) -> FakeBuffer:
         return FakeBuffer(nbytes)
 
@@ -231,10 +237,15 @@ class FakePosted(Posted):
 
     def act(self) -> None:
         for run in self._runs:
+            one, two = (1, 1) if run.cast is None else run.cast.items
             for a, b in zip(*run.starts, strict=True):
                 for x, y, length in zip(*run.spans, strict=True):
-                    source = as_bytes(Memory(run.source + int(a + x), int(length)))
-                    as_bytes(Memory(run.target + int(b + y), int(length)))[:] = source
+                    source = as_bytes(Memory(run.source + int(a + x) * one, int(length) * one))
+                    if run.cast is not None:
+                        from tests.routing.converting import cast_elements  # needs torch
+
+                        source = cast_elements(source.reshape(-1, one), run.cast).reshape(-1)
+                    as_bytes(Memory(run.target + int(b + y) * two, int(length) * two))[:] = source
         self._over = True
 
     def done(self) -> bool:
@@ -246,7 +257,7 @@ class FakePosted(Posted):
 
 @contextmanager
 def node_of(
-    made: Any, machine: FakeMachine, rng: Any, share: float = 1.0, rank: int = 0
+    made: Any, machine: FakeMachine, rng: Any, share: float = 1.0, rank: int = 0, **about: Any
 ) -> Iterator[tuple[Any, Any, FakeCuda]]:
     """A node on a GPU of its own process, its pools as bytes, and its driver."""
     driver = FakeCuda(machine)
@@ -256,5 +267,5 @@ def node_of(
     memory = {index: at for index, (at, _) in given.items()}
     pools = {index: pool for index, (_, pool) in given.items()}
     transport = CudaTransport(driver=driver, share=share)
-    with Node(made, rank=rank, memory=memory, transport=transport, buffers=0) as node:
+    with Node(made, rank=rank, memory=memory, transport=transport, buffers=0, **about) as node:
         yield node, pools, driver

@@ -132,7 +132,7 @@ class Contexts:
             cuInit=lambda _: 0, cuCtxGetCurrent=self.find, cuDeviceGet=self.number,
             cuDevicePrimaryCtxRetain=self.retain, cuCtxPushCurrent_v2=self.push,
             cuCtxPopCurrent_v2=self.pop, cuStreamCreateWithPriority=self.make_stream,
-            cuGetErrorName=lambda *_: 0,
+            cuCtxGetStreamPriorityRange=self.priorities, cuGetErrorName=lambda *_: 0,
             **{name: SimpleNamespace() for name in unused},
         )  # fmt: skip
 
@@ -156,6 +156,10 @@ class Contexts:
         context._obj.value = self.current.pop()
         return 0
 
+    def priorities(self, least: Any, most: Any) -> int:
+        least._obj.value, most._obj.value = 3, -5
+        return 0
+
     def make_stream(self, stream: Any, flags: int, priority: int) -> int:
         self.made.append((self.current[-1], flags, priority))
         stream._obj.value = 50 + len(self.made)
@@ -169,14 +173,14 @@ def driver_over(contexts: Contexts, monkeypatch: pytest.MonkeyPatch) -> LibCuda:
     return LibCuda()
 
 
-def test_the_driver_makes_a_stream_on_its_own_device_that_waits_for_no_other(
+def test_the_driver_makes_a_stream_on_its_own_device_that_waits_for_no_other_and_goes_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     contexts = Contexts()
     driver = driver_over(contexts, monkeypatch)
     lent = [driver.streams.lend(device, contexts).address for device in (1, 0)]
     assert lent == [51, 52]
-    assert contexts.made == [(7001, 1, 0), (7000, 1, 0)]
+    assert contexts.made == [(7001, 1, 3), (7000, 1, 3)]
     assert not contexts.current
 
 

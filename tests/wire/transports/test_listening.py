@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import Copy
-from kvatlas.wire import make_transport
+from kvatlas.routing import Copy, route, scattered
+from kvatlas.wire import Node, Session, make_transport, pools_for
 from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.transports.listening import connected, listeners, narrow
+from tests.profiles import DEEP
 from tests.wire.forking import forked
+from tests.wire.helpers import Buffers, small
 from tests.wire.transports.conftest import skip_without
 from tests.wire.transports.ends import KINDS, OVER_TCP, Kind, soon
 from tests.wire.transports.peer import SIZES, End
@@ -92,6 +94,34 @@ def test_who_is_connected_is_seen() -> None:
             assert connected([port])
 
 
+def own_device() -> str:
+    """A network device of this machine that is not the loopback."""
+    others = sorted(name for _, name in socket.if_nameindex() if name != "lo")
+    if not others:
+        pytest.skip("this machine has no other network device")
+    return others[0]
+
+
+@pytest.mark.parametrize("kind", KINDS[3:], ids=lambda kind: kind.label)
+def test_a_transport_beyond_this_host_takes_a_secret(kind: Kind) -> None:
+    """A node without one is refused whichever of its ends would be open to the network."""
+    skip_without(kind)
+    beyond: dict[str, Any] = {"host": own_address()}
+    if kind.name == "nixl":
+        beyond = {"device": own_device(), "over_tcp": True}
+    made = small("dense")
+    memory = Buffers(made, 0).memory
+    lifts: list[dict[str, Any]] = [{"secret": bytes(range(16))}, {"unprotected": True}]
+    for given in lifts if kind.name == "tcp" else lifts[:1]:
+        transport = make_transport(kind.name, **beyond)
+        with pytest.raises(AtlasError) as refusal:
+            Node(made, memory=memory, transport=transport)
+        assert refusal.value.code is Code.UNPROTECTED
+        assert "secret" in refusal.value.hint
+        assert not transport.registered, "nobody can read anything there"
+        Node(made, memory=memory, transport=transport, **given).close()
+
+
 def test_mooncake_refuses_to_be_everywhere() -> None:
     skip_without(KINDS[4])
     for host in ("0.0.0.0", "no.such.host.invalid"):  # noqa: S104
@@ -131,6 +161,41 @@ def test_pools_that_are_not_shared_are_out_of_reach(kind: Kind) -> None:
     assert refusal.value.code in (Code.BAD_HANDSHAKE, Code.WIRE_FAILED)
     near.drop()
     far.drop()
+
+
+SOME = [kind for kind in KINDS if kind.name in ("shm", "tcp") or (DEEP and kind.name != "file")]
+"""Those whose pools can be kept from peers, and that are quick to make."""
+
+
+@pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.label)
+def test_a_node_that_shares_staging_alone_is_read_to_the_byte(kind: Kind) -> None:
+    """Nobody reaches its pools, and what is offered arrives all the same, and is released."""
+    skip_without(kind)
+    plans = small("dense"), small("dense", layout="BHLNC")
+    tables = [scattered(made, 50) for made in plans]
+    transports = [make_transport(kind.name, shared=shared) for shared in ("staging", "all")]
+    pools = [pools_for(*end) for end in zip(plans, (0, 0), transports, strict=True)]
+    pools[0][0][:] = np.random.default_rng(3).integers(0, 256, pools[0][0].size, dtype=np.uint8)
+    right = pools[1][0].copy()
+    (copy,) = (
+        route(*plans)
+        .bind(src_rank=0, dst_rank=0, src_blocks=tables[0], dst_blocks=tables[1], tokens=50)
+        .copies
+    )
+    for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True):
+        right[b : b + n] = pools[0][0][a : a + n]
+    source, target = (
+        Node(made, memory=memory_of(own), transport=transport, piece=4096)
+        for made, own, transport in zip(plans, pools, transports, strict=True)
+    )
+    why: list[tuple[str, str]] = []
+    with source, target, Session(target, [source.endpoint]) as session:
+        assert not any(map(source.transport.shares, pools[0]))
+        source.offer("r", tables[0], 50, released=lambda *said: why.append(said))
+        moved = session.pull("r", dst_blocks=tables[1], tokens=50).wait(20)
+        assert moved.ready
+        assert np.array_equal(pools[1][0], right)
+        assert why == [("r", "read")]
 
 
 def _reach(near: End, far: End) -> None:

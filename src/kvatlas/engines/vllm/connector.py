@@ -35,7 +35,12 @@ from kvatlas.engines.vllm.fleet_tier import find_fleet_tier, open_fleet_tier
 from kvatlas.engines.vllm.orders import StepOrders
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.published_events import as_vllm_events
-from kvatlas.engines.vllm.registered_caches import check_reachable, from_all_stages, layer_backends
+from kvatlas.engines.vllm.registered_caches import (
+    check_reachable,
+    from_all_stages,
+    layer_backends,
+    seen_by_layers,
+)
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.engines.vllm.supported_versions import check_managers, check_version
@@ -192,6 +197,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config,
             backends=layer_backends(config, named),
             kernel_blocks=self._kernel_blocks(named),
+            seen=seen_by_layers(config, named),
         )
         stages = from_all_stages(stage)
         plan = join_stages(stages)

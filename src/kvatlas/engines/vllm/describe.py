@@ -17,11 +17,13 @@ from kvatlas.engines.vllm.layer_specs import (
     keeps_all_tokens,
     layer_spec,
     refused,
+    seen_by_group,
 )
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement
 from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, foreign
+from kvatlas.specs import Visibility
 
 _STATE_MODES = ("none", "align")
 
@@ -65,16 +67,15 @@ def describe_engine(
     *,
     backends: Mapping[str, str] | None = None,
     kernel_blocks: Mapping[str, int] | None = None,
+    seen: Mapping[str, Visibility] | None = None,
 ) -> Plan:
     """The plan of an engine with one pipeline stage, by vLLM's own configs.
 
-    `backends` names the attention backend of each layer, and `kernel_blocks` the tokens that
-    its kernels take as a block, where vLLM divides blocks for them.
+    `backends` names the attention backend of each layer, `kernel_blocks` the tokens that
+    its kernels take as a block, where vLLM divides blocks for them, and `seen` what it sees.
     """
-    stage = describe_stage(
-        vllm_config, kv_cache_config, backends=backends, kernel_blocks=kernel_blocks
-    )
-    return join_stages([stage])
+    about: dict[str, Any] = {"backends": backends, "kernel_blocks": kernel_blocks, "seen": seen}
+    return join_stages([describe_stage(vllm_config, kv_cache_config, **about)])
 
 
 def describe_stage(
@@ -83,6 +84,7 @@ def describe_stage(
     *,
     backends: Mapping[str, str] | None = None,
     kernel_blocks: Mapping[str, int] | None = None,
+    seen: Mapping[str, Visibility] | None = None,
 ) -> DescribedStage:
     """What the ranks of one pipeline stage keep."""
     _check_topology(vllm_config, kv_cache_config)
@@ -92,10 +94,13 @@ def describe_stage(
         for index, group in enumerate(kv_cache_config.transfer_groups)
         for name in group.layer_names
     }
+    told = _own_windows(kv_cache_config) | dict(seen or {})
     kept = {
-        name: layer_spec(name, spec, model, (backends or {}).get(name))
+        name: layer_spec(name, spec, model, (backends or {}).get(name), told.get(name))
         for name, (_, spec) in specs.items()
     }
+    for name, (_, spec) in specs.items():
+        check_windows(name, spec, kept[name].visibility)
     placed = dict(_placed_layers(kv_cache_config, kernel_blocks or {}))
     layers = []
     for name, (index, spec) in specs.items():
@@ -217,6 +222,26 @@ def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
         mode = getattr(group.kv_cache_spec, "mamba_cache_mode", "none")
         if mode not in _STATE_MODES:
             raise refused(group.layer_names[0], f"mamba_cache_mode {mode}", "Use none or align")
+
+
+def _own_windows(config: Any) -> dict[str, Visibility]:
+    """What layers see whose specs are their own, and not merged from those of their group."""
+    return {
+        name: seen_by_group(spec)
+        for group in config.transfer_groups
+        for name, spec in (getattr(group.kv_cache_spec, "kv_cache_specs", None) or {}).items()
+    }
+
+
+def check_windows(name: str, spec: Any, seen: Visibility) -> None:
+    """Refuse a window that the scheduler's side, which knows groups alone, cannot see."""
+    if (
+        keeps_all_tokens(spec)
+        and (seen.window or seen.chunk)
+        and seen_by_group(spec) == Visibility()
+    ):
+        got = f"a window of {seen.window or seen.chunk} tokens, of which its group says nothing,"
+        raise refused(name, got, "Turn the hybrid cache manager on")
 
 
 def _own_spec(spec: Any, layer: str) -> Any:

@@ -130,7 +130,7 @@ def _failures(ends: Ends) -> Finding | None:
 
 
 def _managers(ends: Ends) -> Finding | None:
-    """Windows of one engine, where the other keeps and caches all tokens."""
+    """Windows of one engine, where the other keeps all tokens."""
     plans = [end.plan for end in ends]
     if any(plan is None or end.arguments is None for plan, end in zip(plans, ends, strict=True)):
         return None
@@ -140,8 +140,8 @@ def _managers(ends: Ends) -> Finding | None:
     said = ["off" if one else "on" for one in off]
     decode = ends[1].arguments
     if off[1] and decode and decode.enable_prefix_caching is not False:
-        why = "decode caches all tokens where prefill keeps windows: every prompt is computed again"
-        return beside("hybrid manager", said, "no", why)
+        why = "windows alone are read: tokens before them are not cached at the decode engine"
+        return beside("hybrid manager", said, "look", why)
     return beside("hybrid manager", said, why="windows alone are read")
 
 

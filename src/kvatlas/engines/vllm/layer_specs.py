@@ -27,6 +27,7 @@ from kvatlas.specs import (
     Recurrent,
     SinkAttention,
     SlidingAttention,
+    Visibility,
 )
 
 _PACKINGS: dict[str, Packing] = {"CPU_ATTN": "transposed", "ROCM_ATTN": "tiled_planes"}
@@ -83,8 +84,18 @@ def dtype_name(dtype: Any) -> str:
     return DType.of(str(dtype).removeprefix("torch.")).name
 
 
-def layer_spec(name: str, spec: Any, model: ServedModel, backend: str | None) -> AnySpec:
-    """What a layer keeps, from vLLM's spec of it and the backend that reads it."""
+def layer_spec(
+    name: str,
+    spec: Any,
+    model: ServedModel,
+    backend: str | None,
+    seen: Visibility | None = None,
+) -> AnySpec:
+    """What a layer keeps, from vLLM's spec of it, the backend that reads it, and what it sees.
+
+    Where all tokens are kept, vLLM's spec is that of a whole group, and says its windows of
+    all layers: what one of them really sees comes from its module, or from the model's config.
+    """
     kinds = {kind.__name__ for kind in type(spec).__mro__}
     if unknown := kinds & set(_UNKNOWN):
         raise refused(name, f"a {unknown.pop()}", "Serve the model without this connector")
@@ -94,7 +105,20 @@ def layer_spec(name: str, spec: Any, model: ServedModel, backend: str | None) ->
         return _latent(name, spec, model)
     if "AttentionSpec" not in kinds:
         raise refused(name, f"a {type(spec).__name__}", "Upgrade kvatlas, or leave it out")
-    return _dense(name, spec, kinds, model, backend)
+    told = seen_by_group(spec)
+    if told != Visibility() and keeps_all_tokens(spec):
+        told = seen or _seen_by_layer(name, model)
+    return _dense(name, spec, kinds, model, backend, told)
+
+
+def seen_by_group(spec: Any) -> Visibility:
+    """The windows or chunks of a group, as vLLM's spec says them.
+
+    >>> seen_by_group(type("SlidingWindowSpec", (), {"sliding_window": 64})()).window
+    64
+    """
+    window = getattr(spec, "sliding_window", None)
+    return Visibility(window=window, chunk=getattr(spec, "attention_chunk_size", None))
 
 
 def keeps_all_tokens(spec: Any) -> bool:
@@ -119,8 +143,21 @@ def _read_layers(config: Any, dtype: str, cache: str) -> dict[str, Layer]:
     return {layer.name: layer for layer in model.layers}
 
 
+def _seen_by_layer(name: str, model: ServedModel) -> Visibility:
+    """What a layer sees, by the model's config."""
+    if name not in model.layers:
+        got = f"windows of a group, of which {model.architecture}'s config does not say whose"
+        raise refused(name, got, "Turn the hybrid cache manager on")
+    return model.layers[name].spec.visibility
+
+
 def _dense(
-    name: str, spec: Any, kinds: set[str], model: ServedModel, backend: str | None
+    name: str,
+    spec: Any,
+    kinds: set[str],
+    model: ServedModel,
+    backend: str | None,
+    seen: Visibility,
 ) -> AnySpec:
     """Attention with K and V: full, or of which a window or a chunk is seen."""
     cache = _cache(name, spec, model)
@@ -133,14 +170,12 @@ def _dense(
         "cache": cache,
         "packing": packing,
     }
-    window = getattr(spec, "sliding_window", None)
-    chunk = getattr(spec, "attention_chunk_size", None)
     if "SinkFullAttentionSpec" in kinds:
-        return SinkAttention(**about, sink_tokens=spec.sink_len or 0, window=window)
-    if window is not None:
-        return SlidingAttention(**about, window=window)
-    if chunk is not None:
-        return ChunkedAttention(**about, chunk=chunk)
+        return SinkAttention(**about, sink_tokens=spec.sink_len or 0, window=seen.window)
+    if seen.window is not None:
+        return SlidingAttention(**about, window=seen.window)
+    if seen.chunk is not None:
+        return ChunkedAttention(**about, chunk=seen.chunk)
     return FullAttention(**about)
 
 

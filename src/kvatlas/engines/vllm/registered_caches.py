@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 import torch
 from vllm.distributed.parallel_state import get_pp_group
 
+from kvatlas.engines.vllm.layer_specs import seen_by_group
 from kvatlas.errors import AtlasError, Code
+from kvatlas.specs import Visibility
 
 T = TypeVar("T")
 
@@ -32,6 +34,16 @@ def layer_backends(vllm_config: Any, layers: Any) -> dict[str, str]:
         if backend is not None:
             found[name] = backend.get_name()
     return found
+
+
+def seen_by_layers(vllm_config: Any, layers: Any) -> dict[str, Visibility]:
+    """What each layer sees, as its module says."""
+    modules = vllm_config.compilation_config.static_forward_context
+    return {
+        name: seen_by_group(modules[name])
+        for name in layers
+        if hasattr(modules.get(name), "sliding_window")
+    }
 
 
 def from_all_stages(own: T) -> list[T]:

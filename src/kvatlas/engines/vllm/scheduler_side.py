@@ -11,6 +11,7 @@ import logging
 import secrets
 from typing import Any
 
+from kvatlas.engines.vllm.layer_specs import seen_by_group
 from kvatlas.engines.vllm.orders import (
     VERSION,
     LoadOrder,
@@ -73,6 +74,8 @@ class SchedulerSide:
         """Requests that may be read from another engine, until they are or are not."""
         self._pulling: set[str] = set()
         """Requests that are being read, from another engine or from the tier."""
+        self._windows_alone: set[str] = set()
+        """Requests of which windows were read, where this engine keeps all tokens."""
         self._orders = StepOrders()
 
     # -- at the start ---------------------------------------------------------------------
@@ -145,6 +148,8 @@ class SchedulerSide:
             return
         stop = self._stop(request, remote)
         start, stop = stop - external, self._read_until(request, stop)
+        if remote.windows:
+            self._note_windows_alone(request.request_id)
         tables = self._reading(request.request_id, blocks, start, stop)
         order = PullOrder(request.request_id, remote, tables, start, stop)
         self._orders.pulls.append(order)
@@ -167,6 +172,7 @@ class SchedulerSide:
             params = self._offer(request, block_ids)
         if self._tier:
             self._tier.forget(name)
+        self._windows_alone.discard(name)
         return stored or params is not None, params
 
     def _offer(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
@@ -180,6 +186,8 @@ class SchedulerSide:
         tables = self._tables(block_ids, tokens)
         self._orders.offers.append(OfferOrder(name, offered, tables, tokens))
         windows = {group.window for group in self._groups if group.window}
+        if name in self._windows_alone:
+            windows |= {seen for group in self._groups for seen in group.windows_kept_whole}
         told = RemoteRequest(
             version=VERSION,
             request=offered,
@@ -205,6 +213,7 @@ class SchedulerSide:
         found = self._tier.take(request_id, wanted=external > 0) if self._tier else None
         if found is not None:
             start = found.tokens - external
+            self._note_windows_alone(request_id)  # a tier has no more of them
             tables = self._reading(request_id, blocks, start, found.tokens)
             order = LoadOrder(request_id, found.pin, found.keys, tables, start, found.tokens)
             self._orders.loads.append(order)
@@ -281,7 +290,7 @@ class SchedulerSide:
         return stop - int(last and all(stop % group.block for group in self._groups))
 
     def _check(self, remote: RemoteRequest, request: Any) -> None:
-        """Refuse another prompt's tokens, and windows where all tokens are cached here."""
+        """Refuse another prompt's tokens."""
         own = prompt_digest(request.prompt_token_ids, remote.tokens)
         if own != remote.prompt:
             raise AtlasError(
@@ -290,15 +299,11 @@ class SchedulerSide:
                 got=f"request {remote.request!r} for one of {request.num_prompt_tokens} tokens",
                 hint="Pass on the parameters that came with the same prompt",
             )
-        whole = {group.window_kept_whole for group in self._groups} - {None}
-        if self._caches_prefixes and whole & set(remote.windows):
-            # Read all the same, they would be found later by requests that see more of them.
-            raise AtlasError(
-                Code.ENGINE_REFUSES,
-                "The other engine keeps windows alone, and this one caches all tokens",
-                got=f"windows of {sorted(remote.windows)}",
-                hint="Turn the hybrid cache manager on, or off, at both ends",
-            )
+
+    def _note_windows_alone(self, request_id: str) -> None:
+        """Note that of layers which see a window no more than that is read."""
+        if any(group.windows_kept_whole for group in self._groups):
+            self._windows_alone.add(request_id)
 
     def _tables(self, block_ids: Any, tokens: int) -> Tables:
         """Block ids of the groups that move; entries without a block are negative."""
@@ -311,8 +316,9 @@ class SchedulerSide:
         """
         if not self._caches_prefixes or self._managers is None:
             return
+        windows_alone = request_id in self._windows_alone
         for group in self._groups:
-            first = group.incomplete_blocks(start, stop)
+            first = group.incomplete_blocks(start, stop, windows_alone=windows_alone)
             if first:
                 cached = self._managers[group.index].num_cached_block
                 cached[request_id] = max(cached.get(request_id, 0), first)
@@ -322,18 +328,19 @@ class TransferGroup:
     """One group of vLLM's whose blocks move."""
 
     def __init__(self, spec: Any, index: int) -> None:
-        several = getattr(spec, "kv_cache_specs", None)
-        spec = next(iter(several.values())) if several else spec
-        kinds = {kind.__name__ for kind in type(spec).__mro__}
-        self.index, self.block = index, spec.block_size
+        specs = list((getattr(spec, "kv_cache_specs", None) or {"": spec}).values())
+        kinds = {kind.__name__ for kind in type(specs[0]).__mro__}
+        self.index, self.block = index, specs[0].block_size
         self.recurrent = "MambaSpec" in kinds
-        self.by_position = getattr(spec, "mamba_cache_mode", "none") != "none"
-        window = getattr(spec, "sliding_window", None)
-        chunk = getattr(spec, "attention_chunk_size", None)
+        self.by_position = getattr(specs[0], "mamba_cache_mode", "none") != "none"
+        seen = {seen_by_group(one) for one in specs}
         whole = "FullAttentionSpec" in kinds
-        self.visibility = Visibility() if whole else Visibility(window=window, chunk=chunk)
-        self.window = None if whole else window or chunk
-        self.window_kept_whole = (window or chunk) if whole else None
+        self.visibility = Visibility() if whole else seen_by_group(specs[0])
+        self.window = self.visibility.window or self.visibility.chunk
+        self.windows_kept_whole = {
+            one.window or one.chunk: one for one in seen if whole and one != Visibility()
+        }
+        """What layers see that keep all tokens, by how many that are."""
         self.partial = self.recurrent or self.window is not None
 
     def table(self, ids: Any, tokens: int) -> tuple[int, ...]:
@@ -343,14 +350,15 @@ class TransferGroup:
             entries = 1
         return tuple(-1 if block == _NULL_BLOCK else block for block in ids[:entries])
 
-    def incomplete_blocks(self, start: int, stop: int) -> int:
+    def incomplete_blocks(self, start: int, stop: int, *, windows_alone: bool = False) -> int:
         """Blocks of a request that must not be cached, once tokens start .. stop - 1 have come.
+
+        With `windows_alone` only what they see has come of layers that keep all tokens.
 
         >>> sliding = type("SlidingWindowSpec", (), {"block_size": 64, "sliding_window": 64})
         >>> TransferGroup(sliding(), 0).incomplete_blocks(0, 150)
         2
         """
-        first = int(self.visibility.first(stop))
-        if first <= start or not first % self.block:
-            return 0
-        return int(first // self.block) + 1
+        seen = [self.visibility, *(self.windows_kept_whole.values() if windows_alone else ())]
+        first = max(int(one.first(stop)) for one in seen)
+        return ceil_div(first, self.block) if first > start else 0

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
@@ -23,15 +22,8 @@ from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import VECTOR, common, gap
 from kvatlas.kernels.triton.convert_device import convert_rows
 from kvatlas.kernels.triton.launch_copy import CopyTiling, EndAddresses, tile_of
-from kvatlas.specs import CellFormat, TensorScales, needs_scales
+from kvatlas.specs import CellFormat, TensorScales
 
-_ELEMENTS = {
-    "fp32": tl.float32,
-    "bf16": tl.bfloat16,
-    "fp16": tl.float16,
-    "e4m3": tl.float8e4nv,
-    "e5m2": tl.float8e5,
-}
 _ONE = TensorScales()
 
 
@@ -170,7 +162,7 @@ def fold_conversion(
     >>> fold_conversion(here, there, bf16, fp8).shape.elements
     32768
     """
-    ends = [_in_elements(end) for end in (source, target)]
+    ends = [end.in_items() for end in (source, target)]
     a, b = fold_together(*(end.select("B", 0) for end in ends))
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     if len(axes) > 3:
@@ -180,22 +172,11 @@ def fold_conversion(
     axes = [(1, 0, 0)] * (3 - len(axes)) + axes
     steps = [(ends[0].stride("B"), ends[1].stride("B")), *((s, t) for _, s, t in axes)]
     unit = common((alignment, a.item, *(number for pair in steps for number in pair)), VECTOR)
-    types = _ELEMENTS[one.name], _ELEMENTS[two.name]
+    types = formats.ELEMENTS[one.name], formats.ELEMENTS[two.name]
     shape = ConvertShape((axes[0][0], axes[1][0], axes[2][0]), *types, unit, a.item)
     return FoldedConversion(
         shape, tuple(pair[0] // unit for pair in steps), tuple(pair[1] // unit for pair in steps)
     )
-
-
-def _in_elements(placement: Placement) -> Placement:
-    """The same map, counted in elements."""
-    item = placement.item
-    if any(number % item for number in (placement.offset, *placement.strides)):
-        problem = "Elements do not start at multiples of their size"
-        hint = "Plan pages and blocks whose sizes are multiples of the element"
-        raise AtlasError(Code.MISALIGNED, problem, got=placement, hint=hint)
-    strides = tuple(stride // item for stride in placement.strides)
-    return Placement(placement.axes, placement.sizes, strides, placement.offset // item, 1)
 
 
 def _parts(
@@ -251,6 +232,4 @@ def _both_sides(source: LayerCache, target: LayerCache, parts: list[_Part]) -> l
 
 
 def _scale(layer: LayerCache, scales: TensorScales, field: str) -> float:
-    if not needs_scales(layer.spec):
-        return 1.0
-    return scales.v if field == "v" else scales.k
+    return CellFormat(layer.spec, scales=scales).scale(field)

@@ -7,6 +7,7 @@ runs takes some kilobytes to describe.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -15,10 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
+from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton import tune
 from kvatlas.kernels.triton.addresses import VECTOR
-from kvatlas.kernels.triton.launch_copy import CopyTiling, tile_of
-from kvatlas.kernels.triton.runs_device import copy_run_grid, place_spans
+from kvatlas.kernels.triton.launch_copy import tile_of
+from kvatlas.kernels.triton.runs_device import convert_run_grid, copy_run_grid, place_spans
+from kvatlas.specs import ElementCast
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
@@ -36,6 +39,19 @@ class RunTables(NamedTuple):
     longest: int
     starts_first: bool
     """Whether starts that follow each other are nearer than spans that do."""
+
+
+class RunTiling(NamedTuple):
+    """How runs are cut into tiles: a constant."""
+
+    rows: int
+    columns: int
+    evict: str
+    stages: int
+    starts_first: bool
+    """Whether rows that follow each other have starts that do, rather than spans."""
+    whole: bool
+    """Whether all runs are of one length, which fills their tiles."""
 
 
 def copy_runs(
@@ -63,12 +79,11 @@ def copy_runs(
     columns, rows = tile_of(words, word, use["tile"])
     count = tables.starts.shape[1] * tables.spans.shape[1]
     tiles = triton.cdiv(count, rows) * triton.cdiv(words, columns)
+    whole = tables.shortest == tables.longest and words % columns == 0
     constants = {
         "WORD": _WORDS[word],
         "UNIT": align // word,
-        "TILING": CopyTiling(rows, columns, evict=use["evict"], stages=use["stages"]),
-        "STARTS_FIRST": tables.starts_first,
-        "WHOLE": tables.shortest == tables.longest and words % columns == 0,
+        "TILING": RunTiling(rows, columns, use["evict"], use["stages"], tables.starts_first, whole),
     }
     arguments = (
         source, target, tables.starts, tables.spans, tables.starts.shape[1],
@@ -76,6 +91,59 @@ def copy_runs(
     )  # fmt: skip
     launch = Launch(copy_run_grid, min(tiles, programs or tiles), arguments, constants)
     return _launch(launch, use["warps"], device, stream)
+
+
+class CastTypes(NamedTuple):
+    """What a converting copy is compiled for."""
+
+    source: Any
+    target: Any
+    """The types of elements."""
+    unit: int
+    """Elements that offsets, lengths and addresses are a multiple of."""
+    divides: bool
+    """Whether the scale of the target is a divisor."""
+    ptx: bool
+    """Whether the device takes PTX: not where Triton interprets."""
+
+
+def convert_runs(
+    source: int, target: int, tables: RunTables, cast: ElementCast, programs: int = 0, *,
+    stream: Any = None, **choice: Any,
+) -> RunKernel | None:  # fmt: skip
+    """The same as `copy_runs` of elements that change their type: all is counted in elements."""
+    device = tables.starts.device
+    use = {**tune.choose("convert_runs", device, programs=programs), **choice}
+    unit, words = min(tables.alignment, VECTOR), tables.longest
+    columns, rows = tile_of(words, max(cast.items), use["tile"])
+    count = tables.starts.shape[1] * tables.spans.shape[1]
+    tiles = triton.cdiv(count, rows) * triton.cdiv(words, columns)
+    # The inverse of a power of two is as good as the division; it is exact in between too.
+    exact = math.frexp(cast.to_scale)[0] == 0.5 and 2**-64 <= cast.to_scale <= 2**64
+    whole = tables.shortest == words and words % columns == 0
+    types = formats.ELEMENTS[cast.source.name], formats.ELEMENTS[cast.target.name]
+    constants = {
+        "CAST": CastTypes(*types, unit, not exact, formats.device_takes_ptx(device)),
+        "TILING": RunTiling(rows, columns, use["evict"], use["stages"], tables.starts_first, whole),
+    }
+    arguments = (
+        source, target, tables.starts, tables.spans, tables.starts.shape[1],
+        tables.spans.shape[1], count, words, float(cast.from_scale), float(cast.to_scale),
+    )  # fmt: skip
+    launch = Launch(convert_run_grid, min(tiles, programs or tiles), arguments, constants)
+    return _launch(launch, use["warps"], device, stream)
+
+
+def converts(cast: ElementCast, device: torch.device) -> bool:
+    """Whether a device has the types of both ends."""
+    names = {cast.source.name, cast.target.name}
+    if not names <= set(formats.ELEMENTS):
+        return False
+    return (
+        "e4m3" not in names
+        or not formats.device_takes_ptx(device)
+        or tune.capability(device) >= formats.E4M3_SINCE
+    )
 
 
 _PLACED_AT_ONCE = 512
@@ -142,7 +210,7 @@ def _launch(what: Launch, warps: int, device: torch.device, stream: Any) -> RunK
         if device.type != "cuda" or kernel is None:
             return None
         _compiled[key] = kernel
-    plain = (one if isinstance(one, int) else one.data_ptr() for one in what.arguments)
+    plain = (one if isinstance(one, int | float) else one.data_ptr() for one in what.arguments)
     made = RunKernel(kernel[what.programs, 1, 1], (*plain, *what.constants.values()))
     if known:
         made.launch(stream.cuda_stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.kernels.hadamard import signs
-from kvatlas.kernels.triton import checks, tune
+from kvatlas.kernels.triton import checks, relaunch, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import BatchRows, batch_rows
 from kvatlas.kernels.triton.storage_formats import SideRows, StorageFormat, StoredSide
@@ -40,7 +41,7 @@ def write(
     may be slices of a fused projection: only their last axis must be contiguous.
     """
     spec = layer.spec_as(Attention)
-    scales = (k_scale, v_scale) if spec.cache in _PER_TENSOR else (1.0, 1.0)
+    scales = (float(k_scale), float(v_scale)) if spec.cache in _PER_TENSOR else (1.0, 1.0)
     _write(layer, (k, v), slots, scales, choice)
 
 
@@ -58,7 +59,7 @@ def write_latent(
     checks.rows_of(latent, "latent", (None, None))
     checks.rows_of(rope, "rope", (None, None))
     rows = latent.unsqueeze(1), rope.unsqueeze(1)
-    _write(layer, rows, slots, (kv_scale, kv_scale), choice)
+    _write(layer, rows, slots, (float(kv_scale), float(kv_scale)), choice)
 
 
 class WrittenSide(NamedTuple):
@@ -79,8 +80,26 @@ class WriteLaunch(NamedTuple):
     tables: tuple[torch.Tensor | None, torch.Tensor | None]
     """The signs of rotations, where rows are rotated under such."""
     rows_at_once: int
+    constants: dict[str, Any]
+    """What the kernel is compiled for, in its order."""
     options: dict[str, Any]
-    """Constants that the kernel is compiled for."""
+    """What Triton compiles with."""
+    compiled: dict[Hashable, relaunch.Compiled]
+    """What was compiled for rows and slots of a kind, which were looked at then."""
+
+
+class WriteKind(NamedTuple):
+    """All that the kernel is compiled for besides a layer's launch, and all that checks ask."""
+
+    tensors: tuple[relaunch.TensorKind, ...]
+    one_row: bool
+    aligned_count: bool
+
+
+def write_kind(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> WriteKind:
+    """The kind of rows and slots; their sizes are looked at in each call."""
+    kinds = relaunch.kind_of(k), relaunch.kind_of(v), relaunch.kind_of(slots)
+    return WriteKind(kinds, *relaunch.number_kind(slots.numel()))
 
 
 def _write(
@@ -95,26 +114,40 @@ def _write(
     launch: WriteLaunch | None = layer.kept.get(key)
     if launch is None:
         launch = layer.kept[key] = _worked_out(layer, rows, choice)
-    checks.integers(slots, "slots", axes=1)
-    count = slots.shape[0]
+    count = slots.numel()
+    kind = write_kind(k, v, slots)
+    known = launch.compiled.get(kind)
+    if known is None:
+        checks.integers(slots, "slots", axes=1)
+        checks.same_device(layer.buffer.device, k=k, v=v, slots=slots)
     # What else there is to say of rows, their launch depends on.
     if k.shape[0] != count or not checks.last_is_tight(k):
         checks.rows_of(k, "k", (count, None, None))
     if v.shape[0] != count or not checks.last_is_tight(v):
         checks.rows_of(v, "v", (count, None, None))
-    device = checks.same_device(layer.buffer.device, k=k, v=v, slots=slots)
     if checks.debugging():
         places = layer.kernel_blocks.size("B") * layer.kernel_blocks.size("N")
         checks.in_range(slots.clamp(min=0), places, "Slots")
     if not count:
         return
+    compiled: relaunch.Compiled = {} if known is None else known
     (k_side, v_side), (k_table, v_table) = launch.sides, launch.tables
-    with tune.on(device):
-        write_rows[(-(-count * k.shape[1] // launch.rows_at_once),)](
-            WrittenSide(batch_rows(k), k_side.at, scales[0], slots if k_table is None else k_table),
-            WrittenSide(batch_rows(v), v_side.at, scales[1], slots if v_table is None else v_table),
-            slots, count, layer.buffer, **launch.options,
+    with tune.on(k.device):
+        relaunch.launch(
+            write_rows, (-(-count * k.shape[1] // launch.rows_at_once), 1, 1),
+            (
+                WrittenSide(
+                    batch_rows(k), k_side.at, scales[0], slots if k_table is None else k_table
+                ),
+                WrittenSide(
+                    batch_rows(v), v_side.at, scales[1], slots if v_table is None else v_table
+                ),
+                slots, count, layer.buffer,
+            ),
+            launch.constants, launch.options, compiled,
         )  # fmt: skip
+    if known is None and k.is_cuda:
+        relaunch.keep(launch.compiled, kind, kind.tensors, compiled)
 
 
 def _worked_out(
@@ -129,20 +162,24 @@ def _worked_out(
     device = layer.buffer.device
     use = {**tune.choose("write", device, kind=k.kind), **choice}
     count = max(1, use["tile"] // max(k.width, v.width))
-    options = {
+    early = tune.dependent_launch(device)
+    constants = {
         "K_FORMAT": k,
         "V_FORMAT": v,
         "HEADS": rows[0].shape[1],
         "STATES": layer.kernel_blocks.size("N"),
         "COUNT": count,
         "PER_TENSOR": per_tensor,
+        "EARLY": early["EARLY"],
+    }
+    options = {
         "num_warps": use["warps"],
         # A fused product and sum rounds once, and codes would differ from torch's.
         "enable_fp_fusion": k.kind not in ("scaled", "int4"),
-        **tune.dependent_launch(device),
+        **early,
     }
     tables = _turned_signs(k, rows[0].dtype, device), _turned_signs(v, rows[1].dtype, device)
-    return WriteLaunch(sides, tables, count, options)
+    return WriteLaunch(sides, tables, count, constants, options, {})
 
 
 def _attention_sides(

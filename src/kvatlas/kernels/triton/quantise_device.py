@@ -241,7 +241,8 @@ def corrected(near, values, divisor, inverse):
     What the product with the inverse is off by is found exactly and divided again, which rounds
     as it should (Markstein), for sizes that neither overflow nor vanish.
     """
-    return tl.fma(tl.fma(-near, divisor, values), inverse, near)
+    # Of the divisor few are turned; a minus is an instruction of its own.
+    return tl.fma(tl.fma(near, -divisor, values), inverse, near)
 
 
 @triton.jit
@@ -269,16 +270,23 @@ def quotient_or_nan(values, divisor, PTX: tl.constexpr):
 
 
 @triton.jit
+def least(COUNT: tl.constexpr):
+    """So many times the least float32 above 0: its bits are this number."""
+    return tl.full([], COUNT, tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def e2m1_sizes(values, divisor, PTX: tl.constexpr):
     """The nearest e2m1 codes of sizes over a divisor, ties to the even one; above 7 stands for 7.
 
     Numbers up to 2 are twice as dense as up to 4, and these as above: a code is the least of
-    three lines, each rounded when a large number is added. NaN is what has overflown.
+    three lines. Each is so small a number that it is rounded to a whole multiple of the least
+    one, and its bits are that whole number. NaN is what has overflown.
     """
-    size = tl.abs(quotient_or_nan(values, divisor, PTX))
-    code = tl.minimum(tl.fma(size, 2.0, WHOLE), tl.fma(size, 1.0, WHOLE + 2.0))
-    code = tl.minimum(code, tl.fma(size, 0.5, WHOLE + 4.0))
-    return code.to(tl.int32, bitcast=True) - WHOLE_BITS
+    half = tl.abs(quotient_or_nan(values, 2.0 * divisor, PTX))
+    code = tl.minimum(half * least(4), tl.fma(half, least(2), least(2)))
+    code = tl.minimum(code, tl.fma(half, least(1), least(4)))
+    return code.to(tl.int32, bitcast=True)
 
 
 @triton.jit

@@ -5,18 +5,50 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvatlas.kernels.triton.quantise_device import as_element, inverse_of
+
+
+@triton.jit
+def tile_runs(
+    tile, starts, spans, first_count, second_count, rows, words, WIDTH: tl.constexpr,
+    TILING: tl.constexpr,
+):  # fmt: skip
+    """Where the runs of a tile begin at either end, its columns, and what of it there is.
+
+    Offsets are as the tables have them; a run's length there is `WIDTH` for each of its words.
+    """
+    ROWS: tl.constexpr = TILING.rows
+    COLUMNS: tl.constexpr = TILING.columns
+    chunks = tl.cdiv(words, COLUMNS)
+    row = (tile // chunks) * ROWS + tl.arange(0, ROWS)
+    column = (tile % chunks) * COLUMNS + tl.arange(0, COLUMNS)
+    there = row < rows
+    if TILING.starts_first:
+        start = row % first_count
+        span = row // first_count
+    else:
+        span = row % second_count
+        start = row // second_count
+    at = tl.load(starts + start, mask=there, other=0)
+    at += tl.load(spans + span, mask=there, other=0)
+    to = tl.load(starts + first_count + start, mask=there, other=0)
+    to += tl.load(spans + second_count + span, mask=there, other=0)
+    mask = there[:, None]
+    if not TILING.whole:
+        length = tl.load(spans + 2 * second_count + span, mask=there, other=0) // WIDTH
+        mask = mask & (column[None, :] < length[:, None])
+    return at, to, column, mask
+
 
 # One kernel for numbers of every size: what is a multiple of what is told, not guessed.
 @triton.jit(do_not_specialize=["source", "target", "first_count", "second_count", "rows", "words"])
 def copy_run_grid(
     source, target, starts, spans, first_count, second_count, rows, words,
-    WORD: tl.constexpr, UNIT: tl.constexpr, TILING: tl.constexpr, STARTS_FIRST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WORD: tl.constexpr, UNIT: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
     """Runs of words, one for every sum of a start and a span.
 
     `starts` has a row of offsets for either end, `spans` one more for lengths, in bytes.
-    `WHOLE` says that all runs have `words` words, which fill their tiles.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
@@ -25,31 +57,68 @@ def copy_run_grid(
     # An address of the host may be small, and is then handed over in 32 bits.
     begin = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
     end = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
-    chunks = tl.cdiv(words, COLUMNS)
-    tiles = tl.cdiv(rows, ROWS) * chunks
+    tiles = tl.cdiv(rows, ROWS) * tl.cdiv(words, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
-        row = (tile // chunks) * ROWS + tl.arange(0, ROWS)
-        column = (tile % chunks) * COLUMNS + tl.arange(0, COLUMNS)
-        there = row < rows
-        if STARTS_FIRST:
-            start = row % first_count
-            span = row // first_count
-        else:
-            span = row % second_count
-            start = row // second_count
-        at = tl.load(starts + start, mask=there, other=0)
-        at += tl.load(spans + span, mask=there, other=0)
-        to = tl.load(starts + first_count + start, mask=there, other=0)
-        to += tl.load(spans + second_count + span, mask=there, other=0)
-        mask = there[:, None]
-        if not WHOLE:
-            length = tl.load(spans + 2 * second_count + span, mask=there, other=0) // WIDTH
-            mask = mask & (column[None, :] < length[:, None])
+        at, to, column, mask = tile_runs(
+            tile, starts, spans, first_count, second_count, rows, words, WIDTH, TILING
+        )
         # In units first: a product says what it is a multiple of, a loaded number does not.
         pointers = begin + ((at // ALIGN) * UNIT)[:, None] + column[None, :]
         moved = tl.load(pointers, mask=mask, eviction_policy=TILING.evict)
         pointers = end + ((to // ALIGN) * UNIT)[:, None] + column[None, :]
         tl.store(pointers, moved, mask=mask, eviction_policy=TILING.evict)
+
+
+@triton.jit
+def quotient(values, divisor, inverse):
+    """The nearest to values over a divisor, of which the nearest to its inverse is known.
+
+    A division has branches, and takes three times as long. What is left over by the first guess is
+    exact, so that the second is the nearest (P. Markstein, 1990).
+    """
+    guess = values * inverse
+    left = tl.fma(-guess, divisor, values)
+    better = tl.fma(left, inverse, guess)
+    # Where nothing is left over, or the guess is not finite, it is good as it is: so is its sign.
+    return tl.where(tl.abs(left) > 0, better, guess)
+
+
+@triton.jit(
+    do_not_specialize=["source", "target", "first_count", "second_count", "rows", "elements"]
+)
+def convert_run_grid(
+    source, target, starts, spans, first_count, second_count, rows, elements, from_scale, to_scale,
+    CAST: tl.constexpr, TILING: tl.constexpr,
+):  # fmt: skip
+    """Runs of elements that change their type, one for every sum of a start and a span.
+
+    Tables are as in `copy_run_grid`, counted in elements. An element times `from_scale` is
+    divided by `to_scale`.
+    """
+    FROM: tl.constexpr = CAST.source
+    TO: tl.constexpr = CAST.target
+    UNIT: tl.constexpr = CAST.unit
+    FROM_ALIGN: tl.constexpr = UNIT * (FROM.primitive_bitwidth // 8)
+    TO_ALIGN: tl.constexpr = UNIT * (TO.primitive_bitwidth // 8)
+    begin = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(FROM)), FROM_ALIGN)
+    end = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(TO)), TO_ALIGN)
+    tiles = tl.cdiv(rows, TILING.rows) * tl.cdiv(elements, TILING.columns)
+    inverse = inverse_of(tl.full([1, 1], 1.0, tl.float32) * to_scale)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
+        at, to, column, mask = tile_runs(
+            tile, starts, spans, first_count, second_count, rows, elements, 1, TILING
+        )
+        pointers = begin + ((at // UNIT) * UNIT)[:, None] + column[None, :]
+        values = tl.load(pointers, mask=mask, other=0.0, eviction_policy=TILING.evict)
+        # As codecs do it, in two steps: one factor would round some elements another way.
+        exact = values.to(tl.float32) * from_scale
+        if CAST.divides:
+            exact = quotient(exact, to_scale, inverse)
+        else:
+            exact *= inverse
+        pointers = end + ((to // UNIT) * UNIT)[:, None] + column[None, :]
+        made = as_element(exact, TO, CAST.ptx)
+        tl.store(pointers, made, mask=mask, eviction_policy=TILING.evict)
 
 
 @triton.jit(do_not_specialize=["count", "blocks", "source_stride", "target_stride"])

@@ -15,7 +15,7 @@ from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.addresses import RowSteps, field_rows
 from kvatlas.specs import Attention, LatentAttention, sides
 
-_ELEMENTS: dict[str, Any] = {
+ELEMENTS: dict[str, Any] = {
     "fp32": tl.float32,
     "bf16": tl.bfloat16,
     "fp16": tl.float16,
@@ -29,7 +29,7 @@ _OF_TORCH: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
 }
 _LATENTS = ("auto", "fp8", "fp8_e4m3")
-_E4M3_SINCE = (8, 9)
+E4M3_SINCE = (8, 9)
 """Compute capability of the first chips that convert e4m3."""
 WIDEST = 512
 """Elements of the longest row that a program holds."""
@@ -123,7 +123,7 @@ def _stored(
     )
     width = width_of(dim)
     rotated = {"int4": dim & -dim, "levels": width}.get(kind, 1)
-    element = _ELEMENTS.get(page.field(name).dtype.name, tl.uint8)
+    element = ELEMENTS.get(page.field(name).dtype.name, tl.uint8)
     return StoredSide(
         StorageFormat(
             kind, element, bits, dim, width, rows.tile, rows.unit,
@@ -139,7 +139,7 @@ def check_chip(layer: LayerCache) -> None:
     if not takes_ptx(layer) or all(f.dtype.name != "e4m3" for f in layer.page.fields):
         return
     capability = tune.capability(layer.buffer.device)
-    if capability < _E4M3_SINCE:
+    if capability < E4M3_SINCE:
         raise checks.no_kernel(
             "This chip cannot convert e4m3, which needs compute capability 8.9",
             ".".join(str(n) for n in capability),
@@ -168,7 +168,12 @@ def attends_latent(spec: LatentAttention) -> bool:
 
 def takes_ptx(layer: LayerCache) -> bool:
     """Whether kernels on a layer's device may be written in PTX."""
-    return layer.buffer.is_cuda and torch.version.hip is None
+    return device_takes_ptx(layer.buffer.device)
+
+
+def device_takes_ptx(device: torch.device) -> bool:
+    """Whether kernels on a device may be written in PTX: not where Triton interprets."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 @lru_cache(maxsize=256)

@@ -2,7 +2,7 @@
 
 from kvatlas.pool.simulation.choosing import BASELINE, POLICIES, TriedPlan, choose
 from kvatlas.pool.simulation.copies import CopyingReplay
-from kvatlas.pool.simulation.hit_rates import HitRates, simulate
+from kvatlas.pool.simulation.hit_rates import HitRates, found_by_request, simulate
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.prefill_cost import TFLOPS, PrefillCost, active_parameters
 from kvatlas.pool.simulation.replay import Outcome, Replay, ReplayPolicy
@@ -27,5 +27,6 @@ __all__ = [
     "TriedPlan",
     "active_parameters",
     "choose",
+    "found_by_request",
     "simulate",
 ]

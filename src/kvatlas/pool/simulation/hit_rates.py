@@ -18,10 +18,14 @@ from kvatlas.pool.simulation.arrivals import TimedReplay
 from kvatlas.pool.simulation.copies import CopyingReplay
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.prefill_cost import PrefillCost
+from kvatlas.pool.simulation.prefill_steps import batched_tokens
 from kvatlas.pool.simulation.replay import Outcome, Progress, Replay, ReplayPolicy, leading
 from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.simulation.tiers import LowerTier, TieredReplay
 from kvatlas.pool.traces import Ints, Trace
+
+BRANCH_POINTS = "branch-points"
+"""Checkpoints where nobody says which."""
 
 
 class HitRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,18 +101,10 @@ def simulate(
     evicted goes to `tiers`, plans by name, from the first to the last; `state_share` is the part
     of the first that checkpoints have for themselves.
     """
-    kept = checkpoints or "branch-points"
-    if eviction not in EVICTIONS:
-        hint = f"Use one of {', '.join(EVICTIONS)}"
-        problem = "There is no such eviction"
-        raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(eviction[:60]), hint=hint)
+    policy = _policy(plan, eviction, checkpoints, by_group)
     model = PoolModel.of(plan)
     spans = spans_of(trace, model.step)
-    in_turn = plan.policy != "atlas" if by_group is None else by_group
-    policy = ReplayPolicy(eviction, checkpoint_policy(kept), by_group=in_turn)
-    held = model.in_flight(trace.lengths + trace.outputs, np.diff(spans.starts))
-    saved = _saved(model, cost)
-    options: dict[str, Any] = {"in_flight": held, "saved": saved}
+    options = _options(model, trace, spans, cost)
     waited, found = 0.0, None
     if tiers:
         lower = _lower_tiers(tiers, model, state_share, arrivals=arrivals)
@@ -119,15 +115,58 @@ def simulate(
         timed.start(trace, cost)
         outcome, waited = timed.run(progress), timed.waited
     else:
-        kind = CopyingReplay if in_turn and eviction == "lru" else Replay
-        outcome = kind(model, spans, policy, **options).run(progress)
+        outcome = _one_by_one(plan, trace, policy, cost).run(progress)
     by_tier = outcome.hits[None] if found is None else found
     places = dict(zip(("gpu", *(tiers or ())), (by_tier.sum(1) * model.step).tolist(), strict=True))
     return _rates(
         plan, trace, model, outcome, cost,
-        eviction=eviction, checkpoints=kept, arrivals=arrivals, waited=waited,
+        eviction=eviction, checkpoints=checkpoints or BRANCH_POINTS, arrivals=arrivals,
+        waited=waited,
         found_by_tier=places,
     )  # fmt: skip
+
+
+def found_by_request(
+    plan: Plan,
+    trace: Trace,
+    *,
+    eviction: str = "lru",
+    checkpoints: str | None = None,
+    by_group: bool | None = None,
+) -> Ints:
+    """Tokens of each request that `simulate` finds, one request after the other."""
+    replay = _one_by_one(plan, trace, _policy(plan, eviction, checkpoints, by_group), None)
+    return np.minimum(replay.run().hits * replay.spans.step, trace.lengths)
+
+
+def _policy(
+    plan: Plan, eviction: str, checkpoints: str | None, by_group: bool | None
+) -> ReplayPolicy:
+    if eviction not in EVICTIONS:
+        hint = f"Use one of {', '.join(EVICTIONS)}"
+        problem = "There is no such eviction"
+        raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(eviction[:60]), hint=hint)
+    in_turn = plan.policy != "atlas" if by_group is None else by_group
+    kept = checkpoint_policy(checkpoints or BRANCH_POINTS)
+    return ReplayPolicy(eviction, kept, by_group=in_turn)
+
+
+def _options(
+    model: PoolModel, trace: Trace, spans: Spans, cost: PrefillCost | None
+) -> dict[str, Any]:
+    held = model.in_flight(trace.lengths + trace.outputs, np.diff(spans.starts))
+    return {"in_flight": held, "saved": _saved(model, cost)}
+
+
+def _one_by_one(plan: Plan, trace: Trace, policy: ReplayPolicy, cost: PrefillCost | None) -> Replay:
+    """A replay of requests that follow each other: as vLLM serves them, where that is asked for."""
+    as_vllm = policy.by_group and policy.eviction == "lru"
+    model = PoolModel.of(plan, by_group=as_vllm)
+    spans = spans_of(trace, model.step)
+    if as_vllm:
+        tokens = batched_tokens(plan)
+        return CopyingReplay(model, spans, policy, trace=trace, batched_tokens=tokens)
+    return Replay(model, spans, policy, **_options(model, trace, spans, cost))
 
 
 def _lower_tiers(

@@ -38,6 +38,16 @@ class LayerClass:
         first: Ints = self.visibility.first(ends * step) // step
         return np.minimum(first, ends)
 
+    def first_place(self, tokens: int, step: int) -> int:
+        """The first span that is needed to go on behind so many tokens, whole spans or not.
+
+        >>> LayerClass("window", 0, 1, Visibility(window=33)).first_place(100, 16)
+        4
+        """
+        if self.needs == "state":
+            return max(tokens - 1, 0) // step
+        return int(self.visibility.first(tokens)) // step
+
 
 @dataclass(frozen=True)
 class PoolModel:
@@ -52,8 +62,8 @@ class PoolModel:
     dcp: int = 1
 
     @classmethod
-    def of(cls, plan: Plan) -> PoolModel:
-        """The classes of a plan, in the order of its groups."""
+    def of(cls, plan: Plan, *, by_group: bool = False) -> PoolModel:
+        """The classes of a plan, in the order of its groups; with `by_group` one for each."""
         if not reuses_prefixes(plan):
             problem = "This plan finds no prefixes: an encoder's tokens are not the request's"
             got = f"{plan.model}, prefix caching {'on' if plan.prefix_caching else 'off'}"
@@ -67,9 +77,10 @@ class PoolModel:
             total = sizes.get(pool.index, (0, 0))[1] + pool.block_bytes
             sizes[pool.index] = (least, total)
         order = {index: place for place, index in enumerate(sorted(sizes))}
-        alike: dict[tuple[bool, Visibility, int, int], int] = {}
-        for group in plan.groups:
-            key = (group.kind == "recurrent", group.visibility, group.block, group.pool)
+        alike: dict[tuple[bool, Visibility, int, int, int], int] = {}
+        for number, group in enumerate(plan.groups):
+            kind = (group.kind == "recurrent", group.visibility, group.block, group.pool)
+            key = (*kind, number if by_group else 0)
             alike[key] = alike.get(key, 0) + 1
         classes = [
             LayerClass(
@@ -79,7 +90,7 @@ class PoolModel:
                 visibility=seen,
                 block_bytes=sizes[index][1] * plan.tp,
             )
-            for (recurrent, seen, block, index), number in alike.items()
+            for (recurrent, seen, block, index, _), number in alike.items()
         ]
         blocks = tuple(sizes[index][0] - 1 for index in sorted(sizes))
         return cls(step, tuple(classes), blocks, plan.groups, plan.dcp)

@@ -20,7 +20,7 @@ from kvatlas.pool.events import (
     EventBatch,
 )
 from kvatlas.pool.traces.engine_requests import PAUSE, SLOWEST, EngineRequests, InferredRequest
-from kvatlas.pool.traces.stored_blocks import ContradictionError
+from kvatlas.pool.traces.stored_blocks import ContradictionError, TooManyBlocksError
 from kvatlas.pool.traces.trace import Trace, TraceBuilder, Unseen, bad_trace
 
 MOST_OPEN = 100_000
@@ -108,6 +108,9 @@ class EventTraceBuilder:
         except ContradictionError as problem:
             hint = "Record one engine a file, or each rank by its number"
             raise bad_trace(where, "the events contradict each other", problem, hint) from None
+        except TooManyBlocksError as problem:
+            hint = "Record events of removal too, or one engine's blocks on the GPU alone"
+            raise bad_trace(where, "too many blocks at a time", problem, hint) from None
         except OverflowError as problem:  # JSON has numbers of any size
             hint = "Numbers have at most 64 bits"
             raise bad_trace(where, "this is no event", problem, hint) from None

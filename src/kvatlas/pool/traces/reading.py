@@ -7,7 +7,7 @@ an engine said while it ran, recorded or as JSON lines: requests are inferred fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,21 @@ import msgspec
 from kvatlas.errors import AtlasError, Code
 from kvatlas.pool.event_recording import is_recording, recorded_batches
 from kvatlas.pool.traces.content_ids import ids_of
+from kvatlas.pool.traces.conversations import read_conversations
 from kvatlas.pool.traces.event_lines import batch_of_line, is_event_line
 from kvatlas.pool.traces.event_trace import EventTraceBuilder
-from kvatlas.pool.traces.trace import Trace, TraceBuilder, bad_trace
+from kvatlas.pool.traces.trace import (
+    LONGEST_LINE,
+    Progress,
+    Trace,
+    TraceBuilder,
+    bad_trace,
+    check_block,
+)
 
 MOONCAKE_BLOCK = 512
 TOKEN_BLOCK = 16
 """Tokens that plain token ids are compared by."""
-LONGEST_LINE = 64 << 20
-"""Bytes of a line, or of a conversation."""
 _TOO_LARGE = "Numbers have at most 64 bits"
 _UNLIKE = "Write timestamp, input_length, output_length and hash_ids; or token_ids"
 
@@ -45,36 +51,6 @@ class _TokenIds(msgspec.Struct, forbid_unknown_fields=True):
     timestamp: float = 0.0
 
 
-class _AgentRequest(msgspec.Struct, forbid_unknown_fields=True):
-    t: float
-    tokens: int = msgspec.field(name="in")
-    out: int
-    hash_ids: list[int]
-    type: str = ""
-    model: str = ""
-    input_types: msgspec.Raw = msgspec.Raw(b"")
-    output_types: msgspec.Raw = msgspec.Raw(b"")
-    stop: msgspec.Raw = msgspec.Raw(b"")
-    api_time: msgspec.Raw = msgspec.Raw(b"")
-    think_time: msgspec.Raw = msgspec.Raw(b"")
-    ttft: msgspec.Raw = msgspec.Raw(b"")
-
-
-class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
-    block_size: int
-    requests: list[_AgentRequest]
-    hash_id_scope: str = "local"
-    id: str = ""
-    models: msgspec.Raw = msgspec.Raw(b"")
-    tool_tokens: int = 0
-    system_tokens: int = 0
-    totals: msgspec.Raw = msgspec.Raw(b"")
-
-
-Progress = Callable[[float], None]
-"""Told the part that is done, from 0 to 1."""
-
-
 def read_trace(
     path: str | Path, *, block: int | None = None, progress: Progress | None = None
 ) -> Trace:
@@ -90,7 +66,7 @@ def read_trace(
             return _read_recording(path, block, progress)
         if path.is_dir() or path.suffix == ".json":
             files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-            return _read_conversations(path.name, files, progress)
+            return read_conversations(path.name, files, progress)
         return _read_lines(path, block, progress)
     except OSError as problem:
         got = f"{path}: {problem.strerror}"
@@ -150,17 +126,12 @@ def _read_recording(path: Path, block: int | None, progress: Progress | None) ->
 
 def _infer(path: Path, block: int | None, unit: str) -> EventTraceBuilder:
     if block is not None:
-        _check_block(block, path.name)
+        check_block(block, path.name)
     return EventTraceBuilder(path.stem, path.name, block=block, unit=unit)
 
 
-def _check_block(block: int, where: str) -> None:
-    if not 0 < block <= 1 << 20:
-        raise bad_trace(where, "no such block size", block, "Use a size such as 512")
-
-
 def _begin(path: Path, block: int, where: str) -> TraceBuilder:
-    _check_block(block, where)
+    check_block(block, where)
     builder = TraceBuilder(path.stem, block)
     builder.begin(path.name)
     return builder
@@ -180,38 +151,3 @@ def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, bytes]]
                 yield number, line
             if progress and not number % 256:
                 progress(done / total)
-
-
-def _read_conversations(name: str, files: list[Path], progress: Progress | None) -> Trace:
-    builder: TraceBuilder | None = None
-    first = 0
-    decoder = msgspec.json.Decoder(_Conversation)
-    for place, path in enumerate(files):
-        if path.stat().st_size > LONGEST_LINE:
-            hint = "Give one conversation a file"
-            raise bad_trace(path.name, "the file is too long", f"{path.stat().st_size:,}", hint)
-        try:
-            found = decoder.decode(path.read_bytes())
-        except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
-            hint = "Give conversations as kv-cache-tester writes them"
-            raise bad_trace(path.name, "this is no conversation", problem, hint) from None
-        if builder is None:
-            builder = _begin(path, found.block_size, path.name)
-            builder.name = name
-        elif found.block_size != builder.block:
-            got = f"{found.block_size} after {builder.block} tokens"
-            raise bad_trace(path.name, "blocks of two sizes", got, "Use one block size")
-        builder.begin(path.name)
-        shift = first if found.hash_id_scope == "local" else 0
-        greatest = -1
-        for number, one in enumerate(found.requests, 1):
-            if min(one.hash_ids, default=0) < 0:
-                where = f"{path.name}, line {number}"
-                raise bad_trace(where, "an id is negative", min(one.hash_ids), "Correct it")
-            greatest = max(greatest, max(one.hash_ids, default=-1))
-            ids = [shift + each for each in one.hash_ids] if shift else one.hash_ids
-            builder.add(number, ids, one.tokens, one.out, one.t)
-        first += greatest + 1
-        if progress:
-            progress((place + 1) / len(files))
-    return (builder or TraceBuilder(name, MOONCAKE_BLOCK)).finish(by_time=True)

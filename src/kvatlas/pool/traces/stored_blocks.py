@@ -14,7 +14,8 @@ from kvatlas.pool.events import BlockHash, BlockStored
 from kvatlas.pool.traces.content_ids import ROOT, hash_after, id_of
 
 MOST_BLOCKS = 4 << 20
-"""Blocks that an engine may have at a time: about 1 GB."""
+"""Blocks that an engine may have at a time, so that reading takes about 1 GB: 64 million tokens
+in blocks of 16."""
 REMEMBERED = 1 << 18
 """Blocks that are remembered behind their removal."""
 
@@ -57,6 +58,10 @@ class Addition(NamedTuple):
 
 class ContradictionError(ValueError):
     """An engine's events contradict each other."""
+
+
+class TooManyBlocksError(ValueError):
+    """An engine has more blocks than are remembered."""
 
 
 class StoredBlocks:
@@ -104,7 +109,7 @@ class StoredBlocks:
                 raise ContradictionError(f"hash {name!r} for other tokens than before")
             self._there[name] = block = known
         if len(self._there) > MOST_BLOCKS:
-            raise ContradictionError(f"more than {MOST_BLOCKS:,} blocks that were never removed")
+            raise TooManyBlocksError(f"more than {MOST_BLOCKS:,} blocks that were never removed")
         return Addition(before, block, new)
 
     def remove(self, names: list[BlockHash]) -> None:

@@ -8,9 +8,11 @@ refused with the line that says it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +24,21 @@ Ints = NDArray[np.int64]
 MOST_IDS = 40_000_000
 """Ids of a trace that are read: about 1.5 GB while they are put in order."""
 MOST_TOKENS = 1 << 40
+LONGEST_LINE = 64 << 20
+"""Bytes of a line, or of a conversation."""
+Progress = Callable[[float], None]
+"""Told the part that is done, from 0 to 1."""
 
 
 def bad_trace(where: str, problem: str, got: object, hint: str) -> AtlasError:
     """The refusal of a trace, with the file and the line."""
     return AtlasError(Code.BAD_TRACE, f"{where}: {problem}", got=got, hint=hint)
+
+
+def check_block(block: int, where: str) -> None:
+    """Refuse tokens of an id that nobody can mean."""
+    if not 0 < block <= 1 << 20:
+        raise bad_trace(where, "no such block size", block, "Use a size such as 512")
 
 
 @dataclass(frozen=True)
@@ -111,8 +123,12 @@ class Trace:
 class TraceBuilder:
     """Requests one by one, each checked by itself; `finish` checks them against each other."""
 
-    def __init__(self, name: str, block: int, unit: str = "line") -> None:
+    def __init__(
+        self, name: str, block: int, unit: str = "line", *, numbered: bool = False
+    ) -> None:
         self.name, self.block, self.unit = name, block, unit
+        self._numbered = numbered
+        """Whether a line has many requests, so that their numbers are said too."""
         self._ids, self._starts = array("q"), array("q", [0])
         self._lengths, self._outputs, self._times = array("q"), array("q"), array("d")
         self._where: list[tuple[int, str]] = []
@@ -126,9 +142,19 @@ class TraceBuilder:
         """What follows is from this file."""
         self._where.append((len(self), file))
 
+    def place(self, line: int, request: int | None = None) -> str:
+        """Where a request is, or the next one."""
+        first, file = self._where[-1]
+        if request is None:
+            request = len(self)
+        else:
+            first, file = self._where[bisect_right(self._where, request, key=itemgetter(0)) - 1]
+        number = f", request {request - first + 1}" if self._numbered else ""
+        return f"{file}, {self.unit} {line}{number}"
+
     def add(self, line: int, ids: Sequence[int], length: int, output: int, time: float) -> None:
         """One request, as its line says."""
-        where = f"{self._where[-1][1]}, {self.unit} {line}"
+        where = self.place(line)
         if not (isfinite(time) and time >= 0):
             raise bad_trace(where, "a request comes at a time from 0 on", time, "Correct the time")
         if not (0 <= length <= MOST_TOKENS and 0 <= output <= MOST_TOKENS):
@@ -204,11 +230,7 @@ class TraceBuilder:
         if len(wrong):
             request = int(np.searchsorted(starts, wrong[0], side="right")) - 1
             got = f"entry {int(wrong[0] - starts[request])} of its ids"
-            raise bad_trace(self._place(request), problem, got, hint)
-
-    def _place(self, request: int) -> str:
-        file = max(where for where in self._where if where[0] <= request)[1]
-        return f"{file}, {self.unit} {self._lines[request]}"
+            raise bad_trace(self.place(self._lines[request], request), problem, got, hint)
 
 
 def _numbered(raw: Ints) -> Ints:

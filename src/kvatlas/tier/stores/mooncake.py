@@ -172,7 +172,7 @@ class MooncakeStore(ObjectStore):
         figures = {}
         for line in self._page("metrics").splitlines():
             name, _, value = line.partition(" ")
-            if re.fullmatch(r"[0-9.e+]+", value):
+            if re.fullmatch(r"[0-9]{1,20}(\.[0-9]+)?(e\+?[0-9]{1,2})?", value):
                 figures[name] = int(float(value))
         used, total = "master_allocated_bytes", "master_total_capacity_bytes"
         objects = figures.get("master_key_count", 0)

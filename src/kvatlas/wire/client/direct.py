@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvatlas.routing import Stream
+from kvatlas.routing import ConvertedStream, Stream
 from kvatlas.wire.client.rank_lease import RankLease
 
 _BATCH = 64 << 20
@@ -33,3 +33,11 @@ def pull_direct(lease: RankLease, stream: Stream, behind: int | None) -> None:
         with lease.node.metrics.phase("direct"):
             lease.read(copies, "blocks")
         lease.transfer.add(lease.rank, stop - start)
+
+
+def pull_converted(lease: RankLease, stream: ConvertedStream, behind: int | None) -> None:
+    """Read a stream into its blocks, elements cast by what copies them."""
+    with lease.node.metrics.phase("converted"):
+        lease.read_grids(stream.grids() or [], behind)
+    lease.node.metrics.add(gpu_converted_bytes=stream.arriving)
+    lease.transfer.add(lease.rank, stream.arriving)

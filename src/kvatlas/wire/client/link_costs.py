@@ -22,12 +22,19 @@ _LONG_RUN = 128 << 10
 """Bytes of a run that nobody gathers: a copy of them takes longer than any descriptor."""
 _KEPT_WAYS = 256
 """Numbers of runs and bytes for which the way that was found is kept."""
+_SHORTEST_WAIT, _WORTH_WAITING = 0.1, 16
+"""Seconds that everybody waits for buffers, and how many times what it takes without them.
+
+Long transfers keep theirs until they end: a short one would wait for that.
+"""
 
 
 def choose_way(lease: RankLease, stream: AnyStream) -> Way:
     """How a stream goes: as asked, or by what the link was measured at."""
     wanted = lease.wanted
     if isinstance(stream, ConvertedStream):
+        if converts_on_the_way(lease, stream):
+            return "direct"
         if wanted.how in ("direct", "landed"):
             hint = "Let the transfer be staged: cells are converted in staging buffers"
             got = "a conversion, and pools that are read as they are"
@@ -47,6 +54,18 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
     return _cheapest_way(lease, stream)
 
 
+def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
+    """Whether what copies casts elements too, from the source's pools into this node's.
+
+    There is nothing that travels then, and so no checksum of it.
+    """
+    wanted, link = lease.wanted, lease.connection.link
+    if not lease.pull or not link.adds or wanted.checksums or wanted.how not in ("auto", "direct"):
+        return False
+    grids = stream.grids() if lease.reaches_pools() else None
+    return grids is not None and link.converts(grids)
+
+
 def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
     """The way that is expected to be the fastest; where two are close, the source is spared."""
     wanted, connection = lease.wanted, lease.connection
@@ -55,7 +74,7 @@ def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
     if not lease.may_fill_blocks():
         return "staged"  # a replica that stalls in mid-read then leaves the blocks alone
     if wanted.costs is not None:
-        return _with_lease(lease, _weighed(lease, stream, wanted.costs))
+        return _with_buffers(lease, stream, _weighed(lease, stream, wanted.costs), wanted.costs)
     runs = stream.runs_apart  # a request that moves like others is weighed once
     if stream.nbytes >= _LONG_RUN * runs:
         return "direct"
@@ -70,14 +89,20 @@ def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
         if connection.costs is not None:  # else there was no buffer to measure with
             kept = list(connection.ways.items())[-_KEPT_WAYS:]
             connection.ways = {**dict(kept), alike: found}  # as a whole: others look at it
-    return _with_lease(lease, found)
+    return _with_buffers(lease, stream, found, costs)
 
 
-def _with_lease(lease: RankLease, way: Way) -> Way:
-    """The way, where the peer was asked for what it needs; direct where that is not to be had."""
+def _with_buffers(lease: RankLease, stream: Stream, way: Way, costs: Costs) -> Way:
+    """The way, once its buffers are there; direct where there are none, or not soon enough."""
     if way == "staged":
         lease.ask_after_all()
-    return way if way != "staged" or _may_stage(lease) else "direct"
+        if not _may_stage(lease):
+            return "direct"
+    if way == "direct":
+        return way
+    alone = costs.direct(stream.runs_apart, stream.nbytes)
+    seconds = max(_SHORTEST_WAIT, _WORTH_WAITING * alone)
+    return way if lease.borrow_in_time(seconds, both=way == "staged") else "direct"
 
 
 def _may_stage(lease: RankLease) -> bool:

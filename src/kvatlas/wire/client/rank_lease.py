@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -162,8 +163,8 @@ class RankLease:
         held = Held(offer.request, told, offer.start, offer.stop)
         held.check_asked(self.tokens, mine, self.connection.peer.plan)
 
-    def _seconds_left(self) -> float:
-        return max(0.001, self.deadline - time.monotonic())
+    def _seconds_left(self, until: float = math.inf) -> float:
+        return max(0.001, min(self.deadline, until) - time.monotonic())
 
     def renew_in_time(self) -> None:
         """Renew the lease where half of it is over."""
@@ -239,11 +240,11 @@ class RankLease:
 
     # -- what both ends lend --------------------------------------------------------------
 
-    def borrow(self, count: int) -> None:
+    def borrow(self, count: int, until: float = math.inf) -> None:
         """Get staging buffers of the peer, which lie inside its staging memory."""
-        while len(self.lent) < count:
+        while len(self.lent) < count and time.monotonic() < until:
             self.transfer.check_cancelled()
-            seconds = min(self.patience / 2, self._seconds_left())
+            seconds = min(self.patience / 2, self._seconds_left(until))
             lent = self.ask_of_lease(
                 protocol.Borrow, protocol.Lent, buffers=count, seconds=seconds
             ).buffers
@@ -269,11 +270,26 @@ class RankLease:
                 hint="Give the nodes more buffers, or let the transfer choose",
             )
 
-    def borrow_own(self, count: int) -> None:
+    def borrow_own(self, count: int, until: float = math.inf) -> None:
         """Get staging buffers of this end, waiting for them; none where it has none."""
-        while count and not self.buffers:
+        while count and not self.buffers and time.monotonic() < until:
             self.transfer.check_cancelled()
-            self.buffers = self.node.staging.acquire(count, min(0.1, self._seconds_left()))
+            seconds = min(0.1, self._seconds_left(until))
+            self.buffers = self.node.staging.acquire(count, seconds)
+
+    def borrow_in_time(self, seconds: float, *, both: bool) -> bool:
+        """Get staging buffers of this end, and of the peer; none where that takes longer."""
+        until = time.monotonic() + seconds
+        staging = self.node.staging
+        threads = BUFFERS if both else max(1, self.node.landing_threads)
+        self.borrow_own(min(BUFFERS, staging.most(), threads), until)
+        if both and self.buffers:
+            self.borrow(len(self.buffers), until)
+        if self.buffers and (self.lent or not both):
+            return True
+        staging.give_back(self.buffers)
+        self.buffers = []
+        return False
 
     def staging_copy(self, buffer: int, nbytes: int, near: Any = (0,), far: Any = (0,)) -> Copy:
         """Runs of one length between offsets in a staging buffer of the peer and of this end."""

@@ -10,11 +10,11 @@ from itertools import zip_longest
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import ConvertedStream, Stream
+from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol
-from kvatlas.wire.client.direct import pull_direct
+from kvatlas.wire.client.direct import pull_converted, pull_direct
 from kvatlas.wire.client.landed import pull_landed
-from kvatlas.wire.client.link_costs import choose_way
+from kvatlas.wire.client.link_costs import choose_way, converts_on_the_way
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.staged import pull_staged, push
 from kvatlas.wire.client.warm_shapes import StartedRead
@@ -90,8 +90,8 @@ class RankTransfer:
         if not stream.nbytes:
             return
         lease.follow()
-        converting = isinstance(stream, ConvertedStream)
-        if self.wanted.streamed and lease.reaches_pools() and not converting:
+        as_it_lies = not isinstance(stream, ConvertedStream) or converts_on_the_way(lease, stream)
+        if self.wanted.streamed and lease.reaches_pools() and as_it_lies:
             self._move_layers()
             return
         opened, behind = lease.opened, self._behind()
@@ -104,8 +104,10 @@ class RankTransfer:
             self.transfer.find_total_beside(lease.connection.beside)
         if not lease.pull:
             push(lease, stream, staged=way == "staged")
-        elif way == "staged" or isinstance(stream, ConvertedStream):
+        elif way == "staged":
             pull_staged(lease, stream)
+        elif isinstance(stream, ConvertedStream):
+            pull_converted(lease, stream, behind)
         elif way == "landed":
             pull_landed(lease, stream)
         else:
@@ -127,13 +129,17 @@ class RankTransfer:
         lease = self.lease
         for name, layer in self._bound_layers():
             if layer.nbytes:  # else another rank has it
-                pull_direct(lease, layer, lease.await_layer(name))
+                behind = lease.await_layer(name)
+                if isinstance(layer, ConvertedStream):
+                    pull_converted(lease, layer, behind)
+                else:
+                    pull_direct(lease, layer, behind)
             if not self.wanted.checksums:
                 # What was read counts once the source confirms that it still held it.
                 lease.renew()
                 self.transfer.add_layer(lease.rank, name)
 
-    def _bound_layers(self) -> Iterator[tuple[str, Stream]]:
+    def _bound_layers(self) -> Iterator[tuple[str, AnyStream]]:
         """Layers and their bytes, each bound while the one before it is read."""
         names = self._streamed_layers()
         bind = self.lease.connection.beside.submit
@@ -142,11 +148,9 @@ class RankTransfer:
             coming += [bind(self._layer_stream, later)] if later else []
             yield name, coming.pop(0).result()
 
-    def _layer_stream(self, name: str) -> Stream:
+    def _layer_stream(self, name: str) -> AnyStream:
         """The bytes of one layer, with its runs as sums where they will be asked for."""
         stream = self.lease.stream([name])
-        if isinstance(stream, ConvertedStream):
-            raise protocol.bad_handshake("a route that converts one layer, and not all")
         if self.lease.connection.link.adds:
             stream.grids()
         return stream

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.transports.errors import failed
+
+_LOOK_SECONDS = 0.002
+"""Seconds in which who waits for layers sees that the transfer has ended."""
 
 
 class TransferPart:
@@ -71,6 +74,7 @@ class Transfer:
         self._parts: list[TransferPart] = []
         self._helpful: list[TransferPart] = []
         self._lock = threading.Lock()
+        self._layer_came = threading.Condition(self._lock)
         self._over = threading.Event()
         self._released = threading.Event()
         self._cancel = threading.Event()
@@ -90,7 +94,7 @@ class Transfer:
 
     @property
     def total(self) -> int | None:
-        """Bytes that must arrive, from the destination's plan; None for a push."""
+        """Bytes that must arrive, by the two plans; None for a push."""
         total = self._total
         if callable(total):  # threads that find it out at once find the same
             total = self._total = total()
@@ -155,6 +159,31 @@ class Transfer:
             raise self.error
         return self
 
+    def wait_layers(self, names: Iterable[str], seconds: float | None = None) -> Transfer:
+        """Wait until some layers are here, whatever the others are: a step can begin with them.
+
+        In a streamed transfer they come in the order in which they are computed; in any other
+        all come at once. Raises its failure, or once `seconds` have passed.
+
+        >>> transfer = Transfer("request 17", ranks=(0,), total=8192, seconds=30)
+        >>> transfer.add_layer(0, "layers.0.attn")
+        >>> transfer.wait_layers(["layers.0.attn"]).ready
+        False
+        """
+        wanted, begun = set(names), time.monotonic()
+        until = self.deadline if seconds is None else begun + seconds
+        while not wanted <= self.layers:
+            if self.done:
+                return self.wait(0.0)  # all are here, or its failure is raised
+            if time.monotonic() > until:
+                missing = sorted(wanted - self.layers)
+                problem = f"Layers are still on their way after {time.monotonic() - begun:.1f} s"
+                hint = "Wait longer, or cancel the transfer"
+                raise AtlasError(Code.DEADLINE, problem, got=", ".join(missing[:3]), hint=hint)
+            with self._lock:
+                self._layer_came.wait(_LOOK_SECONDS)
+        return self
+
     def carry_out(self) -> None:
         """Do what nobody has begun of it in the calling thread: one that has nothing else to do.
 
@@ -211,6 +240,7 @@ class Transfer:
         """A rank has delivered a layer."""
         with self._lock:
             self._layers[rank].add(name)
+            self._layer_came.notify_all()
 
     def restart(self, rank: int) -> None:
         """A rank starts over, on another replica."""

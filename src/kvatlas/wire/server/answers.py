@@ -74,7 +74,8 @@ class Answers:
             case protocol.Release():
                 offer = self._all_have_read(question.request, peer, question.posting)
                 if offer is not None:
-                    why = "read" if question.read else "let_go"
+                    seen = question.read and question.posting is not None
+                    why = "read" if seen else "let_go"
                     self.node.release(question.request, why, offer)
                 return protocol.Ok()
         raise protocol.bad_handshake(type(question).__name__)
@@ -203,6 +204,8 @@ class Answers:
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
             self.node.fill(part, self.node.staging.view(question.buffer, nbytes))
+            if question.start <= lease.gathered:
+                lease.gathered = max(lease.gathered, question.stop)
         # What was gathered counts only if the blocks were still held when it was done.
         lease.check()
         return protocol.Ok(seconds=lease.left)
@@ -289,10 +292,19 @@ class Answers:
             if lease.direction == "push":
                 self._arrived(lease)
             else:
+                if self._alone_sends(lease):
+                    _check_all_moved(lease, lease.gathered)
                 offer = self._all_have_read(lease.request, peer, None)
                 if offer is not None:
                     self.node.release(lease.request, "read", offer)
         return protocol.Ok(seconds=left)
+
+    def _alone_sends(self, lease: Lease) -> bool:
+        """Whether a peer has no byte of a pull but those that this node gathers for it."""
+        transport, own = self.node.transport, self.node.plan.rank_pools(self.node.rank)
+        if not all(map(transport.shares, own)):
+            return True
+        return isinstance(lease.stream, ConvertedStream) and not transport.casts
 
     def _all_have_read(self, request: str, peer: Peer, posting: Posting | None) -> Offer | None:
         """The offer, where with this peer every rank that reads from this one has done so.
@@ -311,14 +323,7 @@ class Answers:
 
     def _arrived(self, lease: Lease) -> None:
         """Count a source whose every byte this node has itself put into the blocks."""
-        if lease.fetched != lease.stream.nbytes:
-            got = f"{lease.fetched:,} of {lease.stream.nbytes:,} bytes"
-            raise AtlasError(
-                Code.BAD_HANDSHAKE,
-                "A push was called complete before all of it was here",
-                got=got,
-                hint="Have every piece fetched first",
-            )
+        _check_all_moved(lease, lease.fetched)
         with self.node.lock:
             expected = self.node.expected.get(lease.request)
             if expected is None:
@@ -374,6 +379,14 @@ def _is_complete(question: protocol.Open, held: Offer | Expected) -> bool:
     if question.direction == "pull" and question.final:
         return True
     return question.layers is None and (question.start, question.stop) == (held.start, held.stop)
+
+
+def _check_all_moved(lease: Lease, moved: int) -> None:
+    if moved != lease.stream.nbytes:
+        problem = f"A {lease.direction} was called complete before all of it had moved"
+        got = f"{moved:,} of {lease.stream.nbytes:,} bytes"
+        hint = "Have every piece gathered or fetched first"
+        raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
 
 
 def _not_held(question: protocol.Open) -> AtlasError:

@@ -16,6 +16,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import check_tables, token_range
+from kvatlas.wire.connection import open_to_strangers
 from kvatlas.wire.leases import Expected, Offer, Released, WrittenLayers
 from kvatlas.wire.memory_copy import Bytes
 from kvatlas.wire.peers import plan_hash
@@ -41,7 +42,8 @@ class Node(NodeState):
     the calling thread's current stream was given before. `listen` is the endpoint where peers
     ask. With a `secret` of 16 bytes or more only those who know it can ask, and nobody can
     listen; `(new, old)` are both good while secrets are rotated, and `tls` takes the place of
-    secrets. Without either a node listens on this host alone, unless it is `unprotected`.
+    secrets. Without either a node and its transport listen on this host alone, unless it is
+    `unprotected`.
     `buffers` staging buffers of `piece` bytes are kept for staged transfers. The leases of a
     peer end soon after its connections do. With `convert` ("fp8->bf16") peers in unlike formats
     are served that ask for the same; `scales` are those of this node's tensors.
@@ -49,6 +51,7 @@ class Node(NodeState):
 
     def __post_init__(self) -> None:
         self.check_arguments()
+        self._check_transport()
         try:
             super().__post_init__()
             self.register()
@@ -60,6 +63,12 @@ class Node(NodeState):
         except BaseException:
             self.transport.close()
             raise
+
+    def _check_transport(self) -> None:
+        """Refuse a transport that serves other hosts for a node that keeps nobody out."""
+        beyond = self.transport.beyond_host
+        if beyond and not self.security.protected and not self.unprotected:
+            raise open_to_strangers(f"a transport {self.transport.name} at {beyond}")
 
     @property
     def endpoint(self) -> str:

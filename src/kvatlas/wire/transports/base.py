@@ -202,6 +202,11 @@ class Link(ABC):
         """The same of runs that nobody has written out, once the peer's mark is done."""
         raise NotImplementedError(f"{type(self).__name__} takes runs: {len(grids)}, {behind}")
 
+    def converts(self, grids: Sequence[RunGrid]) -> bool:
+        """Whether `read_grids` takes these, some of whose elements change on the way."""
+        del grids
+        return False
+
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
         """Get ready to read requests of one shape; None where every one is read anew."""
         del shape
@@ -285,10 +290,15 @@ class Transport(ABC):
     marks_travel: ClassVar[bool] = False
     """Whether peers look at marks by themselves; else they are waited for before an answer."""
 
+    casts: ClassVar[bool] = False
+    """Whether peers read pools and cast their elements; else this end converts in its buffers."""
+
     def __init__(self, *, shared: Shared = "all") -> None:
         if shared not in ("all", "staging"):
             raise errors.failed(f"shared={shared!r}", hint='Share "all", or "staging" alone')
         self.shared: Shared = shared
+        self.beyond_host = ""
+        """The address or device beyond this host that it listens at; empty where there is none."""
         self.memory: dict[int, Memory] = {}
         self.marks: DeviceMarks | None = None
         """Marks of the GPU that registered memory is on; None where all is on the host."""
@@ -304,12 +314,9 @@ class Transport(ABC):
         self.check()
         taken = set(memory) & set(self.memory)
         if taken:
-            raise AtlasError(
-                Code.TWICE,
-                "A region is registered already",
-                got=f"regions {sorted(taken)} again",
-                hint="Close the transport before its memory changes",
-            )
+            problem, got = "A region is registered already", f"regions {sorted(taken)} again"
+            hint = "Close the transport before its memory changes"
+            raise AtlasError(Code.TWICE, problem, got=got, hint=hint)
         # Libraries disagree on what an empty region is, and nobody can read from one.
         taken_here = {p: at for p, at in memory.items() if at.nbytes and self.takes(at.device)}
         gpus = [region.number for region in memory.values() if region.device != HOST]

@@ -40,6 +40,8 @@ def check_grid_bounds(
             starts, nbytes = grid.starts.at(end), _region_bytes(pool, regions)
             first = int(starts.min()) + int(spans.min())
             stop = int(starts.max()) + int((spans + grid.length).max())
+            if grid.cast is not None:
+                stop *= grid.cast.items[end]
             if first < 0 or stop > nbytes or int(grid.length.min()) < 1:
                 raise _outside(pool, nbytes)
 

@@ -57,6 +57,7 @@ class CudaTransport(Transport):
 
     name: ClassVar[str] = "cuda"
     marks_travel: ClassVar[bool] = True
+    casts: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -30,8 +30,8 @@ _UNTIMED, _SHARED = 2, 4
 _PEER_ACCESS = 1
 _RELAXED = 2
 """A capture that forbids nobody anything."""
-_NON_BLOCKING, _NO_PRIORITY = 1, 0
-"""Streams that do not wait for the default stream, nor before others."""
+_NON_BLOCKING = 1
+"""Streams that do not wait for the default stream."""
 _NOT_READY, _NOT_SUPPORTED = 600, 801
 
 
@@ -280,11 +280,13 @@ class LibCuda(CudaDriver):
         return bool(code == 0)
 
     def _make_stream(self, device: int) -> int:
-        stream = ctypes.c_void_p()
-        name = "cuStreamCreateWithPriority"
+        stream, least, most = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
         try:
             with self.on(device):
-                self._call(name, ctypes.byref(stream), _NON_BLOCKING, _NO_PRIORITY)
+                # What computes goes first, wherever a framework has a stream that may.
+                self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(most))
+                about = ctypes.byref(stream), _NON_BLOCKING, least.value
+                self._call("cuStreamCreateWithPriority", *about)
         except DriverError as problem:
             got = f"a GPU that gives no stream: {problem}"
             raise errors.failed(got, hint="Free memory of the GPU, or restart") from problem

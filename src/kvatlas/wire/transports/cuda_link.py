@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy, RequestShape, RunGrid
+from kvatlas.specs import ElementCast
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import (
     Done,
@@ -36,8 +37,21 @@ from kvatlas.wire.transports.offer_board import SeenOffer, open_board
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace
 
-_Told = tuple[int, int, tuple[Int64s, Int64s], tuple[Int64s, Int64s, Int64s]]
-"""Pools at either end, starts, and spans."""
+
+class _Told(NamedTuple):
+    """Runs between a pool of the source and one of the destination."""
+
+    src: int
+    dst: int
+    starts: tuple[Int64s, Int64s]
+    spans: tuple[Int64s, Int64s, Int64s]
+    cast: ElementCast | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read, or written where those are more."""
+        count = len(self.starts[0]) * int(self.spans[2].sum())
+        return count * (1 if self.cast is None else max(self.cast.items))
 
 
 class CudaEnd(NamedTuple):
@@ -118,15 +132,38 @@ class CudaLink(Link):
         """
         self.check()
         check_grid_bounds(grids, self.theirs, self.mine)
+        if not self.converts(grids):
+            got = "elements of types that the GPU does not have, or between their multiples"
+            raise errors.failed(got, "Let the transfer be staged")
         told = [
-            (grid.src_pool, grid.dst_pool, (grid.starts.src, grid.starts.dst),
-             (grid.src, grid.dst, grid.length))
+            _Told(
+                grid.src_pool, grid.dst_pool, grid.starts.ends,
+                (grid.src, grid.dst, grid.length), grid.cast,
+            )
             for grid in grids
         ]  # fmt: skip
         if behind is None:
             return self._copy(told, lambda: True, write=False)
         self._event(behind % EVENTS)  # opened now: what is stale is refused before anything moves
         return self._copy(told, lambda: self._passed(behind), write=False)
+
+    def converts(self, grids: Sequence[RunGrid]) -> bool:
+        """Where the GPU has the types, and pools begin at multiples of an element."""
+        here = self._end.marks_here() is not None
+        for grid in grids:
+            if grid.cast is None:
+                continue
+            far = self.theirs[grid.src_pool].address if here else self._offset(grid.src_pool)
+            near = self.mine[grid.dst_pool].address
+            if far % grid.cast.source.item or near % grid.cast.target.item:
+                return False
+            if not self._queue.converts(grid.cast):
+                return False
+        return True
+
+    def _offset(self, pool: int) -> int:
+        """Where a pool of the peer is in its allocation; CUDA aligns that."""
+        return self._regions[pool].offset
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
         """Launches with all but block ids in place, where every block lies in its pool."""
@@ -188,25 +225,29 @@ class CudaLink(Link):
             raise errors.peer_lost(f"an event that cannot be looked at: {problem}") from problem
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        told = [(c.src_pool, c.dst_pool, NO_STARTS, (c.src, c.dst, c.length)) for c in copies]
+        told = [_Told(c.src_pool, c.dst_pool, NO_STARTS, (c.src, c.dst, c.length)) for c in copies]
         return self._copy(told, lambda: True, write=write)
 
     def _copy(self, told: list[_Told], may_begin: Callable[[], bool], *, write: bool) -> Handle:
         if not told:
             return Done()
         launch = partial(self._launch, told, write=write)
-        nbytes = partial(_told_bytes, told)
-        copy = CudaCopy(launch, may_begin, self.check, self._end.pace, nbytes)
+        copy = CudaCopy(
+            launch, may_begin, self.check, self._end.pace, lambda: sum(one.nbytes for one in told)
+        )
         copy.begin()
         return copy
 
     def _launch(self, told: list[_Told], *, write: bool) -> tuple[Posted, Callable[[], None]]:
         """Launch copies; they, and what to call once they are over."""
-        far, over = self.mapped({dst if write else src for src, dst, _, _ in told})
+        far, over = self.mapped({one.dst if write else one.src for one in told})
         try:
             near = {pool: at.address for pool, at in self.mine.items()}
             src, dst = (near, far) if write else (far, near)
-            runs = [AddressRuns(src[a], dst[b], starts, spans) for a, b, starts, spans in told]
+            runs = [
+                AddressRuns(src[one.src], dst[one.dst], one.starts, one.spans, one.cast)
+                for one in told
+            ]
             return self._queue.post(runs), over
         except BaseException:
             over()
@@ -237,7 +278,3 @@ class CudaLink(Link):
         for event in events.values():
             with suppress(DriverError):
                 self._end.driver.end_event(self._end.device, event)
-
-
-def _told_bytes(told: list[_Told]) -> int:
-    return sum(len(starts[0]) * int(length.sum()) for _, _, starts, (_, _, length) in told)

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvatlas.geometry import Int64s
 from kvatlas.routing import BlockIds, SpanPattern
+from kvatlas.specs import ElementCast
 
 NO_STARTS = (np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
 """For runs that are told one by one: each span is one."""
@@ -31,6 +32,8 @@ class AddressRuns(NamedTuple):
     """Offsets at the source and at the target; kept on the device as long as they are used."""
     spans: tuple[Int64s, Int64s, Int64s]
     """Offsets at either end, and lengths."""
+    cast: ElementCast | None = None
+    """How elements change on the way: starts and spans are then counted in elements."""
 
 
 class AddressPattern(NamedTuple):
@@ -69,6 +72,11 @@ class DeviceQueue(ABC):
     @abstractmethod
     def post(self, runs: Sequence[AddressRuns]) -> Posted:
         """Copy; nobody waits."""
+
+    def converts(self, cast: ElementCast) -> bool:
+        """Whether runs whose elements change so can be posted."""
+        del cast
+        return False
 
     @abstractmethod
     def close(self) -> None:

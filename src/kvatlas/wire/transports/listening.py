@@ -46,6 +46,15 @@ def own_addresses(host: str) -> list[str]:
     return addresses
 
 
+def is_loopback(address: str) -> bool:
+    """Whether nobody but processes of this host can connect to an address.
+
+    >>> is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("fe80::1%eth0")
+    (True, True, False)
+    """
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
 def listeners() -> dict[int, socket.socket]:
     """Duplicates of the TCP sockets of this process that listen, by inode."""
     found = {}

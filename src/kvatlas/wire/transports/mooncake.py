@@ -38,7 +38,13 @@ from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import split_runs
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
-from kvatlas.wire.transports.listening import connected, listeners, narrow, own_addresses
+from kvatlas.wire.transports.listening import (
+    connected,
+    is_loopback,
+    listeners,
+    narrow,
+    own_addresses,
+)
 
 _MAX_SLICES = 1_000
 _MAX_BYTES = 64 << 20
@@ -83,6 +89,8 @@ class MooncakeTransport(Transport):
     def __init__(self, *, host: str = "127.0.0.1", shared: Shared = "all") -> None:
         super().__init__(shared=shared)
         self.host = host
+        beyond = [one for one in own_addresses(host) if not is_loopback(one)]
+        self.beyond_host = ", ".join(beyond)
         self._engine: Any = make_engine(host)
         self._links: weakref.WeakSet[MooncakeLink] = weakref.WeakSet()
 

@@ -23,6 +23,7 @@ PEER_LOST = "nixlRemoteDisconnectError"
 """What NIXL raises once the connection to a peer broke."""
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _DEVICES = "UCX_NET_DEVICES"
+_LOOPBACK = "lo"
 _RDMA = Path("/sys/class/infiniband")
 _LONGEST_SLEEP = 5_000
 """Microseconds that a thread which serves peers sleeps at most; what comes wakes it at once."""
@@ -44,6 +45,9 @@ class Agents:
                 f"UCX on {self._device!r}, which is TCP: it ends processes whose readers die",
                 hint='Use the transport "tcp", or over_tcp=True where that does not matter',
             )
+        loopback = backend == "UCX" and self._device == _LOOPBACK
+        self.beyond_host = "" if loopback else f"{backend} on {self._device}"
+        """Where peers of other hosts reach its agents; empty where they do not."""
         self.by_cpu = backend == "UCX" and kind == "DRAM" and not _has_rdma()
         """Whether bytes arrive only while an agent of this process is called."""
 
@@ -110,7 +114,7 @@ def _network_device(wanted: str | None) -> str:
     if wanted is not None and setting not in (None, wanted):
         got = f"device={wanted!r} and {_DEVICES}={setting}"
         raise errors.failed(got, hint=f"Unset {_DEVICES}, or leave device out")
-    return wanted or setting or "lo"
+    return wanted or setting or _LOOPBACK
 
 
 def _reads_over_tcp(device: str) -> bool:
@@ -124,7 +128,7 @@ def _reads_over_tcp(device: str) -> bool:
         return False
     named = set(os.environ.get("UCX_TLS", "all").split(","))
     own_host = bool(named & _ON_ONE_HOST) or any(name.startswith("^") for name in named)
-    return devices != ["lo"] or not own_host
+    return devices != [_LOOPBACK] or not own_host
 
 
 def _library() -> Any:

@@ -31,7 +31,7 @@ from kvatlas.wire.connection import tune
 from kvatlas.wire.memory_copy import STEP, Bytes, as_bytes, copy_runs
 from kvatlas.wire.transports import errors, tcp_server
 from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
-from kvatlas.wire.transports.listening import own_addresses
+from kvatlas.wire.transports.listening import is_loopback, own_addresses
 from kvatlas.wire.transports.polled_copy import Stepwise
 from kvatlas.wire.transports.tcp_server import GATHERED, MOST_RUNS, SHORT, RegionServer
 
@@ -75,6 +75,7 @@ class TcpTransport(Transport):
     def __init__(self, *, host: str = "127.0.0.1", shared: Shared = "all") -> None:
         super().__init__(shared=shared)
         self.address = own_addresses(host)[0]
+        self.beyond_host = "" if is_loopback(self.address) else self.address
         try:
             self._server = RegionServer(self.address, lambda: self.reachable)
         except (OSError, RuntimeError) as problem:

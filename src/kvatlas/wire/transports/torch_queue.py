@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.geometry import Int64s
+from kvatlas.specs import ElementCast
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.cuda_streams import LentStream, StreamStock
 from kvatlas.wire.transports.device_queue import (
@@ -103,6 +104,12 @@ class TorchQueue(DeviceQueue):
         """Launch a kernel for each; `choice` overrides how."""
         with self._posting(), self.driver.on(self.number):
             return self._launch(runs, choice)
+
+    def converts(self, cast: ElementCast) -> bool:
+        """Whether the device has both types of elements."""
+        from kvatlas.kernels import can_convert
+
+        return can_convert(cast, self._device)
 
     def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
         """Launches for requests of one shape; None where they have more spans than is foreseen."""
@@ -197,7 +204,7 @@ class TorchQueue(DeviceQueue):
 
     def _launch(self, runs: Sequence[AddressRuns], choice: dict[str, Any]) -> TorchPosted:
         """Launch under the lock: tables are used in the order in which they are uploaded."""
-        from kvatlas.kernels import copy_address_runs
+        from kvatlas.kernels import convert_address_runs, copy_address_runs
 
         use = {"programs": self.programs} | choice
         slots: list[_TableSlot] = []
@@ -208,10 +215,12 @@ class TorchQueue(DeviceQueue):
         with self._no_launch_left_behind():
             try:
                 for one in runs:
-                    copy_address_runs(
-                        one.source, one.target, self.placed(one.starts), one.spans,
-                        stream=self._stream, place=placed, **use,
-                    )  # fmt: skip
+                    told = one.source, one.target, self.placed(one.starts), one.spans
+                    about = {"stream": self._stream, "place": placed, **use}
+                    if one.cast is None:
+                        copy_address_runs(*told, **about)
+                    else:
+                        convert_address_runs(*told, one.cast, **about)
             finally:
                 posted = TorchPosted(self._stream)
                 for slot in slots:

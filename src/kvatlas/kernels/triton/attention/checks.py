@@ -10,18 +10,13 @@ from kvatlas.kernels.triton.attention.layer_launch import AttentionCall
 from kvatlas.kernels.triton.attention.schedule import Schedule, WorkSplit
 
 
-def check(
-    call: AttentionCall,
-    queries: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    max_queries: int | None,
-    prepared: bool,
+def check_kinds(
+    call: AttentionCall, queries: torch.Tensor | None, starts: torch.Tensor | None
 ) -> None:
-    """Refuse what no kernel can be trusted with; ids and lengths in debug mode alone."""
-    sink_logits = call.sink_logits
+    """Refuse tensors of another device, dtype or number of axes than kernels take."""
     checks.same_device(
         call.layer.buffer.device, q=call.q, out=call.out, tables=call.tables,
-        lengths=call.lengths, queries=queries, starts=starts, sink_logits=sink_logits,
+        lengths=call.lengths, queries=queries, starts=starts, sink_logits=call.sink_logits,
     )  # fmt: skip
     checks.integers(call.tables, "tables", axes=2)
     checks.integers(call.lengths, "lengths", axes=1)
@@ -29,8 +24,18 @@ def check(
         checks.integers(queries, "queries", axes=1)
     if starts is not None:
         checks.integers(starts, "starts", axes=1)
-    if sink_logits is not None:
-        checks.rows_of(sink_logits, "sink_logits", (call.q.shape[1],))
+
+
+def check_counts(
+    call: AttentionCall,
+    queries: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    max_queries: int | None,
+    prepared: bool,
+) -> None:
+    """Refuse sequences that do not fit together; ids and lengths in debug mode alone."""
+    if call.sink_logits is not None:
+        checks.rows_of(call.sink_logits, "sink_logits", (call.q.shape[1],))
     count = call.lengths.shape[0]
     fits = call.tables.shape[0] == count
     if fits and prepared and queries is None and starts is None:

@@ -39,18 +39,23 @@ def powers(begin, end):
 
 @gluon.constexpr_function
 def loads_of(wide, count, bits, tile, warps):
-    """Who loads which words of rows that are taken apart: four threads share a row.
+    """Who loads which words of rows that are taken apart.
 
-    They load `wide` words each at a time, and store these as elements of 16 bits. Rows of a
-    warp are in an order in which threads that store at once have banks of their own.
+    Threads load `wide` words each at a time, and store these as elements of 16 bits. Four share a
+    row, or eight where it has elements of 8 bits that are loaded in small pieces: a warp takes as
+    many turns at the cache as it loads rows at once. Rows of a warp are in an order in which
+    threads that store at once have banks of their own.
     """
-    columns = [*powers(1, wide), *powers(4 * wide, count)]
+    lanes = 8 if bits == 8 and wide < 4 else 4
+    across = lanes * wide
     rows = [4, 2, 1] if 64 * wide // bits < 32 else [1, 2, 4]
-    end = 8 * warps
+    of_warp = rows[: (32 // lanes).bit_length() - 1]
+    end = 32 // lanes * warps
+    columns = [*powers(1, wide), *powers(across, count)]
     return gl.DistributedLinearLayout(
         [*([0, n] for n in columns), *([n, 0] for n in powers(end, tile))],
-        [[0, wide], [0, 2 * wide], *([n, 0] for n in rows)],
-        [[n, 0] for n in powers(8, end)], [], [tile, count],
+        [*([0, n] for n in powers(wide, across)), *([n, 0] for n in of_warp)],
+        [[n, 0] for n in (*rows[len(of_warp) :], *powers(8, end))], [], [tile, count],
     )  # fmt: skip
 
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from kvatlas.cache import LayerCache
-from kvatlas.kernels.triton import checks, hadamard, tune
+from kvatlas.kernels.triton import checks, hadamard, relaunch, tune
 from kvatlas.kernels.triton.addresses import batch_rows
 from kvatlas.kernels.triton.attention import arguments as calls
 from kvatlas.kernels.triton.attention import checks as batches
+from kvatlas.kernels.triton.attention.batch_kind import batch_kind
 from kvatlas.kernels.triton.attention.layer_launch import (
     AttentionCall,
     LayerLaunch,
@@ -126,50 +127,66 @@ def _run(
     max_queries: int | None,
     prepared: Schedule | None,
 ) -> None:
-    batches.check(call, queries, starts, max_queries, prepared is not None)
+    launch = call.launch
+    kind = batch_kind(call, queries, starts, prepared)
+    known = launch.compiled.get(kind)
+    if known is None:
+        batches.check_kinds(call, queries, starts)
+    batches.check_counts(call, queries, starts, max_queries, prepared is not None)
     if not call.q.shape[0] or not call.lengths.shape[0]:
         return
-    launch = call.launch
+    compiled: relaunch.Compiled = {} if known is None else known
     with tune.on(call.q.device):
         rotated = _rotated(call.q, launch.shape.k.kind)
         if rotated is not call.q:
             call = call._replace(q=rotated)
         if prepared is None:
-            prepared = scheduled(launch.split, call.lengths, queries, starts, launch.early)
+            prepared = scheduled(
+                launch.split, call.lengths, queries, starts, launch.early, compiled
+            )
         else:
             batches.refuse_schedule(prepared, launch.split, call.lengths.shape[0])
-        _decode(call, prepared)
+        _decode(call, prepared, compiled)
         if launch.prefill is not None:
-            _prefill(call, launch.prefill, prepared)
+            _prefill(call, launch.prefill, prepared, compiled)
         if launch.shape.v.kind == "int4":
             hadamard.rotate_back(call.out, prepared.ends[0])
+    if known is None and call.q.is_cuda:
+        relaunch.keep(launch.compiled, kind, kind.tensors, compiled)
 
 
-def _decode(call: AttentionCall, plan: Schedule) -> None:
+def _decode(call: AttentionCall, plan: Schedule, compiled: relaunch.Compiled) -> None:
     launch, scoring, sequences = call.launch, call.scoring, call.lengths.shape[0]
-    use, shape = launch.decode, launch.shape
+    use, shape, early = launch.decode, launch.shape, launch.early["EARLY"]
     partials = plan.partials(use.rows_of_partials, shape.out.width)
     batch = calls.BatchSequences(call.lengths, plan.ends, sequences)
     target = batch_rows(call.out)
-    use.kernel[(use.workers * use.programs,)](
-        batch_rows(call.q), target, call.cache, batch, partials, scoring, SHAPE=shape,
-        TILING=use.tiling, WORDS=use.words, EARLY=launch.early["EARLY"], **use.options,
+    relaunch.launch(
+        use.kernel, (use.workers * use.programs, 1, 1),
+        (batch_rows(call.q), target, call.cache, batch, partials, scoring),
+        {"SHAPE": shape, "TILING": use.tiling, "WORDS": use.words, "EARLY": early},
+        use.options, compiled,
     )  # fmt: skip
     at_once = min(use.programs * use.depth, max(1, MERGED_AT_ONCE // sequences))
-    merge[(sequences, at_once)](
-        target, batch, partials, scoring, use.workers, OUT=shape.out, TILING=use.tiling,
-        DEPTH=use.depth, FEW=plan.split.few, WRAP=use.words.wrap, num_warps=4, **launch.early,
+    relaunch.launch(
+        merge, (sequences, at_once, 1), (target, batch, partials, scoring, use.workers),
+        {"OUT": shape.out, "TILING": use.tiling, "DEPTH": use.depth, "FEW": plan.split.few,
+         "WRAP": use.words.wrap, "EARLY": early},
+        {"num_warps": 4, **launch.early}, compiled,
     )  # fmt: skip
 
 
-def _prefill(call: AttentionCall, use: PrefillLaunch, plan: Schedule) -> None:
+def _prefill(
+    call: AttentionCall, use: PrefillLaunch, plan: Schedule, compiled: relaunch.Compiled
+) -> None:
     launch, sequences = call.launch, call.lengths.shape[0]
     batch = calls.BatchSequences(call.lengths, plan.ends, sequences)
     units = call.q.shape[0] * launch.shape.out.group // use.tiling.rows + sequences
     programs = units * launch.heads
     if sequences == 1:
         programs = min(programs, use.most)
-    use.kernel[(programs,)](
-        batch_rows(call.q), batch_rows(call.out), call.cache, batch, call.scoring,
-        SHAPE=launch.shape, TILING=use.tiling, **use.options,
+    relaunch.launch(
+        use.kernel, (programs, 1, 1),
+        (batch_rows(call.q), batch_rows(call.out), call.cache, batch, call.scoring),
+        {"SHAPE": launch.shape, "TILING": use.tiling}, use.options, compiled,
     )  # fmt: skip

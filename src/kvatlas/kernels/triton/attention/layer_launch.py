@@ -7,6 +7,7 @@ of a call is to look at its tensors and to launch.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from kvatlas.kernels.triton.attention.decode_device import decode
 from kvatlas.kernels.triton.attention.prefill_device import prefill
 from kvatlas.kernels.triton.attention.schedule import WorkSplit, fit_of
 from kvatlas.kernels.triton.attention.walk_device import LOG2E
+from kvatlas.kernels.triton.relaunch import Compiled
 from kvatlas.kernels.triton.storage_formats import SideRows, StoredSide
 from kvatlas.specs import Attention, LatentAttention
 
@@ -98,6 +100,8 @@ class LayerLaunch(NamedTuple):
     """None where no sequence has so many queries."""
     early: dict[str, Any]
     """What a kernel is launched with that waits for the one before by itself."""
+    compiled: dict[Hashable, Compiled]
+    """What was compiled for batches of a kind, whose tensors were looked at then."""
 
 
 class AttentionCall(NamedTuple):
@@ -170,7 +174,7 @@ def _worked_out(
             many = prefill_on_hopper(many, key, shape, (k.at, v.at))
     return LayerLaunch(
         heads, k.at, v.at, shape, scoring, split, few, many,
-        tune.dependent_launch(layer.buffer.device),
+        tune.dependent_launch(layer.buffer.device), {},
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvatlas.kernels.triton import tune
+from kvatlas.kernels.triton import relaunch, tune
 from kvatlas.kernels.triton.attention.schedule_device import count_tiles
 
 
@@ -89,7 +89,16 @@ def schedule(
     """The work of a batch, from counts of queries or from where they start."""
     device = lengths.device
     with tune.on(device):
-        return scheduled(split, lengths, queries, starts, tune.dependent_launch(device))
+        return scheduled(split, lengths, queries, starts, tune.dependent_launch(device), {})
+
+
+def sequences_at_once(count: int) -> int:
+    """Sequences whose tiles are counted together, in a batch of so many.
+
+    >>> [sequences_at_once(count) for count in (0, 1, 16, 17, 9000)]
+    [16, 16, 16, 32, 1024]
+    """
+    return min(1024, 1 << max(4, (count - 1).bit_length()))
 
 
 def scheduled(
@@ -98,15 +107,16 @@ def scheduled(
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
     early: dict[str, Any],
+    compiled: relaunch.Compiled,
 ) -> Schedule:
     """The same on the current device, by a launch with such options."""
     count = lengths.shape[0]
     ends = torch.empty((3, count + 1), dtype=torch.int32, device=lengths.device)
-    span = min(1024, 1 << max(4, (count - 1).bit_length()))
-    count_tiles[(1,)](
-        lengths, queries if starts is None else starts, ends, count, SPLIT=split,
-        STARTS=starts is not None, SPAN=span,
-        num_warps=1 if span <= 128 else 4,  # one warp sums without waiting for others
-        **early,
+    span = sequences_at_once(count)
+    relaunch.launch(
+        count_tiles, (1, 1, 1), (lengths, queries if starts is None else starts, ends, count),
+        {"SPLIT": split, "STARTS": starts is not None, "SPAN": span, "EARLY": early["EARLY"]},
+        # One warp sums without waiting for others.
+        {"num_warps": 1 if span <= 128 else 4, **early}, compiled,
     )  # fmt: skip
     return Schedule(ends, split)

@@ -1,0 +1,120 @@
+"""Conversations of coding agents, as kv-cache-tester writes them: one JSON object a file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from kvatlas.pool.traces.trace import (
+    LONGEST_LINE,
+    Progress,
+    Trace,
+    TraceBuilder,
+    bad_trace,
+    check_block,
+)
+
+_HINT = "Give conversations as kv-cache-tester writes them"
+_BAD_JSON = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
+class _AgentRequest(msgspec.Struct, forbid_unknown_fields=True):
+    t: float
+    tokens: int = msgspec.field(name="in")
+    out: int
+    hash_ids: list[int]
+    type: str = ""
+    model: str = ""
+    input_types: msgspec.Raw = msgspec.Raw(b"")
+    output_types: msgspec.Raw = msgspec.Raw(b"")
+    stop: msgspec.Raw = msgspec.Raw(b"")
+    api_time: msgspec.Raw = msgspec.Raw(b"")
+    think_time: msgspec.Raw = msgspec.Raw(b"")
+    ttft: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
+    block_size: int
+    requests: list[msgspec.Raw]
+    """Read one by one, so that one that is none is known by its number."""
+    hash_id_scope: str = "local"
+    id: str = ""
+    models: msgspec.Raw = msgspec.Raw(b"")
+    tool_tokens: int = 0
+    system_tokens: int = 0
+    totals: msgspec.Raw = msgspec.Raw(b"")
+
+
+_CONVERSATION = msgspec.json.Decoder(_Conversation)
+_REQUEST = msgspec.json.Decoder(_AgentRequest)
+
+
+def read_conversations(name: str, files: list[Path], progress: Progress | None) -> Trace:
+    """The requests of all files, in the order of their times."""
+    builder: TraceBuilder | None = None
+    first = 0
+    for place, path in enumerate(files):
+        text, found = _read_file(path)
+        if builder is None:
+            check_block(found.block_size, path.name)
+            builder = TraceBuilder(name, found.block_size, numbered=True)
+        elif found.block_size != builder.block:
+            got = f"{found.block_size} after {builder.block} tokens"
+            raise bad_trace(path.name, "blocks of two sizes", got, "Use one block size")
+        builder.begin(path.name)
+        shift = first if found.hash_id_scope == "local" else 0
+        first += _add_requests(builder, text, found.requests, shift) + 1
+        if progress:
+            progress((place + 1) / len(files))
+    return (builder or TraceBuilder(name, 1)).finish(by_time=True)
+
+
+def _read_file(path: Path) -> tuple[bytes, _Conversation]:
+    """A file and what it says, the requests unread."""
+    if path.stat().st_size > LONGEST_LINE:
+        hint = "Give one conversation a file"
+        raise bad_trace(path.name, "the file is too long", f"{path.stat().st_size:,}", hint)
+    text = path.read_bytes()
+    try:
+        return text, _CONVERSATION.decode(text)
+    except _BAD_JSON as problem:
+        where = _place_of(path, text, problem)
+        raise bad_trace(where, "this is no conversation", problem, _HINT) from None
+
+
+def _add_requests(
+    builder: TraceBuilder, text: bytes, requests: list[msgspec.Raw], shift: int
+) -> int:
+    """A file's requests; the greatest of their ids, before they are shifted."""
+    greatest, end = -1, max(text.find(b'"requests"'), 0)
+    line = 1 + text.count(b"\n", 0, end)
+    for raw in requests:
+        begin = text.find(raw, end)  # they stand there as they were read, one behind the other
+        line += text.count(b"\n", end, begin)
+        where, end = builder.place(line), begin
+        try:
+            one = _REQUEST.decode(raw)
+        except _BAD_JSON as problem:
+            raise bad_trace(where, "this is no request", problem, _HINT) from None
+        if min(one.hash_ids, default=0) < 0:
+            raise bad_trace(where, "an id is negative", min(one.hash_ids), "Correct it")
+        greatest = max(greatest, max(one.hash_ids, default=-1))
+        ids = [shift + each for each in one.hash_ids] if shift else one.hash_ids
+        builder.add(line, ids, one.tokens, one.out, one.t)
+    return greatest
+
+
+def _place_of(path: Path, text: bytes, problem: Exception) -> str:
+    """The file, and the line where its JSON is broken; of a field that is wrong its name is said.
+
+    >>> _place_of(Path("a.json"), b"{" + bytes([10]) + b'"b": }', ValueError("(byte 7)"))
+    'a.json, line 2'
+    """
+    byte = re.search(r"\(byte (\d+)\)", str(problem))
+    if byte is None and "truncated" not in str(problem):
+        return path.name
+    stop = len(text.rstrip()) if byte is None else int(byte[1])
+    line = text.count(b"\n", 0, stop) + 1
+    return f"{path.name}, line {line}"

@@ -1,0 +1,97 @@
+"""Conversions element by element, as runs that lie in the pages of both ends.
+
+Where every element stands for itself, up to a scale of its tensor, both ends have the same
+elements in the same runs, as they have bytes where nothing is converted: an element only has
+other bytes at either end. So everything is counted in elements, at each end in its own, and
+strips, states and grids are those of any route. What copies such runs casts on the way: it needs
+no cells in one order, and no second pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import StridedRuns, merge_runs, tile_alike
+from kvatlas.routing.binding import CompiledPair, RunGrid, compile_pair
+from kvatlas.routing.compiler import GroupPair, NeededShard
+from kvatlas.routing.conversion import way_between
+from kvatlas.routing.converted_stream import ConvertingCompiler
+from kvatlas.routing.request import RequestEnds
+from kvatlas.routing.streams import Stream
+from kvatlas.specs import ElementCast
+
+CastPairs = Mapping[ElementCast | None, list[CompiledPair]]
+"""What moves, by how its elements change; None for what is copied as it is."""
+
+_Strips = dict[tuple[GroupPair, ElementCast | None], list[StridedRuns]]
+
+
+def compile_casts(
+    compiler: ConvertingCompiler, src_rank: int, dst_rank: int, layers: frozenset[str] | None
+) -> CastPairs | None:
+    """What a destination rank reads from a source rank; None where that is not by elements."""
+    strips: _Strips = defaultdict(list)
+    for alike, needed in compiler.choices(src_rank, dst_rank):
+        for name in alike:
+            if layers is None or name in layers:
+                ways = way_between(*compiler.cells(name, needed.field))
+                if ways == "rows" or not _add_layer(compiler, strips, name, needed):
+                    return None
+    pairs: dict[ElementCast | None, list[CompiledPair]] = defaultdict(list)
+    for (pair, cast), own in strips.items():
+        pairs[cast].append(compile_pair(pair, merge_runs(own)))
+    return pairs
+
+
+def cast_grids(pairs: CastPairs, request: RequestEnds) -> list[RunGrid]:
+    """The runs of a request, as sums of starts and spans."""
+    return [
+        replace(grid, cast=cast)
+        for cast, own in pairs.items()
+        for grid in Stream(own, request).grids()
+    ]
+
+
+def _add_layer(
+    compiler: ConvertingCompiler, strips: _Strips, layer: str, needed: NeededShard
+) -> bool:
+    """A layer's strips, field by field; False where elements lie between their multiples."""
+    one, two = compiler.cells(layer, needed.field)
+    copied = way_between(one, two) == "copied"
+    pair = compiler.group_pair(layer, needed)
+    for row in two.rows:
+        cast = None if copied else one.cast_to(two, row.name)
+        try:
+            strips[pair, cast].append(_strip(compiler, layer, needed, row.name, cast))
+        except AtlasError as refused:
+            if refused.code is not Code.MISALIGNED:
+                raise
+            return False
+    return True
+
+
+def _strip(
+    compiler: ConvertingCompiler,
+    layer: str,
+    needed: NeededShard,
+    field: str,
+    cast: ElementCast | None,
+) -> StridedRuns:
+    """One field's runs, in bytes or in elements."""
+    source = needed.sources[0]
+    ends = []
+    for end, index, local in (
+        (compiler.src, source.part, source.local),
+        (compiler.dst, needed.part, needed.local),
+    ):
+        part = end.parts[layer][index]
+        view = end.views(layer, part)[field]
+        placed = view.placement.shift(end.page_offsets[layer][part])
+        axis = view.field.sharding.axis
+        if axis is not None:
+            placed = placed.narrow(axis, local, needed.length)
+        ends.append(placed if cast is None else placed.in_items())
+    return StridedRuns.between(*tile_alike(*ends))

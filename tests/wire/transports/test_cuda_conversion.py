@@ -1,0 +1,152 @@
+"""Formats that change while a GPU copies: what is cast on the way, and what is staged instead."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from kvatlas import AtlasError, Code
+from kvatlas.geometry import DType
+from kvatlas.planning import Plan
+from kvatlas.routing import RunGrid, Starts, scattered
+from kvatlas.specs import ElementCast
+from kvatlas.wire import Memory, Session
+from kvatlas.wire.transports.cuda import CudaTransport
+from tests.planning.models import model_of
+from tests.routing import oracle
+from tests.routing.cases import small_plan
+from tests.routing.converting import assert_converted, conversion_of, fill_sources, scales_of
+from tests.routing.test_conversion import attention
+from tests.wire.test_conversion import hybrid
+from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine, node_of
+
+TOKENS = 40
+
+
+def dense(cache: str, **ask: Any) -> Plan:
+    return small_plan(model_of("dense", {"attn": attention(cache)}), **ask)
+
+
+class Ends:
+    """All ranks of a source and one destination, each a process of its own, without staging."""
+
+    def __init__(self, stack: ExitStack, src: Plan, dst: Plan) -> None:
+        machine, rng, named = FakeMachine(), np.random.default_rng(4), conversion_of(src, dst)
+        tables = scattered(src, TOKENS), scattered(dst, TOKENS)
+        self.move = oracle.Move(src, dst, tables[0], tables[1], (0, TOKENS))
+        memories, self.numbers = fill_sources(self.move, rng)
+
+        def node(made: Plan, rank: int) -> Any:
+            about: Any = {"convert": named, "scales": scales_of(made), "rank": rank}
+            return stack.enter_context(node_of(made, machine, rng, **about))
+
+        self.sources = []
+        for rank, memory in memories.items():
+            source, pools, _ = node(src, rank)
+            for index, pool in memory.pools.items():
+                pools[index][:] = pool
+            self.sources.append(source)
+        self.target, self.pools, self.driver = node(dst, 0)
+        self.before = self.memory()
+
+    def memory(self) -> oracle.Memory:
+        """What the destination holds now."""
+        held = oracle.Memory(self.move.dst, 0, np.random.default_rng(0))
+        for index, pool in self.pools.items():
+            held.pools[index][:] = pool
+        return held
+
+    def pull(self, request: str, **about: Any) -> Any:
+        endpoints = [source.endpoint for source in self.sources]
+        asked: Any = {"dst_blocks": self.move.dst_blocks, "tokens": TOKENS, **about}
+        with Session(self.target, endpoints) as session:
+            return session.pull(request, **asked).wait(20)
+
+    def offer(self, request: str) -> None:
+        for source in self.sources:
+            source.offer(request, self.move.src_blocks, TOKENS)
+
+    def assert_right(self) -> None:
+        assert_converted(self.move, self.numbers, {0: self.before}, {0: self.memory()})
+
+
+def test_elements_are_cast_by_the_copy_that_reads_the_peers_pages() -> None:
+    """Ranks, orders and blocks are unlike too; neither end has a buffer to stage in."""
+    for src, dst in (
+        (dense("fp8", tp=2, layout="LBNHC"), dense("bf16", layout="BHLNC", block_size=32)),
+        (dense("bf16", layout="BLHNC", block_size=32), dense("fp8", layout="LBHNC")),
+        (hybrid("fp8", "fp32", tp=2), hybrid("bf16", "bf16", block_size=32)),
+    ):
+        with ExitStack() as stack:
+            ends = Ends(stack, src, dst)
+            ends.offer("r")
+            done = ends.pull("r")
+            assert done.moved == done.total
+            ends.assert_right()
+            metrics = ends.target.metrics
+            assert metrics.values["gpu_converted_bytes"] == done.total
+            assert metrics.seconds["converted"] > 0
+            assert "staged" not in metrics.seconds
+
+
+def test_layers_are_cast_as_they_are_written() -> None:
+    with ExitStack() as stack:
+        ends = Ends(stack, dense("bf16", layout="BLHNC"), dense("fp8", block_size=32))
+        (source,) = ends.sources
+        source.offer("r", ends.move.src_blocks, TOKENS, layered=True)
+        for name in source.plan.layers:
+            source.layer_written("r", name)
+        done = ends.pull("r", streamed=True)
+        assert done.layers == set(source.plan.layers)
+        ends.assert_right()
+
+
+def test_what_cannot_be_cast_on_the_way_is_staged() -> None:
+    """Which neither end can, without buffers: it is said before anything is posted."""
+    cases: list[tuple[str, dict[str, Any], set[str]]] = [
+        ("int8_per_token_head", {}, set()),
+        ("fp8", {"checksums": True}, set()),
+        ("fp8", {"how": "staged"}, set()),
+        ("fp8", {}, {"e4m3"}),
+    ]
+    for cache, about, lacks in cases:
+        with ExitStack() as stack:
+            ends = Ends(stack, dense("bf16"), dense(cache))
+            ends.driver.lacks |= lacks
+            ends.offer("r")
+            with pytest.raises(AtlasError) as refused:
+                ends.pull("r", **about)
+            assert refused.value.code is Code.TOO_MANY
+            assert "post" not in dict(ends.driver.log)
+
+
+def test_runs_of_elements_stay_inside_and_at_their_multiples() -> None:
+    machine = FakeMachine()
+    cast = ElementCast(DType.of("bf16"), DType.of("fp32"))
+    ends = []
+    for odd in (0, 1):
+        driver = FakeCuda(machine)
+        whole, _ = driver.allocate(65)
+        transport = CudaTransport(driver=driver, share=1.0)
+        transport.register({0: Memory(whole.address, 64, "cuda:0")})
+        if odd:
+            transport.register({1: Memory(whole.address + 1, 64, "cuda:0")})
+        ends.append(transport)
+    target, source = ends
+    link = target.connect(source.publish(), source.memory)
+    none = np.zeros(1, np.int64)
+    for pool, first, code in ((0, 1, Code.OUT_OF_BOUNDS), (1, 0, Code.WIRE_FAILED)):
+        spans = none, none + first, none + 16
+        grid = RunGrid(pool, 0, Starts.of(none, none), *spans, cast)
+        assert link.converts([grid]) == (pool == 0)
+        with pytest.raises(AtlasError) as refused:
+            link.read_grids([grid])
+        assert refused.value.code is code
+    link.close()
+    for one in ends:
+        one.close()
