@@ -227,8 +227,8 @@ GALLERY := Qwen3-8B gpt-oss-20b Llama-3.1-70B Gemma-3-27B DeepSeek-V3.2 DeepSeek
 map-gallery: $(PAGE)/.installed  ## Maps of ten models in site/maps, with pictures of every width, and prints
 	$(PAGE)/bin/python -m tests.page.gallery site/maps $(GALLERY)
 
-map-figures: $(PAGE)/.installed  ## Every model's map in a browser: its size, first drawing and slowest answer
-	$(PAGE)/bin/python -m tests.page.figures
+map-figures: $(PAGE)/.installed  ## Every model's map in a browser, or those of MODELS: its size, first drawing and slowest answer
+	$(PAGE)/bin/python -m tests.page.figures $(MODELS)
 
 # Pictures that the documents show: one block of a small model in each order, and the page itself.
 PICTURES := docs/images

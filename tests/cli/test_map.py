@@ -33,11 +33,11 @@ def test_pictures_and_text_go_to_the_terminal() -> None:
     assert "sliding_window" in shown("map", "gpt-oss-20b", "--text")
 
 
-def test_a_plan_of_a_million_blocks_is_drawn(tmp_path: Path) -> None:
+def test_a_plan_of_a_million_blocks_and_ten_thousand_layers_is_drawn(tmp_path: Path) -> None:
     saved = tmp_path / "large.json"
     saved.write_bytes(large_plan("BLNHC").to_json())
     assert "Wrote" in shown("map", str(saved), "-o", str(tmp_path / "map.html"))
-    assert "B 1,000,000 blocks > L 4,096 layers" in shown("map", str(saved), "--text")
+    assert "B 1,000,000 blocks > L 10,000 layers" in shown("map", str(saved), "--text")
 
 
 def test_refusals_are_short_and_coded(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_refusals_are_short_and_coded(tmp_path: Path) -> None:
     text = good.read_text()
     damaged = {"cut.json": text[:3000], "wrong.json": text.replace('"page_stride":', '"x":')}
     layer = text[text.index('{"name":') : text.index("}}") + 2]
-    damaged["layers.json"] = text.replace(layer, ",".join([layer] * 10_000), 1)
+    damaged["layers.json"] = text.replace(layer, ",".join([layer] * 17_000), 1)
     for name, content in damaged.items():
         (tmp_path / name).write_text(content)
     cases = [

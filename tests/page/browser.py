@@ -22,8 +22,11 @@ class Browser:
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
+        self._opened: set[str] = set()
 
-    def open(self, page: Path) -> None:
+    def open(self, page: Path, *inner: Path) -> None:
+        """Show a page, which has no other file than `inner` ones."""
+        self._opened |= {one.as_uri() for one in (page, *inner)}
         self.driver.get(page.as_uri())
 
     def do(self, script: str, *args: Any) -> Any:
@@ -82,13 +85,13 @@ class Browser:
         return facts
 
     def complaints(self) -> list[Any]:
-        """What the console said, and requests other than for the page itself."""
+        """What the console said, and requests other than for the pages themselves."""
         said = list(self.driver.get_log("browser"))
         for entry in self.driver.get_log("performance"):
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
                 url = message["params"]["request"]["url"]
-                if not url.startswith(("file:///", "data:")):
+                if url not in self._opened and not url.startswith("data:"):
                     said.append(url)
         return said
 

@@ -1,21 +1,23 @@
 """How large pages are and how soon they answer: every model of the catalogue, in a browser.
 
-    python -m tests.page.figures [MODEL ...]
+    python -m tests.page.figures [MODEL | large-LBNHC | large-BHLNC | route ...]
 
 First drawing is from opening the file to the first paint. An answer is from the press of a key,
 real input, to the moment when the first frame behind it is seen: what the browser itself reports
 as an event's duration, in steps of 8 ms, with rasters and all. Each is asked of a page at rest,
-with what is asked in sight, as a reader has it. That frame has the picture, or its first rows, or
-the beginning of a motion; `whole` is when all rows and words were painted, too, and stands for an
-answer that the browser tells nothing of. Beside them is the time that the page's own thread had a
-core, which a busy machine changes little. Ends with 1 where a limit is missed, or a page is too
-large, complains, or asks for anything.
+with what is asked in sight, as a reader has it. That frame has the picture, or its first rows; a
+motion begins with the picture as it was, so there it has the controls. `whole` is when all rows
+and words were painted, too, or what moves for the first time, and stands for an answer that the
+browser tells nothing of. Beside them is the time that the page's own thread had a core, which a
+busy machine changes little. Ends with 1 where a limit is missed, or a page is too large,
+complains, or asks for anything.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -53,7 +55,7 @@ if (window.watch) watch.disconnect(); // what was asked before shall not answer 
 addEventListener("keydown", (event) => {
   act();
   const wait = () => requestAnimationFrame(() => {
-    if (painting || wordsDue) { wait(); return; }
+    if (painting || wordsDue || (inMotion && !motion)) { wait(); return; }
     const { port1, port2 } = new MessageChannel();
     port1.onmessage = () => { whole = performance.now() - event.timeStamp; };
     port2.postMessage(0);
@@ -148,16 +150,28 @@ def core_time(browser: Browser) -> float:
     return 1000 * float(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
 
 
-def pages(folder: Path, models: list[str]) -> Iterator[tuple[str, Path]]:
-    """Pages as the command line makes them, two larger than any model's, and a route."""
-    for model in models or list(catalogue()):
-        yield model, make_page(model, folder)
-    for order in ("LBNHC", "BHLNC"):
-        page = folder / f"{order}.html"
-        yield f"10^6 blocks, 4,096 layers, {order}", kvatlas.map(large_plan(order)).save(page)
+def pages(folder: Path, chosen: list[str]) -> Iterator[tuple[str, Path]]:
+    """Pages as the command line makes them, two larger than any model's, and a route.
+
+    Of these, where names are given, the ones that are chosen.
+    """
+    made = {model: partial(make_page, model, folder) for model in catalogue()}
+    made |= {f"large-{order}": partial(large_page, order, folder) for order in ("LBNHC", "BHLNC")}
+    made["route"] = partial(route_page, folder)
+    for name in chosen or made:
+        yield name, made.get(name, partial(make_page, name, folder))()
+
+
+def large_page(order: str, folder: Path) -> Path:
+    """Of a million blocks and ten thousand layers."""
+    return kvatlas.map(large_plan(order)).save(folder / f"large-{order}.html")
+
+
+def route_page(folder: Path) -> Path:
+    """Of a route of many runs."""
     src = plan("Qwen3-8B", memory="40GiB", tp=2, layout="LBNHC")
     dst = plan("Qwen3-8B", memory="40GiB", tp=4, layout="BHLNC")
-    yield "a route of Qwen3-8B", kvatlas.map(src, dst).save(folder / "route.html")
+    return kvatlas.map(src, dst).save(folder / "route.html")
 
 
 def main() -> int:

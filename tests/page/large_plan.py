@@ -1,4 +1,4 @@
-"""A plan of a million blocks and as many layers as plans may have: drawn as a sample."""
+"""A plan of a million blocks and ten thousand layers: drawn as a sample."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 from kvatlas.planning import Plan, plan
 
-BLOCKS, LAYERS = 10**6, 4096
+BLOCKS, LAYERS = 10**6, 10**4
 
 
 def large_plan(order: str) -> Plan:

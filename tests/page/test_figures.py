@@ -30,3 +30,13 @@ def test_what_is_asked_is_in_sight_and_answers_for_itself_alone(
         assert browser.do("return !ended.includes(watch)")
     finally:
         browser.resize(1280, 900)
+
+
+def test_a_page_may_ask_for_no_file_but_its_own(browser: Browser, tmp_path: Path) -> None:
+    beside, page = tmp_path / "beside.css", tmp_path / "page.html"
+    beside.write_text("")
+    page.write_text('<link rel="icon" href="data:,"><link rel="stylesheet" href="beside.css">')
+    browser.open(page)
+    assert browser.complaints() == [beside.as_uri()]
+    browser.open(page, beside)
+    assert browser.complaints() == []

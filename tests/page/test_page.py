@@ -34,26 +34,30 @@ FEWER_ORDERS = {("DeepSeek-V4-Flash", None): 2, ("Qwen3-8B", "nvfp4"): 4}
 """Orders that backends take, where they are not all six."""
 ROUTES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense": ("Qwen3-8B", {"tp": 2, "layout": "BLHNC"}, {"tp": 4, "layout": "BHLNC"}),
-    "tp-sliced": ("Qwen3-8B", {"tp": 4, "layout": "LBNHC"}, {"pp": 2, "block_size": 32}),
-    "sliding": ("gpt-oss-20b", {"layout": "LBHNC"}, {"tp": 2, "layout": "BHLNC"}),
+    "tp-sliced": (
+        "Qwen3-8B",
+        {"tp": 4, "layout": "LHBNC"},
+        {"pp": 2, "block_size": 32, "layout": "LBHNC"},
+    ),
+    "sliding": ("gpt-oss-20b", {"layout": "LBHNC"}, {"tp": 2, "layout": "LHBNC"}),
     "latent": ("DeepSeek-V2-Lite", {"layout": "LBNHC"}, {"tp": 2, "layout": "BLNHC"}),
     "hybrid": ("Qwen3.5-35B-A3B", {"tp": 2}, {"tp": 1, "layout": "BHLNC"}),
     "compressed": ("DeepSeek-V4-Flash", {}, {"tp": 2, "layout": "BLNHC"}),
     "int4": (
         "Qwen3-8B",
-        {"tp": 2, "kv_dtype": "int4_per_token_head", "layout": "LBNHC"},
-        {"kv_dtype": "int4_per_token_head", "layout": "BHLNC"},
+        {"tp": 2, "kv_dtype": "int4_per_token_head", "layout": "BHLNC"},
+        {"kv_dtype": "int4_per_token_head", "layout": "LBNHC"},
     ),
     "nvfp4": (
         "Qwen3-8B",
-        {"tp": 2, "kv_dtype": "nvfp4", "layout": "LBHNC"},
-        {"kv_dtype": "nvfp4", "layout": "BLNHC"},
+        {"tp": 2, "kv_dtype": "nvfp4", "layout": "BLNHC"},
+        {"kv_dtype": "nvfp4", "layout": "BLHNC"},
     ),
 }
-"""A model and what either end of the route has of its own."""
+"""A model and what either end of the route has of its own; every order is at both ends."""
 TO = " \N{EN DASH} "
-POINTS = 10
-"""Points that are hovered in each order of each kind."""
+POINTS = 60
+"""Points of each kind that are hovered, as many in each of its orders."""
 
 
 def orders(name: str, options: dict[str, Any]) -> list[Plan]:
@@ -128,6 +132,29 @@ def element(cache: Cache, said: dict[str, str]) -> tuple[torch.Tensor, tuple[int
     return layer.field(field.name), tuple(at[axis] for axis in placed.axes), pool
 
 
+def strides(cache: Cache, said: dict[str, str]) -> dict[str, int]:
+    """How far the next element lies along every axis, by the addresses of bound views."""
+    name, _, part = said["layer"].partition(", part ")
+    region, index = cache.plan.region_of(name, int(part or 0))
+    layer, field = cache.parts(name)[int(part or 0)], said["field"].split(",")[0]
+    tensor, place, _ = element(cache, said)
+    axes = layer.place(field).axes
+    blocks, count = region.block // region.kernel_block, dict(zip(axes, tensor.shape, strict=True))
+    steps = {axis: (axis, 1, size) for axis, size in count.items()}
+    steps |= {"B": ("B", blocks, count["B"]), "k": ("B", 1, blocks)}  # views count kernel blocks
+    found = {}
+    for axis, (counted, step, size) in steps.items():
+        if size > step:
+            there, n = list(place), axes.index(counted)
+            there[n] += step if place[n] % size + step < size else -step
+            found[axis] = abs(tensor[tuple(there)].data_ptr() - tensor[place].data_ptr())
+    if len(region.layers) > 1:
+        other = index + 1 if index + 1 < len(region.layers) else index - 1
+        page = cache.parts(region.layers[other].name)[region.part(other)].field(field)
+        found["L"] = abs(page[place].data_ptr() - tensor[place].data_ptr())
+    return found
+
+
 def local_row(ranges: Any, row: int) -> int:
     for held in ranges:
         if held.start <= row < held.start + held.length:
@@ -157,6 +184,8 @@ def check_point(caches: dict[int, Cache], said: dict[str, str], tp_rank: int, gr
     pool[first : last + 1] = 0
     assert not pool.view(torch.int64).any(), said  # the mark is nowhere else
     assert last - first + 1 == tensor.element_size()
+    told = re.findall(r"(\w+)\xa0([\d,]+)", said["stride"])
+    assert {axis: number(text) for axis, text in told} == strides(cache, said), said
     return said["field"].split(",")[0]
 
 
@@ -172,7 +201,7 @@ def test_what_a_hover_says_is_found_in_memory(browser: Browser, tmp_path: Path, 
         for cache in caches.values():
             for pool in cache.pools.values():
                 pool.zero_()
-        for _ in range(POINTS):
+        for _ in range(POINTS // len(made)):
             said = somewhere(browser, dice)
             rank, group = browser.do("return [view.tpRank, view.group]")
             kinds.add(check_point(caches, said, rank, group))
@@ -268,6 +297,12 @@ def common_words(text: str) -> list[str]:
     return re.findall(r"(layer [\w ]+|head \d+)", text)
 
 
+def test_every_order_is_routed_from_and_to() -> None:
+    for end in (1, 2):
+        named = {ends[end].get("layout") for ends in ROUTES.values()}
+        assert named >= {layout.order for layout in ENGINE_LAYOUTS}
+
+
 @pytest.mark.parametrize("kind", ROUTES)
 def test_bands_are_the_runs_that_are_bound(browser: Browser, tmp_path: Path, kind: str) -> None:
     name, *ends = ROUTES[kind]
@@ -279,7 +314,7 @@ def test_bands_are_the_runs_that_are_bound(browser: Browser, tmp_path: Path, kin
     tables, dice, seen = drawn.data.route.tables, random.Random(kind), set()  # noqa: S311
     rows = browser.do("return document.querySelectorAll('#pairs tr').length - 1")
     assert rows == len(drawn.data.route.check["pairs"])
-    for number_of, pair in enumerate(drawn.data.route.pairs[:4]):
+    for number_of, pair in enumerate(drawn.data.route.pairs):
         browser.do("document.querySelectorAll('#pairs tr')[arguments[0] + 1].click()", number_of)
         browser.do("[...byId('shown').querySelectorAll('button, option')].pop().click()")
         bound = route(src, dst).bind(

@@ -71,13 +71,13 @@ def test_a_million_blocks_and_thousands_of_layers_are_a_sample_that_says_so(
         show(browser, tmp_path, large_plan(order))
         assert browser.do("return drawn.rows.length") <= 200
         said = browser.do("return byId('caption').textContent")
-        assert ("of 4,096 rows" in said) == (order == "LBNHC")
+        assert ("A sample: 159 of 10,000 rows, every 63rd." in said) == (order == "LBNHC")
         browser.do("go({ level: 'pool' })")
         assert "of 1,000,000; the others lie alike" in browser.do(
             "return byId('caption').textContent"
         )
-        browser.do("byId('query').value = 'layers.4095'; byId('search').requestSubmit()")
-        assert "4095" in browser.do("return byId('followed').textContent")
+        browser.do("byId('query').value = 'layers.9999'; byId('search').requestSubmit()")
+        assert "9999" in browser.do("return byId('followed').textContent")
     assert browser.complaints() == []
 
 
@@ -87,7 +87,7 @@ def test_what_is_in_a_hidden_frame_is_drawn_once_it_is_shown(
     page = kvatlas.map(plan("gpt-oss-20b", memory="4GiB")).save(tmp_path / "map.html")
     outer = tmp_path / "outer.html"
     outer.write_text(f'<iframe src="{page.name}" width="900" height="700" style="display:none">')
-    browser.open(outer)
+    browser.open(outer, page)
     browser.do("document.querySelector('iframe').style.display = 'block'")
     assert browser.complaints() == []
 
@@ -131,15 +131,43 @@ def test_a_motion_ends_as_the_still_picture_and_gives_way_to_what_comes_next(
         coloured = browser.do(picture)
         browser.prefer(prefers_reduced_motion="no-preference")
         show(browser, tmp_path, first, others=others)
-        moving = "change({ plan: 1 }); setTimeout(arguments[0], 1500)"
-        browser.wait_for(moving)
-        assert browser.do(picture) == still
+        frames = "const [done] = arguments, next = requestAnimationFrame;"
+        seen = "const wait = () => inMotion || painting || wordsDue ? next(wait)"
+        seen += " : next(() => next(() => done(picture.toDataURL()))); wait()"
+        assert browser.wait_for(frames + "change({ plan: 1 });" + seen) == still
+        lower = "return picture.getBoundingClientRect().height - drawn.place.total"
+        assert abs(browser.do(lower)) < 1, "the panel is as high as another plan's picture"
         show(browser, tmp_path, first, others=others)
         next_click = "change({ plan: 1 }); paint.chosen = 'layer'; update();"
-        frames = "const [done] = arguments, next = requestAnimationFrame;"
-        seen = "const wait = () => painting || wordsDue ? next(wait)"
-        seen += " : next(() => next(() => done(picture.toDataURL()))); wait()"
         assert browser.wait_for(frames + next_click + seen) == coloured
+    finally:
+        browser.prefer(prefers_reduced_motion="reduce")
+
+
+def test_the_canvas_keeps_its_size_and_a_motion_begins_with_the_picture_as_it_was(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """Of another size, the browser paints all of the page anew; so it does for a motion's frame."""
+    first, *others = two_orders("Qwen3-8B")
+    show(browser, tmp_path, first, others=others)
+    sizes = browser.do(
+        """
+        const sizes = [], seen = () => sizes.push(`${picture.width} x ${picture.height}`);
+        for (const plan of [0, 1]) {
+          change({ plan });
+          for (const level of ["memory", "pool", "block"]) { go({ level }); seen(); }
+          while (view.level !== "cell") { goIn(firstPoint()); seen(); }
+        }
+        return sizes;
+        """
+    )
+    assert len(sizes) == 10
+    assert len(set(sizes)) == 1
+    try:
+        browser.prefer(prefers_reduced_motion="no-preference")
+        show(browser, tmp_path, first, others=others)
+        stays = "const before = picture.toDataURL(); change({ plan: 1 });"
+        assert browser.do(stays + "return inMotion && picture.toDataURL() === before")
     finally:
         browser.prefer(prefers_reduced_motion="reduce")
 
@@ -257,7 +285,7 @@ def test_pictures_painted_in_several_frames_are_whole_and_words_follow(
     try:
         show(browser, tmp_path, made[0], others=made[1:])
         browser.do(act)
-        looks = "return [picture.toDataURL(), document.body.innerText, byId('stage').style.height]"
+        looks = "return [picture.toDataURL(), document.body.innerText, picture.style.height]"
         at_once = browser.do(looks)
         browser.prefer(prefers_reduced_motion="no-preference")
         show(browser, tmp_path, made[0], others=made[1:])

@@ -3,11 +3,23 @@
 
 const MOST_MOVING = 800; // cells: they are found before the first frame of a motion
 
-let motion = 0; // the frame that is asked for
+const motionLater = later();
+let motion = 0; // the frame that is asked for, if any was
+let inMotion = false;
+
+// Has cells move from where they were. A motion begins with the picture as it was, so the first frame, for which a reader
+// waits, shows the controls alone.
+function startMotion(from) {
+  inMotion = true;
+  motionLater(() => animate(from, cellsShown()));
+}
 
 // Ends what goes on from frame to frame: a motion, and rows that are still to be painted.
 function stopMotion() {
   cancelAnimationFrame(motion);
+  motion = 0;
+  motionLater(null);
+  inMotion = false;
   rowsLater(null);
   painting = false;
 }
@@ -70,13 +82,13 @@ function animate(from, to) {
   const moving = [...to].filter(([key]) => from.has(key)).map(([key, cell]) => ({
     one: from.get(key), two: cell, colour: colourOf(plan(), view, cell.point, paint.mode), lit: follows(cell.point, paint.follow, view.tpRank),
   }));
-  if (!moving.length) { paintPicture(); return; }
-  const begin = performance.now(), { width, total } = drawn.place;
+  if (!moving.length) { endMotion(); return; }
+  const begin = performance.now(), { width } = drawn.place;
   const step = (now) => {
     const share = Math.max(0, Math.min(1, (now - begin) / 650)); // a frame's time may lie before what asked for it
-    if (share === 1) { paintPicture(); return; }
+    if (share === 1) { endMotion(); return; }
     const eased = share < 0.5 ? 4 * share ** 3 : 1 - (2 - 2 * share) ** 3 / 2;
-    fitCanvas(picture, width, total);
+    clearPicture(width);
     for (const { one, two, colour, lit } of moving) {
       pen.globalAlpha = lit ? 0.95 : 0.15;
       pen.fillStyle = colour;
@@ -87,4 +99,9 @@ function animate(from, to) {
     motion = requestAnimationFrame(step);
   };
   motion = requestAnimationFrame(step);
+}
+
+function endMotion() {
+  inMotion = false;
+  paintPicture();
 }

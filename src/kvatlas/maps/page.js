@@ -12,6 +12,7 @@ let drawn = { rows: [], labels: [], place: null, every: 1, of: 0, memory: [] };
 let cursor = null;
 let printing = false;
 let pictureWidth = 0; // asked once for each drawing, for the browser lays out all of the page to answer
+let pictureHeight = 0; // of what is drawn, or about to be
 
 const plan = () => data.plans[view.plan];
 
@@ -43,20 +44,31 @@ const words = (kind) => kind.replaceAll("_", " ");
 
 // -- drawing ----------------------------------------------------------------------------------
 
-// Gives a canvas its size, and empties it. New memory is taken only where the size is another.
+// Gives a canvas its size, and empties it.
 function fitCanvas(canvas, width, height) {
+  clearCanvas(canvas, width, height);
+  canvas.style.height = `${height}px`;
+}
+
+// Empties a canvas of some size. New memory is taken only where the size is another.
+function clearCanvas(canvas, width, height) {
   const ratio = pixelRatio(), context = canvas.getContext("2d");
   const [across, down] = [Math.round(width * ratio), Math.round(height * ratio)];
   if (canvas.width !== across || canvas.height !== down) {
     canvas.width = across;
     canvas.height = down;
-    canvas.style.height = `${height}px`;
   }
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
 }
 
-// Draws the picture; where cells are about to move, what they move over is left to the motion.
+// Empties the picture. Its canvas has room for any other, and as much of it is seen as is drawn: of another size it would
+// be new to the browser, which then paints all of the page anew.
+function clearPicture(width) {
+  clearCanvas(picture, width, printing ? pictureHeight : Math.max(pictureHeight, tallestPicture()));
+}
+
+// Draws the picture; where cells are about to move, it stays as it is until they do.
 function render(moving) {
   if (!pictureWidth) return; // in a frame that is not shown
   view.width = pictureWidth < 560 ? 16 : 32;
@@ -75,12 +87,13 @@ function arrange(width) {
   const left = labels.reduce((most, label) => Math.max(most, pen.measureText(label).width), 0) + rem();
   const place = layOut(rows, width, Math.round(Math.min(left, width * 0.3)), view.level);
   drawn = { rows, labels, place, every, of, memory: [] };
+  pictureHeight = place.total;
 }
 
 function paintPicture() {
   const { rows, labels, place } = drawn;
   if (!place) return;
-  fitCanvas(picture, place.width, place.total);
+  clearPicture(place.width);
   paintRows(pen, plan(), view, rows, place, paint);
   paintLabels(labels, place);
 }
@@ -122,7 +135,8 @@ function memoryParts() {
 
 function renderMemory(width) {
   const parts = memoryParts(), tall = Math.round(innerHeight * 0.48), total = parts.reduce((sum, part) => sum + part.bytes, 0);
-  fitCanvas(picture, width, tall + 4);
+  pictureHeight = tall + 4;
+  clearPicture(width);
   drawn = { rows: [], labels: [], place: null, every: 1, of: 0, memory: [] };
   let x = 0;
   for (const part of parts) {
@@ -202,7 +216,7 @@ function change(changes) {
   const lit = paint.follow && changes.group === undefined ? runsOf(chosenBy(paint.follow)) : { many: 0 };
   if (lit && !lit.many) paint.follow = null; // what is followed is not in what is shown now
   update(Boolean(from));
-  if (from) animate(from, cellsShown());
+  if (from) startMotion(from);
 }
 
 // -- events ---------------------------------------------------------------------------------------
@@ -211,10 +225,8 @@ function change(changes) {
 // click does not wait for them. Until then what is below the picture stays where it is, for moving it means painting
 // it. Who wants stillness gets all at once.
 function update(moving) {
-  if (stillness()) { showPicture(moving); showWords(); return; }
-  const { style, clientHeight } = byId("stage"), held = !wordsDue;
-  showPicture(moving); // asks for the page's size: behind a change of style the browser would lay it out once more
-  if (held) [style.height, style.overflow] = [`${clientHeight}px`, "clip"];
+  showPicture(moving);
+  if (stillness()) { showWords(); return; }
   wordsDue = true;
   wordsLater(showWords);
 }
@@ -234,10 +246,9 @@ function showPicture(moving) {
 }
 
 function showWords() {
-  const { style } = byId("stage");
   wordsDue = false;
-  style.height = style.overflow = "";
   if (!pictureWidth) return;
+  picture.style.height = `${pictureHeight}px`;
   say("title", data.route ? `${data.title}: ${routeEnds().map(endName).join(" → ")}` : data.title);
   say("answer", `${summary()} ${plan().answer}`);
   renderMinimap();

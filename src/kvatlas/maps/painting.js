@@ -38,10 +38,16 @@ const pixelRatio = () => (printing ? 2 : window.devicePixelRatio || 1);
 function layOut(rows, width, left, level) {
   const widest = rows.reduce((most, row) => Math.max(most, row.nbytes), 1);
   const highest = rem() * (level === "cell" ? 2.9 : rows.length < 9 ? 6 : 3.3);
-  const [lowest, room] = printing ? [2, data.route ? PAPER.aboveRoute : PAPER.height] : [7, innerHeight * 0.6];
+  const [lowest, room] = printing ? [2, data.route ? PAPER.aboveRoute : PAPER.height] : [LOWEST_ROW, roomForRows()];
   const height = Math.max(lowest, Math.min(highest, Math.floor(room / Math.max(1, rows.length))));
-  return { left, scale: (width - left - 2) / widest, height, gap: height > 12 ? 3 : 1, width, top: 5, total: rows.length * height + 10 };
+  return { left, scale: (width - left - 2) / widest, height, gap: height > 12 ? 3 : 1, width, top: ABOVE_ROWS, total: rows.length * height + 2 * ABOVE_ROWS };
 }
+
+const LOWEST_ROW = 7, ABOVE_ROWS = 5; // pixels
+const roomForRows = () => innerHeight * 0.6;
+
+// How high a picture may be on this screen, whatever it shows.
+const tallestPicture = () => Math.ceil(Math.max(roomForRows(), MOST_ROWS * LOWEST_ROW)) + 2 * ABOVE_ROWS;
 
 // How often a pixel's bytes are looked up: an answer within a tenth of a second allows so many lookups, and
 // more than a few of a pixel are not told apart. Where rows are many, pixels share some; a single row is painted

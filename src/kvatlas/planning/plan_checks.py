@@ -24,8 +24,9 @@ from kvatlas.planning.sized_layers import (
     page_of,
 )
 from kvatlas.planning.topology import MOST_RANKS
+from kvatlas.specs import Spec
 
-MOST_PAGES = 4096
+MOST_PAGES = 16_384
 """Pages of a block, over all layers, parts and stages: real models have a few hundred."""
 
 MOST_REGIONS = 2048
@@ -112,8 +113,8 @@ def _check_region(plan: PlanData, region: Region) -> None:
     page, split = region.first_page(plan.tp), region.block // region.kernel_block
     if split > 1 and region.page_bytes != page.nbytes * split:
         raise _bad(f"a page of {region.page_bytes} bytes for {split} of {page.nbytes}")
-    for spec in dict.fromkeys(layer.spec for layer in region.layers):
-        name = next(layer.name for layer in region.layers if layer.spec == spec)
+    for index in _unlike_layers(region):
+        name, spec = region.layers[index].name, region.layers[index].spec
         own = page_of(spec, region.kernel_block, plan.tp * region.splits)
         if (own.heads, own.states, own.content) != (page.heads, page.states, page.content):
             raise _bad(f"layer {name} in a region of unlike pages")
@@ -165,7 +166,9 @@ def _check_views(
 
 def _unlike_layers(region: Region) -> Iterator[int]:
     """Indices of the first layer of each spec."""
-    first = {layer.spec: index for index, layer in reversed([*enumerate(region.layers)])}
+    first: dict[Spec, int] = {}
+    for index, layer in enumerate(region.layers):
+        first.setdefault(layer.spec, index)
     yield from first.values()
 
 

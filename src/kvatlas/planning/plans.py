@@ -26,7 +26,7 @@ from kvatlas.planning.plan_data import PlanData
 from kvatlas.planning.plan_parts import Pool, Region
 from kvatlas.specs import Spec
 
-LARGEST_JSON = 2 << 20
+LARGEST_JSON = 4 << 20
 """Bytes of the largest plan that is read; those of real models have at most 150,000."""
 
 VERSION = 1
