@@ -298,9 +298,8 @@ def common_words(text: str) -> list[str]:
 
 
 def test_every_order_is_routed_from_and_to() -> None:
-    for end in (1, 2):
-        named = {ends[end].get("layout") for ends in ROUTES.values()}
-        assert named >= {layout.order for layout in ENGINE_LAYOUTS}
+    for ends in zip(*((src, dst) for _, src, dst in ROUTES.values()), strict=True):
+        assert {end.get("layout") for end in ends} >= {layout.order for layout in ENGINE_LAYOUTS}
 
 
 @pytest.mark.parametrize("kind", ROUTES)

@@ -12,16 +12,8 @@ import pytest
 from kvatlas.pool import EventRecording, ReceivedBatch, Trace, read_trace
 from kvatlas.pool.events import decode_batch
 from kvatlas.pool.traces.content_ids import ids_of
-from tests.vllm.test_hit_rates import (
-    BLOCK,
-    SAMPLE,
-    chunks,
-    ending_with_blocks,
-    manager_of,
-    tokens_of,
-)
-
-pytest.importorskip("vllm")
+from tests.vllm.made_up_groups import BLOCK, chunks, manager_of, tokens_of
+from tests.vllm.test_hit_rates import SAMPLE, ending_with_blocks
 
 
 class Served:
@@ -90,7 +82,7 @@ def expected(prompts: list[list[int]]) -> tuple[list[int], list[int]]:
 
 def sample() -> list[Trace]:
     trace = read_trace(SAMPLE)
-    return [trace, ending_with_blocks(trace)]
+    return [trace, ending_with_blocks(trace, BLOCK)]
 
 
 @pytest.mark.parametrize("report", [False, True], ids=["stored", "reported"])

@@ -59,7 +59,7 @@ def test_events_of_a_real_block_manager_are_read() -> None:
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from tests.vllm.test_hit_rates import BLOCK, manager_of
+    from tests.vllm.made_up_groups import BLOCK, manager_of
 
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
