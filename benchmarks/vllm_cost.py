@@ -160,15 +160,15 @@ def main() -> None:
     show(
         "What is added beside what else could be, ms",
         [
-            "blocks", "added", "NIXL", "NIXL by runs", "runs", "control", "NixlConnector",
-            "of runs", "of control", "of NixlConnector",
+            "blocks", "added", "NIXL", "by runs", "runs", "control", "vLLM's", "of runs",
+            "of control", "of vLLM's",
         ],
         list(peers),
     )  # fmt: skip
     print(
-        "NIXL by runs: its own calls for the runs between the two engines' blocks, which are all\n"
+        "By runs: NIXL's own calls for the runs between the two engines' blocks, which are all\n"
         "that it can move by itself. Control: what vLLM's steps add where nothing is read, and it\n"
-        "is told so after as long as NIXL takes. NixlConnector: what vLLM's own connector adds,\n"
+        "is told so after as long as NIXL takes. vLLM's: what its own NixlConnector adds,\n"
         "which gives wrong tokens where blocks are unlike.\n"
     )
     show(

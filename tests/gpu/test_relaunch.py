@@ -75,11 +75,11 @@ def test_rows_that_are_written_again_are_those_of_the_call() -> None:
             slots = torch.randperm(BLOCK * BLOCKS, generator=generator)[: count + shift].cuda()[
                 shift:
             ]
-            rows = torch.randn(2, count, 2, 128, generator=generator).bfloat16().cuda()
+            k, v = torch.randn(2, count, 2, 128, generator=generator).bfloat16().cuda()
             run = None if seed else jit.JITFunction.run
             with patch.object(jit.JITFunction, "run", run):
-                write(pool.layer, *rows, slots)
-            write(replace(other.layer), *rows, slots)
+                write(pool.layer, k, v, slots)
+            write(replace(other.layer), k, v, slots)
             assert pool.raw.equal(other.raw), (seed, count, shift)
 
 

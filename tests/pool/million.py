@@ -1,7 +1,7 @@
 """A million random operations on a pool, each checked: `make test-pool`.
 
 Requests are admitted, forked, decoded, preempted and freed in small pools of every kind of
-group under three policies, so that blocks are found, copied and evicted all the time. After
+group under several policies, so that blocks are found, copied and evicted all the time. After
 each operation no block has two owners, none is lost, what can be found is what a listener to
 the pool's events knows, and memory holds what every request needs.
 """

@@ -187,14 +187,23 @@ def _cast_grid(grid: RunGrid, src: Mapping[int, Any], dst: Mapping[int, Any]) ->
         dst[grid.dst_pool][to] = src[grid.src_pool][at]
         return
     items = [np.arange(item) for item in grid.cast.items]
+    which = (
+        np.zeros(len(grid.starts.src), int) if grid.starts.scales is None else grid.starts.scales
+    )
+    scales = np.repeat(np.repeat(which, len(grid.length)), count)
     data = src[grid.src_pool][at[:, None] * len(items[0]) + items[0]]
-    dst[grid.dst_pool][to[:, None] * len(items[1]) + items[1]] = cast_elements(data, grid.cast)
+    made = cast_elements(data, grid.cast, scales)
+    dst[grid.dst_pool][to[:, None] * len(items[1]) + items[1]] = made
 
 
-def cast_elements(data: Any, cast: ElementCast) -> Any:
-    """Elements [n, bytes] of one type as those of another, rounded where codecs round."""
+def cast_elements(data: Any, cast: ElementCast, scales: Any) -> Any:
+    """Elements [n, bytes] of one type as those of another, rounded where codecs round.
+
+    `scales` says which of the cast's each has.
+    """
     values = formats.load(data, cast.source.name).astype(np.float32)
-    exact = values * np.float32(cast.from_scale) / np.float32(cast.to_scale)
+    factors, divisors = np.array(cast.scales, dtype=np.float32).T
+    exact = values * factors[scales] / divisors[scales]
     return formats.store(exact.astype(np.float64), cast.target.name)
 
 

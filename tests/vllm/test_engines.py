@@ -125,7 +125,7 @@ def test_requests_that_were_read_and_then_preempted_are_computed_again(checkpoin
     prompts = [prompt(190, seed=seed) for seed in (1, 2, 3)]
     with engine(model, name="undisturbed", core="0|1") as alone:
         right = [alone.generate(one, tokens=length) for one in prompts]
-    few: dict[str, Any] = {"num_gpu_blocks_override": 24, "max_model_len": 512}
+    few: dict[str, Any] = {"num_gpu_blocks_override": 24, "max_model_len": 384}
     about: dict[str, Any] = {"enable_prefix_caching": True, "block_size": 64, "connector": atlas()}
     with (
         engine(model, name="prefill", core="0", **about) as prefill,

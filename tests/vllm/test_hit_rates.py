@@ -92,7 +92,7 @@ class Vllm:
             request.num_computed_tokens += fresh + tokens
             fresh, cached = 0, None
         self.manager.free(request)
-        return hit
+        return int(hit)
 
     def split(self, request: Request, tokens: int, found: int) -> int:
         """What vLLM's scheduler makes of a step, so that states are kept."""
@@ -108,7 +108,7 @@ class Vllm:
             mamba_shared_prefix_checkpoint=False,
             use_eagle_block_drop=False,
         )
-        return Scheduler._mamba_block_aligned_split(scheduler, request, tokens, found)
+        return int(Scheduler._mamba_block_aligned_split(scheduler, request, tokens, found))
 
 
 def answered_at_once(trace: Trace) -> Trace:

@@ -103,7 +103,8 @@ def _row(
     elif axis == "eviction":
         replay = dataclasses.replace(replay, eviction=value)
     elif axis in ("checkpoints", "host-memory", "disk"):
-        replay = dataclasses.replace(replay, **{axis.replace("-", "_"): value})
+        changed: dict[str, Any] = {axis.replace("-", "_"): value}
+        replay = dataclasses.replace(replay, **changed)
     elif axis:
         numeric = axis in ("block-size", "tp") and value.isdecimal()
         changes[AXES[axis]] = int(value) if numeric else value

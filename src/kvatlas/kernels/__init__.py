@@ -15,6 +15,7 @@ from kvatlas.kernels.address_runs import (
 )
 from kvatlas.kernels.block_conversion import convert_blocks
 from kvatlas.kernels.block_copy import copy_blocks, gather_blocks, zero_blocks
+from kvatlas.kernels.cast_scales import PlacedScales, place_scales
 from kvatlas.kernels.cell_conversion import convert_cells
 from kvatlas.kernels.paged_attention import attend, attend_latent
 from kvatlas.kernels.quantise import decode, encode
@@ -31,6 +32,7 @@ from kvatlas.kernels.write_read_latent import (
 
 __all__ = [
     "BlockSpans",
+    "PlacedScales",
     "PlacedStarts",
     "RepeatedCopy",
     "attend",
@@ -46,6 +48,7 @@ __all__ = [
     "encode",
     "encode_latent",
     "gather_blocks",
+    "place_scales",
     "place_starts",
     "read",
     "read_latent",

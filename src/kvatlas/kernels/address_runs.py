@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.kernels.cast_scales import PlacedScales
 from kvatlas.specs import ElementCast
 
 _WIDEST = 16
@@ -161,6 +162,7 @@ def convert_address_runs(
     starts: PlacedStarts,
     spans: tuple[Offsets, Offsets, Offsets],
     cast: ElementCast,
+    scales: PlacedScales,
     *,
     programs: int = 0,
     stream: Any = None,
@@ -169,12 +171,13 @@ def convert_address_runs(
 ) -> None:
     """The same of elements that change their type on the way: all is counted in elements.
 
-    Both addresses are multiples of an element there.
+    Both addresses are multiples of an element there. `scales` are those of the starts.
     """
     items = source // cast.source.item | target // cast.target.item
     tables = _tables(starts, spans, items, place)
     if tables is not None:
-        _launcher().convert_runs(source, target, tables, cast, programs, stream=stream, **choice)
+        about = (cast, scales, programs)
+        _launcher().convert_runs(source, target, tables, *about, stream=stream, **choice)
 
 
 def can_convert(cast: ElementCast, device: torch.device) -> bool:

@@ -41,11 +41,13 @@ class Starts:
     dst: Int64s
     step: int
     """The least that they are apart at the destination; more than anything where there is one."""
+    scales: Int64s | None = None
+    """Which of a cast's scales each has, where there are several."""
 
     @classmethod
-    def of(cls, src: Int64s, dst: Int64s) -> Starts:
+    def of(cls, src: Int64s, dst: Int64s, scales: Int64s | None = None) -> Starts:
         """Offsets at either end, with their step."""
-        return cls(src, dst, int(np.diff(dst).min()) if len(dst) > 1 else INT64_MAX)
+        return cls(src, dst, int(np.diff(dst).min()) if len(dst) > 1 else INT64_MAX, scales)
 
     @property
     def ends(self) -> tuple[Int64s, Int64s]:
@@ -143,7 +145,9 @@ class RepeatedRuns(NamedTuple):
             steps = zip(self.starts.ends, self.strip.state_strides, strict=True)
             src, dst = ((at[:, None] + nth * step).reshape(-1) for at, step in steps)
             order = np.argsort(dst, kind="stable")
-            self.kept.setdefault(count, Starts.of(src[order], dst[order]))
+            scales = self.starts.scales
+            scales = None if scales is None else np.repeat(scales, count)[order]
+            self.kept.setdefault(count, Starts.of(src[order], dst[order], scales))
         made: Starts = self.kept[count]
         return made
 
@@ -151,8 +155,10 @@ class RepeatedRuns(NamedTuple):
         """Some of the starts alone; the same whenever they are asked for, with what they keep."""
         key = range(first, stop)
         if key not in self.kept:
-            src, dst = self.starts.src[first:stop], self.starts.dst[first:stop]
-            self.kept.setdefault(key, RepeatedRuns(self.strip, Starts.of(src, dst), {}))
+            starts, some = self.starts, slice(first, stop)
+            scales = None if starts.scales is None else starts.scales[some]
+            part = Starts.of(starts.src[some], starts.dst[some], scales)
+            self.kept.setdefault(key, RepeatedRuns(self.strip, part, {}))
         made: RepeatedRuns = self.kept[key]
         return made
 
@@ -174,18 +180,24 @@ def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair
     )
 
 
-def repeated(strips: Sequence[StridedRuns]) -> list[RepeatedRuns]:
-    """Strips that differ only in where they start, together."""
-    alike: dict[object, list[StridedRuns]] = defaultdict(list)
-    for strip in strips:
-        alike[strip[:5], strip.item].append(strip)
+def repeated(
+    strips: Sequence[StridedRuns], scales: Sequence[int] | None = None
+) -> list[RepeatedRuns]:
+    """Strips that differ only in where they start, together; `scales` are those of a cast."""
+    alike: dict[object, list[int]] = defaultdict(list)
+    for number, strip in enumerate(strips):
+        alike[strip[:5], strip.item].append(number)
     runs = []
     for members in alike.values():
-        strip = members[0]._replace(offsets=(0, 0))
-        at = np.array([member.offsets for member in members], dtype=np.int64)
+        strip = strips[members[0]]._replace(offsets=(0, 0))
+        at = np.array([strips[member].offsets for member in members], dtype=np.int64)
         src, dst = ((at[:, end, None] + strip.item_offsets(end)).reshape(-1) for end in (0, 1))
         order = np.argsort(dst, kind="stable")
-        runs.append(RepeatedRuns(strip, Starts.of(src[order], dst[order]), {}))
+        which = None
+        if scales is not None:
+            own = np.array([scales[member] for member in members], dtype=np.int64)
+            which = np.repeat(own, len(src) // len(members))[order]
+        runs.append(RepeatedRuns(strip, Starts.of(src[order], dst[order], which), {}))
     return runs
 
 

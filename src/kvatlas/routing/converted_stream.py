@@ -294,6 +294,14 @@ class ConvertedStream:
             for end in (one.box.ends[one.box.wire],)
         )
 
+    @property
+    def by_element(self) -> bool:
+        """Whether all that changes does so element by element."""
+        return all(
+            one.box.copied or all(end.cell.by_element for end in one.box.ends)
+            for one in self.sections
+        )
+
     def grids(self) -> list[RunGrid] | None:
         """The whole of it between the pages of both ends, for what casts while it copies.
 

@@ -10,12 +10,12 @@ no cells in one order, and no second pass.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import StridedRuns, merge_runs, tile_alike
-from kvatlas.routing.binding import CompiledPair, RunGrid, compile_pair
+from kvatlas.geometry import StridedRuns, fold_states, merge_runs, tile_alike
+from kvatlas.routing.binding import CompiledPair, RunGrid, compile_pair, repeated
 from kvatlas.routing.compiler import GroupPair, NeededShard
 from kvatlas.routing.conversion import way_between
 from kvatlas.routing.converted_stream import ConvertingCompiler
@@ -26,24 +26,45 @@ from kvatlas.specs import ElementCast
 CastPairs = Mapping[ElementCast | None, list[CompiledPair]]
 """What moves, by how its elements change; None for what is copied as it is."""
 
-_Strips = dict[tuple[GroupPair, ElementCast | None], list[StridedRuns]]
+_Strips = dict[GroupPair, dict[ElementCast | None, list[StridedRuns]]]
 
 
 def compile_casts(
     compiler: ConvertingCompiler, src_rank: int, dst_rank: int, layers: frozenset[str] | None
 ) -> CastPairs | None:
     """What a destination rank reads from a source rank; None where that is not by elements."""
-    strips: _Strips = defaultdict(list)
+    strips: _Strips = defaultdict(lambda: defaultdict(list))
     for alike, needed in compiler.choices(src_rank, dst_rank):
         for name in alike:
             if layers is None or name in layers:
-                ways = way_between(*compiler.cells(name, needed.field))
-                if ways == "rows" or not _add_layer(compiler, strips, name, needed):
+                way = way_between(*compiler.cells(name, needed.field))
+                if way == "rows" or not _add_layer(compiler, strips, name, needed):
                     return None
     pairs: dict[ElementCast | None, list[CompiledPair]] = defaultdict(list)
-    for (pair, cast), own in strips.items():
-        pairs[cast].append(compile_pair(pair, merge_runs(own)))
+    for pair, by_cast in strips.items():
+        types: dict[object, list[ElementCast]] = defaultdict(list)
+        for cast, own in by_cast.items():
+            if cast is None:
+                pairs[None].append(compile_pair(pair, merge_runs(own)))
+            else:
+                types[cast[:2]].append(cast)
+        for casts in types.values():
+            scales = tuple(cast.scales[0] for cast in casts)
+            made = _compile_scaled(pair, [merge_runs(by_cast[cast]) for cast in casts])
+            pairs[casts[0]._replace(scales=scales)].append(made)
     return pairs
+
+
+def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) -> CompiledPair:
+    """Strips of several scales in one: those of one scale alone touch, and fold."""
+    src, dst = pair.cells
+    fold = pair.per_state is not None and src.states == dst.states
+    whole = [fold_states(own, src.states) if fold else [] for own in strips]
+    runs = []
+    for every in (strips, whole):
+        which = [number for number, own in enumerate(every) for _ in own]
+        runs.append(repeated([strip for own in every for strip in own], which))
+    return CompiledPair(pair, *runs)
 
 
 def cast_grids(pairs: CastPairs, request: RequestEnds) -> list[RunGrid]:
@@ -65,7 +86,7 @@ def _add_layer(
     for row in two.rows:
         cast = None if copied else one.cast_to(two, row.name)
         try:
-            strips[pair, cast].append(_strip(compiler, layer, needed, row.name, cast))
+            strips[pair][cast].append(_strip(compiler, layer, needed, row.name, cast))
         except AtlasError as refused:
             if refused.code is not Code.MISALIGNED:
                 raise

@@ -104,10 +104,11 @@ class ElementCast(NamedTuple):
 
     source: DType
     target: DType
-    from_scale: float = 1.0
-    """What an element of the source is multiplied with."""
-    to_scale: float = 1.0
-    """What that is divided by, before it is rounded."""
+    scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    """What an element is multiplied with, and then divided by before it is rounded.
+
+    Several, where elements of unlike tensors are cast together.
+    """
 
     @property
     def items(self) -> tuple[int, int]:
@@ -115,7 +116,7 @@ class ElementCast(NamedTuple):
         return self.source.item, self.target.item
 
     def __str__(self) -> str:
-        scales = f"* {self.from_scale} / {self.to_scale}"
+        scales = ", ".join(f"* {one} / {two}" for one, two in self.scales)
         return f"{self.source.name} {scales} as {self.target.name}"
 
 
@@ -195,7 +196,7 @@ class CellFormat:
         'bf16 * 1.0 / 0.5 as e4m3'
         """
         types = self.row(name).dtype, other.row(name).dtype
-        return ElementCast(*types, self.scale(name), other.scale(name))
+        return ElementCast(*types, ((self.scale(name), other.scale(name)),))
 
 
 @lru_cache(maxsize=4096)

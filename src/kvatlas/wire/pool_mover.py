@@ -24,6 +24,15 @@ from kvatlas.wire.transports.base import HOST, STAGING, Memory, Transport
 from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns
 
 
+def staging_memory(transport: Transport, device: str, nbytes: int) -> Any:
+    """Zeroed memory for staging: an array of the host, or a tensor of bytes of a GPU."""
+    if device == HOST:
+        return transport.allocate(nbytes)
+    import torch
+
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
 class PoolMover(ABC):
     """Moves bytes between the pools of this node and streams."""
 

@@ -19,6 +19,7 @@ from kvatlas.kernels import (
     RepeatedCopy,
     convert_address_runs,
     copy_address_runs,
+    place_scales,
     place_starts,
     read,
 )
@@ -389,7 +390,8 @@ def check_cast_runs(
     Numbers are those that codecs make on a CPU: divided, and not multiplied by an inverse.
     """
     rng = np.random.default_rng(item)
-    cast = ElementCast(DType.of(names[0]), DType.of(names[1]), *scales)
+    factors = scales, (2 * scales[0], scales[1])
+    cast = ElementCast(DType.of(names[0]), DType.of(names[1]), factors)
     one, two = torch_dtype(cast.source), torch_dtype(cast.target)
     starts, spans = 5, 7
     before, after = rng.permutation(starts) * item * 11, np.arange(starts) * item * 13
@@ -404,17 +406,21 @@ def check_cast_runs(
     guard, width = GUARD // cast.target.item, {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     out = torch.full((2 * guard + 70 * item,), 33, dtype=width[cast.target.item])
     right = out.clone()
-    exact = memory.float() * scales[0] / scales[1]
-    if cast.target.item == 1:
-        exact = exact.clamp(-torch.finfo(two).max, torch.finfo(two).max)
-    made = exact.to(two).view(right.dtype)
-    for a, b in zip(before, after, strict=True):
+    made = []
+    for factor, divisor in factors:
+        exact = memory.float() * factor / divisor
+        if cast.target.item == 1:
+            exact = exact.clamp(-torch.finfo(two).max, torch.finfo(two).max)
+        made.append(exact.to(two).view(right.dtype))
+    which = rng.integers(0, 2, starts)
+    for a, b, scale in zip(before, after, which, strict=True):
         for x, y, n in zip(source, target, length, strict=True):
-            right[guard + b + y :][:n] = made[a + x :][:n]
+            right[guard + b + y :][:n] = made[scale][a + x :][:n]
     memory, out = memory.to(device), out.to(device)
     convert_address_runs(
         memory.data_ptr(), out[guard:].data_ptr(), place_starts(before, after, device),
-        (source, target, length), cast, programs=programs,
+        (source, target, length), cast, place_scales(cast, which, starts, device),
+        programs=programs,
     )  # fmt: skip
     assert torch.equal(out.cpu(), right), (names, item, alike, programs, scales)
 

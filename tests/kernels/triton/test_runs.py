@@ -31,9 +31,8 @@ def test_runs_that_are_copied_again_and_again() -> None:
 def test_elements_that_change_their_type_on_the_way() -> None:
     pairs = [("bf16", "fp8"), ("fp8", "bf16"), ("fp32", "bf16"), ("fp16", "e5m2")]
     for number, (names, item) in enumerate(zip(pairs, (64, 128, 7, 20), strict=True)):
-        for scales in ((0.5, 0.25), (3.0, 3.0)):  # a factor, and a divisor
-            about: Any = {"alike": bool(number % 2), "programs": number, "scales": scales}
-            check_cast_runs(names, item, "cpu", **about)
+        scales = (0.5, 0.25) if number % 2 else (3.0, 3.0)  # a factor, or a divisor
+        check_cast_runs(names, item, "cpu", alike=number > 1, programs=number, scales=scales)
 
 
 def test_nothing_to_copy() -> None:

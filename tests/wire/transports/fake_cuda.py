@@ -238,13 +238,15 @@ class FakePosted(Posted):
     def act(self) -> None:
         for run in self._runs:
             one, two = (1, 1) if run.cast is None else run.cast.items
-            for a, b in zip(*run.starts, strict=True):
+            for number, (a, b) in enumerate(zip(*run.starts, strict=True)):
                 for x, y, length in zip(*run.spans, strict=True):
                     source = as_bytes(Memory(run.source + int(a + x) * one, int(length) * one))
                     if run.cast is not None:
                         from tests.routing.converting import cast_elements  # needs torch
 
-                        source = cast_elements(source.reshape(-1, one), run.cast).reshape(-1)
+                        scale = 0 if run.scales is None else int(run.scales[number])
+                        cells = source.reshape(-1, one)
+                        source = cast_elements(cells, run.cast, scale).reshape(-1)
                     as_bytes(Memory(run.target + int(b + y) * two, int(length) * two))[:] = source
         self._over = True
 

@@ -338,7 +338,7 @@ class TransferGroup:
         self.visibility = Visibility() if whole else seen_by_group(specs[0])
         self.window = self.visibility.window or self.visibility.chunk
         self.windows_kept_whole = {
-            one.window or one.chunk: one for one in seen if whole and one != Visibility()
+            one.window or one.chunk or 0: one for one in seen if whole and one != Visibility()
         }
         """What layers see that keep all tokens, by how many that are."""
         self.partial = self.recurrent or self.window is not None

@@ -7,7 +7,6 @@ runs takes some kilobytes to describe.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvatlas.kernels.cast_scales import PlacedScales
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton import tune
 from kvatlas.kernels.triton.addresses import VECTOR
@@ -102,14 +102,14 @@ class CastTypes(NamedTuple):
     unit: int
     """Elements that offsets, lengths and addresses are a multiple of."""
     divides: bool
-    """Whether the scale of the target is a divisor."""
+    """Whether scales of the target are divisors."""
     ptx: bool
     """Whether the device takes PTX: not where Triton interprets."""
 
 
 def convert_runs(
-    source: int, target: int, tables: RunTables, cast: ElementCast, programs: int = 0, *,
-    stream: Any = None, **choice: Any,
+    source: int, target: int, tables: RunTables, cast: ElementCast, scales: PlacedScales,
+    programs: int = 0, *, stream: Any = None, **choice: Any,
 ) -> RunKernel | None:  # fmt: skip
     """The same as `copy_runs` of elements that change their type: all is counted in elements."""
     device = tables.starts.device
@@ -118,17 +118,15 @@ def convert_runs(
     columns, rows = tile_of(words, max(cast.items), use["tile"])
     count = tables.starts.shape[1] * tables.spans.shape[1]
     tiles = triton.cdiv(count, rows) * triton.cdiv(words, columns)
-    # The inverse of a power of two is as good as the division; it is exact in between too.
-    exact = math.frexp(cast.to_scale)[0] == 0.5 and 2**-64 <= cast.to_scale <= 2**64
     whole = tables.shortest == words and words % columns == 0
     types = formats.ELEMENTS[cast.source.name], formats.ELEMENTS[cast.target.name]
     constants = {
-        "CAST": CastTypes(*types, unit, not exact, formats.device_takes_ptx(device)),
+        "CAST": CastTypes(*types, unit, scales.divides, formats.device_takes_ptx(device)),
         "TILING": RunTiling(rows, columns, use["evict"], use["stages"], tables.starts_first, whole),
     }
     arguments = (
-        source, target, tables.starts, tables.spans, tables.starts.shape[1],
-        tables.spans.shape[1], count, words, float(cast.from_scale), float(cast.to_scale),
+        source, target, tables.starts, tables.spans, scales.table, tables.starts.shape[1],
+        tables.spans.shape[1], count, words,
     )  # fmt: skip
     launch = Launch(convert_run_grid, min(tiles, programs or tiles), arguments, constants)
     return _launch(launch, use["warps"], device, stream)
@@ -210,7 +208,7 @@ def _launch(what: Launch, warps: int, device: torch.device, stream: Any) -> RunK
         if device.type != "cuda" or kernel is None:
             return None
         _compiled[key] = kernel
-    plain = (one if isinstance(one, int | float) else one.data_ptr() for one in what.arguments)
+    plain = (one if isinstance(one, int) else one.data_ptr() for one in what.arguments)
     made = RunKernel(kernel[what.programs, 1, 1], (*plain, *what.constants.values()))
     if known:
         made.launch(stream.cuda_stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.triton.quantise_device import as_element, inverse_of
+from kvatlas.kernels.triton.quantise_device import as_element
 
 
 @triton.jit
@@ -13,7 +13,7 @@ def tile_runs(
     tile, starts, spans, first_count, second_count, rows, words, WIDTH: tl.constexpr,
     TILING: tl.constexpr,
 ):  # fmt: skip
-    """Where the runs of a tile begin at either end, its columns, and what of it there is.
+    """Which starts a tile's runs have, where they lie at either end, columns, what is there.
 
     Offsets are as the tables have them; a run's length there is `WIDTH` for each of its words.
     """
@@ -37,7 +37,7 @@ def tile_runs(
     if not TILING.whole:
         length = tl.load(spans + 2 * second_count + span, mask=there, other=0) // WIDTH
         mask = mask & (column[None, :] < length[:, None])
-    return at, to, column, mask
+    return start, at, to, column, mask
 
 
 # One kernel for numbers of every size: what is a multiple of what is told, not guessed.
@@ -59,7 +59,7 @@ def copy_run_grid(
     end = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(words, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
-        at, to, column, mask = tile_runs(
+        _, at, to, column, mask = tile_runs(
             tile, starts, spans, first_count, second_count, rows, words, WIDTH, TILING
         )
         # In units first: a product says what it is a multiple of, a loaded number does not.
@@ -87,13 +87,13 @@ def quotient(values, divisor, inverse):
     do_not_specialize=["source", "target", "first_count", "second_count", "rows", "elements"]
 )
 def convert_run_grid(
-    source, target, starts, spans, first_count, second_count, rows, elements, from_scale, to_scale,
+    source, target, starts, spans, scales, first_count, second_count, rows, elements,
     CAST: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
     """Runs of elements that change their type, one for every sum of a start and a span.
 
-    Tables are as in `copy_run_grid`, counted in elements. An element times `from_scale` is
-    divided by `to_scale`.
+    Tables are as in `copy_run_grid`, counted in elements; `scales` has a row of factors, one of
+    divisors and one of their inverse, for every start.
     """
     FROM: tl.constexpr = CAST.source
     TO: tl.constexpr = CAST.target
@@ -103,17 +103,18 @@ def convert_run_grid(
     begin = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(FROM)), FROM_ALIGN)
     end = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(TO)), TO_ALIGN)
     tiles = tl.cdiv(rows, TILING.rows) * tl.cdiv(elements, TILING.columns)
-    inverse = inverse_of(tl.full([1, 1], 1.0, tl.float32) * to_scale)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=TILING.stages):
-        at, to, column, mask = tile_runs(
+        start, at, to, column, mask = tile_runs(
             tile, starts, spans, first_count, second_count, rows, elements, 1, TILING
         )
         pointers = begin + ((at // UNIT) * UNIT)[:, None] + column[None, :]
         values = tl.load(pointers, mask=mask, other=0.0, eviction_policy=TILING.evict)
+        start = tl.minimum(start, first_count - 1)  # of rows that are not there, too
         # As codecs do it, in two steps: one factor would round some elements another way.
-        exact = values.to(tl.float32) * from_scale
+        exact = values.to(tl.float32) * tl.load(scales + start)[:, None]
+        inverse = tl.load(scales + 2 * first_count + start)[:, None]
         if CAST.divides:
-            exact = quotient(exact, to_scale, inverse)
+            exact = quotient(exact, tl.load(scales + first_count + start)[:, None], inverse)
         else:
             exact *= inverse
         pointers = end + ((to // UNIT) * UNIT)[:, None] + column[None, :]

@@ -11,7 +11,7 @@ from kvatlas.pool.simulation.layer_classes import LayerClass
 from kvatlas.pool.traces import Ints
 
 
-class BlockTable:
+class SimulatedTable:
     """The blocks of one class: attention, a window, or states at every block."""
 
     def __init__(self, one: LayerClass, step: int, places: Ints, hit: int) -> None:
@@ -70,7 +70,7 @@ class BlockTable:
         return slice(before, self.named)
 
 
-class StateTable(BlockTable):
+class StateTable(SimulatedTable):
     """States of which few are kept: one at the end of each step, and none between."""
 
     def __init__(self, one: LayerClass, step: int, places: Ints, hit: int) -> None:

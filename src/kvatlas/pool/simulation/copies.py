@@ -14,7 +14,7 @@ import numpy as np
 
 from kvatlas.pool.checkpoints import EveryBlock
 from kvatlas.pool.eviction import Lru, Use
-from kvatlas.pool.simulation.block_tables import BlockTable, StateTable
+from kvatlas.pool.simulation.block_tables import SimulatedTable, StateTable
 from kvatlas.pool.simulation.layer_classes import LayerClass
 from kvatlas.pool.simulation.prefill_steps import BATCHED_TOKENS, PrefillSteps
 from kvatlas.pool.simulation.replay import Replay
@@ -28,7 +28,7 @@ class AlikeGroups(NamedTuple):
     first: int
     """The number of the first of these classes."""
     pool: int
-    table: type[BlockTable]
+    table: type[SimulatedTable]
     bases: Ints
     """[group, 1] the first entry of each."""
 
@@ -80,14 +80,13 @@ class CopyingReplay(Replay):
                 runs[-1].append(number)
             else:
                 runs.append([number])
-        return [
-            AlikeGroups(
-                self.model.classes[run[0]], run[0], self._pools[run[0]],
-                StateTable if few and self.model.classes[run[0]].needs == "state" else BlockTable,
-                np.array(run, np.int64)[:, None] << self._bits,
-            )
-            for run in runs
-        ]  # fmt: skip
+        found = []
+        for run in runs:
+            one = self.model.classes[run[0]]
+            table = StateTable if few and one.needs == "state" else SimulatedTable
+            bases = np.array(run, np.int64)[:, None] << self._bits
+            found.append(AlikeGroups(one, run[0], self._pools[run[0]], table, bases))
+        return found
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
         """Serve a request step by step; False where even an empty pool has no room for it."""
@@ -112,7 +111,7 @@ class CopyingReplay(Replay):
             self._used[some.pool] -= table.unnamed * len(some.bases)
         return True
 
-    def _begin(self, hit: int, parts: list[Ints]) -> list[BlockTable]:
+    def _begin(self, hit: int, parts: list[Ints]) -> list[SimulatedTable]:
         """The tables of a request that has found `hit` spans; alike groups have alike ones."""
         step = self.model.step
         return [some.table(some.one, step, parts[some.first], hit) for some in self._groups]
@@ -136,7 +135,9 @@ class CopyingReplay(Replay):
                 return False
         return True
 
-    def _make_room(self, length: int, end: int, tables: list[BlockTable], ids: list[Ints]) -> None:
+    def _make_room(
+        self, length: int, end: int, tables: list[SimulatedTable], ids: list[Ints]
+    ) -> None:
         """Evict at once what all steps will: for what is named, and for the last step's rest."""
         needs = [0] * len(self._blocks)
         for some, table, mine in zip(self._groups, tables, ids, strict=True):
@@ -146,7 +147,7 @@ class CopyingReplay(Replay):
         for pool, need in enumerate(needs):
             self._evict(pool, self._used[pool] + need - self._blocks[pool])
 
-    def _leave(self, start: int, tables: list[BlockTable], ids: list[Ints], use: Use) -> None:
+    def _leave(self, start: int, tables: list[SimulatedTable], ids: list[Ints], use: Use) -> None:
         """Before a step, let go of what windows and states have left behind."""
         for some, table, mine in zip(self._groups, tables, ids, strict=True):
             if not some.keeps_all:
@@ -154,7 +155,7 @@ class CopyingReplay(Replay):
                 self._let_go(some, mine[:, table.leave(start)], use)
                 self._used[some.pool] -= (before - table.unnamed) * len(some.bases)
 
-    def _take(self, stop: int, end: int, tables: list[BlockTable]) -> None:
+    def _take(self, stop: int, end: int, tables: list[SimulatedTable]) -> None:
         """Blocks for a step up to `stop`; those of attention up to `end`, for the answer too.
 
         Windows and states go on in what they leave. Nobody knows an answer's tokens.
@@ -167,7 +168,7 @@ class CopyingReplay(Replay):
             self._used[pool] += need
         self.outcome.peak = max(self.outcome.peak, sum(self._used))
 
-    def _name(self, stop: int, tables: list[BlockTable], ids: list[Ints]) -> None:
+    def _name(self, stop: int, tables: list[SimulatedTable], ids: list[Ints]) -> None:
         """Blocks that are whole can be found, beside those that were there."""
         for table, mine in zip(tables, ids, strict=True):
             new = mine[:, table.name(stop)]
@@ -184,8 +185,10 @@ class CopyingReplay(Replay):
 
     def _take_oldest(self, pool: int, found: Ints) -> None:
         """The oldest copies of what is found; none of them is evicted until ranked anew."""
-        if self._copies:
-            for place in zip(*self._copied[found].nonzero(), strict=True):
+        if not found.size:
+            return
+        if self._copies and (copied := self._copied[found]).any():
+            for place in zip(*copied.nonzero(), strict=True):
                 found[place] = self._copies[int(found[place])][0]
         self._evictions[pool].forget(found)
 

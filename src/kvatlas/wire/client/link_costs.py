@@ -39,6 +39,7 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
             hint = "Let the transfer be staged: cells are converted in staging buffers"
             got = "a conversion, and pools that are read as they are"
             raise AtlasError(Code.CONTRADICTORY, got=got, hint=hint)
+        lease.ask_after_all()
         return "staged"
     if wanted.how == "staged":
         return "staged"

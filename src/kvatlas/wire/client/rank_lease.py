@@ -113,10 +113,11 @@ class RankLease:
         wanted, connection = self.wanted, self.connection
         if not self.pull or wanted.checksums or wanted.how not in ("auto", "direct"):
             return None
-        converting = self.node.route_from(connection.peer).conversion is not None
-        if converting or not self.reaches_pools():
+        if not self.reaches_pools():
             return None
-        if not connection.link.adds and not self.may_fill_blocks():  # it will be staged
+        converting = self.node.route_from(connection.peer).conversion is not None
+        staged = converting or not self.may_fill_blocks()
+        if staged and not connection.link.adds:
             return None
         return connection.link.find_offer(wanted.request)
 

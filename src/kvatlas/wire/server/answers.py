@@ -304,7 +304,8 @@ class Answers:
         transport, own = self.node.transport, self.node.plan.rank_pools(self.node.rank)
         if not all(map(transport.shares, own)):
             return True
-        return isinstance(lease.stream, ConvertedStream) and not transport.casts
+        stream = lease.stream
+        return isinstance(stream, ConvertedStream) and not (transport.casts and stream.by_element)
 
     def _all_have_read(self, request: str, peer: Peer, posting: Posting | None) -> Offer | None:
         """The offer, where with this peer every rank that reads from this one has done so.

@@ -21,7 +21,7 @@ from kvatlas.wire.leases import Expected, Lease, Leases, Offer
 from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peers import Peer, PeerPlans, check_memory, conversion_terms, plan_hash
-from kvatlas.wire.pool_mover import mover_for, pools_device
+from kvatlas.wire.pool_mover import mover_for, pools_device, staging_memory
 from kvatlas.wire.protocol import (
     MIN_PIECE_BYTES,
     OLDEST_VERSION,
@@ -82,7 +82,8 @@ class NodeState:
         self.quarantine = Quarantine()
         staging: Any = np.zeros(0, np.uint8)
         if self.buffers:
-            staging = self.transport.allocate_on(self.staging_device, self.piece * self.buffers)
+            nbytes = self.piece * self.buffers
+            staging = staging_memory(self.transport, self.staging_device, nbytes)
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
         self.staging = StagingBuffers(staging, self.piece)
         self.landing_threads = 2

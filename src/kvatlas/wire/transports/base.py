@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,8 +204,7 @@ class Link(ABC):
 
     def converts(self, grids: Sequence[RunGrid]) -> bool:
         """Whether `read_grids` takes these, some of whose elements change on the way."""
-        del grids
-        return False
+        return all(grid.cast is None for grid in grids)
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
         """Get ready to read requests of one shape; None where every one is read anew."""
@@ -289,7 +288,6 @@ class Transport(ABC):
 
     marks_travel: ClassVar[bool] = False
     """Whether peers look at marks by themselves; else they are waited for before an answer."""
-
     casts: ClassVar[bool] = False
     """Whether peers read pools and cast their elements; else this end converts in its buffers."""
 
@@ -383,14 +381,6 @@ class Transport(ABC):
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """Host memory of this process, zeroed, that peers of this transport can reach."""
         return np.zeros(nbytes, dtype=np.uint8)
-
-    def allocate_on(self, device: str, nbytes: int) -> Any:
-        """Zeroed memory of a device: an array of the host, or a tensor of bytes of a GPU."""
-        if device == HOST:
-            return self.allocate(nbytes)
-        import torch
-
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def close(self) -> None:
         """Give everything back; a second call does nothing."""

@@ -46,6 +46,7 @@ class _Told(NamedTuple):
     starts: tuple[Int64s, Int64s]
     spans: tuple[Int64s, Int64s, Int64s]
     cast: ElementCast | None = None
+    scales: Int64s | None = None
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +139,7 @@ class CudaLink(Link):
         told = [
             _Told(
                 grid.src_pool, grid.dst_pool, grid.starts.ends,
-                (grid.src, grid.dst, grid.length), grid.cast,
+                (grid.src, grid.dst, grid.length), grid.cast, grid.starts.scales,
             )
             for grid in grids
         ]  # fmt: skip
@@ -149,21 +150,20 @@ class CudaLink(Link):
 
     def converts(self, grids: Sequence[RunGrid]) -> bool:
         """Where the GPU has the types, and pools begin at multiples of an element."""
-        here = self._end.marks_here() is not None
         for grid in grids:
-            if grid.cast is None:
-                continue
-            far = self.theirs[grid.src_pool].address if here else self._offset(grid.src_pool)
-            near = self.mine[grid.dst_pool].address
-            if far % grid.cast.source.item or near % grid.cast.target.item:
-                return False
-            if not self._queue.converts(grid.cast):
-                return False
+            cast = grid.cast
+            if cast is not None:
+                far, near = self._place(grid.src_pool), self.mine[grid.dst_pool].address
+                if far % cast.source.item or near % cast.target.item:
+                    return False
+                if not self._queue.converts(cast):
+                    return False
         return True
 
-    def _offset(self, pool: int) -> int:
-        """Where a pool of the peer is in its allocation; CUDA aligns that."""
-        return self._regions[pool].offset
+    def _place(self, pool: int) -> int:
+        """Where a pool of the peer is, counted from where an allocation may begin."""
+        here = self._end.marks_here() is not None
+        return self.theirs[pool].address if here else self._regions[pool].offset
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
         """Launches with all but block ids in place, where every block lies in its pool."""
@@ -244,10 +244,7 @@ class CudaLink(Link):
         try:
             near = {pool: at.address for pool, at in self.mine.items()}
             src, dst = (near, far) if write else (far, near)
-            runs = [
-                AddressRuns(src[one.src], dst[one.dst], one.starts, one.spans, one.cast)
-                for one in told
-            ]
+            runs = [AddressRuns(src[one.src], dst[one.dst], *one[2:]) for one in told]
             return self._queue.post(runs), over
         except BaseException:
             over()

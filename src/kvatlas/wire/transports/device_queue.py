@@ -34,6 +34,8 @@ class AddressRuns(NamedTuple):
     """Offsets at either end, and lengths."""
     cast: ElementCast | None = None
     """How elements change on the way: starts and spans are then counted in elements."""
+    scales: Int64s | None = None
+    """Which of the cast's scales each start has, where there are several."""
 
 
 class AddressPattern(NamedTuple):

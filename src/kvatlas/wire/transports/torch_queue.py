@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +64,7 @@ class TorchQueue(DeviceQueue):
         """Whether its streams may be another's."""
         self._stream = self.another_stream()
         self.caller_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        self._starts: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
+        self._starts: OrderedDict[int, _KeptStarts] = OrderedDict()
         self._slots = [_TableSlot() for _ in range(_SLOTS)]
         self._used = 0
         self._tables: LaunchTables | None = None
@@ -220,7 +220,8 @@ class TorchQueue(DeviceQueue):
                     if one.cast is None:
                         copy_address_runs(*told, **about)
                     else:
-                        convert_address_runs(*told, one.cast, **about)
+                        scales = self._scales(one, one.cast)
+                        convert_address_runs(*told, one.cast, scales, **about)
             finally:
                 posted = TorchPosted(self._stream)
                 for slot in slots:
@@ -262,12 +263,32 @@ class TorchQueue(DeviceQueue):
 
         if id(starts[0]) not in self._starts:
             with self.on_stream():
-                # The arrays are kept too: nobody else's can have their identity meanwhile.
-                self._starts[id(starts[0])] = starts, place_starts(*starts, self._device)
+                placed = place_starts(*starts, self._device)
+            self._starts[id(starts[0])] = _KeptStarts(starts, placed, {})
         self._starts.move_to_end(id(starts[0]))
         while len(self._starts) > _KEPT_STARTS:
             self._starts.popitem(last=False)
-        return self._starts[id(starts[0])][1]
+        return self._starts[id(starts[0])].placed
+
+    def _scales(self, runs: AddressRuns, cast: ElementCast) -> Any:
+        """Scales on the device; kept as long as the starts that they are of."""
+        from kvatlas.kernels import place_scales
+
+        kept = self._starts[id(runs.starts[0])]
+        if cast not in kept.scales:
+            with self.on_stream():
+                made = place_scales(cast, runs.scales, len(runs.starts[0]), self._device)
+            kept.scales[cast] = made
+        return kept.scales[cast]
+
+
+class _KeptStarts(NamedTuple):
+    """Starts on the device."""
+
+    starts: tuple[Int64s, Int64s]
+    """Kept too: nobody else's can have their identity meanwhile."""
+    placed: Any
+    scales: dict[ElementCast, Any]
 
 
 class _TableSlot:

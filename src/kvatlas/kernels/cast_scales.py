@@ -1,0 +1,42 @@
+"""Scales of elements that are cast while they are copied, as a kernel reads them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvatlas.specs import ElementCast
+
+
+class PlacedScales(NamedTuple):
+    """The scales of every start, on the device that casts."""
+
+    table: torch.Tensor
+    """[3, starts] of float32: factors, divisors, and the inverse of those."""
+    divides: bool
+    """Whether the inverse is not as good as the division."""
+
+
+def place_scales(
+    cast: ElementCast, which: NDArray[np.int64] | None, starts: int, device: torch.device | str
+) -> PlacedScales:
+    """Put the scales of so many starts on a device; `which` of the cast's each has.
+
+    >>> from kvatlas.geometry import DType
+    >>> cast = ElementCast(DType.of("bf16"), DType.of("fp8"), ((1.0, 0.5), (1.0, 4.0)))
+    >>> place_scales(cast, np.array([0, 1, 1]), 3, "cpu")
+    PlacedScales(table=tensor([[1.0000, 1.0000, 1.0000],
+            [0.5000, 4.0000, 4.0000],
+            [2.0000, 0.2500, 0.2500]]), divides=False)
+    """
+    factors, divisors = np.array(cast.scales, dtype=np.float64).T
+    powers = (np.frexp(divisors)[0] == 0.5) & (divisors >= 2**-64) & (divisors <= 2**64)
+    with np.errstate(all="ignore"):  # beyond float32 they are 0 or infinite, as codecs have them
+        rows = np.stack([factors, divisors]).astype(np.float32)
+        rows = np.concatenate([rows, 1 / rows[1:]])
+    every = rows[:, np.zeros(starts, np.int64) if which is None else which]
+    table = torch.from_numpy(np.ascontiguousarray(every)).to(device)
+    return PlacedScales(table, not powers.all())
