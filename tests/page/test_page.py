@@ -298,8 +298,9 @@ def common_words(text: str) -> list[str]:
 
 
 def test_every_order_is_routed_from_and_to() -> None:
-    for ends in zip(*((src, dst) for _, src, dst in ROUTES.values()), strict=True):
-        assert {end.get("layout") for end in ends} >= {layout.order for layout in ENGINE_LAYOUTS}
+    known = {layout.order for layout in ENGINE_LAYOUTS}
+    assert known <= {src.get("layout") for _, src, _ in ROUTES.values()}
+    assert known <= {dst.get("layout") for _, _, dst in ROUTES.values()}
 
 
 @pytest.mark.parametrize("kind", ROUTES)

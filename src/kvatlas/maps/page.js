@@ -359,3 +359,5 @@ for (const one of data.plans) for (const page of one.pages) for (const field of 
 showPicture();
 showWords();
 if (data.route) startRoute();
+// The browser makes a canvas a layer of its own once it is drawn on again: now, and not when the first answer is due.
+later()(() => pen.clearRect(0, 0, 1, 1));
