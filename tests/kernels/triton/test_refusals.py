@@ -16,10 +16,13 @@ from kvatlas.kernels.triton import (  # noqa: E402
     attend,
     attend_latent,
     between,
+    schedule,
+    split_of,
     write,
     write_latent,
     zero_blocks,
 )
+from kvatlas.kernels.triton.attention.schedule import Schedule  # noqa: E402
 from kvatlas.specs import FullAttention, LatentAttention  # noqa: E402
 from tests.kernels.triton.cases import Pool  # noqa: E402
 
@@ -51,9 +54,15 @@ def run(q: Any = None, layer: Any = LAYER, **more: Any) -> Any:
     return attend(layer, q, **{**BATCH, **more})
 
 
+def prepared_elsewhere() -> Any:
+    made = schedule(split_of(LAYER, 4, dtype=ROWS.dtype), BATCH["lengths"], BATCH["queries"])
+    return Schedule(made.ends.to(META), made.split)
+
+
 REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.WRONG_DEVICE, lambda: run(torch.zeros(2, 4, 16, device=META))),
     (Code.WRONG_DEVICE, lambda: run(tables=torch.zeros(2, 2, dtype=torch.int32, device=META))),
+    (Code.WRONG_DEVICE, lambda: run(prepared=prepared_elsewhere())),
     (Code.WRONG_DEVICE, lambda: write(LAYER, ROWS, ROWS, IDS.to(META))),
     (Code.WRONG_DEVICE, lambda: between(LAYER, LAYER)(IDS.to(META), IDS.to(META))),
     (Code.WRONG_DEVICE, lambda: zero_blocks(LAYER, IDS.to(META))),

@@ -153,6 +153,23 @@ def test_what_was_compiled_is_launched_with_the_arguments_of_the_call() -> None:
     ]
 
 
+def test_nothing_is_launched_again_where_triton_asks_for_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """AMD's compiler takes tensors of one kind apart by the bytes of their memory."""
+    amd = type(make_backend(GPUTarget("hip", "gfx942", 64)))
+    small, large = (torch.empty(n, 8, 128, device="meta") for n in (64, 1 << 20))
+    kind = relaunch.kind_of(small)
+    assert kind == relaunch.kind_of(large)
+    told = [native_specialize_impl(amd, one, False, True, True) for one in (small, large)]
+    assert told[0] != told[1]
+    for hip, kept in ((None, {"a": {}}), ("6.4", {})):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        compiled: dict[Any, Any] = {}
+        relaunch.keep(compiled, "a", [kind], {})
+        assert compiled == kept
+
+
 def test_a_batch_of_a_kind_that_was_seen_is_refused_like_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -68,9 +68,10 @@ def keep(
 ) -> None:
     """Keep what was launched for a kind, of these tensors and more.
 
-    Not where elements along a last axis are apart: whether that is refused depends on sizes.
+    Not where elements along a last axis are apart: whether that is refused depends on sizes. Nor
+    on AMD's chips, for which Triton also asks whether the memory of a tensor is below 2 GiB.
     """
-    if all(one is None or one[-1][-1:] == (1,) for one in tensors):
+    if torch.version.hip is None and all(one is None or one[-1][-1:] == (1,) for one in tensors):
         if len(compiled) >= _MOST_KEPT:
             compiled.clear()
         compiled[kind] = made

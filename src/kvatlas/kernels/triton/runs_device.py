@@ -79,8 +79,9 @@ def quotient(values, divisor, inverse):
     guess = values * inverse
     left = tl.fma(-guess, divisor, values)
     better = tl.fma(left, inverse, guess)
-    # Where nothing is left over, or the guess is not finite, it is good as it is: so is its sign.
-    return tl.where(tl.abs(left) > 0, better, guess)
+    # Far less is left over than there was. Else the value is 0, or the guess vanishes or is not
+    # finite, and is good as it is: so is its sign.
+    return tl.where(tl.abs(left) < tl.abs(values), better, guess)
 
 
 @triton.jit(

@@ -11,12 +11,16 @@ from kvatlas.kernels.triton.attention.schedule import Schedule, WorkSplit
 
 
 def check_kinds(
-    call: AttentionCall, queries: torch.Tensor | None, starts: torch.Tensor | None
+    call: AttentionCall,
+    queries: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    prepared: Schedule | None,
 ) -> None:
     """Refuse tensors of another device, dtype or number of axes than kernels take."""
     checks.same_device(
         call.layer.buffer.device, q=call.q, out=call.out, tables=call.tables,
         lengths=call.lengths, queries=queries, starts=starts, sink_logits=call.sink_logits,
+        prepared=None if prepared is None else prepared.ends,
     )  # fmt: skip
     checks.integers(call.tables, "tables", axes=2)
     checks.integers(call.lengths, "lengths", axes=1)

@@ -131,7 +131,7 @@ def _run(
     kind = batch_kind(call, queries, starts, prepared)
     known = launch.compiled.get(kind)
     if known is None:
-        batches.check_kinds(call, queries, starts)
+        batches.check_kinds(call, queries, starts, prepared)
     batches.check_counts(call, queries, starts, max_queries, prepared is not None)
     if not call.q.shape[0] or not call.lengths.shape[0]:
         return
