@@ -136,6 +136,20 @@ def test_checkpoints_within_a_share_leave_the_rest_to_attention() -> None:
     assert found["every-block-within-25"] == 30 > found["every-block"]
 
 
+def test_a_share_is_kept_to_where_a_part_of_a_window_is_found_already() -> None:
+    made = small_plan("sliding", 100)
+    pool = BlockPool(made, checkpoints=checkpoint_policy("prompt-end-within-3"))
+    (share,) = pool._shares.values()
+    prompt = list(range(4 * made.block_size + 1))
+    for number in (4, 3):  # under way at once, so that neither finds what the other has
+        pool.admit(number, prompt[: number * made.block_size + 1])
+    for number in (4, 3):
+        pool.reserve(number, number * made.block_size + 1)
+        pool.computed(number, number * made.block_size + 1)
+        assert len(share) == share.most == 3
+        pool.free(number)
+
+
 def test_compressed_caches_are_found_at_whole_blocks() -> None:
     pool = BlockPool(small_plan("compressed", 600, max_len=1024))
     prompt = list(range(700))

@@ -105,6 +105,7 @@ def test_a_conversation_that_lies_is_refused_with_its_line_and_request(tmp_path:
         (good | {"hash_ids": [1 << 70, 2]}, "an id is none"),
         (good | {"surprise": 1}, "this is no request"),
         ({"t": 0.0}, "this is no request"),
+        (128, "this is no request"),  # which stands in the request before it, too
     ]
     other = {"block_size": 64, "requests": [good, good]}
     written(tmp_path / "a.json", json.dumps(other))
@@ -136,6 +137,10 @@ def test_other_files_that_are_no_traces(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(AtlasError) as refusal:
             read_trace(path)
         assert refusal.value.code is Code.BAD_TRACE, path
+    for block in (0, -1):
+        with pytest.raises(AtlasError) as refusal:
+            read_trace(SAMPLE, block=block)
+        assert "no such block size" in str(refusal.value), block
     with pytest.raises(AtlasError) as refusal:
         read_trace(tmp_path / "missing.jsonl")
     assert refusal.value.code is Code.UNREADABLE

@@ -191,6 +191,16 @@ def test_marks_of_nobody_and_numbers_that_are_none_are_not_imported(tmp_path: Pa
     assert refusal.value.code is Code.UNREADABLE
 
 
+@pytest.mark.parametrize("nbytes", [1 << 62, 1 << 63, 1 << 80])
+def test_a_name_that_is_longer_than_memory_is_no_archive(tmp_path: Path, nbytes: int) -> None:
+    about = tarfile.TarInfo("kv1/long")
+    about.type, about.size = tarfile.GNUTYPE_LONGNAME, nbytes
+    (tmp_path / "long.tar").write_bytes(about.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    with pytest.raises(AtlasError) as refusal:
+        import_objects(HostStore(), tmp_path / "long.tar")
+    assert refusal.value.code is Code.UNREADABLE
+
+
 def test_figures_of_a_master_that_are_no_numbers_are_left_out() -> None:
     store: Any = MooncakeStore.__new__(MooncakeStore)
     store._page = lambda _: (

@@ -9,9 +9,13 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.engines.vllm.orders import RemoteRequest, prompt_digest
+from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide, TransferGroup
 from kvatlas.engines.vllm.supported_versions import check_managers
 from kvatlas.errors import Code
+from kvatlas.planning import Policy, plan
+from kvatlas.tier import Tier
+from tests.planning.models import SMALL
 from tests.vllm.shapes import (
     Blocks,
     Config,
@@ -253,6 +257,28 @@ def test_blocks_before_a_window_are_not_cached_where_the_other_engine_keeps_wind
         _, params = decode.finished(request, ([1, 2, 3, 4],))
         assert params is not None
         assert RemoteRequest.read(params).windows == windows
+
+
+def test_a_tier_that_keeps_all_tokens_is_given_no_windows_alone() -> None:
+    """Blocks before a window have whatever was there, and a shorter prompt would find them."""
+    cases: tuple[tuple[Policy, tuple[int, ...], bool], ...] = (
+        ("uniform", (40,), False),
+        ("uniform", (), True),
+        ("atlas", (40,), True),  # no more than the window
+    )
+    for policy, windows, stored in cases:
+        rows = plan(SMALL["sliding"], memory="16MiB", policy=policy, layout="BLHNC", max_len=512)
+        decode = side(Group(FullAttentionSpec(block_size=16, sliding_window=40)), caching=True)
+        decode.bind_manager(Managers(1))
+        found: Any = Tier(rows)
+        decode.use_tier(PrefixTier(found, 512, b"weights"))
+        request = Request("d", 200, told(199, windows=windows))
+        decode.on_new_request(request)
+        decode.allocated(request, Blocks([*range(1, 14)]), 199)
+        decode.received({"d"})
+        assert decode.finished(request, ([*range(1, 14)],)) == (stored, None), (policy, windows)
+        assert len(decode.take_orders().stores) == stored
+        decode.close()
 
 
 def test_windows_of_unlike_layers_that_keep_all_tokens_are_all_known() -> None:

@@ -374,10 +374,10 @@ class BlockPool:
         """Have entries of a group found, unless others are in their place; whether any is now."""
         group, kept = self.plan.groups[index], False
         share = None if self._index.groups[index].keeps_all else self._shares.get(group.pool)
-        if share is not None and not share.make_room(
-            self._index.missing(index, chain, first, len(blocks))
-        ):
-            return False
+        if share is not None:
+            found = self._index.found(index, chain, first, len(blocks))
+            if not share.make_room(len(blocks) - len(found), found):
+                return False
         for start, part in self._index.add(index, chain, first, blocks):
             self.ids[group.pool].keep(part)
             if share is not None:

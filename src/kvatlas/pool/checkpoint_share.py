@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import islice
 
 from kvatlas.planning import Plan
@@ -22,12 +22,16 @@ class CheckpointShare:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def make_room(self, count: int) -> bool:
-        """Let the longest unused go until there is room for so many more; whether there is."""
+    def make_room(self, count: int, beside: Collection[int] = ()) -> bool:
+        """Let the longest unused go until there is room for so many more; whether there is.
+
+        Those `beside` which they are kept stay.
+        """
         over = len(self._kept) + count - self.most
         if over <= 0:
             return True
-        idle = list(islice((one for one in self._kept if not self._ids.owners(one)), over))
+        others = (one for one in self._kept if one not in beside and not self._ids.owners(one))
+        idle = list(islice(others, over))
         if len(idle) < over:
             return False
         self._ids.evict(idle)

@@ -198,11 +198,11 @@ class PrefixIndex:
             names.update(zip(part, group.add(part, chain, first + start), strict=True))
             yield first + start, part
 
-    def missing(self, number: int, chain: HashChain, first: int, count: int) -> int:
-        """How many of so many entries of a group are not found yet."""
+    def found(self, number: int, chain: HashChain, first: int, count: int) -> set[int]:
+        """The blocks in which so many entries of a group are found by now."""
         group = self.groups[number]
         digests = chain.ends(group.group.block, first, first + count)
-        return count - sum(map(group.blocks.__contains__, digests))
+        return {group.blocks[one] for one in digests if one in group.blocks}
 
     def remove(self, pool: int, blocks: Iterable[int]) -> list[BlockName]:
         """Find blocks of a pool no more; what they were found by."""

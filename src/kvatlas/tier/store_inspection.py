@@ -27,6 +27,8 @@ from kvatlas.wire import Bytes
 
 LARGEST = 1 << 32
 """Bytes of the largest object that is read."""
+_NO_ARCHIVE = (OSError, tarfile.TarError, ValueError, OverflowError, MemoryError)
+"""What reading one ends in whose numbers are none, or too large."""
 _MARK = f"{ROOT}/{{}}/marks/{{}}"
 _MARK_NAME = re.compile(_MARK.format("[0-9a-f]{32}", "([0-9a-f]{32})"))
 
@@ -146,9 +148,10 @@ def import_objects(store: ObjectStore, path: Path) -> Verdict:
                     refused.append(about.name)
     except AtlasError:  # the store's
         raise
-    except (OSError, tarfile.TarError, ValueError) as problem:  # numbers that are none
+    except _NO_ARCHIVE as problem:
         hint = "Use a file that `kvatlas tier export` has written"
-        raise AtlasError(Code.UNREADABLE, got=f"{path}: {problem}", hint=hint) from None
+        why = str(problem) or type(problem).__name__
+        raise AtlasError(Code.UNREADABLE, got=f"{path}: {why}", hint=hint) from None
     return Verdict(sound, refused)
 
 

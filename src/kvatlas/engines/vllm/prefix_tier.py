@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from kvatlas.pool import BlockEvent
+from kvatlas.specs import Visibility
 from kvatlas.tier import (
     BlockKeys,
     Hit,
@@ -85,6 +86,14 @@ class PrefixTier:
         """
         self._tier, self._finder = tier, PrefixFinder(tier, identity)
         self.recurrent, self.partial = self._finder.recurrent, self._finder.partial
+        self.keeps_windows_whole = any(
+            tier.plan.groups[region.group].visibility == Visibility() != layer.spec.visibility
+            for region in tier.plan.regions
+            for layer in region.layers
+        )
+        """Whether the tier has every token of layers that see a window."""
+        self.has_windows = any(group.visibility != Visibility() for group in tier.plan.groups)
+        """Whether it has windows alone of such layers."""
         self.longest = min(max_len, tier.plan.max_len)
         self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="kvatlas-ask")
         self._hurried_until = 0.0

@@ -200,7 +200,10 @@ class SchedulerSide:
 
     def _store(self, request: Any, block_ids: Any) -> bool:
         """Have a finished request kept in the tier; whether its blocks wait for that."""
-        kept = self._tier.worth_keeping(request) if self._tier and any(block_ids) else None
+        if self._tier is None or not any(block_ids):
+            return False
+        alone = request.request_id in self._windows_alone
+        kept = self._tier.worth_keeping(request, windows_alone=alone)
         if kept is None:
             return False
         keys, start, stop = kept
@@ -211,9 +214,10 @@ class SchedulerSide:
     def _load(self, request_id: str, blocks: Any, external: int) -> None:
         """Order what the tier has of a request."""
         found = self._tier.take(request_id, wanted=external > 0) if self._tier else None
-        if found is not None:
+        if self._tier is not None and found is not None:
             start = found.tokens - external
-            self._note_windows_alone(request_id)  # a tier has no more of them
+            if self._tier.has_windows:
+                self._note_windows_alone(request_id)
             tables = self._reading(request_id, blocks, start, found.tokens)
             order = LoadOrder(request_id, found.pin, found.keys, tables, start, found.tokens)
             self._orders.loads.append(order)

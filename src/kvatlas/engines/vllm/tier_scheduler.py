@@ -28,6 +28,7 @@ class TierScheduler:
         self, tier: PrefixTier, *, ahead: int, guesses: bool, patience: float = PATIENCE
     ) -> None:
         self._tier, self._patience = tier, patience
+        self.has_windows = tier.has_windows
         self._ahead = max(0, ahead)
         """Last tokens of a request of which drafters keep a guess."""
         # A drafter's guesses move a recurrent state on, and a stop must be exactly where it is.
@@ -117,8 +118,15 @@ class TierScheduler:
         """Let go of the tier, and of all that was found."""
         self._tier.close()
 
-    def worth_keeping(self, request: Any) -> tuple[BlockKeys, int, int] | None:
-        """The keys and the range of tokens of a finished request that the tier does not have."""
+    def worth_keeping(
+        self, request: Any, *, windows_alone: bool = False
+    ) -> tuple[BlockKeys, int, int] | None:
+        """The keys and the range of tokens of a finished request that the tier does not have.
+
+        With `windows_alone` tokens before the windows of layers never came here.
+        """
+        if windows_alone and self._tier.keeps_windows_whole:
+            return None
         if not self.keeps or not _made_of_tokens(request) or request.status.name == _FAILED:
             return None
         if request.request_id in self._outdated:

@@ -89,11 +89,12 @@ def _add_requests(
 ) -> int:
     """A file's requests; the greatest of their ids, before they are shifted."""
     greatest, end = -1, max(text.find(b'"requests"'), 0)
-    line = 1 + text.count(b"\n", 0, end)
+    line, counted = 1, 0
     for raw in requests:
         begin = text.find(raw, end)  # they stand there as they were read, one behind the other
-        line += text.count(b"\n", end, begin)
-        where, end = builder.place(line), begin
+        line += text.count(b"\n", counted, begin)
+        counted, end = begin, begin + memoryview(raw).nbytes
+        where = builder.place(line)
         try:
             one = _REQUEST.decode(raw)
         except _BAD_JSON as problem:

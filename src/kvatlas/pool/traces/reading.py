@@ -61,6 +61,8 @@ def read_trace(
     where there are several sizes.
     """
     path = Path(path)
+    if block is not None:
+        check_block(block, path.name)
     try:
         if path.is_file() and is_recording(path):  # of a pipe nothing is read twice
             return _read_recording(path, block, progress)
@@ -125,8 +127,6 @@ def _read_recording(path: Path, block: int | None, progress: Progress | None) ->
 
 
 def _infer(path: Path, block: int | None, unit: str) -> EventTraceBuilder:
-    if block is not None:
-        check_block(block, path.name)
     return EventTraceBuilder(path.stem, path.name, block=block, unit=unit)
 
 
