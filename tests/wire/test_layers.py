@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_layers_that_were_not_asked_for_are_not_here(streamed: bool) -> None:
         names = list(src.plan.layers)
         src.offer("r")
         with Session(dst.nodes[0], src.endpoints) as session:
-            about = {"dst_blocks": dst.blocks, "tokens": 40, "streamed": streamed}
+            about: Any = {"dst_blocks": dst.blocks, "tokens": 40, "streamed": streamed}
             done = session.pull("r", layers=names[:1], **about)
             assert done.wait_layers(names[:1]).wait(10).ready
             with pytest.raises(AtlasError) as refused:
