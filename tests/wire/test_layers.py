@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,21 @@ def test_layers_are_read_as_they_are_written() -> None:
         assert_arrived(source, target, 0)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_layers_that_were_not_asked_for_are_not_here(streamed: bool) -> None:
+    with ends(End(small("dense"), 40, seed=1), End(small("dense"), 40, seed=2)) as (src, dst):
+        names = list(src.plan.layers)
+        src.offer("r")
+        with Session(dst.nodes[0], src.endpoints) as session:
+            about: Any = {"dst_blocks": dst.blocks, "tokens": 40, "streamed": streamed}
+            done = session.pull("r", layers=names[:1], **about)
+            assert done.wait_layers(names[:1]).wait(10).ready
+            with pytest.raises(AtlasError) as refused:
+                done.wait_layers(names[1:2])
+            assert refused.value.code is Code.UNKNOWN_LAYER
+            assert session.pull("r", **about).wait_layers(names).wait(10).ready
+
+
 def test_who_waits_for_layers_hears_of_the_end_and_of_the_time() -> None:
     """A whole transfer has all of them at once; one that fails says why; others are late."""
     whole = Transfer("r", ranks=(0,), total=None, seconds=30)
@@ -40,6 +56,13 @@ def test_who_waits_for_layers_hears_of_the_end_and_of_the_time() -> None:
     assert refused.value.code is Code.DEADLINE
     whole.finished(0)
     assert whole.wait_layers(["a", "b"]).ready
+    some = Transfer("r", ranks=(0,), total=None, seconds=30, layers=("a", "b"))
+    some.finished(0)
+    assert some.wait_layers(["a", "b"]).ready
+    for others in (["a", "c"], "layers"):
+        with pytest.raises(AtlasError) as refused:
+            some.wait_layers(others)
+        assert refused.value.code is Code.UNKNOWN_LAYER
     failing = Transfer("r", ranks=(0, 1), total=None, seconds=30)
     failing.add_layer(0, "a")
     threading.Timer(0.05, failing.cancel).start()

@@ -345,3 +345,21 @@ def test_a_short_pull_does_not_wait_for_buffers_that_long_ones_keep(end: str) ->
         assert_arrived(source, target, 0)
         lends.give_back(kept)
         works(source, target)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_who_waits_for_buffers_leaves_time_to_go_without(*, measured: bool) -> None:
+    """Also the first pull over a link, which would measure it with buffers of the peer."""
+    from kvatlas.routing import Costs
+
+    with ends(*pair()) as (source, target):
+        source.offer("r")
+        lends = source.nodes[0].staging
+        kept = lends.acquire(2, for_peer=True)
+        costs = None if measured else Costs(descriptor=2e-3, wire=1e12, copy=1e12)  # 1.6 s
+        with Session(target.nodes[0], source.endpoints) as session:
+            pull(session, target, costs=costs, seconds=4).wait(8)
+        assert "direct" in target.nodes[0].metrics.seconds
+        assert_arrived(source, target, 0)
+        lends.give_back(kept)
+        works(source, target)

@@ -40,6 +40,21 @@ def test_a_request_is_let_go_without_being_read() -> None:
         assert refusal.value.code is Code.UNKNOWN_REQUEST
 
 
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_what_one_rank_has_read_and_another_let_go_was_let_go(reads_first: bool) -> None:
+    """Whoever is the last to say so; who has read it and then lets it go has read it."""
+    with ends(End(small("dense"), 50, seed=1), End(small("dense", tp=2), 50, seed=2)) as (src, dst):
+        for request, also in (("r", False), ("s", True)):
+            src.offer(request)
+            for rank in (0, 1) if reads_first else (1, 0):
+                with Session(dst.nodes[rank], src.endpoints) as session:
+                    if also or rank == 0:
+                        session.pull(request, dst_blocks=dst.blocks, tokens=50).wait(5)
+                    if also or rank == 1:
+                        assert session.release(request).wait(5).ready
+        assert src.released == [(0, "r", "let_go"), (0, "s", "read")]
+
+
 def test_only_who_may_read_lets_go() -> None:
     with ends(End(small("dense"), 50, seed=1), End(small("dense"), 50, seed=2)) as (src, dst):
         src.offer("r", readers=["somebody else"])

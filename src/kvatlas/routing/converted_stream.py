@@ -82,6 +82,11 @@ class ConvertedBox(NamedTuple):
     wire: int
     """The end whose format travels: 0 for the source's."""
 
+    @property
+    def by_element(self) -> bool:
+        """Whether all that changes does so element by element."""
+        return self.copied or all(end.cell.by_element for end in self.ends)
+
     def unit(self, end: int) -> int:
         """Bytes of the least that can be converted by itself."""
         return 1 if self.copied else self.ends[end].cell.nbytes
@@ -297,10 +302,7 @@ class ConvertedStream:
     @property
     def by_element(self) -> bool:
         """Whether all that changes does so element by element."""
-        return all(
-            one.box.copied or all(end.cell.by_element for end in one.box.ends)
-            for one in self.sections
-        )
+        return all(one.box.by_element for one in self.sections)
 
     def grids(self) -> list[RunGrid] | None:
         """The whole of it between the pages of both ends, for what casts while it copies.

@@ -218,6 +218,13 @@ class Route:
         casts = partial(self._cast_grids, self._converter, request, names)
         return ConvertedStream(boxes, request, casts)
 
+    def by_element(self, *, src_rank: Any, dst_rank: Any) -> bool:
+        """Whether all that one rank reads from another changes element by element, if at all."""
+        if self._converter is None:
+            return True
+        boxes = self._boxes(self._converter, int(src_rank), int(dst_rank), None)
+        return all(box.by_element for box in boxes)
+
     def needs(
         self,
         *,

@@ -99,6 +99,8 @@ class Offer(Held):
     """Names of the nodes that may read it; None for any."""
     read_by: set[tuple[bytes, int]] = field(default_factory=set)
     """Destinations that read no more of it: the hash of a plan, and a rank of it."""
+    let_go_by: set[tuple[bytes, int]] = field(default_factory=set)
+    """Those of them that have not said that they had read it, or cannot have."""
     mark: int | None = None
     """Behind which the blocks hold what they shall, where they are on a GPU."""
     layers: WrittenLayers | None = None

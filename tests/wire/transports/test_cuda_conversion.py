@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvatlas.planning import Plan
 from kvatlas.routing import RunGrid, Starts, scattered
 from kvatlas.specs import ElementCast
 from kvatlas.wire import Memory, Session
+from kvatlas.wire.protocol import Release
 from kvatlas.wire.transports.cuda import CudaTransport
 from tests.planning.models import model_of
 from tests.routing import oracle
@@ -150,3 +152,27 @@ def test_runs_of_elements_stay_inside_and_at_their_multiples() -> None:
     link.close()
     for one in ends:
         one.close()
+
+
+def test_who_cannot_have_read_what_it_saw_lets_go() -> None:
+    """Rows are converted by their source alone: a word of who saw the offer is no read."""
+    for cache, shared, reason in (
+        ("fp8", "all", "read"),
+        ("fp8", "staging", "let_go"),
+        ("int8_per_token_head", "all", "let_go"),
+    ):
+        with ExitStack() as stack:
+            ends = Ends(stack, dense("bf16"), dense(cache))
+            (source,), why = ends.sources, list[str]()
+            source.offer(
+                "r", ends.move.src_blocks, TOKENS, released=lambda *end, why=why: why.append(end[1])
+            )
+            with Session(ends.target, [source.endpoint]) as session:
+                source.transport.shared = shared
+                connection = session._connections.find(source.endpoint)
+                assert connection is not None
+                word = {"read": True, "posting": source.posting("r")}
+                said = Release(session=connection.session, request="r", **word)
+                deadline = time.monotonic() + 5
+                ends.target.channels.ask(source.endpoint, said, deadline=deadline)
+            assert why == [reason]

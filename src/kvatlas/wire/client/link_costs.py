@@ -27,6 +27,8 @@ _SHORTEST_WAIT, _WORTH_WAITING = 0.1, 16
 
 Long transfers keep theirs until they end: a short one would wait for that.
 """
+_LEFT_FOR_DIRECT = 2
+"""How many times what a transfer takes without buffers is left for that, while it waits."""
 
 
 def choose_way(lease: RankLease, stream: AnyStream) -> Way:
@@ -102,8 +104,12 @@ def _with_buffers(lease: RankLease, stream: Stream, way: Way, costs: Costs) -> W
     if way == "direct":
         return way
     alone = costs.direct(stream.runs_apart, stream.nbytes)
-    seconds = max(_SHORTEST_WAIT, _WORTH_WAITING * alone)
-    return way if lease.borrow_in_time(seconds, both=way == "staged") else "direct"
+    worth, left = _WORTH_WAITING * alone, lease.deadline - time.monotonic()
+    if left > alone:  # else it is in time with buffers, or not at all
+        worth = min(worth, left - _LEFT_FOR_DIRECT * alone)
+    return (
+        way if lease.borrow_in_time(max(_SHORTEST_WAIT, worth), both=way == "staged") else "direct"
+    )
 
 
 def _may_stage(lease: RankLease) -> bool:
@@ -142,7 +148,8 @@ def _measured(lease: RankLease) -> Costs:
     lease.buffers = staging.acquire(min(BUFFERS, staging.most()))
     if not lease.buffers:
         return Costs()
-    lease.borrow(len(lease.buffers))
+    if not lease.borrow_in_time(_SHORTEST_WAIT, both=True):
+        return Costs()
     with lease.node.metrics.phase("measure"):
         connection.question_seconds = _quickest(lease.renew)
         connection.costs = _measure(lease)

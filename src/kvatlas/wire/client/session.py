@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -141,7 +141,8 @@ class Session:
                 checksums=checksums, streamed=streamed, final=final,
                 wait_for_offer=wait_for_offer, mark=None if warm else self.node.mark(),
             )  # fmt: skip
-            return self._start(wanted, ranks, needed if total is None else total, started)
+            brings = incoming.layers if layers is None else layers
+            return self._start(wanted, ranks, needed if total is None else total, brings, started)
         except BaseException:
             for one in started.values():
                 one.abandon()
@@ -178,7 +179,7 @@ class Session:
             "push", request, src_blocks, dst_blocks, tokens, layers, seconds, how, costs,
             checksums=checksums, streamed=False, mark=self.node.mark(),
         )  # fmt: skip
-        return self._start(wanted, ranks, None)
+        return self._start(wanted, ranks, None, layers)
 
     def close(self) -> None:
         """Forget all peers; transfers under way are cancelled."""
@@ -239,6 +240,7 @@ class Session:
         wanted: TransferRequest,
         ranks: Sequence[int],
         needed: Needed,
+        brings: Collection[str] | None,
         started: Mapping[int, StartedPull] = MappingProxyType({}),
     ) -> Transfer:
         if wanted.how not in get_args(How):
@@ -248,7 +250,7 @@ class Session:
             raise self._not_connected(missing)
         quick = bool(ranks) and all(map(self._sees_offers, ranks))
         total = needed() if callable(needed) and not quick else needed
-        transfer = Transfer(wanted.request, ranks, total, wanted.seconds)
+        transfer = Transfer(wanted.request, ranks, total, wanted.seconds, brings)
         with self._lock:
             self._any_peer()
             self._running.add(transfer)

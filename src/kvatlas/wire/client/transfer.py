@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 
@@ -63,11 +63,16 @@ class Transfer:
         ranks: Sequence[int],
         total: int | Callable[[], int] | None,
         seconds: float,
+        layers: Collection[str] | None = None,
     ) -> None:
-        """`total` may be found out later, while the bytes are on their way."""
+        """`total` may be found out later, while the bytes are on their way.
+
+        `layers` are those that it brings; None where nobody waits for one of them.
+        """
         self.request = request
         self._total = total
         self._bytes: dict[int, int] = dict.fromkeys(ranks, 0)
+        self._brings = layers
         self._layers: dict[int, set[str]] = {rank: set() for rank in ranks}
         self._waiting = set(ranks)
         self._users = 0
@@ -163,7 +168,8 @@ class Transfer:
         """Wait until some layers are here, whatever the others are: a step can begin with them.
 
         In a streamed transfer they come in the order in which they are computed; in any other
-        all come at once. Raises its failure, or once `seconds` have passed.
+        all come at once. Raises its failure, or once `seconds` have passed; a layer that it does
+        not bring is refused.
 
         >>> transfer = Transfer("request 17", ranks=(0,), total=8192, seconds=30)
         >>> transfer.add_layer(0, "layers.0.attn")
@@ -172,6 +178,11 @@ class Transfer:
         """
         wanted, begun = set(names), time.monotonic()
         until = self.deadline if seconds is None else begun + seconds
+        others = set() if self._brings is None else wanted.difference(self._brings)
+        if others:
+            problem, got = "The transfer brings no such layer", repr(min(others, key=str))[:200]
+            hint = "Wait for layers that were asked for, by the names of the plan"
+            raise AtlasError(Code.UNKNOWN_LAYER, problem, got=got, hint=hint)
         while not wanted <= self.layers:
             if self.done:
                 return self.wait(0.0)  # all are here, or its failure is raised

@@ -72,11 +72,9 @@ class Answers:
             case protocol.Close():
                 return self._close(question, peer)
             case protocol.Release():
-                offer = self._all_have_read(question.request, peer, question.posting)
-                if offer is not None:
-                    seen = question.read and question.posting is not None
-                    why = "read" if seen else "let_go"
-                    self.node.release(question.request, why, offer)
+                seen = question.read and question.posting is not None
+                read = seen and self._reads_in_place(peer)
+                self._reads_no_more(question.request, peer, question.posting, read=read)
                 return protocol.Ok()
         raise protocol.bad_handshake(type(question).__name__)
 
@@ -294,33 +292,49 @@ class Answers:
             else:
                 if self._alone_sends(lease):
                     _check_all_moved(lease, lease.gathered)
-                offer = self._all_have_read(lease.request, peer, None)
-                if offer is not None:
-                    self.node.release(lease.request, "read", offer)
+                self._reads_no_more(lease.request, peer, None, read=True)
         return protocol.Ok(seconds=left)
 
     def _alone_sends(self, lease: Lease) -> bool:
         """Whether a peer has no byte of a pull but those that this node gathers for it."""
-        transport, own = self.node.transport, self.node.plan.rank_pools(self.node.rank)
-        if not all(map(transport.shares, own)):
+        if not self._shares_pools():
             return True
-        stream = lease.stream
-        return isinstance(stream, ConvertedStream) and not (transport.casts and stream.by_element)
+        stream, casts = lease.stream, self.node.transport.casts
+        return isinstance(stream, ConvertedStream) and not (casts and stream.by_element)
 
-    def _all_have_read(self, request: str, peer: Peer, posting: Posting | None) -> Offer | None:
-        """The offer, where with this peer every rank that reads from this one has done so.
+    def _reads_in_place(self, peer: Peer) -> bool:
+        """Whether a peer can have read all of an offer that it saw, without a lease."""
+        ranks = {"src_rank": self.node.rank, "dst_rank": peer.rank}
+        return self._shares_pools() and self.node.route_to(peer).by_element(**ranks)
 
-        Not one that was made anew since a posting was read.
+    def _shares_pools(self) -> bool:
+        own = self.node.plan.rank_pools(self.node.rank)
+        return all(map(self.node.transport.shares, own))
+
+    def _reads_no_more(
+        self, request: str, peer: Peer, posting: Posting | None, *, read: bool
+    ) -> None:
+        """End an offer where with this peer every rank that reads from this one is done with it.
+
+        Not one that was made anew since a posting was read. It was `read` where all have read it.
         """
+        own = peer.plan_hash, peer.rank
         readers = {(peer.plan_hash, rank) for rank in self.node.readers(peer)}
         with self.node.lock:
             offer = self.node.offers.get(request)
             if offer is None or not _may_read(offer, peer):
-                return None
+                return
             if posting is not None and self.node.posting(request) != posting:
-                return None
-            offer.read_by.add((peer.plan_hash, peer.rank))
-            return offer if readers <= offer.read_by else None
+                return
+            if read:
+                offer.let_go_by.discard(own)
+            elif own not in offer.read_by:
+                offer.let_go_by.add(own)
+            offer.read_by.add(own)
+            if not readers <= offer.read_by:
+                return
+            why = "let_go" if offer.let_go_by & {own, *readers} else "read"
+        self.node.release(request, why, offer)
 
     def _arrived(self, lease: Lease) -> None:
         """Count a source whose every byte this node has itself put into the blocks."""
