@@ -15,6 +15,7 @@ from kvatlas.engines.vllm import (
     ConnectorSettings,
     describe_stage,
     prefix_tier,
+    tier_scheduler,
     tier_worker,
 )
 from kvatlas.engines.vllm.describe import described_model, join_stages
@@ -190,6 +191,7 @@ def test_a_store_that_is_slow_holds_a_request_up_for_so_long_and_no_longer(
 
     store.exists = slow
     monkeypatch.setattr(prefix_tier, "_SOON", 0.001)
+    monkeypatch.setattr(tier_scheduler, "_PAUSE", 60.0)  # longer than a busy machine takes
     begun = time.monotonic()
     waiting = asking(TOKENS, "slow")
     assert one.scheduler.matched_tokens(waiting, 0)[0] is None, "vLLM goes on with others"
