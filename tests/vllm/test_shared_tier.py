@@ -179,9 +179,11 @@ def test_a_store_that_is_slow_holds_a_request_up_for_so_long_and_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = f"folder://{tmp_path}"
-    one = Ranks(where, "one", tp=1, block=64, lookup_seconds=0.3)
+    one = Ranks(where, "one", tp=1, block=64)
     kept_by(one, [3, 9, 1, 7, 5])
     assert one.matched(asking(TOKENS, "quick")) == 256
+    # The scheduler's own limit, and not the tier's, which begins a little later.
+    monkeypatch.setattr(one.scheduler._tier, "_patience", 0.3)
     answering, store = threading.Event(), one.asked._traffic.store
     exists = store.exists
 
