@@ -106,6 +106,10 @@ class Offer(Held):
     layers: WrittenLayers | None = None
     """Those that are written already; None where all are."""
 
+    def may_be_read_by(self, name: str) -> bool:
+        """Whether a node of this name may read it."""
+        return self.readers is None or name in self.readers
+
 
 @dataclass
 class Expected(Held):
@@ -195,6 +199,14 @@ class Lease:
         """Refuse a lease that is no longer held."""
         if not self.held:
             raise lease_expired()
+
+    def check_all_moved(self, moved: int) -> None:
+        """Refuse to call a transfer complete of which so many bytes have moved, and not all."""
+        if moved != self.stream.nbytes:
+            problem = f"A {self.direction} was called complete before all of it had moved"
+            got = f"{moved:,} of {self.stream.nbytes:,} bytes"
+            hint = "Have every piece gathered or fetched first"
+            raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
 
 
 def lease_expired() -> AtlasError:

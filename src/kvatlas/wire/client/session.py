@@ -113,12 +113,11 @@ class Session:
         """Read a request's tokens from its source ranks into blocks of this node.
 
         Source blocks may be left out: the source knows what it offers. With `streamed`,
-        layers arrive one after the other: `Transfer.layers` says which have, and
-        `Transfer.wait_layers` waits for some. The last
-        `recompute` tokens are computed here again: they stay behind, and windows come as the
-        first of them sees them. A `final` pull is the last of its request by this node, however
-        little of the offer it takes: sources that nobody else reads may then reuse their
-        blocks. A request that is not offered yet may be so within `wait_for_offer` seconds.
+        layers arrive one after the other: `Transfer.layers` says which have, and `wait_layers`
+        waits for some. The last `recompute` tokens are computed here again: they stay behind,
+        and windows come as the first of them sees them. A `final` pull is the last of its request
+        by this node, however little of the offer it takes: sources that nobody else reads may
+        then reuse their blocks. It waits `wait_for_offer` seconds for one that is not offered yet.
         """
         layers = None if layers is None else tuple(layers)
         if recompute:

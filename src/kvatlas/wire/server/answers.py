@@ -174,7 +174,7 @@ class Answers:
             offer = self.node.offers.get(question.request)
             if offer is None or offer.expires <= time.monotonic():
                 return None
-            return offer if _may_read(offer, peer) else None
+            return offer if offer.may_be_read_by(peer.name) else None
         expected = self.node.expected.get(question.request)
         if expected is None or expected.source != peer.plan_hash or expected.complete:
             return None
@@ -291,7 +291,7 @@ class Answers:
                 self._arrived(lease)
             else:
                 if self._alone_sends(lease):
-                    _check_all_moved(lease, lease.gathered)
+                    lease.check_all_moved(lease.gathered)
                 self._reads_no_more(lease.request, peer, None, read=True)
         return protocol.Ok(seconds=left)
 
@@ -322,7 +322,7 @@ class Answers:
         readers = {(peer.plan_hash, rank) for rank in self.node.readers(peer)}
         with self.node.lock:
             offer = self.node.offers.get(request)
-            if offer is None or not _may_read(offer, peer):
+            if offer is None or not offer.may_be_read_by(peer.name):
                 return
             if posting is not None and self.node.posting(request) != posting:
                 return
@@ -338,7 +338,7 @@ class Answers:
 
     def _arrived(self, lease: Lease) -> None:
         """Count a source whose every byte this node has itself put into the blocks."""
-        _check_all_moved(lease, lease.fetched)
+        lease.check_all_moved(lease.fetched)
         with self.node.lock:
             expected = self.node.expected.get(lease.request)
             if expected is None:
@@ -385,23 +385,11 @@ class Answers:
         return _LONGEST_LEASE if offer is None else offer.expires - time.monotonic()
 
 
-def _may_read(offer: Offer, peer: Peer) -> bool:
-    return offer.readers is None or peer.name in offer.readers
-
-
 def _is_complete(question: protocol.Open, held: Offer | Expected) -> bool:
     """Whether nothing more is to come: all of it moves, or its reader wants no more."""
     if question.direction == "pull" and question.final:
         return True
     return question.layers is None and (question.start, question.stop) == (held.start, held.stop)
-
-
-def _check_all_moved(lease: Lease, moved: int) -> None:
-    if moved != lease.stream.nbytes:
-        problem = f"A {lease.direction} was called complete before all of it had moved"
-        got = f"{moved:,} of {lease.stream.nbytes:,} bytes"
-        hint = "Have every piece gathered or fetched first"
-        raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
 
 
 def _not_held(question: protocol.Open) -> AtlasError:
