@@ -87,6 +87,9 @@ class Replay:
         self._places = np.arange(int(np.diff(spans.starts).max(initial=0)) + 1)
         self._first = [one.first(self._places, spans.step) for one in model.classes]
         """By class, the first span that is needed to go on behind so many."""
+        kinds = [(one.needs, one.visibility) for one in model.classes]
+        self._like = [kinds.index(kind) for kind in kinds]
+        """By class, the first that keeps the same places."""
         kind = EVICTIONS[policy.eviction]
         sized = None if self._alike else self._size
         self._evictions = [kind(entries, sized) for _ in self._blocks]
@@ -175,13 +178,13 @@ class Replay:
             if one.needs == "all":
                 longest = _leading_there(self._rows[place], spans[:longest])
             else:
-                others.append((place, one))
-        if not others or not longest:
+                others.append(place)
+        if not longest or self._can_serve(others, spans, longest):
             return longest, longest
         good = np.ones(longest + 1, bool)
-        for place, one in others:
+        for place in others:
             here = self._rows[place][spans[:longest]]
-            if one.needs == "state":
+            if self.model.classes[place].needs == "state":
                 good[1:] &= here
             elif np.count_nonzero(here) < longest:
                 missing = np.zeros(longest + 1, np.int32)
@@ -190,14 +193,24 @@ class Replay:
         hit = longest - int(good[::-1].argmax())
         return hit, longest if len(others) < len(self.model.classes) else hit
 
+    def _can_serve(self, classes: list[int], spans: Ints, end: int) -> bool:
+        """Whether windows and states are there behind so many spans: most often they are."""
+        for place in classes:
+            needed = spans[self._first[place][end] : end]
+            if np.count_nonzero(self._rows[place][needed]) < len(needed):
+                return False
+        return True
+
     # -- what a request brings and uses -----------------------------------------------
 
     def _entries(self, spans: Ints, hit: int, wanted: Ints) -> list[Ints]:
         """Places along the request that each class keeps: all, or those of checkpoints."""
         ends = np.concatenate([[hit], wanted]) if hit else wanted
-        parts = []
-        for one, first in zip(self.model.classes, self._first, strict=True):
-            if one.needs == "all":
+        parts: list[Ints] = []
+        for one, first, like in zip(self.model.classes, self._first, self._like, strict=True):
+            if like < len(parts):
+                parts.append(parts[like])
+            elif one.needs == "all":
                 parts.append(self._places[: len(spans)])
             elif one.needs == "state":
                 parts.append(ends - 1)
