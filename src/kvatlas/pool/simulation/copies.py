@@ -9,16 +9,17 @@ replay, and finds what vLLM finds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvatlas.pool.checkpoints import EveryBlock
-from kvatlas.pool.simulation.block_tables import SimulatedTable, StateTable
-from kvatlas.pool.simulation.layer_classes import LayerClass
+from kvatlas.pool.simulation.block_tables import AttentionTable, SimulatedTable, StateTable
+from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.lru_queue import LruQueue
 from kvatlas.pool.simulation.prefill_steps import BATCHED_TOKENS, PrefillSteps
-from kvatlas.pool.simulation.replay import Replay
+from kvatlas.pool.simulation.replay_base import ReplayBase, ReplayPolicy
+from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.traces import MOST_TOKENS, Ints, Trace
 
 
@@ -42,16 +43,22 @@ Served = tuple[AlikeGroups, SimulatedTable, Ints]
 """Of a request: alike groups, their table, and the [group, place] ids of what is named in it."""
 
 
-class CopyingReplay(Replay):
+class CopyingReplay(ReplayBase):
     """A replay of entries with copies: ids below `_entries_end` are first ones, the rest further.
 
     Evicts the least recently used, as vLLM does. `batched_tokens` are computed in a step.
     """
 
     def __init__(
-        self, *given: Any, trace: Trace, batched_tokens: int = BATCHED_TOKENS, **options: Any
+        self,
+        model: PoolModel,
+        spans: Spans,
+        policy: ReplayPolicy,
+        *,
+        trace: Trace,
+        batched_tokens: int = BATCHED_TOKENS,
     ) -> None:
-        super().__init__(*given, **options)
+        super().__init__(model, spans, policy)
         self._lengths, self._outputs = trace.lengths.tolist(), trace.outputs.tolist()
         self._groups = self._alike_groups()
         few_states = any(some.table is StateTable for some in self._groups)
@@ -92,9 +99,12 @@ class CopyingReplay(Replay):
         found = []
         for run in runs:
             first, one = run[0], self.model.classes[run[0]]
-            table = StateTable if few and one.needs == "state" else SimulatedTable
+            keeps_all = one.needs == "all"
+            table = AttentionTable if keeps_all else SimulatedTable
+            if few and one.needs == "state":
+                table = StateTable
             bases = np.array(run, np.int64)[:, None] << self._bits
-            pool, keeps_all = self._pools[first], one.needs == "all"
+            pool = self._pools[first]
             found.append(AlikeGroups(one, first, len(run), pool, table, bases, keeps_all))
         return found
 
@@ -193,15 +203,16 @@ class CopyingReplay(Replay):
         for _, table, ids in served:
             new = ids[:, table.name(stop)]
             if new.size:
-                again = self._present[new]
-                self._present[new] = True
+                entries = new.ravel()  # quicker than several rows
+                again = self._present[entries]
+                self._present[entries] = True
                 if np.count_nonzero(again):
-                    new[again] = self._copy(new[again])
+                    new[again.reshape(new.shape)] = self._copy(entries[again])
 
     def _let_go(self, some: AlikeGroups, named: Ints) -> None:
         """What nobody uses waits to be evicted: group after group, the last blocks first."""
         if named.size:
-            self._queues[some.pool].used(named[:, ::-1].ravel(), some.one.blocks)
+            self._queues[some.pool].put(named[:, ::-1], some.one.blocks)
 
     def _take_oldest(self, pool: int, found: Ints) -> None:
         """The oldest copies of what is found; none of them is evicted until ranked anew."""
@@ -209,7 +220,7 @@ class CopyingReplay(Replay):
             return
         if self._copies and np.count_nonzero(copied := self._copied[found]):
             found[copied] = [self._copies[entry][0] for entry in found[copied].tolist()]
-        self._queues[pool].forget(found)
+        self._queues[pool].take(found)
 
     def _copy(self, entries: Ints) -> Ints:
         """Another id of each of these entries, which are there."""
@@ -226,7 +237,7 @@ class CopyingReplay(Replay):
             self._copies.setdefault(entry, [entry]).append(one)
         return ids
 
-    def _evict(self, pool: int, blocks: int, needed: Ints | None = None) -> None:
+    def _evict(self, pool: int, blocks: int) -> None:
         """Free so many blocks of a pool; what requests use is not in the queue."""
         if blocks <= 0:
             return
