@@ -74,6 +74,14 @@ class ReplayBase:
         kinds = [(one.needs, one.visibility) for one in model.classes]
         self._like = [kinds.index(kind) for kind in kinds]
         """By class, the first that keeps the same places."""
+        numbers = np.arange(len(kinds))[:, None]
+        self._alike_needs = [
+            (self._first[place], numbers[np.array(self._like) == place] << self._bits)
+            for place in sorted(set(self._like))
+            if model.classes[place].needs != "all"
+        ]
+        """Of windows and states that keep the same places: the first span that is needed to go
+        on behind so many, and [class, 1] the first entry of each."""
         self._used = [0] * len(self._blocks)
         self._starts = spans.starts.tolist()
         self._reusable, self._known = spans.reusable.tolist(), spans.known.tolist()
@@ -148,19 +156,18 @@ class ReplayBase:
 
     def find(self, spans: Ints) -> tuple[int, int]:
         """The longest prefix of these spans that every class can serve, and attention alone."""
-        longest = len(spans)
-        others = []
+        longest, others = len(spans), []
         for place, one in enumerate(self.model.classes):
             if one.needs == "all":
                 longest = _leading_there(self._rows[place], spans[:longest])
             else:
-                others.append(place)
-        if not longest or self._can_serve(others, spans, longest):
+                others.append((place, one))
+        if not longest or self._can_serve(spans, longest):
             return longest, longest
         good = np.ones(longest + 1, bool)
-        for place in others:
+        for place, one in others:
             here = self._rows[place][spans[:longest]]
-            if self.model.classes[place].needs == "state":
+            if one.needs == "state":
                 good[1:] &= here
             elif np.count_nonzero(here) < longest:
                 missing = np.zeros(longest + 1, np.int32)
@@ -169,11 +176,11 @@ class ReplayBase:
         hit = longest - int(good[::-1].argmax())
         return hit, longest if len(others) < len(self.model.classes) else hit
 
-    def _can_serve(self, classes: list[int], spans: Ints, end: int) -> bool:
+    def _can_serve(self, spans: Ints, end: int) -> bool:
         """Whether windows and states are there behind so many spans: most often they are."""
-        for place in classes:
-            needed = spans[self._first[place][end] : end]
-            if np.count_nonzero(self._rows[place][needed]) < len(needed):
+        for first, bases in self._alike_needs:
+            needed = spans[first[end] : end] + bases
+            if np.count_nonzero(self._present[needed]) < needed.size:
                 return False
         return True
 
