@@ -203,7 +203,7 @@ class CopyingReplay(ReplayBase):
         for _, table, ids in served:
             new = ids[:, table.name(stop)]
             if new.size:
-                entries = new.ravel()  # quicker than several rows
+                entries = new.ravel()
                 again = self._present[entries]
                 self._present[entries] = True
                 if np.count_nonzero(again):
@@ -218,9 +218,11 @@ class CopyingReplay(ReplayBase):
         """The oldest copies of what is found; none of them is evicted until ranked anew."""
         if not found.size:
             return
-        if self._copies and np.count_nonzero(copied := self._copied[found]):
-            found[copied] = [self._copies[entry][0] for entry in found[copied].tolist()]
-        self._queues[pool].take(found)
+        ids = found.ravel()
+        if self._copies and np.count_nonzero(copied := self._copied[ids]):
+            ids[copied] = [self._copies[entry][0] for entry in ids[copied].tolist()]
+            found[:] = ids.reshape(found.shape)
+        self._queues[pool].take(ids)
 
     def _copy(self, entries: Ints) -> Ints:
         """Another id of each of these entries, which are there."""

@@ -20,13 +20,7 @@ from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.prefill_cost import PrefillCost
 from kvatlas.pool.simulation.prefill_steps import batched_tokens
 from kvatlas.pool.simulation.replay import Replay
-from kvatlas.pool.simulation.replay_base import (
-    Outcome,
-    Progress,
-    ReplayBase,
-    ReplayPolicy,
-    leading,
-)
+from kvatlas.pool.simulation.replay_base import Outcome, Progress, ReplayBase, ReplayPolicy
 from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.simulation.tiers import LowerTier, TieredReplay
 from kvatlas.pool.traces import Ints, Trace
@@ -196,13 +190,13 @@ def spans_of(trace: Trace, step: int) -> Spans:
 @lru_cache(maxsize=2)
 def ceiling(trace: Trace) -> Ints:
     """Tokens of each request that an unlimited memory finds, in the trace's own blocks."""
-    found = np.zeros(len(trace), np.int64)
-    seen = np.zeros(int(trace.ids.max(initial=-1)) + 1, bool)
-    for request in range(len(trace)):
-        ids = trace.ids[trace.starts[request] : trace.starts[request + 1]]
-        found[request] = leading(seen[ids])
-        seen[ids] = True
-    return np.minimum(found * trace.block, trace.lengths)
+    counts = np.diff(trace.starts)
+    requests = np.repeat(np.arange(len(trace)), counts)
+    first = np.zeros(int(trace.ids.max(initial=-1)) + 1, np.int64)
+    first[trace.ids[::-1]] = requests[::-1]  # the earliest request with an id is written last
+    # An id stands for all before it: what is new in a request is its end.
+    new = np.bincount(requests[first[trace.ids] == requests], minlength=len(trace))
+    return np.minimum((counts - new) * trace.block, trace.lengths)
 
 
 def _saved(
