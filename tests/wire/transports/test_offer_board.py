@@ -17,9 +17,9 @@ from kvatlas.wire.transports.offer_board import (
     OfferBoard,
     PeerBoard,
     PostedOffer,
-    WatchedProcess,
     open_board,
 )
+from kvatlas.wire.transports.watched_process import WatchedProcess
 from tests.wire.transports.ends import eventually
 
 SOURCE = """

@@ -76,6 +76,7 @@ class StartedPull:
 
         False where it is over and counts for nothing: it read what it should not have.
         """
+        rank, nbytes = self.connection.peer.rank, self.nbytes
         try:
             _ = transfer.total  # other ranks' blocks may be wrong: refused before this one counts
             sound = self.read.sound
@@ -87,7 +88,7 @@ class StartedPull:
             self.abandon()
             return False
         if soon:
-            transfer.add(self.connection.peer.rank, self.nbytes)
+            transfer.add(rank, nbytes)
         else:
             self._untidy = False
             with self.connections.using(self.connection):
