@@ -111,14 +111,17 @@ class StartedPull:
         handle, seen = self.read.handle, self.read.seen
         until = time.monotonic() + _SOON
         try:
-            if not seen.confirmed:  # and what was just looked at is looked at sooner again
-                return False
+            rehearsed = False
             while not handle.peek():
                 now = time.monotonic()
                 if transfer.done or not seen.held or now > until:
                     return False
                 if abs(now - handle.expected_end) > _NEARLY:
                     _let_others_run()
+                elif not rehearsed:  # what was just looked at is looked at sooner again
+                    rehearsed = seen.confirmed
+                    if not rehearsed:
+                        return False
         except Exception:  # whoever goes the whole way is told why
             return False
         return seen.confirmed
