@@ -172,6 +172,24 @@ def test_the_canvas_keeps_its_size_and_a_motion_begins_with_the_picture_as_it_wa
         browser.prefer(prefers_reduced_motion="reduce")
 
 
+def test_a_knob_moves_nothing_around_the_picture(browser: Browser, tmp_path: Path) -> None:
+    """What moves is painted anew, be it by 1/64 of a pixel: all of the page then."""
+    options = [("LBNHC", 16), ("BHLNC", 16), ("LBNHC", 32)]
+    made = [plan("Qwen3-8B", memory="40GiB", layout=one, block_size=n) for one, n in options]
+    tops = "['crumbs', 'stage', 'transfer'].map((one) => byId(one).getBoundingClientRect().top)"
+    turned = f"change({{ plan: arguments[0] }}); return [byId('knobs-note').textContent, {tops}]"
+    try:
+        browser.prefer(prefers_reduced_motion="no-preference")
+        for width in (400, 1280, 1920, 2560, 3840):
+            browser.resize(width, 900)
+            show(browser, tmp_path, made[0], others=made[1:])
+            plain, grey = (browser.do("stopMotion();" + turned, number) for number in (0, 1))
+            assert (plain[0], grey[0][:5], plain[1]) == ("", "Grey:", grey[1]), width
+    finally:
+        browser.resize(1280, 900)
+        browser.prefer(prefers_reduced_motion="reduce")
+
+
 def test_bands_that_are_painted_some_in_each_frame_are_all_painted(
     browser: Browser, tmp_path: Path
 ) -> None:
