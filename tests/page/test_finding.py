@@ -160,9 +160,9 @@ def test_other_orders_are_counted_for_the_plan_shown_and_knobs_say_what_they_cha
     turn = "document.querySelector(`#knobs [aria-label=${arguments[0]}] [value='${arguments[1]}']`)"
     followed, note = "return byId('followed').textContent", "return byId('knobs-note').textContent"
     browser.do(turn + ".click()", "block", "32")
-    assert browser.do(followed).endswith("Other orders: BHLNC 1, BLNHC 576 (block 16).")
+    assert browser.do(followed).endswith("Runs in other orders: BHLNC 1, BLNHC 576 (block 16).")
     browser.do(turn + ".click()", "order", "BHLNC")
-    assert "Other orders: LBNHC 1,152, BLNHC 576 (block 16)." in browser.do(followed)
+    assert "Runs in other orders: LBNHC 1,152, BLNHC 576 (block 16)." in browser.do(followed)
     grey = "Grey: no plan of it with the other values was drawn, so choosing it changes them, too."
     assert browser.do(note) == grey
     marked = "return [...document.querySelectorAll('#knobs .apart')].map((one) => one.value)"
@@ -174,7 +174,7 @@ def test_other_orders_are_counted_for_the_plan_shown_and_knobs_say_what_they_cha
     assert browser.do(marked) == ["BHLNC", "BLNHC", "32"]
     # For a select that comes or goes, the browser paints the whole page anew.
     assert browser.do("return document.querySelectorAll('#knobs select').length") == 0
-    assert "Other orders" not in browser.do(followed)
+    assert "other orders" not in browser.do(followed)
     # All of a line of the table chooses it.
     browser.do("document.querySelector('#transfer .choice td:last-child').click()")
     assert browser.do("return paint.follow.kind") == "layer"
