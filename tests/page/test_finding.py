@@ -158,7 +158,8 @@ def test_other_orders_are_counted_for_the_plan_shown_and_knobs_say_what_they_cha
     made.append(plan("Qwen3-8B", memory="40GiB", layout="LBNHC", tp=8))
     show(browser, tmp_path, made[0], others=made[1:])
     turn = "document.querySelector(`#knobs [aria-label=${arguments[0]}] [value='${arguments[1]}']`)"
-    followed, note = "return byId('followed').textContent", "return byId('knobs-note').textContent"
+    followed = "return byId('followed').textContent.replaceAll('\\u00a0', ' ')"
+    note = "return byId('knobs-note').textContent"
     browser.do(turn + ".click()", "block", "32")
     assert browser.do(followed).endswith("Runs in other orders: BHLNC 1, BLNHC 576 (block 16).")
     browser.do(turn + ".click()", "order", "BHLNC")
@@ -215,7 +216,7 @@ def test_a_finger_points_with_its_first_tap_and_goes_in_with_the_second(
         browser.resize(400, 800)
         show(browser, tmp_path, plan("gpt-oss-20b", memory="40GiB", layout="BLNHC"))
         told = browser.do(words)
-        assert told.startswith("Tap a byte")
+        assert told.startswith("First byte in view; tap another")
         assert "same place again to go in" in told
         assert not any(word in told for word in ("wheel", "Shift", "click", "Point"))
         browser.do("picture.scrollIntoView({ block: 'center' })")

@@ -173,7 +173,7 @@ function elsewhere(chosen) {
     const found = group < 0 ? null : runsIn(other, group, chosen);
     if (!found || !found.many) continue;
     const apart = LABELLED.filter((name) => other.knobs[name] !== knobs[name]).map((name) => `${name} ${count(other.knobs[name])}`);
-    told.push(`${order} ${count(found.many)}${apart.length ? ` (${apart.join(", ")})` : ""}`);
+    told.push(`${order}\u00a0${count(found.many)}${apart.length ? ` (${apart.join(", ")})` : ""}`);
   }
   return told.length ? `Runs in other orders: ${told.join(", ")}.` : "";
 }
