@@ -33,7 +33,7 @@ class RowStoring:
     ) -> None:
         self._traffic, self._ingest, self._rank, self._rows = traffic, ingest, rank, rows
         self._plan = traffic.names.cut.plan
-        self._numbers = NumberedRows(self._plan, rows).numbers
+        self._numbered = NumberedRows(self._plan, rows)
 
     def start(
         self,
@@ -45,14 +45,15 @@ class RowStoring:
     ) -> tuple[Puts, list[RowName]]:
         """Read the pools and begin to put; what is on its way, and rows that found no room."""
         with storage.metrics.phase("bind"):
-            ids = self._numbers
+            ids = self._numbered.numbers
             runs, deliveries = self._ingest.copies(self._rank, blocks, tokens, ids)
-            copies = NumberedCopies(runs, "dst", self._plan)
+            copies = NumberedCopies(runs, "dst", self._numbered)
             shares = {shape: self._share(shape[0], *own) for shape, own in deliveries.items()}
             self._traffic.know_shares(self._ingest.number, self._rank, shares)
         under_way: Puts = {}
         no_room: list[RowName] = []
-        for some in batches(self._plan, self._numbers, self._traffic.staging.at_once):
+        staging = self._traffic.staging
+        for some in batches(self._plan, ids, staging.at_once):
             own = {need: self._rows[need] for need in some}
             rows = self._traffic.stage(some, deadline)
             if rows is None:
@@ -63,12 +64,12 @@ class RowStoring:
                 for need, row in own.items():
                     if not shares[need.shape].filled:
                         self._traffic.zero(row, some[need], rows)
-                storage.carry("store", copies.at(rows.places), write)
+                storage.carry("store", copies.at(rows.places, staging), write)
                 for need, row in own.items():
                     mine = shares[need.shape].whole
                     objects += self._traffic.staged(row, some[need], rows, mine)
             except BaseException:
-                self._traffic.staging.give_back(rows.lease)
+                staging.give_back(rows.lease)
                 raise
             started = self._traffic.put(objects)
             self._traffic.give_back_after(started, rows.lease)

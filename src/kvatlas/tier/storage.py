@@ -177,13 +177,13 @@ class TierStorage:
         plan: Plan,
         rank: int,
         pools: Mapping[int, Any],
-        shift: int = 0,
+        moved: Callable[[Copy], Copy] | None = None,
     ) -> None:
-        """Convert cells of the tier, which lie so many bytes further on, into a rank's pools."""
+        """Convert cells of the tier into a rank's pools; `moved` says where they are instead."""
         file = self._file
 
         def gather(copies: Sequence[Copy], cells: Bytes) -> None:
-            here = [replace(copy, src=copy.src + shift) for copy in copies]
+            here = [moved(copy) for copy in copies] if moved else copies
             if file is None:
                 copy_pools(here, self._pools, {CELLS: cells})
             else:

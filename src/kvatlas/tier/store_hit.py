@@ -75,15 +75,16 @@ class StoreHit:
             tokens = self.start if start is None else max(start, self.start), self.tokens
             ends: dict[str, Any] = {"src_blocks": numbered.tables(), "dst_blocks": blocks}
             ends |= {"src_rank": 0, "dst_rank": rank, "tokens": tokens}
+            staged = storage, self._traffic.staging
             moves: RowMoves
             with storage.metrics.phase("bind"):
                 if way.conversion is not None:
                     into = (plan, rank, pools or {})
-                    moves = ConvertedRows(way.converted(**ends), numbered, storage, into)
+                    moves = ConvertedRows(way.converted(**ends), numbered, staged, into)
                 else:
-                    copies = NumberedCopies(way.bind(**ends).copies, "src", self._plan)
+                    copies = NumberedCopies(way.bind(**ends).copies, "src", numbered)
                     read = storage.reading(plan, rank, pools or {})
-                    moves = CopiedRows(copies, numbered, storage, read)
+                    moves = CopiedRows(copies, numbered, staged, read)
             try:
                 self._fetch(numbered.numbers, moves)
             except AtlasError as problem:
