@@ -100,6 +100,12 @@ class NumberedCopies:
                 lengths.append(np.array(copy.length[some]))
         return np.concatenate(starts), np.concatenate(lengths)
 
+    def objects(self, pool: int, number: int, staging: StagingRows) -> list[int]:
+        """Which objects of a row have some of the runs."""
+        cut = staging.cut.groups[self._numbered.group(pool, number)]
+        found: list[int] = np.flatnonzero(cut.overlap(*self.within(pool, number))).tolist()
+        return found
+
     def at(self, places: Mapping[int, Mapping[int, int]], staging: StagingRows) -> list[Copy]:
         """The copies of some rows: by pool, from each number to a row of staging memory."""
         moved = []

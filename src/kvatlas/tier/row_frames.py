@@ -8,17 +8,31 @@ are; a run that goes on from one object into the next is cut there.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from kvatlas.geometry import Int64s
-from kvatlas.routing import Copy
+from kvatlas.routing import Copy, Starts
 from kvatlas.tier.object_header import HEADER
 from kvatlas.tier.row_objects import GroupObjects
 
 End = Literal["src", "dst"]
 """Which end of a copy is in rows."""
+
+_KEPT = 64
+"""Starts that are kept as they are in staging memory: a few for each route, and block size."""
+
+
+class FramedStarts(NamedTuple):
+    """Starts of runs whose end in rows is where these are staged, and the objects that they are of.
+
+    None where a run goes on from one object into the next.
+    """
+
+    starts: Starts | None
+    objects: frozenset[int]
 
 
 class RowFrame:
@@ -35,7 +49,8 @@ class RowFrame:
     """
 
     def __init__(self, objects: GroupObjects) -> None:
-        self._starts, self._stops, owner = objects.stretches
+        self._starts, self._stops, self._owner = objects.stretches
+        owner = self._owner
         stops = np.cumsum(np.array(objects.sizes) + HEADER)
         begins = stops - objects.sizes - HEADER
         self.nbytes = int(stops[-1])
@@ -47,6 +62,7 @@ class RowFrame:
         places[order] = np.cumsum(length) - length + HEADER * (1 + owner[order])
         self._shift = places - self._starts
         """How much further on each stretch of a row is."""
+        self.starts_at = lru_cache(_KEPT)(self._starts_at)
 
     def object(self, index: int) -> slice:
         """An object with its header, from a row's first byte in staging memory on."""
@@ -66,6 +82,21 @@ class RowFrame:
             to = _of_runs(to, run)
         at = within + self._shift[stretch] + to
         return replace(copy, src=at) if end == "src" else replace(copy, dst=at)
+
+    def _starts_at(self, starts: Starts, end: End, begin: int, length: int) -> FramedStarts:
+        """Starts with a span of runs of a length, at whose `end` it begins so far in its row."""
+        at = begin + (starts.src if end == "src" else starts.dst)
+        first = np.searchsorted(self._starts, at, "right") - 1
+        last = np.searchsorted(self._starts, at + length - 1, "right") - 1
+        reached = np.zeros(len(self._starts) + 1, np.int64)
+        np.add.at(reached, first, 1)
+        np.add.at(reached, last + 1, -1)
+        objects = frozenset(self._owner[np.cumsum(reached[:-1]) > 0].tolist())
+        if (first != last).any():
+            return FramedStarts(None, objects)
+        at = at + self._shift[first]
+        ends = (at, starts.dst) if end == "src" else (starts.src, at)
+        return FramedStarts(Starts.of(*ends), objects)
 
     def _cut(
         self, copy: Copy, within: Int64s, first: Int64s, last: Int64s

@@ -11,18 +11,18 @@ import numpy as np
 from kvatlas.planning import Plan
 from kvatlas.routing import ConvertedPart, ConvertedStream
 from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
+from kvatlas.tier.numbered_grids import NumberedGrids
 from kvatlas.tier.request_blocks import NeededBlock
-from kvatlas.tier.row_objects import Ranges
 from kvatlas.tier.row_traffic import StagedRows
 from kvatlas.tier.staging_rows import StagingRows
-from kvatlas.tier.storage import Carry, TierStorage
+from kvatlas.tier.storage import Read, TierStorage
 
 
 class RowMoves(Protocol):
     """What a rank takes of each row, and how that gets into its pools."""
 
-    def within(self, need: NeededBlock) -> Ranges:
-        """Where what it takes of a row starts, from the row's first byte on, and how long it is."""
+    def objects(self, need: NeededBlock) -> list[int]:
+        """Which objects of a row have something that it takes."""
         ...
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
@@ -35,17 +35,17 @@ class CopiedRows:
 
     def __init__(
         self,
-        copies: NumberedCopies,
+        copies: NumberedCopies | NumberedGrids,
         numbered: NumberedRows,
         staged: tuple[TierStorage, StagingRows],
-        read: Carry,
+        read: Read,
     ) -> None:
         self._copies, self._numbered = copies, numbered
         (self._storage, self._staging), self._read = staged, read
 
-    def within(self, need: NeededBlock) -> Ranges:
-        """The runs of a row."""
-        return self._copies.within(*self._numbered.place(need))
+    def objects(self, need: NeededBlock) -> list[int]:
+        """Those that have runs."""
+        return self._copies.objects(*self._numbered.place(need), self._staging)
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
         """Copy all runs of some rows."""
@@ -70,8 +70,8 @@ class ConvertedRows:
     def _parts(self, need: NeededBlock) -> Iterator[ConvertedPart]:
         return self._stream.parts_of_entry(need.group, self._numbered.entry(need))
 
-    def within(self, need: NeededBlock) -> Ranges:
-        """The runs of all cells of a row."""
+    def objects(self, need: NeededBlock) -> list[int]:
+        """Those that have cells."""
         starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         pool, number = self._numbered.place(need)
         begin = number * self._numbered.block_bytes(pool)
@@ -79,7 +79,10 @@ class ConvertedRows:
             copy = part.copy(0)
             starts.append(copy.src - begin)
             lengths.append(np.array(copy.length))
-        return np.concatenate(starts), np.concatenate(lengths)
+        cut = self._staging.cut.groups[need.group]
+        overlap = cut.overlap(np.concatenate(starts), np.concatenate(lengths))
+        found: list[int] = np.flatnonzero(overlap).tolist()
+        return found
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
         """Convert all cells of some rows."""

@@ -35,7 +35,7 @@ class StagingRows:
     """Rows of a plan's pools in memory of at most so many bytes, and headers for each."""
 
     def __init__(self, cut: RowObjects, nbytes: int) -> None:
-        plan = cut.plan
+        plan, self.cut = cut.plan, cut
         share = nbytes // len(plan.pools)
         self.rows = {pool.index: max(2, share // pool.block_bytes) for pool in plan.pools}
         self.frames = [RowFrame(objects) for objects in cut.groups]
