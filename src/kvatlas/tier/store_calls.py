@@ -42,6 +42,11 @@ class Deadline:
 class StoreCalls:
     """A few threads that call a store.
 
+    >>> from threading import get_native_id
+    >>> polling = StoreCalls(threads=1, nice=3)
+    >>> niceness = polling.start(lambda: os.getpriority(os.PRIO_PROCESS, get_native_id())).result()
+    >>> niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3), polling.close(Deadline(5.0))
+    (True, True)
     >>> calls = StoreCalls(threads=1)
     >>> calls.result(calls.start(lambda: 7), Deadline(5.0))
     7

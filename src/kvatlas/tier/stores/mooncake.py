@@ -77,6 +77,11 @@ class MooncakeStore(ObjectStore):
         if answer:
             raise self._failed("setup", answer)
 
+    @property
+    def client(self) -> Any:
+        """Mooncake's own client, for what is not asked of a store."""
+        return self._client
+
     def _check_master(self) -> None:
         """Refuse a master that is not there: the client would try for minutes."""
         host, _, port = self.master.rpartition(":")
