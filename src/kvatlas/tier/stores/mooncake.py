@@ -34,8 +34,10 @@ _KEPT = (-705,)
 """An object that is there already."""
 _TURN = 0.5
 """Seconds that a call waits for another to have moved its bytes: that one may hang."""
-_POLLING = 10
-"""How far threads that poll stand back, as `nice` counts it: a tenth is left to them."""
+_MOVERS = 4
+"""Threads that move bytes: one does, and others where it hangs."""
+_POLLING = 5
+"""How far threads that poll stand back, as `nice` counts it: a quarter of a core is left to them."""
 _SECONDS = 3.0
 """That the master may take to be reached, or to list what it has."""
 
@@ -71,11 +73,11 @@ class MooncakeStore(ObjectStore):
         self._client: Any = MooncakeDistributedStore()
         self._memory: list[Bytes] = []
         self._moving = threading.Lock()
-        self._movers = StoreCalls(self.calls_at_once, nice=_POLLING)
         self._check_master()
         answer = self._client.setup(host, metadata, segment, buffer, protocol, device, master)
         if answer:
             raise self._failed("setup", answer)
+        self._movers = StoreCalls(_MOVERS, nice=_POLLING)
 
     @property
     def client(self) -> Any:
