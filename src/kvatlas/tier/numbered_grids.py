@@ -64,9 +64,9 @@ class NumberedGrids:
             pool = self._pool(grid)
             alike: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
             for number, place in places.get(pool, {}).items():
-                group, to = self._numbered.group(pool, number), place * staging.row_bytes[pool]
+                group, row = self._numbered.group(pool, number), place * staging.row_bytes[pool]
                 for span in rows.get(number, ()):
-                    alike[group, span.begin, span.length].append((to, span.other))
+                    alike[group, span.begin, span.length].append((row, span.other))
             for (group, begin, length), spans in alike.items():
                 to, other = np.array(spans, np.int64).T
                 frame = staging.frames[group]
