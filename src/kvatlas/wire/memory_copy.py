@@ -31,8 +31,6 @@ _SHORT_PACKED = 16 << 10
 """The same where the runs follow each other in one of the buffers."""
 _FEW = 4
 """Fewer short runs than this are not worth an array."""
-_WORTH_A_CUT = 16
-"""Runs that follow each other, on the whole, from which on stretches are copied one by one."""
 _CACHED = 256 << 10
 """Bytes that are copied together: what stays in the processor's cache on its way."""
 _UNLOCKED = 1 << 20
@@ -172,11 +170,6 @@ def _of_one_length(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, lengt
     size, count = int(length[0]), len(length)
     src_at, dst_at = _packed(src_at, size), _packed(dst_at, size)
     packed = isinstance(src_at, range) or isinstance(dst_at, range)
-    cuts = [] if packed else _cuts(src_at, size) or _cuts(dst_at, size)
-    if cuts:
-        for some in map(slice, [0, *cuts], [*cuts, count]):
-            yield from _of_one_length(src, dst, src_at[some], dst_at[some], length[some])
-        return
     if count < _FEW or size > (_SHORT_PACKED if packed else _SHORT):
         yield from _one_by_one(src, dst, np.asarray(src_at), np.asarray(dst_at), length)
         return
@@ -220,12 +213,6 @@ def _packed(starts: Places, size: int) -> Places:
     if last - first == (len(starts) - 1) * size and bool((np.diff(starts) == size).all()):
         return range(first, last + 1, size)
     return starts
-
-
-def _cuts(starts: Places, size: int) -> list[int]:
-    """Which runs of a size do not follow the one before, where most of them do; else none."""
-    cuts = np.flatnonzero(np.diff(np.asarray(starts)) != size) + 1
-    return cuts.tolist() if len(starts) >= _WORTH_A_CUT * len(cuts) else []
 
 
 def _index(places: Places) -> Int64s | slice:
