@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import lru_cache
-from math import gcd
+from math import gcd, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -74,7 +74,7 @@ class LandingBatch(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that are put in place."""
         return sum(
-            one.length * len(one.places.src) * int(np.prod([s.times for s in one.places.steps]))
+            one.length * len(one.places.src) * prod(step.times for step in one.places.steps)
             for one in self.placing
         )
 
