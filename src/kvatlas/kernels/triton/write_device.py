@@ -125,10 +125,7 @@ def int4_scale(low, high, PTX: tl.constexpr):
     span = larger(high, 0.0) - low
     step = nan_unless_finite(tl.maximum(share_of(span, 15.0, PTX), LEAST), span)
     inverse = inverse_of_step(step, PTX)
-    if PTX:
-        share = corrected(-low * inverse, -low, step, inverse)
-    else:
-        share = tl.div_rn(-low, step)
+    share = corrected(-low * inverse, -low, step, inverse) if PTX else tl.div_rn(-low, step)
     return step, inverse, four_bits(share)
 
 
