@@ -246,6 +246,12 @@ def nan_unless_finite(values, span):
 
 
 @triton.jit
+def share_of(span, parts):
+    """One of so many parts of each span."""
+    return tl.div_rn(span, tl.full(span.shape, parts, tl.float32))
+
+
+@triton.jit
 def inverse_of(step):
     """What a step is multiplied by to be 1."""
     return tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
@@ -263,19 +269,12 @@ def corrected(near, values, divisor, inverse):
 
 
 @triton.jit
-def share_of(span, PARTS: tl.constexpr, PTX: tl.constexpr):
-    """One of so many parts of each span, or any number below `LEAST` for one that is as small."""
-    parts = tl.full(span.shape, PARTS, tl.float32)
+def fifteenth_of(span, PTX: tl.constexpr):
+    """A fifteenth of each span, or any number below `LEAST` for one that is as small."""
     if PTX:
-        inverse = tl.full(span.shape, 1.0 / PARTS, tl.float32)
-        return corrected(span * inverse, span, parts, inverse)
-    return tl.div_rn(span, parts)
-
-
-@triton.jit
-def inverse_of_step(step, PTX: tl.constexpr):
-    """The same of a step, from `LEAST` to a part of the largest number."""
-    return quick_inverse(step) if PTX else inverse_of(step)
+        inverse = tl.full(span.shape, 1.0 / 15.0, tl.float32)
+        return corrected(span * inverse, span, tl.full(span.shape, 15.0, tl.float32), inverse)
+    return share_of(span, 15.0)
 
 
 @triton.jit

@@ -22,15 +22,16 @@ from kvatlas.kernels.triton.quantise_device import (
     code_words,
     corrected,
     e2m1_words,
+    fifteenth_of,
     four_bits,
     inverse_of,
-    inverse_of_step,
     larger,
     largest_of,
     level_codes,
     nan_unless_finite,
     nearest_code,
     pairs_apart,
+    quick_inverse,
     quotient,
     range_of,
     range_of_pairs,
@@ -123,8 +124,10 @@ def int4_scale(low, high, PTX: tl.constexpr):
     """The step of rows of such ranges, its inverse, and their zero point."""
     low = tl.minimum(low, 0.0)
     span = larger(high, 0.0) - low
-    step = nan_unless_finite(tl.maximum(share_of(span, 15.0, PTX), LEAST), span)
-    inverse = inverse_of_step(step, PTX)
+    # Without a division's look at the ends of the range, which no step is near; rows of 8 bits
+    # are written more slowly so.
+    step = nan_unless_finite(tl.maximum(fifteenth_of(span, PTX), LEAST), span)
+    inverse = quick_inverse(step) if PTX else inverse_of(step)
     share = corrected(-low * inverse, -low, step, inverse) if PTX else tl.div_rn(-low, step)
     return step, inverse, four_bits(share)
 
@@ -181,9 +184,8 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         exact = rows.to(tl.float32)
         largest = largest_of(largest_of(exact, 1, FORMAT.ptx), 1, FORMAT.ptx)
         TOP: tl.constexpr = 127.0 if ELEMENT == tl.int8 else E4M3_MAX
-        step = tl.maximum(share_of(largest, TOP, FORMAT.ptx), LEAST)
-        step = nan_unless_finite(step, largest)
-        stored = exact * inverse_of_step(step, FORMAT.ptx)[:, None, None]
+        step = nan_unless_finite(tl.maximum(share_of(largest, TOP), LEAST), largest)
+        stored = exact * inverse_of(step)[:, None, None]
         stored = away(stored) if ELEMENT == tl.int8 else tl.clamp(stored, -E4M3_MAX, E4M3_MAX)
         put_elements(buffer, at.rows, states, stored.to(ELEMENT), ELEMENT, UNIT, FORMAT.dim)
         put_column(buffer, at.scales, states, step, tl.float32, SCALE_UNIT)
@@ -233,7 +235,7 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         MOST: tl.constexpr = (1 << FORMAT.bits) - 1
         low, high = range_of(exact, FORMAT.ptx)
         span = high - low
-        step = tl.clamp(share_of(span, MOST, FORMAT.ptx), HALF_LEAST, HALF_MAX)
+        step = tl.clamp(share_of(span, MOST), HALF_LEAST, HALF_MAX)
         half = nan_unless_finite(step, span).to(tl.float16)
         zero = tl.clamp(low, -HALF_MAX, HALF_MAX).to(tl.float16)
         above = exact - zero.to(tl.float32)[:, None, None]
