@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tests.attack.plans import installed
+from tests.attack.plans import Wire, installed
 from tests.attack.suite import CLAIMS, LABELS, MARK, wire_of
 from tests.wire.child import Json
 
@@ -32,7 +34,7 @@ def main() -> int:
         for label, claim in _chosen(options):
             rows.append({"claim": claim, "transport": label})
             live.update(_table(rows))
-            rows[-1] |= _in_a_process(label, claim, options)
+            rows[-1] |= _in_processes(label, claim, options)
             live.update(_table(rows))
     if options.json:
         print(json.dumps(rows, indent=2))
@@ -59,29 +61,59 @@ def _chosen(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
                     yield label, claim
 
 
-def _in_a_process(label: str, claim: str, options: argparse.Namespace) -> Json:
-    """One claim over one transport, in a process of its own: a crash is an outcome too."""
-    numbers = [str(number) for number in (options.tries, options.tokens, options.seed)]
-    command = [sys.executable, "-m", "tests.attack.suite", label, claim, *numbers]
-    begun = time.monotonic()
+def _in_processes(label: str, claim: str, options: argparse.Namespace) -> Json:
+    """One claim over one transport, in a process of its own: a crash is an outcome too.
+
+    Where the transport's library aborts that process, as it is known to, another makes the tries
+    that are left: an abort counts for no try, and is shown.
+    """
+    begun, wire, outcomes, aborts = time.monotonic(), wire_of(label), list[Json](), 0
+    while (left := options.tries - sum(one["tries"] for one in outcomes)) > 0:
+        outcome, aborted = _in_a_process(wire, claim, left, options, seed=options.seed + aborts)
+        outcomes.append(outcome)
+        if not aborted:
+            break
+        aborts += 1
+    total = _together(outcomes)
+    met = total["hits"] is None or total["hits"] >= _HIT * total["tries"]
+    held = 0 < total["tries"] == total["held"] and not total["faults"]
+    seconds = time.monotonic() - begun
+    total["aborts"] += aborts
+    return total | {"seconds": seconds, "ok": held and met}
+
+
+def _in_a_process(
+    wire: Wire, claim: str, tries: int, options: argparse.Namespace, *, seed: int
+) -> tuple[Json, bool]:
+    """What a process has said of its tries, and whether the transport's library aborted it."""
+    numbers = [str(number) for number in (tries, options.tokens, seed)]
+    command = [sys.executable, "-m", "tests.attack.suite", wire.label, claim, *numbers]
     try:
         ended = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=120 + 30 * options.tries,
-            env=os.environ | wire_of(label).settings, cwd=Path(__file__).parents[2],
+            command, capture_output=True, text=True, check=False, timeout=120 + 30 * tries,
+            env=os.environ | wire.settings, cwd=Path(__file__).parents[2],
         )  # fmt: skip
-        said, code = ended.stdout, ended.returncode
-        words = _reason(ended.stderr)
+        stdout, stderr, code = ended.stdout, ended.stderr, ended.returncode
     except subprocess.TimeoutExpired:
-        said, code, words = "", -1, "it hangs"
-    found = next((line for line in said.splitlines() if line.startswith(MARK)), None)
-    outcome: Json = {"tries": 0, "held": 0, "hits": None, "faults": {}}
-    if found:
-        outcome = json.loads(found.removeprefix(MARK))
-    if not found or code:
-        outcome["faults"][f"exit code {code}: {words}"] = 1
-    met = outcome["hits"] is None or outcome["hits"] >= _HIT * outcome["tries"]
-    held = 0 < outcome["tries"] == outcome["held"] and not outcome["faults"]
-    return outcome | {"seconds": time.monotonic() - begun, "ok": held and met}
+        stdout, stderr, code = "", "it hangs", -1
+    said = [line for line in stdout.splitlines() if line.startswith(MARK)]
+    outcome: Json = {"tries": 0, "held": 0, "hits": None, "faults": {}, "aborts": 0, "over": False}
+    if said:
+        outcome = json.loads(said[-1].removeprefix(MARK))
+    aborted = code == -signal.SIGABRT and any(words in stderr for words in wire.aborts)
+    if (code or not outcome.pop("over")) and not aborted:
+        outcome["faults"][f"exit code {code}: {_reason(stderr)}"] = 1
+    return outcome, aborted
+
+
+def _together(outcomes: list[Json]) -> Json:
+    """What several processes found."""
+    hits = [one["hits"] for one in outcomes if one["hits"] is not None]
+    faults: Counter[str] = Counter()
+    for one in outcomes:
+        faults.update(one["faults"])
+    sums = {name: sum(one[name] for one in outcomes) for name in ("tries", "held", "aborts")}
+    return sums | {"hits": sum(hits) if hits else None, "faults": dict(faults)}
 
 
 def _reason(stderr: str) -> str:
@@ -101,6 +133,8 @@ def _table(rows: list[Json]) -> Table:
         style = "green" if row["ok"] else "bold red"
         hits = "" if row["hits"] is None else str(row["hits"])
         found = "; ".join(f"{what} ({times})" for what, times in row["faults"].items())
+        if row["aborts"]:
+            found = f"{found or 'held'}; {row['aborts']} processes ended by its library"
         cells = (str(row["tries"]), f"[{style}]{row['held']}[/]", hits, f"{row['seconds']:.0f}")
         table.add_row(row["claim"], row["transport"], *cells, found or "[green]held[/]")
     return table

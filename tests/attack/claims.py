@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvatlas import AtlasError
@@ -27,6 +28,10 @@ class Outcome:
     hits: int | None = None
     faults: dict[str, int] = field(default_factory=dict)
     """What was found wrong, and how often."""
+    aborts: int = 0
+    """Processes that the transport's library has ended, as it is known to: no tries."""
+    noted: Callable[[Outcome], None] = lambda _: None
+    """Told of every try, as the next may end this process."""
 
     def add(self, faults: list[str], *, hit: bool | None = None) -> None:
         self.tries += 1
@@ -35,9 +40,10 @@ class Outcome:
             self.hits = (self.hits or 0) + hit
         for fault in faults:
             self.faults[fault] = self.faults.get(fault, 0) + 1
+        self.noted(self)
 
     def as_json(self) -> Json:
-        return asdict(self)
+        return {name: getattr(self, name) for name in ("tries", "held", "hits", "faults", "aborts")}
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class Attack:
     tries: int
     tokens: int
     seed: int
+    noted: Callable[[Outcome], None] = lambda _: None
 
     @property
     def rng(self) -> random.Random:
@@ -67,6 +74,8 @@ class Scene:
         self.right[7] = contents(self.dst, 7)
         self.right_source = contents(self.src, 1)
         self.requests = 0
+        self.aborts = 0
+        """Processes that the transport's library has ended since the last look."""
         self.seconds = {how: self._typical(how) for how in ("direct", "staged")}
 
     def source(self, seed: int) -> Child:
@@ -118,18 +127,27 @@ class Scene:
     def revived(self) -> list[str]:
         """Every source lives and goes on; those that nobody killed should have lived."""
         faults = []
+        self.aborts = 0
         for name, seed in (("struck", 1), ("well", 2)):
             far: Child = getattr(self, name)
             far.go_on()
             time.sleep(0.02)
             if not far.process.is_alive():
-                faults.append(f"a source died by itself ({far.close()})")
+                faults += self._ended(far.close(), "a source died by itself ({})")
                 setattr(self, name, self.source(seed))
         return faults
 
+    def _ended(self, code: int | None, words: str) -> list[str]:
+        """How a process ended that nobody killed: by the transport's library, or by a fault."""
+        if self.wire.aborts and code in (-signal.SIGABRT, -signal.SIGSEGV):
+            self.aborts += 1
+            return []
+        return [] if code in (0, -signal.SIGKILL) else [words.format(code)]
+
     def close(self) -> list[str]:
-        faults = [f"a process ended with {code}" for far in (self.struck, self.well)
-                  if (code := far.close()) not in (0, -9)]  # fmt: skip
+        self.aborts, faults = 0, list[str]()
+        for far in (self.struck, self.well):
+            faults += self._ended(far.close(), "a process ended with {}")
         self.here.close()
         return faults
 
@@ -149,17 +167,25 @@ Try = Callable[[Scene], tuple[list[str], bool | None]]
 
 
 def repeated(attack: Attack, one: Try, tries: int | None = None) -> Outcome:
-    """Strike again and again; a process that dies of it is a fault, and is replaced."""
-    scene, outcome = Scene(attack), Outcome()
+    """Strike again and again; a process that dies of it is a fault, and is replaced.
+
+    A try in which the transport's library ended a process is made again, unless bytes were wrong.
+    """
+    scene, outcome = Scene(attack), Outcome(noted=attack.noted)
+    wanted = attack.tries if tries is None else tries
     try:
-        for _ in range(attack.tries if tries is None else tries):
+        while outcome.tries < wanted and outcome.aborts <= wanted:
             try:
                 faults, hit = one(scene)
             except (EOFError, OSError, AssertionError) as problem:
                 faults, hit = [f"{type(problem).__name__} from a process: {problem}"], None
-            outcome.add(faults + scene.revived(), hit=hit)
+            faults += scene.revived()
+            outcome.aborts += scene.aborts
+            if not scene.aborts or any("bytes" in fault for fault in faults):
+                outcome.add(faults, hit=hit)
     finally:
         ended = scene.close()
+        outcome.aborts += scene.aborts
     if ended:
         outcome.add(ended)
     return outcome

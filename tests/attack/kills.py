@@ -21,7 +21,7 @@ _NOISE = 4
 def killed_peers(attack: Attack) -> Outcome:
     """Whoever is killed leaves no wrong byte, no lease, buffer, descriptor or segment behind."""
     unused = unused_segments()
-    scene, outcome = Scene(attack), Outcome()
+    scene, outcome = Scene(attack), Outcome(noted=attack.noted)
     spare, opened = scene.source(1), list[Open]()
     scene.struck.kill()
     scene.struck.close()
@@ -37,6 +37,7 @@ def killed_peers(attack: Attack) -> Outcome:
     finally:
         leaks = _leaks(opened, unused)
         leaks += scene.close()
+        outcome.aborts += scene.aborts
     if leaks:
         outcome.add(leaks)
     return outcome

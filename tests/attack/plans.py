@@ -31,8 +31,13 @@ class Wire:
     name: str
     settings: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    dies_with_reader: bool = False
-    """Whether a process may die of its reader's death: UCX over TCP aborts it."""
+    aborts: tuple[str, ...] = ()
+    """What its library says as it aborts a process whose peer was killed: UCX over TCP."""
+
+    @property
+    def dies_with_reader(self) -> bool:
+        """Whether a process may die of its reader's death."""
+        return bool(self.aborts)
 
     @property
     def node(self) -> dict[str, Any]:
@@ -42,13 +47,15 @@ class Wire:
 
 _NO_IB = {"UCX_MODULES": "^ib"}
 _UCX_TCP = {**_NO_IB, "UCX_TLS": "tcp"}
+_UCX_ABORTS = ("ucp_request.inl:", "stubs.c:")
+"""Of a process that is read, as its reader dies; and of one that connects, as its peer does."""
 WIRES = {
     wire.label: wire
     for wire in (
         Wire("shm", "shm"),
         Wire("tcp", "tcp"),
         Wire("nixl", "nixl", _NO_IB),
-        Wire("nixl-tcp", "nixl", _UCX_TCP, {"over_tcp": True}, dies_with_reader=True),
+        Wire("nixl-tcp", "nixl", _UCX_TCP, {"over_tcp": True}, _UCX_ABORTS),
         Wire("mooncake", "mooncake", {"MC_TRANSFER_TIMEOUT": "3"}),
     )
 }

@@ -154,11 +154,15 @@ def wire_of(label: str) -> Wire:
 
 
 def main(label: str, claim: str, tries: str, tokens: str, seed: str) -> None:
-    """Try one claim, and print what came of it."""
+    """Try one claim, and print what came of it, after each try and at the end."""
     faulthandler.enable()
     logging.getLogger("kvatlas").setLevel(logging.CRITICAL)
-    outcome = CLAIMS[claim].claim(Attack(wire_of(label), int(tries), int(tokens), int(seed)))
-    print(f"\n{MARK}{json.dumps(outcome.as_json())}", flush=True)
+
+    def said(outcome: Outcome, over: bool = False) -> None:
+        print(f"\n{MARK}{json.dumps(outcome.as_json() | {'over': over})}", flush=True)
+
+    attack = Attack(wire_of(label), int(tries), int(tokens), int(seed), said)
+    said(CLAIMS[claim].claim(attack), over=True)
 
 
 if __name__ == "__main__":

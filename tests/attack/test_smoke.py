@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from kvatlas.geometry import StateSpans
 from kvatlas.routing.compiler import GroupPair
 from kvatlas.routing.request import BoundStates, RequestEnds
 from tests.attack.by_tests import ROOT, PassingTests
-from tests.attack.claims import Attack
+from tests.attack.claims import Attack, Scene, repeated
 from tests.attack.forged import forged_messages
 from tests.attack.long_contexts import thin, wide
 from tests.attack.plans import WIRES
@@ -24,6 +27,24 @@ from tests.attack.suite import CLAIMS
 def test_blocks_of_a_stopped_source_are_reused() -> None:
     outcome = stopped_sources(Attack(WIRES["shm"], tries=1, tokens=512, seed=1))
     assert (outcome.tries, outcome.held) == (1, 1), outcome.faults
+
+
+def test_processes_that_a_library_ends_are_counted_apart() -> None:
+    """What is left is tried again, and bytes that are wrong count all the same."""
+    wire = replace(WIRES["shm"], aborts=("as UCX does",))
+    results = iter([(["EOFError"], None), (["late bytes"], True), ([], True)])
+
+    def strike(scene: Scene) -> tuple[list[str], bool | None]:
+        faults, hit = next(results)
+        if faults:
+            assert scene.struck.process.pid is not None
+            os.kill(scene.struck.process.pid, signal.SIGSEGV)
+            scene.struck.process.join(10)
+        return faults, hit
+
+    outcome = repeated(Attack(wire, tries=2, tokens=128, seed=1), strike)
+    assert (outcome.tries, outcome.held, outcome.aborts) == (2, 1, 2), outcome
+    assert outcome.faults == {"late bytes": 1}
 
 
 def test_forged_messages_change_nothing() -> None:

@@ -19,7 +19,7 @@ from kvatlas.kernels import convert_cells
 from kvatlas.models import Model
 from kvatlas.planning import Plan, foreign, plan
 from kvatlas.routing import ROW_ERRORS, check, route
-from kvatlas.routing.conversion import row_error
+from kvatlas.routing.conversion import LARGEST_SCALE, SMALLEST_SCALE, row_error
 from kvatlas.specs import (
     ATTENTION_CACHES,
     CellFormat,
@@ -377,10 +377,14 @@ def test_scales_of_tensors_come_from_their_own_end() -> None:
     refused(Code.MISSING_SCALES, plain, nvfp4, convert="bf16->nvfp4")
     layer = plain.layers[0]
     refused(Code.UNKNOWN_LAYER, plain, fp8, convert="bf16->fp8", dst_scales={"other": 1.0})
-    for wrong in (0, -1.0, float("nan"), float("inf"), "1", True, (1.0,), (1.0, 2.0, 3.0), None):
-        with pytest.raises(AtlasError) as refusal:
-            route(plain, fp8, convert="bf16->fp8", dst_scales={layer: wrong})
-        assert refusal.value.code is Code.BAD_SIZE
+    wrong: list[Any] = [0, -1.0, float("nan"), float("inf"), 10**400, 1.1e30, "1", True, None]
+    wrong += [1e-45, 1e-40, 2.9e-39, 1.17e-38, (1.0,), (1.0, 2.0, 3.0), (1.0, 1e-40), (1e-40, 1.0)]
+    for scale in wrong:
+        refused(Code.BAD_SIZE, plain, fp8, convert="bf16->fp8", dst_scales={layer: scale})
+        refused(Code.BAD_SIZE, fp8, plain, convert="fp8->bf16", src_scales={layer: scale})
+    for scale in (SMALLEST_SCALE, LARGEST_SCALE):
+        assert 0 < np.float32(1) / np.float32(scale) < np.inf
+        assert route(plain, fp8, convert="bf16->fp8", dst_scales={layer: scale}).conversion
     refused(Code.MISSING_SCALES, plain, fp8, convert="bf16->fp8", dst_scales={})
     assert route(plain, fp8, convert="bf16->fp8", dst_scales={layer: (0.5, 2)}).conversion
 

@@ -233,6 +233,7 @@ def test_bad_terms_are_refused_when_a_node_is_made() -> None:
         (Code.BAD_CONVERSION, {"convert": "fp8"}),
         (Code.UNKNOWN_DTYPE, {"convert": "fp8->fp7"}),
         (Code.BAD_SIZE, {"convert": "fp8->bf16", "scales": -1.0}),
+        (Code.BAD_SIZE, {"convert": "fp8->bf16", "scales": 1e-40}),
         (Code.UNKNOWN_LAYER, {"convert": "fp8->bf16", "scales": {"no layer": 1.0}}),
     ):
         with pytest.raises(AtlasError) as refused:

@@ -13,7 +13,7 @@ from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.planning import plan
 from kvatlas.routing import scattered
-from kvatlas.wire import Memory, Node, Session, rank_pools
+from kvatlas.wire import Memory, Node, Session, make_transport, protocol, rank_pools
 from kvatlas.wire.pool_mover import pools_device
 from kvatlas.wire.protocol import RegisteredMemory
 from tests.planning.models import SMALL
@@ -101,6 +101,53 @@ def test_bad_arguments_do_not_close_the_callers_transport() -> None:
         assert transport.registered == 0
     with Node(made, rank=0, memory=good, transport=transport):
         assert transport.registered
+
+
+@pytest.mark.parametrize("device", ["host", "cuda:0"])
+@pytest.mark.parametrize("shared", ["all", "staging"])
+def test_a_node_of_which_peers_reach_nothing_is_refused(shared: Any, device: str) -> None:
+    """Its peers said that its regions were not those of its plan."""
+    made, transport = small("dense"), make_transport("memory", shared=shared)
+    memory = {i: Memory(at.address, at.nbytes, device) for i, at in Buffers(made, 0).memory.items()}
+    about: dict[str, Any] = {"memory": memory, "transport": transport, "buffers": 0}
+    if (shared, device) == ("all", "host"):
+        with Node(made, **about) as node:
+            assert set(node.transport.reachable) == set(memory)
+        return
+    with pytest.raises(AtlasError) as refusal:
+        Node(made, **about)
+    assert refusal.value.code is Code.CONTRADICTORY
+    assert transport.open
+    assert transport.registered == 0
+
+
+def test_a_plan_too_large_for_a_message_is_refused_where_it_was_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the byte: what a node can be made with, its peers can be told."""
+    made = small("dense")
+    with ends(End(made, 50)) as (end,):
+        hello = end.nodes[0].hello(with_plan=True)
+    told = protocol.encode(protocol.Welcome(hello=hello, session=hello.incarnation))
+    monkeypatch.setattr(protocol, "MAX_MESSAGE_BYTES", len(told))
+    with ends(End(made, 50, seed=1), End(made, 50, seed=2)) as (source, target):
+        source.offer("r")
+        pull_all(source, target, "r")
+    monkeypatch.setattr(protocol, "MAX_MESSAGE_BYTES", len(told) - 1)
+    with pytest.raises(AtlasError) as refusal:
+        End(made, 50)
+    assert refusal.value.code is Code.TOO_MANY
+    assert f"{len(made.to_json()):,} bytes as JSON" in str(refusal.value)
+
+
+def test_a_plan_with_more_pages_than_peers_check_is_refused_where_it_was_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = small("dense")
+    monkeypatch.setattr("kvatlas.wire.peers._MAX_PAGES", 1)
+    with pytest.raises(AtlasError) as refusal:
+        Node(made, memory=Buffers(made, 0).memory, transport=Local())
+    assert refusal.value.code is Code.TOO_MANY
 
 
 def test_nodes_take_caches_tensors_and_arrays_and_keep_them_alive() -> None:

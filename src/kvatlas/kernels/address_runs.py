@@ -86,8 +86,8 @@ class RepeatedCopy:
     """Copies between two addresses for requests that differ in their block ids alone.
 
     All but those is worked out and on the device before: launching one more costs the host some
-    microseconds. `ids` are where the block ids of either end will be on the device, as int64.
-    Copies of one `RepeatedCopy` come one behind the other, on one stream.
+    microseconds. `ids` are where the block ids of either end will be, as int64: on the device or
+    in pinned memory. Copies of one `RepeatedCopy` come one behind the other, on one stream.
     """
 
     def __init__(

@@ -11,7 +11,6 @@ has the larger one, else at its destination.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -40,6 +39,12 @@ Pairs = frozenset[tuple[str, str]]
 
 Scales = Mapping[str, Any] | float | None
 """Scales of whole tensors: one for all layers, or numbers or pairs (K, V) by layer."""
+
+SMALLEST_SCALE = 2.0**-126
+"""The least that float32 holds with all of its bits. GPUs take less for 0, and the inverse of much
+less is infinite: a content of 0 would become NaN."""
+LARGEST_SCALE = 1e30
+"""The most that peers take from each other."""
 
 _MOST_NAMED = 256
 """Characters of a conversion's name."""
@@ -253,9 +258,11 @@ def tensor_scales(given: object, layers: Collection[str]) -> dict[str, TensorSca
 def _scales(layer: str, value: object) -> TensorScales:
     both = tuple(value) if isinstance(value, tuple | list) else (value, value)
     numbers = [n for n in both if isinstance(n, int | float) and not isinstance(n, bool)]
-    if len(numbers) != 2 or not all(math.isfinite(n) and n > 0 for n in numbers):
-        problem = "A scale is not a number above zero, or a pair of them for K and V"
-        hint = "Pass what the engine quantises with"
+    if len(numbers) != 2 or not all(SMALLEST_SCALE <= n <= LARGEST_SCALE for n in numbers):
+        problem = "A scale is not a number that float32 divides by, or a pair of them for K and V"
+        hint = (
+            f"Pass what the engine quantises with, from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:g}"
+        )
         raise AtlasError(Code.BAD_SIZE, problem, got=f"{value!r:.200} for {layer:.200}", hint=hint)
     return TensorScales(float(numbers[0]), float(numbers[1]))
 

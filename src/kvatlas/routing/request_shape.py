@@ -17,6 +17,8 @@ from kvatlas.geometry import Int64s
 from kvatlas.routing.block_tables import RequestTables
 from kvatlas.routing.run_grids import BlockIds, SpanPattern
 
+_WHOLE, _UNSIGNED = np.dtype(np.int64), np.dtype(np.uint64)
+
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 """Groups, and how long the block table of each is."""
 
@@ -50,7 +52,7 @@ class TableShape:
             for group, entries in used:
                 ids = tables[group][entries]
                 # As numbers without a sign: one that is negative is larger than any.
-                plain = ids.view(np.uint64) if ids.dtype == np.int64 else ids
+                plain = ids.view(_UNSIGNED) if ids.dtype == _WHOLE else ids
                 if plain.item(plain.argmax()) >= blocks:  # `max` takes twice as long
                     return False
         return True

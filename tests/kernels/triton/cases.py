@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvatlas.cache import LayerCache, torch_dtype
-from kvatlas.geometry import ENGINE_LAYOUTS, DType, Layout
+from kvatlas.geometry import ENGINE_LAYOUTS, DType, Int64s, Layout
 from kvatlas.kernels import (
     BlockSpans,
     RepeatedCopy,
@@ -317,24 +317,32 @@ def check_latent(
     pool.untouched()
 
 
-def check_runs(item: int, device: str, *, alike: bool, programs: int, seed: int) -> None:
-    """Runs of `item` bytes, or some of them shorter, where the sums of two tables say."""
-    rng = np.random.default_rng(seed)
+def run_tables(
+    rng: np.random.Generator, item: int, *, alike: bool
+) -> tuple[tuple[Int64s, Int64s], tuple[Int64s, Int64s, Int64s]]:
+    """Starts at either end, and spans with their lengths: `item`, or half of it for some."""
     starts, spans = 5, 7
     before, after = rng.permutation(starts) * item * 11, np.arange(starts) * item * 13
     source, target = rng.permutation(spans) * item, rng.permutation(spans) * item
     length = np.full(spans, item)
     if not alike:
         length[::2] = max(1, item // 2)
+    return (before, after), (source, target, length)
+
+
+def check_runs(item: int, device: str, *, alike: bool, programs: int, seed: int) -> None:
+    """Runs of `item` bytes, or some of them shorter, where the sums of two tables say."""
+    rng = np.random.default_rng(seed)
+    starts, spans = run_tables(rng, item, alike=alike)
     memory = torch.from_numpy(rng.integers(0, 256, 60 * item, np.uint8)).to(device)
     out = torch.full((2 * GUARD + 70 * item,), 0xA5, dtype=torch.uint8, device=device)
     right = out.cpu().numpy().copy()
-    for a, b in zip(before, after, strict=True):
-        for x, y, n in zip(source, target, length, strict=True):
+    for a, b in zip(*starts, strict=True):
+        for x, y, n in zip(*spans, strict=True):
             right[GUARD + b + y :][:n] = memory.cpu().numpy()[a + x :][:n]
     copy_address_runs(
-        memory.data_ptr(), out[GUARD:].data_ptr(), place_starts(before, after, device),
-        (source, target, length), programs=programs,
+        memory.data_ptr(), out[GUARD:].data_ptr(), place_starts(*starts, device), spans,
+        programs=programs,
     )  # fmt: skip
     assert np.array_equal(out.cpu().numpy(), right), (item, alike, programs)
 
@@ -393,12 +401,7 @@ def check_cast_runs(
     factors = scales, (2 * scales[0], scales[1])
     cast = ElementCast(DType.of(names[0]), DType.of(names[1]), factors)
     one, two = torch_dtype(cast.source), torch_dtype(cast.target)
-    starts, spans = 5, 7
-    before, after = rng.permutation(starts) * item * 11, np.arange(starts) * item * 13
-    source, target = rng.permutation(spans) * item, rng.permutation(spans) * item
-    length = np.full(spans, item)
-    if not alike:
-        length[::2] = max(1, item // 2)
+    starts, spans = run_tables(rng, item, alike=alike)
     numbers = 4 * torch.randn(60 * item, generator=torch.Generator().manual_seed(item))
     if device == "cpu":  # the interpreter rounds its own way; all types hold these
         numbers = numbers.round().clamp(-4, 4)
@@ -412,15 +415,14 @@ def check_cast_runs(
         if cast.target.item == 1:
             exact = exact.clamp(-torch.finfo(two).max, torch.finfo(two).max)
         made.append(exact.to(two).view(right.dtype))
-    which = rng.integers(0, 2, starts)
-    for a, b, scale in zip(before, after, which, strict=True):
-        for x, y, n in zip(source, target, length, strict=True):
+    which = rng.integers(0, 2, len(starts[0]))
+    for a, b, scale in zip(*starts, which, strict=True):
+        for x, y, n in zip(*spans, strict=True):
             right[guard + b + y :][:n] = made[scale][a + x :][:n]
     memory, out = memory.to(device), out.to(device)
     convert_address_runs(
-        memory.data_ptr(), out[guard:].data_ptr(), place_starts(before, after, device),
-        (source, target, length), cast, place_scales(cast, which, starts, device),
-        programs=programs,
+        memory.data_ptr(), out[guard:].data_ptr(), place_starts(*starts, device), spans, cast,
+        place_scales(cast, which, len(which), device), programs=programs,
     )  # fmt: skip
     assert torch.equal(out.cpu(), right), (names, item, alike, programs, scales)
 

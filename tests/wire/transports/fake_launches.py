@@ -51,10 +51,6 @@ class FakeLaunches:
     def on(self, _: int) -> Any:
         return nullcontext()
 
-    def upload(self, to: int, source: int, nbytes: int, _: int) -> None:
-        self.log.append("upload")
-        self.give(lambda: ctypes.memmove(to, source, nbytes))
-
     def write_word(self, to: int, number: int, _: int) -> bool:
         if self.writes_words:
             self.give(lambda: ctypes.memmove(to, number.to_bytes(4, "little"), 4))
@@ -126,8 +122,6 @@ class FakeLaunchQueue:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), 0x5A, dtype=torch.uint8)
-
-    buffer = pinned
 
     def wait_for_launches(self) -> None:
         self.waits += 1

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -17,9 +18,9 @@ from kvatlas.wire.transports.offer_board import (
     OfferBoard,
     PeerBoard,
     PostedOffer,
-    WatchedProcess,
     open_board,
 )
+from kvatlas.wire.transports.watched_process import WatchedProcess
 from tests.wire.transports.ends import eventually
 
 SOURCE = """
@@ -152,6 +153,22 @@ def test_a_process_that_has_become_another_program_confirms_nothing() -> None:
         assert not seen.confirmed
         assert peer.find("r") is None
         source.kill()
+
+
+def test_a_process_that_holds_another_file_is_another() -> None:
+    first, second = os.memfd_create("first"), os.memfd_create("second")
+    try:
+        watched = WatchedProcess(os.getpid(), Path(f"/proc/{os.getpid()}/fd/{first}"))
+        assert watched.alive
+        os.dup2(second, first)
+        assert not watched.alive, "its number is the same"
+    finally:
+        os.close(first)
+        os.close(second)
+    assert not watched.alive
+    watched.close()
+    assert not watched.alive
+    assert not WatchedProcess(os.getpid(), Path(f"/proc/{os.getpid()}/fd/{2**20}")).alive
 
 
 def test_a_process_that_leaves_without_closing_takes_its_offers_down_first() -> None:

@@ -76,6 +76,7 @@ class StartedPull:
 
         False where it is over and counts for nothing: it read what it should not have.
         """
+        rank, nbytes = self.connection.peer.rank, self.nbytes
         try:
             _ = transfer.total  # other ranks' blocks may be wrong: refused before this one counts
             sound = self.read.sound
@@ -87,7 +88,7 @@ class StartedPull:
             self.abandon()
             return False
         if soon:
-            transfer.add(self.connection.peer.rank, self.nbytes)
+            transfer.add(rank, nbytes)
         else:
             self._untidy = False
             with self.connections.using(self.connection):
@@ -110,14 +111,17 @@ class StartedPull:
         handle, seen = self.read.handle, self.read.seen
         until = time.monotonic() + _SOON
         try:
-            if not seen.confirmed:  # and what was just looked at is looked at sooner again
-                return False
+            rehearsed = False
             while not handle.peek():
                 now = time.monotonic()
                 if transfer.done or not seen.held or now > until:
                     return False
                 if abs(now - handle.expected_end) > _NEARLY:
                     _let_others_run()
+                elif not rehearsed:  # what was just looked at is looked at sooner again
+                    rehearsed = seen.confirmed
+                    if not rehearsed:
+                        return False
         except Exception:  # whoever goes the whole way is told why
             return False
         return seen.confirmed

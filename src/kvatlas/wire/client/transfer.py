@@ -20,8 +20,10 @@ class TransferPart:
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
-        self._claim = threading.Lock()
-        self._over = threading.Event()
+        self._claim, self._under_way = threading.Lock(), threading.Lock()
+        self._under_way.acquire()
+        self.over = False
+        """Whether it has been done."""
 
     def __call__(self) -> None:
         """Do it, unless somebody has begun to."""
@@ -29,17 +31,14 @@ class TransferPart:
             try:
                 self._act()
             finally:
-                self._over.set()
-
-    @property
-    def over(self) -> bool:
-        """Whether it has been done."""
-        return self._over.is_set()
+                self.over = True
+                self._under_way.release()
 
     def join(self) -> None:
         """Wait until whoever has begun to do it is done."""
         if self._claim.locked():
-            self._over.wait()
+            with self._under_way:
+                pass
 
 
 class Transfer:

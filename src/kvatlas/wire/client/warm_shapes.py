@@ -39,6 +39,8 @@ _MOST_SPANS = 1 << 12
 _TOLD = np.dtype("<u4")
 """Block ids as they stand on a board."""
 
+_WHOLE = np.dtype(np.int64)
+
 _Key = tuple[tuple[int, int], Lengths, Lengths]
 """Tokens, and how long the block tables of source and destination are."""
 
@@ -181,6 +183,6 @@ def plain_tables(blocks: Any) -> dict[int, Int64s]:
 
 
 def _plain_table(table: Any, group: Any) -> Int64s:
-    if type(table) is np.ndarray and table.dtype == np.int64 and table.ndim == 1:
+    if type(table) is np.ndarray and table.dtype == _WHOLE and table.ndim == 1:
         return table
     return block_table(table, f"group {group} at the destination")

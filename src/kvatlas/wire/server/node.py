@@ -55,6 +55,7 @@ class Node(NodeState):
         try:
             super().__post_init__()
             self.register()
+            self.check_plan_travels()
             self.answers = Answers(self)
             self.server = Server(
                 self.listen, self.answers, security=self.security, unprotected=self.unprotected,

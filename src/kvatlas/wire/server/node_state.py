@@ -20,7 +20,14 @@ from kvatlas.wire.channels import Channels
 from kvatlas.wire.leases import Expected, Lease, Leases, Offer
 from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.metrics import Metrics
-from kvatlas.wire.peers import Peer, PeerPlans, check_memory, conversion_terms, plan_hash
+from kvatlas.wire.peers import (
+    Peer,
+    PeerPlans,
+    check_memory,
+    check_plan_size,
+    conversion_terms,
+    plan_hash,
+)
 from kvatlas.wire.pool_mover import mover_for, pools_device, staging_memory
 from kvatlas.wire.protocol import (
     MIN_PIECE_BYTES,
@@ -28,6 +35,8 @@ from kvatlas.wire.protocol import (
     VERSION,
     Hello,
     RegisteredMemory,
+    Welcome,
+    encode,
     new_key,
     pack_tables,
 )
@@ -117,6 +126,31 @@ class NodeState:
                 got=self.piece,
                 hint="Leave piece out, or give buffers=0 for no staging",
             )
+        if not self.buffers:
+            self._check_pools_are_shared(device)
+
+    def _check_pools_are_shared(self, device: str) -> None:
+        """Refuse pools that no peer reaches, where no staging buffer is reached instead."""
+        transport = self.transport
+        if transport.shared == "staging" or not transport.takes(device):
+            raise AtlasError(
+                Code.CONTRADICTORY,
+                "Peers would reach neither a pool of this node nor a staging buffer",
+                got=f"buffers=0, pools on {device}, {transport.name} shares {transport.shared!r}",
+                hint="Leave buffers out, or share pools over a transport that takes the device",
+            )
+
+    def check_plan_travels(self) -> None:
+        """Refuse a plan that is too large to be told: it goes whole, in one message."""
+        plan = self.plan.to_json()
+        try:
+            check_plan_size(plan)
+            encode(Welcome(hello=self.hello(with_plan=True), session=self.incarnation))
+        except AtlasError as refused:
+            problem = "The plan is too large to be told to peers"
+            got = f"{len(plan):,} bytes as JSON: {refused.got}"
+            hint = "Plan fewer layers or pools, or give layers shorter names"
+            raise AtlasError(Code.TOO_MANY, problem, got=got, hint=hint) from None
 
     def hello(self, *, with_plan: bool) -> Hello:
         """Who this is, as peers are told."""

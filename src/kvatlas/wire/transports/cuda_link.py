@@ -8,9 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import ClassVar, NamedTuple
 
-from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy, RequestShape, RunGrid
-from kvatlas.specs import ElementCast
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import (
     Done,
@@ -38,21 +36,15 @@ from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemor
 from kvatlas.wire.transports.pace import CopyPace
 
 
-class _Told(NamedTuple):
-    """Runs between a pool of the source and one of the destination."""
+class _PoolRuns(NamedTuple):
+    """Runs between a pool of the source and one of the destination, counted from where they begin.
+
+    Where that is, is known when they are launched.
+    """
 
     src: int
     dst: int
-    starts: tuple[Int64s, Int64s]
-    spans: tuple[Int64s, Int64s, Int64s]
-    cast: ElementCast | None = None
-    scales: Int64s | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read, or written where those are more."""
-        count = len(self.starts[0]) * int(self.spans[2].sum())
-        return count * (1 if self.cast is None else max(self.cast.items))
+    runs: AddressRuns
 
 
 class CudaEnd(NamedTuple):
@@ -136,13 +128,11 @@ class CudaLink(Link):
         if not self.converts(grids):
             got = "elements of types that the GPU does not have, or between their multiples"
             raise errors.failed(got, "Let the transfer be staged")
-        told = [
-            _Told(
-                grid.src_pool, grid.dst_pool, grid.starts.ends,
-                (grid.src, grid.dst, grid.length), grid.cast, grid.starts.scales,
-            )
-            for grid in grids
-        ]  # fmt: skip
+        told = []
+        for grid in grids:
+            spans = (grid.src, grid.dst, grid.length)
+            runs = AddressRuns(0, 0, grid.starts.ends, spans, grid.cast, grid.starts.scales)
+            told.append(_PoolRuns(grid.src_pool, grid.dst_pool, runs))
         if behind is None:
             return self._copy(told, lambda: True, write=False)
         self._event(behind % EVENTS)  # opened now: what is stale is refused before anything moves
@@ -225,26 +215,36 @@ class CudaLink(Link):
             raise errors.peer_lost(f"an event that cannot be looked at: {problem}") from problem
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        told = [_Told(c.src_pool, c.dst_pool, NO_STARTS, (c.src, c.dst, c.length)) for c in copies]
+        told = [
+            _PoolRuns(
+                copy.src_pool, copy.dst_pool,
+                AddressRuns(0, 0, NO_STARTS, (copy.src, copy.dst, copy.length)),
+            )
+            for copy in copies
+        ]  # fmt: skip
         return self._copy(told, lambda: True, write=write)
 
-    def _copy(self, told: list[_Told], may_begin: Callable[[], bool], *, write: bool) -> Handle:
+    def _copy(self, told: list[_PoolRuns], may_begin: Callable[[], bool], *, write: bool) -> Handle:
         if not told:
             return Done()
         launch = partial(self._launch, told, write=write)
         copy = CudaCopy(
-            launch, may_begin, self.check, self._end.pace, lambda: sum(one.nbytes for one in told)
+            launch,
+            may_begin,
+            self.check,
+            self._end.pace,
+            lambda: sum(one.runs.nbytes for one in told),
         )
         copy.begin()
         return copy
 
-    def _launch(self, told: list[_Told], *, write: bool) -> tuple[Posted, Callable[[], None]]:
+    def _launch(self, told: list[_PoolRuns], *, write: bool) -> tuple[Posted, Callable[[], None]]:
         """Launch copies; they, and what to call once they are over."""
         far, over = self.mapped({one.dst if write else one.src for one in told})
         try:
             near = {pool: at.address for pool, at in self.mine.items()}
             src, dst = (near, far) if write else (far, near)
-            runs = [AddressRuns(src[one.src], dst[one.dst], *one[2:]) for one in told]
+            runs = [one.runs.between(src[one.src], dst[one.dst]) for one in told]
             return self._queue.post(runs), over
         except BaseException:
             over()

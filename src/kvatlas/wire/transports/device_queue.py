@@ -37,6 +37,16 @@ class AddressRuns(NamedTuple):
     scales: Int64s | None = None
     """Which of the cast's scales each start has, where there are several."""
 
+    def between(self, source: int, target: int) -> AddressRuns:
+        """The same runs, counted from addresses that were not known before."""
+        return self._replace(source=self.source + source, target=self.target + target)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read, or written where those are more."""
+        count = len(self.starts[0]) * int(self.spans[2].sum())
+        return count * (1 if self.cast is None else max(self.cast.items))
+
 
 class AddressPattern(NamedTuple):
     """Runs between two addresses that only lack block ids."""

@@ -42,7 +42,7 @@ class NixlTransport(Transport):
     numbers are then the regions' devices. The two ends may differ. `device` is the one
     network device that UCX uses and listens on, as it names them ("eth0", "mlx5_0:1"):
     the loopback unless it is given, or UCX_NET_DEVICES set. A device without RDMA is refused
-    unless `over_tcp`: UCX aborts a process that is read over TCP when its reader is killed.
+    unless `over_tcp`: over TCP, UCX may end a process whose peers are killed or give up.
     """
 
     name: ClassVar[str] = "nixl"

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError
 from kvatlas.wire.transports.sealed_memory import make_sealed, map_sealed, watch_sealed
+from kvatlas.wire.transports.watched_process import WatchedProcess
 
 _SLOTS = 128
 _SLOT_BYTES = 32 << 10
@@ -55,11 +56,6 @@ Posting = tuple[int, int]
 
 _MEMFD = "/memfd:kvatlas"
 """What the kernel calls a segment's descriptor."""
-
-_FLAGS, _STARTED = 6, 19
-"""Columns of a process's `stat`, counted behind its name."""
-_NO_SIZE = b"0 "
-"""How the `statm` of a process begins that has begun to end."""
 
 
 class PostedOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -208,13 +204,9 @@ class SeenOffer:
 class PeerBoard:
     """The board of a peer, which may write anything there."""
 
-    def __init__(
-        self, memory: mmap.mmap, process: WatchedProcess | None, path: Path | None = None
-    ) -> None:
-        """`process` is the peer's, which has the board at `path`; None where that is this one."""
+    def __init__(self, memory: mmap.mmap, process: WatchedProcess | None) -> None:
+        """`process` is the peer's, with the board among its files; None where that is this one."""
         self._memory, self._process = memory, process
-        self._path = path
-        self._file = None if path is None else _file_at(path)
 
     @property
     def marks_done(self) -> int:
@@ -225,9 +217,7 @@ class PeerBoard:
     @property
     def alive(self) -> bool:
         """Whether the process has not begun to end, and still is the program that has the board."""
-        if self._process is None:
-            return True
-        return self._process.alive and (self._path is None or _file_at(self._path) == self._file)
+        return self._process is None or self._process.alive
 
     def generation(self, slot: int) -> int:
         """The generation of a slot; odd where something is posted there."""
@@ -244,21 +234,33 @@ class PeerBoard:
 
         Whether it is `genuine`, and its source is there, who reads its blocks looks later.
         """
-        return next(self._glimpses(request), None)
+        name = _NAME.pack(_digest(request.encode()))
+        at = self._memory.find(name, 0, _SLOTS * _ROW.size)
+        if at < 0:
+            return None
+        seen = self._look_at(at // _ROW.size, request)  # mostly the only one
+        return next(self._glimpses(request), None) if seen is None else seen
 
     def _glimpses(self, request: str) -> Iterator[SeenOffer]:
         for slot in self._slots_of(request):
-            generation, _, nbytes, digest = _ROW.unpack_from(self._memory, slot * _ROW.size)
-            at = _HEAD_BYTES + slot * _SLOT_BYTES
-            payload = self._memory[at : at + min(max(nbytes, 0), _SLOT_BYTES)]
-            if not generation % 2:
-                continue
-            try:
-                offer = _decoder.decode(payload)
-            except (msgspec.MsgspecError, ValueError, RecursionError):
-                continue
-            if offer.request == request:
-                yield SeenOffer(self, offer, (slot, generation), (payload, digest))
+            seen = self._look_at(slot, request)
+            if seen is not None:
+                yield seen
+
+    def _look_at(self, slot: int, request: str) -> SeenOffer | None:
+        """What a slot has, if that is an offer of this name."""
+        generation, _, nbytes, digest = _ROW.unpack_from(self._memory, slot * _ROW.size)
+        at = _HEAD_BYTES + slot * _SLOT_BYTES
+        payload = self._memory[at : at + min(max(nbytes, 0), _SLOT_BYTES)]
+        if not generation % 2:
+            return None
+        try:
+            offer = _decoder.decode(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return None
+        if offer.request != request:
+            return None
+        return SeenOffer(self, offer, (slot, generation), (payload, digest))
 
     def _slots_of(self, request: str) -> Iterator[int]:
         """Slots whose name is a request's, found without a pass over all rows."""
@@ -287,7 +289,7 @@ def open_board(place: BoardPlace) -> PeerBoard | None:
             return None
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         memory = watch_sealed(descriptor, _BOARD_BYTES)
-        process = WatchedProcess(place.process)
+        process = WatchedProcess(place.process, path)
     except (OSError, AtlasError):
         return None
     finally:
@@ -295,75 +297,15 @@ def open_board(place: BoardPlace) -> PeerBoard | None:
             os.close(descriptor)
     meant = memory[_TOKEN_AT : _TOKEN_AT + _TOKEN_BYTES] == place.token
     if meant and process.started == place.started and process.alive:
-        return PeerBoard(memory, process, path)
+        return PeerBoard(memory, process)
     process.close()
     return None
-
-
-class WatchedProcess:
-    """A process, and whether it has begun to end; another of the same number is another.
-
-    >>> WatchedProcess(os.getpid()).alive
-    True
-    """
-
-    _statm = -1
-
-    def __init__(self, number: int) -> None:
-        self._lock = threading.Lock()
-        """Held while the descriptor is used: closed meanwhile, its number may be another's."""
-        how = os.O_RDONLY | os.O_CLOEXEC
-        folder = os.open(f"/proc/{number}", how | os.O_DIRECTORY)  # both files are of one process
-        try:
-            self._statm = os.open("statm", how, dir_fd=folder)
-            stat = os.open("stat", how, dir_fd=folder)
-            try:
-                columns = os.pread(stat, 1024, 0).rpartition(b")")[2].split()
-            finally:
-                os.close(stat)
-        finally:
-            os.close(folder)
-        self.started = int(columns[_STARTED]) if len(columns) > _STARTED else 0
-        """When it was started; 0 where the kernel does not say."""
-        # Every process has some flag: a kernel that tells none may tell no end either.
-        self._is_told = len(columns) > _FLAGS and int(columns[_FLAGS]) != 0
-
-    @property
-    def alive(self) -> bool:
-        """Whether it has not begun to end, where the kernel says so."""
-        if not self._is_told:
-            return False
-        try:
-            with self._lock:
-                size = os.pread(self._statm, 64, 0)
-        except OSError:
-            return False
-        return bool(size) and not size.startswith(_NO_SIZE)
-
-    def close(self) -> None:
-        """Look no more; a second call does nothing."""
-        with self._lock:
-            descriptor, self._statm = self._statm, -1
-            if descriptor >= 0:
-                os.close(descriptor)
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _take_all_down(rows: NDArray[np.int64], process: int) -> None:
     """Make every generation even, unless this is a process that was forked."""
     if os.getpid() == process:
         rows[:, 0] += rows[:, 0] % 2
-
-
-def _file_at(path: Path) -> tuple[int, int] | None:
-    """Which file a descriptor of a process is."""
-    try:
-        state = path.stat()
-    except OSError:
-        return None
-    return state.st_dev, state.st_ino
 
 
 def _namespace() -> int | None:
@@ -376,7 +318,7 @@ def _namespace() -> int | None:
 
 def _digest(payload: bytes, generation: int = 0) -> int:
     """Stands for some bytes of one generation in a slot's row."""
-    salt = generation.to_bytes(8, "little", signed=True)
+    salt = generation.to_bytes(8, "little", signed=True) if generation else b""
     digest = hashlib.blake2b(payload, digest_size=8, salt=salt).digest()
     return int.from_bytes(digest, "little", signed=True)
 

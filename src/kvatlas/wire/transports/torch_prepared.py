@@ -1,9 +1,10 @@
-"""Copies of requests of one shape: block ids go up, kernels that are at hand are launched.
+"""Copies of requests of one shape: block ids are written, kernels that are at hand are launched.
 
 Everything else is there before the request is: where spans lie in their blocks, on the device;
 pinned memory, events, and launches whose arguments do not change. Memory and events are those of
-a queue, which all shapes take in turn: a stream does one request behind the other. What can be
-done while the copy runs is done once it was launched.
+a queue, which all shapes take in turn. The GPU reads block ids where the host has written them:
+to copy some kilobytes first takes longer. What can be done while the copy runs is done once it was
+launched.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +27,8 @@ _ALIGNED = 16
 """Numbers that block tables begin at multiples of: kernels load several at once."""
 MOST_IDS = 1 << 14
 """Block ids that a request may have."""
+_WRITTEN_AT_ONCE = 500
+"""Block ids that are written at once: of more, numpy lets other threads run meanwhile."""
 _LOOKS = 64
 """Looks at a word in memory for each that asks the driver, which says whether it has failed."""
 
@@ -35,9 +38,6 @@ class LaunchDriver(Protocol):
 
     def on(self, device: int) -> AbstractContextManager[None]:
         """Makes a device the calling thread's own."""
-
-    def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from pinned memory, in the order of a stream."""
 
     def write_word(self, to: int, number: int, stream: int) -> bool:
         """Write 32 bits to pinned memory, in the order of a stream; False where none can."""
@@ -107,22 +107,15 @@ class LaunchQueue(Protocol):
     def pinned(self, nbytes: int) -> Any:
         """Memory of the host that the GPU reads and writes."""
 
-    def buffer(self, nbytes: int) -> Any:
-        """Memory of the GPU, for use in the order of the stream."""
-
     def wait_for_launches(self) -> None:
         """Wait for all that was launched, where something has failed."""
 
 
 class LaunchTables:
-    """Block ids of requests, in pinned memory and on the device of a queue."""
+    """Block ids of requests under way on a queue, in pinned memory."""
 
     def __init__(self, queue: LaunchQueue) -> None:
-        import torch
-
         self.all = [RequestTable(queue) for _ in range(_TABLES)]
-        self.ids: Any = queue.buffer(8 * MOST_IDS).view(torch.int64)
-        """Of the request whose turn it is: one is enough for a stream."""
         self.aside = queue.another_stream()
         """Where launches are captured."""
         self.captures = True
@@ -142,12 +135,12 @@ class RequestTable:
     def __init__(self, queue: LaunchQueue) -> None:
         import torch
 
-        pinned = queue.pinned(8 * (MOST_IDS + _ALIGNED))
-        self.ids: Int64s = pinned.view(torch.int64).numpy()
-        self.address = pinned.data_ptr()
+        self.pinned: Any = queue.pinned(8 * (MOST_IDS + _ALIGNED)).view(torch.int64)
+        """Block ids as kernels are given them, and below as they are written."""
+        self.ids: Int64s = self.pinned.numpy()
         self.word = memoryview(self.ids[MOST_IDS:]).cast("B").cast("I")
         """Which copy was the last that ended, as the device writes it."""
-        self.word_address = self.address + 8 * MOST_IDS
+        self.word_address: int = self.pinned.data_ptr() + 8 * MOST_IDS
         self.word[0] = self.copies = 0
         self.driver, self.number = queue.driver, queue.number
         self.caller, self.over = (self.driver.local_event(self.number) for _ in "ab")
@@ -172,6 +165,26 @@ class GroupIds(NamedTuple):
         """Those of the group."""
         return ids[self.first : self.first + self.blocks]
 
+    def pieces(self, ids: Int64s) -> Iterator[_Piece]:
+        """Where they are written, piece by piece."""
+        mine = self.among(ids)
+        for first in range(0, self.blocks, _WRITTEN_AT_ONCE):
+            part = slice(first, min(self.blocks, first + _WRITTEN_AT_ONCE))
+            yield self.end, self.group, part, mine[part]
+
+
+_Piece = tuple[int, int, slice, Int64s]
+"""An end, a group, some entries of its block table, and where these are written."""
+
+
+class _TableLaunches:
+    """Launches of one shape that read the block ids of one table."""
+
+    def __init__(self, copies: list[Any], pieces: list[_Piece]) -> None:
+        self.copies, self.pieces = copies, pieces
+        self.graph: int | None = None
+        """What launches all of them at once."""
+
 
 class TorchPreparedRuns(PreparedRuns):
     """Launches of one queue; any thread may use them."""
@@ -180,17 +193,14 @@ class TorchPreparedRuns(PreparedRuns):
         """Block ids of the patterns have room: `fits` says so."""
         self._queue, self._tables = queue, queue.tables
         self._address = queue.stream.cuda_stream
-        self._groups = group_ids(patterns)
-        self._nbytes = 8 * (self._groups[-1].first + self._groups[-1].blocks)
-        self._copies = _copies(queue, patterns, self._groups)
-        self._places: dict[RequestTable, list[tuple[int, int, int, Any]]] = {}
-        """Ends, groups, how many block ids each has, and where they go."""
-        self._graphs: dict[RequestTable, int] = {}
-        """What launches all of it at once, by the table that it is launched for."""
+        self._patterns, self._groups = patterns, group_ids(patterns)
+        first = self._tables.all[0]
+        self._made = {first: self._make(first)}
+        """By table; most copies find the first free."""
         self._launched = 0
 
     def post(self, src: Tables, dst: Tables) -> Posted | None:
-        """Upload block ids, and launch."""
+        """Write block ids, and launch."""
         queue = self._queue
         with queue.lock, queue.driver.on(queue.number):
             table = None if queue.closed else self._tables.free()
@@ -203,15 +213,18 @@ class TorchPreparedRuns(PreparedRuns):
                 raise
 
     def _post(self, table: RequestTable, tables: tuple[Tables, Tables]) -> Posted:
-        driver, stream = self._queue.driver, self._address
-        for end, group, blocks, place in self._places_in(table):
-            place[:] = tables[end][group][:blocks]
-        graph = self._graphs.get(table)
-        driver.order(table.caller, self._queue.caller_stream(self._queue.number), stream)
+        queue, stream = self._queue, self._address
+        driver, made = queue.driver, self._made.get(table)
+        if made is None:
+            made = self._made[table] = self._make(table)
+        for end, group, part, place in made.pieces:
+            place[:] = tables[end][group][part]
+        driver.order(table.caller, queue.caller_stream(queue.number), stream)
+        graph = made.graph
         if graph is not None:
             driver.launch_graph(graph, stream)
         else:
-            self._launch(table, self._queue.stream)
+            _launch_all(made.copies, queue.stream)
         # It runs from here on.
         table.copies = table.copies % 0xFFFFFFFF + 1
         told = driver.write_word(table.word_address, table.copies, stream)
@@ -219,36 +232,25 @@ class TorchPreparedRuns(PreparedRuns):
         table.posted = PostedTable(table, self, told=told)
         self._launched += 1
         if graph is None and self._launched > 1 and self._tables.captures:
-            self._capture(table)
+            self._capture(made)
         return table.posted
 
-    def _places_in(self, table: RequestTable) -> list[tuple[int, int, int, Any]]:
-        """Where block ids go in a table."""
-        places = self._places.get(table)
-        if places is None:
-            groups = self._groups
-            places = [(one.end, one.group, one.blocks, one.among(table.ids)) for one in groups]
-            self._places[table] = places
-        return places
+    def _make(self, table: RequestTable) -> _TableLaunches:
+        """What launches a request whose block ids are in a table."""
+        pieces = [piece for one in self._groups for piece in one.pieces(table.ids)]
+        return _TableLaunches(_copies(self._queue, self._patterns, self._groups, table), pieces)
 
-    def _launch(self, table: RequestTable, stream: Any) -> None:
-        """Upload a table, and launch its copies."""
-        to, address = self._tables.ids.data_ptr(), stream.cuda_stream
-        self._queue.driver.upload(to, table.address, self._nbytes, address)
-        for copy in self._copies:
-            copy.launch(stream)
-
-    def _capture(self, table: RequestTable) -> None:
+    def _capture(self, made: _TableLaunches) -> None:
         """Have one call launch all of it the next time: kernels are compiled now."""
         driver, aside = self._queue.driver, self._tables.aside
         try:
-            graph = driver.capture(aside.cuda_stream, lambda: self._launch(table, aside))
+            graph = driver.capture(aside.cuda_stream, lambda: _launch_all(made.copies, aside))
         except Exception:
             log.exception("copies are not captured, and launched one by one")
             self._tables.captures = False
             return
         _at_its_end(self, driver.end_graph, self._queue.number, graph)
-        self._graphs[table] = graph
+        made.graph = graph
 
 
 class PostedTable(Posted):
@@ -303,12 +305,15 @@ def fits(patterns: Sequence[AddressPattern]) -> bool:
 
 
 def _copies(
-    queue: LaunchQueue, patterns: Sequence[AddressPattern], tables: Sequence[GroupIds]
+    queue: LaunchQueue,
+    patterns: Sequence[AddressPattern],
+    groups: Sequence[GroupIds],
+    table: RequestTable,
 ) -> list[Any]:
     """A launch for each pattern."""
     from kvatlas.kernels import BlockSpans, RepeatedCopy
 
-    ids = {(one.end, one.group): one.among(queue.tables.ids) for one in tables}
+    ids = {(one.end, one.group): one.among(table.pinned) for one in groups}
     copies = []
     for source, target, pattern, blocks in patterns:
         made = pattern.template
@@ -318,6 +323,11 @@ def _copies(
         with queue.on_stream():
             copies.append(RepeatedCopy((source, target), starts, spans, (src, dst), queue.programs))
     return copies
+
+
+def _launch_all(copies: Sequence[Any], stream: Any) -> None:
+    for copy in copies:
+        copy.launch(stream)
 
 
 def _at_its_end(owner: object, give_back: Callable[[int, int], None], device: int, it: int) -> None:

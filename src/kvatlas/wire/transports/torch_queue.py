@@ -44,6 +44,9 @@ class QueueDriver(LaunchDriver, Protocol):
     def streams(self) -> StreamStock:
         """Streams that torch hands out to nobody."""
 
+    def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy from pinned memory, in the order of a stream."""
+
     def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copy into pinned memory, in the order of a stream."""
 
