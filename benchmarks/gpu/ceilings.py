@@ -31,7 +31,7 @@ def _copies(nbytes: int, sets: int) -> Case:
         tuple(torch.randint(0, 99, (nbytes // 4,), dtype=torch.int32, device=DEVICE) for _ in "ab")
         for _ in range(sets)
     ]
-    return Case([lambda a=a, b=b: a.copy_(b) for a, b in pairs], 2 * nbytes, lambda: True)
+    return Case([partial(a.copy_, b) for a, b in pairs], 2 * nbytes, lambda: True)
 
 
 def rate_of(player: Player, repeat: int = 15) -> float:
