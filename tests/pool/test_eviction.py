@@ -15,6 +15,7 @@ from kvatlas.pool.block_ids import GONE
 from kvatlas.pool.checkpoints import EveryBlock, checkpoint_policy
 from kvatlas.pool.eviction import EVICTIONS, Eviction, Fifo, Lru, Use
 from kvatlas.pool.simulation import LayerClass, PoolModel, Replay, ReplayPolicy, Spans
+from kvatlas.pool.simulation.lru_queue import LruQueue
 
 NOBODY = np.zeros(20, bool)
 
@@ -126,3 +127,29 @@ def test_a_copy_of_block_ids_counts_its_own_blocks_alone() -> None:
     other.release(taken)
     assert (ids.free, other.free) == (100, 295)
     assert [other.owners(block) for block in more] == [1] * 5 + [0] * 15
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_queue_of_segments_evicts_as_lru_does(seed: int) -> None:
+    dice = Random(seed)  # noqa: S311
+    sizes = np.array([dice.choice((1, 4)) for _ in range(20)])
+    plain, queue = Lru(20, lambda ids: sizes[ids]), LruQueue(20)
+    queue._serial = dice.choice((0, 2**31 - 20))
+    inside: set[int] = set()
+    for now in range(300):
+        used = dice.sample(range(20), dice.randint(1, 12))
+        queue.take(np.array([one for one in used if one in inside], np.int64))
+        for size in (1, 4):
+            some = [one for one in used if sizes[one] == size]
+            use(plain, some, now)
+            if some:
+                queue.put(np.array(some), size)
+        inside |= set(used)
+        if now > 250:  # by then it was swept
+            blocks = dice.randint(1, 30)
+            victims, freed = queue.victims(blocks)
+            assert victims.tolist() == plain.victims(blocks, NOBODY).tolist()
+            assert freed == sizes[victims].sum()
+            inside -= set(victims.tolist())
+    assert sum(len(ids) for _, ids in queue.queued()) == len(inside)
+    assert queue._stored < 1_100

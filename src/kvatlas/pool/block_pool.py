@@ -18,7 +18,7 @@ from kvatlas.pool.block_ids import GONE, BlockIds
 from kvatlas.pool.checkpoint_share import checkpoint_shares
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
 from kvatlas.pool.events import AllBlocksCleared, BlockEvent, removed_events, stored_event
-from kvatlas.pool.eviction import EVICTIONS
+from kvatlas.pool.eviction import eviction_policy
 from kvatlas.pool.group_needs import (
     first_needed,
     first_seen,
@@ -83,10 +83,7 @@ class BlockPool:
         self.plan = plan
         self.checkpoints = checkpoints or EveryBlock()
         self.weights = weights
-        if eviction not in EVICTIONS:
-            hint = f"Use one of {', '.join(EVICTIONS)}"
-            problem = "There is no such eviction"
-            raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(eviction), hint=hint)
+        kind = eviction_policy(eviction)
         sizes: dict[int, int] = {}
         for one in plan.pools:
             sizes[one.index] = min(one.blocks, sizes.get(one.index, one.blocks))
@@ -94,7 +91,7 @@ class BlockPool:
             index: BlockIds(
                 blocks,
                 null_block=null_block,
-                eviction=EVICTIONS[eviction](blocks),
+                eviction=kind(blocks),
                 evicted=lambda victims, index=index: self._lost(index, victims),  # type: ignore[misc]
             )
             for index, blocks in sizes.items()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +58,7 @@ class LandingBatch(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that are put in place."""
         return sum(
-            one.length * len(one.places.src) * int(np.prod([s.times for s in one.places.steps]))
+            one.length * len(one.places.src) * prod(step.times for step in one.places.steps)
             for one in self.placing
         )
 

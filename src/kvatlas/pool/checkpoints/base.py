@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,8 +19,7 @@ from kvatlas.errors import AtlasError, Code
 Positions = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """What is known of a prompt when checkpoints are chosen. All but `block` counts blocks."""
 
     block: int

@@ -1,5 +1,8 @@
 """Eviction: which of the entries that nobody uses goes next. One policy a file."""
 
+from __future__ import annotations
+
+from kvatlas.errors import AtlasError, Code
 from kvatlas.pool.eviction.base import Eviction, Ids, Use
 from kvatlas.pool.eviction.fifo import Fifo
 from kvatlas.pool.eviction.lfu import Lfu
@@ -18,6 +21,20 @@ EVICTIONS: dict[str, type[Eviction]] = {
 }
 """Every policy by the name that commands take."""
 
+
+def eviction_policy(name: str) -> type[Eviction]:
+    """The policy of that name.
+
+    >>> eviction_policy("lru")
+    <class 'kvatlas.pool.eviction.lru.Lru'>
+    """
+    if name not in EVICTIONS:
+        hint = f"Use one of {', '.join(EVICTIONS)}"
+        problem = "There is no such eviction"
+        raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(name[:60]), hint=hint)
+    return EVICTIONS[name]
+
+
 __all__ = [
     "EVICTIONS",
     "Eviction",
@@ -29,4 +46,5 @@ __all__ = [
     "S3Fifo",
     "SavedCompute",
     "Use",
+    "eviction_policy",
 ]

@@ -77,7 +77,7 @@ class Eviction:
         """Take entries out of the queue: they are gone."""
         self._place[ids] = 0
 
-    def victims(self, blocks: int, pinned: NDArray[np.bool_] | None = None) -> Ids:
+    def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
         """Take entries of `blocks` blocks out of the queue, or all that are not pinned."""
         found: list[Ids] = []
         aside = []
@@ -89,8 +89,8 @@ class Eviction:
                 # Only as far as it may be needed: a long segment goes in many small pieces.
                 head = segment[: max(blocks, 64)]
                 queued = self._place[head] == serial
-                held = None if pinned is None else queued & pinned[head]
-                chosen = (queued if held is None else queued ^ held).nonzero()[0]
+                held = queued & pinned[head]
+                chosen = (queued ^ held).nonzero()[0]
                 freed = self.size(head[chosen]).cumsum() if self.size else None
                 enough = blocks if freed is None else int(freed.searchsorted(blocks)) + 1
                 chosen = chosen[:enough]
@@ -100,11 +100,11 @@ class Eviction:
                     found.append(head[chosen])
                     self._leave(found[-1])
                     self._last_rank = rank
-                if held is not None:
+                if np.count_nonzero(held):
                     passed.append(head[:stop][held[:stop]])
                 segment = segment[stop:]
             # The rest keeps its order and its place.
-            rest = np.concatenate([*passed, segment]) if any(map(len, passed)) else segment
+            rest = np.concatenate([*passed, segment]) if passed else segment
             if len(rest):
                 aside.append((rank, serial, rest))
         for one in aside:

@@ -48,7 +48,7 @@ class S3Fifo(Eviction):
             self._small.pop(entry, None)
             self._main.pop(entry, None)
 
-    def victims(self, blocks: int, pinned: NDArray[np.bool_] | None = None) -> Ids:
+    def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
         """From the small queue while it has more than its share, else from the main one."""
         found: list[int] = []
         aside: list[tuple[OrderedDict[int, int], int, int]] = []
@@ -57,7 +57,7 @@ class S3Fifo(Eviction):
             small = bool(self._small) and (len(self._small) > SHARE * total or not self._main)
             queue = self._small if small else self._main
             entry, uses = queue.popitem(last=False)
-            if pinned is not None and pinned[entry]:
+            if pinned[entry]:
                 aside.append((queue, entry, uses))
             elif uses:
                 self._main[entry] = 0 if small else uses - 1

@@ -5,7 +5,8 @@ from kvatlas.pool.simulation.copies import CopyingReplay
 from kvatlas.pool.simulation.hit_rates import HitRates, found_by_request, simulate
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.prefill_cost import TFLOPS, PrefillCost, active_parameters
-from kvatlas.pool.simulation.replay import Outcome, Replay, ReplayPolicy
+from kvatlas.pool.simulation.replay import Replay
+from kvatlas.pool.simulation.replay_base import Outcome, ReplayPolicy
 from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.simulation.tiers import LowerTier, TieredReplay
 

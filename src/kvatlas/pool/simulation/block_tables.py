@@ -6,19 +6,21 @@ spans along the request; those that are named can be found by later requests.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
 from kvatlas.geometry import ceil_div
 from kvatlas.pool.simulation.layer_classes import LayerClass
-from kvatlas.pool.traces import Ints
 
 
 class SimulatedTable:
-    """The blocks of one class: attention, a window, or states at every block."""
+    """The blocks of one class: a window, or states at every block."""
 
-    def __init__(self, one: LayerClass, step: int, places: Ints, hit: int) -> None:
+    def __init__(self, one: LayerClass, step: int, places: Sequence[int], hit: int) -> None:
         self._one, self._step = one, step
         self._places = places
         """Those that are named or will be, in their order."""
-        self.named = int(places.searchsorted(hit))
+        self.named = self._until(hit)
         """How many of these have their content."""
         self.left = 0
         """How many of these were left behind."""
@@ -37,6 +39,10 @@ class SimulatedTable:
         """Blocks in use that nobody can find."""
         return self.in_use - (self.named - self.left) * self._one.blocks
 
+    def _until(self, place: int) -> int:
+        """How many places that are named, or will be, lie before this one."""
+        return bisect_left(self._places, place)
+
     def leave(self, tokens: int) -> slice:
         """Let go of what is not needed behind so many tokens; which named places are left."""
         before = self.left
@@ -44,7 +50,7 @@ class SimulatedTable:
         if cut > self._cut:
             self._cut = cut
             self._taken = max(self._taken, cut * self._one.blocks)
-            self.left = int(self._places.searchsorted(cut))
+            self.left = self._until(cut)
         return slice(before, self.left)
 
     def take(self, stop: int) -> int:
@@ -66,14 +72,21 @@ class SimulatedTable:
     def name(self, stop: int) -> slice:
         """Tokens up to `stop` are computed; which places have their content since then."""
         before = self.named
-        self.named = max(before, int(self._places.searchsorted(stop // self._step)))
+        self.named = max(before, self._until(stop // self._step))
         return slice(before, self.named)
+
+
+class AttentionTable(SimulatedTable):
+    """The blocks of attention: all places are named, and none is left."""
+
+    def _until(self, place: int) -> int:
+        return min(place, len(self._places))
 
 
 class StateTable(SimulatedTable):
     """States of which few are kept: one at the end of each step, and none between."""
 
-    def __init__(self, one: LayerClass, step: int, places: Ints, hit: int) -> None:
+    def __init__(self, one: LayerClass, step: int, places: Sequence[int], hit: int) -> None:
         super().__init__(one, step, places, hit)
         self._loose: list[int] = []
         """Places in use that are not named."""
@@ -105,6 +118,6 @@ class StateTable(SimulatedTable):
     def name(self, stop: int) -> slice:
         """The state behind `stop` tokens can be found, if it is kept."""
         new = super().name(stop)
-        for place in self._places[new].tolist():
+        for place in self._places[new]:
             self._loose.remove(place)
         return new

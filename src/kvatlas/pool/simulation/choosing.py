@@ -14,7 +14,7 @@ from kvatlas.planning import Plan
 from kvatlas.pool.simulation.hit_rates import HitRates, simulate
 from kvatlas.pool.simulation.layer_classes import PoolModel
 from kvatlas.pool.simulation.prefill_cost import PrefillCost
-from kvatlas.pool.simulation.replay import Progress
+from kvatlas.pool.simulation.replay_base import Progress
 from kvatlas.pool.traces import Trace
 
 FIRST = ("branch-points", "lru")

@@ -8,16 +8,18 @@ replay, and finds what vLLM finds.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from kvatlas.pool.checkpoints import EveryBlock
-from kvatlas.pool.eviction import Lru, Use
-from kvatlas.pool.simulation.block_tables import SimulatedTable, StateTable
-from kvatlas.pool.simulation.layer_classes import LayerClass
+from kvatlas.pool.simulation.block_tables import AttentionTable, SimulatedTable, StateTable
+from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
+from kvatlas.pool.simulation.lru_queue import LruQueue
 from kvatlas.pool.simulation.prefill_steps import BATCHED_TOKENS, PrefillSteps
-from kvatlas.pool.simulation.replay import Replay
+from kvatlas.pool.simulation.replay_base import ReplayBase, ReplayPolicy
+from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.traces import MOST_TOKENS, Ints, Trace
 
 
@@ -27,39 +29,52 @@ class AlikeGroups(NamedTuple):
     one: LayerClass
     first: int
     """The number of the first of these classes."""
+    number: int
+    """How many they are."""
     pool: int
     table: type[SimulatedTable]
     bases: Ints
     """[group, 1] the first entry of each."""
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether nothing is left behind."""
-        return self.one.needs == "all"
+    keeps_all: bool
+    """Whether nothing is left behind."""
 
 
-class CopyingReplay(Replay):
+Served = tuple[AlikeGroups, SimulatedTable, Ints]
+"""Of a request: alike groups, their table, and the [group, place] ids of what is named in it."""
+
+
+class CopyingReplay(ReplayBase):
     """A replay of entries with copies: ids below `_entries_end` are first ones, the rest further.
 
     Evicts the least recently used, as vLLM does. `batched_tokens` are computed in a step.
     """
 
     def __init__(
-        self, *given: Any, trace: Trace, batched_tokens: int = BATCHED_TOKENS, **options: Any
+        self,
+        model: PoolModel,
+        spans: Spans,
+        policy: ReplayPolicy,
+        *,
+        trace: Trace,
+        batched_tokens: int = BATCHED_TOKENS,
     ) -> None:
-        super().__init__(*given, **options)
+        super().__init__(model, spans, policy)
         self._lengths, self._outputs = trace.lengths.tolist(), trace.outputs.tolist()
         self._groups = self._alike_groups()
         few_states = any(some.table is StateTable for some in self._groups)
         if all(some.keeps_all for some in self._groups):
             batched_tokens = MOST_TOKENS  # steps make no difference
         self._steps = PrefillSteps(batched_tokens, self.model.step, few_states)
+        self._span_blocks = [
+            sum(some.one.blocks * some.number for some in self._groups if some.pool == pool)
+            for pool in range(len(self._blocks))
+        ]
+        """Blocks of each pool that a span takes in all groups."""
         self._entries_end = len(self._present)
         # No more copies than blocks, and none that nobody computes.
         most = min(sum(self._blocks), len(self.spans.numbers) * len(self.model.classes))
         total = self._entries_end + most
-        sized = None if self._alike else self._size
-        self._evictions = [Lru(total, sized) for _ in self._blocks]
+        self._queues = [LruQueue(total) for _ in self._blocks]
         self._owner = np.zeros(most, np.int64)
         """The entry that each further id is a copy of."""
         self._free: list[int] = []
@@ -68,8 +83,9 @@ class CopyingReplay(Replay):
         """The first further id that was never used."""
         self._copies: dict[int, list[int]] = {}
         """Ids of entries that have others than their first, the oldest in front."""
-        self._copied = np.zeros(self._entries_end, bool)
-        """Whether an entry is in `_copies`."""
+        self._copied = np.zeros(total, bool)
+        """Whether an id is of an entry in `_copies`: all further ones are."""
+        self._copied[self._entries_end :] = True
 
     def _alike_groups(self) -> list[AlikeGroups]:
         """Classes that follow each other and differ in nothing: vLLM's groups of one kind."""
@@ -82,10 +98,14 @@ class CopyingReplay(Replay):
                 runs.append([number])
         found = []
         for run in runs:
-            one = self.model.classes[run[0]]
-            table = StateTable if few and one.needs == "state" else SimulatedTable
+            first, one = run[0], self.model.classes[run[0]]
+            keeps_all = one.needs == "all"
+            table = AttentionTable if keeps_all else SimulatedTable
+            if few and one.needs == "state":
+                table = StateTable
             bases = np.array(run, np.int64)[:, None] << self._bits
-            found.append(AlikeGroups(one, run[0], self._pools[run[0]], table, bases))
+            pool = self._pools[first]
+            found.append(AlikeGroups(one, first, len(run), pool, table, bases, keeps_all))
         return found
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
@@ -96,101 +116,113 @@ class CopyingReplay(Replay):
         end = length + self._outputs[request]
         if not self._fits(steps, end, hit, parts):
             return False
-        tables = self._begin(hit, parts)
-        ids = [spans[parts[some.first]] + some.bases for some in self._groups]
-        for some, table, mine in zip(self._groups, tables, ids, strict=True):
-            self._take_oldest(some.pool, mine[:, : table.named])
-        use = Use(request + 1)
-        self._make_room(length, end, tables, ids)
+        served = self._begin(spans, hit, parts)
+        for some, table, ids in served:
+            self._take_oldest(some.pool, ids[:, : table.named])
+        self._make_room(length, end, served)
         for start, stop in steps:
-            self._leave(start, tables, ids, use)
-            self._take(stop, end if stop == length else stop, tables)
-            self._name(stop, tables, ids)
-        for some, table, mine in zip(self._groups, tables, ids, strict=True):
-            self._let_go(some, mine[:, table.left : table.named], use)
-            self._used[some.pool] -= table.unnamed * len(some.bases)
+            if start > hit * step:
+                self._leave(start, served)
+            self._take(stop, end if stop == length else stop, served)
+            self._name(stop, served)
+        for some, table, ids in served:
+            self._let_go(some, ids[:, table.left : table.named])
+            self._used[some.pool] -= table.unnamed * some.number
         return True
 
-    def _begin(self, hit: int, parts: list[Ints]) -> list[SimulatedTable]:
+    def _begin(self, spans: Ints, hit: int, parts: list[Ints]) -> list[Served]:
         """The tables of a request that has found `hit` spans; alike groups have alike ones."""
-        step = self.model.step
-        return [some.table(some.one, step, parts[some.first], hit) for some in self._groups]
+        served = []
+        for some, table in zip(self._groups, self._tables(hit, parts), strict=True):
+            mine = spans if some.keeps_all else spans[parts[some.first]]
+            served.append((some, table, mine + some.bases))
+        return served
+
+    def _tables(self, hit: int, parts: list[Ints]) -> list[SimulatedTable]:
+        step, tables = self.model.step, []
+        for some in self._groups:
+            part = parts[some.first]
+            places: Sequence[int] = range(len(part)) if some.keeps_all else part.tolist()
+            tables.append(some.table(some.one, step, places, hit))
+        return tables
 
     def _fits(self, steps: list[tuple[int, int]], end: int, hit: int, parts: list[Ints]) -> bool:
         """Whether what a request has in use at a time has room; it ends with its answer."""
-        spans, most = end // self.model.step + 2, [0] * len(self._blocks)
-        for some in self._groups:
-            most[some.pool] += some.one.blocks * spans * len(some.bases)
-        if all(need <= room for need, room in zip(most, self._blocks, strict=True)):
+        spans = end // self.model.step + 2
+        if all(
+            spans * blocks <= room
+            for blocks, room in zip(self._span_blocks, self._blocks, strict=True)
+        ):
             return True
-        tables = self._begin(hit, parts)
+        tables = self._tables(hit, parts)
         for start, stop in steps:
             needs = [0] * len(self._blocks)
             for some, table in zip(self._groups, tables, strict=True):
                 table.leave(start)
                 table.take(end if some.keeps_all and stop == steps[-1][1] else stop)
                 table.name(stop)
-                needs[some.pool] += table.in_use * len(some.bases)
+                needs[some.pool] += table.in_use * some.number
             if any(need > room for need, room in zip(needs, self._blocks, strict=True)):
                 return False
         return True
 
-    def _make_room(
-        self, length: int, end: int, tables: list[SimulatedTable], ids: list[Ints]
-    ) -> None:
+    def _make_room(self, length: int, end: int, served: list[Served]) -> None:
         """Evict at once what all steps will: for what is named, and for the last step's rest."""
         needs = [0] * len(self._blocks)
-        for some, table, mine in zip(self._groups, tables, ids, strict=True):
-            more = (mine.shape[1] - table.named) * some.one.blocks
-            more += table.behind(end, mine.shape[1]) if some.keeps_all else table.behind(length)
-            needs[some.pool] += more * len(some.bases)
+        for some, table, ids in served:
+            named = ids.shape[1]
+            more = (named - table.named) * some.one.blocks
+            more += table.behind(end, named) if some.keeps_all else table.behind(length)
+            needs[some.pool] += more * some.number
         for pool, need in enumerate(needs):
             self._evict(pool, self._used[pool] + need - self._blocks[pool])
 
-    def _leave(self, start: int, tables: list[SimulatedTable], ids: list[Ints], use: Use) -> None:
+    def _leave(self, start: int, served: list[Served]) -> None:
         """Before a step, let go of what windows and states have left behind."""
-        for some, table, mine in zip(self._groups, tables, ids, strict=True):
+        for some, table, ids in served:
             if not some.keeps_all:
                 before = table.unnamed
-                self._let_go(some, mine[:, table.leave(start)], use)
-                self._used[some.pool] -= (before - table.unnamed) * len(some.bases)
+                self._let_go(some, ids[:, table.leave(start)])
+                self._used[some.pool] -= (before - table.unnamed) * some.number
 
-    def _take(self, stop: int, end: int, tables: list[SimulatedTable]) -> None:
+    def _take(self, stop: int, end: int, served: list[Served]) -> None:
         """Blocks for a step up to `stop`; those of attention up to `end`, for the answer too.
 
         Windows and states go on in what they leave. Nobody knows an answer's tokens.
         """
         needs = [0] * len(self._blocks)
-        for some, table in zip(self._groups, tables, strict=True):
-            needs[some.pool] += table.take(end if some.keeps_all else stop) * len(some.bases)
+        for some, table, _ in served:
+            needs[some.pool] += table.take(end if some.keeps_all else stop) * some.number
         for pool, need in enumerate(needs):
             self._evict(pool, self._used[pool] + need - self._blocks[pool])
             self._used[pool] += need
         self.outcome.peak = max(self.outcome.peak, sum(self._used))
 
-    def _name(self, stop: int, tables: list[SimulatedTable], ids: list[Ints]) -> None:
+    def _name(self, stop: int, served: list[Served]) -> None:
         """Blocks that are whole can be found, beside those that were there."""
-        for table, mine in zip(tables, ids, strict=True):
-            new = mine[:, table.name(stop)]
+        for _, table, ids in served:
+            new = ids[:, table.name(stop)]
             if new.size:
-                again = self._present[new]
-                self._present[new] = True
-                if again.any():
-                    new[again] = self._copy(new[again])
+                entries = new.ravel()
+                again = self._present[entries]
+                self._present[entries] = True
+                if np.count_nonzero(again):
+                    new[again.reshape(new.shape)] = self._copy(entries[again])
 
-    def _let_go(self, some: AlikeGroups, named: Ints, use: Use) -> None:
+    def _let_go(self, some: AlikeGroups, named: Ints) -> None:
         """What nobody uses waits to be evicted: group after group, the last blocks first."""
         if named.size:
-            self._evictions[some.pool].used(named[:, ::-1].ravel(), use)
+            self._queues[some.pool].put(named[:, ::-1], some.one.blocks)
 
     def _take_oldest(self, pool: int, found: Ints) -> None:
         """The oldest copies of what is found; none of them is evicted until ranked anew."""
         if not found.size:
             return
-        if self._copies and (copied := self._copied[found]).any():
-            for place in zip(*copied.nonzero(), strict=True):
-                found[place] = self._copies[int(found[place])][0]
-        self._evictions[pool].forget(found)
+        ids = found.ravel()
+        if self._copies and np.count_nonzero(copied := self._copied[ids]):
+            ids[copied] = [self._copies[entry][0] for entry in ids[copied].tolist()]
+            found[:] = ids.reshape(found.shape)
+        self._queues[pool].take(ids)
 
     def _copy(self, entries: Ints) -> Ints:
         """Another id of each of these entries, which are there."""
@@ -207,47 +239,38 @@ class CopyingReplay(Replay):
             self._copies.setdefault(entry, [entry]).append(one)
         return ids
 
-    def _victims(self, pool: int, blocks: int) -> Ints:
-        """None of those that are found: they are not in the queue."""
-        return self._evictions[pool].victims(blocks)
+    def _evict(self, pool: int, blocks: int) -> None:
+        """Free so many blocks of a pool; what requests use is not in the queue."""
+        if blocks <= 0:
+            return
+        victims, freed = self._queues[pool].victims(blocks)
+        self._gone(victims)
+        self._used[pool] -= freed
+        self.outcome.evictions += freed
 
     def _gone(self, victims: Ints) -> None:
         """Entries are gone when the last of their copies is."""
-        if not self._copies:
-            super()._gone(victims)
-            return
-        entries = self._entry(victims)
-        self._present[entries] = False
-        copied = self._copied[entries].nonzero()[0]
-        if not len(copied):
-            return
-        owners = entries[copied].tolist()
-        for one, entry in zip(victims[copied].tolist(), owners, strict=True):
+        if self._copies and np.count_nonzero(copied := self._copied[victims]):
+            self._lose_copies(victims[copied])
+            victims = victims[~copied]
+        self._present[victims] = False
+
+    def _lose_copies(self, ids: Ints) -> None:
+        """Ids of entries that have several go."""
+        further = ids >= self._entries_end
+        self._free += ids[further].tolist()
+        entries = ids.copy()
+        entries[further] = self._owner[ids[further] - self._entries_end]
+        owners = entries.tolist()
+        for one, entry in zip(ids.tolist(), owners, strict=True):
             self._copies[entry].remove(one)
-            if one != entry:
-                self._free.append(one)
-        there, plain = [], []
+        gone, plain = [], []
         for entry in set(owners):
             left = self._copies[entry]
-            if left:
-                there.append(entry)
+            if not left:
+                gone.append(entry)
             if not left or left == [entry]:
                 plain.append(entry)
                 del self._copies[entry]
-        self._present[there] = True
+        self._present[gone] = False
         self._copied[plain] = False
-
-    def _entry(self, ids: Ints) -> Ints:
-        further = (ids >= self._entries_end).nonzero()[0]
-        if not len(further):
-            return ids
-        found = ids.copy()
-        found[further] = self._owner[ids[further] - self._entries_end]
-        return found
-
-    def _size(self, entries: Ints) -> Ints:
-        """Blocks of each entry."""
-        return super()._size(self._entry(entries))
-
-    def _pool_of(self, entries: Ints) -> Ints:
-        return super()._pool_of(self._entry(entries))

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.pool.checkpoints import checkpoint_policy
-from kvatlas.pool.eviction import EVICTIONS
+from kvatlas.pool.eviction import eviction_policy
 from kvatlas.pool.simulation.arrivals import TimedReplay
 from kvatlas.pool.simulation.copies import CopyingReplay
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.prefill_cost import PrefillCost
 from kvatlas.pool.simulation.prefill_steps import batched_tokens
-from kvatlas.pool.simulation.replay import Outcome, Progress, Replay, ReplayPolicy, leading
+from kvatlas.pool.simulation.replay import Replay
+from kvatlas.pool.simulation.replay_base import Outcome, Progress, ReplayBase, ReplayPolicy
 from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.simulation.tiers import LowerTier, TieredReplay
 from kvatlas.pool.traces import Ints, Trace
@@ -142,10 +143,7 @@ def found_by_request(
 def _policy(
     plan: Plan, eviction: str, checkpoints: str | None, by_group: bool | None
 ) -> ReplayPolicy:
-    if eviction not in EVICTIONS:
-        hint = f"Use one of {', '.join(EVICTIONS)}"
-        problem = "There is no such eviction"
-        raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(eviction[:60]), hint=hint)
+    eviction_policy(eviction)  # refused before the trace is cut into spans
     in_turn = plan.policy != "atlas" if by_group is None else by_group
     kept = checkpoint_policy(checkpoints or BRANCH_POINTS)
     return ReplayPolicy(eviction, kept, by_group=in_turn)
@@ -158,7 +156,9 @@ def _options(
     return {"in_flight": held, "saved": _saved(model, cost)}
 
 
-def _one_by_one(plan: Plan, trace: Trace, policy: ReplayPolicy, cost: PrefillCost | None) -> Replay:
+def _one_by_one(
+    plan: Plan, trace: Trace, policy: ReplayPolicy, cost: PrefillCost | None
+) -> ReplayBase:
     """A replay of requests that follow each other: as vLLM serves them, where that is asked for."""
     as_vllm = policy.by_group and policy.eviction == "lru"
     model = PoolModel.of(plan, by_group=as_vllm)
@@ -190,13 +190,13 @@ def spans_of(trace: Trace, step: int) -> Spans:
 @lru_cache(maxsize=2)
 def ceiling(trace: Trace) -> Ints:
     """Tokens of each request that an unlimited memory finds, in the trace's own blocks."""
-    found = np.zeros(len(trace), np.int64)
-    seen = np.zeros(int(trace.ids.max(initial=-1)) + 1, bool)
-    for request in range(len(trace)):
-        ids = trace.ids[trace.starts[request] : trace.starts[request + 1]]
-        found[request] = leading(seen[ids])
-        seen[ids] = True
-    return np.minimum(found * trace.block, trace.lengths)
+    counts = np.diff(trace.starts)
+    requests = np.repeat(np.arange(len(trace)), counts)
+    first = np.zeros(int(trace.ids.max(initial=-1)) + 1, np.int64)
+    first[trace.ids[::-1]] = requests[::-1]  # the earliest request with an id is written last
+    # An id stands for all before it: what is new in a request is its end.
+    new = np.bincount(requests[first[trace.ids] == requests], minlength=len(trace))
+    return np.minimum((counts - new) * trace.block, trace.lengths)
 
 
 def _saved(
