@@ -37,7 +37,7 @@ _TURN = 0.5
 _MOVERS = 4
 """Threads that move bytes: one does, and others where it hangs."""
 _POLLING = 5
-"""How far threads that poll stand back, as `nice` counts it: a quarter of a core is left to them."""
+"""How far threads that poll stand back, as `nice` counts it: a quarter of a core is theirs."""
 _SECONDS = 3.0
 """That the master may take to be reached, or to list what it has."""
 
