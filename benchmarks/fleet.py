@@ -26,7 +26,7 @@ OBJECTS = TOKENS // BLOCK * 8
 """Objects of a request: of 1 MiB each, a head of 64 tokens of 32 layers."""
 AT_ONCE = 16
 KEYS = 1_000_000
-REPEAT = 3
+REPEAT = 5
 OURS = CacheIdentity(weights="bench")
 
 
@@ -59,46 +59,82 @@ class RawObjects:
         self.store.remove([f"raw/{n}" for n in range(OBJECTS)])
 
 
-def median_s(act: Callable[[], Any], before: Callable[[], Any]) -> float:
-    """Median seconds of an act, with something before it that is not counted."""
-    taken = []
-    for _ in range(1 + REPEAT):
-        before()
-        begun = time.perf_counter()
-        act()
-        taken.append(time.perf_counter() - begun)
-    return float(np.median(taken[1:]))
+class RawClient(RawObjects):
+    """The same by Mooncake's own client, called as it is."""
+
+    def __init__(self, store: MooncakeStore) -> None:
+        super().__init__(store)
+        self._client = store.client
+
+    def _listed(self) -> Iterator[tuple[list[str], list[int], list[int]]]:
+        for some in self._batches():
+            parts = [own[0] for _, own in some]
+            places = [part.ctypes.data for part in parts]
+            yield [name for name, _ in some], places, [part.nbytes for part in parts]
+
+    def put(self) -> None:
+        """Store all of them."""
+        if any(answer for some in self._listed() for answer in self._client.batch_put_from(*some)):
+            raise SystemExit("the store has no room for the raw objects")
+
+    def get(self) -> None:
+        """Read all of them."""
+        for some in self._listed():
+            self._client.batch_get_into(*some)
+
+
+class StoredRequest:
+    """A request of one topology that a tier stores and loads."""
+
+    def __init__(self, store: ObjectStore, tp: int, order: str) -> None:
+        rows = plan(dense(), memory="1GiB", layout="BHLNC", block_size=BLOCK, max_len=TOKENS)
+        self.tier = StoreTier(store, rows, OURS, staging=128 << 20, deadline=60.0)
+        self.moved = Moved(planned(tp, order))
+        self.request = {**self.moved.request, "keys": [b"%d" % n for n in range(TOKENS // BLOCK)]}
+
+    def put(self) -> None:
+        """All ranks store."""
+        for rank, pools in enumerate(self.moved.pools):
+            stored = self.tier.store(pools, self.moved.made, rank=rank, **self.request)
+        if stored.whole != TOKENS // BLOCK:
+            raise SystemExit(f"stored {stored}")
+
+    def get(self) -> None:
+        """All ranks load."""
+        for rank, pools in enumerate(self.moved.pools):
+            self.tier.fetch(pools, self.moved.made, rank=rank, **self.request)
+
+    def remove(self) -> None:
+        """Forget all of it."""
+        self.tier.drop_tenant()
+
+
+def seconds_of(act: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    act()
+    return time.perf_counter() - begun
 
 
 def measure(name: str, store: ObjectStore) -> list[list[str]]:
-    raw = RawObjects(store)
-    put = median_s(raw.put, raw.remove)
-    get = median_s(raw.get, lambda: None)
-    raw.remove()
+    """Medians of all that is compared, by turns: what else the machine does is in all of them."""
+    raw = RawClient(store) if isinstance(store, MooncakeStore) else RawObjects(store)
+    acts: dict[str, Any] = {"raw": raw}
+    if isinstance(store, MooncakeStore):
+        acts["the same objects, by threads that stand back"] = RawObjects(store)
+    acts["BHLNC tp 1"] = StoredRequest(store, 1, "BHLNC")
+    acts["LBNHC tp 2"] = StoredRequest(store, 2, "LBNHC")
+    taken: dict[str, list[tuple[float, float]]] = {about: [] for about in acts}
+    for _ in range(1 + REPEAT):
+        for about, act in acts.items():
+            taken[about].append((seconds_of(act.put), seconds_of(act.get)))
+            act.remove()
+    medians = {about: np.median(times[1:], axis=0) for about, times in taken.items()}
+    put, get = medians.pop("raw")
     rows = []
-    for about, (tp, order) in {"BHLNC tp 1": (1, "BHLNC"), "LBNHC tp 2": (2, "LBNHC")}.items():
-        made = plan(dense(), memory="1GiB", layout="BHLNC", block_size=BLOCK, max_len=TOKENS)
-        tier = StoreTier(store, made, OURS, staging=128 << 20, deadline=60.0)
-        moved = Moved(planned(tp, order))
-        request = {**moved.request, "keys": [b"%d" % n for n in range(TOKENS // BLOCK)]}
-
-        def save(moved: Moved = moved, tier: StoreTier = tier, request: Any = request) -> None:
-            for rank, pools in enumerate(moved.pools):
-                stored = tier.store(pools, moved.made, rank=rank, **request)
-            if stored.whole != TOKENS // BLOCK:
-                raise SystemExit(f"stored {stored}")
-
-        def load(moved: Moved = moved, tier: StoreTier = tier, request: Any = request) -> None:
-            for rank, pools in enumerate(moved.pools):
-                tier.fetch(pools, moved.made, rank=rank, **request)
-
-        stored = median_s(save, tier.drop_tenant)
-        loaded = median_s(load, lambda: None)
-        tier.drop_tenant()
-        rates = [NBYTES / seconds / 1e9 for seconds in (stored, put, loaded, get)]
+    for about, (stored, loaded) in medians.items():
+        rates = [f"{NBYTES / seconds / 1e9:.2f}" for seconds in (stored, put, loaded, get)]
         shares = [f"{put / stored:.0%}", f"{get / loaded:.0%}"]
-        columns = [f"{rate:.2f}" for rate in rates]
-        rows.append([f"{name}, {about}", *columns[:2], shares[0], *columns[2:], shares[1]])
+        rows.append([f"{name}, {about}", *rates[:2], shares[0], *rates[2:], shares[1]])
     return rows
 
 

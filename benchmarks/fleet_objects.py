@@ -47,7 +47,7 @@ def counted(rows: Plan, cut: RowObjects, made: Plan) -> tuple[int, int, int]:
             written.append(sum(len(share.whole) for share in shares))
         ends: dict[str, Any] = {"src_blocks": numbered.tables(), "dst_blocks": tables}
         bound = way.bind(src_rank=0, dst_rank=rank, tokens=TOKENS, **ends)
-        copies = NumberedCopies(bound.copies, "src", rows)
+        copies = NumberedCopies(bound.copies, "src", numbered)
         asked = 0
         for need, number in numbered.numbers.items():
             ranges = copies.within(rows.groups[need.group].pool, number)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu.cells import DEVICE, Case, milliseconds
+from benchmarks.gpu.cells import DEVICE, LONG, Case, Player, milliseconds, ready, times, warm_up
 
 GIB = 1 << 30
 _BACKENDS = {
@@ -23,15 +25,37 @@ def _time(*calls: Callable[[], Any], graph: bool = True, repeat: int = 15) -> fl
     return milliseconds(Case(calls, 0, lambda: True), graph=graph, repeat=repeat)[0]
 
 
-def copy_rate(nbytes: int = GIB, sets: int = 1) -> float:
-    """Bytes read and written by a plain device-to-device copy, GB/s."""
+def _copies(nbytes: int, sets: int) -> Case:
+    """Plain device-to-device copies; the work is the bytes that are read and written."""
     pairs = [
         tuple(torch.randint(0, 99, (nbytes // 4,), dtype=torch.int32, device=DEVICE) for _ in "ab")
         for _ in range(sets)
     ]
-    calls = [lambda a=a, b=b: a.copy_(b) for a, b in pairs]
+    return Case([partial(a.copy_, b) for a, b in pairs], 2 * nbytes, lambda: True)
+
+
+def rate_of(player: Player, repeat: int = 15) -> float:
+    """What is done in a second, in 1e9: of bytes, GB/s."""
+    warm_up(player)
+    return player.case.work / median(times(player, repeat, LONG)) / 1e6
+
+
+def fastest(players: Iterable[Player]) -> tuple[Player, float]:
+    """The fastest of several, and its rate."""
+    return max(((player, rate_of(player)) for player in players), key=lambda one: one[1])
+
+
+def copy_limit(*sizes: int, sets: int = 1) -> tuple[Player, float]:
+    """The fastest plain copy of one of these sizes, which cells can take turns with; GB/s."""
     # A captured copy may run on another engine than one that is called: the faster counts.
-    return max(2 * nbytes / _time(*calls, graph=graph) / 1e6 for graph in (False, True))
+    return fastest(
+        ready(_copies(size, sets), graph=graph) for size in sizes for graph in (False, True)
+    )
+
+
+def copy_rate(nbytes: int = GIB, sets: int = 1) -> float:
+    """Bytes read and written by a plain device-to-device copy, GB/s."""
+    return copy_limit(nbytes, sets=sets)[1]
 
 
 def link_rate(to_host: bool, nbytes: int = GIB // 2) -> float:
@@ -56,25 +80,27 @@ def page_by_page(to_host: bool, page: int, count: int = 1024) -> float:
     return count * page / _time(act, graph=False, repeat=5) / 1e6
 
 
-def dense_decode(
+def dense_limit(
     sequences: int = 64, length: int = 8192, heads: int = 8, group: int = 4, dim: int = 128
-) -> dict[str, float]:
-    """Torch's attention over an unpaged cache, the heads of a group as queries: GB/s of K and V."""
+) -> tuple[Player, float]:
+    """The best of torch's attention over an unpaged cache, and its GB/s of K and V.
+
+    The heads of a group are its queries.
+    """
     k, v = (
         torch.randn(sequences, heads, length, dim, dtype=torch.bfloat16, device=DEVICE)
         for _ in range(2)
     )
     q = torch.randn(sequences, heads, group, dim, dtype=torch.bfloat16, device=DEVICE)
-    rates = {}
+    players = []
     for name, backend in _BACKENDS.items():
         try:
             with sdpa_kernel(backend):
-                taken = _time(lambda: functional.scaled_dot_product_attention(q, k, v), repeat=9)
-            rates[name] = 2 * k.nbytes / taken / 1e6
+                call = partial(functional.scaled_dot_product_attention, q, k, v)
+                players.append(ready(Case([call], 2 * k.nbytes, lambda: True)))
         except RuntimeError as error:
-            rates[name] = 0.0
             print(f"dense decode, {name}: {str(error)[:100]}")
-    return rates
+    return fastest(players)
 
 
 def dense_prefill(

@@ -26,6 +26,10 @@ _WARM = 0.05
 """Seconds of work before the clock starts: an idle chip clocks down."""
 LONG = 100.0
 """Milliseconds that are timed, at least."""
+_TURNS = 5
+"""How often a cell and its limit take turns."""
+_LEAST_OF_LIMIT, _LONG_OF_LIMIT = 3, 5.0
+"""How often, and how many milliseconds, a limit is played in a turn."""
 
 
 class Case(NamedTuple):
@@ -55,6 +59,14 @@ class Cell(NamedTuple):
     """How far the cells of the group may lie apart, as a share of the highest."""
 
 
+class Beside(NamedTuple):
+    """A limit that was timed by turns with a cell."""
+
+    milliseconds: float
+    work: float
+    """What one call of it does."""
+
+
 class Measured(NamedTuple):
     """A figure, or why there is none."""
 
@@ -64,6 +76,7 @@ class Measured(NamedTuple):
     spread: float
     right: bool
     note: str = ""
+    beside: Beside | None = None
 
 
 def layers_of(
@@ -98,10 +111,17 @@ def shuffled(count: int, of: int, seed: int) -> torch.Tensor:
     return torch.randperm(of, generator=generator)[:count].to(torch.int32).to(DEVICE)
 
 
-def milliseconds(
-    case: Case, *, graph: bool = True, repeat: int = 15, long: float = LONG
-) -> tuple[float, float]:
-    """Median milliseconds of a call, and the spread of the middle half."""
+class Player(NamedTuple):
+    """A case that was compiled, and captured where that is wanted."""
+
+    play: Callable[[], Any]
+    """All of its calls, one after the other."""
+    case: Case
+    """Whose tensors a captured graph needs, and does not keep."""
+
+
+def ready(case: Case, *, graph: bool = True) -> Player:
+    """A case that can be played."""
     for call in case.calls:
         call()
     torch.cuda.synchronize()
@@ -112,30 +132,86 @@ def milliseconds(
             for call in case.calls:
                 call()
         play = captured.replay
+    return Player(play, case)
+
+
+def warm_up(player: Player) -> None:
+    """Play until the chip's clocks are up."""
     clock = time.perf_counter()
     while time.perf_counter() - clock < _WARM:
-        play()
+        player.play()
         torch.cuda.synchronize()
+
+
+def times(player: Player, repeat: int, long: float) -> list[float]:
+    """Milliseconds of a call, played so often and so long at least."""
+    calls = len(player.case.calls)
     taken: list[float] = []
-    while len(taken) < repeat or (sum(taken) * len(case.calls) < long and len(taken) < 500):
+    while len(taken) < repeat or (sum(taken) * calls < long and len(taken) < 500):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")  # type: ignore[no-untyped-call]
         begin.record()
-        play()
+        player.play()
         end.record()
         end.synchronize()
-        taken.append(begin.elapsed_time(end) / len(case.calls))
+        taken.append(begin.elapsed_time(end) / calls)
+    return taken
+
+
+def milliseconds(
+    case: Case, *, graph: bool = True, repeat: int = 15, long: float = LONG
+) -> tuple[float, float]:
+    """Median milliseconds of a call, and the spread of the middle half."""
+    player = ready(case, graph=graph)
+    warm_up(player)
+    return _middle(times(player, repeat, long))
+
+
+def by_turns(
+    player: Player, limit: Player, *, repeat: int = 15, long: float = LONG
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of calls and of their limit, timed by turns, so that both have one chip.
+
+    Chips clock down when they are hot, and others use the host: what was timed minutes ago says
+    little of now.
+    """
+    own: list[float] = []
+    others: list[float] = []
+    warm_up(player)
+    for _ in range(_TURNS):
+        own += times(player, -(-repeat // _TURNS), long / _TURNS)
+        others += times(limit, _LEAST_OF_LIMIT, _LONG_OF_LIMIT)
+    return own, others
+
+
+def _middle(taken: list[float]) -> tuple[float, float]:
     low, middle, high = statistics.quantiles(taken, n=4)
     return middle, (high - low) / middle
 
 
-def measure(cell: Cell, choice: dict[str, Any] | None = None, *, repeat: int = 15) -> Measured:
-    """Check a cell and time it; whatever goes wrong is what the table shows."""
+def measure(
+    cell: Cell,
+    choice: dict[str, Any] | None = None,
+    *,
+    repeat: int = 15,
+    limit: Player | None = None,
+) -> Measured:
+    """Check a cell and time it, by turns with its limit where there is one.
+
+    Whatever goes wrong is what the table shows.
+    """
+    beside = None
     try:
         case = cell.build(choice or {})
         right = case.right()
         torch.cuda.synchronize()
-        taken, spread = milliseconds(case, graph=cell.graph, repeat=repeat, long=cell.long)
+        if limit is None:
+            taken, spread = milliseconds(case, graph=cell.graph, repeat=repeat, long=cell.long)
+        else:
+            player = ready(case, graph=cell.graph)
+            own, others = by_turns(player, limit, repeat=repeat, long=cell.long)
+            taken, spread = _middle(own)
+            beside = Beside(statistics.median(others), limit.case.work)
     except Exception as error:
         return Measured(cell, None, 0.0, 0.0, False, f"{type(error).__name__}: {str(error)[:300]}")
     scale = 1e9 if cell.unit == "TFLOP/s" else 1e6
-    return Measured(cell, case.work / taken / scale, taken, spread, right)
+    return Measured(cell, case.work / taken / scale, taken, spread, right, beside=beside)

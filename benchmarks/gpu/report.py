@@ -67,6 +67,10 @@ class Results:
         """A figure as a share of its ceiling."""
         if not one.figure:
             return None
+        if one.beside is not None:
+            if in_bf16(one.cell):
+                return one.beside.milliseconds / one.milliseconds
+            return one.figure * one.beside.milliseconds * 1e6 / one.beside.work
         if beside := in_bf16(one.cell):
             plain = [r for r in self.cells if key_of(r.cell) == beside and r.milliseconds]
             return plain[0].milliseconds / one.milliseconds if plain else None

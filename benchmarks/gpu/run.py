@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.gpu import attention, ceilings, copies, goals, host_time, pulls, writes
-from benchmarks.gpu.cells import Cell, measure
+from benchmarks.gpu.cells import Cell, Player, measure, ready
 from benchmarks.gpu.compiling import Work, compile_all, compile_cell, compiled_late
 from benchmarks.gpu.report import Results, in_bf16, key_of, show_cells, show_limits
 
@@ -58,14 +58,16 @@ def works(chosen: Sequence[Part]) -> list[Work]:
     return [partial(compile_cell, cell, {}) for cell in cells]
 
 
-def device_limits() -> dict[str, float]:
-    """Limits of the chip itself, by name."""
-    dense, prefill = ceilings.dense_decode(), ceilings.dense_prefill()
+def device_limits(players: dict[str, Player]) -> dict[str, float]:
+    """Limits of the chip itself, by name; those that cells take turns with are kept."""
+    players["copy"], copy = ceilings.copy_limit(ceilings.GIB, 4 * ceilings.GIB)
+    players["dense"], dense = ceilings.dense_limit()
+    prefill = ceilings.dense_prefill()
     best = max(prefill, key=prefill.__getitem__)
     return {
-        "copy": max(ceilings.copy_rate(), ceilings.copy_rate(4 * ceilings.GIB)),
+        "copy": copy,
         "copy of 32 MiB": ceilings.copy_rate(32 << 20, 6),
-        "dense": max(dense.values()),
+        "dense": dense,
         "flash": prefill["flash"],
         f"best prefill, {best}": prefill[best],
         "matrix product": ceilings.matrix_product(),
@@ -106,6 +108,8 @@ class Run:
     def __init__(self, only: Sequence[str], each: bool) -> None:
         self.only, self.each = only, each
         self.results = Results()
+        self.players: dict[str, Player] = {}
+        """Limits that cells take turns with, by name."""
         self.goals: list[goals.GoalRow] = []
         self.begun = time.monotonic()
 
@@ -144,13 +148,21 @@ class Run:
         show_limits(self.title(what), found)
         torch.cuda.empty_cache()
 
+    def limit_of(self, cell: Cell) -> Player | None:
+        """What a cell takes turns with: a limit of the chip, or the same cell in bf16."""
+        key = in_bf16(cell)
+        if key is None:
+            return self.players.get(cell.ceiling)
+        plain = next(one for part in parts() for one in part.cells if key_of(one) == key)
+        return ready(plain.build({}), graph=plain.graph)
+
     def measure(self, part: Part) -> None:
         """Measure a part and show its table."""
         if part.links:
             self.limits("Limits of the link", {**links(), **page_by_page()})
         measured = []
         for cell in part.cells:
-            measured.append(measure(cell))
+            measured.append(measure(cell, limit=self.limit_of(cell)))
             self.results.cells.append(measured[-1])
             torch.cuda.empty_cache()
         if part.links:
@@ -207,7 +219,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     compile_all(run.works())
     if chosen:
-        run.limits("Limits", device_limits())
+        run.limits("Limits", device_limits(run.players))
     with compiled_late() as late:
         _measure(run, chosen)
     if late:

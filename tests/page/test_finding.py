@@ -158,11 +158,12 @@ def test_other_orders_are_counted_for_the_plan_shown_and_knobs_say_what_they_cha
     made.append(plan("Qwen3-8B", memory="40GiB", layout="LBNHC", tp=8))
     show(browser, tmp_path, made[0], others=made[1:])
     turn = "document.querySelector(`#knobs [aria-label=${arguments[0]}] [value='${arguments[1]}']`)"
-    followed, note = "return byId('followed').textContent", "return byId('knobs-note').textContent"
+    followed = "return byId('followed').textContent.replaceAll('\\u00a0', ' ')"
+    note = "return byId('knobs-note').textContent"
     browser.do(turn + ".click()", "block", "32")
-    assert browser.do(followed).endswith("Other orders: BHLNC 1, BLNHC 576 (block 16).")
+    assert browser.do(followed).endswith("Runs in other orders: BHLNC 1, BLNHC 576 (block 16).")
     browser.do(turn + ".click()", "order", "BHLNC")
-    assert "Other orders: LBNHC 1,152, BLNHC 576 (block 16)." in browser.do(followed)
+    assert "Runs in other orders: LBNHC 1,152, BLNHC 576 (block 16)." in browser.do(followed)
     grey = "Grey: no plan of it with the other values was drawn, so choosing it changes them, too."
     assert browser.do(note) == grey
     marked = "return [...document.querySelectorAll('#knobs .apart')].map((one) => one.value)"
@@ -174,7 +175,7 @@ def test_other_orders_are_counted_for_the_plan_shown_and_knobs_say_what_they_cha
     assert browser.do(marked) == ["BHLNC", "BLNHC", "32"]
     # For a select that comes or goes, the browser paints the whole page anew.
     assert browser.do("return document.querySelectorAll('#knobs select').length") == 0
-    assert "Other orders" not in browser.do(followed)
+    assert "other orders" not in browser.do(followed)
     # All of a line of the table chooses it.
     browser.do("document.querySelector('#transfer .choice td:last-child').click()")
     assert browser.do("return paint.follow.kind") == "layer"
@@ -215,7 +216,7 @@ def test_a_finger_points_with_its_first_tap_and_goes_in_with_the_second(
         browser.resize(400, 800)
         show(browser, tmp_path, plan("gpt-oss-20b", memory="40GiB", layout="BLNHC"))
         told = browser.do(words)
-        assert told.startswith("Tap a byte")
+        assert told.startswith("First byte in view; tap another")
         assert "same place again to go in" in told
         assert not any(word in told for word in ("wheel", "Shift", "click", "Point"))
         browser.do("picture.scrollIntoView({ block: 'center' })")

@@ -172,6 +172,24 @@ def test_the_canvas_keeps_its_size_and_a_motion_begins_with_the_picture_as_it_wa
         browser.prefer(prefers_reduced_motion="reduce")
 
 
+def test_a_knob_moves_nothing_around_the_picture(browser: Browser, tmp_path: Path) -> None:
+    """What moves is painted anew, be it by 1/64 of a pixel: all of the page then."""
+    options = [("LBNHC", 16), ("BHLNC", 16), ("LBNHC", 32)]
+    made = [plan("Qwen3-8B", memory="40GiB", layout=one, block_size=n) for one, n in options]
+    tops = "['crumbs', 'stage', 'transfer'].map((one) => byId(one).getBoundingClientRect().top)"
+    turned = f"change({{ plan: arguments[0] }}); return [byId('knobs-note').textContent, {tops}]"
+    try:
+        browser.prefer(prefers_reduced_motion="no-preference")
+        for width in (400, 1280, 1920, 2560, 3840):
+            browser.resize(width, 900)
+            show(browser, tmp_path, made[0], others=made[1:])
+            plain, grey = (browser.do("stopMotion();" + turned, number) for number in (0, 1))
+            assert (plain[0], grey[0][:5], plain[1]) == ("", "Grey:", grey[1]), width
+    finally:
+        browser.resize(1280, 900)
+        browser.prefer(prefers_reduced_motion="reduce")
+
+
 def test_bands_that_are_painted_some_in_each_frame_are_all_painted(
     browser: Browser, tmp_path: Path
 ) -> None:
@@ -220,23 +238,27 @@ def test_the_page_says_why_something_lies_in_so_many_runs(browser: Browser, tmp_
     """As a newcomer reads it, who has chosen nothing yet."""
     orders = two_orders("Qwen3-8B")
     half, times = "Heads 0\N{EN DASH}3:", "36 \N{MULTIPLICATION SIGN} 16 = 576 runs"
-    outside = f"{half} {times}, for in LBNHC layers and tokens are outside of heads: "
+    outside = f"{half} {times} because in LBNHC layers and tokens are outside of heads: "
     outside += "every token of every layer has a piece of its own."
-    nothing = f"{half} one run, for in BHLNC nothing of a block is outside of heads: "
+    nothing = f"{half} one run because in BHLNC nothing of a block is outside of heads: "
     nothing += "it lies together."
     cases = {
-        "LBNHC": ([orders[0], orders[1]], f"{outside} Other orders: BHLNC 1."),
-        "BHLNC": ([orders[1], orders[0]], f"{nothing} Other orders: LBNHC 576."),
+        "LBNHC": ([orders[0], orders[1]], f"{outside} Runs in other orders: BHLNC 1."),
+        "BHLNC": ([orders[1], orders[0]], f"{nothing} Runs in other orders: LBNHC 576."),
         "two heads": ([plan("Qwen3.5-397B-A17B", memory="80GiB")], "Head 0: "),
         "a state": (
             [plan("Mamba2-2.7B", memory="80GiB")],
             "layers are outside of heads: every layer has",
         ),
-        "cut up": ([plan("DeepSeek-V4-Pro", memory="80GiB")], ", for each page is cut up inside."),
+        "cut up": (
+            [plan("DeepSeek-V4-Pro", memory="80GiB")],
+            " because each page is cut up inside, by padding.",
+        ),
     }
     for name, ((first, *others), told) in cases.items():
         show(browser, tmp_path, first, others=others)
-        assert told in browser.do("return byId('followed').textContent"), name
+        said = browser.do("return byId('followed').textContent")
+        assert told in said.replace("\N{NO-BREAK SPACE}", " "), name
 
 
 def test_strips_of_groups_say_which_is_shown_and_where_padding_lies(
@@ -366,9 +388,10 @@ def test_strips_of_groups_are_kept_for_the_next_plan(browser: Browser, tmp_path:
 def test_heads_that_share_a_pixel_are_coloured_by_token(browser: Browser, tmp_path: Path) -> None:
     made = plan("Qwen3.5-397B-A17B", memory="80GiB")
     try:
-        for width, mode in ((1280, "head"), (400, "token")):
+        for width, mode in ((3840, "head"), (1280, "token")):
             browser.resize(width, 900)
             show(browser, tmp_path, made)
             assert browser.do("return paint.mode") == mode
+            assert browser.do("go({ level: 'pool' }); return paint.mode") == "token"
     finally:
         browser.resize(1280, 900)

@@ -17,7 +17,9 @@ from kvatlas.tier import (
     ObjectStore,
     StoreTier,
     numbered_copies,
+    row_storing,
     row_traffic,
+    store_hit,
 )
 from tests.planning.models import SMALL
 from tests.profiles import DEEP
@@ -57,11 +59,13 @@ def test_every_kind_of_cache_goes_through_a_store(name: str) -> None:
         world.check(tier, small(model, layout="LBNHC"))
 
 
-def test_large_rows_and_long_runs_are_moved_in_the_order_of_their_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(numbered_copies, "_LARGE_ROW", 1)
-    monkeypatch.setattr(numbered_copies, "_LONG_RUN", 1)
+@pytest.mark.parametrize("large", [False, True])
+def test_runs_are_written_out_as_for_a_gpu(*, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (row_storing, store_hit):
+        monkeypatch.setattr(module, "is_on_gpu", lambda _: True)
+    if large:
+        monkeypatch.setattr(numbered_copies, "_LARGE_ROW", 1)
+        monkeypatch.setattr(numbered_copies, "_LONG_RUN", 1)
     for name in FIVE if DEEP else ("sliding", "delta hybrid"):
         model, world = MODELS[name], World(MODELS[name], 100)
         with tier_in(HostStore(), model, block_size=32) as tier:

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -173,6 +173,8 @@ def serve(
 ) -> None:
     """The engine's process."""
     os.environ |= environment | {"VLLM_CPU_OMP_THREADS_BIND": core}
+    if core.isdecimal():
+        _bind(int(core))
     try:
         running = _Running(pipe, _start(model, connector, options))
     except BaseException as problem:
@@ -180,6 +182,13 @@ def serve(
         raise
     pipe.send(("ready",))
     running.loop()
+
+
+def _bind(core: int) -> None:
+    """Compute on one core, as vLLM has it in engines of several processes, which these are not."""
+    with suppress(OSError):  # there is no such core
+        os.sched_setaffinity(0, {core})
+        os.environ["OMP_PLACES"] = f"{{{core}}}"
 
 
 def _start(model: str, connector: Any, options: dict[str, Any]) -> Any:

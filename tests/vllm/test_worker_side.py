@@ -73,9 +73,9 @@ class Ranks:
             for rank, pool in enumerate(self.pools)
         ]
 
-    def order(self, **orders: Any) -> None:
+    def order(self, *, idle: bool = False, **orders: Any) -> None:
         for one in self.sides:
-            one.carry_out(StepOrders(**orders))
+            one.carry_out(StepOrders(**orders), idle=idle)
 
     def ended(self, seconds: float = 20.0) -> list[Ended]:
         """What every rank reports, once each has something to report."""
@@ -289,17 +289,26 @@ def test_threads_that_move_bytes_leave_the_cores_that_vllm_computes_on(
                 source.order(offers=[offer()])
                 target.order(pulls=[pull(source)])
                 assert target.ended() == [Ended(received={"d"})]
-                made = {thread.native_id for thread in threading.enumerate()} - known
-                reading = [
+                made = {thread.native_id or 0 for thread in threading.enumerate()} - known
+                reading = {
                     thread.native_id or 0
                     for thread in threading.enumerate()
                     if thread.name.startswith("kvatlas-vllm")
-                ]
+                }
                 behind = {os.getpriority(os.PRIO_PROCESS, one) - own for one in reading}
-                assert behind == ({5} if by_vllm else {0}), "an engine that computes comes first"
-                cores = [os.sched_getaffinity(one) for one in made if one is not None]
-                assert cores
-                assert all(one == (free if by_vllm else bound) for one in cores)
+                assert behind == {5}, "an engine that computes comes first"
+                assert made > reading
+                for idle in (False, True, False):
+                    target.order(idle=idle)
+                    allowed = free if idle else free - bound
+                    for one in made:
+                        cores = os.sched_getaffinity(one)
+                        if not by_vllm:
+                            assert cores == bound
+                        elif one in reading:
+                            assert cores == allowed, "they keep off its cores while it computes"
+                        else:
+                            assert cores >= free - bound
             assert os.sched_getaffinity(0) == bound, "vLLM's own thread stays where it is"
             assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
         finally:

@@ -23,7 +23,7 @@ function renderMinimap() {
     const x = Math.min(width - 2, (row.start / pool.bytes) * width);
     mini.fillRect(x, 1, Math.max(2, (row.nbytes / pool.bytes) * width), 12);
   }
-  say("minimap-note", `pool ${pool.index}, ${size(pool.bytes)}: marked is what the picture shows`);
+  say("minimap-note", `pool ${pool.index}, ${size(pool.bytes)}; marked: what the picture shows`);
 }
 
 function renderCaption() {
@@ -123,14 +123,19 @@ function renderLegend() {
   if ((mine.unused[`${view.stage}/${view.group}`] || []).length) legend.append(swatch("var(--hatch-pale)", "unused by this group"));
 }
 
+// How many heads a field has in the whole model.
+const headsOf = ({ box, shard, whole }) => (shard === "H" ? whole : axisOf(box, "H")[1]);
+
 // Heads by number where they are few, else from the first to the last of what is coloured.
 function rampLegend(legend, fields) {
-  const heads = headsHere(), whole = Math.max(1, ...fields.map((field) => field.whole || (axisOf(field.box, "H") || ["H", 1])[1]));
+  const heads = headsHere(), whole = Math.max(1, ...fields.filter(({ box }) => axisOf(box, "H")).map(headsOf));
   if (paint.mode === "head" && heads && whole <= 16) {
     for (let head = heads[0]; head <= heads[1]; head++) legend.append(swatch(ramp(head / Math.max(1, whole - 1)), head === heads[0] ? `head ${head}` : head));
   } else {
     const shown = [0, 0.25, 0.5, 0.75, 1].map(ramp).join(", ");
-    legend.append(swatch(`linear-gradient(90deg, ${shown})`, `${paint.mode}, first to last`));
+    const part = heads && heads[1] - heads[0] + 1 < whole ? `, here ${heads[0]}–${heads[1]}` : "";
+    const which = paint.mode === "head" && heads ? `head 0 to ${whole - 1}${part}` : `${paint.mode}, first to last`;
+    legend.append(swatch(`linear-gradient(90deg, ${shown})`, which));
   }
   const pale = [...new Set(fields.filter((field) => paleness(field.name)).map((field) => field.name))];
   if (pale.length) legend.append(make("span", `${pale.join(", ")} fainter`, { class: "key" }));

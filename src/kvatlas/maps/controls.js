@@ -94,5 +94,5 @@ function showKnobs() {
   showIn(byId("knobs"), knobs);
   say("knobs-note", knobsNote || (grey ? "Grey: no plan of it with the other values was drawn, so choosing it changes them, too." : ""));
   byId("colours").hidden = view.level === "memory";
-  showIn(byId("colours"), [["colour by", MODES.map((mode) => [mode, mode]), paint.mode, (mode) => { paint.chosen = mode; update(); }]]);
+  showIn(byId("colours"), [["colour by", modesHere().map((mode) => [mode, mode]), paint.mode, (mode) => { paint.chosen = mode; update(); }]]);
 }

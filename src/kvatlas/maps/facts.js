@@ -60,7 +60,7 @@ function showFacts(point) {
     list.append(make("dt", name), make("dd", value, { "data-fact": name }));
   }
   const names = { field: "This byte", padding: "Padding", unused: "Unused" };
-  byId("facts-title").textContent = cursor && cursor.point ? names[point.kind] : `${byHand("Point at", "Tap")} a byte; first in view`;
+  byId("facts-title").textContent = cursor && cursor.point ? names[point.kind] : `First byte in view; ${byHand("point at", "tap")} another`;
 }
 
 function showTip(point, x, y) {

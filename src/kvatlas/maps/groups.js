@@ -22,12 +22,12 @@ let stripsShown = "";
 
 // The strips; those that look as before are left as they are, and their elements are kept for the next plan.
 function showGroups() {
-  const mine = plan(), kinds = alikeGroups();
-  byId("sharing").hidden = kinds.length === 1 && !wasteOf(kinds[0]).text;
+  const mine = plan(), kinds = alikeGroups(), holes = kinds.some((kind) => wasteOf(kind).text);
+  byId("sharing").hidden = kinds.length === 1 && !holes;
   if (byId("sharing").hidden) return;
   say("sharing-note", mine.groups.length > 1
-    ? "Groups of layers lie over the same bytes; a block id belongs to one of them at a time. Each strip is block "
-      + `${count(view.block)}, byte by byte, as one group holds it; hatched bytes are padding, which holds nothing then. Choose one to see it above.`
+    ? `Groups of layers lie over the same bytes; a block id belongs to one of them at a time. Each strip is block ${count(view.block)}, byte by byte, `
+      + `as one group holds it. Choose one to see it above.${holes ? " Hatched bytes hold nothing; find “padding” to go there." : ""}`
     : "All layers share one block table.");
   const looks = JSON.stringify([view.plan, view.stage, dark, rem(), pictureWidth]);
   if (looks !== stripsShown) makeStrips(kinds);
@@ -40,9 +40,11 @@ function makeStrips(kinds) {
   while (box.children.length > kinds.length) box.lastChild.remove();
   while (box.children.length < kinds.length) box.append(emptyStrip(box.children.length));
   kinds.forEach((kind, n) => describeStrip(box.children[n], kind));
+  const wastes = kinds.map(wasteOf);
   byId("groups-legend").replaceChildren(
     swatch(`linear-gradient(90deg, ${PAGES[dark ? "dark" : "light"].map((fill, n) => `${fill} ${n * 50}% ${n * 50 + 50}%`).join(", ")})`, "pages, one after the other"),
-    swatch("var(--hatch)", "padding in a page"), swatch("var(--hatch-pale)", "unused by the group"));
+    ...(wastes.some(({ padding }) => padding) ? [swatch("var(--hatch)", "padding in a page")] : []),
+    ...(wastes.some(({ unused }) => unused) ? [swatch("var(--hatch-pale)", "unused by the group")] : []));
   const width = stripWidth();
   kinds.forEach((kind, n) => paintStrip(box.children[n].querySelector("canvas"), kind, width));
 }

@@ -238,7 +238,7 @@ function showPicture(moving) {
   stopMotion();
   readTheme();
   pictureWidth = printing ? PAPER.width : byId("stage").clientWidth;
-  paint.mode = paint.chosen || bestMode();
+  paint.mode = modesHere().includes(paint.chosen) ? paint.chosen : bestMode();
   render(moving);
   renderCrumbs();
   showKnobs();
@@ -313,16 +313,22 @@ byId("theme").addEventListener("click", () => {
 // token share a pixel.
 function bestMode() {
   const heads = headsHere(), fields = regionsOf(plan(), view).flatMap((region) => plan().pages[region.page].fields);
-  if (heads && heads[1] > heads[0] && (view.level !== "block" || headsAreApart())) return "head";
+  if (heads && heads[1] > heads[0] && headsAreApart()) return "head";
   return fields.some((field) => axisOf(field.box, "N")) && fields.every((field) => ["k", "v"].includes(field.name)) ? "token" : "field";
 }
 
-// Whether the block's picture is wide enough to tell heads apart.
+const NARROWEST_HEAD = 2.5; // pixels: narrower ones flicker
+
+// Whether the picture of a pool or block is wide enough to tell heads apart.
 function headsAreApart() {
-  const heads = axisOf(mainField().field.box, "H");
-  const widest = blockRows(plan(), view).reduce((most, row) => Math.max(most, row.nbytes), 1);
-  return !heads || (heads[2] / widest) * pictureWidth > 1.2;
+  const heads = axisOf(mainField().field.box, "H"), rows = { pool: poolRows, block: blockRows }[view.level];
+  if (!heads || !rows) return true;
+  const widest = rows(plan(), view).reduce((most, row) => Math.max(most, row.nbytes), 1);
+  return (heads[2] / widest) * pictureWidth > NARROWEST_HEAD;
 }
+
+// What can be coloured by: heads where there are some.
+const modesHere = () => MODES.filter((mode) => mode !== "head" || headsHere());
 
 function updateAll() {
   showPicture();

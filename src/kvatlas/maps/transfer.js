@@ -138,7 +138,7 @@ function why({ name, kind, chosen, found }) {
   const outside = axes.slice(0, own).filter(([axis]) => axis !== "B" && axis !== letter);
   const product = outside.reduce((all, [, many]) => all * many, 1);
   const sum = product === found.many && outside.length > 1 ? `${outside.map(([, many]) => count(many)).join(" × ")} = ` : "";
-  const because = causes(outside, product, letter, found).map((cause, n) => `${n ? ", and" : ", for"} ${cause}`).join("");
+  const because = causes(outside, product, letter, found).map((cause, n) => `${n ? ", and" : " because"} ${cause}`).join("");
   return `${titled(name)}: ${sum}${number}${because}. ${elsewhere(chosen)}`;
 }
 
@@ -158,9 +158,12 @@ function causes(outside, product, letter, { many }) {
   const made = [];
   if (outside.length) made.push(`in ${order} ${names} are outside of ${AXES[letter]}${pieces}`);
   else if (many === 1) made.push(`in ${order} nothing of a block is outside of ${AXES[letter]}: it lies together`);
-  if (product < many) made.push("each page is cut up inside");
+  if (product < many) made.push(`each page is cut up inside${isPadded() ? ", by padding" : ""}`);
   return made;
 }
+
+// Whether padding lies between the fields of most pages.
+const isPadded = () => plan().pages[mainField().region.page].fields.some((field) => field.padding);
 
 // The same in the other orders of the page.
 function elsewhere(chosen) {
@@ -170,9 +173,9 @@ function elsewhere(chosen) {
     const found = group < 0 ? null : runsIn(other, group, chosen);
     if (!found || !found.many) continue;
     const apart = LABELLED.filter((name) => other.knobs[name] !== knobs[name]).map((name) => `${name} ${count(other.knobs[name])}`);
-    told.push(`${order} ${count(found.many)}${apart.length ? ` (${apart.join(", ")})` : ""}`);
+    told.push(`${order}\u00a0${count(found.many)}${apart.length ? ` (${apart.join(", ")})` : ""}`);
   }
-  return told.length ? `Other orders: ${told.join(", ")}.` : "";
+  return told.length ? `Runs in other orders: ${told.join(", ")}.` : "";
 }
 
 const LABELLED = ["block", "pack"]; // knobs that an order may choose for itself: where they differ, it is said

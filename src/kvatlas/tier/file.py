@@ -152,7 +152,7 @@ class TierFile:
         self, move: Copy | RunGrid, piece: Piece | GridPiece, pools: Mapping[int, Bytes]
     ) -> SummedStretches:
         offset = self._places[move.dst_pool].address
-        return self._writer.write(piece.made(), pools[move.src_pool], offset)
+        return self._writer.write(piece, pools[move.src_pool], offset)
 
     def read(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> None:
         """Carry copies out from blocks of the file into pools in memory."""

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry import Int64s
+from kvatlas.geometry import Int64s, NestedSteps
 from kvatlas.routing import RunGrid
-from kvatlas.wire import Bytes, Places, one_length
+from kvatlas.wire import Bytes, Places, copy_nested, copy_runs, one_length
 
 _PIECE = 8 << 20
 """Bytes of runs that are moved together at most. Threads that are done ask for Python, and hold
@@ -54,6 +54,16 @@ class Piece(NamedTuple):
         return int(self.length[0]) >= _LONG_RUN
 
     @property
+    def stretches(self) -> tuple[Int64s, Int64s]:
+        """Where stretches of the file start, and the bytes of each."""
+        return self.far[self.first], self.stretch_bytes
+
+    def gather(self, memory: Bytes, room: Bytes) -> None:
+        """Copy its runs into memory that has them one behind the other."""
+        for _ in copy_runs(memory, room, self.near, self.packed, self.length):
+            pass
+
+    @property
     def stretch_bytes(self) -> Int64s:
         """The bytes of each stretch."""
         return np.add.reduceat(self.length, self.first)
@@ -68,14 +78,35 @@ class Piece(NamedTuple):
 
 
 class GridPiece(NamedTuple):
-    """Some spans of a grid, whose runs are written out by the core that sees to them."""
+    """Some spans of a grid; where its runs are long, the core that sees to them writes them out."""
 
     starts: tuple[Int64s, Int64s]
     """Where runs start, at either end, from where a span does."""
     first: Int64s
     """The first of them in each stretch of the file."""
+    packed: NestedSteps
+    """Where they start in memory, and in memory that has them one behind the other."""
     spans: tuple[Int64s, Int64s]
     run_bytes: int
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its runs need no memory between."""
+        return self.run_bytes >= _LONG_RUN
+
+    @property
+    def stretches(self) -> tuple[Int64s, Int64s]:
+        """Where stretches of the file start, and the bytes of each."""
+        far = (self.spans[1][:, None] + self.starts[1][self.first]).reshape(-1)
+        runs = np.diff(self.first, append=len(self.starts[1]))
+        return far, np.tile(self.run_bytes * runs, len(self.spans[1]))
+
+    def gather(self, memory: Bytes, room: Bytes) -> None:
+        """Copy its runs into memory that has them one behind the other."""
+        behind = len(self.starts[0]) * self.run_bytes * np.arange(len(self.spans[0]))
+        src = (self.spans[0][:, None] + self.packed.src).reshape(-1)
+        dst = (behind[:, None] + self.packed.dst).reshape(-1)
+        copy_nested(memory, room, NestedSteps(src, dst, self.packed.steps), self.run_bytes)
 
     def made(self) -> Piece:
         """The piece."""
@@ -113,9 +144,10 @@ def grid_pieces(grid: RunGrid) -> list[GridPiece]:
         starts, cut = (src[some], dst[some]), apart[some].copy()
         cut[0] = True
         first, at_once = np.flatnonzero(cut), max(1, runs // len(cut))
+        packed = NestedSteps.of(starts[0], each * np.arange(len(starts[0])))
         for begin in range(0, len(grid.src), at_once):
             spans = grid.src[begin : begin + at_once], grid.dst[begin : begin + at_once]
-            made.append(GridPiece(starts, first, spans, each))
+            made.append(GridPiece(starts, first, packed, spans, each))
     return made
 
 

@@ -19,9 +19,9 @@ import numpy as np
 from kvatlas.geometry import Int64s
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_opening import write_all
-from kvatlas.tier.file_pieces import Piece, Rooms
+from kvatlas.tier.file_pieces import GridPiece, Piece, Rooms
 from kvatlas.tier.part_sums import START, SummedStretches
-from kvatlas.wire import Bytes, copy_runs, crc32, has_fast_crc32
+from kvatlas.wire import Bytes, crc32, has_fast_crc32
 
 _AT_ONCE = 256 << 10
 """Bytes of a long stretch that are summed and written together: what stays in the cache."""
@@ -48,16 +48,15 @@ class PieceWriter:
         self._summing = threading.Semaphore(_SUMMING_FAST if has_fast_crc32() else _SUMMING)
         """Held by threads that sum short stretches."""
 
-    def write(self, piece: Piece, memory: Bytes, offset: int) -> SummedStretches:
+    def write(self, piece: Piece | GridPiece, memory: Bytes, offset: int) -> SummedStretches:
         """Write runs of some memory to a pool at an offset of the file; its stretches, summed."""
         if piece.is_long:
-            return self._write(memory, piece.near, piece.far, piece.length, offset)
-        nbytes = piece.stretch_bytes
+            runs = piece.made()
+            return self._write(memory, runs.near, runs.far, runs.length, offset)
+        far, nbytes = piece.stretches
         with self._rooms.one() as room:
-            for _ in copy_runs(memory, room, piece.near, piece.packed, piece.length):
-                pass
-            starts = np.cumsum(nbytes) - nbytes
-            return self._write(room, starts, piece.far[piece.first], nbytes, offset)
+            piece.gather(memory, room)
+            return self._write(room, np.cumsum(nbytes) - nbytes, far, nbytes, offset)
 
     def _write(
         self, memory: Bytes, src: Int64s, dst: Int64s, length: Int64s, offset: int

@@ -67,6 +67,10 @@ class Hit:
                 grids = self._sums(plan, rank, blocks, start)
                 storage.carry("fetch", grids, offload.fetch_sums)
                 return
+            if carry is None and storage.takes_sums(pools):
+                grids = self._sums(plan, rank, blocks, start)
+                storage.carry("fetch", grids, storage.reading(plan, rank, pools or {}))
+                return
             copies = self._bound(plan, rank, blocks, start)
             if carry is not None or is_on_gpu(pools):
                 storage.load(copies, self._loaded)

@@ -6,9 +6,9 @@ run goes on from one row into the next; the runs of any rows are then moved to w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
+from itertools import groupby
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from kvatlas.planning import Plan
 from kvatlas.routing import Copy
 from kvatlas.tier.ingest import APART
 from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.row_frames import End
+from kvatlas.tier.staging_rows import StagingRows
 
 _LARGE_ROW = 1 << 20
 """Bytes of rows that are moved one by one: what they have side by side is one stretch then."""
@@ -37,6 +39,7 @@ class NumberedRows:
             pool = plan.groups[need.group].pool
             self.numbers[need] = APART * counts[pool]
             counts[pool] += 1
+        self._group = {self.place(need): need.group for need in self.numbers}
 
     def entry(self, need: NeededBlock) -> int:
         """Which entry of its group's table a row has: states have one."""
@@ -46,9 +49,13 @@ class NumberedRows:
         """The pool of a row, and its number there."""
         return self._groups[need.group].pool, self.numbers[need]
 
-    def block_bytes(self, need: NeededBlock) -> int:
-        """The bytes of a row."""
-        return self._block_bytes[self._groups[need.group].pool]
+    def group(self, pool: int, number: int) -> int:
+        """Whose row has a number."""
+        return self._group[pool, number]
+
+    def block_bytes(self, pool: int) -> int:
+        """The bytes of a pool's rows."""
+        return self._block_bytes[pool]
 
     def tables(self) -> dict[int, list[int]]:
         """A table for each group; entries that nobody needs have none, and are refused if used."""
@@ -64,9 +71,8 @@ class NumberedRows:
 class NumberedCopies:
     """The runs of copies by the number of their row, at one end of them."""
 
-    def __init__(self, copies: Iterable[Copy], end: Literal["src", "dst"], plan: Plan) -> None:
-        self._end = end
-        self._block_bytes = {pool.index: pool.block_bytes for pool in plan.pools}
+    def __init__(self, copies: Iterable[Copy], end: End, numbered: NumberedRows) -> None:
+        self._end, self._numbered = end, numbered
         self._sorted = [self._by_row(copy) for copy in copies]
 
     def _by_row(self, copy: Copy) -> tuple[Copy, Int64s]:
@@ -76,7 +82,7 @@ class NumberedCopies:
         copied without memory between. To sort short ones costs more than that does.
         """
         at = self._at(copy)
-        row = at // self._block_bytes[self._pool(copy)]
+        row = at // self._numbered.block_bytes(self._pool(copy))
         key = at if copy.nbytes >= _LONG_RUN * len(copy) else row
         if len(key) > 1 and (np.diff(key) < 0).any():
             order = np.argsort(key, kind="stable")
@@ -90,32 +96,48 @@ class NumberedCopies:
         for copy, row in self._sorted:
             if self._pool(copy) == pool:
                 some = slice(*np.searchsorted(row, (number, number + 1)))
-                starts.append(self._at(copy)[some] - number * self._block_bytes[pool])
+                starts.append(self._at(copy)[some] - number * self._numbered.block_bytes(pool))
                 lengths.append(np.array(copy.length[some]))
         return np.concatenate(starts), np.concatenate(lengths)
 
-    def at(self, places: Mapping[int, Mapping[int, int]]) -> list[Copy]:
-        """The copies of some rows, moved: by pool, from each number to a row that is there."""
+    def objects(self, pool: int, number: int, staging: StagingRows) -> list[int]:
+        """Which objects of a row have some of the runs."""
+        cut = staging.cut.groups[self._numbered.group(pool, number)]
+        found: list[int] = np.flatnonzero(cut.overlap(*self.within(pool, number))).tolist()
+        return found
+
+    def at(self, places: Mapping[int, Mapping[int, int]], staging: StagingRows) -> list[Copy]:
+        """The copies of some rows: by pool, from each number to a row of staging memory."""
         moved = []
         for copy, row in self._sorted:
             pool = self._pool(copy)
-            numbers = np.array(sorted(places.get(pool, {})), np.int64)
-            if not len(numbers):
-                continue
-            large = self._block_bytes[pool] >= _LARGE_ROW
-            for some in np.array_split(numbers, len(numbers) if large else 1):
+            for some in self._together(pool, sorted(places.get(pool, {}))):
                 runs = slice(*np.searchsorted(row, (some[0], some[-1] + 1)))
                 if runs.start < runs.stop:
-                    rows = np.array([places[pool][number] for number in some.tolist()], np.int64)
-                    shift = (rows - some)[np.searchsorted(some, row[runs])]
-                    moved.append(self._moved(copy, runs, shift * self._block_bytes[pool]))
+                    src, dst, length = copy.src[runs], copy.dst[runs], copy.length[runs]
+                    part = replace(copy, src=src, dst=dst, length=length)
+                    of, to = self._rows(row[runs], some, places[pool])
+                    begin, to = of * self._numbered.block_bytes(pool), to * staging.row_bytes[pool]
+                    frame = staging.frames[self._numbered.group(pool, some[0])]
+                    moved.append(frame.moved(part, self._end, begin, to))
         return moved
 
-    def _moved(self, copy: Copy, runs: slice, shift: Int64s) -> Copy:
-        """Some runs of a copy, their end in rows so many bytes further on."""
-        at = self._at(copy)[runs] + shift
-        part = replace(copy, src=copy.src[runs], dst=copy.dst[runs], length=copy.length[runs])
-        return replace(part, src=at) if self._end == "src" else replace(part, dst=at)
+    def _rows(
+        self, row: Int64s, some: list[int], places: Mapping[int, int]
+    ) -> tuple[Int64s | int, Int64s | int]:
+        """The number of each run's row, and where that row is; or of all, where they have one."""
+        if len(some) == 1:
+            return some[0], places[some[0]]
+        there = np.array([places[number] for number in some], np.int64)
+        return row, there[np.searchsorted(some, row)]
+
+    def _together(self, pool: int, numbers: list[int]) -> Iterator[list[int]]:
+        """Rows that are moved together: small ones of one group, whose bytes lie alike."""
+        if self._numbered.block_bytes(pool) >= _LARGE_ROW:
+            yield from ([number] for number in numbers)
+        else:
+            for _, some in groupby(numbers, lambda number: self._numbered.group(pool, number)):
+                yield list(some)
 
     def _at(self, copy: Copy) -> Int64s:
         return np.asarray(copy.src if self._end == "src" else copy.dst)

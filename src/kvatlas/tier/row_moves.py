@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,17 +11,18 @@ import numpy as np
 from kvatlas.planning import Plan
 from kvatlas.routing import ConvertedPart, ConvertedStream
 from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
+from kvatlas.tier.numbered_grids import NumberedGrids
 from kvatlas.tier.request_blocks import NeededBlock
-from kvatlas.tier.row_objects import Ranges
 from kvatlas.tier.row_traffic import StagedRows
-from kvatlas.tier.storage import Carry, TierStorage
+from kvatlas.tier.staging_rows import StagingRows
+from kvatlas.tier.storage import Read, TierStorage
 
 
 class RowMoves(Protocol):
     """What a rank takes of each row, and how that gets into its pools."""
 
-    def within(self, need: NeededBlock) -> Ranges:
-        """Where what it takes of a row starts, from the row's first byte on, and how long it is."""
+    def objects(self, need: NeededBlock) -> list[int]:
+        """Which objects of a row have something that it takes."""
         ...
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
@@ -33,22 +35,22 @@ class CopiedRows:
 
     def __init__(
         self,
-        copies: NumberedCopies,
+        copies: NumberedCopies | NumberedGrids,
         numbered: NumberedRows,
-        storage: TierStorage,
-        read: Carry,
+        staged: tuple[TierStorage, StagingRows],
+        read: Read,
     ) -> None:
         self._copies, self._numbered = copies, numbered
-        self._storage, self._read = storage, read
+        (self._storage, self._staging), self._read = staged, read
 
-    def within(self, need: NeededBlock) -> Ranges:
-        """The runs of a row."""
-        return self._copies.within(*self._numbered.place(need))
+    def objects(self, need: NeededBlock) -> list[int]:
+        """Those that have runs."""
+        return self._copies.objects(*self._numbered.place(need), self._staging)
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
         """Copy all runs of some rows."""
         del needs  # the places say which
-        self._storage.carry("fetch", self._copies.at(rows.places), self._read)
+        self._storage.carry("fetch", self._copies.at(rows.places, self._staging), self._read)
 
 
 class ConvertedRows:
@@ -58,30 +60,36 @@ class ConvertedRows:
         self,
         stream: ConvertedStream,
         numbered: NumberedRows,
-        storage: TierStorage,
+        staged: tuple[TierStorage, StagingRows],
         into: tuple[Plan, int, Mapping[int, Any]],
     ) -> None:
         """`into` is the plan, the rank and its pools."""
         self._stream, self._numbered = stream, numbered
-        self._storage, self._into = storage, into
+        (self._storage, self._staging), self._into = staged, into
 
     def _parts(self, need: NeededBlock) -> Iterator[ConvertedPart]:
         return self._stream.parts_of_entry(need.group, self._numbered.entry(need))
 
-    def within(self, need: NeededBlock) -> Ranges:
-        """The runs of all cells of a row."""
+    def objects(self, need: NeededBlock) -> list[int]:
+        """Those that have cells."""
         starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        begin = self._numbered.numbers[need] * self._numbered.block_bytes(need)
+        pool, number = self._numbered.place(need)
+        begin = number * self._numbered.block_bytes(pool)
         for part in self._parts(need):
             copy = part.copy(0)
             starts.append(copy.src - begin)
             lengths.append(np.array(copy.length))
-        return np.concatenate(starts), np.concatenate(lengths)
+        cut = self._staging.cut.groups[need.group]
+        overlap = cut.overlap(np.concatenate(starts), np.concatenate(lengths))
+        found: list[int] = np.flatnonzero(overlap).tolist()
+        return found
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
         """Convert all cells of some rows."""
         for need in needs:
             pool, number = self._numbered.place(need)
-            there = rows.places[pool][number] - number
-            shift = there * self._numbered.block_bytes(need)
-            self._storage.convert(self._parts(need), *self._into, shift=shift)
+            begin = number * self._numbered.block_bytes(pool)
+            to = rows.places[pool][number] * self._staging.row_bytes[pool]
+            frame = self._staging.frames[need.group]
+            moved = partial(frame.moved, end="src", begin=begin, to=to)
+            self._storage.convert(self._parts(need), *self._into, moved=moved)

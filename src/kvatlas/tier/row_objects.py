@@ -62,6 +62,11 @@ class GroupObjects:
     def __len__(self) -> int:
         return len(self.objects)
 
+    @property
+    def stretches(self) -> tuple[Int64s, Int64s, Int64s]:
+        """Where stretches of a row start and stop, in ascending order, and whose each is."""
+        return self._starts, self._stops, self._owner
+
     def overlap(self, start: Int64s, length: Int64s) -> Int64s:
         """How many bytes of each object lie in some ranges of a row."""
         if not len(start):

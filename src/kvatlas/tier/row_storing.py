@@ -4,21 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import wait as wait_for
+from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.ingest import Ingest
 from kvatlas.tier.namespaces import RowName
 from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
+from kvatlas.tier.numbered_grids import NumberedGrids
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.row_objects import RowShare
 from kvatlas.tier.row_traffic import RowTraffic, StagedObject
 from kvatlas.tier.storage import TierStorage, Write
 from kvatlas.tier.store_calls import Deadline
 from kvatlas.tier.store_hit import batches
+from kvatlas.wire import is_on_gpu
 
 Puts = dict[Future[list[str]], list[RowName]]
 """What is on its way: the rows of each call."""
+
+
+_AHEAD = 3
+"""Calls that are under way while pools are read for the next."""
+
+
+class BoundStore(NamedTuple):
+    """The runs of a rank's part, what it brings to rows of each shape, and how that is read."""
+
+    runs: NumberedCopies | NumberedGrids
+    shares: Mapping[Any, RowShare]
+    storage: TierStorage
+    write: Write
 
 
 class RowStoring:
@@ -33,26 +49,41 @@ class RowStoring:
     ) -> None:
         self._traffic, self._ingest, self._rank, self._rows = traffic, ingest, rank, rows
         self._plan = traffic.names.cut.plan
-        self._numbers = NumberedRows(self._plan, rows).numbers
+        self._numbered = NumberedRows(self._plan, rows)
 
-    def start(
-        self,
-        blocks: Any,
-        tokens: tuple[int, int],
-        storage: TierStorage,
-        write: Write,
-        deadline: Deadline,
-    ) -> tuple[Puts, list[RowName]]:
-        """Read the pools and begin to put; what is on its way, and rows that found no room."""
+    def bind(
+        self, blocks: Any, tokens: tuple[int, int], storage: TierStorage, pools: Mapping[int, Any]
+    ) -> BoundStore:
+        """Which bytes of the pools go where; refused where the rank has a part of an object."""
         with storage.metrics.phase("bind"):
-            ids = self._numbers
-            runs, deliveries = self._ingest.copies(self._rank, blocks, tokens, ids)
-            copies = NumberedCopies(runs, "dst", self._plan)
+            about = (self._rank, blocks, tokens, self._numbered.numbers)
+            runs: NumberedCopies | NumberedGrids
+            if is_on_gpu(pools):
+                copies, deliveries = self._ingest.copies(*about)
+                runs = NumberedCopies(copies, "dst", self._numbered)
+            else:
+                grids, deliveries = self._ingest.grids(*about)
+                runs = NumberedGrids(grids, "dst", self._numbered)
             shares = {shape: self._share(shape[0], *own) for shape, own in deliveries.items()}
             self._traffic.know_shares(self._ingest.number, self._rank, shares)
+        return BoundStore(
+            runs, shares, storage, storage.writing(self._ingest.route.src, self._rank, pools)
+        )
+
+    def start(
+        self, bound: BoundStore, deadline: Deadline, *, paced: bool
+    ) -> tuple[Puts, list[RowName]]:
+        """Read the pools and begin to put; what is on its way, and rows that found no room.
+
+        When `paced`, pools are read as the store takes what was read before: whoever waits for
+        the store anyway leaves staging memory, and the processor, to others.
+        """
         under_way: Puts = {}
         no_room: list[RowName] = []
-        for some in batches(self._plan, self._numbers, self._traffic.staging.at_once):
+        staging = self._traffic.staging
+        for some in batches(self._plan, self._numbered.numbers, staging.at_once):
+            if paced and len(under_way) >= _AHEAD:
+                wait_for([list(under_way)[-_AHEAD]], deadline.left)
             own = {need: self._rows[need] for need in some}
             rows = self._traffic.stage(some, deadline)
             if rows is None:
@@ -61,14 +92,14 @@ class RowStoring:
             objects: list[StagedObject] = []
             try:
                 for need, row in own.items():
-                    if not shares[need.shape].filled:
+                    if not bound.shares[need.shape].filled:
                         self._traffic.zero(row, some[need], rows)
-                storage.carry("store", copies.at(rows.places), write)
+                bound.storage.carry("store", bound.runs.at(rows.places, staging), bound.write)
                 for need, row in own.items():
-                    mine = shares[need.shape].whole
+                    mine = bound.shares[need.shape].whole
                     objects += self._traffic.staged(row, some[need], rows, mine)
             except BaseException:
-                self._traffic.staging.give_back(rows.lease)
+                staging.give_back(rows.lease)
                 raise
             started = self._traffic.put(objects)
             self._traffic.give_back_after(started, rows.lease)

@@ -13,8 +13,9 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.namespaces import LEVELS, Namespace, RowName
-from kvatlas.tier.object_header import ObjectPlace, checksum, header, is_sound
+from kvatlas.tier.object_header import HEADER, ObjectPlace, checksum, header, is_sound
 from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.row_frames import RowFrame
 from kvatlas.tier.row_objects import RowShare
 from kvatlas.tier.staging_rows import RowLease, StagingRows
 from kvatlas.tier.store_calls import Deadline, StoreCalls
@@ -30,22 +31,26 @@ _MARKED_FOR = 60.0
 
 
 class StagedObject(NamedTuple):
-    """An object of a row, and where it is, or shall be, in staging memory."""
+    """An object of a row, and where it is, or shall be, in staging memory: a header, and bytes."""
 
     name: str
     place: ObjectPlace
-    header: Bytes
-    payload: list[Bytes]
+    memory: Bytes
 
     @property
     def parts(self) -> tuple[str, list[Bytes]]:
         """What a store takes."""
-        return self.name, [self.header, *self.payload]
+        return self.name, [self.memory]
 
     @property
-    def nbytes(self) -> int:
-        """All of its bytes."""
-        return self.header.nbytes + sum(part.nbytes for part in self.payload)
+    def header(self) -> Bytes:
+        """Its first bytes."""
+        return self.memory[:HEADER]
+
+    @property
+    def payload(self) -> Bytes:
+        """What is behind the header."""
+        return self.memory[HEADER:]
 
 
 class StagedRows(NamedTuple):
@@ -158,25 +163,26 @@ class RowTraffic:
     ) -> list[StagedObject]:
         """Some objects of a row that has a place."""
         pool = self._pool_of[row.group]
-        at, objects = rows.places[pool][number], self.names.cut.groups[row.group]
-        names, digest = self.names.objects(row), row.digest
+        memory, frame = self.staging.row(pool, rows.places[pool][number]), self.frame(row.group)
+        names, mine, digest = self.names.objects(row), self.names.digest, row.digest
         return [
             StagedObject(
-                names[index],
-                ObjectPlace(self.names.digest, digest, index),
-                self.staging.headers[pool][at, index],
-                self.staging.payload(pool, at, objects, index),
+                names[index], ObjectPlace(mine, digest, index), memory[frame.object(index)]
             )
             for index in indices
         ]
+
+    def frame(self, group: int) -> RowFrame:
+        """Where the bytes of a group's rows are in staging memory."""
+        return self.staging.frames[group]
 
     def put(self, objects: Sequence[StagedObject]) -> Future[list[str]]:
         """Begin to store objects; the names of those that found no room."""
 
         def call() -> list[str]:
             for one in objects:
-                nbytes = one.nbytes - one.header.nbytes
-                one.header[:] = header(one.place, nbytes, checksum(one.payload))
+                payload = one.payload
+                one.header[:] = header(one.place, payload.nbytes, checksum([payload]))
             kept = self._as_many(self.store.put([one.parts for one in objects]), objects)
             return [one.name for one, done in zip(objects, kept, strict=True) if done is not True]
 
@@ -197,7 +203,7 @@ class RowTraffic:
             damaged = [
                 one.name
                 for one, size in zip(objects, sizes, strict=True)
-                if size != one.nbytes or not is_sound(one.header, one.place, one.payload)
+                if size != one.memory.nbytes or not is_sound(one.header, one.place, [one.payload])
             ]
             if damaged:
                 self.store.remove(damaged)  # so that it can be stored again

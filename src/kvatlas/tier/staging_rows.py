@@ -1,7 +1,8 @@
 """`StagingRows`: host memory for a few rows on their way between pools and a store.
 
 Rows are leased and given back; who leases more than there are waits. A row belongs to its
-lease until it is given back, also where a store is late and still reads or writes it.
+lease until it is given back, also where a store is late and still reads or writes it. Its
+objects lie in it one behind the other, each behind its header.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvatlas.planning import Plan
-from kvatlas.tier.object_header import HEADER
-from kvatlas.tier.row_objects import GroupObjects
+from kvatlas.tier.row_frames import RowFrame
+from kvatlas.tier.row_objects import RowObjects
 from kvatlas.tier.store_calls import Deadline
 from kvatlas.wire import Bytes
 
@@ -34,16 +34,18 @@ class RowLease:
 class StagingRows:
     """Rows of a plan's pools in memory of at most so many bytes, and headers for each."""
 
-    def __init__(self, plan: Plan, nbytes: int, most_objects: int) -> None:
+    def __init__(self, cut: RowObjects, nbytes: int) -> None:
+        plan, self.cut = cut.plan, cut
         share = nbytes // len(plan.pools)
         self.rows = {pool.index: max(2, share // pool.block_bytes) for pool in plan.pools}
-        self._block_bytes = {pool.index: pool.block_bytes for pool in plan.pools}
+        self.frames = [RowFrame(objects) for objects in cut.groups]
+        """Where the bytes of a row are, by group."""
+        self.row_bytes = {pool.index: 0 for pool in plan.pools}
+        """Bytes from one row to the next."""
+        for group, frame in zip(plan.groups, self.frames, strict=True):
+            self.row_bytes[group.pool] = max(self.row_bytes[group.pool], frame.nbytes)
         self.pools: dict[int, Bytes] = {
-            index: np.zeros(rows * self._block_bytes[index], np.uint8)
-            for index, rows in self.rows.items()
-        }
-        self.headers = {
-            index: np.zeros((rows, most_objects, HEADER), np.uint8)
+            index: np.zeros(rows * self.row_bytes[index], np.uint8)
             for index, rows in self.rows.items()
         }
         self._free = {index: list(range(rows)) for index, rows in self.rows.items()}
@@ -77,13 +79,6 @@ class StagingRows:
             return self._has(self.rows)
 
     def row(self, pool: int, row: int) -> Bytes:
-        """The bytes of a row."""
-        nbytes = self._block_bytes[pool]
+        """The bytes of a row, with its headers."""
+        nbytes = self.row_bytes[pool]
         return self.pools[pool][row * nbytes : (row + 1) * nbytes]
-
-    def payload(self, pool: int, row: int, objects: GroupObjects, index: int) -> list[Bytes]:
-        """The bytes of one of a row's objects, in the stretches that it has there."""
-        memory = self.row(pool, row)
-        starts, lengths = objects.objects[index]
-        ends = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
-        return [memory[start:stop] for start, stop in ends]

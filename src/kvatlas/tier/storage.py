@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
@@ -29,11 +29,9 @@ from kvatlas.wire import (
     gpu_pools,
     is_on_gpu,
     load_driver,
+    move_pools,
     rank_pools,
 )
-
-Move = TypeVar("Move", Copy, RunGrid)
-"""Runs that are written out, or sums of them."""
 
 Carry = Callable[[Sequence[Copy]], None]
 """Carries copies out, by any transport, and returns when all bytes are there."""
@@ -41,8 +39,11 @@ Carry = Callable[[Sequence[Copy]], None]
 StoredPart = tuple[int, Any, tuple[int, int], Mapping[NeededBlock, int]]
 """What is stored: the rank, its blocks, the tokens, and the tier's blocks for them."""
 
-Write = Callable[[Sequence[Copy]], PartSums | None]
-"""Carries copies out into a tier; what they add to checksums of blocks, where it is known."""
+Read = Callable[[Sequence[Any]], None]
+"""Carries copies, and between memory also sums of runs, out from a tier."""
+
+Write = Callable[[Sequence[Any]], PartSums | None]
+"""The same into a tier; what they add to checksums of blocks, where it is known."""
 
 
 class TierStorage:
@@ -79,7 +80,7 @@ class TierStorage:
         if is_on_gpu(pools):
             return self.carried(self.offload(plan, rank, pools).store)
         if self._file is None:
-            return lambda copies: copy_pools(copies, rank_pools(plan, rank, pools), self._pools)
+            return lambda moves: move_pools(moves, rank_pools(plan, rank, pools), self._pools)
         write = self._file.write
         return lambda copies: write(copies, rank_pools(plan, rank, pools))
 
@@ -88,12 +89,15 @@ class TierStorage:
     ) -> tuple[PartSums, dict[Shape, Delivery]]:
         """Store a rank's part from memory that this process can reach; what it brought.
 
-        A file takes sums of runs, where its stretches are long: fewer numbers are made.
+        Memory takes sums of runs, and so does a file where its stretches are long: fewer
+        numbers are made.
         """
         file, rank = self._file, about[0]
-        if file is not None and not is_on_gpu(pools):
+        if not is_on_gpu(pools):
             with self.metrics.phase("bind"):
                 grids, brought = ingest.grids(*about)
+            if file is None:
+                return self.carry("store", grids, self.writing(plan, rank, pools)), brought
             if all(map(grid_pieces, grids)):
                 held = rank_pools(plan, rank, pools)
                 write = partial(file.write_grids, pools=held)
@@ -102,12 +106,16 @@ class TierStorage:
             copies, brought = ingest.copies(*about)
         return self.carry("store", copies, self.writing(plan, rank, pools)), brought
 
-    def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Carry:
+    def takes_sums(self, pools: Mapping[int, Any] | None) -> bool:
+        """Whether `reading` and `writing` take sums of runs: where all is this process's memory."""
+        return self._file is None and not is_on_gpu(pools)
+
+    def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Read:
         """From the tier into memory that this process can reach."""
         if is_on_gpu(pools):
             return self.offload(plan, rank, pools).fetch
         if self._file is None:
-            return lambda copies: copy_pools(copies, self._pools, rank_pools(plan, rank, pools))
+            return lambda moves: move_pools(moves, self._pools, rank_pools(plan, rank, pools))
         read = self._file.read
         return lambda copies: read(copies, rank_pools(plan, rank, pools))
 
@@ -161,9 +169,7 @@ class TierStorage:
             within = [replace(c, dst_pool=c.src_pool, dst=c.src) for c in copies]
             file.read(within, file.window.pools)
 
-    def carry(
-        self, phase: str, moves: Sequence[Move], carry: Callable[[Sequence[Move]], PartSums | None]
-    ) -> PartSums:
+    def carry(self, phase: str, moves: Sequence[Copy | RunGrid], carry: Write) -> PartSums:
         """Carry copies out, and count them; what is known of checksums from it."""
         with self.metrics.phase(phase):
             known = carry(moves)
@@ -177,13 +183,13 @@ class TierStorage:
         plan: Plan,
         rank: int,
         pools: Mapping[int, Any],
-        shift: int = 0,
+        moved: Callable[[Copy], Copy] | None = None,
     ) -> None:
-        """Convert cells of the tier, which lie so many bytes further on, into a rank's pools."""
+        """Convert cells of the tier into a rank's pools; `moved` says where they are instead."""
         file = self._file
 
         def gather(copies: Sequence[Copy], cells: Bytes) -> None:
-            here = [replace(copy, src=copy.src + shift) for copy in copies]
+            here = [moved(copy) for copy in copies] if moved else copies
             if file is None:
                 copy_pools(here, self._pools, {CELLS: cells})
             else:

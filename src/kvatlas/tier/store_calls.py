@@ -7,11 +7,13 @@ no process from ending.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvatlas.errors import AtlasError, Code
@@ -40,6 +42,11 @@ class Deadline:
 class StoreCalls:
     """A few threads that call a store.
 
+    >>> from threading import get_native_id
+    >>> polling = StoreCalls(threads=1, nice=3)
+    >>> niceness = polling.start(lambda: os.getpriority(os.PRIO_PROCESS, get_native_id())).result()
+    >>> niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3), polling.close(Deadline(5.0))
+    (True, True)
     >>> calls = StoreCalls(threads=1)
     >>> calls.result(calls.start(lambda: 7), Deadline(5.0))
     7
@@ -47,7 +54,9 @@ class StoreCalls:
     True
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, nice: int = 0) -> None:
+        """With `nice`, threads leave the processor to others, as `nice` has processes do."""
+        self._nice = nice
         self._waiting: OrderedDict[Future[Any], Callable[[], Any]] = OrderedDict()
         """Calls that no thread has begun, the oldest first."""
         self._closing = False
@@ -106,7 +115,16 @@ class StoreCalls:
             self._changed.wait_for(lambda: self._waiting or self._closing)
             return self._waiting.popitem(last=False) if self._waiting else None
 
+    def _yield(self) -> None:
+        """Lower this thread's own priority; it is not raised again."""
+        thread = threading.get_native_id()
+        with suppress(OSError):  # a system whose threads have no priority of their own
+            niceness = os.getpriority(os.PRIO_PROCESS, thread) + self._nice
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
     def _work(self) -> None:
+        if self._nice:
+            self._yield()
         while (item := self._next()) is not None:
             made, call = item
             if made.set_running_or_notify_cancel():

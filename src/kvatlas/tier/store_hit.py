@@ -8,19 +8,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank
 from kvatlas.tier.converting import Converting, TierRoutes, converting_rows
 from kvatlas.tier.namespaces import RowName
 from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
+from kvatlas.tier.numbered_grids import NumberedGrids
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.row_moves import ConvertedRows, CopiedRows, RowMoves
 from kvatlas.tier.row_traffic import RowTraffic, StagedRows
 from kvatlas.tier.storage import TierStorage
 from kvatlas.tier.store_calls import Deadline
+from kvatlas.wire import is_on_gpu
 
 _AHEAD = 3
 """Batches of rows that are on their way while one is used."""
@@ -75,15 +75,20 @@ class StoreHit:
             tokens = self.start if start is None else max(start, self.start), self.tokens
             ends: dict[str, Any] = {"src_blocks": numbered.tables(), "dst_blocks": blocks}
             ends |= {"src_rank": 0, "dst_rank": rank, "tokens": tokens}
+            staged = storage, self._traffic.staging
             moves: RowMoves
             with storage.metrics.phase("bind"):
                 if way.conversion is not None:
                     into = (plan, rank, pools or {})
-                    moves = ConvertedRows(way.converted(**ends), numbered, storage, into)
+                    moves = ConvertedRows(way.converted(**ends), numbered, staged, into)
                 else:
-                    copies = NumberedCopies(way.bind(**ends).copies, "src", self._plan)
+                    runs: NumberedCopies | NumberedGrids
+                    if is_on_gpu(pools):
+                        runs = NumberedCopies(way.bind(**ends).copies, "src", numbered)
+                    else:
+                        runs = NumberedGrids(way.stream(**ends).grids(), "src", numbered)
                     read = storage.reading(plan, rank, pools or {})
-                    moves = CopiedRows(copies, numbered, storage, read)
+                    moves = CopiedRows(runs, numbered, staged, read)
             try:
                 self._fetch(numbered.numbers, moves)
             except AtlasError as problem:
@@ -118,9 +123,7 @@ class StoreHit:
         """Begin to read the objects of some rows that this rank needs."""
         wanted = []
         for need, number in numbers.items():
-            row, objects = self.rows[need], self._traffic.names.cut.groups[need.group]
-            indices = np.flatnonzero(objects.overlap(*moves.within(need))).tolist()
-            wanted += self._traffic.staged(row, number, rows, indices)
+            wanted += self._traffic.staged(self.rows[need], number, rows, moves.objects(need))
         return _Batch(list(numbers), rows, self._traffic.get(wanted))
 
     def release(self) -> None:

@@ -148,12 +148,10 @@ class StoreTier:
             try:
                 absent = self._not_brought(rows, ingest, rank, deadline)
                 if absent:
-                    write = self._storage.writing(plan, rank, pools or {})
                     storing = RowStoring(self._traffic, ingest, rank, absent)
-                    puts, no_room = storing.start(
-                        blocks, (start, stop), self._storage, write, deadline
-                    )
+                    bound = storing.bind(blocks, (start, stop), self._storage, pools or {})
                     marking = self._traffic.mark()
+                    puts, no_room = storing.start(bound, deadline, paced=wait)
                     self._keep([*puts, *([marking] if marking else [])])
                     refused = {*no_room, *(self._finish(puts, deadline) if wait else ())}
                     if wait and marking is not None:

@@ -54,9 +54,9 @@ class StoredRows:
         self.plan, self._convert = plan, convert
         objects = RowObjects(plan, *cut)
         self.namespace = Namespace(identity, objects)
-        self.staging = StagingRows(plan, staging, max(map(len, objects.groups)))
-        for memory in (*self.staging.pools.values(), *self.staging.headers.values()):
-            store.register(memory.reshape(-1))
+        self.staging = StagingRows(objects, staging)
+        for memory in self.staging.pools.values():
+            store.register(memory)
         self.traffic = RowTraffic(store, self.namespace, self.staging)
         self.storage = TierStorage(self.staging.pools, None, verify_always=False)
         self._lookup = RowLookup(self.traffic, TierSpans(plan, plan))

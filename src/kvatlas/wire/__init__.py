@@ -25,6 +25,7 @@ from kvatlas.wire.memory_copy import (
     rank_pools,
 )
 from kvatlas.wire.metrics import Metrics
+from kvatlas.wire.nested_copy import copy_grids, copy_nested, move_pools
 from kvatlas.wire.peers import check_plan_size
 from kvatlas.wire.protocol import (
     BlockTables,
@@ -107,6 +108,8 @@ __all__ = [
     "convert_parts",
     "converting",
     "copy_file_runs",
+    "copy_grids",
+    "copy_nested",
     "copy_pools",
     "copy_request",
     "copy_runs",
@@ -122,6 +125,7 @@ __all__ = [
     "make_transport",
     "map_pools",
     "memory_of",
+    "move_pools",
     "new_key",
     "one_length",
     "pack_tables",

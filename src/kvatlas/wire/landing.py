@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import lru_cache
-from math import gcd
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from kvatlas.geometry import INT64_MAX, Int64s, NestedSteps, Steps, ceil_div
 from kvatlas.routing import Copy, RunGrid, Starts
-from kvatlas.wire.memory_copy import Bytes, copy_runs
+from kvatlas.wire.memory_copy import Bytes
+from kvatlas.wire.nested_copy import copy_nested
 from kvatlas.wire.transports.base import STAGING
 
 _SHARE = 4
@@ -31,11 +32,6 @@ _LOOKED_AT = 16
 """Spans that tell what the others are like."""
 _KEPT = 1 << 10
 """Tiles of a batch whose steps are kept for batches that lie alike."""
-_MOST_CALLS = 64
-"""Copies for the runs of a grid in a batch, beyond which their places are written out."""
-_ELEMENT, _WORD = 1 << 10, 256
-"""Runs up to so many bytes are an element each; longer ones are several, which numpy copies
-without holding up other threads where there are many."""
 
 
 class Placing(NamedTuple):
@@ -47,19 +43,7 @@ class Placing(NamedTuple):
 
     def carry_out(self, batch: Bytes, pools: Mapping[int, Bytes]) -> None:
         """Copy them out of a batch that was read."""
-        target, steps = pools[self.pool], self.places.steps
-        if len(self.places.src) > _MOST_CALLS:  # in no order: better looked up one by one
-            src, dst = self.places.written_out(steps)
-            for _ in copy_runs(batch, target, src, dst, np.full(len(src), self.length)):
-                pass
-            return
-        word = self.length if self.length <= _ELEMENT else gcd(self.length, _WORD)
-        shape = (*(one.times for one in steps), self.length // word)
-        kind = f"V{word}"
-        strides = [(*(one.src for one in steps), word), (*(one.dst for one in steps), word)]
-        for src, dst in zip(self.places.src.tolist(), self.places.dst.tolist(), strict=True):
-            here = np.ndarray(shape, kind, batch, src, strides[0])
-            np.ndarray(shape, kind, target, dst, strides[1])[...] = here
+        copy_nested(batch, pools[self.pool], self.places, self.length)
 
 
 class LandingBatch(NamedTuple):
@@ -74,7 +58,7 @@ class LandingBatch(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that are put in place."""
         return sum(
-            one.length * len(one.places.src) * int(np.prod([s.times for s in one.places.steps]))
+            one.length * len(one.places.src) * prod(step.times for step in one.places.steps)
             for one in self.placing
         )
 

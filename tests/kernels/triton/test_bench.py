@@ -28,7 +28,7 @@ with patch.dict(os.environ, KVATLAS_BENCH_DEVICE="cpu"):
         units,
         writes,
     )
-    from benchmarks.gpu.cells import Case, Cell, Measured
+    from benchmarks.gpu.cells import Beside, Case, Cell, Measured
 
 from triton.runtime import jit  # noqa: E402
 
@@ -135,6 +135,18 @@ def test_orders_that_lie_apart_are_told() -> None:
     assert far.verdict == "below"
     (wrong,) = report.apart([figures[0], figures[1]._replace(right=False)])
     assert wrong.verdict == "skipped"
+
+
+def test_a_cell_that_took_turns_with_its_limit_is_held_to_that() -> None:
+    results = report.Results()
+    results.limits["copy"] = 4000.0
+    (cell,) = [one for one in writes.cells() if one.name == "nvfp4"]
+    alone = Measured(cell, 3000.0, 1.0, 0.0, True)
+    # 8 GB in 4 ms are 2,000 GB/s.
+    beside = alone._replace(beside=Beside(4.0, 8e9))
+    assert [results.share(one) for one in (alone, beside)] == [0.75, 1.5]
+    (small,) = [one for one in attention.cells() if one.group == "decode 64 x 8192, nvfp4"]
+    assert results.share(Measured(small, 1.0, 2.0, 0.0, True, beside=Beside(5.0, 1.0))) == 2.5
 
 
 def test_a_goal_is_met_only_where_every_cell_is_right_and_reaches_it() -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
+from pathlib import Path
 
 _BOUND_BY = ("OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """What vLLM sets for the processes whose threads it binds."""
@@ -35,25 +36,66 @@ def free_cores() -> set[int]:
     return set()
 
 
-def run_on(cores: set[int]) -> None:
-    """Have the calling thread, and those that it makes, run on some cores, if any are named."""
+def run_on(cores: set[int], thread: int = 0) -> None:
+    """Have a thread, or the calling one, and those that it makes, run on some cores, if named."""
     if cores:
-        with suppress(OSError):  # cores that were taken away meanwhile
-            os.sched_setaffinity(0, cores)
+        with suppress(OSError):  # cores that were taken away meanwhile, or a thread that has ended
+            os.sched_setaffinity(thread, cores)
 
 
-def run_beside(cores: set[int]) -> None:
-    """The same for a thread that reads, behind those that compute where it meets them.
+class ReadingThreads:
+    """Threads that read for an engine: behind what it computes on this host, and beside it.
 
-    An engine that computes then keeps its core, and one that waits lends it.
+    They come after threads that compute, wherever they meet them. While the engine computes they
+    also keep off its own cores, where vLLM has bound it to some: whoever wakes a thread, as one
+    that computes does with every turn of the interpreter, draws it to its own core.
+
+    >>> reading = ReadingThreads(set(), behind=False)
+    >>> reading.join()
+    >>> reading.make_room(computing=True)
     """
-    run_on(cores)
-    if cores:
+
+    def __init__(self, cores: set[int], *, behind: bool) -> None:
+        """`cores` are those that the engine was started with, where it is bound to fewer."""
+        self._cores, self._behind = cores, behind
+        self._beside = (cores - _computing_cores(cores)) or cores
+        self._computing = False
+        self._threads: set[int] = set()
+        self._lock = threading.Lock()
+
+    def join(self) -> None:
+        """Make the calling thread one of them."""
         thread = threading.get_native_id()
-        with suppress(OSError):
-            os.setpriority(
-                os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _BEHIND
-            )
+        if self._behind:
+            with suppress(OSError):
+                own = os.getpriority(os.PRIO_PROCESS, thread)
+                os.setpriority(os.PRIO_PROCESS, thread, own + _BEHIND)
+        with self._lock:
+            self._threads.add(thread)
+            run_on(self._now, thread)
+
+    def make_room(self, *, computing: bool) -> None:
+        """Keep off the cores that the engine computes on, as long as it does."""
+        if computing == self._computing or self._cores == self._beside:
+            return
+        with self._lock:
+            self._computing = computing
+            for thread in self._threads:
+                run_on(self._now, thread)
+
+    @property
+    def _now(self) -> set[int]:
+        return self._beside if self._computing else self._cores
+
+
+def _computing_cores(cores: set[int]) -> set[int]:
+    """The cores to which threads of this process are bound, of some: each thread to one or few."""
+    bound = set[int]()
+    for thread in Path("/proc/self/task").iterdir() if cores else ():
+        with suppress(OSError):  # it has ended
+            own = os.sched_getaffinity(int(thread.name))
+            bound |= own if own < cores else set()
+    return bound & cores
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
 from kvatlas.engines.vllm.sessions import EngineSessions
 from kvatlas.engines.vllm.settings import ConnectorSettings
-from kvatlas.engines.vllm.thread_cores import free_cores, making_threads_for, run_beside
+from kvatlas.engines.vllm.thread_cores import ReadingThreads, free_cores, making_threads_for
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
-from kvatlas.wire import Memory, Node, Session, Transfer, make_transport
+from kvatlas.wire import HOST, Memory, Node, Session, Transfer, make_transport
 
 log = logging.getLogger("kvatlas.vllm")
 
@@ -82,6 +82,7 @@ class WorkerSide:
     ) -> None:
         self._settings = settings
         cores = free_cores()
+        self._reading = ReadingThreads(cores, behind=memory.device == HOST)
         with making_threads_for(cores):
             self.node = Node(
                 plan,
@@ -96,7 +97,7 @@ class WorkerSide:
             )
         self.endpoint = settings.advertised(self.node.endpoint)
         self._beside = ThreadPoolExecutor(
-            _AT_ONCE, thread_name_prefix="kvatlas-vllm", initializer=run_beside, initargs=(cores,)
+            _AT_ONCE, thread_name_prefix="kvatlas-vllm", initializer=self._reading.join
         )
         self._sessions = EngineSessions(
             self.node, seconds=min(10.0, settings.pull_seconds), close=self._beside.submit
@@ -111,6 +112,7 @@ class WorkerSide:
     def carry_out(self, orders: StepOrders, *, idle: bool = False) -> None:
         """Begin what a step has ordered; an engine that is not `idle` computes meanwhile."""
         self.node.landing_threads = self.node.transport.copy_threads = 2 if idle else 1
+        self._reading.make_room(computing=not idle)
         for offer in orders.offers:
             self._offer(offer)
         for remote in orders.let_go:

@@ -23,6 +23,8 @@ HALF_MAX = tl.constexpr(65504.0)
 HALF_LEAST = tl.constexpr(6e-8)
 SIZE_BITS = tl.constexpr(0x7FFFFFFF)
 SIGN_BIT = tl.constexpr(-0x80000000)
+UPPER = tl.constexpr(-0x10000)
+"""The upper half of a word."""
 HALF_BITS = tl.constexpr(0x3F000000)
 """The bits of 0.5."""
 SHARED_PART = tl.constexpr(32)
@@ -83,10 +85,10 @@ def _packed(kind: str, make: str = "mov.b32 n{0}, ${1};\n") -> str:
 
 _EIGHT_CODES = tl.constexpr(_packed("u4"))
 _EIGHT_SIGNED = tl.constexpr(_packed("s4"))
-_EIGHT_NEAREST = tl.constexpr(
-    _packed("u4", "add.rn.f32 x{0}, ${1}, 0f3F000000; cvt.rmi.s32.f32 n{0}, x{0};\n")
+_EIGHT_WHOLE = tl.constexpr(
+    _packed("u4", "mul.rm.f32 x{0}, ${1}, 0f00000001; mov.b32 n{0}, x{0};\n")
 )
-"""Rounded as `four_bits` does it."""
+"""Rounded down: as multiples of the least float32, whose bits are the whole number."""
 _SIGNS = tl.constexpr(-0x77777778)
 """The uppermost bit of each of a word's eight numbers."""
 
@@ -99,9 +101,8 @@ def by_twos(values):
 
 
 @triton.jit
-def eight_in_word(values, PACK: tl.constexpr):
+def eight_in_word(even, odd, PACK: tl.constexpr):
     """Words of eight neighbours in 4 bits each, the first one in the lowest bits."""
-    even, odd = by_twos(values)
     even_first, even_last = by_twos(even)
     odd_first, odd_last = by_twos(odd)
     a, e = by_twos(even_first)
@@ -116,34 +117,46 @@ def eight_in_word(values, PACK: tl.constexpr):
 @triton.jit
 def code_words(codes):
     """Words of eight codes."""
-    return eight_in_word(codes, _EIGHT_CODES)
+    even, odd = by_twos(codes)
+    return eight_in_word(even, odd, _EIGHT_CODES)
 
 
 @triton.jit
-def nearest_words(values):
-    """Words of the eight nearest codes, as `four_bits` has them."""
-    return eight_in_word(values, _EIGHT_NEAREST)
-
-
-_BF16_PAIR = tl.constexpr("""
-    {
-        .reg .b32 both;
-        cvt.rn.bf16x2.f32 both, $3, $2;
-        shl.b32 $0, both, 16;
-        and.b32 $1, both, 0xFFFF0000;
-    }
-""")
+def whole_words(even, odd):
+    """Words of eight numbers rounded down to codes; of what is not a number, any code."""
+    return eight_in_word(even, odd, _EIGHT_WHOLE)
 
 
 @triton.jit
-def rounded_to(values, ELEMENT: tl.constexpr, PTX: tl.constexpr):
-    """Numbers as an element's type has them, in float32 again."""
-    if PTX and ELEMENT == tl.bfloat16:
-        # Two at once; one by one they would wait for a unit that a quarter of a warp shares.
-        return tl.inline_asm_elementwise(
-            _BF16_PAIR, "=r,=r,r,r", [values], dtype=tl.float32, is_pure=True, pack=2
-        )
-    return values.to(ELEMENT).to(tl.float32)
+def bf16_pairs(even, odd):
+    """Numbers rounded to bfloat16, two in a word."""
+    # Two at once; one by one they would wait for a unit that a quarter of a warp shares.
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=tl.int32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def pairs_apart(words):
+    """The bfloat16 of words of two, in float32."""
+    return (words << 16).to(tl.float32, bitcast=True), (words & UPPER).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def smaller_pairs(a, b):
+    """The smaller ones of words of two bfloat16."""
+    return tl.inline_asm_elementwise(
+        "min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def larger_pairs(a, b):
+    """The larger ones, NaN where one of both is."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -217,6 +230,16 @@ def range_of(rows, PTX: tl.constexpr):
 
 
 @triton.jit
+def range_of_pairs(words):
+    """The same of rows in words of two bfloat16."""
+    low = tl.reduce(tl.reduce(words, 1, smaller_pairs), 1, smaller_pairs)
+    high = tl.reduce(tl.reduce(words, 1, larger_pairs), 1, larger_pairs)
+    low_even, low_odd = pairs_apart(low)
+    high_even, high_odd = pairs_apart(high)
+    return tl.minimum(low_even, low_odd), larger(high_even, high_odd)
+
+
+@triton.jit
 def nan_unless_finite(values, span):
     """Values, or NaN where the span that they come from is not finite."""
     return tl.where(span < float("inf"), values, float("nan"))
@@ -246,6 +269,24 @@ def corrected(near, values, divisor, inverse):
 
 
 @triton.jit
+def fifteenth_of(span, PTX: tl.constexpr):
+    """A fifteenth of each span, or any number below `LEAST` for one that is as small."""
+    if PTX:
+        inverse = tl.full(span.shape, 1.0 / 15.0, tl.float32)
+        return corrected(span * inverse, span, tl.full(span.shape, 15.0, tl.float32), inverse)
+    return share_of(span, 15.0)
+
+
+@triton.jit
+def quick_inverse(divisor):
+    """What a divisor is multiplied by to be 1, in PTX; rounded if both are far from the ends."""
+    inverse = tl.inline_asm_elementwise(
+        "rcp.approx.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return tl.fma(tl.fma(-divisor, inverse, 1.0), inverse, inverse)
+
+
+@triton.jit
 def quotient(values, divisor, PTX: tl.constexpr):
     """Values over a divisor that many share, rounded as a division is."""
     if PTX:
@@ -261,10 +302,7 @@ def quotient(values, divisor, PTX: tl.constexpr):
 def quotient_or_nan(values, divisor, PTX: tl.constexpr):
     """The same for divisors that are not near the least and the largest numbers, or NaN."""
     if PTX:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
-        )
-        inverse = tl.fma(tl.fma(-divisor, inverse, 1.0), inverse, inverse)
+        inverse = quick_inverse(divisor)
         return corrected(values * inverse, values, divisor, inverse)
     return tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
 
@@ -307,8 +345,10 @@ def e2m1_words(values, divisor):
     PART: tl.constexpr = 8 * values.shape[2]
     sizes = tl.reshape(e2m1_sizes(values, divisor, True), [ROWS, PARTS, PART])
     bits = tl.reshape(values.to(tl.int32, bitcast=True), [ROWS, PARTS, PART])
-    signs = eight_in_word(bits, _EIGHT_SIGNED) & _SIGNS
-    return eight_in_word(sizes, _EIGHT_SIGNED) | signs
+    even, odd = by_twos(bits)
+    signs = eight_in_word(even, odd, _EIGHT_SIGNED) & _SIGNS
+    even, odd = by_twos(sizes)
+    return eight_in_word(even, odd, _EIGHT_SIGNED) | signs
 
 
 @triton.jit

@@ -17,9 +17,12 @@ from kvatlas.kernels.triton.quantise_device import (
     TINY,
     as_element,
     away,
+    bf16_pairs,
     by_twos,
     code_words,
+    corrected,
     e2m1_words,
+    fifteenth_of,
     four_bits,
     inverse_of,
     larger,
@@ -27,13 +30,15 @@ from kvatlas.kernels.triton.quantise_device import (
     level_codes,
     nan_unless_finite,
     nearest_code,
-    nearest_words,
+    pairs_apart,
+    quick_inverse,
     quotient,
     range_of,
-    rounded_to,
+    range_of_pairs,
     share_of,
     signed,
     to_e2m1,
+    whole_words,
 )
 
 
@@ -115,6 +120,52 @@ def put_codes(buffer, steps, states, codes, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def int4_scale(low, high, PTX: tl.constexpr):
+    """The step of rows of such ranges, its inverse, and their zero point."""
+    low = tl.minimum(low, 0.0)
+    span = larger(high, 0.0) - low
+    # Without a division's look at the ends of the range, which no step is near; rows of 8 bits
+    # are written more slowly so.
+    step = nan_unless_finite(tl.maximum(fifteenth_of(span, PTX), LEAST), span)
+    inverse = quick_inverse(step) if PTX else inverse_of(step)
+    share = corrected(-low * inverse, -low, step, inverse) if PTX else tl.div_rn(-low, step)
+    return step, inverse, four_bits(share)
+
+
+@triton.jit
+def put_int4(buffer, steps, states, rotated, ELEMENT: tl.constexpr, FORMAT: tl.constexpr):
+    """Rotated rows as codes of 4 bits; their steps and zero points.
+
+    They are rounded to the model's own type first, as the torch kernels do it.
+    """
+    if FORMAT.ptx and FORMAT.unit % 4 == 0:
+        even, odd = by_twos(rotated)
+        if ELEMENT == tl.bfloat16:
+            pairs = bf16_pairs(even, odd)
+            low, high = range_of_pairs(pairs)
+            even, odd = pairs_apart(pairs)
+        else:
+            exact = rotated.to(ELEMENT).to(tl.float32)
+            low, high = range_of(exact, FORMAT.ptx)
+            even, odd = by_twos(exact)
+        step, inverse, zero = int4_scale(low, high, FORMAT.ptx)
+        # Half a step more is rounded down. One sum gives the codes that two would give.
+        half = zero.to(tl.float32)[:, None, None] + 0.5
+        factor = inverse[:, None, None]
+        words = whole_words(even * factor + half, odd * factor + half)
+        words = words & tl.where(step == step, -1, 0)[:, None, None]
+        put_words(buffer, steps, states, words, FORMAT)
+    else:
+        exact = rotated.to(ELEMENT).to(tl.float32)
+        low, high = range_of(exact, FORMAT.ptx)
+        step, inverse, zero = int4_scale(low, high, FORMAT.ptx)
+        codes = exact * inverse[:, None, None]
+        codes += zero.to(tl.float32)[:, None, None]
+        put_codes(buffer, steps, states, four_bits(codes), FORMAT)
+    return step, zero
+
+
+@triton.jit
 def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.constexpr):
     """Rows of one side, with their scales, as their format wants them."""
     KIND: tl.constexpr = FORMAT.kind
@@ -139,20 +190,8 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         put_elements(buffer, at.rows, states, stored.to(ELEMENT), ELEMENT, UNIT, FORMAT.dim)
         put_column(buffer, at.scales, states, step, tl.float32, SCALE_UNIT)
     elif KIND == "int4":
-        # Rotated, and rounded to the model's own type, as the torch kernels do it.
         rotated = hadamard(signed(rows, side.table, FORMAT.ptx), ROTATION)
-        exact = rounded_to(rotated, rows.dtype, FORMAT.ptx)
-        low, high = range_of(exact, FORMAT.ptx)
-        low = tl.minimum(low, 0.0)
-        span = larger(high, 0.0) - low
-        step = nan_unless_finite(tl.maximum(share_of(span, 15.0), LEAST), span)
-        zero = four_bits(tl.div_rn(-low, step))
-        steps = exact * inverse_of(step)[:, None, None]
-        steps += zero.to(tl.float32)[:, None, None]
-        if FORMAT.ptx and FORMAT.unit % 4 == 0:
-            put_words(buffer, at.rows, states, nearest_words(steps), FORMAT)
-        else:
-            put_codes(buffer, at.rows, states, four_bits(steps), FORMAT)
+        step, zero = put_int4(buffer, at.rows, states, rotated, rows.dtype, FORMAT)
         # The zero point rides in the scale's lowest bits.
         word = (step.to(tl.int32, bitcast=True) & -16) | zero
         put_column(buffer, at.scales, states, word, tl.int32, SCALE_UNIT)

@@ -2,6 +2,9 @@
 
 Its answers are numbers below zero where something is wrong. That an object is not there, and
 that there is no room, are answers; everything else, a master that is gone say, is a failure.
+
+A call of its client polls until all bytes have moved, which other threads of it see to. So calls
+that move bytes are made by threads that leave the processor to those.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException
 from typing import Any, ClassVar
@@ -17,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code, MissingExtraError
+from kvatlas.tier.store_calls import Deadline, StoreCalls
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom
 from kvatlas.wire import Bytes
 
@@ -30,6 +34,10 @@ _KEPT = (-705,)
 """An object that is there already."""
 _TURN = 0.5
 """Seconds that a call waits for another to have moved its bytes: that one may hang."""
+_MOVERS = 4
+"""Threads that move bytes: one does, and others where it hangs."""
+_POLLING = 5
+"""How far threads that poll stand back, as `nice` counts it: a quarter of a core is left to them."""
 _SECONDS = 3.0
 """That the master may take to be reached, or to list what it has."""
 
@@ -69,6 +77,12 @@ class MooncakeStore(ObjectStore):
         answer = self._client.setup(host, metadata, segment, buffer, protocol, device, master)
         if answer:
             raise self._failed("setup", answer)
+        self._movers = StoreCalls(_MOVERS, nice=_POLLING)
+
+    @property
+    def client(self) -> Any:
+        """Mooncake's own client, for what is not asked of a store."""
+        return self._client
 
     def _check_master(self) -> None:
         """Refuse a master that is not there: the client would try for minutes."""
@@ -90,8 +104,7 @@ class MooncakeStore(ObjectStore):
         if not objects:
             return []
         names, places, sizes = self._listed(objects)
-        with self._turn():
-            answers = self._client.batch_put_from_multi_buffers(names, places, sizes)
+        answers = self._move(self._client.batch_put_from_multi_buffers, names, places, sizes)
         return [self._answer("put", answer, _NOT_STORED, _KEPT) for answer in answers]
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
@@ -99,8 +112,7 @@ class MooncakeStore(ObjectStore):
         if not objects:
             return []
         names, places, sizes = self._listed(objects)
-        with self._turn():
-            answers = self._client.batch_get_into_multi_buffers(names, places, sizes)
+        answers = self._move(self._client.batch_get_into_multi_buffers, names, places, sizes)
         found = []
         for name, own, answer in zip(names, sizes, answers, strict=True):
             size = self.size(name) if answer in _UNLIKE_SIZE else answer
@@ -183,7 +195,13 @@ class MooncakeStore(ObjectStore):
         for memory in self._memory:
             self._client.unregister_buffer(memory.ctypes.data)
         self._memory = []
+        self._movers.close(Deadline(_SECONDS))
         self._client.close()
+
+    def _move(self, call: Callable[..., Any], *about: Any) -> Any:
+        """Have a thread that stands back call the client, while no other does."""
+        with self._turn():
+            return self._movers.start(lambda: call(*about)).result()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -1,0 +1,95 @@
+"""Sums of runs of a whole request, taken apart by row, as `NumberedCopies` are.
+
+Runs are not written out: of each row it is known where its spans are, of which there are few.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from kvatlas.geometry import Int64s
+from kvatlas.routing import Copy, RunGrid
+from kvatlas.tier.numbered_copies import NumberedRows
+from kvatlas.tier.row_frames import End
+from kvatlas.tier.staging_rows import StagingRows
+
+
+class _Span(NamedTuple):
+    """Where the runs of a span are: in which row, how far in it, at the other end, how long."""
+
+    number: int
+    begin: int
+    other: int
+    length: int
+
+
+class NumberedGrids:
+    """The spans of grids by the number of their row, at one end of them."""
+
+    def __init__(self, grids: Iterable[RunGrid], end: End, numbered: NumberedRows) -> None:
+        self._end, self._numbered = end, numbered
+        self._spans = [(grid, self._by_row(grid)) for grid in grids]
+
+    def _by_row(self, grid: RunGrid) -> dict[int, list[_Span]]:
+        """The spans of each row."""
+        at, other = (grid.src, grid.dst) if self._end == "src" else (grid.dst, grid.src)
+        number, begin = np.divmod(at, self._numbered.block_bytes(self._pool(grid)))
+        columns = (number, begin, other, grid.length)
+        spans: dict[int, list[_Span]] = defaultdict(list)
+        for row in zip(*(column.tolist() for column in columns), strict=True):
+            spans[row[0]].append(_Span(*row))
+        return spans
+
+    def objects(self, pool: int, number: int, staging: StagingRows) -> list[int]:
+        """Which objects of a row have some of the runs."""
+        frame = staging.frames[self._numbered.group(pool, number)]
+        found: set[int] = set()
+        for grid, rows in self._spans:
+            if self._pool(grid) == pool:
+                alike = {(span.begin, span.length) for span in rows.get(number, ())}
+                for begin, length in alike:
+                    found |= frame.starts_at(grid.starts, self._end, begin, length).objects
+        return sorted(found)
+
+    def at(
+        self, places: Mapping[int, Mapping[int, int]], staging: StagingRows
+    ) -> list[RunGrid | Copy]:
+        """The runs of some rows: by pool, from each number to a row of staging memory."""
+        moved: list[RunGrid | Copy] = []
+        for grid, rows in self._spans:
+            pool = self._pool(grid)
+            alike: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+            for number, place in places.get(pool, {}).items():
+                group, row = self._numbered.group(pool, number), place * staging.row_bytes[pool]
+                for span in rows.get(number, ()):
+                    alike[group, span.begin, span.length].append((row, span.other))
+            for (group, begin, length), spans in alike.items():
+                to, other = np.array(spans, np.int64).T
+                frame = staging.frames[group]
+                framed = frame.starts_at(grid.starts, self._end, begin, length)
+                if framed.starts is None:
+                    copy = self._written_out(grid, begin, other, length)
+                    to = np.repeat(to, len(grid.starts.src))
+                    moved.append(frame.moved(copy, self._end, 0, to))
+                else:
+                    lengths = np.full(len(other), length)
+                    ends = self._ends(to, other)
+                    pools = (grid.src_pool, grid.dst_pool)
+                    moved.append(RunGrid(*pools, framed.starts, *ends, lengths))
+        return moved
+
+    def _written_out(self, grid: RunGrid, begin: int, other: Int64s, length: int) -> Copy:
+        """Spans of one length, all of which begin so far in their rows, as runs."""
+        ends = zip(self._ends(np.full(len(other), begin), other), grid.starts.ends, strict=True)
+        src, dst = ((spans[:, None] + starts).reshape(-1) for spans, starts in ends)
+        return Copy(grid.src_pool, grid.dst_pool, src, dst, np.full(len(src), length))
+
+    def _ends(self, rows: Int64s, other: Int64s) -> tuple[Int64s, Int64s]:
+        return (rows, other) if self._end == "src" else (other, rows)
+
+    def _pool(self, grid: RunGrid) -> int:
+        return grid.src_pool if self._end == "src" else grid.dst_pool

@@ -1,0 +1,115 @@
+"""Where the bytes of a row are in staging memory: object by object, each behind its header.
+
+A store then takes and gives an object as one stretch, whatever stretches of the row it is made
+of, and nobody puts it together. Runs between pools and rows are moved to where their bytes
+are; a run that goes on from one object into the next is cut there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from kvatlas.geometry import Int64s
+from kvatlas.routing import Copy, Starts
+from kvatlas.tier.object_header import HEADER
+from kvatlas.tier.row_objects import GroupObjects
+
+End = Literal["src", "dst"]
+"""Which end of a copy is in rows."""
+
+_KEPT = 64
+"""Starts that are kept as they are in staging memory: a few for each route, and block size."""
+
+
+class FramedStarts(NamedTuple):
+    """Starts of runs whose end in rows is where these are staged, and the objects that they are of.
+
+    None where a run goes on from one object into the next.
+    """
+
+    starts: Starts | None
+    objects: frozenset[int]
+
+
+class RowFrame:
+    """The place of every byte of a group's rows, and of the headers of their objects.
+
+    >>> halves = [(np.array([0]), np.array([8])), (np.array([8]), np.array([8]))]
+    >>> frame = RowFrame(GroupObjects(halves))
+    >>> frame.nbytes, frame.object(1)
+    (144, slice(72, 144, None))
+    >>> one = Copy(0, 0, np.array([500]), np.array([4]), np.array([12]))
+    >>> moved = frame.moved(one, "dst", begin=0, to=1000)
+    >>> moved.src.tolist(), moved.dst.tolist(), moved.length.tolist()
+    ([500, 504], [1068, 1136], [4, 8])
+    """
+
+    def __init__(self, objects: GroupObjects) -> None:
+        self._starts, self._stops, self._owner = objects.stretches
+        owner = self._owner
+        stops = np.cumsum(np.array(objects.sizes) + HEADER)
+        begins = stops - objects.sizes - HEADER
+        self.nbytes = int(stops[-1])
+        self._objects = [slice(*ends) for ends in zip(begins.tolist(), stops.tolist(), strict=True)]
+        order = np.argsort(owner, kind="stable")
+        length = (self._stops - self._starts)[order]
+        places = np.empty_like(length)
+        # Stretches of all objects one behind the other, and as many headers before each.
+        places[order] = np.cumsum(length) - length + HEADER * (1 + owner[order])
+        self._shift = places - self._starts
+        """How much further on each stretch of a row is."""
+        self.starts_at = lru_cache(_KEPT)(self._starts_at)
+
+    def object(self, index: int) -> slice:
+        """An object with its header, from a row's first byte in staging memory on."""
+        return self._objects[index]
+
+    def moved(self, copy: Copy, end: End, begin: Int64s | int, to: Int64s | int) -> Copy:
+        """A copy whose `end` is in rows that begin at `begin`, when these are staged at `to`.
+
+        Each row that a run lies in has its own `begin` and `to`, or all have one.
+        """
+        within = (copy.src if end == "src" else copy.dst) - begin
+        stretch = np.searchsorted(self._starts, within, "right") - 1
+        if (within + copy.length > self._stops[stretch]).any():
+            last = np.searchsorted(self._starts, within + copy.length - 1, "right") - 1
+            copy, stretch, run = self._cut(copy, within, stretch, last)
+            within = (copy.src if end == "src" else copy.dst) - _of_runs(begin, run)
+            to = _of_runs(to, run)
+        at = within + self._shift[stretch] + to
+        return replace(copy, src=at) if end == "src" else replace(copy, dst=at)
+
+    def _starts_at(self, starts: Starts, end: End, begin: int, length: int) -> FramedStarts:
+        """Starts with a span of runs of a length, at whose `end` it begins so far in its row."""
+        at = begin + (starts.src if end == "src" else starts.dst)
+        first = np.searchsorted(self._starts, at, "right") - 1
+        last = np.searchsorted(self._starts, at + length - 1, "right") - 1
+        reached = np.zeros(len(self._starts) + 1, np.int64)
+        np.add.at(reached, first, 1)
+        np.add.at(reached, last + 1, -1)
+        objects = frozenset(self._owner[np.cumsum(reached[:-1]) > 0].tolist())
+        if (first != last).any():
+            return FramedStarts(None, objects)
+        at = at + self._shift[first]
+        ends = (at, starts.dst) if end == "src" else (starts.src, at)
+        return FramedStarts(Starts.of(*ends), objects)
+
+    def _cut(
+        self, copy: Copy, within: Int64s, first: Int64s, last: Int64s
+    ) -> tuple[Copy, Int64s, Int64s]:
+        """The same bytes, each run in one stretch; those stretches, and which run each was of."""
+        parts = last - first + 1
+        run = np.repeat(np.arange(len(parts)), parts)
+        stretch = first[run] + np.arange(len(run)) - (np.cumsum(parts) - parts)[run]
+        skip = np.maximum(self._starts[stretch] - within[run], 0)
+        stop = np.minimum(self._stops[stretch] - within[run], copy.length[run])
+        src, dst = copy.src[run] + skip, copy.dst[run] + skip
+        return replace(copy, src=src, dst=dst, length=stop - skip), stretch, run
+
+
+def _of_runs(values: Int64s | int, run: Int64s) -> Int64s | int:
+    return values if isinstance(values, int) else values[run]

@@ -1,0 +1,89 @@
+"""Copies of runs that lie at regular steps in both buffers: one strided copy of numpy's each.
+
+Where the two ends of a route are in unlike orders, runs are short, and there are many. To look up
+where each of them starts takes longer than to copy it. But they lie at nested steps, by head,
+layer and token, the same in every block: numpy is told of the steps, and walks them itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from math import gcd, prod
+
+import numpy as np
+
+from kvatlas.geometry import NestedSteps
+from kvatlas.routing import Copy, RunGrid, Starts
+from kvatlas.wire.memory_copy import Bytes, copy_pools, copy_runs
+from kvatlas.wire.transports.bounds import check_grid_bounds
+
+_FEW_CALLS = 64
+"""Copies that are always worth being made one by one."""
+_WORTH_A_CALL = 16
+"""Runs of a copy from which on any number of them is."""
+_ELEMENT, _WORD = 1 << 10, 256
+"""Runs up to so many bytes are an element each; longer ones are several, which numpy copies
+without holding up other threads where there are many."""
+
+
+def copy_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> None:
+    """Copy runs of one length between buffers.
+
+    >>> src, dst = np.arange(16, dtype=np.uint8), np.zeros(8, np.uint8)
+    >>> copy_nested(src, dst, NestedSteps.of(np.array([0, 4, 8, 12]), np.array([0, 2, 4, 6])), 2)
+    >>> dst.tolist()
+    [0, 1, 4, 5, 8, 9, 12, 13]
+    """
+    steps = places.steps
+    if len(places.src) > _FEW_CALLS and prod(one.times for one in steps) < _WORTH_A_CALL:
+        src_at, dst_at = places.written_out(steps)  # in no order: better looked up one by one
+        for _ in copy_runs(src, dst, src_at, dst_at, np.full(len(src_at), length)):
+            pass
+        return
+    word = length if length <= _ELEMENT else gcd(length, _WORD)
+    shape = (*(one.times for one in steps), length // word)
+    kind = f"V{word}"
+    strides = [(*(one.src for one in steps), word), (*(one.dst for one in steps), word)]
+    for start, to in zip(places.src.tolist(), places.dst.tolist(), strict=True):
+        there = np.ndarray(shape, kind, dst, to, strides[1])
+        there[...] = np.ndarray(shape, kind, src, start, strides[0])
+
+
+def copy_grids(
+    grids: Iterable[RunGrid], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]
+) -> None:
+    """Carry out sums of runs between pools, all at once.
+
+    >>> starts = Starts.of(np.array([0, 4]), np.array([0, 2]))
+    >>> pools = {0: np.arange(16, dtype=np.uint8)}, {0: np.zeros(8, np.uint8)}
+    >>> spans = np.array([8, 0]), np.array([0, 4]), np.array([2, 2])
+    >>> copy_grids([RunGrid(0, 0, starts, *spans)], *pools)
+    >>> pools[1][0].tolist()
+    [8, 9, 12, 13, 0, 1, 4, 5]
+    """
+    for grid in grids:
+        check_grid_bounds([grid], src, dst)
+        firsts, source, target = _nested(grid.starts), src[grid.src_pool], dst[grid.dst_pool]
+        for length in np.unique(grid.length).tolist():
+            some = grid.length == length
+            src_at = (grid.src[some, None] + firsts.src).reshape(-1)
+            dst_at = (grid.dst[some, None] + firsts.dst).reshape(-1)
+            copy_nested(source, target, NestedSteps(src_at, dst_at, firsts.steps), length)
+
+
+def move_pools(
+    moves: Iterable[Copy | RunGrid], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]
+) -> None:
+    """Carry out copies and sums of runs between pools."""
+    for move in moves:
+        if isinstance(move, RunGrid):
+            copy_grids([move], src, dst)
+        else:
+            copy_pools([move], src, dst)
+
+
+@lru_cache(maxsize=64)
+def _nested(starts: Starts) -> NestedSteps:
+    """What requests of one route have in common."""
+    return NestedSteps.of(starts.src, starts.dst)

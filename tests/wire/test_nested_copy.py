@@ -1,0 +1,58 @@
+"""Strided copies: the same bytes as run by run, and no byte beside."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvatlas import AtlasError, Code
+from kvatlas.routing import RunGrid, Starts
+from kvatlas.wire import copy_grids
+
+
+def grid(random: np.random.Generator, length: int, *, regular: bool) -> RunGrid:
+    """Runs of a length, or of two, that do not touch each other's places."""
+    heads, tokens, spans = (int(random.integers(1, 5)) for _ in range(3))
+    step = length + int(random.integers(0, 3))
+    src = (np.arange(heads)[:, None] * 5000 + np.arange(tokens) * step).reshape(-1)
+    dst = np.arange(heads * tokens) * step
+    if not regular:
+        src = random.permutation(src)
+    lengths = np.full(spans, length)
+    lengths[: int(random.integers(0, spans + 1))] = max(1, length // 2)
+    rows = random.permutation(spans) * 40_000
+    return RunGrid(0, 0, Starts.of(src, dst), rows, random.permutation(rows), lengths)
+
+
+@pytest.mark.parametrize("length", [1, 3, 512, 1024, 1536, 2000])
+@pytest.mark.parametrize("regular", [True, False])
+def test_every_run_arrives(length: int, *, regular: bool) -> None:
+    random = np.random.default_rng(length)
+    for _ in range(5):
+        one = grid(random, length, regular=regular)
+        src = random.integers(0, 256, 200_000, dtype=np.uint8)
+        there, expected = np.zeros(200_000, np.uint8), np.zeros(200_000, np.uint8)
+        copy_grids([one], {0: src}, {0: there})
+        spans = zip(one.src.tolist(), one.dst.tolist(), one.length.tolist(), strict=True)
+        for a, b, n in spans:
+            for x, y in zip(one.starts.src.tolist(), one.starts.dst.tolist(), strict=True):
+                expected[b + y : b + y + n] = src[a + x : a + x + n]
+        assert np.array_equal(there, expected)
+
+
+def test_many_runs_in_no_order_are_looked_up_one_by_one() -> None:
+    random = np.random.default_rng(0)
+    src, dst = random.permutation(1000) * 8, np.arange(1000) * 8
+    data, there = random.integers(0, 256, 8000, dtype=np.uint8), np.zeros(8000, np.uint8)
+    one = np.zeros(1, np.int64)
+    copy_grids([RunGrid(0, 0, Starts.of(src, dst), one, one, one + 8)], {0: data}, {0: there})
+    assert np.array_equal(there.reshape(-1, 8), data.reshape(-1, 8)[src // 8])
+
+
+def test_runs_that_leave_a_pool_are_refused() -> None:
+    starts, pools = Starts.of(np.array([0, 60]), np.array([0, 4])), {0: np.zeros(64, np.uint8)}
+    for at in (0, -1):
+        spans = np.array([at]), np.array([0]), np.array([8])
+        with pytest.raises(AtlasError) as refusal:
+            copy_grids([RunGrid(0, 0, starts, *spans)], pools, {0: np.zeros(64, np.uint8)})
+        assert refusal.value.code == Code.OUT_OF_BOUNDS
