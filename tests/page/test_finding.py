@@ -145,7 +145,12 @@ def test_a_route_says_its_ends_and_how_drawn_runs_make_up_all(
     return byId("run-facts").innerText;
     """
     assert "bytes in one run" in browser.do(over)
-    browser.do("document.querySelectorAll('#pairs tr')[3].click()")
+    browser.do("document.querySelectorAll('#pairs tr')[3].focus()")
+    browser.do("document.activeElement.click()")
+    chosen = "return [document.activeElement.rowIndex, document.activeElement.ariaSelected]"
+    assert browser.do(chosen) == [3, "true"]
+    marked = "return document.querySelectorAll('#pairs [aria-selected=true]').length"
+    assert browser.do(marked) == 1
     assert browser.do("return byId('run-facts').innerText") == asked, "a run of other ranks"
     assert "bytes in one run" in browser.do(over)
 

@@ -66,14 +66,20 @@ function showPairs() {
   for (const name of ["from rank", "to rank", "bytes", "descriptors", "median", "largest", "best sent"]) head.append(make("th", name, { scope: "col" }));
   table.append(head);
   data.route.check.pairs.forEach((pair, number) => {
-    const row = make("tr", null, { "aria-selected": String(number === shownPair), tabindex: "0" });
+    const row = make("tr", null, { tabindex: "0" });
     const cells = [pair.src_rank, pair.dst_rank, size(pair.bytes), count(pair.descriptors), size(pair.median), size(pair.largest), pair.stage ? "staged" : "direct"];
     for (const text of cells) row.append(make("td", text));
-    const choose = () => { if (number < data.route.pairs.length) { shownPair = number; askForBand(); showPairs(); renderRoute(); } };
+    const choose = () => { if (number < data.route.pairs.length) { shownPair = number; askForBand(); markPair(); renderRoute(); } };
     row.addEventListener("click", choose);
     row.addEventListener("keydown", (event) => { if (event.key === "Enter") choose(); });
     table.append(row);
   });
+  markPair();
+}
+
+// The line of the pair that is shown; lines are kept, so that who came by keyboard stays on his.
+function markPair() {
+  [...byId("pairs").rows].slice(1).forEach((row, number) => row.setAttribute("aria-selected", String(number === shownPair)));
 }
 
 // Stretches of one end that the runs touch, one below the other: [pool, start, stop, y].
