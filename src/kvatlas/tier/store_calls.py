@@ -52,6 +52,10 @@ class StoreCalls:
     7
     >>> calls.close(Deadline(5.0))
     True
+    >>> calls.result(calls.start(lambda: 7), Deadline(5.0))
+    Traceback (most recent call last):
+        ...
+    kvatlas.errors.AtlasError: ...
     """
 
     def __init__(self, threads: int, *, nice: int = 0) -> None:
@@ -69,9 +73,15 @@ class StoreCalls:
             thread.start()
 
     def start(self, call: Callable[[], T]) -> Future[T]:
-        """Have something called; every call that is started is made, or cancelled."""
+        """Have something called; every call that is started is made, cancelled, or refused."""
         made: Future[T] = Future()
         with self._changed:
+            if self._closing:
+                hint = "Open the store anew"
+                problem = "The store failed"
+                refusal = AtlasError(Code.WIRE_FAILED, problem, got="a closed store", hint=hint)
+                made.set_exception(refusal)
+                return made
             self._waiting[made] = call
             self._changed.notify()
         return made

@@ -151,8 +151,9 @@ class StoreTier:
                     storing = RowStoring(self._traffic, ingest, rank, absent)
                     bound = storing.bind(blocks, (start, stop), self._storage, pools or {})
                     marking = self._traffic.mark()
+                    self._keep([marking] if marking else [])
                     puts, no_room = storing.start(bound, deadline, paced=wait)
-                    self._keep([*puts, *([marking] if marking else [])])
+                    self._keep([*puts])
                     refused = {*no_room, *(self._finish(puts, deadline) if wait else ())}
                     if wait and marking is not None:
                         self._traffic.calls.result(marking, deadline)

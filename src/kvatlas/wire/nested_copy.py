@@ -63,6 +63,8 @@ def copy_grids(
     [8, 9, 12, 13, 0, 1, 4, 5]
     """
     for grid in grids:
+        if not len(grid.length) or not len(grid.starts.src):
+            continue
         check_grid_bounds([grid], src, dst)
         firsts, source, target = _nested(grid.starts), src[grid.src_pool], dst[grid.dst_pool]
         for length in np.unique(grid.length).tolist():

@@ -41,7 +41,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Whole = Annotated[int, Meta(ge=0, le=2**62)]
-Scale = Annotated[float, Meta(gt=0, le=1e30)]
+Scale = Annotated[float, Meta(ge=2.0**-126, le=1e30)]
 RequestNote = Annotated[str, Meta(max_length=256)]
 """The request that a lease is about, repeated for the log of the other end."""
 BlockTables = dict[Annotated[int, Meta(ge=0, le=65535)], bytes]

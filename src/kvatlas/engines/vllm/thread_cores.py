@@ -83,6 +83,11 @@ class ReadingThreads:
             for thread in self._threads:
                 run_on(self._now, thread)
 
+    def leave(self) -> None:
+        """All of them have ended: their numbers may be others'."""
+        with self._lock:
+            self._threads.clear()
+
     @property
     def _now(self) -> set[int]:
         return self._beside if self._computing else self._cores

@@ -147,6 +147,7 @@ class WorkerSide:
         for pull in list(self._pulls.values()):
             pull.cancel()
         self._beside.shutdown(wait=True)
+        self._reading.leave()
         self._sessions.close_all()
         self.node.close()
 

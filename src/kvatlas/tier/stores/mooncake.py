@@ -13,6 +13,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait as wait_for
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException
 from typing import Any, ClassVar
@@ -103,20 +104,18 @@ class MooncakeStore(ObjectStore):
         """Store objects that are not there yet."""
         if not objects:
             return []
-        names, places, sizes = self._listed(objects)
-        answers = self._move(self._client.batch_put_from_multi_buffers, names, places, sizes)
+        answers = self._move(self._client.batch_put_from_multi_buffers, objects)
         return [self._answer("put", answer, _NOT_STORED, _KEPT) for answer in answers]
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
         """Read whole objects."""
         if not objects:
             return []
-        names, places, sizes = self._listed(objects)
-        answers = self._move(self._client.batch_get_into_multi_buffers, names, places, sizes)
+        answers = self._move(self._client.batch_get_into_multi_buffers, objects)
         found = []
-        for name, own, answer in zip(names, sizes, answers, strict=True):
+        for (name, parts), answer in zip(objects, answers, strict=True):
             size = self.size(name) if answer in _UNLIKE_SIZE else answer
-            if answer in _UNLIKE_SIZE and size == sum(own):
+            if answer in _UNLIKE_SIZE and size == sum(part.nbytes for part in parts):
                 raise self._failed("get", answer)  # its size is right: it could not be moved
             found.append(size if self._answer("get", size, (ABSENT, *_ABSENT)) else ABSENT)
         return found
@@ -192,16 +191,27 @@ class MooncakeStore(ObjectStore):
 
     def close(self) -> None:
         """Leave the store, with the memory that this host gave to it."""
+        if not self._movers.close(Deadline(_SECONDS)):
+            return  # a call hangs in the client, and in memory that it was told of
         for memory in self._memory:
             self._client.unregister_buffer(memory.ctypes.data)
         self._memory = []
-        self._movers.close(Deadline(_SECONDS))
         self._client.close()
 
-    def _move(self, call: Callable[..., Any], *about: Any) -> Any:
-        """Have a thread that stands back call the client, while no other does."""
+    def _move(self, call: Callable[..., Any], objects: Sequence[tuple[str, Parts]]) -> Any:
+        """Have a thread that stands back call the client, while no other does.
+
+        The thread keeps the memory of the objects, and who is interrupted here keeps the turn:
+        the client goes on.
+        """
+        about = self._listed(objects)
         with self._turn():
-            return self._movers.start(lambda: call(*about)).result()
+            started = self._movers.start(lambda: (call(*about), objects)[0])
+            try:
+                return started.result()
+            except BaseException:
+                wait_for([started], _TURN)
+                raise
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -20,6 +20,8 @@ _STATM_BYTES = 64
 
 _ABSOLUTE = -100
 """Stands for no folder."""
+_AS_KNOWN = 0x4000
+"""Asks no server of a file system: the process that is looked at chose the file."""
 _FILE_NUMBER = 0x100
 """Asks which file it is of its device."""
 _STATX_BYTES = 256
@@ -28,7 +30,7 @@ _NUMBER, _DEVICE = slice(32, 40), slice(136, 144)
 
 
 def _calls() -> Any:
-    """The C library, for calls that never wait: whoever makes them keeps the interpreter."""
+    """The C library, for calls that wait for nobody: whoever makes them keeps the interpreter."""
     library = ctypes.PyDLL(None)
     size, number = ctypes.c_size_t, ctypes.c_int
     try:
@@ -92,7 +94,7 @@ class WatchedProcess:
         if self._holds is None:
             return None
         said = self._said
-        if self._calls.statx(_ABSOLUTE, self._holds, 0, _FILE_NUMBER, said):
+        if self._calls.statx(_ABSOLUTE, self._holds, _AS_KNOWN, _FILE_NUMBER, said):
             return None
         told = said.raw
         return told[_NUMBER] + told[_DEVICE]
