@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from examples.two_hosts.proxy import serve as serve_proxy
 
 from tests.vllm.comparing import Undisturbed, assert_nothing_held, assert_same, atlas, prompt
 from tests.vllm.engine_process import Answer, Engine, engine
+from tests.vllm.local_servers import served
 from tests.vllm.models import checkpoint
 
 COMPLETIONS = "/v1/completions"
@@ -32,17 +32,6 @@ NOBODY_YET = {
 
 Ask = Callable[[str, str, dict[str, Any]], Any]
 """Has a prompt prefilled at one address and decoded at another."""
-
-
-@contextmanager
-def serving(server: HTTPServer) -> Iterator[str]:
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def front_of(asked: Engine) -> HTTPServer:
@@ -99,7 +88,7 @@ def with_numbers_as_doubles(prefill: str, decode: str, body: dict[str, Any]) -> 
 def by_the_example(prefill: str, decode: str, body: dict[str, Any]) -> Any:
     """By the proxy that `examples/two_hosts` runs."""
     proxy = serve_proxy(("127.0.0.1", 0), Engines([prefill], [decode]))
-    with serving(proxy) as at:
+    with served(proxy) as at:
         return json.loads(post(at + COMPLETIONS, body))
 
 
@@ -119,7 +108,7 @@ def test_a_prompt_is_read_whatever_proxy_hands_it_on(
     ask: Ask, pair: tuple[Engine, Engine], right: Undisturbed
 ) -> None:
     with ExitStack() as stack:
-        prefill, decode = (stack.enter_context(serving(front_of(one))) for one in pair)
+        prefill, decode = (stack.enter_context(served(front_of(one))) for one in pair)
         for length in (65, 191, 517):
             said = ask(prefill, decode, {"prompt": prompt(length), "max_tokens": 8})
             (choice,) = said["choices"]

@@ -8,11 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ import pytest
 from examples.two_hosts.proxy import Engines, serve
 
 from kvatlas.engines.vllm import ConnectorSettings, EngineArguments, diagnose
+from tests.vllm.local_servers import served
 
 HERE = Path(__file__).parents[2] / "examples" / "two_hosts"
 SCRIPT = HERE / "serve.sh"
@@ -90,17 +88,6 @@ class FakeEngine(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         pass
-
-
-@contextmanager
-def served(server: ThreadingHTTPServer) -> Iterator[str]:
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def fake() -> tuple[ThreadingHTTPServer, list[Any]]:

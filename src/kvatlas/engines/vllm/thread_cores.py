@@ -47,8 +47,7 @@ class ReadingThreads:
     """Threads that read for an engine: behind what it computes on this host, and beside it.
 
     They come after threads that compute, wherever they meet them. While the engine computes they
-    also keep off its own cores, where vLLM has bound it to some: whoever wakes a thread, as one
-    that computes does with every turn of the interpreter, draws it to its own core.
+    also keep off its own cores, where vLLM has bound it to some.
 
     >>> reading = ReadingThreads(set(), behind=False)
     >>> reading.join()
