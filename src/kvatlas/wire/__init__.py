@@ -17,6 +17,7 @@ from kvatlas.wire.memory_copy import (
     as_bytes,
     copy_pools,
     copy_runs,
+    copy_runs_unchecked,
     device_of,
     gpu_pools,
     is_on_gpu,
@@ -25,7 +26,7 @@ from kvatlas.wire.memory_copy import (
     rank_pools,
 )
 from kvatlas.wire.metrics import Metrics
-from kvatlas.wire.nested_copy import copy_grids, copy_nested, move_pools
+from kvatlas.wire.nested_copy import copy_grids, copy_nested, copy_nested_unchecked, move_pools
 from kvatlas.wire.peers import check_plan_size
 from kvatlas.wire.protocol import (
     BlockTables,
@@ -110,9 +111,11 @@ __all__ = [
     "copy_file_runs",
     "copy_grids",
     "copy_nested",
+    "copy_nested_unchecked",
     "copy_pools",
     "copy_request",
     "copy_runs",
+    "copy_runs_unchecked",
     "crc32",
     "decode",
     "device_of",

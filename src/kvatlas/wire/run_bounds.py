@@ -27,18 +27,17 @@ def check_runs(starts: Places, length: Int64s, buffer: Bytes) -> None:
 start in 0..60, in 64 bytes. Pass pools as large as the plan says, by their index. [out_of_bounds]
     """
     _check_buffer(buffer)
-    at = _offsets(starts)
-    if len(at) != len(_offsets(length)):
+    at, length = _offsets(starts), _offsets(length)
+    if len(at) != len(length):
         problem = "Runs have not a length each"
         got = f"{len(at)} starts, {len(length)} lengths"
         raise AtlasError(Code.BAD_SIZE, problem, got=got, hint="Pass columns of the same length")
     if not len(at):
         return
     nbytes = len(buffer)
-    lengths = int(length.min()), int(length.max())
     # Taken away from the size, not added to the start: sums of large numbers wrap around.
-    if lengths[0] < 1 or int(at.min()) < 0 or not (at <= nbytes - length).all():
-        runs = f"runs of {lengths[0]} to {lengths[1]} bytes"
+    if int(length.min()) < 1 or int(at.min()) < 0 or not (at <= nbytes - length).all():
+        runs = f"runs of {length.min()} to {length.max()} bytes"
         raise _outside(f"{runs} that start in {at.min()}..{at.max()}, in {nbytes} bytes")
 
 
