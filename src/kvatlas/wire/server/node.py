@@ -8,14 +8,16 @@ is what its lease says.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import check_tables, token_range
+from kvatlas.wire.arguments import check_new_request, checked_seconds
 from kvatlas.wire.connection import open_to_strangers
 from kvatlas.wire.leases import Expected, Offer, Released, WrittenLayers
 from kvatlas.wire.memory_copy import Bytes
@@ -100,9 +102,10 @@ class Node(NodeState):
         """
         held = self._checked(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(readers)
+        lasting = min(checked_seconds(seconds, math.inf), _LONGEST_OFFER)
         with self.lock:
-            _check_new(request, self.offers)
-            until = time.monotonic() + min(seconds, _LONGEST_OFFER)
+            check_new_request(request, self.offers)
+            until = time.monotonic() + lasting
             layers = WrittenLayers(self.plan.layers) if layered else None
             mark = None if layered else self.mark()
             offer = Offer(request, *held, until, released, names, mark=mark, layers=layers)
@@ -133,7 +136,7 @@ class Node(NodeState):
         sources, mark = self.sources_of(source), self.mark()
         expected = Expected(request, *held, plan_hash(source), sources, mark=mark)
         with self.lock:
-            _check_new(request, self.expected)
+            check_new_request(request, self.expected)
             self.expected[request] = expected
         return expected
 
@@ -172,20 +175,3 @@ class Node(NodeState):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_new(request: str, known: Mapping[str, object]) -> None:
-    if not isinstance(request, str) or not 1 <= len(request) <= 256:
-        raise AtlasError(
-            Code.UNKNOWN_REQUEST,
-            "The name of a request is not a text of 1 to 256 characters",
-            got=repr(request)[:300],
-            hint="Use the engine's request id",
-        )
-    if request in known:
-        raise AtlasError(
-            Code.TWICE,
-            "The request is offered or expected already",
-            got=request,
-            hint="Withdraw or forget it first",
-        )
