@@ -73,7 +73,7 @@ BAD_NESTED: list[tuple[Code, NestedSteps, Any]] = [
     (Code.BAD_SIZE, NestedSteps(ONE, ONE, ()), 0),
     (Code.BAD_SIZE, NestedSteps(ONE, ONE, (Steps(0, 1, 1),)), 4),
     (Code.NOT_AN_INTEGER, NestedSteps(ONE, ONE, ()), 4.0),
-    (Code.NOT_AN_INTEGER, NestedSteps(np.array([0.5]), ONE, ()), 4),  # type: ignore[arg-type]
+    (Code.NOT_AN_INTEGER, NestedSteps(np.array([0.5]), ONE, ()), 4),
     (Code.UNLIKE_PLACEMENTS, NestedSteps(np.array([0, 8]), ONE, ()), 4),
 ]
 

@@ -317,7 +317,10 @@ def test_requests_are_offered_once_and_have_names() -> None:
             assert refusal.value.code is Code.UNKNOWN_REQUEST
         with Session(target.nodes[0], source.endpoints) as session:
             for name in ("", "x" * 257, 7):
-                for ask in (session.release, pulling(session, target), pushing(session, target)):
+                asked: list[Callable[..., Any]] = [
+                    session.release, pulling(session, target), pushing(session, target)
+                ]  # fmt: skip
+                for ask in asked:
                     with pytest.raises(AtlasError) as refusal:
                         ask(name)
                     assert refusal.value.code is Code.UNKNOWN_REQUEST

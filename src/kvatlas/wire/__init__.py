@@ -12,8 +12,6 @@ from kvatlas.wire.client.transfer_request import How
 from kvatlas.wire.connection import Connection
 from kvatlas.wire.gpu_offload import GpuOffload, HostPins
 from kvatlas.wire.memory_copy import (
-    Bytes,
-    Places,
     as_bytes,
     copy_pools,
     copy_runs,
@@ -45,6 +43,7 @@ from kvatlas.wire.protocol import (
 )
 from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.rpc import Caller, Server
+from kvatlas.wire.run_bounds import Bytes, Places
 from kvatlas.wire.sample_server import SampleTask, converting, random_bytes, run_sample_server
 from kvatlas.wire.security import Security, TlsContexts
 from kvatlas.wire.server import Node, pools_for

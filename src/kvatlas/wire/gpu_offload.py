@@ -16,8 +16,9 @@ import numpy as np
 
 from kvatlas.routing import Copy, RunGrid
 from kvatlas.wire.block_staging import BlockStaging, address_runs, split_blocks
-from kvatlas.wire.memory_copy import Bytes, copy_runs_unchecked, split_runs
+from kvatlas.wire.memory_copy import copy_runs_unchecked, split_runs
 from kvatlas.wire.pool_mover import PinnedMemory, stream_runs
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns, Posted
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from kvatlas.geometry import INT64_MAX, Int64s, NestedSteps, Steps, ceil_div
 from kvatlas.routing import Copy, RunGrid, Starts
-from kvatlas.wire.memory_copy import Bytes
 from kvatlas.wire.nested_copy import copy_nested_unchecked
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports.base import STAGING
 
 _SHARE = 4

@@ -15,8 +15,8 @@ import numpy as np
 
 from kvatlas.geometry import NestedSteps
 from kvatlas.routing import Copy, RunGrid, Starts
-from kvatlas.wire.memory_copy import Bytes, copy_pools, copy_runs_unchecked
-from kvatlas.wire.run_bounds import check_nested
+from kvatlas.wire.memory_copy import copy_pools, copy_runs_unchecked
+from kvatlas.wire.run_bounds import Bytes, check_nested
 from kvatlas.wire.transports.bounds import check_grid_bounds
 
 _FEW_CALLS = 64

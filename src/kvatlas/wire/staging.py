@@ -16,7 +16,8 @@ import numpy as np
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.checksum import crc32
-from kvatlas.wire.memory_copy import Bytes, Places, copy_runs_unchecked, one_length
+from kvatlas.wire.memory_copy import copy_runs_unchecked, one_length
+from kvatlas.wire.run_bounds import Bytes, Places
 from kvatlas.wire.transports.base import STAGING
 
 

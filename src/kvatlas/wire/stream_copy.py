@@ -13,7 +13,8 @@ import numpy as np
 
 from kvatlas.routing import ConvertedPart, ConvertedStream, Copy, Route, Stream
 from kvatlas.wire.checksum import crc32
-from kvatlas.wire.memory_copy import Bytes, copy_pools
+from kvatlas.wire.memory_copy import copy_pools
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.staging import gather, scatter
 
 AnyStream = Stream | ConvertedStream

@@ -20,9 +20,9 @@ from kvatlas.routing import check_tables, token_range
 from kvatlas.wire.arguments import check_new_request, checked_seconds
 from kvatlas.wire.connection import open_to_strangers
 from kvatlas.wire.leases import Expected, Offer, Released, WrittenLayers
-from kvatlas.wire.memory_copy import Bytes
 from kvatlas.wire.peers import plan_hash
 from kvatlas.wire.rpc import Server
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.server.answers import Answers
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Transport

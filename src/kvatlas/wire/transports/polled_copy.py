@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import Bytes, copy_runs_unchecked
+from kvatlas.wire.memory_copy import copy_runs_unchecked
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle
 

@@ -28,7 +28,8 @@ from kvatlas.errors import AtlasError
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.connection import tune
-from kvatlas.wire.memory_copy import STEP, Bytes, as_bytes, copy_runs_unchecked
+from kvatlas.wire.memory_copy import STEP, as_bytes, copy_runs_unchecked
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports import errors, tcp_server
 from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
 from kvatlas.wire.transports.listening import is_loopback, own_addresses

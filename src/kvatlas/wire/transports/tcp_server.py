@@ -27,7 +27,8 @@ from kvatlas.errors import AtlasError
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.connection import tune
-from kvatlas.wire.memory_copy import Bytes, as_bytes, copy_runs_unchecked
+from kvatlas.wire.memory_copy import as_bytes, copy_runs_unchecked
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.bounds import check_bounds
 
