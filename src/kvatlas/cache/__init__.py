@@ -12,7 +12,7 @@ if find_spec("torch") is None:
 
 from kvatlas.cache import adapters
 from kvatlas.cache.cache import ALIGNMENT, Cache, LayerCache, allocate, bind
-from kvatlas.cache.tensors import checked_ids, torch_dtype, view
+from kvatlas.cache.tensors import checked_ids, torch_dtype, view, whole_tensor
 
 __all__ = [
     "ALIGNMENT",
@@ -24,4 +24,5 @@ __all__ = [
     "checked_ids",
     "torch_dtype",
     "view",
+    "whole_tensor",
 ]

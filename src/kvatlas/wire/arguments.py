@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire.protocol import LONGEST_NAME, MOST_SECONDS
+from kvatlas.wire.protocol import LONGEST_NAME
 
 
 def check_node_name(name: Any) -> None:
@@ -40,23 +38,6 @@ def check_new_request(request: Any, known: Mapping[str, object]) -> None:
     if request in known:
         problem, hint = "The request is offered or expected already", "Withdraw or forget it first"
         raise AtlasError(Code.TWICE, problem, got=request, hint=hint)
-
-
-def checked_seconds(seconds: Any, most: float = MOST_SECONDS) -> float:
-    """How long something may take; no time at all where less than none is left.
-
-    >>> checked_seconds(30), checked_seconds(-0.5)
-    (30.0, 0.0)
-    >>> checked_seconds(float("nan"))  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    kvatlas.errors.AtlasError: This is no number of seconds from 0 to 86,400. Got nan...
-    """
-    number = isinstance(seconds, Real) and not isinstance(seconds, bool)
-    if not number or math.isnan(seconds) or seconds > most:
-        problem = f"This is no number of seconds from 0 to {most:,}"
-        hint = "Pass a number; what takes longer is asked for again"
-        raise AtlasError(Code.BAD_QUANTITY, problem, got=repr(seconds)[:100], hint=hint)
-    return max(0.0, float(seconds))
 
 
 def _is_name(name: Any) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
+from kvatlas.geometry import MOST_SECONDS, Int64s
 from kvatlas.wire.transports.base import HOST, Memory
 
 VERSION = 2
@@ -38,9 +38,6 @@ KEY_BYTES = 16
 
 LONGEST_NAME = 256
 """Characters of the name of a node, a request or a layer."""
-
-MOST_SECONDS = 86_400
-"""Seconds that a question may ask for."""
 
 Direction = Literal["pull", "push"]
 Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]

@@ -21,9 +21,9 @@ from typing import Any
 from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import natural
+from kvatlas.geometry import duration, natural
 from kvatlas.routing import Costs, table_arrays, token_range
-from kvatlas.wire.arguments import check_request_name, checked_seconds
+from kvatlas.wire.arguments import check_request_name
 from kvatlas.wire.client.connections import PEER_GONE, Connections
 from kvatlas.wire.client.follow_ups import FollowUps
 from kvatlas.wire.client.rank_lease import RankLease
@@ -63,7 +63,7 @@ class Session:
     """Connections of a node to the ranks of one plan; several of one rank are replicas."""
 
     def __init__(self, node: NodeState, endpoints: Sequence[str], *, seconds: float = 10.0) -> None:
-        self.node, patience = node, checked_seconds(seconds)
+        self.node, patience = node, duration(seconds)
         self._replicas: dict[int, list[str]] = {}
         self._lock = threading.RLock()
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-transfer")
@@ -158,7 +158,7 @@ class Session:
         check_request_name(request)
         with self._lock:
             self._any_peer()
-            return self._tell(request, list(self._replicas), checked_seconds(seconds))
+            return self._tell(request, list(self._replicas), duration(seconds))
 
     def push(
         self,

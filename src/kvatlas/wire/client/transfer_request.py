@@ -6,8 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from kvatlas.geometry import duration
 from kvatlas.routing import Costs
-from kvatlas.wire.arguments import check_request_name, checked_seconds
+from kvatlas.wire.arguments import check_request_name
 from kvatlas.wire.protocol import Direction
 from kvatlas.wire.transports.errors import failed
 
@@ -37,7 +38,7 @@ class TransferRequest:
 
     def __post_init__(self) -> None:
         check_request_name(self.request)
-        checked_seconds(self.seconds)
-        checked_seconds(self.wait_for_offer)
+        duration(self.seconds)
+        duration(self.wait_for_offer)
         if self.how not in get_args(How):
             raise failed(f"how={self.how!r}", f"Choose one of {', '.join(get_args(How))}")

@@ -14,10 +14,10 @@ from collections.abc import Collection
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
+from kvatlas.geometry import Int64s, duration
 from kvatlas.planning import Plan
 from kvatlas.routing import check_tables, token_range
-from kvatlas.wire.arguments import check_new_request, checked_seconds
+from kvatlas.wire.arguments import check_new_request
 from kvatlas.wire.connection import open_to_strangers
 from kvatlas.wire.leases import Expected, Offer, Released, WrittenLayers
 from kvatlas.wire.peers import plan_hash
@@ -102,7 +102,7 @@ class Node(NodeState):
         """
         held = self._checked(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(readers)
-        lasting = min(checked_seconds(seconds, math.inf), _LONGEST_OFFER)
+        lasting = min(duration(seconds, math.inf), _LONGEST_OFFER)
         with self.lock:
             check_new_request(request, self.offers)
             until = time.monotonic() + lasting
