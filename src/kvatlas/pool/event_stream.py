@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from threading import Event, Lock, Thread
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from kvatlas.errors import AtlasError, Code, MissingExtraError
@@ -109,9 +108,7 @@ class EventPublisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- replay -------------------------------------------------------------------------
@@ -277,9 +274,7 @@ class EventSubscriber:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
