@@ -59,6 +59,9 @@ def test_addresses_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
     assert refusal(lambda: open_store("redis://host")) is Code.BAD_CONFIG
     assert refusal(lambda: opened("redis://host")) is Code.BAD_CONFIG, "no file of that name"
     assert refusal(lambda: open_store("folder://")) is Code.BAD_CONFIG, "not wherever one is"
+    absent = tmp_path / "absent"
+    assert refusal(lambda: open_store(f"folder://{absent}", create=False)) is Code.UNREADABLE
+    assert not absent.exists()
     assert refusal(lambda: open_store("host://?colour=red")) is Code.BAD_CONFIG
     assert refusal(lambda: open_store("host://?capacity=much")) is Code.BAD_QUANTITY
     assert refusal(lambda: open_tier("host://", MODEL)) is Code.CONTRADICTORY

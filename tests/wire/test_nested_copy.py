@@ -10,9 +10,10 @@ import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.geometry import NestedSteps, Steps
-from kvatlas.routing import RunGrid, Starts
-from kvatlas.wire import copy_grids, copy_nested, copy_runs
+from kvatlas.routing import Copy, RunGrid, Starts, route
+from kvatlas.wire import copy_grids, copy_nested, copy_pools, copy_request, copy_runs
 from tests.cases import each
+from tests.wire.helpers import small
 
 
 def grid(random: np.random.Generator, length: int, *, regular: bool) -> RunGrid:
@@ -114,3 +115,23 @@ def test_a_buffer_is_one_row_of_bytes(buffer: Any) -> None:
         with pytest.raises(AtlasError) as refusal:
             act()
         assert refusal.value.code == Code.BAD_TENSOR
+
+
+def test_copies_between_pools_that_are_not_there_are_refused() -> None:
+    made = small("dense")
+    pools = {0: {0: np.zeros(made.pools[0].nbytes, np.uint8)}}
+    few = {0: {0: np.zeros(8, np.uint8)}}
+    way, about = route(made, made), {"src_blocks": [0], "dst_blocks": [1], "tokens": 16}
+    copy = Copy(0, 7, ONE, ONE, ONE + 1)
+    acts: list[tuple[Code, Callable[[], object]]] = [
+        (Code.OUT_OF_BOUNDS, lambda: copy_pools([copy], pools[0], pools[0])),
+        (Code.OUT_OF_BOUNDS, lambda: copy_request(way, pools, few, **about)),
+        (Code.OUT_OF_BOUNDS, lambda: copy_request(way, few, pools, **about)),
+        (Code.OUT_OF_BOUNDS, lambda: copy_request(way, pools, {0: {}}, **about)),
+        (Code.BAD_RANK, lambda: copy_request(way, {}, pools, **about)),
+        (Code.BAD_RANK, lambda: copy_request(way, pools, {1: pools[0]}, **about)),
+    ]
+    for number, (code, act) in enumerate(acts):
+        with pytest.raises(AtlasError) as refusal:
+            act()
+        assert refusal.value.code == code, number

@@ -58,7 +58,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
 
     >>> from kvatlas.planning import plan
     >>> print(plan("gpt-oss-20b", memory="40GiB"))  # doctest: +NORMALIZE_WHITESPACE
-    gpt-oss-20b, tp 1, policy atlas, order LBNHC: blocks of 16 tokens, 2 group(s),
+    gpt-oss-20b, tp 1, policy atlas, order LBNHC: blocks of 16 tokens, 2 groups,
     109,226 x 393,216 bytes
     """
 
@@ -72,9 +72,10 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
     def __str__(self) -> str:
         pools = " + ".join(f"{p.blocks:,} x {p.block_bytes:,} bytes" for p in self.pools)
         ranks = f"tp {self.tp}" + (f", pp {self.pp}" if self.pp > 1 else "")
+        count = len(self.groups)
         return (
             f"{self.model}, {ranks}, policy {self.policy}, order {self.layout}: blocks of "
-            f"{self.block_size} tokens, {len(self.groups)} group(s), {pools}"
+            f"{self.block_size} tokens, {count} group{'s' * (count != 1)}, {pools}"
         )
 
     def __repr__(self) -> str:

@@ -115,9 +115,18 @@ def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[in
     array([6, 7, 0, 0, 0, 1, 2, 0], dtype=uint8)
     """
     for copy in copies:
-        source, target = src[copy.src_pool], dst[copy.dst_pool]
+        source, target = find_pool(src, copy.src_pool), find_pool(dst, copy.dst_pool)
         for _ in copy_runs(source, target, copy.src, copy.dst, copy.length):
             pass
+
+
+def find_pool(pools: Mapping[int, Bytes], index: int) -> Bytes:
+    """A pool by its index, or a refusal."""
+    if index not in pools:
+        problem, hint = "There is no memory of a pool", "Pass every pool of the plan by its index"
+        got = f"pool {index}, not one of {list(pools)}"
+        raise AtlasError(Code.OUT_OF_BOUNDS, problem, got=got, hint=hint)
+    return pools[index]
 
 
 def copy_runs(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: Int64s) -> Steps:

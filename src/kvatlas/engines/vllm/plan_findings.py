@@ -93,7 +93,7 @@ def _partial(src: Plan, dst: Plan) -> list[Finding]:
         findings.append(beside("windows", (w or "all tokens" for w in windows), why=why))
     states = [sum(group.kind == "recurrent" for group in plan.groups) for plan in (src, dst)]
     if any(states):
-        said = [f"{count} group(s)" if count else "none" for count in states]
+        said = [f"{n} group{'s' * (n != 1)}" if n else "none" for n in states]
         why = "the state after the last token but one moves"
         findings.append(beside("recurrent states", said, why=why))
     return findings
