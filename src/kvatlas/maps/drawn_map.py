@@ -48,7 +48,7 @@ class Map:
     >>> import kvatlas
     >>> drawn = kvatlas.map(kvatlas.plan("gpt-oss-20b", memory="40GiB", layout="BHLNC"))
     >>> drawn
-    <Map of gpt-oss-20b, order BHLNC, blocks of 16>
+    <Map of gpt-oss-20b, layout BHLNC, blocks of 16>
     >>> len(drawn.html()) < 1_000_000
     True
     """
@@ -72,7 +72,7 @@ class Map:
     def __repr__(self) -> str:
         made, to = self.plan, self.to
         end = f" -> {to.layout}, blocks of {to.block_size}" if to else ""
-        return f"<Map of {made.model}, order {made.layout}, blocks of {made.block_size}{end}>"
+        return f"<Map of {made.model}, layout {made.layout}, blocks of {made.block_size}{end}>"
 
     @cached_property
     def data(self) -> MapData:

@@ -58,7 +58,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
 
     >>> from kvatlas.planning import plan
     >>> print(plan("gpt-oss-20b", memory="40GiB"))  # doctest: +NORMALIZE_WHITESPACE
-    gpt-oss-20b, tp 1, policy atlas, order LBNHC: blocks of 16 tokens, 2 groups,
+    gpt-oss-20b, tp 1, policy atlas, layout LBNHC: blocks of 16 tokens, 2 groups,
     109,226 x 393,216 bytes
     """
 
@@ -74,7 +74,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         ranks = f"tp {self.tp}" + (f", pp {self.pp}" if self.pp > 1 else "")
         count = len(self.groups)
         return (
-            f"{self.model}, {ranks}, policy {self.policy}, order {self.layout}: blocks of "
+            f"{self.model}, {ranks}, policy {self.policy}, layout {self.layout}: blocks of "
             f"{self.block_size} tokens, {count} group{'s' * (count != 1)}, {pools}"
         )
 

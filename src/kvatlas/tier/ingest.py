@@ -216,6 +216,6 @@ def check_tier_plan(plan: Plan) -> None:
     )
     if (plan.tp, plan.pp, plan.dcp) != (1, 1, 1) or not in_one_piece:
         problem = "A tier cannot have this plan: its blocks are not in one piece on one rank"
-        got = f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}, order {plan.layout}"
+        got = f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}, layout {plan.layout}"
         hint = "Plan it with tp 1 and an order that begins with B, such as BLHNC"
         raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)

@@ -27,7 +27,7 @@ def plan_findings(ends: Ends, tokens: int) -> tuple[list[Finding], Check | None]
         _model(src, dst, moves, "; ".join(unlike.values())),
         Finding("cache dtype", dtypes_of(src), dtypes_of(dst), "no" if dtypes else "ok", dtypes),
         _topology(src, dst),
-        Finding("order", src.layout, dst.layout, why=_turned(src.layout, dst.layout)),
+        Finding("layout", src.layout, dst.layout, why=_turned(src.layout, dst.layout)),
         beside("block", (f"{end.block_size:,} tokens" for end in (src, dst))),
         beside("groups", (_groups(end) for end in (src, dst))),
         *_partial(src, dst),
