@@ -361,6 +361,20 @@ def test_time_is_a_number_of_seconds() -> None:
         assert not source.nodes[0].offers
 
 
+def test_one_name_is_not_a_list_of_its_letters() -> None:
+    with ends(*two_ends("dense", {}, {})) as (source, target):
+        acts: list[Callable[[], Any]] = [
+            lambda: source.nodes[0].offer("r", source.blocks, 50, readers="decode-0"),
+            lambda: Session(target.nodes[0], source.endpoints[0]),
+            lambda: Session(target.nodes[0], [7]),  # type: ignore[list-item]
+        ]
+        for act in acts:
+            with pytest.raises(AtlasError) as refusal:
+                act()
+            assert refusal.value.code is Code.BAD_CONFIG
+        assert not source.nodes[0].offers
+
+
 def test_names_are_as_long_as_peers_take_them() -> None:
     """Characters are counted, not bytes."""
     source, target = two_ends("dense", {}, {})

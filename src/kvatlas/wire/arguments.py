@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
@@ -38,6 +38,19 @@ def check_new_request(request: Any, known: Mapping[str, object]) -> None:
     if request in known:
         problem, hint = "The request is offered or expected already", "Withdraw or forget it first"
         raise AtlasError(Code.TWICE, problem, got=request, hint=hint)
+
+
+def several(given: Iterable[str], what: str) -> tuple[str, ...]:
+    """Texts in a list, each once; a text by itself is not a list of its letters.
+
+    >>> several(["a", "b", "a"], "endpoints")
+    ('a', 'b')
+    """
+    named = () if isinstance(given, str) else tuple(dict.fromkeys(given))
+    if isinstance(given, str) or not all(isinstance(one, str) for one in named):
+        problem, hint = f"The {what} are not a list of texts", "Pass a list, also of one"
+        raise AtlasError(Code.BAD_CONFIG, problem, got=repr(given)[:100], hint=hint)
+    return named
 
 
 def _is_name(name: Any) -> bool:

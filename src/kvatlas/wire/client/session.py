@@ -23,7 +23,7 @@ from weakref import WeakSet
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import duration, natural
 from kvatlas.routing import Costs, table_arrays, token_range
-from kvatlas.wire.arguments import check_request_name
+from kvatlas.wire.arguments import check_request_name, several
 from kvatlas.wire.client.connections import PEER_GONE, Connections
 from kvatlas.wire.client.follow_ups import FollowUps
 from kvatlas.wire.client.rank_lease import RankLease
@@ -63,7 +63,7 @@ class Session:
     """Connections of a node to the ranks of one plan; several of one rank are replicas."""
 
     def __init__(self, node: NodeState, endpoints: Sequence[str], *, seconds: float = 10.0) -> None:
-        self.node, patience = node, duration(seconds)
+        self.node, endpoints, patience = node, several(endpoints, "endpoints"), duration(seconds)
         self._replicas: dict[int, list[str]] = {}
         self._lock = threading.RLock()
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-transfer")
@@ -74,7 +74,7 @@ class Session:
         self._running: WeakSet[Transfer] = WeakSet()
         self._closed = False
         try:
-            for endpoint in dict.fromkeys(endpoints):
+            for endpoint in endpoints:
                 peer = self._connections.connect(endpoint, time.monotonic() + patience)
                 self._replicas.setdefault(peer.rank, []).append(endpoint)
         except BaseException:
