@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Cache, Code, allocate  # noqa: E402
+from kvatlas import AtlasError, BlockPool, Cache, Code, Node, allocate, bind  # noqa: E402
 from kvatlas.kernels import (  # noqa: E402
     attend,
     copy_blocks,
@@ -22,9 +22,11 @@ from kvatlas.kernels import (  # noqa: E402
     write_latent,
     zero_blocks,
 )
+from kvatlas.routing import check  # noqa: E402
 from kvatlas.specs import FullAttention, LatentAttention  # noqa: E402
 from tests.cases import each  # noqa: E402
 from tests.guards import cache_of  # noqa: E402
+from tests.wire.helpers import Local  # noqa: E402
 
 FP8 = FullAttention(heads=4, head_dim=32, cache="fp8")
 GUARDED, LAYER = cache_of(FP8, "LBNHC")
@@ -98,6 +100,11 @@ OTHERS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.UNKNOWN_FIELD, lambda: encode(FP8, "q", ROWS)),  # type: ignore[arg-type]
     (Code.UNKNOWN_FIELD, lambda: decode(FP8, "q", {"q": ROWS})),  # type: ignore[arg-type]
     (Code.UNKNOWN_FIELD, lambda: decode(FP8, "k", {"v": ROWS})),
+    (Code.BAD_PLAN, lambda: allocate("Qwen3-8B")),  # type: ignore[arg-type]
+    (Code.BAD_PLAN, lambda: bind(bytearray(64), "Qwen3-8B")),  # type: ignore[arg-type]
+    (Code.BAD_PLAN, lambda: BlockPool(None)),  # type: ignore[arg-type]
+    (Code.BAD_PLAN, lambda: check("Qwen3-8B", PLAN)),  # type: ignore[arg-type]
+    (Code.BAD_PLAN, lambda: Node("Qwen3-8B", memory={}, transport=Local())),  # type: ignore[arg-type]
     (Code.WRONG_DEVICE, lambda: allocate(PLAN, device="abacus")),
     (Code.WRONG_DEVICE, lambda: allocate(PLAN, device=-1)),
     (Code.BAD_TENSOR, lambda: Cache(PLAN, 0, {})),

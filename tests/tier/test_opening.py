@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from kvatlas.tier import (
     CacheIdentity,
     Converting,
     FolderStore,
+    HostStore,
     StoreTier,
     Tier,
+    TierClient,
     open_store,
     open_tier,
 )
@@ -64,6 +67,10 @@ def test_addresses_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
     assert not absent.exists()
     assert refusal(lambda: open_store("host://?colour=red")) is Code.BAD_CONFIG
     assert refusal(lambda: open_store("host://?capacity=much")) is Code.BAD_QUANTITY
+    assert refusal(lambda: HostStore(capacity=-1)) is Code.NEGATIVE
+    assert refusal(lambda: FolderStore(tmp_path, quota=1.5)) is Code.NOT_AN_INTEGER  # type: ignore[arg-type]
+    assert refusal(lambda: Tier("Qwen3-8B")) is Code.BAD_PLAN  # type: ignore[arg-type]
+    assert refusal(lambda: TierClient(tmp_path / "no.sock", seconds=math.nan)) is Code.BAD_QUANTITY
     assert refusal(lambda: open_tier("host://", MODEL)) is Code.CONTRADICTORY
     assert refusal(lambda: opened(tmp_path / "x", deadline=1.0)) is Code.CONTRADICTORY
     assert refusal(lambda: opened("host://", shards=0)) is Code.OUT_OF_RANGE

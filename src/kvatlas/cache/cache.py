@@ -18,7 +18,7 @@ import torch
 from kvatlas.cache.tensors import check_pool, checked_ids, torch_dtype, view
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Page, Placement, size
-from kvatlas.planning import Plan, Pool
+from kvatlas.planning import Plan, Pool, checked_plan
 from kvatlas.specs import Spec
 
 ALIGNMENT = 2 << 20
@@ -135,7 +135,7 @@ class Cache(Mapping[str, LayerCache]):
     """
 
     def __init__(self, plan: Plan, rank: int, pools: Mapping[int, torch.Tensor]) -> None:
-        self.plan = plan
+        self.plan = checked_plan(plan)
         self.stage, self.tp_rank = plan.split_rank(rank)
         self.rank = rank
         planned = set(plan.rank_pools(rank))
@@ -248,7 +248,7 @@ def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
     except (TypeError, ValueError, RuntimeError) as problem:
         got, hint = f"{device!r}: {problem}", "Pass 'cpu', 'cuda' or 'cuda:0'"
         raise AtlasError(Code.WRONG_DEVICE, "There is no such device", got=got, hint=hint) from None
-    zero = bool(plan.groups_to_clear)
+    zero = bool(checked_plan(plan).groups_to_clear)
     pools = plan.rank_pools(rank).items()
     return Cache(plan, rank, {index: _memory(p.nbytes, zero, device) for index, p in pools})
 
@@ -267,7 +267,7 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
     >>> memory[1]
     63
     """
-    planned = plan.rank_pools(rank)
+    planned = checked_plan(plan).rank_pools(rank)
     buffers = buffers if isinstance(buffers, Mapping) else {0: buffers}
     if set(buffers) != set(planned):
         raise _not_the_pools(rank, buffers, planned)

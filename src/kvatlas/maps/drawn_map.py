@@ -18,7 +18,7 @@ from kvatlas.maps.route_drawing import draw_route
 from kvatlas.maps.svg_picture import svg_picture
 from kvatlas.maps.text_picture import text_picture
 from kvatlas.models import find_gpus
-from kvatlas.planning import Fit, Plan
+from kvatlas.planning import Fit, Plan, checked_plan
 
 _SCRIPTS = (
     "geometry.js",
@@ -63,9 +63,8 @@ class Map:
         tokens: int | None = None,
     ) -> None:
         for given in (plan, to, *(others := tuple(others))):
-            if given is not None and not isinstance(given, Plan):
-                problem, hint = "Only plans are drawn", "Make one with kvatlas.plan"
-                raise AtlasError(Code.BAD_PLAN, problem, got=type(given).__name__, hint=hint)
+            if given is not None:
+                checked_plan(given)
         self.plan, self.to, self.others, self.fit = plan, to, others, fit
         self._tokens = tokens
 

@@ -235,6 +235,21 @@ Upgrade the kvatlas that reads it, or make the plan again here. [unlike_versions
     return said
 
 
+def checked_plan(given: Any) -> Plan:
+    """A plan from outside, or a refusal.
+
+    >>> checked_plan("Qwen3-8B")  # doctest: +NORMALIZE_WHITESPACE
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: This is not a plan. Got a str. Make one with kvatlas.plan, or
+    describe memory with kvatlas.planning.foreign. [bad_plan]
+    """
+    if not isinstance(given, Plan):
+        hint = "Make one with kvatlas.plan, or describe memory with kvatlas.planning.foreign"
+        got = f"a {type(given).__name__}"
+        raise AtlasError(Code.BAD_PLAN, "This is not a plan", got=got, hint=hint)
+    return given
+
+
 def _check_outline(text: bytes | str) -> None:
     """Refuse a text that would take long to read, by what can be counted quickly."""
     regions = msgspec.json.decode(text, type=_PlanOutline).regions

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div, integer
-from kvatlas.planning import Plan
+from kvatlas.planning import Plan, checked_plan
 from kvatlas.pool.block_ids import GONE, BlockIds
 from kvatlas.pool.checkpoint_share import checkpoint_shares
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
@@ -80,7 +80,7 @@ class BlockPool:
         partial_hits: bool = True,
         events: Callable[[list[BlockEvent]], None] | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan = checked_plan(plan)
         self.checkpoints = checkpoints or EveryBlock()
         self.weights = weights
         kind = eviction_policy(eviction)

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import natural
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
 from kvatlas.tier.stores.folder_room import UNFINISHED, FolderRoom, is_object, is_there
 from kvatlas.wire import Bytes
@@ -42,7 +43,9 @@ class FolderStore(ObjectStore):
     def __init__(
         self, path: str | Path, capacity: int = 0, quota: int = 0, *, create: bool = True
     ) -> None:
-        self._root, self._capacity = Path(path), capacity
+        self._root = Path(path)
+        self._capacity = natural(capacity, "the capacity of a store")
+        natural(quota, "the quota of a tenant")
         if not create and not self._root.is_dir():
             problem, hint = "There is no folder of a store", "Check the path"
             raise AtlasError(Code.UNREADABLE, problem, got=str(self._root), hint=hint)
