@@ -186,6 +186,8 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
 
     A folder that is not there is made, unless `create` is false.
     """
+    if not isinstance(where, str) or "\0" in where:
+        raise _unknown_kind(where)
     address = urlsplit(where)
     about = _about(address) | instead
     try:
