@@ -456,6 +456,7 @@ def node(**given: Any) -> Node:
         (Code.BAD_HANDSHAKE, {"memory": {}}),
         (Code.BAD_HANDSHAKE, {"memory": {0: Memory(64, 4096)}}),
         (Code.WIRE_FAILED, {"listen": "tcp://nowhere.invalid:99999"}),
+        (Code.WIRE_FAILED, {"listen": 5555}),
     ],
 )
 def test_a_node_that_cannot_be_leaves_nothing_registered(code: Code, given: dict[str, Any]) -> None:
