@@ -21,8 +21,6 @@ def merge(
     """
     WIDTH: tl.constexpr = OUT.width
     GROUP: tl.constexpr = OUT.group
-    after_previous(EARLY)
-    before_next(EARLY)
     sequence = tl.program_id(0)
     ends = batch.ends + batch.sequences + 1
     start = tl.load(batch.ends + sequence)
@@ -35,6 +33,9 @@ def merge(
     split = (first < last) & (walked[0] != walked[1])
     # A sequence without states attends to nothing: batches are padded with such.
     empty = (first == last) & (count * GROUP <= FEW)
+    # Ends were there before the kernel ahead of this one began: partials alone are waited for.
+    after_previous(EARLY)
+    before_next(EARLY)
     if split | empty:
         for at in range(tl.program_id(1), TILING.programs * DEPTH, tl.num_programs(1)):
             program = at // DEPTH
