@@ -1,0 +1,63 @@
+"""Drafters that keep caches of their own: what was read has them guess as if nothing had moved.
+
+Tokens are right whatever a drafter guesses; its guesses are what its cache shows in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.comparing import assert_nothing_held, assert_same, atlas, prompt, split
+from tests.vllm.drafters import with_eagle, with_mtp
+from tests.vllm.engine_process import engine
+
+LENGTHS = (2, 63, 64, 65, 127, 128, 129, 257, 517)
+
+
+@pytest.mark.parametrize("made", [with_eagle, with_mtp])
+@pytest.mark.parametrize("caching", [False, True])
+def test_what_is_read_has_drafters_guess_the_same(
+    made: Callable[[Path], tuple[Path, dict[str, Any]]], caching: bool, checkpoints: Path
+) -> None:
+    """With prefixes cached each prompt begins with the last one, and only its rest is read."""
+    model, guessing = made(checkpoints)
+    with engine(model, name="undisturbed", core="0|1", speculative_config=guessing) as alone:
+        right = {
+            (seed, length): alone.generate(prompt(length, seed))
+            for seed in (1, 2)
+            for length in LENGTHS
+        }
+    about: dict[str, Any] = {"speculative_config": guessing, "enable_prefix_caching": caching}
+    with (
+        engine(model, name="one", core="0", connector=atlas(), block_size=64, **about) as first,
+        engine(model, name="other", core="1", connector=atlas(), block_size=128, **about) as second,
+    ):
+        for seed, way in ((1, (first, second)), (2, (second, first))):
+            for length in LENGTHS:
+                answer, got = right[seed, length], split(*way, prompt(length, seed))
+                assert_same(answer, got, (seed, length))
+                assert answer.drafts, "something is guessed"
+                assert got.drafts == answer.drafts, (seed, length)
+                assert not way[1].facts()["warned"]
+        if not caching:
+            assert_nothing_held(first, second)
+
+
+def test_engines_with_and_without_a_drafter_do_not_read_from_each_other(checkpoints: Path) -> None:
+    """The one lacks what the other's drafter would need, or has what nobody would read."""
+    model, guessing = with_eagle(checkpoints)
+    ours = atlas("recompute")
+    with (
+        engine(model, name="with", core="0", connector=ours, speculative_config=guessing) as first,
+        engine(model, name="without", core="1", connector=ours) as second,
+    ):
+        for way in ((first, second), (second, first)):
+            answer = way[1].generate(prompt(191))
+            got = split(*way, prompt(191))
+            assert_same(answer, got, way[1].process.name)
+            print(way[1].process.name, way[1].facts()["warned"])
+        assert_nothing_held(first, second)
