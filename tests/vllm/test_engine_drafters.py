@@ -50,7 +50,7 @@ def test_what_is_read_has_drafters_guess_the_same(
 def test_engines_with_and_without_a_drafter_do_not_read_from_each_other(checkpoints: Path) -> None:
     """The one lacks what the other's drafter would need, or has what nobody would read."""
     model, guessing = with_eagle(checkpoints)
-    ours = atlas("recompute")
+    ours = atlas("recompute", lease_seconds=1.0)
     with (
         engine(model, name="with", core="0", connector=ours, speculative_config=guessing) as first,
         engine(model, name="without", core="1", connector=ours) as second,
@@ -59,5 +59,7 @@ def test_engines_with_and_without_a_drafter_do_not_read_from_each_other(checkpoi
             answer = way[1].generate(prompt(191))
             got = split(*way, prompt(191))
             assert_same(answer, got, way[1].process.name)
-            print(way[1].process.name, way[1].facts()["warned"])
+            assert "model.layers.3.self_attn.attn" in way[1].facts()["warned"], (
+                "the drafter's layer"
+            )
         assert_nothing_held(first, second)
