@@ -20,7 +20,7 @@ def with_eagle(folder: Path) -> tuple[Path, dict[str, Any]]:
     from transformers import LlamaConfig, LlamaModel
 
     path = folder / "eagle"
-    config = LlamaConfig(**CONFIGS["llama"][1] | {"num_hidden_layers": 1}, initializer_range=0.08)
+    config = LlamaConfig(**CONFIGS["small_llama"][1], initializer_range=0.08)
     config.architectures = ["LlamaForCausalLM"]
     torch.manual_seed(11)
     layers = LlamaModel(config).state_dict()
@@ -30,6 +30,13 @@ def with_eagle(folder: Path) -> tuple[Path, dict[str, Any]]:
     config.save_pretrained(path)
     save_file(kept, path / "model.safetensors", {"format": "pt"})
     guessing = {"method": "eagle", "model": str(path), "num_speculative_tokens": GUESSED}
+    return checkpoint("llama", folder), guessing
+
+
+def with_draft_model(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A Llama whose tokens a smaller one guesses by itself."""
+    small = str(checkpoint("small_llama", folder))
+    guessing = {"method": "draft_model", "model": small, "num_speculative_tokens": GUESSED}
     return checkpoint("llama", folder), guessing
 
 
@@ -48,7 +55,9 @@ def with_mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
     own = "model.mtp_layers.0."
     for name, one in further.state_dict().items():
         if name.startswith("layers.0."):
-            kept[own + name.removeprefix("layers.0.")] = one
+            # So that its guesses depend on what it keeps, and not on the last token alone.
+            much = 6.0 if "self_attn" in name else 1.0
+            kept[own + name.removeprefix("layers.0.")] = much * one
     for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
         kept[f"{own}{name}.weight"] = torch.ones(HIDDEN)
     kept[own + "input_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN) * 0.08

@@ -56,8 +56,7 @@ def test_every_data_parallel_rank_reads_and_is_read(
                 assert told["kvatlas"]["endpoints"] == [f"tcp://127.0.0.1:{at}" for at in ports]
                 names.add(told["remote_engine_id"])
                 assert_same(answers[length], one.generate(tokens, params=told), (rank, length))
-                told = one.prefill(tokens).params
-                (got,) = many.generate(Asked(tokens, rank, params=told))
+                (got,) = many.generate(Asked(tokens, rank, params=one.prefill(tokens).params))
                 assert_same(answers[length], got, (length, rank))
         assert len(names) == len(RANKS), "names of unlike ranks"
         assert many.pulls() == [tp * len(LENGTHS)] * len(RANKS), "nothing was computed instead"
@@ -71,3 +70,16 @@ def test_every_data_parallel_rank_reads_and_is_read(
         assert not one.facts()["warned"]
         many.wait_until_nothing_is_held()
         assert_nothing_held(one)
+
+
+def test_data_parallel_ranks_find_what_another_has_stored(
+    checkpoints: Path, right: Undisturbed, tmp_path: Path
+) -> None:
+    model, answer = checkpoint("llama", checkpoints), right("llama")[517]
+    keeping = atlas(transport="none", tier=str(tmp_path / "prefixes.tier"), tier_memory="16MiB")
+    with data_parallel_engine(model, name="many", connector=keeping, block_size=64) as many:
+        for rank, found in ((0, 0), (1, 512)):
+            (got,) = many.generate(Asked(prompt(517), rank))
+            assert_same(answer, got, rank)
+            assert got.cached == found, rank
+            many.wait_until_nothing_is_held()
