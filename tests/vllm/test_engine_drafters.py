@@ -11,9 +11,17 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.comparing import assert_nothing_held, assert_same, atlas, prompt, split
-from tests.vllm.drafters import with_draft_model, with_eagle, with_mtp
+from tests.vllm.comparing import (
+    Undisturbed,
+    assert_nothing_held,
+    assert_same,
+    atlas,
+    prompt,
+    split,
+)
+from tests.vllm.drafters import GUESSED, with_draft_model, with_eagle, with_mtp
 from tests.vllm.engine_process import engine
+from tests.vllm.models import checkpoint
 
 LENGTHS = (2, 63, 64, 65, 127, 128, 129, 257, 517)
 MOST_OTHERS = 0.05
@@ -68,4 +76,20 @@ def test_engines_with_and_without_a_drafter_do_not_read_from_each_other(checkpoi
             assert "model.layers.3.self_attn.attn" in way[1].facts()["warned"], (
                 "the drafter's layer"
             )
+        assert_nothing_held(first, second)
+
+
+def test_a_drafter_that_keeps_no_cache_is_nobody_elses_affair(
+    checkpoints: Path, right: Undisturbed
+) -> None:
+    model = checkpoint("llama", checkpoints)
+    looking_back = {"method": "ngram", "num_speculative_tokens": GUESSED, "prompt_lookup_max": 2}
+    about: dict[str, Any] = {"connector": atlas(), "block_size": 64}
+    with (
+        engine(model, name="with", core="0", speculative_config=looking_back, **about) as first,
+        engine(model, name="without", core="1", **about) as second,
+    ):
+        for way in ((first, second), (second, first)):
+            assert_same(right("llama")[257], split(*way, prompt(257)), way[1].process.name)
+            assert not way[1].facts()["warned"]
         assert_nothing_held(first, second)
