@@ -33,6 +33,11 @@ def with_eagle(folder: Path) -> tuple[Path, dict[str, Any]]:
     return checkpoint("llama", folder), guessing
 
 
+def with_eagle_over_windows(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A Mistral, whose layers see windows, and EAGLE, which sees all tokens."""
+    return checkpoint("mistral", folder), with_eagle(folder)[1]
+
+
 def with_draft_model(folder: Path) -> tuple[Path, dict[str, Any]]:
     """A Llama whose tokens a smaller one guesses by itself."""
     small = str(checkpoint("small_llama", folder))
