@@ -24,8 +24,9 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.gpu import attention, ceilings, copies, goals, host_time, pulls, writes
-from benchmarks.gpu.cells import Cell, Player, measure, ready
+from benchmarks.gpu.cells import Cell, measure
 from benchmarks.gpu.compiling import Work, compile_all, compile_cell, compiled_late
+from benchmarks.gpu.replays import Player, ready
 from benchmarks.gpu.report import Results, in_bf16, key_of, show_cells, show_limits
 from benchmarks.gpu.step_times import StepTimes
 
