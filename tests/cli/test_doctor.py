@@ -78,6 +78,7 @@ def test_what_arguments_and_settings_say_is_looked_at() -> None:
     }
     for what, ends in no.items():
         assert verdicts(*ends).get(what) == "no", what
+    assert verdicts(engine(), engine(speculative_config={"method": "ngram"})) == {}
     bad = diagnose(engine(), engine({"lease_second": 3}))
     assert "lease_seconds" in bad.answer
     missing = diagnose(engine(), EngineArguments.of_command("vllm serve Qwen3-8B"))
