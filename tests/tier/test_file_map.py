@@ -18,12 +18,13 @@ from kvatlas.wire import copy_file_runs
 SIZE = 5 << 20
 
 
-def test_runs_are_copied_and_a_file_that_is_cut_short_is_told_not_touched() -> None:
+@pytest.mark.parametrize("size", [4000, 4096], ids=["short runs", "long runs"])
+def test_runs_are_copied_and_a_file_that_is_cut_short_is_told_not_touched(size: int) -> None:
     held = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     into = np.zeros(SIZE, np.uint8)
     far = np.random.default_rng(2).permutation(SIZE // 4096) * 4096
     near = np.arange(len(far)) * 4096
-    length = np.full(len(far), 4000)
+    length = np.full(len(far), size)
     with tempfile.TemporaryFile() as file:
         file.write(held.tobytes())
         file.flush()
@@ -31,7 +32,7 @@ def test_runs_are_copied_and_a_file_that_is_cut_short_is_told_not_touched() -> N
         assert mapped.read(near + into.ctypes.data, far, length)  # more than one call
         want = np.zeros(SIZE, np.uint8)
         for start, to in zip(far.tolist(), near.tolist(), strict=True):
-            want[to : to + 4000] = held[start : start + 4000]
+            want[to : to + size] = held[start : start + size]
         assert np.array_equal(into, want)
         os.ftruncate(file.fileno(), SIZE // 2)
         assert not mapped.read(near + into.ctypes.data, far, length)
@@ -92,7 +93,8 @@ def test_short_runs_that_fill_memory_are_read_to_where_they_belong(
             reader.read(into, near, far, length)
             assert np.array_equal(into, want)
             with monkeypatch.context() as patch:
-                patch.setattr(file_map, "_out_of_file", lambda *_: -1)
+                for call in ("_from_other_end", "_to_other_end"):
+                    patch.setattr(file_map, call, lambda *_: -1)
                 patch.setattr(file_reading, "copy_file_runs", in_order)
                 into[:] = 0
                 reader.read(into, near, far, length)
