@@ -185,9 +185,12 @@ class BlockIndex:
     def pin(self, needs: Sequence[NeededBlock]) -> list[TierBlock] | None:
         """All blocks that are needed, pinned; None where one is absent."""
         with self.lock:
-            blocks = [block for need in needs if (block := self.find(need)) is not None]
-            if len(blocks) < len(needs):
-                return None
+            blocks = []
+            for need in needs:
+                block = self.find(need)
+                if block is None:
+                    return None
+                blocks.append(block)
             for block in blocks:
                 block.pins += 1
             self._touch(zip(needs, blocks, strict=True))
