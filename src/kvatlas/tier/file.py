@@ -184,7 +184,7 @@ class TierFile:
             return self._on_cores(self._checksum, blocks)
 
     def _on_cores(self, act: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """The results for all items, on several cores where there are several.
+        """The results for all items, on several cores where there are several: this is one.
 
         Where one fails, or the caller is interrupted, that is raised once none is at work any
         more: what the others still wrote would else land in blocks, or in memory, that belong
@@ -194,12 +194,13 @@ class TierFile:
             return [act(item) for item in items]
         tasks: list[Future[R]] = []
         try:
-            tasks.extend(self._helpers.submit(act, item) for item in items)
+            tasks.extend(self._helpers.submit(act, item) for item in items[1:])
+            first = act(items[0])
             wait(tasks)
         except BaseException:
             _let_end(tasks)
             raise
-        return [task.result() for task in tasks]
+        return [first, *(task.result() for task in tasks)]
 
     def commit(self, blocks: Sequence[TierBlock]) -> None:
         """Write the records of blocks whose bytes are all there, and on the disk where asked.
