@@ -93,7 +93,7 @@ def test_short_runs_that_fill_memory_are_read_to_where_they_belong(
             reader.read(into, near, far, length)
             assert np.array_equal(into, want)
             with monkeypatch.context() as patch:
-                for call in ("_from_other_end", "_to_other_end"):
+                for call in ("_out_of_long_ranges", "_out_of_short_ranges"):
                     patch.setattr(file_map, call, lambda *_: -1)
                 patch.setattr(file_reading, "copy_file_runs", in_order)
                 into[:] = 0

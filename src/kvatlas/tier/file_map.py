@@ -30,8 +30,9 @@ _LONG_RANGE = 4 << 10
 """Ranges of the file from here on, on the whole, are worth being looked up."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_from_other_end, _to_other_end = _libc.process_vm_readv, _libc.process_vm_writev
-for _call in (_from_other_end, _to_other_end):
+_into_file = _out_of_long_ranges = _libc.process_vm_readv
+_out_of_short_ranges = _libc.process_vm_writev
+for _call in (_into_file, _out_of_short_ranges):
     _call.restype = ctypes.c_ssize_t
     _call.argtypes = (
         ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong,
@@ -59,8 +60,8 @@ class FileMap:
             return False
         mapped = far + self._address
         if int(length.sum()) >= _LONG_RANGE * np.count_nonzero(_apart(far, length)):
-            return _copied(_from_other_end, near, mapped, length)
-        return _copied(_to_other_end, mapped, near, length)
+            return _copied(_out_of_long_ranges, near, mapped, length)
+        return _copied(_out_of_short_ranges, mapped, near, length)
 
     def write(self, near: Int64s, far: Int64s, length: Int64s) -> bool:
         """Copy runs at addresses to offsets of the file; whether all of them were, as above.
@@ -69,7 +70,7 @@ class FileMap:
         """
         if self._map is None:
             return False
-        return _copied(_from_other_end, far + self._address, near, length)
+        return _copied(_into_file, far + self._address, near, length)
 
     def close(self) -> None:
         """Let go of the addresses."""
