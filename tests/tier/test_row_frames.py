@@ -70,10 +70,11 @@ def test_every_byte_of_a_run_is_moved_to_its_object(
     )
     start = data.draw(st.integers(0, len(row.whose) - 1))
     length = data.draw(st.integers(1, len(row.whose) - start))
-    ends = [np.array([BEGIN + start]), np.array([FAR])]
+    inside, other = np.array([BEGIN + start]), np.array([FAR])
+    ends = (inside, other) if end == "src" else (other, inside)
     pairs = [(row.there[start + n], FAR + n) for n in range(length)]
     if end == "dst":
-        ends, pairs = ends[::-1], [(there, here) for here, there in pairs]
+        pairs = [(there, here) for here, there in pairs]
     moved = row.frame.moved(Copy(0, 0, *ends, np.array([length])), end, BEGIN, TO)
     assert walked(moved) == sorted(pairs)
 
