@@ -195,12 +195,10 @@ class TierFile:
         tasks: list[Future[R]] = []
         try:
             tasks.extend(self._helpers.submit(act, item) for item in items[1:])
-            first = act(items[0])
-            wait(tasks)
+            return [act(items[0]), *(task.result() for task in tasks)]
         except BaseException:
             _let_end(tasks)
             raise
-        return [first, *(task.result() for task in tasks)]
 
     def commit(self, blocks: Sequence[TierBlock]) -> None:
         """Write the records of blocks whose bytes are all there, and on the disk where asked.

@@ -219,6 +219,8 @@ class TierStorage:
         if self._file is None:
             return []
         doubted = [block for block in blocks if self._verify_always or not block.verified]
+        if not doubted:
+            return []
         with self.metrics.phase("verify"):
             checksums = self._file.checksums(doubted)
         for block, checksum in zip(doubted, checksums, strict=True):
