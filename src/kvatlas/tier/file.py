@@ -162,6 +162,7 @@ class TierFile:
 
     def read_grids(self, grids: Sequence[RunGrid], pools: Mapping[int, Bytes]) -> None:
         """The same of runs that nobody has written out."""
+        grids = [grid for grid in grids if len(grid)]
         check_grid_bounds(grids, self._places, memory_of(pools))
         self._read([part for grid in grids for part in _grid_parts(grid)], pools)
 
