@@ -105,7 +105,8 @@ def test_fetches_and_openings_that_fail(tmp_path: Path) -> None:
     with Tier.open(path, kept()) as tier:
         world.store(tier, made)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(file_map, "_out_of_file", lambda *_: -1)  # it fails either way
+            for call in ("_out_of_long_ranges", "_out_of_short_ranges"):  # it fails any way
+                patch.setattr(file_map, call, lambda *_: -1)
             Faulty(patch, "vectored preadv", 1, errno.EIO)
             assert code_of(world.check, tier, made) == Code.UNREADABLE
         rows_agree(tier)

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvatlas.tier import file_map, file_reading
+from kvatlas.routing import RunGrid, Starts
+from kvatlas.tier import Tier, file_map, file_reading
+from kvatlas.tier import file as file_
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_pieces import Rooms
 from kvatlas.tier.file_reading import RunReader
 from kvatlas.wire import copy_file_runs
+from tests.tier.faults import DENSE, TOKENS, kept
+from tests.tier.world import World, small
 
 SIZE = 5 << 20
 
 
-def test_runs_are_copied_and_a_file_that_is_cut_short_is_told_not_touched() -> None:
+@pytest.mark.parametrize("size", [4000, 4096], ids=["short runs", "long runs"])
+def test_runs_are_copied_and_a_file_that_is_cut_short_is_told_not_touched(size: int) -> None:
     held = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     into = np.zeros(SIZE, np.uint8)
     far = np.random.default_rng(2).permutation(SIZE // 4096) * 4096
     near = np.arange(len(far)) * 4096
-    length = np.full(len(far), 4000)
+    length = np.full(len(far), size)
     with tempfile.TemporaryFile() as file:
         file.write(held.tobytes())
         file.flush()
@@ -31,7 +37,7 @@ def test_runs_are_copied_and_a_file_that_is_cut_short_is_told_not_touched() -> N
         assert mapped.read(near + into.ctypes.data, far, length)  # more than one call
         want = np.zeros(SIZE, np.uint8)
         for start, to in zip(far.tolist(), near.tolist(), strict=True):
-            want[to : to + 4000] = held[start : start + 4000]
+            want[to : to + size] = held[start : start + size]
         assert np.array_equal(into, want)
         os.ftruncate(file.fileno(), SIZE // 2)
         assert not mapped.read(near + into.ctypes.data, far, length)
@@ -92,9 +98,36 @@ def test_short_runs_that_fill_memory_are_read_to_where_they_belong(
             reader.read(into, near, far, length)
             assert np.array_equal(into, want)
             with monkeypatch.context() as patch:
-                patch.setattr(file_map, "_out_of_file", lambda *_: -1)
+                for call in ("_out_of_long_ranges", "_out_of_short_ranges"):
+                    patch.setattr(file_map, call, lambda *_: -1)
                 patch.setattr(file_reading, "copy_file_runs", in_order)
                 into[:] = 0
                 reader.read(into, near, far, length)
             assert np.array_equal(into, want), "a system that does not copy is asked otherwise"
         mapped.close()
+
+
+@pytest.mark.parametrize(("starts", "spans"), [(1, 1), (1, 64), (40, 2), (40, 64)])
+def test_cores_read_all_runs_of_a_grid_and_none_twice(
+    starts: int, spans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many spans each has some, of few spans some of the starts."""
+    monkeypatch.setattr(file_, "_WORTH_A_CORE", 1)
+    monkeypatch.setattr(file_, "_SUMMING", 4)
+    first = Starts.of(7 * np.arange(starts), 5 * np.arange(starts))
+    at = 1000 * np.arange(spans)
+    grid = RunGrid(0, 0, first, at, at[::-1].copy(), 1 + np.arange(spans) % 5)
+    parts = list(file_._grid_parts(grid))
+    assert len(parts) == min(4, max(starts, spans))
+    found = [run for part in parts for run in zip(*part.runs(), strict=True)]
+    assert sorted(found) == sorted(zip(*grid.runs(), strict=True))
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "LBHNC", "LBNHC"])
+def test_cores_share_a_fetch(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_, "_WORTH_A_CORE", 1)
+    monkeypatch.setattr(file_, "_SUMMING", 3)
+    made, world = small(DENSE, tp=2, layout=layout), World(DENSE, TOKENS)
+    with Tier.open(tmp_path / "t", kept(), durable=False) as tier:
+        world.store(tier, made)
+        world.check(tier, made)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy, Starts
 from kvatlas.tier.object_header import HEADER
 from kvatlas.tier.row_frames import End, RowFrame
@@ -17,9 +19,19 @@ BEGIN, TO, FAR = 1000, 50_000, 7
 """Where the row begins as a number, where it is staged, and where runs are at the other end."""
 
 
+class CutRow(NamedTuple):
+    """A row in stretches of some objects."""
+
+    objects: GroupObjects
+    frame: RowFrame
+    whose: list[int]
+    """The object of every byte."""
+    there: list[int]
+    """Where it is staged: behind its object's header, in the row's order."""
+
+
 @st.composite
-def cuts(draw: Any) -> tuple[GroupObjects, list[int]]:
-    """A row in stretches of some objects, and the object of every byte."""
+def cut_rows(draw: Any) -> CutRow:
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
     owners = draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
     names = sorted(set(owners))
@@ -29,17 +41,13 @@ def cuts(draw: Any) -> tuple[GroupObjects, list[int]]:
         held[names.index(owner)].append((len(whose), length))
         whose += [names.index(owner)] * length
     columns = [tuple(np.array(column) for column in zip(*own, strict=True)) for own in held]
-    return GroupObjects([(start, length) for start, length in columns]), whose
-
-
-def places(frame: RowFrame, whose: list[int]) -> list[int]:
-    """Where every byte of a row is staged: behind its object's header, in the row's order."""
-    done: dict[int, int] = {}
-    found = []
+    objects = GroupObjects([(start, length) for start, length in columns])
+    frame, done = RowFrame(objects), [0] * len(names)
+    there = []
     for owner in whose:
-        found.append(TO + frame.object(owner).start + HEADER + done.get(owner, 0))
-        done[owner] = done.get(owner, 0) + 1
-    return found
+        there.append(TO + frame.object(owner).start + HEADER + done[owner])
+        done[owner] += 1
+    return CutRow(objects, frame, whose, there)
 
 
 def walked(copy: Copy) -> list[tuple[int, int]]:
@@ -49,44 +57,58 @@ def walked(copy: Copy) -> list[tuple[int, int]]:
     return sorted((src + n, dst + n) for src, dst, length in runs for n in range(length))
 
 
-@given(cuts(), st.data(), st.sampled_from(["src", "dst"]))
+ENDS = st.sampled_from(["src", "dst"])
+
+
+@given(cut_rows(), st.data(), ENDS)
 def test_every_byte_of_a_run_is_moved_to_its_object(
-    cut: tuple[GroupObjects, list[int]], data: st.DataObject, end: End
+    row: CutRow, data: st.DataObject, end: End
 ) -> None:
-    objects, whose = cut
-    frame = RowFrame(objects)
-    there = places(frame, whose)
-    assert sorted(set(range(TO, TO + frame.nbytes)) - set(there)) == sorted(
-        TO + frame.object(n).start + at for n in range(len(objects)) for at in range(HEADER)
+    headers = [row.frame.object(n).start for n in range(len(row.objects))]
+    assert sorted(set(range(TO, TO + row.frame.nbytes)) - set(row.there)) == sorted(
+        TO + start + at for start in headers for at in range(HEADER)
     )
-    start = data.draw(st.integers(0, len(whose) - 1))
-    length = data.draw(st.integers(1, len(whose) - start))
-    row, other = np.array([BEGIN + start]), np.array([FAR])
-    ends = (row, other) if end == "src" else (other, row)
-    moved = frame.moved(Copy(0, 0, *ends, np.array([length])), end, BEGIN, TO)
-    pairs = [(there[start + n], FAR + n) for n in range(length)]
-    assert walked(moved) == sorted(pairs if end == "src" else [(b, a) for a, b in pairs])
+    start = data.draw(st.integers(0, len(row.whose) - 1))
+    length = data.draw(st.integers(1, len(row.whose) - start))
+    inside, other = np.array([BEGIN + start]), np.array([FAR])
+    ends = (inside, other) if end == "src" else (other, inside)
+    pairs = [(row.there[start + n], FAR + n) for n in range(length)]
+    if end == "dst":
+        pairs = [(there, here) for here, there in pairs]
+    moved = row.frame.moved(Copy(0, 0, *ends, np.array([length])), end, BEGIN, TO)
+    assert walked(moved) == sorted(pairs)
 
 
-@given(cuts(), st.data(), st.sampled_from(["src", "dst"]))
+@given(cut_rows(), st.data(), ENDS)
 def test_starts_are_moved_where_no_run_leaves_its_object(
-    cut: tuple[GroupObjects, list[int]], data: st.DataObject, end: End
+    row: CutRow, data: st.DataObject, end: End
 ) -> None:
-    objects, whose = cut
-    frame = RowFrame(objects)
-    there = places(frame, whose)
-    length = data.draw(st.integers(1, len(whose)))
-    begin = data.draw(st.integers(0, len(whose) - length))
-    firsts = st.sets(st.integers(0, len(whose) - length - begin), min_size=1, max_size=4)
-    row = np.array(sorted(data.draw(firsts)))
-    other = np.arange(len(row)) * 100
-    starts = Starts.of(*((row, other) if end == "src" else (other, row)))
-    framed = frame.starts_at(starts, end, begin, length)
-    bytes_of = [range(begin + at, begin + at + length) for at in row.tolist()]
-    assert framed.objects == {whose[at] for run in bytes_of for at in run}
-    whole = [[there[at] - TO for at in run] for run in bytes_of]
+    length = data.draw(st.integers(1, len(row.whose)))
+    begin = data.draw(st.integers(0, len(row.whose) - length))
+    firsts = st.sets(st.integers(0, len(row.whose) - length - begin), min_size=1, max_size=4)
+    inside = np.array(sorted(data.draw(firsts)))
+    other = np.arange(len(inside)) * 100
+    starts = Starts.of(*((inside, other) if end == "src" else (other, inside)))
+    framed = row.frame.starts_at(starts, end, begin, length)
+    bytes_of = [range(begin + at, begin + at + length) for at in inside.tolist()]
+    assert framed.objects == {row.whose[at] for run in bytes_of for at in run}
+    whole = [[row.there[at] - TO for at in run] for run in bytes_of]
+    in_one_piece = all(run == list(range(run[0], run[0] + length)) for run in whole)
+    assert in_one_piece == (framed.starts is not None)
     if framed.starts is None:
-        assert any(run != list(range(run[0], run[0] + length)) for run in whole)
-    else:
-        found = framed.starts.src if end == "src" else framed.starts.dst
-        assert [list(range(at, at + length)) for at in found.tolist()] == whole
+        return
+    found = framed.starts.ends if end == "src" else framed.starts.ends[::-1]
+    pairs = zip(*(column.tolist() for column in found), strict=True)
+    want = zip(whole, other.tolist(), strict=True)
+    assert sorted(pairs) == sorted((run[0], at) for run, at in want)
+    assert framed.starts.step > 0, "in the order of the destination"
+
+
+def test_starts_in_no_order_are_refused() -> None:
+    frame = RowFrame(GroupObjects([(np.array([0]), np.array([8]))]))
+    for dst in ([4, 0], [4, 4]):
+        starts = Starts.of(np.array([0, 4]), np.array(dst))
+        for end in ("src", "dst"):
+            with pytest.raises(AtlasError, match="do not ascend") as refusal:
+                frame.starts_at(starts, end, 0, 4)
+            assert refusal.value.code is Code.CONTRADICTORY

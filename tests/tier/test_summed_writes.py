@@ -41,7 +41,7 @@ def test_a_block_has_the_same_checksum_in_whatever_parts_it_is_summed() -> None:
     rng = np.random.default_rng(5)
     for block_bytes in (1, 2, 255, 256, 4096, 100_003):
         data = rng.integers(0, 256, block_bytes, dtype=np.uint8).tobytes()
-        for cuts in (0, 1, 2, 9, 200):
+        for cuts in (0, 1, 2, 9, 200, 900):
             edges = np.unique([0, *rng.integers(0, block_bytes, cuts).tolist(), block_bytes])
             crcs = [zlib.crc32(data[a:b], START) for a, b in pairwise(edges)]
             columns = edges[:-1] + 7 * block_bytes, np.diff(edges), np.array(crcs, np.uint32)

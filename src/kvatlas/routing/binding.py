@@ -123,6 +123,18 @@ class RunGrid:
         count = len(self.starts.src) * int(self.length.sum())
         return count if self.cast is None else count * self.cast.target.item
 
+    def runs(self) -> tuple[Int64s, Int64s, Int64s]:
+        """The sums, span by span: where runs are at the source and the destination, how long.
+
+        >>> starts = Starts.of(np.array([0, 40]), np.array([0, 8]))
+        >>> grid = RunGrid(0, 0, starts, np.array([100, 200]), np.array([0, 4]), np.array([4, 4]))
+        >>> [column.tolist() for column in grid.runs()]
+        [[100, 140, 200, 240], [0, 8, 4, 12], [4, 4, 4, 4]]
+        """
+        ends = zip((self.src, self.dst), self.starts.ends, strict=True)
+        src, dst = ((spans[:, None] + starts).reshape(-1) for spans, starts in ends)
+        return src, dst, np.repeat(self.length, len(self.starts.src))
+
 
 class RepeatedRuns(NamedTuple):
     """Strips that differ only in where they start: one of them, and all starts."""

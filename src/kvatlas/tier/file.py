@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -157,14 +158,22 @@ class TierFile:
     def read(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> None:
         """Carry copies out from blocks of the file into pools in memory."""
         check_bounds(copies, self._places, memory_of(pools))
-        shares = [share for copy in copies for share in _shares(copy)]
-        with self._whole_file():
-            self._on_cores(lambda share: self._read_share(*share, pools), shares)
+        self._read([part for copy in copies for part in _parts(copy)], pools)
 
-    def _read_share(
-        self, copy: Copy, near: Int64s, far: Int64s, length: Int64s, pools: Mapping[int, Bytes]
-    ) -> None:
-        self._reader.read(pools[copy.dst_pool], near, self._far(copy.src_pool, far), length)
+    def read_grids(self, grids: Sequence[RunGrid], pools: Mapping[int, Bytes]) -> None:
+        """The same of runs that nobody has written out."""
+        grids = [grid for grid in grids if len(grid)]
+        check_grid_bounds(grids, self._places, memory_of(pools))
+        self._read([part for grid in grids for part in _grid_parts(grid)], pools)
+
+    def _read(self, parts: Sequence[Copy | RunGrid], pools: Mapping[int, Bytes]) -> None:
+        with self._whole_file():
+            self._on_cores(lambda part: self._read_part(part, pools), parts)
+
+    def _read_part(self, part: Copy | RunGrid, pools: Mapping[int, Bytes]) -> None:
+        runs = part.runs() if isinstance(part, RunGrid) else (part.src, part.dst, part.length)
+        far, near, length = runs
+        self._reader.read(pools[part.dst_pool], near, self._far(part.src_pool, far), length)
 
     def _far(self, pool: int, at: Int64s) -> Int64s:
         """Offsets of the file from those of a pool."""
@@ -176,7 +185,7 @@ class TierFile:
             return self._on_cores(self._checksum, blocks)
 
     def _on_cores(self, act: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """The results for all items, on several cores where there are several.
+        """The results for all items, on several cores where there are several: this is one.
 
         Where one fails, or the caller is interrupted, that is raised once none is at work any
         more: what the others still wrote would else land in blocks, or in memory, that belong
@@ -186,12 +195,11 @@ class TierFile:
             return [act(item) for item in items]
         tasks: list[Future[R]] = []
         try:
-            tasks.extend(self._helpers.submit(act, item) for item in items)
-            wait(tasks)
+            tasks.extend(self._helpers.submit(act, item) for item in items[1:])
+            return [act(items[0]), *(task.result() for task in tasks)]
         except BaseException:
             _let_end(tasks)
             raise
-        return [task.result() for task in tasks]
 
     def commit(self, blocks: Sequence[TierBlock]) -> None:
         """Write the records of blocks whose bytes are all there, and on the disk where asked.
@@ -270,13 +278,28 @@ class TierFile:
         return checksum
 
 
-def _shares(copy: Copy) -> Iterator[tuple[Copy, Int64s, Int64s, Int64s]]:
-    """A copy, and for each core what it reads of it: where to, where from, how much."""
-    if len(copy):
-        parts = min(_SUMMING, len(copy), 1 + copy.nbytes // _WORTH_A_CORE)
-        columns = (np.array_split(column, parts) for column in (copy.dst, copy.src, copy.length))
-        for near, far, length in zip(*columns, strict=True):
-            yield copy, near, far, length
+def _parts(copy: Copy) -> Iterator[Copy]:
+    """What each core reads of a copy."""
+    for some in _cuts(len(copy), copy.nbytes):
+        yield replace(copy, src=copy.src[some], dst=copy.dst[some], length=copy.length[some])
+
+
+def _grid_parts(grid: RunGrid) -> Iterator[RunGrid]:
+    """What each core reads of a grid: some spans, or some starts where there are more of them."""
+    if len(grid.length) >= min(_SUMMING, len(grid.starts.src)):
+        for some in _cuts(len(grid.length), grid.nbytes):
+            yield replace(grid, src=grid.src[some], dst=grid.dst[some], length=grid.length[some])
+    else:
+        src, dst = grid.starts.ends
+        for some in _cuts(len(src), grid.nbytes):
+            yield replace(grid, starts=replace(grid.starts, src=src[some], dst=dst[some]))
+
+
+def _cuts(count: int, nbytes: int) -> Iterator[slice]:
+    """Runs in parts for several cores, where they have so many bytes."""
+    parts = min(_SUMMING, count, 1 + nbytes // _WORTH_A_CORE)
+    for part in range(parts):
+        yield slice(part * count // parts, (part + 1) * count // parts)
 
 
 def _let_end(tasks: Sequence[Future[Any]]) -> None:

@@ -31,6 +31,9 @@ class RunReader:
     def read(self, memory: Bytes, near: Int64s, far: Int64s, length: Int64s) -> None:
         """Read runs at offsets of the file to offsets of some memory."""
         nbytes = int(length.sum())
+        if nbytes < _MAPPED_STRETCH * _stretches(near, length):
+            order = np.argsort(near, kind="stable")
+            near, far, length = near[order], far[order], length[order]
         filled = nbytes >= _MAPPED_STRETCH * _stretches(near, length)
         if filled and self._map.read(near + memory.ctypes.data, far, length):
             return

@@ -89,10 +89,13 @@ class PieceWriter:
     def _write_long(self, stretches: list[memoryview], to: list[int]) -> list[int]:
         crcs = []
         for stretch, place in zip(stretches, to, strict=True):
-            crc = START
-            for done in range(0, len(stretch), _AT_ONCE):
-                some = stretch[done : done + _AT_ONCE]
+            crc, done = START, 0
+            while done < len(stretch):
+                # Up to a multiple of so many bytes in the file: the system then keeps them in
+                # one piece of memory, and reads of it are as fast as they can be.
+                some = stretch[done : done + _AT_ONCE - (place + done) % _AT_ONCE]
                 crc = crc32(some, crc)
                 write_all(self._file, some, place + done)
+                done += len(some)
             crcs.append(crc)
         return crcs

@@ -142,8 +142,7 @@ class BlockIndex:
     def find(self, need: NeededBlock) -> TierBlock | None:
         """The whole block that has what is needed."""
         with self.lock:
-            block = self._whole.get((need.group, need.key)) if need.key is not None else None
-            return block if block is not None and self._serves(block, need.cover) else None
+            return self._find(need)
 
     def longest(
         self, spans: TierSpans, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]
@@ -185,9 +184,12 @@ class BlockIndex:
     def pin(self, needs: Sequence[NeededBlock]) -> list[TierBlock] | None:
         """All blocks that are needed, pinned; None where one is absent."""
         with self.lock:
-            blocks = [block for need in needs if (block := self.find(need)) is not None]
-            if len(blocks) < len(needs):
-                return None
+            blocks = []
+            for need in needs:
+                block = self._find(need)
+                if block is None:
+                    return None
+                blocks.append(block)
             for block in blocks:
                 block.pins += 1
             self._touch(zip(needs, blocks, strict=True))
@@ -241,7 +243,7 @@ class BlockIndex:
         """Blocks for a rank to fill: one for each key that is absent, while there is room."""
         claim = Claim(rank)
         with self.lock:
-            looked_up = [(need, self.find(need)) for need in needs if need.key is not None]
+            looked_up = [(need, self._find(need)) for need in needs if need.key is not None]
             present = [(need, block) for need, block in looked_up if block is not None]
             for _, block in present:  # pinned first, so that no key of a request evicts another
                 block.pins += 1
@@ -368,8 +370,14 @@ class BlockIndex:
             free = self._free[block.pool]
             free.insert(len(free) if last else 0, block.block_id)
 
+    def _find(self, need: NeededBlock) -> TierBlock | None:
+        block = self._whole.get((need.group, need.key)) if need.key is not None else None
+        return block if block is not None and self._serves(block, need.cover) else None
+
     def _serves(self, block: TierBlock, cover: Cover) -> bool:
         """Whether a block has the tokens that are needed; a state is after its own alone."""
+        if block.cover == cover:
+            return True
         if self.plan.groups[block.group].kind == "recurrent":
-            return block.cover == cover
+            return False
         return block.cover.first <= cover.first and cover.stop <= block.cover.stop

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -84,9 +85,9 @@ class NumberedGrids:
 
     def _written_out(self, grid: RunGrid, begin: int, other: Int64s, length: int) -> Copy:
         """Spans of one length, all of which begin so far in their rows, as runs."""
-        ends = zip(self._ends(np.full(len(other), begin), other), grid.starts.ends, strict=True)
-        src, dst = ((spans[:, None] + starts).reshape(-1) for spans, starts in ends)
-        return Copy(grid.src_pool, grid.dst_pool, src, dst, np.full(len(src), length))
+        src, dst = self._ends(np.full(len(other), begin), other)
+        some = replace(grid, src=src, dst=dst, length=np.full(len(other), length))
+        return Copy(grid.src_pool, grid.dst_pool, *some.runs())
 
     def _ends(self, rows: Int64s, other: Int64s) -> tuple[Int64s, Int64s]:
         return (rows, other) if self._end == "src" else (other, rows)

@@ -22,6 +22,13 @@ _POLYNOMIAL = 0xEDB88320
 START = 0xFFFFFFFF
 """Where the CRC-32 of a stretch starts from: what comes before it is seen to elsewhere."""
 
+_BYTES: Int64s = np.arange(256) << np.array([[0], [8], [16], [24]])
+"""Remainders of one byte, for each of their four: 4 rows of 256."""
+_MOST_TABLES = 256
+"""Numbers of zeros of which each has a table, of 4 KiB; more are made of powers of two."""
+_KEPT = 8
+"""Tables that are kept: blocks of a kind are cut alike."""
+
 Words = NDArray[np.uint32]
 
 
@@ -80,11 +87,35 @@ def _start(nbytes: int) -> int:
 
 def _moved(remainders: Words, after: Int64s) -> Words:
     """The remainders of the same bytes with so many zeros behind them."""
+    distances, which = np.unique(after, return_inverse=True)
+    if len(distances) <= _MOST_TABLES:
+        return _look_up_each(_tables(distances.tobytes()), which, remainders)
     moved = remainders.copy()
-    for power in range(int(after.max(initial=0)).bit_length()):
+    for power in range(int(distances[-1]).bit_length()):
         rows = np.flatnonzero(after >> power & 1)
         moved[rows] = _look_up(_zeros(power), moved[rows])
     return moved
+
+
+@lru_cache(_KEPT)
+def _tables(distances: bytes) -> Words:
+    """For each of some ascending numbers of zeros, what they make of each byte of a remainder."""
+    steps = np.diff(np.frombuffer(distances, np.int64), prepend=0).tolist()
+    table = _BYTES.astype(np.uint32)
+    made = np.empty((len(steps), *table.shape), np.uint32)
+    for nth, step in enumerate(steps):
+        table = made[nth] = _look_up(_many_zeros(step), table)
+    return made
+
+
+@lru_cache(_KEPT)
+def _many_zeros(count: int) -> Words:
+    """What so many zero bytes make of each byte of a remainder."""
+    table = _BYTES.astype(np.uint32)
+    for power in range(count.bit_length()):
+        if count >> power & 1:
+            table = _look_up(_zeros(power), table)
+    return table
 
 
 @cache
@@ -93,10 +124,19 @@ def _zeros(power: int) -> Words:
     if power:
         half = _zeros(power - 1)
         return _look_up(half, half)
-    values: NDArray[np.int64] = np.arange(256) << np.array([[0], [8], [16], [24]])
+    values = _BYTES
     for _ in range(8):
         values = np.where(values & 1, values >> 1 ^ _POLYNOMIAL, values >> 1)
     return values.astype(np.uint32)
+
+
+def _look_up_each(tables: Words, which: Int64s, values: Words) -> Words:
+    """The same in one of several tables each."""
+    entries, first = tables.reshape(-1), which * _BYTES.size
+    looked_up: Words = entries[first + (values & 255)]
+    for row in (1, 2, 3):
+        looked_up = looked_up ^ entries[first + 256 * row + (values >> 8 * row & 255)]
+    return looked_up
 
 
 def _look_up(table: Words, values: Words) -> Words:

@@ -90,10 +90,14 @@ class TierSpans:
         spans = self._spans(group, start, stop)
         # A block is said to have only what all layers of the group have of it.
         first, last = max(one for one, _ in spans), min(two for _, two in spans)
+        whole = Cover(0, block)
+        all_whole = (whole,) * len(spans)
         for entry in range(first // block, -(-last // block)):
             begin = entry * block
-            covers = tuple(Cover(max(a - begin, 0), min(b - begin, block)) for a, b in spans)
-            cover = Cover(max(first - begin, 0), min(last - begin, block))
+            cover, covers = whole, all_whole  # as nearly every block is
+            if begin < first or begin + block > last:
+                covers = tuple(Cover(max(a - begin, 0), min(b - begin, block)) for a, b in spans)
+                cover = Cover(max(first - begin, 0), min(last - begin, block))
             # Context parallelism deals tokens out by their place in the request.
             where = begin if self.other.dcp > 1 else 0
             yield NeededBlock(group, entry, _at(keys, entry), cover, (group, where, covers))

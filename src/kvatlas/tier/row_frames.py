@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy, Starts
 from kvatlas.tier.object_header import HEADER
@@ -84,7 +85,14 @@ class RowFrame:
         return replace(copy, src=at) if end == "src" else replace(copy, dst=at)
 
     def _starts_at(self, starts: Starts, end: End, begin: int, length: int) -> FramedStarts:
-        """Starts with a span of runs of a length, at whose `end` it begins so far in its row."""
+        """Starts with a span of runs of a length, at whose `end` it begins so far in its row.
+
+        Refused where they do not ascend at the destination, as those of a route do.
+        """
+        if starts.step < 1:
+            problem = "Starts of runs do not ascend at the destination"
+            got, hint = starts.dst[:8].tolist(), "Take those of a route"
+            raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         at = begin + (starts.src if end == "src" else starts.dst)
         first = np.searchsorted(self._starts, at, "right") - 1
         last = np.searchsorted(self._starts, at + length - 1, "right") - 1
@@ -95,8 +103,10 @@ class RowFrame:
         if (first != last).any():
             return FramedStarts(None, objects)
         at = at + self._shift[first]
-        ends = (at, starts.dst) if end == "src" else (starts.src, at)
-        return FramedStarts(Starts.of(*ends), objects)
+        if end == "src":
+            return FramedStarts(Starts.of(at, starts.dst), objects)
+        order = np.argsort(at)  # objects may lie in another order than their bytes in a row
+        return FramedStarts(Starts.of(starts.src[order], at[order]), objects)
 
     def _cut(
         self, copy: Copy, within: Int64s, first: Int64s, last: Int64s

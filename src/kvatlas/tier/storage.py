@@ -107,8 +107,8 @@ class TierStorage:
         return self.carry("store", copies, self.writing(plan, rank, pools)), brought
 
     def takes_sums(self, pools: Mapping[int, Any] | None) -> bool:
-        """Whether `reading` and `writing` take sums of runs: where all is this process's memory."""
-        return self._file is None and not is_on_gpu(pools)
+        """Whether `reading` takes sums of runs: where they go to this process's memory."""
+        return not is_on_gpu(pools)
 
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Read:
         """From the tier into memory that this process can reach."""
@@ -116,8 +116,8 @@ class TierStorage:
             return self.offload(plan, rank, pools).fetch
         if self._file is None:
             return lambda moves: move_pools(moves, self._pools, rank_pools(plan, rank, pools))
-        read = self._file.read
-        return lambda copies: read(copies, rank_pools(plan, rank, pools))
+        read = self._file.read_grids
+        return lambda grids: read(grids, rank_pools(plan, rank, pools))
 
     def offload_of_sums(
         self, plan: Plan, rank: int, pools: Mapping[int, Any] | None
@@ -219,6 +219,8 @@ class TierStorage:
         if self._file is None:
             return []
         doubted = [block for block in blocks if self._verify_always or not block.verified]
+        if not doubted:
+            return []
         with self.metrics.phase("verify"):
             checksums = self._file.checksums(doubted)
         for block, checksum in zip(doubted, checksums, strict=True):

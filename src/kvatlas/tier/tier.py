@@ -278,9 +278,12 @@ class Tier:
 
     def _pinned(self, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]) -> Hit:
         while True:
-            end = self._index.longest(self._spans, start, stop, keys)
-            needs = self._spans.needs(start, end, keys)
+            end, needs = stop, self._spans.needs(start, stop, keys)
             blocks = self._index.pin(needs)
+            if blocks is None:  # not all of it
+                end = self._index.longest(self._spans, start, stop, keys)
+                needs = self._spans.needs(start, end, keys)
+                blocks = self._index.pin(needs)
             if blocks is None:
                 continue  # gone since it was found
             with ExitStack() as pinned:
