@@ -187,7 +187,8 @@ def serve(
     pipe: Connection, model: str, core: str, connector: Any, environment: Any, options: Any
 ) -> None:
     """The engine's process."""
-    os.environ |= environment | {"VLLM_CPU_OMP_THREADS_BIND": core}
+    # The server that it was forked from may have been there before `engine` was asked for any.
+    os.environ |= _FOR_ALL | environment | {"VLLM_CPU_OMP_THREADS_BIND": core}
     if core.isdecimal():
         _bind(int(core))
     try:
