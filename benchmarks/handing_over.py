@@ -21,7 +21,7 @@ from kvatlas.wire import (
     run_sample_server,
 )
 
-LAYERS, TOKENS, TURNS = 32, 4096, 3
+LAYERS, TOKENS, TURNS = 32, 4096, 5
 TRANSPORTS = ("shm", "nixl", "mooncake")
 ORDERS = (("LBHNC", "LBHNC"), ("BLHNC", "BHLNC"))
 WAYS: tuple[How, ...] = ("direct", "staged", "auto")

@@ -29,12 +29,14 @@ from kvatlas.geometry import (
 from kvatlas.planning import Plan
 from kvatlas.specs import (
     AnySpec,
+    CellFormat,
     FullAttention,
     Indexer,
     LatentAttention,
     Mamba2,
     ShortConv,
     SlidingAttention,
+    format_name,
 )
 from tests.cases import each
 
@@ -71,6 +73,10 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.BAD_AXES, lambda: P.split("N", into=("B", "n"), inner=3)),
     (Code.BAD_AXES, lambda: P.descriptors("B", "B")),
     (Code.BAD_AXES, lambda: P(B=1, H=1)),
+    (Code.BAD_AXES, lambda: P.split("N", into="n", inner=3)),  # type: ignore[arg-type]
+    (Code.BAD_AXES, lambda: Placement.packed("BN")),  # type: ignore[arg-type]
+    (Code.BAD_AXES, lambda: Placement.packed(["BN", "B4"])),  # type: ignore[list-item]
+    (Code.BAD_AXES, lambda: validate({"a": (0, 8)}, size=8)),  # type: ignore[dict-item]
     (Code.BAD_ORDER, lambda: Layout("LBNH")),
     (Code.BAD_ORDER, lambda: Layout("LBNHCC")),
     (Code.NOT_AN_INTEGER, lambda: Placement(("B",), (2.0,), (1,))),  # type: ignore[arg-type]
@@ -129,6 +135,13 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.UNKNOWN_FIELD, lambda: FullAttention(heads=1, head_dim=8).page(1).field("q")),
     (Code.BAD_FIELD, lambda: FieldAxis("H", 2, "L")),  # type: ignore[arg-type]
     (Code.BAD_FIELD, lambda: Field("a", BYTE, (*CELL, *CELL))),
+    (Code.BAD_FIELD, lambda: Field("a", BYTE, "HN")),  # type: ignore[arg-type]
+    (Code.BAD_FIELD, lambda: Field("a", BYTE, CELL, sharding=None)),  # type: ignore[arg-type]
+    (Code.BAD_FIELD, lambda: Field("a", BYTE, CELL, ranges=(0, 8))),  # type: ignore[arg-type]
+    (Code.BAD_FIELD, lambda: Page(1, 1, 8, ("k", "v"))),  # type: ignore[arg-type]
+    (Code.UNKNOWN_FIELD, lambda: CellFormat(FullAttention(heads=1, head_dim=8)).row("q")),
+    (Code.UNKNOWN_DTYPE, lambda: format_name(16)),  # type: ignore[arg-type]
+    (Code.TOO_MANY, lambda: StateSpans.between(0, HUGE, StateBlocks(16), StateBlocks(16))),
     (Code.PAGE_TOO_SMALL, lambda: FullAttention(heads=1, head_dim=8).page(4).padded(100)),
     (
         Code.PADDING_INSIDE_PAGE,

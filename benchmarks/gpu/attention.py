@@ -9,7 +9,8 @@ import torch
 
 from benchmarks.gpu import exact
 from benchmarks.gpu.ceilings import prefill_work
-from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, layers_of, shuffled, small
+from benchmarks.gpu.cells import DEVICE, ORDERS, Cell, layers_of, shuffled, small
+from benchmarks.gpu.replays import Case
 from kvatlas import kernels
 from kvatlas.cache import LayerCache
 from kvatlas.kernels import read, read_latent, write_latent

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu.cells import DEVICE, LONG, Case, Player, milliseconds, ready, times, warm_up
+from benchmarks.gpu.cells import DEVICE
+from benchmarks.gpu.replays import LONG, Case, Player, milliseconds, ready, times, warm_up
 
 GIB = 1 << 30
 _BACKENDS = {

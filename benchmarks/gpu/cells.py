@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.gpu.replays import (
+    LONG,
+    Case,
+    Player,
+    by_turns,
+    middle,
+    milliseconds,
+    ready,
+)
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import ENGINE_LAYOUTS, Layout
 from kvatlas.specs import Spec
@@ -20,26 +28,6 @@ DEVICE = os.environ.get("KVATLAS_BENCH_DEVICE", "cuda")
 ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
 SLOTS = 4
 """Layers in a pool, so that orders which interleave them do."""
-
-
-_WARM = 0.05
-"""Seconds of work before the clock starts: an idle chip clocks down."""
-LONG = 100.0
-"""Milliseconds that are timed, at least."""
-_TURNS = 5
-"""How often a cell and its limit take turns."""
-_LEAST_OF_LIMIT, _LONG_OF_LIMIT = 3, 5.0
-"""How often, and how many milliseconds, a limit is played in a turn."""
-
-
-class Case(NamedTuple):
-    """Ready to run: calls that take turns, so that no cache holds their data, and a check."""
-
-    calls: Sequence[Callable[[], Any]]
-    work: float
-    """What one call does, in the unit of the figure: bytes, or operations."""
-    right: Callable[[], bool]
-    """Poisons what is written, calls, and compares with float64."""
 
 
 class Cell(NamedTuple):
@@ -111,83 +99,6 @@ def shuffled(count: int, of: int, seed: int) -> torch.Tensor:
     return torch.randperm(of, generator=generator)[:count].to(torch.int32).to(DEVICE)
 
 
-class Player(NamedTuple):
-    """A case that was compiled, and captured where that is wanted."""
-
-    play: Callable[[], Any]
-    """All of its calls, one after the other."""
-    case: Case
-    """Whose tensors a captured graph needs, and does not keep."""
-
-
-def ready(case: Case, *, graph: bool = True) -> Player:
-    """A case that can be played."""
-    for call in case.calls:
-        call()
-    torch.cuda.synchronize()
-    play: Callable[[], Any] = lambda: [call() for call in case.calls]  # noqa: E731
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            for call in case.calls:
-                call()
-        play = captured.replay
-    return Player(play, case)
-
-
-def warm_up(player: Player) -> None:
-    """Play until the chip's clocks are up."""
-    clock = time.perf_counter()
-    while time.perf_counter() - clock < _WARM:
-        player.play()
-        torch.cuda.synchronize()
-
-
-def times(player: Player, repeat: int, long: float) -> list[float]:
-    """Milliseconds of a call, played so often and so long at least."""
-    calls = len(player.case.calls)
-    taken: list[float] = []
-    while len(taken) < repeat or (sum(taken) * calls < long and len(taken) < 500):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")  # type: ignore[no-untyped-call]
-        begin.record()
-        player.play()
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end) / calls)
-    return taken
-
-
-def milliseconds(
-    case: Case, *, graph: bool = True, repeat: int = 15, long: float = LONG
-) -> tuple[float, float]:
-    """Median milliseconds of a call, and the spread of the middle half."""
-    player = ready(case, graph=graph)
-    warm_up(player)
-    return _middle(times(player, repeat, long))
-
-
-def by_turns(
-    player: Player, limit: Player, *, repeat: int = 15, long: float = LONG
-) -> tuple[list[float], list[float]]:
-    """Milliseconds of calls and of their limit, timed by turns, so that both have one chip.
-
-    Chips clock down when they are hot, and others use the host: what was timed minutes ago says
-    little of now.
-    """
-    own: list[float] = []
-    others: list[float] = []
-    warm_up(player)
-    for _ in range(_TURNS):
-        own += times(player, -(-repeat // _TURNS), long / _TURNS)
-        others += times(limit, _LEAST_OF_LIMIT, _LONG_OF_LIMIT)
-    return own, others
-
-
-def _middle(taken: list[float]) -> tuple[float, float]:
-    low, middle, high = statistics.quantiles(taken, n=4)
-    return middle, (high - low) / middle
-
-
 def measure(
     cell: Cell,
     choice: dict[str, Any] | None = None,
@@ -209,7 +120,7 @@ def measure(
         else:
             player = ready(case, graph=cell.graph)
             own, others = by_turns(player, limit, repeat=repeat, long=cell.long)
-            taken, spread = _middle(own)
+            taken, spread = middle(own)
             beside = Beside(statistics.median(others), limit.case.work)
     except Exception as error:
         return Measured(cell, None, 0.0, 0.0, False, f"{type(error).__name__}: {str(error)[:300]}")

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, layers_of, shuffled, small
+from benchmarks.gpu.cells import DEVICE, ORDERS, Cell, layers_of, shuffled, small
+from benchmarks.gpu.replays import Case
 from kvatlas.kernels.triton import BlockConversion, Staging, tune
 from kvatlas.kernels.triton.launch_copy import between, zero_blocks
 from kvatlas.specs import FullAttention, Mamba2, TensorScales

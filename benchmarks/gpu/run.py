@@ -15,16 +15,20 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from benchmarks.gpu import attention, ceilings, copies, goals, host_time, pulls, writes
-from benchmarks.gpu.cells import Cell, Player, measure, ready
+from benchmarks.gpu.cells import Cell, measure
 from benchmarks.gpu.compiling import Work, compile_all, compile_cell, compiled_late
+from benchmarks.gpu.replays import Player, ready
 from benchmarks.gpu.report import Results, in_bf16, key_of, show_cells, show_limits
+from benchmarks.gpu.step_times import StepTimes
 
 HOST_TIME, STEPS, PULLS = "host time", "steps of transformers", "pulls"
 """What is measured besides cells, as `--only` takes it."""
@@ -190,9 +194,15 @@ def _steps() -> list[goals.GoalRow]:
     if not has_transformers():
         print("transformers is not installed: its decode steps are not measured.")
         return []
+    # In a process of its own, since steps are profiled: what is timed behind that is slower.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
+        return goals.of_steps(worker.submit(_table_of_steps).result())
+
+
+def _table_of_steps() -> list[StepTimes]:
     from benchmarks.gpu import steps
 
-    return goals.of_steps(steps.table())
+    return steps.table()
 
 
 def _pulls() -> list[goals.GoalRow]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.cells import DEVICE, ORDERS, Case, Cell, layers_of, shuffled
+from benchmarks.gpu.cells import DEVICE, ORDERS, Cell, layers_of, shuffled
+from benchmarks.gpu.replays import Case
 from kvatlas.kernels import write as by_torch
 from kvatlas.kernels.triton.launch_write import write
 from kvatlas.specs import FullAttention

@@ -44,7 +44,7 @@ def test_engines_of_unlike_topology_understand_each_other() -> None:
     assert answer["ok"]
     assert answer["moves"]["tokens"] == 500
     names = [finding["what"] for finding in answer["findings"]]
-    assert {"model", "cache dtype", "ranks", "order", "block", "groups", "windows"} <= set(names)
+    assert {"model", "cache dtype", "ranks", "layout", "block", "groups", "windows"} <= set(names)
     hybrid = said("doctor", "Qwen3.5-397B-A17B", "--from", "tp=4", "--to", "tp=2")
     assert "recurrent states" in [finding["what"] for finding in hybrid["findings"]]
 
@@ -78,6 +78,7 @@ def test_what_arguments_and_settings_say_is_looked_at() -> None:
     }
     for what, ends in no.items():
         assert verdicts(*ends).get(what) == "no", what
+    assert verdicts(engine(), engine(speculative_config={"method": "ngram"})) == {}
     bad = diagnose(engine(), engine({"lease_second": 3}))
     assert "lease_seconds" in bad.answer
     missing = diagnose(engine(), EngineArguments.of_command("vllm serve Qwen3-8B"))
@@ -127,7 +128,7 @@ def test_engines_from_files(tmp_path: Path) -> None:
     shown("plan", "Qwen3-8B", "--save", str(tmp_path / "plan.json"))
     answer = said("doctor", *(str(tmp_path / name) for name in ("prefill.sh", "decode.json")))
     rows = {row["what"]: (row["prefill"], row["decode"]) for row in answer["findings"]}
-    assert rows["order"] == ("LBHNC", "LBNHC")
+    assert rows["layout"] == ("LBHNC", "LBNHC")
     assert rows["ranks"] == ("tp 2, pp 1", "tp 1, pp 1")
     assert rows["longest request"][0] == "16,384 tokens"
     out = shown(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvatlas import AtlasError, Code
-from kvatlas.planning import plan, quantity
+from kvatlas import AtlasError, Code, Placement
+from kvatlas.models import Weights, find_gpu
+from kvatlas.planning import Fitting, foreign, plan, quantity, stage_layers
 from kvatlas.planning.request import length
 from tests.planning.models import model_of
 
 GIB: dict[str, Any] = {"memory": "60GiB"}
+LLAMA = Weights.load("Llama-3.1-8B")
+LAYER = "model.layers.0.self_attn.attn"
+PAGES = Placement.packed([("B", 4), ("N", 16), ("H", 8), ("C", 256)], item=2)
 
 REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.NOT_ENOUGH_MEMORY, lambda: plan("Llama-3.1-8B", memory="1GiB")),
@@ -69,6 +75,17 @@ REFUSALS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.BACKEND_REFUSES, lambda: plan("DeepSeek-V3.2", **GIB, block_size=32)),
     (Code.NO_CACHE, lambda: plan(model_of("empty"), **GIB)),
     (Code.UNKNOWN_POLICY, lambda: plan("Bamba-9B", **GIB, states="far")),  # type: ignore[arg-type]
+    (Code.BAD_SIZE, lambda: stage_layers(61, 0)),
+    (Code.BAD_TOPOLOGY, lambda: stage_layers(61, 10**12)),
+    (Code.NEGATIVE, lambda: stage_layers(-1, 2)),
+    (Code.NOT_AN_INTEGER, lambda: LLAMA.per_rank(tp=1.5)),  # type: ignore[arg-type]
+    (Code.NOT_AN_INTEGER, lambda: LLAMA.per_rank(ep=math.nan)),  # type: ignore[arg-type]
+    (Code.BAD_TOPOLOGY, lambda: LLAMA.per_rank(tp=0)),
+    (Code.BAD_SIZE, lambda: Fitting("Llama-3.1-8B", find_gpu("H100")).best(0)),
+    (Code.BAD_TENSOR, lambda: foreign("Qwen3-8B", {LAYER: np.zeros(4)})),  # type: ignore[dict-item]
+    (Code.BAD_TENSOR, lambda: foreign("Qwen3-8B", {LAYER: PAGES}, blocks=1 << 40)),
+    (Code.BAD_SIZE, lambda: foreign("Qwen3-8B", {LAYER: PAGES}, max_len=0)),
+    (Code.BAD_PLAN, lambda: foreign("Qwen3-8B", {LAYER: PAGES}, pools={1: 0})),  # type: ignore[arg-type]
 ]
 
 

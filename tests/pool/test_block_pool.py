@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -18,7 +19,7 @@ from hypothesis.stateful import (
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import plan
-from kvatlas.pool import BlockPool, PrefixIdentity, checkpoint_policy
+from kvatlas.pool import BlockIds, BlockPool, EventSubscriber, PrefixIdentity, checkpoint_policy
 from tests.pool.engine import PIECES, PLANS, POLICIES, Engine
 from tests.pool.million import run
 from tests.pool.models import MODELS, small_plan
@@ -294,6 +295,10 @@ def test_what_cannot_be_had_is_refused_and_changes_nothing() -> None:
         (Code.NOT_AN_INTEGER, lambda: pool.admit(3, [1 << 70] * 16)),
         (Code.NOT_AN_INTEGER, lambda: pool.admit(3, [1.5] * 16)),  # type: ignore[list-item]
         (Code.NOT_AN_INTEGER, lambda: pool.computed(1, 0, [1, "a"])),  # type: ignore[list-item]
+        (Code.NOT_AN_INTEGER, lambda: pool.loaded(1, math.nan)),  # type: ignore[arg-type]
+        (Code.BAD_TOKENS, lambda: pool.loaded(1, 64)),
+        (Code.NEGATIVE, lambda: BlockIds(-1)),
+        (Code.BAD_QUANTITY, lambda: EventSubscriber("inproc://here", patience=math.nan)),
     ]
     for code, call in refused:
         with pytest.raises(AtlasError) as refusal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,21 @@ from kvatlas.tier import (
     CacheIdentity,
     Converting,
     FolderStore,
+    HostStore,
+    PrefixChain,
     StoreTier,
     Tier,
+    TierClient,
     open_store,
     open_tier,
+    prefix_keys,
 )
 from tests.tier.test_store_topologies import OURS
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import MAX_LEN, World, small
 
 MODEL = MODELS["dense"]
+ROWS = small(MODEL, layout="BHLNC")
 
 
 def opened(where: str | Path, model: Model = MODEL, **options: Any) -> AnyTier:
@@ -59,8 +65,22 @@ def test_addresses_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
     assert refusal(lambda: open_store("redis://host")) is Code.BAD_CONFIG
     assert refusal(lambda: opened("redis://host")) is Code.BAD_CONFIG, "no file of that name"
     assert refusal(lambda: open_store("folder://")) is Code.BAD_CONFIG, "not wherever one is"
+    absent = tmp_path / "absent"
+    assert refusal(lambda: open_store(f"folder://{absent}", create=False)) is Code.UNREADABLE
+    assert not absent.exists()
     assert refusal(lambda: open_store("host://?colour=red")) is Code.BAD_CONFIG
     assert refusal(lambda: open_store("host://?capacity=much")) is Code.BAD_QUANTITY
+    assert refusal(lambda: open_store(7)) is Code.BAD_CONFIG  # type: ignore[arg-type]
+    assert refusal(lambda: open_store("folder:///tmp/\0")) is Code.BAD_CONFIG
+    assert refusal(lambda: opened("host://", deadline=math.nan)) is Code.BAD_QUANTITY
+    assert refusal(lambda: prefix_keys(ROWS, [1], lora=None)) is Code.BAD_CONFIG  # type: ignore[arg-type]
+    assert refusal(lambda: prefix_keys(ROWS, [1], salt="a")) is Code.BAD_CONFIG  # type: ignore[arg-type]
+    assert refusal(lambda: PrefixChain(ROWS, range(9)).key_at(10)) is Code.BAD_TOKENS
+    assert refusal(lambda: PrefixChain(ROWS, range(9)).keys(10)) is Code.BAD_TOKENS
+    assert refusal(lambda: HostStore(capacity=-1)) is Code.NEGATIVE
+    assert refusal(lambda: FolderStore(tmp_path, quota=1.5)) is Code.NOT_AN_INTEGER  # type: ignore[arg-type]
+    assert refusal(lambda: Tier("Qwen3-8B")) is Code.BAD_PLAN  # type: ignore[arg-type]
+    assert refusal(lambda: TierClient(tmp_path / "no.sock", seconds=math.nan)) is Code.BAD_QUANTITY
     assert refusal(lambda: open_tier("host://", MODEL)) is Code.CONTRADICTORY
     assert refusal(lambda: opened(tmp_path / "x", deadline=1.0)) is Code.CONTRADICTORY
     assert refusal(lambda: opened("host://", shards=0)) is Code.OUT_OF_RANGE

@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class Answer:
     params: dict[str, Any] | None
     reason: str
     cached: int = 0
+    drafts: list[list[int]] = field(default_factory=list)
+    """What a drafter has guessed after each step."""
 
 
 @dataclass
@@ -130,18 +133,31 @@ def engine(
     **options: Any,
 ) -> Iterator[Engine]:
     """An engine, ready to be asked; `connector` is its kv_transfer_config."""
+    ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+    cores = core if ranks == 1 else "|".join(map(str, range(ranks)))  # one for each rank
+    about = (str(model), cores, connector, environment or {}, options)
+    with started(serve, about, name) as (pipe, process):
+        made = Engine(pipe, process)
+        made.started = made.facts()
+        yield made
+
+
+@contextmanager
+def started(
+    serve: Callable[..., None], about: tuple[Any, ...], name: str
+) -> Iterator[tuple[Connection, Any]]:
+    """A process that has imported vLLM and is ready, and a pipe to it; it ends when told to stop.
+
+    `serve` is called in it with the pipe's other end and `about`.
+    """
     here, there = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.vllm.preloaded"])
     os.environ |= _FOR_ALL  # of the process that imports vLLM
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
-    cores = core if ranks == 1 else "|".join(map(str, range(ranks)))  # one for each rank
-    about = (there, str(model), cores, connector, environment or {}, options)
-    process = context.Process(target=serve, args=about, name=name)
+    process = context.Process(target=serve, args=(there, *about), name=name)
     process.start()
     there.close()
-    made = Engine(here, process)
     try:
         deadline = time.monotonic() + START_SECONDS
         while not here.poll(0.2):
@@ -150,8 +166,7 @@ def engine(
         said, *what = here.recv()
         if said != "ready":
             raise EngineStartError(what[0])
-        made.started = made.facts()
-        yield made
+        yield here, process
     finally:
         if process.is_alive():
             try:
@@ -192,7 +207,14 @@ def _bind(core: int) -> None:
 
 
 def _start(model: str, connector: Any, options: dict[str, Any]) -> Any:
-    from vllm import EngineArgs, LLMEngine
+    from vllm import LLMEngine
+
+    return LLMEngine.from_vllm_config(engine_config(model, connector, options))
+
+
+def engine_config(model: str, connector: Any, options: dict[str, Any]) -> Any:
+    """What vLLM makes of an engine's arguments, in its own process."""
+    from vllm import EngineArgs
     from vllm.config import KVEventsConfig
 
     given: dict[str, Any] = {
@@ -210,7 +232,37 @@ def _start(model: str, connector: Any, options: dict[str, Any]) -> Any:
         options = options | {"kv_events_config": KVEventsConfig(**options["kv_events_config"])}
     config = EngineArgs(model=model, **given | options).create_engine_config()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # ranks too have imported all they need
-    return LLMEngine.from_vllm_config(config)
+    return config
+
+
+def greedy(tokens: int, params: Any) -> Any:
+    """How a request is sampled, with its kv_transfer_params."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=tokens,
+        logprobs=1,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=None if params is None else {"kv_transfer_params": params},
+    )
+
+
+def answer_of(output: Any) -> dict[str, Any]:
+    """What an `Answer` says of a request that vLLM has finished."""
+    (made,) = output.outputs
+    chosen = [
+        step[token].logprob
+        for step, token in zip(made.logprobs or (), made.token_ids, strict=False)
+    ]
+    return {
+        "tokens": list(made.token_ids),
+        "logprobs": chosen,
+        "params": output.kv_transfer_params,
+        "reason": str(made.finish_reason),
+        "cached": output.num_cached_tokens or 0,
+    }
 
 
 class _Running:
@@ -219,6 +271,7 @@ class _Running:
         self.scheduler = made.engine_core.engine_core.scheduler
         self.taken: list[tuple[float, int, bool]] = []
         self.preempted: set[str] = set()
+        self.drafts: defaultdict[str, list[list[int]]] = defaultdict(list)
         self.warned = _Warned()
         logging.getLogger("kvatlas.vllm").addHandler(self.warned)
 
@@ -241,6 +294,9 @@ class _Running:
         self.taken.append((time.perf_counter() - begun, len(outputs), pulling))
         requests = self.scheduler.requests.items()
         self.preempted |= {name for name, request in requests if request.num_preemptions}
+        for name, request in requests:
+            if request.spec_token_ids:  # vLLM adds a suffix to names
+                self.drafts[name.rpartition("-")[0]].append(list(request.spec_token_ids))
         for output in outputs:
             if output.finished:
                 self._tell(output)
@@ -248,32 +304,11 @@ class _Running:
             time.sleep(0.001)
 
     def _tell(self, output: Any) -> None:
-        (made,) = output.outputs
-        chosen = [
-            step[token].logprob
-            for step, token in zip(made.logprobs or (), made.token_ids, strict=False)
-        ]
-        answer = {
-            "tokens": list(made.token_ids),
-            "logprobs": chosen,
-            "params": output.kv_transfer_params,
-            "reason": str(made.finish_reason),
-            "cached": output.num_cached_tokens or 0,
-        }
-        self.pipe.send(("done", output.request_id, answer))
+        drafts = self.drafts.pop(output.request_id, [])
+        self.pipe.send(("done", output.request_id, answer_of(output) | {"drafts": drafts}))
 
     def add(self, name: str, prompt: list[int], tokens: int, params: Any) -> None:
-        from vllm import SamplingParams
-
-        about = SamplingParams(
-            temperature=0,
-            max_tokens=tokens,
-            logprobs=1,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=None if params is None else {"kv_transfer_params": params},
-        )
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, about)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, greedy(tokens, params))
 
     def abort(self, name: str) -> None:
         self.engine.abort_request([name])

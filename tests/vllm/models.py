@@ -30,6 +30,11 @@ WINDOW = 64
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_DENSE, "num_hidden_layers": 3, "head_dim": 32}),
+    "small_llama": ("LlamaConfig", {**_DENSE, "num_hidden_layers": 1, "head_dim": 32}),
+    "mistral": (
+        "MistralConfig",
+        {**_DENSE, "num_hidden_layers": 3, "head_dim": 32, "sliding_window": WINDOW},
+    ),
     # Little to compute, and 64 KiB of cache for each token: what is moved takes its time.
     "wide": (
         "LlamaConfig",

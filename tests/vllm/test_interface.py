@@ -61,6 +61,10 @@ def test_settings_are_read_when_the_engine_starts() -> None:
     assert not step.orders.pulls
     assert step.idle
     assert not made.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=7)).idle
+    config.parallel_config.data_parallel_size = 2
+    together = made.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
+    assert not together.idle, "others would wait for it"
+    config.parallel_config.data_parallel_size = 1
     assert made.get_handshake_metadata() is None
     worker = KVAtlasConnector(config, KVConnectorRole.WORKER, about[2])
     with pytest.raises(AtlasError):

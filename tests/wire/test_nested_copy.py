@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.routing import RunGrid, Starts
-from kvatlas.wire import copy_grids
+from kvatlas.geometry import NestedSteps, Steps
+from kvatlas.routing import Copy, RunGrid, Starts, route
+from kvatlas.wire import copy_grids, copy_nested, copy_pools, copy_request, copy_runs
+from tests.cases import each
+from tests.wire.helpers import small
 
 
 def grid(random: np.random.Generator, length: int, *, regular: bool) -> RunGrid:
@@ -51,8 +57,81 @@ def test_many_runs_in_no_order_are_looked_up_one_by_one() -> None:
 
 def test_runs_that_leave_a_pool_are_refused() -> None:
     starts, pools = Starts.of(np.array([0, 60]), np.array([0, 4])), {0: np.zeros(64, np.uint8)}
-    for at in (0, -1):
+    for at in (0, -1, 2**63 - 8):
         spans = np.array([at]), np.array([0]), np.array([8])
         with pytest.raises(AtlasError) as refusal:
             copy_grids([RunGrid(0, 0, starts, *spans)], pools, {0: np.zeros(64, np.uint8)})
         assert refusal.value.code == Code.OUT_OF_BOUNDS
+
+
+MEMORY = np.zeros(64, np.uint8)
+ONE = np.array([0])
+BAD_NESTED: list[tuple[Code, NestedSteps, Any]] = [
+    (Code.OUT_OF_BOUNDS, NestedSteps(np.array([-4]), ONE, ()), 4),
+    (Code.OUT_OF_BOUNDS, NestedSteps(ONE, ONE, (Steps(3, -1, 1),)), 4),
+    (Code.OUT_OF_BOUNDS, NestedSteps(ONE, ONE, (Steps(8, 1, 9),)), 4),
+    (Code.OUT_OF_BOUNDS, NestedSteps(np.array([2**63 - 1]), ONE, ()), 4),
+    (Code.BAD_SIZE, NestedSteps(ONE, ONE, ()), 0),
+    (Code.BAD_SIZE, NestedSteps(ONE, ONE, (Steps(0, 1, 1),)), 4),
+    (Code.NOT_AN_INTEGER, NestedSteps(ONE, ONE, ()), 4.0),
+    (Code.NOT_AN_INTEGER, NestedSteps(np.array([0.5]), ONE, ()), 4),
+    (Code.UNLIKE_PLACEMENTS, NestedSteps(np.array([0, 8]), ONE, ()), 4),
+]
+
+
+@each(BAD_NESTED)
+def test_nested_runs_from_outside_are_looked_at(code: Code, at: NestedSteps, length: Any) -> None:
+    with pytest.raises(AtlasError) as refusal:
+        copy_nested(MEMORY, MEMORY.copy(), at, length)
+    assert refusal.value.code == code
+
+
+BAD_RUNS: list[tuple[Code, Any, Any]] = [
+    (Code.OUT_OF_BOUNDS, np.array([-1]), np.array([4])),
+    (Code.OUT_OF_BOUNDS, np.array([2**63 - 1]), np.array([4])),
+    (Code.OUT_OF_BOUNDS, ONE, np.array([0])),
+    (Code.OUT_OF_BOUNDS, range(0, 64, 60), np.array([8, 8])),
+    (Code.BAD_SIZE, ONE, np.array([1, 2])),
+    (Code.NOT_AN_INTEGER, np.array([0.5]), np.array([4])),
+    (Code.NOT_AN_INTEGER, ONE, np.array([[4]])),
+]
+
+
+@each(BAD_RUNS)
+def test_runs_from_outside_are_looked_at(code: Code, at: Any, length: Any) -> None:
+    for ends in ((at, np.zeros_like(at)), (np.zeros_like(at), at)):
+        with pytest.raises(AtlasError) as refusal:
+            copy_runs(MEMORY, MEMORY.copy(), *ends, length)
+        assert refusal.value.code == code
+
+
+@each([MEMORY[::2], MEMORY.view(np.int32), MEMORY.reshape(8, 8), b"\0" * 64])
+def test_a_buffer_is_one_row_of_bytes(buffer: Any) -> None:
+    copies: list[Callable[[], object]] = [
+        lambda: copy_runs(MEMORY, buffer, ONE, ONE, ONE + 1),
+        lambda: copy_nested(buffer, MEMORY, NestedSteps(ONE, ONE, ()), 1),
+    ]
+    for act in copies:
+        with pytest.raises(AtlasError) as refusal:
+            act()
+        assert refusal.value.code == Code.BAD_TENSOR
+
+
+def test_copies_between_pools_that_are_not_there_are_refused() -> None:
+    made = small("dense")
+    pools = {0: {0: np.zeros(made.pools[0].nbytes, np.uint8)}}
+    few = {0: {0: np.zeros(8, np.uint8)}}
+    way, about = route(made, made), {"src_blocks": [0], "dst_blocks": [1], "tokens": 16}
+    copy = Copy(0, 7, ONE, ONE, ONE + 1)
+    acts: list[tuple[Code, Callable[[], object]]] = [
+        (Code.OUT_OF_BOUNDS, lambda: copy_pools([copy], pools[0], pools[0])),
+        (Code.OUT_OF_BOUNDS, lambda: copy_request(way, pools, few, **about)),
+        (Code.OUT_OF_BOUNDS, lambda: copy_request(way, few, pools, **about)),
+        (Code.OUT_OF_BOUNDS, lambda: copy_request(way, pools, {0: {}}, **about)),
+        (Code.BAD_RANK, lambda: copy_request(way, {}, pools, **about)),
+        (Code.BAD_RANK, lambda: copy_request(way, pools, {1: pools[0]}, **about)),
+    ]
+    for number, (code, act) in enumerate(acts):
+        with pytest.raises(AtlasError) as refusal:
+            act()
+        assert refusal.value.code == code, number

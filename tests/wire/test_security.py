@@ -159,6 +159,9 @@ def test_tls_contexts_take_the_place_of_secrets() -> None:
         with pytest.raises(AtlasError) as refusal:
             Security(secret, tls=TlsContexts(_Identity(OLD).server, client))
         assert refusal.value.code is Code.BAD_SECRET
+    with pytest.raises(AtlasError) as refusal:
+        Security(tls=_Identity(OLD).server)  # type: ignore[arg-type]
+    assert refusal.value.code is Code.BAD_SECRET
 
 
 def test_quotas_are_counted_by_certificate(monkeypatch: pytest.MonkeyPatch) -> None:

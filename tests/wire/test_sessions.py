@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -312,10 +315,72 @@ def test_requests_are_offered_once_and_have_names() -> None:
             with pytest.raises(AtlasError) as refusal:
                 source.nodes[0].offer(name, [0], 1)  # type: ignore[arg-type]
             assert refusal.value.code is Code.UNKNOWN_REQUEST
+        with Session(target.nodes[0], source.endpoints) as session:
+            for name in ("", "x" * 257, 7):
+                asked: list[Callable[..., Any]] = [
+                    session.release, pulling(session, target), pushing(session, target)
+                ]  # fmt: skip
+                for ask in asked:
+                    with pytest.raises(AtlasError) as refusal:
+                        ask(name)
+                    assert refusal.value.code is Code.UNKNOWN_REQUEST
         target.nodes[0].expect("r", target.blocks, 50, source=source.plan)
         with pytest.raises(AtlasError) as refusal:
             target.nodes[0].expect("r", target.blocks, 50, source=source.plan)
         assert refusal.value.code is Code.TWICE
+
+
+def pulling(session: Session, end: End) -> Callable[..., Any]:
+    return partial(session.pull, dst_blocks=end.blocks, tokens=50)
+
+
+def pushing(session: Session, end: End) -> Callable[..., Any]:
+    return partial(session.push, src_blocks=end.blocks, tokens=50)
+
+
+def test_time_is_a_number_of_seconds() -> None:
+    """A deadline that is no number never passes, and what is offered until then never ends."""
+    with ends(*two_ends("dense", {}, {})) as (source, target):
+        asking = target.nodes[0]
+        with Session(asking, source.endpoints) as session:
+            pull = partial(pulling(session, target), "r")
+            asked: list[Callable[[Any], Any]] = [
+                lambda seconds: pull(seconds=seconds),
+                lambda seconds: pull(wait_for_offer=seconds),
+                lambda seconds: pushing(session, target)("r", seconds=seconds),
+                lambda seconds: session.release("r", seconds=seconds),
+                lambda seconds: Session(asking, source.endpoints, seconds=seconds),
+                lambda seconds: source.nodes[0].offer("r", source.blocks, 50, seconds=seconds),
+            ]
+            for seconds in (math.nan, "30", None, True, math.inf, 10**9):
+                # Offers last an hour at most, whatever is asked.
+                for ask in asked if seconds not in (math.inf, 10**9) else asked[:-1]:
+                    with pytest.raises(AtlasError) as refusal:
+                        ask(seconds)
+                    assert refusal.value.code is Code.BAD_QUANTITY
+        assert not source.nodes[0].offers
+
+
+def test_one_name_is_not_a_list_of_its_letters() -> None:
+    with ends(*two_ends("dense", {}, {})) as (source, target):
+        acts: list[Callable[[], Any]] = [
+            lambda: source.nodes[0].offer("r", source.blocks, 50, readers="decode-0"),
+            lambda: Session(target.nodes[0], source.endpoints[0]),
+            lambda: Session(target.nodes[0], [7]),  # type: ignore[list-item]
+        ]
+        for act in acts:
+            with pytest.raises(AtlasError) as refusal:
+                act()
+            assert refusal.value.code is Code.BAD_CONFIG
+        assert not source.nodes[0].offers
+
+
+def test_names_are_as_long_as_peers_take_them() -> None:
+    """Characters are counted, not bytes."""
+    source, target = two_ends("dense", {}, {})
+    named = node(name="\u20ac" * 256)
+    with ends(source, target), named, Session(named, source.endpoints) as session:
+        assert session.peers
 
 
 def test_costs_that_were_given_decide() -> None:
@@ -380,12 +445,18 @@ def node(**given: Any) -> Node:
 @pytest.mark.parametrize(
     ("code", "given"),
     [
+        (Code.BAD_CONFIG, {"name": "x" * 257}),
+        (Code.BAD_CONFIG, {"name": 7}),
+        (Code.NOT_AN_INTEGER, {"piece": "4MiB"}),
+        (Code.NOT_AN_INTEGER, {"buffers": 1.5}),
+        (Code.NEGATIVE, {"buffers": -1}),
         (Code.BAD_SIZE, {"piece": 100}),
         (Code.BAD_RANK, {"rank": 1}),
         (Code.BAD_RANK, {"rank": -1}),
         (Code.BAD_HANDSHAKE, {"memory": {}}),
         (Code.BAD_HANDSHAKE, {"memory": {0: Memory(64, 4096)}}),
         (Code.WIRE_FAILED, {"listen": "tcp://nowhere.invalid:99999"}),
+        (Code.WIRE_FAILED, {"listen": 5555}),
     ],
 )
 def test_a_node_that_cannot_be_leaves_nothing_registered(code: Code, given: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Plans come to life: buffers, and views of them in the shapes that backends take.
 
-This room needs torch (`pip install kvatlas[torch]`).
+This room needs torch (`pip install 'kvatlas[torch]'`).
 """
 
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ if find_spec("torch") is None:
 
 from kvatlas.cache import adapters
 from kvatlas.cache.cache import ALIGNMENT, Cache, LayerCache, allocate, bind
-from kvatlas.cache.tensors import checked_ids, torch_dtype, view
+from kvatlas.cache.tensors import checked_ids, torch_dtype, view, whole_tensor
 
 __all__ = [
     "ALIGNMENT",
@@ -24,4 +24,5 @@ __all__ = [
     "checked_ids",
     "torch_dtype",
     "view",
+    "whole_tensor",
 ]

@@ -7,7 +7,7 @@ field, all of them windows into the same allocation.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -18,7 +18,7 @@ import torch
 from kvatlas.cache.tensors import check_pool, checked_ids, torch_dtype, view
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Page, Placement, size
-from kvatlas.planning import Plan, Pool
+from kvatlas.planning import Plan, Pool, checked_plan
 from kvatlas.specs import Spec
 
 ALIGNMENT = 2 << 20
@@ -135,9 +135,14 @@ class Cache(Mapping[str, LayerCache]):
     """
 
     def __init__(self, plan: Plan, rank: int, pools: Mapping[int, torch.Tensor]) -> None:
-        self.plan = plan
+        self.plan = checked_plan(plan)
         self.stage, self.tp_rank = plan.split_rank(rank)
         self.rank = rank
+        planned = set(plan.rank_pools(rank))
+        if not isinstance(pools, Mapping) or set(pools) != planned:
+            raise _not_the_pools(rank, pools, planned)
+        for memory in pools.values():
+            check_pool(memory)
         self.pools = dict(pools)
         self._parts = {
             layer: [self._part(layer, part) for part in range(plan.parts(layer))]
@@ -238,7 +243,12 @@ def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
     Buffers are zeroed where some group needs it: recurrent states are read before they
     are written, and groups that keep unlike numbers overlay each other.
     """
-    zero = bool(plan.groups_to_clear)
+    try:
+        device = torch.device(device or "cpu")
+    except (TypeError, ValueError, RuntimeError) as problem:
+        got, hint = f"{device!r}: {problem}", "Pass 'cpu', 'cuda' or 'cuda:0'"
+        raise AtlasError(Code.WRONG_DEVICE, "There is no such device", got=got, hint=hint) from None
+    zero = bool(checked_plan(plan).groups_to_clear)
     pools = plan.rank_pools(rank).items()
     return Cache(plan, rank, {index: _memory(p.nbytes, zero, device) for index, p in pools})
 
@@ -257,13 +267,10 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
     >>> memory[1]
     63
     """
-    planned = plan.rank_pools(rank)
+    planned = checked_plan(plan).rank_pools(rank)
     buffers = buffers if isinstance(buffers, Mapping) else {0: buffers}
     if set(buffers) != set(planned):
-        problem = f"There must be memory for each pool of rank {rank}"
-        got = f"memory for pools {sorted(buffers)}, not {sorted(planned)}"
-        hint = "Pass a mapping from pool index to bytes"
-        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
+        raise _not_the_pools(rank, buffers, planned)
     made = {}
     for index, pool in planned.items():
         made[index] = _bytes_of(buffers[index], pool)
@@ -271,9 +278,16 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
     return Cache(plan, rank, made)
 
 
-def _block_ids(ids: Sequence[int] | torch.Tensor, pool: Pool) -> torch.Tensor:
-    chosen = torch.as_tensor(ids, dtype=torch.long)
-    return checked_ids(chosen, pool.blocks, "Block ids", "Pass ids of the pool's own blocks")
+def _not_the_pools(rank: int, given: Any, planned: Collection[int]) -> AtlasError:
+    problem = f"There must be memory for each pool of rank {rank}"
+    named = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+    got = f"memory for pools {named}, not {sorted(planned)}"
+    hint = "Pass a mapping from pool index to bytes"
+    return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
+
+
+def _block_ids(ids: Any, pool: Pool) -> torch.Tensor:
+    return checked_ids(ids, pool.blocks, "Block ids", "Pass ids of the pool's own blocks")
 
 
 def _memory(nbytes: int, zero: bool, device: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ refused with the reason.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -35,22 +36,45 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 def check_pool(buffer: torch.Tensor) -> None:
     """Refuse a tensor that is not one contiguous axis of bytes."""
+    if not isinstance(buffer, torch.Tensor):
+        hint = "Pass the whole allocation as a tensor of uint8"
+        got = type(buffer).__name__
+        raise AtlasError(Code.BAD_TENSOR, "A pool is not a tensor", got=got, hint=hint)
     if buffer.dtype != torch.uint8 or buffer.ndim != 1 or not buffer.is_contiguous():
         problem, hint = "A pool is not one contiguous axis of uint8", "Pass the whole allocation"
         got = f"{buffer.dtype} of shape {tuple(buffer.shape)}"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
 
 
+def whole_tensor(given: Any, what: str, hint: str) -> torch.Tensor:
+    """Whole numbers from outside as a tensor; an empty one may be of any type.
+
+    >>> whole_tensor([3, 1], "Block ids", "Pass ints")
+    tensor([3, 1])
+    """
+    try:
+        found = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        found = None
+    if found is None or (
+        found.numel() and (found.is_floating_point() or found.dtype == torch.bool)
+    ):
+        got = type(given).__name__ if found is None else str(found.dtype)
+        raise AtlasError(Code.NOT_AN_INTEGER, got=f"{what} of {got}", hint=hint)
+    return found
+
+
 def checked_ids(ids: torch.Tensor, count: int, what: str, hint: str) -> torch.Tensor:
-    """Ids as int64, refused where one is not in 0..count-1.
+    """Ids as a row of int64, refused where one is not in 0..count-1.
 
     Ids on a GPU are looked at with `KVATLAS_DEBUG=1` alone, since that waits for the device;
     torch stops the program where it reads by ids that are not there.
     """
-    ids = torch.as_tensor(ids)
+    ids = whole_tensor(ids, what, hint)
+    if ids.dim() > 1:
+        problem = f"{what} must be one row"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(ids.shape)}", hint=hint)
     if ids.numel():
-        if ids.is_floating_point() or ids.dtype == torch.bool:
-            raise AtlasError(Code.NOT_AN_INTEGER, got=f"{what} of {ids.dtype}", hint=hint)
         if ids.is_cuda and os.environ.get("KVATLAS_DEBUG", "0") in ("", "0"):
             return ids.long()
         low, high = (int(n) for n in torch.aminmax(ids))

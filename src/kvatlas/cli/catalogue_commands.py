@@ -90,7 +90,7 @@ def layouts(as_json: Json = False) -> None:
     facts = layout_facts()
     words = ("block outermost", "layer compact", "page contiguous", "heads outside pages")
     # Two lines in the head, so that the table stays narrow.
-    heads = ("order", "alias", *(word.replace(" ", "\n", 1) for word in words))
+    heads = ("layout", "alias", *(word.replace(" ", "\n", 1) for word in words))
     made = table(*heads, words=range(6))
     for fact in facts:
         marks = ("yes" if fact[word.replace(" ", "_")] else "-" for word in words)

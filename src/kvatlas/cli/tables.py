@@ -76,7 +76,7 @@ def notes(warnings: Iterable[str]) -> list[RenderableType]:
 def headline(summary: dict[str, Any]) -> Group:
     """The model, its topology, and the figures of its plan."""
     title = Text(plain(summary["model"]), style="bold")
-    parts = [f"policy {summary['policy']}", f"order {summary['layout']}"]
+    parts = [f"policy {summary['policy']}", f"layout {summary['layout']}"]
     parts += [f"{name} {summary[name]}" for name in ("tp", "pp", "dcp") if summary[name] > 1]
     parts += [f"pack {summary['pack']}"] if summary["pack"] > 1 else []
     parts += [f"{size(summary['memory'])} a rank"]

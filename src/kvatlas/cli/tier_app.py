@@ -35,11 +35,11 @@ def tier_command(name: str, *examples: str) -> Callable[[Callable[..., None]], C
 
 
 @contextmanager
-def opened(where: str) -> Iterator[ObjectStore]:
-    """The store at an address, until it is let go."""
+def opened(where: str, *, create: bool = False) -> Iterator[ObjectStore]:
+    """The store at an address, until it is let go; who only looks makes no folder."""
     from kvatlas.tier import open_store
 
-    store = open_store(where)
+    store = open_store(where, create=create)
     try:
         yield store
     finally:

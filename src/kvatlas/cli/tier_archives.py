@@ -30,7 +30,7 @@ def import_archive(where: Where, archive: Archive, as_json: Json = False) -> Non
     """Put the objects of a tar file into a store. Exit 1 where some are not what they say."""
     from kvatlas.tier import import_objects
 
-    with opened(where) as store:
+    with opened(where, create=True) as store:
         verdict = import_objects(store, archive)
     shown = table("objects stored", "refused", words=())
     shown.add_row(f"{verdict.sound:,}", f"{len(verdict.damaged):,}")

@@ -17,8 +17,10 @@ from kvatlas.geometry.dtype import DType
 from kvatlas.geometry.field import Field, FieldAxis, Section, Sharding, ShardRange
 from kvatlas.geometry.integers import (
     INT64_MAX,
+    MOST_SECONDS,
     Whole,
     ceil_div,
+    duration,
     integer,
     lesser,
     natural,
@@ -44,6 +46,7 @@ from kvatlas.geometry.validation import keeps_to_its_blocks, validate
 __all__ = [
     "ENGINE_LAYOUTS",
     "INT64_MAX",
+    "MOST_SECONDS",
     "CommonStates",
     "DType",
     "ElementRow",
@@ -69,6 +72,7 @@ __all__ = [
     "Whole",
     "append",
     "ceil_div",
+    "duration",
     "fill_descriptors",
     "flat_field",
     "fold_beside",

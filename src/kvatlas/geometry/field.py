@@ -218,6 +218,7 @@ class Field:
             head=natural(self.head, "the first head of a field"),
             offset=natural(self.offset, "the content offset of a field"),
         )
+        self._check_parts()
         names = [axis.name for axis in self.axes]
         sharded_size = sum(axis.size for axis in self.axes if axis.name == self.sharding.axis)
         held = sum(held_range.length for held_range in self.ranges)
@@ -233,6 +234,15 @@ class Field:
             problem = "Elements do not start at multiples of their size"
             got = f"{self.name} of {self.dtype} at byte {self.offset} with steps {steps}"
             raise AtlasError(Code.MISALIGNED, problem, got=got, hint="Pad what lies before it")
+
+    def _check_parts(self) -> None:
+        parts = (self.axes, FieldAxis), ((self.sharding,), Sharding), (self.ranges, ShardRange)
+        for given, kind in parts:
+            for one in given:
+                if not isinstance(one, kind):
+                    problem = f"A field has something else than a {kind.__name__}"
+                    hint = "Build fields with the specs, or of FieldAxis, Sharding and ShardRange"
+                    raise AtlasError(Code.BAD_FIELD, problem, got=repr(one)[:100], hint=hint)
 
     @property
     def padding(self) -> bool:

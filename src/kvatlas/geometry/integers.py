@@ -1,4 +1,4 @@
-"""Sizes and offsets from outside become plain ints here, or a coded refusal.
+"""Sizes, offsets and times from outside become plain numbers here, or a coded refusal.
 
 Python ints never wrap but the int64 of numpy, torch and every transport does,
 so nothing past 2**63 - 1 may enter a value. Floats are refused even where they
@@ -7,7 +7,9 @@ are whole: a float that is whole today is 2096.0000001 after the next division.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from operator import index
 from typing import Any, TypeVar
 
@@ -17,6 +19,8 @@ from numpy.typing import NDArray
 from kvatlas.errors import AtlasError, Code
 
 INT64_MAX = 2**63 - 1
+MOST_SECONDS = 86_400
+"""Seconds that anything is waited for at most: a day."""
 
 
 Whole = TypeVar("Whole", int, NDArray[np.int64])
@@ -109,3 +113,22 @@ def natural(value: Any, what: str) -> int:
         hint = "Memory is walked upwards here: reverse the view instead"
         raise _refusal(Code.NEGATIVE, what, "negative", number, hint)
     return number
+
+
+def duration(seconds: Any, most: float = MOST_SECONDS) -> float:
+    """A number of seconds; none at all where less than none is left.
+
+    What is no number is refused, since a deadline that is none never passes.
+
+    >>> duration(30), duration(-0.5)
+    (30.0, 0.0)
+    >>> duration(float("nan"))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: This is no number of seconds from 0 to 86,400. Got nan...
+    """
+    number = isinstance(seconds, Real) and not isinstance(seconds, bool)
+    if not number or math.isnan(seconds) or seconds > most:
+        problem = f"This is no number of seconds from 0 to {most:,}"
+        hint = "Pass a number, and ask again for what takes longer"
+        raise AtlasError(Code.BAD_QUANTITY, problem, got=repr(seconds)[:100], hint=hint)
+    return max(0.0, float(seconds))

@@ -51,6 +51,9 @@ class Page:
             fields=tuple(self.fields),
             padding=natural(self.padding, "the padding of a page"),
         )
+        if not all(isinstance(field, Field) for field in self.fields):
+            problem, hint = "A page has something else than fields", "Build pages with the specs"
+            raise AtlasError(Code.BAD_FIELD, problem, got=repr(self.fields)[:100], hint=hint)
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
             problem, hint = "Two fields have one name", "Rename one of them"

@@ -71,6 +71,8 @@ class Placement(Affine):
         (32, 8, 1)
         """
         fixed = strides or {}
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in axes):
+            raise bad_axes("Axes are not pairs of a name and a size", axes, "Pass [('B', 4), ...]")
         unknown = set(fixed) - {axis for axis, _ in axes}
         if unknown:
             raise bad_axes("Strides are given for unknown axes", sorted(unknown), "Drop them")
@@ -136,6 +138,8 @@ class Placement(Affine):
         Placement(B=40:128, N=16:8, C=8:1, offset=0, item=1)
         """
         place = self._place(axis)
+        if not isinstance(into, tuple | list) or len(into) != 2:
+            raise bad_axes("An axis is split into two", into, "Pass two names, outer and inner")
         size, stride = self.sizes[place], self.strides[place]
         inner = positive(inner, "the inner size")
         if size % inner:

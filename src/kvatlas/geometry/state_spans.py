@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry.address_arrays import Int64s, refuse_too_many
 from kvatlas.geometry.integers import ceil_div
 
 
@@ -160,6 +160,8 @@ class CommonStates(NamedTuple):
         """Numbers first .. stop - 1 of these states, as spans."""
         count = max(0, (self.total if stop is None else stop) - first)
         src, dst = (self.local[end] + first * self.steps[end] for end in (0, 1))
+        size = min(one.states for one in self.ends) if self.side_by_side else 1
+        refuse_too_many(count // size, "spans of states")
         if self.side_by_side:
             begins = _block_starts([(self.ends[0].states, src), (self.ends[1].states, dst)], count)
         else:

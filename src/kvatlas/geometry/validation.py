@@ -52,6 +52,9 @@ def validate(
         problem, hint = "Padding has the name of a part", "Give padding names of its own"
         raise AtlasError(Code.OVERLAP, problem, got=sorted(set(parts) & set(padding)), hint=hint)
     for name, part in everything.items():
+        if not isinstance(part, Placement):
+            problem, got = f"Part {name!r} is not a placement", repr(part)[:100]
+            raise AtlasError(Code.BAD_AXES, problem, got=got, hint="Pass Placements by their names")
         if part.stop > size:
             got = f"{name} up to byte {part.stop} of {size}"
             hint = "Check the number of blocks against the memory"

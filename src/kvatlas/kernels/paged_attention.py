@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from kvatlas.cache import LayerCache
+from kvatlas.cache import LayerCache, whole_tensor
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels.dispatch import gpu_kernels
+from kvatlas.kernels.quantise import check_scales
 from kvatlas.kernels.write_read_kv import read
 from kvatlas.kernels.write_read_latent import read_latent
 from kvatlas.specs import Attention, LatentAttention, Visibility
@@ -66,7 +67,8 @@ def attend(
     and `queries` how many of them, the last ones, are in `q`; `starts` [sequences + 1] says
     the same by where they begin and end. Entries of a table past its length may be anything,
     and a sequence of length 0 gets zeros. Logits are multiplied by `scale`, 1 / sqrt(D) unless
-    given; quantised caches want the `k_scale` and `v_scale` that they were written with.
+    given, and capped by `softcap` unless that is 0; quantised caches want the `k_scale` and
+    `v_scale` that they were written with.
 
     Window, chunk and sink tokens are the spec's; `sink_logits` are learned, one for each query
     head, and take part in the softmax alone.
@@ -75,6 +77,7 @@ def attend(
     `out` is written into, rows of the batch alone. A caller who knows that no sequence has
     more than `max_queries` says so: on a GPU a step of 1 is decoded the fastest way.
     """
+    check_scales(k_scale, v_scale)
     if gpu := gpu_kernels(q):
         return gpu.attend(  # type: ignore[no-any-return]
             layer, q, tables=tables, lengths=lengths, queries=queries, starts=starts,
@@ -88,7 +91,8 @@ def attend(
     spec = layer.spec_as(Attention)
     _check_queries(q, layer.place("k").size("H"), spec.head_dim)
     out = _out(q, spec.v_dim or spec.head_dim, out)
-    softmax = _Softmax(q.shape[-1] ** -0.5 if scale is None else scale, softcap, sink_logits)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    softmax = _Softmax(scale, softcap or None, sink_logits)
     batch = _batch(layer, q, tables, lengths, queries, starts)
     return _attend(batch, rows, q, out, softmax)
 
@@ -112,6 +116,7 @@ def attend_latent(
     What comes back is [tokens, heads, latent], before the value projection. Every cache
     dtype of latents is read as its kernels would. The rest is as for `attend`.
     """
+    check_scales(kv_scale)
     spec = layer.spec_as(LatentAttention)
     if (gpu := gpu_kernels(q)) and gpu.attends_latent(spec):
         return gpu.attend_latent(  # type: ignore[no-any-return]
@@ -202,7 +207,10 @@ def _batch(
     starts: torch.Tensor | None,
 ) -> list[_Sequence]:
     """What each sequence sees, as slots."""
-    tables, lengths = torch.as_tensor(tables), torch.as_tensor(lengths)
+    hint = "Pass tensors of int32 or int64"
+    tables, lengths = whole_tensor(tables, "Tables", hint), whole_tensor(lengths, "Lengths", hint)
+    if tables.dim() != 2 or lengths.dim() != 1:
+        raise _bad_batch(f"tables {tuple(tables.shape)} and lengths {tuple(lengths.shape)}")
     states, visibility = layer.kernel_blocks.size("N"), layer.spec.visibility
     edges = _edges(q, queries, starts)
     sizes = len(tables), len(lengths), len(edges) - 1
@@ -228,11 +236,13 @@ def _batch(
 
 def _edges(q: torch.Tensor, queries: torch.Tensor | None, starts: torch.Tensor | None) -> list[int]:
     """Rows of `q` at which the queries of each sequence begin, and at which the last ones end."""
-    if starts is not None and queries is None and len(starts):
-        edges: list[int] = starts.tolist()
+    counts = starts if queries is None else queries
+    given = [] if counts is None else whole_tensor(counts, "Queries", "Pass int32").tolist()
+    if starts is not None and queries is None and given:
+        edges: list[int] = given
         fits = edges[0] >= 0 and edges[-1] <= q.shape[0]
     else:
-        edges = [0, *accumulate(queries.tolist() if queries is not None else ())]
+        edges = [0, *accumulate(given if queries is not None else ())]
         fits = queries is not None and starts is None and edges[-1] == q.shape[0]
     if not fits:
         raise _bad_batch(f"queries {queries}, starts {starts} for {q.shape[0]} rows")

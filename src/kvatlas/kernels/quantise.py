@@ -60,6 +60,7 @@ def encode(spec: Attention, side: Side, rows: torch.Tensor, *, scale: float = 1.
     `scale` is the tensor's own, for fp8 and nvfp4.
     """
     _check_size(spec, side, rows)
+    check_scales(scale)
     cache = spec.cache
     if cache == "auto":
         return {side: rows.to(torch_dtype(DType.of(spec.dtype)))}
@@ -77,6 +78,11 @@ def encode(spec: Attention, side: Side, rows: torch.Tensor, *, scale: float = 1.
 
 def decode(spec: Attention, side: Side, fields: Fields, *, scale: float = 1.0) -> torch.Tensor:
     """Dequantise the rows that `encode` stored, to float32."""
+    check_scales(scale)
+    missing = [name for name in _field_names(spec, side) if name not in fields]
+    if missing:
+        problem, hint = f"Fields of {side.upper()} are missing", "Pass what encode gave"
+        raise AtlasError(Code.UNKNOWN_FIELD, problem, got=f"no {', '.join(missing)}", hint=hint)
     cache, data = spec.cache, fields[side]
     dim = _dim(spec, side)
     if cache == "auto":
@@ -205,11 +211,30 @@ def _code_bits(spec: Attention, side: Side) -> int:
     return (dims.k if side == "k" else dims.v)[0].dtype.bits
 
 
+def check_scales(*scales: float) -> None:
+    """Refuse scales of a tensor that no element survives: they are above 0, and finite."""
+    for scale in scales:
+        if not 0.0 < scale < math.inf:
+            problem, hint = "A tensor's scale is not above 0 and finite", "Pass 1.0 for none"
+            raise AtlasError(Code.BAD_QUANTITY, problem, got=scale, hint=hint)
+
+
+@lru_cache(maxsize=1024)
+def _field_names(spec: Attention, side: Side) -> tuple[str, ...]:
+    """The fields that K or V is kept in."""
+    if side not in ("k", "v"):
+        hint = "Pass k or v"
+        raise AtlasError(Code.UNKNOWN_FIELD, "There is no such side", got=repr(side), hint=hint)
+    both = sides(spec.cache, DType.of(spec.dtype), spec.head_dim, _dim(spec, "v"))
+    return tuple(row.name for row in (both.k if side == "k" else both.v))
+
+
 def _dim(spec: Attention, side: Side) -> int:
     return spec.head_dim if side == "k" else spec.v_dim or spec.head_dim
 
 
 def _check_size(spec: Attention, side: Side, rows: torch.Tensor) -> None:
+    _field_names(spec, side)
     dim = _dim(spec, side)
     rotated_whole = spec.cache.startswith("turboquant")
     if rows.shape[-1] != dim or (rotated_whole and dim & (dim - 1)):

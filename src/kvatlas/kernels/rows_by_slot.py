@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvatlas.cache import LayerCache, checked_ids
+from kvatlas.cache import LayerCache, checked_ids, whole_tensor
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.kernels.strided_copy import WORDS, as_runs, stretch_starts
@@ -71,7 +71,7 @@ def find_slots(layer: LayerCache, slots: torch.Tensor) -> Slots:
 
 def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Slots and rows without those that are not stored, refused where their numbers differ."""
-    slots = torch.as_tensor(slots)
+    slots = whole_tensor(slots, "Slots", "Pass a slot for each row, or -1")
     if slots.dim() != 1 or any(row.shape[:1] != slots.shape for row in rows):
         got = f"rows {[tuple(row.shape) for row in rows]} for slots {tuple(slots.shape)}"
         problem, hint = "There are not as many slots as rows", "Pass a slot for each row, or -1"

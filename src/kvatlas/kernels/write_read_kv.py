@@ -7,7 +7,7 @@ import torch
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels.dispatch import gpu_kernels
-from kvatlas.kernels.quantise import decode, encode
+from kvatlas.kernels.quantise import check_scales, decode, encode
 from kvatlas.kernels.rows_by_slot import (
     find_slots,
     kept_slots,
@@ -33,6 +33,7 @@ def write(
     packing is written where it lies, tiled and transposed keys too. Cross attention
     writes the encoder's tokens once in the same way.
     """
+    check_scales(k_scale, v_scale)
     if gpu := gpu_kernels(layer.buffer):
         gpu.write(layer, k, v, slots, k_scale=k_scale, v_scale=v_scale)
         return
@@ -62,6 +63,7 @@ def read(
 
     With `out` they are put there, in its dtype.
     """
+    check_scales(k_scale, v_scale)
     spec = layer.spec_as(Attention)
     where = find_slots(layer, slots)
     if out is not None:

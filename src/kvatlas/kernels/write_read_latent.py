@@ -15,6 +15,7 @@ from kvatlas.kernels import bit_packing as bits
 from kvatlas.kernels import fp8_fp4_formats as formats
 from kvatlas.kernels.dispatch import gpu_kernels
 from kvatlas.kernels.fp8_fp4_formats import to_fp8
+from kvatlas.kernels.quantise import check_scales
 from kvatlas.kernels.rows_by_slot import (
     find_slots,
     kept_slots,
@@ -38,6 +39,7 @@ def write_latent(
 
     A negative slot is skipped. `kv_scale` is the tensor's own, for plain fp8.
     """
+    check_scales(kv_scale)
     spec = layer.spec_as(LatentAttention)
     if (gpu := gpu_kernels(layer.buffer)) and gpu.writes_latent(spec):
         gpu.write_latent(layer, latent, rope, slots, kv_scale=kv_scale)
@@ -105,6 +107,7 @@ def encode_latent(
     scale: float = 1.0,
 ) -> Fields:
     """Quantise latents and rotary parts: a tensor for each field of the page."""
+    check_scales(scale)
     _checked(latent, spec.latent)
     _checked(rope, spec.rope)
     dtype = torch_dtype(page.field("rope").dtype)
@@ -132,6 +135,7 @@ def decode_latent(
     spec: LatentAttention, fields: Fields, *, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dequantise latents and rotary parts, to float32."""
+    check_scales(scale)
     latent, rope = fields["latent"], fields["rope"]
     if "latent_scale" not in fields:
         factor = 1.0 if spec.cache == "auto" else scale

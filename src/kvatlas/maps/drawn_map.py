@@ -18,7 +18,7 @@ from kvatlas.maps.route_drawing import draw_route
 from kvatlas.maps.svg_picture import svg_picture
 from kvatlas.maps.text_picture import text_picture
 from kvatlas.models import find_gpus
-from kvatlas.planning import Fit, Plan
+from kvatlas.planning import Fit, Plan, checked_plan
 
 _SCRIPTS = (
     "geometry.js",
@@ -48,7 +48,7 @@ class Map:
     >>> import kvatlas
     >>> drawn = kvatlas.map(kvatlas.plan("gpt-oss-20b", memory="40GiB", layout="BHLNC"))
     >>> drawn
-    <Map of gpt-oss-20b, order BHLNC, blocks of 16>
+    <Map of gpt-oss-20b, layout BHLNC, blocks of 16>
     >>> len(drawn.html()) < 1_000_000
     True
     """
@@ -63,16 +63,15 @@ class Map:
         tokens: int | None = None,
     ) -> None:
         for given in (plan, to, *(others := tuple(others))):
-            if given is not None and not isinstance(given, Plan):
-                problem, hint = "Only plans are drawn", "Make one with kvatlas.plan"
-                raise AtlasError(Code.BAD_PLAN, problem, got=type(given).__name__, hint=hint)
+            if given is not None:
+                checked_plan(given)
         self.plan, self.to, self.others, self.fit = plan, to, others, fit
         self._tokens = tokens
 
     def __repr__(self) -> str:
         made, to = self.plan, self.to
         end = f" -> {to.layout}, blocks of {to.block_size}" if to else ""
-        return f"<Map of {made.model}, order {made.layout}, blocks of {made.block_size}{end}>"
+        return f"<Map of {made.model}, layout {made.layout}, blocks of {made.block_size}{end}>"
 
     @cached_property
     def data(self) -> MapData:

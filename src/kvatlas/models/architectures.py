@@ -192,7 +192,7 @@ def with_defaults(config: Config, model_type: str | None, warnings: list[str]) -
 
 def plain_family(config: Config, architecture: str, warnings: list[str]) -> Family:
     """A plain decoder of unknown architecture: what is assumed goes into `warnings`."""
-    signs = sorted(key for key in config.keys() if _SIGNS.search(key))  # noqa: SIM118
+    signs = sorted(key for key in config.filled_keys() if _SIGNS.search(key))
     needed = {
         "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
         "num_attention_heads": QUERY_HEADS,

@@ -41,7 +41,7 @@ class Config:
         given = {key: value for key, value in self._values.items() if value is not None}
         return Config({**defaults, **given})
 
-    def keys(self) -> list[str]:
+    def filled_keys(self) -> list[str]:
         """The keys that say something: neither null, nor off, nor empty."""
         return [str(key) for key, value in self._values.items() if value not in _NOTHING]
 

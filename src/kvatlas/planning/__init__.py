@@ -12,7 +12,7 @@ from kvatlas.planning.foreign_memory import foreign
 from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.planner import Policy, default_length, plan
-from kvatlas.planning.plans import LARGEST_JSON, Plan, check_plan_version
+from kvatlas.planning.plans import LARGEST_JSON, Plan, check_plan_version, checked_plan
 from kvatlas.planning.report import Padding, answer, padding
 from kvatlas.planning.request import length, quantity
 from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, kind_of
@@ -38,6 +38,7 @@ __all__ = [
     "answer",
     "backends_of",
     "check_plan_version",
+    "checked_plan",
     "default_length",
     "fit",
     "foreign",

@@ -154,7 +154,7 @@ class Fitting:
 
     def best(self, gpus: int) -> Fit:
         """The topology of so many GPUs that serves the most users."""
-        found: list[Fit] = []
+        found, gpus = list[Fit](), positive(gpus, "the number of GPUs")
         for pp in (n for n in range(1, gpus + 1) if gpus % n == 0):
             found += [self.on(topology) for topology in self._topologies(gpus // pp, pp)]
             if any(fit.plan for fit in found):

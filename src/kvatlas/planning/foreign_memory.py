@@ -73,7 +73,8 @@ def foreign(
             hint=f"It has layers such as {next(iter(known), '-')}",
         )
     tp = positive(tp, "tp")
-    length = positive(max_len or loaded.max_len or 32768, "the greatest length")
+    longest = loaded.max_len or 32768 if max_len is None else max_len
+    length = positive(longest, "the greatest length")
     seen = [
         _Seen(stage, known[name], placed, _block(blocks, name), tp, length)
         for stage, tensors in enumerate(stages)
@@ -113,6 +114,8 @@ class _Seen:
     def __init__(
         self, stage: int, layer: Layer, placed: Placement, block: int | None, tp: int, most: int
     ) -> None:
+        if not isinstance(placed, Placement):
+            raise _unlike(layer.name, f"{type(placed).__name__} instead of a Placement")
         self.stage, self.layer, self.placed = stage, layer, _in_bytes(placed)
         size, per_state = self.placed.size, layer.spec.tokens_per_state
         self.kernel_block = (block or most) if per_state is None else size("N") * per_state
@@ -122,6 +125,8 @@ class _Seen:
         self.page: Page = page_of(layer.spec, self.kernel_block, tp)
         self.split = self.block // self.kernel_block
         self.blocks = size("B") // self.split
+        if not self.blocks:
+            raise _unlike(layer.name, f"{size('B')} kernel blocks for one block of {self.split}")
         sizes = [size(axis) for axis in "HNC"]
         if sizes != [self.page.heads, self.page.states, self.page.content]:
             page = f"{self.page.heads} heads, {self.page.states} states, {self.page.content} bytes"
@@ -171,11 +176,11 @@ def _homes(first: dict[int, _Seen], pools: Sequence[int] | None) -> dict[int, in
     if pools is None:
         counts = list(dict.fromkeys(one.blocks for one in first.values()))
         return {group: counts.index(one.blocks) for group, one in first.items()}
-    if max(first) >= len(pools):
+    if not isinstance(pools, Sequence) or max(first) >= len(pools):
         raise AtlasError(
             Code.BAD_PLAN,
             "A group has no pool",
-            got=f"{len(pools)} pools for group {max(first)}",
+            got=f"pools {pools!r} for group {max(first)}",
             hint="Pass one pool number for each group",
         )
     return {group: natural(pools[group], "the number of a pool") for group in first}

@@ -85,7 +85,7 @@ def _check_numbers(plan: PlanData) -> None:
     if parts > MOST_REGIONS or pages > MOST_PAGES:
         raise _bad("more groups, pools or layers than any model has")
     if Layout(plan.layout).order not in {region.layout for region in plan.regions}:
-        raise _bad(f"order {plan.layout}, in which no region lies")
+        raise _bad(f"layout {plan.layout}, in which no region lies")
     counts = [plan.tp, plan.pp, plan.dcp, plan.max_len, plan.block_size, plan.memory, plan.pack]
     counts += [n for pool in plan.pools for n in (pool.blocks, pool.block_bytes)]
     counts += [n for group in plan.groups for n in (group.block, group.held, group.window or 1)]

@@ -141,7 +141,7 @@ def _order_refused(
         with suppress(AtlasError):
             maker(msgspec.structs.replace(request, layout=order))
             orders.append(order)
-    got = f"order {request.layout or 'by default'}: {refusal.problem} ({refusal.got})"
+    got = f"layout {request.layout or 'by default'}: {refusal.problem} ({refusal.got})"
     if refusal.code is Code.LAYOUT_REFUSED:
         got = str(refusal.got)
     hint = "None works: use another block size, backend or policy"

@@ -58,7 +58,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
 
     >>> from kvatlas.planning import plan
     >>> print(plan("gpt-oss-20b", memory="40GiB"))  # doctest: +NORMALIZE_WHITESPACE
-    gpt-oss-20b, tp 1, policy atlas, order LBNHC: blocks of 16 tokens, 2 group(s),
+    gpt-oss-20b, tp 1, policy atlas, layout LBNHC: blocks of 16 tokens, 2 groups,
     109,226 x 393,216 bytes
     """
 
@@ -72,9 +72,10 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
     def __str__(self) -> str:
         pools = " + ".join(f"{p.blocks:,} x {p.block_bytes:,} bytes" for p in self.pools)
         ranks = f"tp {self.tp}" + (f", pp {self.pp}" if self.pp > 1 else "")
+        count = len(self.groups)
         return (
-            f"{self.model}, {ranks}, policy {self.policy}, order {self.layout}: blocks of "
-            f"{self.block_size} tokens, {len(self.groups)} group(s), {pools}"
+            f"{self.model}, {ranks}, policy {self.policy}, layout {self.layout}: blocks of "
+            f"{self.block_size} tokens, {count} group{'s' * (count != 1)}, {pools}"
         )
 
     def __repr__(self) -> str:
@@ -232,6 +233,21 @@ Upgrade the kvatlas that reads it, or make the plan again here. [unlike_versions
         got = f"version {said} where versions up to {VERSION} are read"
         raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
     return said
+
+
+def checked_plan(given: Any) -> Plan:
+    """A plan from outside, or a refusal.
+
+    >>> checked_plan("Qwen3-8B")  # doctest: +NORMALIZE_WHITESPACE
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: This is not a plan. Got a str. Make one with kvatlas.plan, or
+    describe memory with kvatlas.planning.foreign. [bad_plan]
+    """
+    if not isinstance(given, Plan):
+        hint = "Make one with kvatlas.plan, or describe memory with kvatlas.planning.foreign"
+        got = f"a {type(given).__name__}"
+        raise AtlasError(Code.BAD_PLAN, "This is not a plan", got=got, hint=hint)
+    return given
 
 
 def _check_outline(text: bytes | str) -> None:

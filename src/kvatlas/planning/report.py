@@ -170,7 +170,7 @@ def explain(plan: PlanData) -> str:
     waste = padding(plan)
     claim = f"A request of {plan.max_len:,} tokens takes {size(waste.claimed)} {where}"
     lines = [
-        f"{plan.model} at {ranks}, policy {plan.policy}, order {plan.layout}: blocks of "
+        f"{plan.model} at {ranks}, policy {plan.policy}, layout {plan.layout}: blocks of "
         f"{plan.block_size} tokens.",
         answer(plan),
         *plan.reasons,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import natural, positive
 from kvatlas.models import Model
 from kvatlas.specs import Attention, Mamba2
 
@@ -19,7 +20,10 @@ def stage_layers(depth: int, pp: int) -> list[int]:
     >>> stage_layers(61, 4)
     [15, 15, 16, 15]
     """
-    shares = [depth // pp] * pp
+    if positive(pp, "pp") > MOST_RANKS:
+        problem = "There are more stages than any engine deals a model out to"
+        raise _refused(problem, f"pp {pp}", f"Use at most {MOST_RANKS:,} stages")
+    shares = [natural(depth, "the number of layers") // pp] * pp
     for extra in range(depth % pp):
         shares[-2 - extra] += 1
     return shares

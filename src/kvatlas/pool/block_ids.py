@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
+from kvatlas.geometry import Int64s, natural
 from kvatlas.pool.eviction import Eviction, Use
 
 GONE = -1
@@ -64,10 +64,10 @@ class BlockIds:
         eviction: Eviction | None = None,
         evicted: Callable[[list[int]], None] | None = None,
     ) -> None:
-        self.count = count
+        self.count = count = natural(count, "the number of blocks")
         self.null_block = null_block
         """Whether block 0 is nobody's: engines point padded entries of tables at it."""
-        first = int(null_block)
+        first = 1 if null_block else 0
         self._free = list(range(count - 1, first - 1, -1))
         self._owners = array("i", bytes(4 * count))
         if null_block and count:

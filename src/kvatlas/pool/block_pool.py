@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div, integer
-from kvatlas.planning import Plan
+from kvatlas.planning import Plan, checked_plan
 from kvatlas.pool.block_ids import GONE, BlockIds
 from kvatlas.pool.checkpoint_share import checkpoint_shares
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
@@ -29,7 +29,7 @@ from kvatlas.pool.group_needs import (
 )
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
 from kvatlas.pool.prefix_index import PrefixIndex
-from kvatlas.pool.reservation import CopyOnWrite, Reservation
+from kvatlas.pool.reservation import CopyOnWrite, Reservation, checked_tokens
 from kvatlas.pool.seen_prefixes import SeenPrefixes
 
 SEEN = 4
@@ -80,7 +80,7 @@ class BlockPool:
         partial_hits: bool = True,
         events: Callable[[list[BlockEvent]], None] | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan = checked_plan(plan)
         self.checkpoints = checkpoints or EveryBlock()
         self.weights = weights
         kind = eviction_policy(eviction)
@@ -198,13 +198,7 @@ class BlockPool:
         `tokens` is the end of a block and the policy wants a checkpoint: see `stops`.
         """
         asked = self._get(request)
-        tokens = integer(tokens, "the tokens")
-        known = len(asked.chain) + len(new)
-        if not asked.computed <= tokens <= min(asked.reserved, known):
-            problem = "Tokens are computed in order, and in blocks that were reserved"
-            got = f"{tokens} tokens after {asked.computed}, of {known} known"
-            got += f" and {asked.reserved} reserved"
-            raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint="Reserve first")
+        tokens = checked_tokens(tokens, asked.computed, asked.reserved, len(asked.chain) + len(new))
         asked.chain.extend(new)
         if self._reuses and self._publish(asked, tokens):
             asked.reserved = tokens  # the state is copied before it is written to
@@ -213,7 +207,9 @@ class BlockPool:
 
     def loaded(self, request: Hashable, tokens: int) -> None:
         """The first `tokens` tokens came from elsewhere, as far as the next one sees them."""
-        self._get(request).incomplete = [
+        asked = self._get(request)
+        tokens = checked_tokens(tokens, asked.computed, asked.reserved, len(asked.chain))
+        asked.incomplete = [
             ceil_div(first_seen(self.plan, index, tokens), group.block)
             for index, group in enumerate(self.plan.groups)
         ]

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-from types import TracebackType
 from typing import Self
 
 from kvatlas.errors import AtlasError, Code
@@ -69,9 +68,7 @@ class EventRecording:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

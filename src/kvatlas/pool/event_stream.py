@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from threading import Event, Lock, Thread
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from kvatlas.errors import AtlasError, Code, MissingExtraError
+from kvatlas.geometry import duration
 from kvatlas.pool.events import MOST_BYTES, BlockEvent, EventBatch, decode_batch, encode_batch
 
 END = b"\xff" * 8
@@ -108,9 +108,7 @@ class EventPublisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- replay -------------------------------------------------------------------------
@@ -165,7 +163,7 @@ class EventSubscriber:
         zmq = _zmq()
         if replay is not None:
             _check_address(replay)  # now, and not when the first batch is missing
-        self.patience = patience
+        self.patience = duration(patience)
         """Seconds that a replay may take."""
         self._replay_endpoint = replay
         self._expected = 0
@@ -188,7 +186,7 @@ class EventSubscriber:
 
     def read(self, timeout: float) -> ReceivedBatch | None:
         """The next batch, in order; None where none came for `timeout` seconds."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + duration(timeout)
         while not self._waiting:
             left = max(0.0, end - time.monotonic())
             ready = dict(self._poller.poll(round(left * 1000)))
@@ -276,9 +274,7 @@ class EventSubscriber:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -1,9 +1,12 @@
-"""`Reservation`: what an engine zeroes and copies before it computes tokens."""
+"""`Reservation`: what an engine zeroes and copies before it computes tokens, and which it may."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import integer
 
 
 class CopyOnWrite(NamedTuple):
@@ -24,3 +27,13 @@ class Reservation:
     """Blocks to zero first, by group: those that the plan says are read before they are written."""
     copies: list[CopyOnWrite] = field(default_factory=list)
     """Blocks to copy."""
+
+
+def checked_tokens(tokens: int, computed: int, reserved: int, known: int) -> int:
+    """How many tokens of a request are computed now, or a refusal."""
+    tokens = integer(tokens, "the tokens")
+    if not computed <= tokens <= min(reserved, known):
+        problem = "Tokens are computed in order, and in blocks that were reserved"
+        got = f"{tokens} tokens after {computed}, of {known} known and {reserved} reserved"
+        raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint="Reserve first")
+    return tokens

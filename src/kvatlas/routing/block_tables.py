@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import CommonStates, Int64s, whole_numbers
-from kvatlas.planning import Plan
+from kvatlas.planning import Plan, checked_plan
 
 Ids = Sequence[int] | Int64s
 Blocks = Mapping[int, Sequence[int]] | Mapping[int, Int64s] | Ids
@@ -92,6 +92,7 @@ class RequestTables:
 
 def checked_rank(plan: Plan, rank: Any, end: str) -> int:
     """A rank of a plan, or a refusal."""
+    checked_plan(plan)
     whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
     if not whole or not 0 <= rank < plan.ranks:
         hint = f"Ranks are 0..{plan.ranks - 1}: stage * tp + tensor-parallel rank"

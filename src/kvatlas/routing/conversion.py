@@ -263,7 +263,9 @@ def _scales(layer: str, value: object) -> TensorScales:
         hint = (
             f"Pass what the engine quantises with, from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:g}"
         )
-        raise AtlasError(Code.BAD_SIZE, problem, got=f"{value!r:.200} for {layer:.200}", hint=hint)
+        raise AtlasError(
+            Code.BAD_SIZE, problem, got=f"{value!r:.200} for {layer!s:.200}", hint=hint
+        )
     return TensorScales(float(numbers[0]), float(numbers[1]))
 
 

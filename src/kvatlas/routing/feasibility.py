@@ -9,7 +9,7 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div, positive
-from kvatlas.planning import Group, Plan
+from kvatlas.planning import Group, Plan, checked_plan
 from kvatlas.routing.binding import Copy
 from kvatlas.routing.compatibility import Reason, fingerprint, reasons
 from kvatlas.routing.conversion import FormatChange
@@ -112,7 +112,7 @@ def check(
     (True, 4608)
     """
     names = None if layers is None else frozenset(layers)
-    ends = PlanEnd(src), PlanEnd(dst)
+    ends = PlanEnd(checked_plan(src)), PlanEnd(checked_plan(dst))
     refused = tuple(reasons(*ends, layers=names, converting=convert is not None))
     most = min(src.max_len, dst.max_len)
     first_tokens = min(_TOKENS, most) if tokens is None else positive(tokens, "tokens")

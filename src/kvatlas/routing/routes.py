@@ -14,7 +14,7 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s, join_ranges
-from kvatlas.planning import Plan
+from kvatlas.planning import Plan, checked_plan
 from kvatlas.routing.binding import (
     CompiledPair,
     Copy,
@@ -92,12 +92,7 @@ class Route:
         src_scales: Scales = None,
         dst_scales: Scales = None,
     ) -> None:
-        for end in (src, dst):
-            if not isinstance(end, Plan):
-                problem = "One end of the route is not a plan"
-                hint = "Plan both ends, or describe memory with kvatlas.planning.foreign"
-                raise AtlasError(Code.BAD_PLAN, problem, got=type(end).__name__, hint=hint)
-        self.src, self.dst = src, dst
+        self.src, self.dst = checked_plan(src), checked_plan(dst)
         ends = PlanEnd(src), PlanEnd(dst)
         names = None if layers is None else frozenset(layers)
         refuse(reasons(*ends, layers=names, converting=convert is not None))

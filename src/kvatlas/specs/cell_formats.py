@@ -42,7 +42,7 @@ def format_name(name: str) -> str:
     >>> format_name("bfloat16"), format_name("fp8_e4m3"), format_name("int8")
     ('bf16', 'fp8', 'int8_per_token_head')
     """
-    wanted = name.strip().lower()
+    wanted = name.strip().lower() if isinstance(name, str) else ""
     wanted = _SHORT.get(wanted, wanted)
     if wanted in _KNOWN:
         return wanted
@@ -179,7 +179,11 @@ class CellFormat:
 
     def row(self, name: str) -> CellRow:
         """The row of a field."""
-        return next(row for row in self.rows if row.name == name)
+        for row in self.rows:
+            if row.name == name:
+                return row
+        hint = f"This cell has {', '.join(row.name for row in self.rows)}"
+        raise AtlasError(Code.UNKNOWN_FIELD, got=repr(name)[:100], hint=hint)
 
     def scale(self, name: str) -> float:
         """The scale of a field's tensor: 1 where its elements stand for themselves."""

@@ -56,6 +56,12 @@ class PrefixChain:
         self._grain = grain = gcd(*self._blocks)
         self._text, self.count = _as_bytes(tokens), len(tokens)
         self.salt, self.lora = salt, lora
+        if not isinstance(salt, bytes) or not isinstance(lora, str):
+            problem, hint = (
+                "A salt is not bytes, or an adapter's name no text",
+                "Leave out what is none",
+            )
+            raise AtlasError(Code.BAD_CONFIG, problem, got=f"{salt!r:.80}, {lora!r:.80}", hint=hint)
         self._links = [_root(identity + salt, lora)]
         for start in range(0, self.count - grain + 1, grain):
             self._links.append(_digest(self._links[-1] + self._between(start, start + grain)))
@@ -70,6 +76,9 @@ class PrefixChain:
 
     def key_at(self, stop: int) -> bytes:
         """The key of the block that a request of so many tokens ends in, in any group."""
+        if not 0 <= stop <= self.count:
+            problem, hint = "The request has fewer tokens", f"It has {self.count}"
+            raise AtlasError(Code.BAD_TOKENS, problem, got=stop, hint=hint)
         whole = stop // self._grain
         tail = self._between(whole * self._grain, stop)
         return _digest(self._links[whole] + tail) if tail else self._links[whole]

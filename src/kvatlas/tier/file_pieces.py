@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvatlas.geometry import Int64s, NestedSteps
 from kvatlas.routing import RunGrid
-from kvatlas.wire import Bytes, Places, copy_nested, copy_runs, one_length
+from kvatlas.wire import Bytes, Places, copy_nested_unchecked, copy_runs_unchecked, one_length
 
 _PIECE = 8 << 20
 """Bytes of runs that are moved together at most. Threads that are done ask for Python, and hold
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
 
     def gather(self, memory: Bytes, room: Bytes) -> None:
         """Copy its runs into memory that has them one behind the other."""
-        for _ in copy_runs(memory, room, self.near, self.packed, self.length):
+        for _ in copy_runs_unchecked(memory, room, self.near, self.packed, self.length):
             pass
 
     @property
@@ -106,7 +106,9 @@ class GridPiece(NamedTuple):
         behind = len(self.starts[0]) * self.run_bytes * np.arange(len(self.spans[0]))
         src = (self.spans[0][:, None] + self.packed.src).reshape(-1)
         dst = (behind[:, None] + self.packed.dst).reshape(-1)
-        copy_nested(memory, room, NestedSteps(src, dst, self.packed.steps), self.run_bytes)
+        copy_nested_unchecked(
+            memory, room, NestedSteps(src, dst, self.packed.steps), self.run_bytes
+        )
 
     def made(self) -> Piece:
         """The piece."""

@@ -12,7 +12,7 @@ import numpy as np
 from kvatlas.geometry import Int64s
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_pieces import Piece, Rooms, pieces
-from kvatlas.wire import Bytes, copy_file_runs, copy_runs
+from kvatlas.wire import Bytes, copy_file_runs, copy_runs_unchecked
 
 _MAPPED_STRETCH = 4 << 10
 """Stretches of memory from here on, on the whole, are filled by few calls, of any runs."""
@@ -56,7 +56,7 @@ class RunReader:
         nbytes = piece.stretch_bytes
         with self._rooms.one() as room:
             self._read(room, np.cumsum(nbytes) - nbytes, piece.far[piece.first], nbytes)
-            for _ in copy_runs(room, memory, piece.packed, piece.near, piece.length):
+            for _ in copy_runs_unchecked(room, memory, piece.packed, piece.near, piece.length):
                 pass
 
     def _read(self, memory: Bytes, near: Int64s, far: Int64s, length: Int64s) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s, Layout, ceil_div, join_ranges
-from kvatlas.planning import Plan
+from kvatlas.planning import Plan, checked_plan
 from kvatlas.routing import Copy, RunGrid, route
 from kvatlas.tier.request_blocks import NeededBlock, TierSpans
 
@@ -208,7 +208,7 @@ def with_room(plan: Plan) -> Plan:
 
 def check_tier_plan(plan: Plan) -> None:
     """Refuse a plan whose blocks are not each in one piece, on one rank."""
-    sizes = {pool.index: pool.block_bytes for pool in plan.pools}
+    sizes = {pool.index: pool.block_bytes for pool in checked_plan(plan).pools}
     in_one_piece = all(
         Layout(region.layout).block_outermost
         and region.block_stride == sizes[plan.groups[region.group].pool]
@@ -216,6 +216,6 @@ def check_tier_plan(plan: Plan) -> None:
     )
     if (plan.tp, plan.pp, plan.dcp) != (1, 1, 1) or not in_one_piece:
         problem = "A tier cannot have this plan: its blocks are not in one piece on one rank"
-        got = f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}, order {plan.layout}"
-        hint = "Plan it with tp 1 and an order that begins with B, such as BLHNC"
+        got = f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}, layout {plan.layout}"
+        hint = "Plan it with tp 1 and a layout that begins with B, such as BLHNC"
         raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)

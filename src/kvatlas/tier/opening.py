@@ -181,8 +181,13 @@ def is_store(where: str | Path) -> bool:
     return urlsplit(str(where)).scheme in _SCHEMES
 
 
-def open_store(where: str, **instead: Any) -> ObjectStore:
-    """The store at an address; `instead` are options that replace those of the address."""
+def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStore:
+    """The store at an address; `instead` are options that replace those of the address.
+
+    A folder that is not there is made, unless `create` is false.
+    """
+    if not isinstance(where, str) or "\0" in where:
+        raise _unknown_kind(where)
     address = urlsplit(where)
     about = _about(address) | instead
     try:
@@ -190,7 +195,7 @@ def open_store(where: str, **instead: Any) -> ObjectStore:
             case "mooncake":
                 return MooncakeStore(address.netloc, **about)
             case "folder" if address.netloc + address.path:
-                return FolderStore(address.netloc + address.path, **about)
+                return FolderStore(address.netloc + address.path, create=create, **about)
             case "host":
                 return HostStore(**about)
     except TypeError as problem:

@@ -132,7 +132,7 @@ def export_objects(store: ObjectStore, path: Path) -> int:
 
 def import_objects(store: ObjectStore, path: Path) -> Verdict:
     """Put the objects of a tar file into a store: those that are what their names say."""
-    sound, refused = 0, []
+    sound, refused, path = 0, [], Path(path)
     try:
         with tarfile.open(path, "r:") as archive:
             for about in archive:

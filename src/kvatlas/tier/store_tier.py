@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import duration
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank, token_range
 from kvatlas.tier.converting import PLANS, Converting, kept_as_written
@@ -91,7 +92,7 @@ class StoreTier:
         With `other`, rows of another cache dtype are found as well, where they are more
         than there are of one's own, and converted as they are fetched. Nothing is stored as them.
         """
-        self.plan, self.deadline = plan, deadline
+        self.plan, self.deadline = plan, duration(deadline)
         self.misses: Counter[str] = Counter()
         """How often less was found than asked for, or could be fetched, by reason."""
         if other is not None:
@@ -171,7 +172,8 @@ class StoreTier:
         """Wait for what is on its way to the store; whether all of it has ended."""
         with self._lock:
             under_way = list(self._puts)
-        return not wait_for(under_way, self.deadline if seconds is None else seconds).not_done
+        patience = self.deadline if seconds is None else duration(seconds)
+        return not wait_for(under_way, patience).not_done
 
     def idle(self) -> bool:
         """Whether nothing is on its way between here and the store."""

@@ -12,11 +12,10 @@ from kvatlas.wire.client.transfer_request import How
 from kvatlas.wire.connection import Connection
 from kvatlas.wire.gpu_offload import GpuOffload, HostPins
 from kvatlas.wire.memory_copy import (
-    Bytes,
-    Places,
     as_bytes,
     copy_pools,
     copy_runs,
+    copy_runs_unchecked,
     device_of,
     gpu_pools,
     is_on_gpu,
@@ -25,7 +24,7 @@ from kvatlas.wire.memory_copy import (
     rank_pools,
 )
 from kvatlas.wire.metrics import Metrics
-from kvatlas.wire.nested_copy import copy_grids, copy_nested, move_pools
+from kvatlas.wire.nested_copy import copy_grids, copy_nested, copy_nested_unchecked, move_pools
 from kvatlas.wire.peers import check_plan_size
 from kvatlas.wire.protocol import (
     BlockTables,
@@ -44,6 +43,7 @@ from kvatlas.wire.protocol import (
 )
 from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.rpc import Caller, Server
+from kvatlas.wire.run_bounds import Bytes, Places
 from kvatlas.wire.sample_server import SampleTask, converting, random_bytes, run_sample_server
 from kvatlas.wire.security import Security, TlsContexts
 from kvatlas.wire.server import Node, pools_for
@@ -110,9 +110,11 @@ __all__ = [
     "copy_file_runs",
     "copy_grids",
     "copy_nested",
+    "copy_nested_unchecked",
     "copy_pools",
     "copy_request",
     "copy_runs",
+    "copy_runs_unchecked",
     "crc32",
     "decode",
     "device_of",

@@ -16,8 +16,9 @@ import numpy as np
 
 from kvatlas.routing import Copy, RunGrid
 from kvatlas.wire.block_staging import BlockStaging, address_runs, split_blocks
-from kvatlas.wire.memory_copy import Bytes, copy_runs, split_runs
+from kvatlas.wire.memory_copy import copy_runs_unchecked, split_runs
 from kvatlas.wire.pool_mover import PinnedMemory, stream_runs
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns, Posted
 
@@ -120,9 +121,9 @@ class GpuOffload:
             done += copy.nbytes
             pool = self._host[copy.dst_pool if out else copy.src_pool]
             if out:
-                steps = copy_runs(stream, pool, at, copy.dst, copy.length)
+                steps = copy_runs_unchecked(stream, pool, at, copy.dst, copy.length)
             else:
-                steps = copy_runs(pool, stream, copy.src, at, copy.length)
+                steps = copy_runs_unchecked(pool, stream, copy.src, at, copy.length)
             for _ in steps:
                 pass
 

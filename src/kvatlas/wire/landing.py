@@ -18,8 +18,8 @@ import numpy as np
 
 from kvatlas.geometry import INT64_MAX, Int64s, NestedSteps, Steps, ceil_div
 from kvatlas.routing import Copy, RunGrid, Starts
-from kvatlas.wire.memory_copy import Bytes
-from kvatlas.wire.nested_copy import copy_nested
+from kvatlas.wire.nested_copy import copy_nested_unchecked
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports.base import STAGING
 
 _SHARE = 4
@@ -43,7 +43,7 @@ class Placing(NamedTuple):
 
     def carry_out(self, batch: Bytes, pools: Mapping[int, Bytes]) -> None:
         """Copy them out of a batch that was read."""
-        copy_nested(batch, pools[self.pool], self.places, self.length)
+        copy_nested_unchecked(batch, pools[self.pool], self.places, self.length)
 
 
 class LandingBatch(NamedTuple):

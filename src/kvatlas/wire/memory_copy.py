@@ -19,6 +19,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy
+from kvatlas.wire.run_bounds import Bytes, Places, check_runs
 from kvatlas.wire.transports.base import HOST, Memory
 from kvatlas.wire.transports.cuda_driver import load_driver
 
@@ -36,10 +37,7 @@ _CACHED = 256 << 10
 _UNLOCKED = 1 << 20
 """Runs from here on are copied without holding up other threads."""
 
-Bytes = NDArray[np.uint8]
 Steps = Iterator[None]
-Places = Int64s | range
-"""Where runs start; a range where runs of one length follow each other."""
 
 
 def as_bytes(memory: Memory) -> Bytes:
@@ -117,21 +115,18 @@ def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[in
     array([6, 7, 0, 0, 0, 1, 2, 0], dtype=uint8)
     """
     for copy in copies:
-        source, target = src[copy.src_pool], dst[copy.dst_pool]
-        _check_inside(copy.src, copy.length, source)
-        _check_inside(copy.dst, copy.length, target)
+        source, target = find_pool(src, copy.src_pool), find_pool(dst, copy.dst_pool)
         for _ in copy_runs(source, target, copy.src, copy.dst, copy.length):
             pass
 
 
-def _check_inside(starts: Int64s, length: Int64s, buffer: Bytes) -> None:
-    if not len(length):
-        return
-    first, stop = int(starts.min()), int((starts + length).max())
-    if first < 0 or stop > len(buffer) or int(length.min()) < 1:
-        got = f"runs in {first}..{stop} of a pool of {len(buffer)} bytes"
-        hint = "Pass pools as large as the plan says, by their index"
-        raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)
+def find_pool(pools: Mapping[int, Bytes], index: int) -> Bytes:
+    """A pool by its index, or a refusal."""
+    if index not in pools:
+        problem, hint = "There is no memory of a pool", "Pass every pool of the plan by its index"
+        got = f"pool {index}, not one of {list(pools)}"
+        raise AtlasError(Code.OUT_OF_BOUNDS, problem, got=got, hint=hint)
+    return pools[index]
 
 
 def copy_runs(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: Int64s) -> Steps:
@@ -143,6 +138,15 @@ def copy_runs(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: In
     >>> dst.tolist()
     [6, 7, 0, 0, 0, 0, 1, 2]
     """
+    check_runs(src_at, length, src)
+    check_runs(dst_at, length, dst)
+    return copy_runs_unchecked(src, dst, src_at, dst_at, length)
+
+
+def copy_runs_unchecked(
+    src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: Int64s
+) -> Steps:
+    """`copy_runs` of runs that are known to lie inside both buffers."""
     if not len(length):
         return
     if one_length(length):

@@ -15,7 +15,8 @@ import numpy as np
 
 from kvatlas.geometry import NestedSteps
 from kvatlas.routing import Copy, RunGrid, Starts
-from kvatlas.wire.memory_copy import Bytes, copy_pools, copy_runs
+from kvatlas.wire.memory_copy import copy_pools, copy_runs_unchecked
+from kvatlas.wire.run_bounds import Bytes, check_nested
 from kvatlas.wire.transports.bounds import check_grid_bounds
 
 _FEW_CALLS = 64
@@ -35,10 +36,17 @@ def copy_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> Non
     >>> dst.tolist()
     [0, 1, 4, 5, 8, 9, 12, 13]
     """
+    check_nested(src, dst, places, length)
+    copy_nested_unchecked(src, dst, places, length)
+
+
+def copy_nested_unchecked(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> None:
+    """`copy_nested` of runs that are known to lie inside both buffers."""
     steps = places.steps
     if len(places.src) > _FEW_CALLS and prod(one.times for one in steps) < _WORTH_A_CALL:
         src_at, dst_at = places.written_out(steps)  # in no order: better looked up one by one
-        for _ in copy_runs(src, dst, src_at, dst_at, np.full(len(src_at), length)):
+        lengths = np.full(len(src_at), length)
+        for _ in copy_runs_unchecked(src, dst, src_at, dst_at, lengths):
             pass
         return
     word = length if length <= _ELEMENT else gcd(length, _WORD)
@@ -71,7 +79,7 @@ def copy_grids(
             some = grid.length == length
             src_at = (grid.src[some, None] + firsts.src).reshape(-1)
             dst_at = (grid.dst[some, None] + firsts.dst).reshape(-1)
-            copy_nested(source, target, NestedSteps(src_at, dst_at, firsts.steps), length)
+            copy_nested_unchecked(source, target, NestedSteps(src_at, dst_at, firsts.steps), length)
 
 
 def move_pools(

@@ -17,8 +17,9 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import Bytes, as_bytes
+from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.metrics import Metrics
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.staging import checksums, crc_pieces, gather, scatter, stream_bytes
 from kvatlas.wire.transports.base import HOST, STAGING, Memory, Transport
 from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns

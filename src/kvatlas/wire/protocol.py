@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
+from kvatlas.geometry import MOST_SECONDS, Int64s
 from kvatlas.wire.transports.base import HOST, Memory
 
 VERSION = 2
@@ -36,13 +36,17 @@ MIN_PIECE_BYTES = 4096
 
 KEY_BYTES = 16
 
+LONGEST_NAME = 256
+"""Characters of the name of a node, a request or a layer."""
+
 Direction = Literal["pull", "push"]
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Whole = Annotated[int, Meta(ge=0, le=2**62)]
+Seconds = Annotated[float, Meta(gt=0, le=MOST_SECONDS)]
 Scale = Annotated[float, Meta(ge=2.0**-126, le=1e30)]
-RequestNote = Annotated[str, Meta(max_length=256)]
+RequestNote = Annotated[str, Meta(max_length=LONGEST_NAME)]
 """The request that a lease is about, repeated for the log of the other end."""
 BlockTables = dict[Annotated[int, Meta(ge=0, le=65535)], bytes]
 """Block ids by group, each table as little-endian 32-bit integers."""
@@ -146,7 +150,7 @@ class Open(Message, frozen=True, kw_only=True, tag="open"):
     start: Whole
     stop: Whole
     layers: Annotated[tuple[Name, ...], Meta(max_length=16384)] | None = None
-    seconds: Annotated[float, Meta(gt=0, le=86400)]
+    seconds: Seconds
     final: bool = False
     """The sender reads no more of what is offered, however much of it this is."""
 
@@ -177,7 +181,7 @@ class Borrow(LeaseQuestion, frozen=True, kw_only=True, tag="borrow"):
     """Ask for staging buffers of the other end, waiting a while for them."""
 
     buffers: Annotated[int, Meta(ge=1, le=16)]
-    seconds: Annotated[float, Meta(gt=0, le=86400)]
+    seconds: Seconds
 
 
 class Lent(Message, frozen=True, kw_only=True, tag="lent"):
@@ -189,14 +193,14 @@ class Lent(Message, frozen=True, kw_only=True, tag="lent"):
 class Renew(LeaseQuestion, frozen=True, kw_only=True, tag="renew"):
     """Extend a lease."""
 
-    seconds: Annotated[float, Meta(gt=0, le=86400)]
+    seconds: Seconds
 
 
 class AwaitLayer(LeaseQuestion, frozen=True, kw_only=True, tag="await_layer"):
     """Ask whether a layer of what is offered has been written, waiting a while until it is."""
 
     layer: Name
-    seconds: Annotated[float, Meta(gt=0, le=86400)]
+    seconds: Seconds
 
 
 class LayerWritten(Message, frozen=True, kw_only=True, tag="layer_written"):

@@ -20,7 +20,8 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
-from kvatlas.wire.memory_copy import Bytes, memory_of
+from kvatlas.wire.memory_copy import memory_of
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.server.node import Node, pools_for
 from kvatlas.wire.transports.registry import make_transport
 

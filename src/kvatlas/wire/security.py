@@ -265,6 +265,9 @@ def _checked_secrets(secret: Secret) -> tuple[bytes, ...]:
 
 def _check_contexts(tls: TlsContexts, secret: Secret) -> None:
     """Refuse contexts that let anybody in, and those beside a secret."""
+    if not isinstance(tls, TlsContexts):
+        problem, hint = "This is no pair of TLS contexts", "Pass TlsContexts(server, client)"
+        raise AtlasError(Code.BAD_SECRET, problem, got=f"a {type(tls).__name__}", hint=hint)
     contexts = tls.server, tls.client
     if secret is not None or any(one.verify_mode != ssl.CERT_REQUIRED for one in contexts):
         raise AtlasError(

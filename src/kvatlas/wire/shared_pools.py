@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire.memory_copy import Bytes
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.errors import bad_metadata
 from kvatlas.wire.transports.shm import ShmTransport, map_published

@@ -16,7 +16,8 @@ import numpy as np
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.checksum import crc32
-from kvatlas.wire.memory_copy import Bytes, Places, copy_runs, one_length
+from kvatlas.wire.memory_copy import copy_runs_unchecked, one_length
+from kvatlas.wire.run_bounds import Bytes, Places
 from kvatlas.wire.transports.base import STAGING
 
 
@@ -82,7 +83,7 @@ def gather(copies: Sequence[Copy], pools: Mapping[int, Bytes], stream: Bytes) ->
     done = 0
     for copy in copies:
         at = _stream_places(copy.length, done)
-        for _ in copy_runs(pools[copy.src_pool], stream, copy.src, at, copy.length):
+        for _ in copy_runs_unchecked(pools[copy.src_pool], stream, copy.src, at, copy.length):
             pass
         done += copy.nbytes
     return done
@@ -93,7 +94,7 @@ def scatter(copies: Sequence[Copy], stream: Bytes, pools: Mapping[int, Bytes]) -
     done = 0
     for copy in copies:
         at = _stream_places(copy.length, done)
-        for _ in copy_runs(stream, pools[copy.dst_pool], at, copy.dst, copy.length):
+        for _ in copy_runs_unchecked(stream, pools[copy.dst_pool], at, copy.dst, copy.length):
             pass
         done += copy.nbytes
     return done

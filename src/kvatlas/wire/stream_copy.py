@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvatlas.routing import ConvertedPart, ConvertedStream, Copy, Route, Stream
+from kvatlas.errors import AtlasError, Code
+from kvatlas.routing import ConvertedPart, ConvertedStream, Copy, Route, Stream, checked_rank
 from kvatlas.wire.checksum import crc32
-from kvatlas.wire.memory_copy import Bytes, copy_pools
+from kvatlas.wire.memory_copy import copy_pools, rank_pools
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.staging import gather, scatter
 
 AnyStream = Stream | ConvertedStream
@@ -107,15 +109,23 @@ def copy_request(
     2359296
     """
     moved = 0
-    for dst_rank, pools in dst.items():
+    for dst_rank in dst:
+        pools = rank_pools(
+            route.dst, checked_rank(route.dst, dst_rank, "destination"), dst[dst_rank]
+        )
         for src_rank in route.sources(dst_rank):
+            if src_rank not in src:
+                problem, hint = "There is no memory of a source rank", "Pass every rank's pools"
+                got = f"rank {src_rank}, not one of {list(src)}"
+                raise AtlasError(Code.BAD_RANK, problem, got=got, hint=hint)
+            held = rank_pools(route.src, src_rank, src[src_rank])
             ask: dict[str, Any] = {"src_rank": src_rank, "dst_rank": dst_rank, "tokens": tokens}
             ask.update(src_blocks=src_blocks, dst_blocks=dst_blocks)
             if route.conversion is not None:
-                moved += _convert_pools(route.converted(**ask), src[src_rank], pools)
+                moved += _convert_pools(route.converted(**ask), held, pools)
                 continue
             bound = route.bind(**ask)
-            copy_pools(bound.copies, src[src_rank], pools)
+            copy_pools(bound.copies, held, pools)
             moved += bound.nbytes
     return moved
 

@@ -28,7 +28,7 @@ def unix_path(endpoint: str) -> Path | None:
     >>> unix_path("unix:///run/tier.sock"), unix_path("tcp://127.0.0.1:80")
     (PosixPath('/run/tier.sock'), None)
     """
-    if not endpoint.startswith(_SCHEME):
+    if not isinstance(endpoint, str) or not endpoint.startswith(_SCHEME):
         return None
     path = endpoint.removeprefix(_SCHEME)
     if not path.startswith("/") or "\0" in path:

@@ -28,8 +28,8 @@ with patch.dict(os.environ, KVATLAS_BENCH_DEVICE="cpu"):
         units,
         writes,
     )
-    from benchmarks.gpu.cells import Beside, Case, Cell, Measured
-
+    from benchmarks.gpu.cells import Beside, Cell, Measured
+    from benchmarks.gpu.replays import Case
 from triton.runtime import jit  # noqa: E402
 
 from kvatlas import kernels  # noqa: E402

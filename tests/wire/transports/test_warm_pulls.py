@@ -366,7 +366,7 @@ def test_a_shape_whose_peers_memory_was_mapped_anew_is_prepared_again() -> None:
 def test_who_cannot_be_given_a_transfer_waits_until_the_copy_is_over() -> None:
     with warm_ends() as ends:
         ends.offer("r")
-        with pytest.raises(TypeError):
+        with pytest.raises(AtlasError):
             ends.pull("r", seconds="soon")
         assert ends.acts == ["finished", "after_caller", "post"]
         connection = ends.session._connections.find(ends.source.endpoint)

@@ -155,7 +155,7 @@ def _plain(
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     logits = (q @ k.transpose(-1, -2)).float() * scale
-    if softcap is not None:
+    if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     if mask is not None and mask.dtype != torch.bool:
         logits = logits + mask

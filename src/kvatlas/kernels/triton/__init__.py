@@ -1,7 +1,7 @@
 """The same kernels for GPUs, with Triton: `kvatlas.kernels` comes here for tensors on one.
 
 Addresses come from placements alone, so that every order is read and written as it lies.
-This room needs triton (`pip install kvatlas[triton]`), which also interprets it on a CPU
+This room needs triton (`pip install 'kvatlas[triton]'`), which also interprets it on a CPU
 where `TRITON_INTERPRET=1` is set.
 
 What Triton compiles is in `*_device.py`; host code is everywhere else. The two meet in

@@ -266,7 +266,7 @@ def get_rows(batch, token, head, there, FORMAT: tl.constexpr):
     if FORMAT.dim != FORMAT.width:
         mask = mask & (column < FORMAT.dim)
     pointers = starts[:, None, None] + column
-    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import natural
 from kvatlas.models.config import Config
 from kvatlas.models.model import Model, read_model, text_of
 from kvatlas.models.sources import Source, checkpoint_bytes, find_config
@@ -119,8 +120,9 @@ class Weights:
         >>> [weights.per_rank(tp=tp) >> 20 for tp in (1, 2, 8)]
         [15316, 7658, 1915]
         """
-        shares = list(stage_layers or [len(self.layers)])
-        if min(tp, ep, *shares) < 0 or tp * ep == 0 or sum(shares) != len(self.layers):
+        shares = [natural(n, "a stage") for n in stage_layers or [len(self.layers)]]
+        tp, ep = natural(tp, "tp"), natural(ep, "ep")
+        if tp * ep == 0 or sum(shares) != len(self.layers):
             raise AtlasError(
                 Code.BAD_TOPOLOGY,
                 "Ranks and stages do not cover the layers",

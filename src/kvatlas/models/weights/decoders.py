@@ -132,7 +132,9 @@ def mixer(text: Text, spec: AnySpec, index: int) -> list[Tensor]:
         case LightningAttention():
             return mixers.lightning(config)
         case Mamba2():
-            normed = config.flag("mamba_rms_norm", default="mamba_d_ssm" not in config.keys())  # noqa: SIM118
+            normed = config.flag(
+                "mamba_rms_norm", default="mamba_d_ssm" not in config.filled_keys()
+            )
             return mixers.mamba2(
                 hidden, spec, name="mamba" if name == "self_attn" else name,
                 bias=config.flag("use_bias") or config.flag("mamba_proj_bias"),

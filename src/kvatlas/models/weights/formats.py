@@ -151,7 +151,7 @@ def _method(method: str, section: Config) -> Format | None:
 def _mixed(layers: Config, section: Config) -> Quantisation:
     """ModelOpt's mixed precision: a name and an algorithm for each part."""
     named: dict[str, list[str]] = {}
-    for name in layers.keys():  # noqa: SIM118
+    for name in layers.filled_keys():
         part = layers.section(name)
         algorithm = (part.text("quant_algo") if part else None) or ""
         named.setdefault(algorithm.lower().removeprefix("w4a16_"), []).append(name)
@@ -170,7 +170,7 @@ def _mixed(layers: Config, section: Config) -> Quantisation:
 def _grouped(groups: Config, ignored: NamePatterns) -> Quantisation | None:
     """compressed-tensors: groups of targets, each with bits, a kind and a strategy."""
     chosen, default, labels = [], None, []
-    for key in groups.keys():  # noqa: SIM118
+    for key in groups.filled_keys():
         group = groups.section(key)
         weights = group.section("weights") if group else None
         if group is None or weights is None:

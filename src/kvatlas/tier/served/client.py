@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import duration
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank, token_range
 from kvatlas.tier.converting import PLANS, Converting, TierRoutes
@@ -68,7 +69,8 @@ class TierClient:
         A server that is not there is looked for during `patience`, each time after `before`;
         `closed` is called at the end.
         """
-        self.path, self.seconds, self.patience = Path(path).absolute(), seconds, patience
+        self.path = Path(path).absolute()
+        self.seconds, self.patience = duration(seconds), duration(patience)
         self._before, self._on_close = before, closed
         self._lock = threading.Lock()
         self.closed, self._next_attempt = False, 0.0

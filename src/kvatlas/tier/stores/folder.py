@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import natural
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
 from kvatlas.tier.stores.folder_room import UNFINISHED, FolderRoom, is_object, is_there
 from kvatlas.wire import Bytes
@@ -28,7 +29,8 @@ class FolderStore(ObjectStore):
     """Objects as files below a folder, up to so many bytes; the least recently used go first.
 
     All who share the folder and give it a `capacity` count together what is in it. With a
-    `quota` each tenant has so many bytes at most, and makes room among its own objects.
+    `quota` each tenant has so many bytes at most, and makes room among its own objects. A folder
+    that is not there is made, unless `create` is false.
 
     >>> import tempfile, numpy as np
     >>> store = FolderStore(tempfile.mkdtemp())
@@ -38,8 +40,15 @@ class FolderStore(ObjectStore):
     ([True, False], ['kv1/a'])
     """
 
-    def __init__(self, path: str | Path, capacity: int = 0, quota: int = 0) -> None:
-        self._root, self._capacity = Path(path), capacity
+    def __init__(
+        self, path: str | Path, capacity: int = 0, quota: int = 0, *, create: bool = True
+    ) -> None:
+        self._root = Path(path)
+        self._capacity = natural(capacity, "the capacity of a store")
+        natural(quota, "the quota of a tenant")
+        if not create and not self._root.is_dir():
+            problem, hint = "There is no folder of a store", "Check the path"
+            raise AtlasError(Code.UNREADABLE, problem, got=str(self._root), hint=hint)
         with _refusals(self._root):
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _refusals(self._root):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvatlas.geometry import natural
 from kvatlas.tier.stores.base import (
     ABSENT,
     ObjectStore,
@@ -38,8 +39,8 @@ class HostStore(ObjectStore):
     """
 
     def __init__(self, capacity: int = 1 << 30, quota: int = 0) -> None:
-        self._capacity, self._used = capacity, 0
-        self._quota = quota or capacity
+        self._capacity, self._used = natural(capacity, "the capacity of a store"), 0
+        self._quota = natural(quota, "the quota of a tenant") or capacity
         self._objects: OrderedDict[str, Bytes] = OrderedDict()
         self._tenants: defaultdict[str, TenantObjects] = defaultdict(TenantObjects)
         self._lock = threading.Lock()

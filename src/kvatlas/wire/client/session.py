@@ -17,12 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import natural
+from kvatlas.geometry import duration, natural
 from kvatlas.routing import Costs, table_arrays, token_range
+from kvatlas.wire.arguments import check_request_name, several
 from kvatlas.wire.client.connections import PEER_GONE, Connections
 from kvatlas.wire.client.follow_ups import FollowUps
 from kvatlas.wire.client.rank_lease import RankLease
@@ -62,7 +63,7 @@ class Session:
     """Connections of a node to the ranks of one plan; several of one rank are replicas."""
 
     def __init__(self, node: NodeState, endpoints: Sequence[str], *, seconds: float = 10.0) -> None:
-        self.node = node
+        self.node, endpoints, patience = node, several(endpoints, "endpoints"), duration(seconds)
         self._replicas: dict[int, list[str]] = {}
         self._lock = threading.RLock()
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-transfer")
@@ -73,8 +74,8 @@ class Session:
         self._running: WeakSet[Transfer] = WeakSet()
         self._closed = False
         try:
-            for endpoint in dict.fromkeys(endpoints):
-                peer = self._connections.connect(endpoint, time.monotonic() + seconds)
+            for endpoint in endpoints:
+                peer = self._connections.connect(endpoint, time.monotonic() + patience)
                 self._replicas.setdefault(peer.rank, []).append(endpoint)
         except BaseException:
             self.close()
@@ -154,9 +155,10 @@ class Session:
         that nobody reads does so at the first word. What is returned is ready when all have
         been told. Where one cannot be, its offer ends by itself when it expires.
         """
+        check_request_name(request)
         with self._lock:
             self._any_peer()
-            return self._tell(request, list(self._replicas), seconds)
+            return self._tell(request, list(self._replicas), duration(seconds))
 
     def push(
         self,
@@ -242,8 +244,6 @@ class Session:
         brings: Collection[str] | None,
         started: Mapping[int, StartedPull] = MappingProxyType({}),
     ) -> Transfer:
-        if wanted.how not in get_args(How):
-            raise failed(f"how={wanted.how!r}", f"Choose one of {', '.join(get_args(How))}")
         missing = [rank for rank in ranks if rank not in self._replicas]
         if missing:
             raise self._not_connected(missing)

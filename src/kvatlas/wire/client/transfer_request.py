@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from kvatlas.geometry import duration
 from kvatlas.routing import Costs
+from kvatlas.wire.arguments import check_request_name
 from kvatlas.wire.protocol import Direction
+from kvatlas.wire.transports.errors import failed
 
 How = Literal["auto", "direct", "staged", "landed"]
 """One by one, gathered at the source, put in place at the destination, or as measured."""
@@ -32,3 +35,10 @@ class TransferRequest:
     wait_for_offer: float = 0.0
     mark: int | None = None
     """Behind which this node's blocks are read or written, where they are on a GPU."""
+
+    def __post_init__(self) -> None:
+        check_request_name(self.request)
+        duration(self.seconds)
+        duration(self.wait_for_offer)
+        if self.how not in get_args(How):
+            raise failed(f"how={self.how!r}", f"Choose one of {', '.join(get_args(How))}")

@@ -8,19 +8,21 @@ is what its lease says.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
+from kvatlas.geometry import Int64s, duration
 from kvatlas.planning import Plan
 from kvatlas.routing import check_tables, token_range
+from kvatlas.wire.arguments import check_new_request, several
 from kvatlas.wire.connection import open_to_strangers
 from kvatlas.wire.leases import Expected, Offer, Released, WrittenLayers
-from kvatlas.wire.memory_copy import Bytes
 from kvatlas.wire.peers import plan_hash
 from kvatlas.wire.rpc import Server
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.server.answers import Answers
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Transport
@@ -99,10 +101,11 @@ class Node(NodeState):
         after the other that it is, and a pull that is `streamed` reads each as it comes.
         """
         held = self._checked(blocks, tokens, "source", recompute=recompute)
-        names = None if readers is None else frozenset(readers)
+        names = None if readers is None else frozenset(several(readers, "readers"))
+        lasting = min(duration(seconds, math.inf), _LONGEST_OFFER)
         with self.lock:
-            _check_new(request, self.offers)
-            until = time.monotonic() + min(seconds, _LONGEST_OFFER)
+            check_new_request(request, self.offers)
+            until = time.monotonic() + lasting
             layers = WrittenLayers(self.plan.layers) if layered else None
             mark = None if layered else self.mark()
             offer = Offer(request, *held, until, released, names, mark=mark, layers=layers)
@@ -133,7 +136,7 @@ class Node(NodeState):
         sources, mark = self.sources_of(source), self.mark()
         expected = Expected(request, *held, plan_hash(source), sources, mark=mark)
         with self.lock:
-            _check_new(request, self.expected)
+            check_new_request(request, self.expected)
             self.expected[request] = expected
         return expected
 
@@ -172,20 +175,3 @@ class Node(NodeState):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_new(request: str, known: Mapping[str, object]) -> None:
-    if not isinstance(request, str) or not 1 <= len(request) <= 256:
-        raise AtlasError(
-            Code.UNKNOWN_REQUEST,
-            "The name of a request is not a text of 1 to 256 characters",
-            got=repr(request)[:300],
-            hint="Use the engine's request id",
-        )
-    if request in known:
-        raise AtlasError(
-            Code.TWICE,
-            "The request is offered or expected already",
-            got=request,
-            hint="Withdraw or forget it first",
-        )

@@ -14,8 +14,10 @@ import msgspec
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import natural
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, Route, Scales, checked_rank, fingerprint, route
+from kvatlas.wire.arguments import check_node_name
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.leases import Expected, Lease, Leases, Offer
 from kvatlas.wire.memory_copy import as_bytes, memory_of
@@ -105,7 +107,9 @@ class NodeState:
         """Its memory on the host, as bytes."""
 
     def check_arguments(self) -> None:
-        """Refuse a secret, rank, memory or staging that cannot be this node's."""
+        """Refuse a name, secret, rank, memory or staging that cannot be this node's."""
+        if self.name:
+            check_node_name(self.name)
         self.security = Security(self.secret, tls=self.tls)
         rank = checked_rank(self.plan, self.rank, "node")
         self.memory = memory_of(self.memory)
@@ -119,6 +123,8 @@ class NodeState:
             problem = f"The memory is not that of rank {rank}'s pools"
             hint = "Pass {pool index: Memory(address, nbytes)}, aligned and as large as planned"
             raise AtlasError(error.code, problem, got=error.got, hint=hint) from None
+        self.buffers = natural(self.buffers, "the number of staging buffers")
+        self.piece = natural(self.piece, "the size of a staging buffer")
         if self.buffers and self.piece < MIN_PIECE_BYTES:
             raise AtlasError(
                 Code.BAD_SIZE,

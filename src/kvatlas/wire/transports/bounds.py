@@ -38,11 +38,9 @@ def check_grid_bounds(
         ends = (grid.src_pool, 0, grid.src, src), (grid.dst_pool, 1, grid.dst, dst)
         for pool, end, spans, regions in ends:
             starts, nbytes = grid.starts.at(end), _region_bytes(pool, regions)
-            first = int(starts.min()) + int(spans.min())
-            stop = int(starts.max()) + int((spans + grid.length).max())
-            if grid.cast is not None:
-                stop *= grid.cast.items[end]
-            if first < 0 or stop > nbytes or int(grid.length.min()) < 1:
+            room = nbytes if grid.cast is None else nbytes // grid.cast.items[end]
+            first, last = int(starts.min()) + int(spans.min()), int(starts.max())
+            if first < 0 or last > room or not _inside(spans + last, grid.length, room):
                 raise _outside(pool, nbytes)
 
 

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import Bytes, copy_runs
+from kvatlas.wire.memory_copy import copy_runs_unchecked
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle
 
@@ -60,7 +61,7 @@ def copy_steps(
     """Copies between buffers that this process can reach; `check` is called around every step."""
     for source, target, copy in ends:
         check()
-        for _ in copy_runs(source, target, copy.src, copy.dst, copy.length):
+        for _ in copy_runs_unchecked(source, target, copy.src, copy.dst, copy.length):
             yield
             check()
     check()

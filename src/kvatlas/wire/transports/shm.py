@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import Bytes, as_bytes
+from kvatlas.wire.memory_copy import as_bytes
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps

@@ -28,7 +28,8 @@ from kvatlas.errors import AtlasError
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.connection import tune
-from kvatlas.wire.memory_copy import STEP, Bytes, as_bytes, copy_runs
+from kvatlas.wire.memory_copy import STEP, as_bytes, copy_runs_unchecked
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports import errors, tcp_server
 from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
 from kvatlas.wire.transports.listening import is_loopback, own_addresses
@@ -270,7 +271,7 @@ class _Read(Stepwise):
             together = np.empty(int(length.sum()), np.uint8)
             yield from self._fill(together.data)
             at = tcp_server.packed(length)
-            yield from copy_runs(together, question.into, at, dst, length)
+            yield from copy_runs_unchecked(together, question.into, at, dst, length)
             return
         for start, size in zip(dst.tolist(), length.tolist(), strict=True):
             yield from self._fill(question.into.data[start : start + size])

@@ -27,7 +27,8 @@ from kvatlas.errors import AtlasError
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.connection import tune
-from kvatlas.wire.memory_copy import Bytes, as_bytes, copy_runs
+from kvatlas.wire.memory_copy import as_bytes, copy_runs_unchecked
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.bounds import check_bounds
 
@@ -171,7 +172,7 @@ class RegionServer:
 
 def _gathered(region: Bytes, starts: Int64s, length: Int64s) -> Bytes:
     together = np.empty(int(length.sum()), np.uint8)
-    for _ in copy_runs(region, together, starts, packed(length), length):
+    for _ in copy_runs_unchecked(region, together, starts, packed(length), length):
         pass
     return together
 

@@ -29,6 +29,8 @@ _NEAR = 1 << 20
 """Bytes that an instruction can add to an address, less than it can."""
 _SCALE = 4
 """Bytes of a row's own scale."""
+_FEW_PARTIALS = 16
+"""Partials of a row that one warp has registers for."""
 _LEAST = 16
 """States, or rows of queries, in the smallest tile."""
 _LEAST_CONVERTED = 32
@@ -274,6 +276,22 @@ def rows_for(group: int, max_queries: int | None) -> int:
     # Where a batch may have anything, sequences of a few queries are still decoded.
     least = 16 if max_queries is None else 8
     return max(least, min(_MOST_ROWS, int(triton.next_power_of_2(wanted))))
+
+
+def merged_together(workers: int, sequences: int, width: int) -> tuple[int, int]:
+    """Partials of a row that a merge loads together, and the warps that do.
+
+    Workers share out sequences of like lengths so that each is left in few partials, if there
+    are many of them: programs that have room for more are fewer at once. Batches whose
+    numbers of sequences have as many bits are alike, as they are to `batch_kind`.
+
+    >>> merged_together(66, 64, 128), merged_together(66, 1, 128), merged_together(132, 64, 512)
+    ((16, 1), (64, 4), (8, 4))
+    """
+    fewest = 1 << max(0, (sequences - 1).bit_length() - 1)
+    if workers // fewest + 2 <= _FEW_PARTIALS:
+        return (_FEW_PARTIALS, 1) if width <= 128 else (_FEW_PARTIALS // 2, 4)
+    return (64 if width <= 128 else 16), 4
 
 
 def stored_as(cache: str) -> str:

@@ -168,11 +168,12 @@ def _decode(call: AttentionCall, plan: Schedule, compiled: relaunch.Compiled) ->
         use.options, compiled,
     )  # fmt: skip
     at_once = min(use.programs * use.depth, max(1, MERGED_AT_ONCE // sequences))
+    together, warps = calls.merged_together(use.workers, sequences, shape.out.width)
     relaunch.launch(
         merge, (sequences, at_once, 1), (target, batch, partials, scoring, use.workers),
         {"OUT": shape.out, "TILING": use.tiling, "DEPTH": use.depth, "FEW": plan.split.few,
-         "WRAP": use.words.wrap, "EARLY": early},
-        {"num_warps": 4, **launch.early}, compiled,
+         "WRAP": use.words.wrap, "AT_ONCE": together, "EARLY": early},
+        {"num_warps": warps, **launch.early}, compiled,
     )  # fmt: skip
 
 

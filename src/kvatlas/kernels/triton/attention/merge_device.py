@@ -12,13 +12,15 @@ from kvatlas.kernels.triton.dependent_launch_device import after_previous, befor
 @triton.jit
 def merge(
     out, batch, partials, scoring, workers, OUT: tl.constexpr, TILING: tl.constexpr,
-    DEPTH: tl.constexpr, FEW: tl.constexpr, WRAP: tl.constexpr, EARLY: tl.constexpr,
+    DEPTH: tl.constexpr, FEW: tl.constexpr, WRAP: tl.constexpr, AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one sequence, where it wants any; `DEPTH` rows of a tile may be in use."""
+    """Some rows of one sequence, where it wants any; `DEPTH` rows of a tile may be in use.
+
+    `AT_ONCE` partials are loaded together, since each load is waited for.
+    """
     WIDTH: tl.constexpr = OUT.width
     GROUP: tl.constexpr = OUT.group
-    after_previous(EARLY)
-    before_next(EARLY)
     sequence = tl.program_id(0)
     ends = batch.ends + batch.sequences + 1
     start = tl.load(batch.ends + sequence)
@@ -31,6 +33,9 @@ def merge(
     split = (first < last) & (walked[0] != walked[1])
     # A sequence without states attends to nothing: batches are padded with such.
     empty = (first == last) & (count * GROUP <= FEW)
+    # Ends were there before the kernel ahead of this one began: partials alone are waited for.
+    after_previous(EARLY)
+    before_next(EARLY)
     if split | empty:
         for at in range(tl.program_id(1), TILING.programs * DEPTH, tl.num_programs(1)):
             program = at // DEPTH
@@ -41,7 +46,9 @@ def merge(
                 pointers = row_pointers(out, start, row, head, GROUP)
                 if split:
                     where = program, place, head * GROUP + row % GROUP
-                    merge_row(pointers, partials, scoring, walked, where, OUT, TILING, WRAP)
+                    merge_row(
+                        pointers, partials, scoring, walked, where, OUT, TILING, WRAP, AT_ONCE
+                    )
                 else:
                     column = tl.arange(0, WIDTH)
                     nothing = tl.zeros([WIDTH], out.tensor.dtype.element_ty)
@@ -51,12 +58,10 @@ def merge(
 @triton.jit
 def merge_row(
     pointers, partials, scoring, walked, where, OUT: tl.constexpr, TILING: tl.constexpr,
-    WRAP: tl.constexpr,
+    WRAP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One row, from what the first to the last worker left of it."""
     WIDTH: tl.constexpr = OUT.width
-    # Partials that are loaded together: as many as registers hold, since each load is waited for.
-    AT_ONCE: tl.constexpr = 64 if WIDTH <= 128 else 16
     begin, until = walked
     program, place, query_head = where
     column = tl.arange(0, WIDTH)

@@ -1,0 +1,62 @@
+"""What callers of nodes and sessions pass: refused here, before a peer has to refuse it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.protocol import LONGEST_NAME
+
+
+def check_node_name(name: Any) -> None:
+    """Refuse a node's name that peers would not take.
+
+    >>> check_node_name("decode-0")
+    >>> check_node_name("x" * 257)
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: The name of a node is not a text of 1 to 256 characters. \
+Got a text of 257 characters. Use the host's name and the rank's number. [bad_config]
+    """
+    if not _is_name(name):
+        problem = f"The name of a node is not a text of 1 to {LONGEST_NAME} characters"
+        hint = "Use the host's name and the rank's number"
+        raise AtlasError(Code.BAD_CONFIG, problem, got=_shown(name), hint=hint)
+
+
+def check_request_name(request: Any) -> None:
+    """Refuse a request's name that peers would not take."""
+    if not _is_name(request):
+        problem = f"The name of a request is not a text of 1 to {LONGEST_NAME} characters"
+        hint = "Use the engine's request id"
+        raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=_shown(request), hint=hint)
+
+
+def check_new_request(request: Any, known: Mapping[str, object]) -> None:
+    """Refuse a request that is offered or expected already."""
+    check_request_name(request)
+    if request in known:
+        problem, hint = "The request is offered or expected already", "Withdraw or forget it first"
+        raise AtlasError(Code.TWICE, problem, got=request, hint=hint)
+
+
+def several(given: Iterable[str], what: str) -> tuple[str, ...]:
+    """Texts in a list, each once; a text by itself is not a list of its letters.
+
+    >>> several(["a", "b", "a"], "endpoints")
+    ('a', 'b')
+    """
+    named = () if isinstance(given, str) else tuple(dict.fromkeys(given))
+    if isinstance(given, str) or not all(isinstance(one, str) for one in named):
+        problem, hint = f"The {what} are not a list of texts", "Pass a list, also of one"
+        raise AtlasError(Code.BAD_CONFIG, problem, got=repr(given)[:100], hint=hint)
+    return named
+
+
+def _is_name(name: Any) -> bool:
+    # As the protocol counts: characters, not bytes.
+    return isinstance(name, str) and 1 <= len(name) <= LONGEST_NAME
+
+
+def _shown(name: Any) -> str:
+    return f"a text of {len(name)} characters" if isinstance(name, str) else repr(name)[:100]
