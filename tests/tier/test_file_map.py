@@ -119,6 +119,7 @@ def test_cores_read_all_runs_of_a_grid_and_none_twice(
     grid = RunGrid(0, 0, first, at, at[::-1].copy(), 1 + np.arange(spans) % 5)
     parts = list(file_._grid_parts(grid))
     assert len(parts) == min(4, max(starts, spans))
+    assert not list(file_._cuts(0, 0))
     found = [run for part in parts for run in zip(*part.runs(), strict=True)]
     assert sorted(found) == sorted(zip(*grid.runs(), strict=True))
 

@@ -57,6 +57,8 @@ _AT_ONCE = 256 << 10
 """Bytes that are read and summed together: what stays in the processor's cache."""
 _WORTH_A_CORE = 8 << 20
 """Bytes of a read that are worth another core."""
+_HEAD_START = 5 << 19
+"""Bytes that a core reads before another has begun to."""
 _CUT_SHORT = -1
 """The checksum of a block that the file does not have to its end."""
 
@@ -296,10 +298,15 @@ def _grid_parts(grid: RunGrid) -> Iterator[RunGrid]:
 
 
 def _cuts(count: int, nbytes: int) -> Iterator[slice]:
-    """Runs in parts for several cores, where they have so many bytes."""
+    """Runs in parts for several cores, where they have so many bytes; the first is the caller's."""
+    if not count:
+        return
     parts = min(_SUMMING, count, 1 + nbytes // _WORTH_A_CORE)
-    for part in range(parts):
-        yield slice(part * count // parts, (part + 1) * count // parts)
+    each = max(1, (count - count * _HEAD_START // nbytes) // parts)
+    first = count - (parts - 1) * each
+    yield slice(0, first)
+    for start in range(first, count, each):
+        yield slice(start, start + each)
 
 
 def _let_end(tasks: Sequence[Future[Any]]) -> None:
