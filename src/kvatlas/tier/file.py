@@ -57,8 +57,6 @@ _AT_ONCE = 256 << 10
 """Bytes that are read and summed together: what stays in the processor's cache."""
 _WORTH_A_CORE = 8 << 20
 """Bytes of a read that are worth another core."""
-_HEAD_START = 5 << 19
-"""Bytes that a core reads before another has begun to."""
 _CUT_SHORT = -1
 """The checksum of a block that the file does not have to its end."""
 
@@ -302,7 +300,7 @@ def _cuts(count: int, nbytes: int) -> Iterator[slice]:
     if not count:
         return
     parts = min(_SUMMING, count, 1 + nbytes // _WORTH_A_CORE)
-    each = max(1, (count - count * _HEAD_START // nbytes) // parts)
+    each = count // parts
     first = count - (parts - 1) * each
     yield slice(0, first)
     for start in range(first, count, each):
