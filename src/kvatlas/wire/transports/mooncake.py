@@ -26,7 +26,8 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import msgspec
@@ -60,6 +61,8 @@ _ANSWERS = 1.0
 """Seconds in which a peer that is alive accepts a connection."""
 _TRIES = 3
 """Engines that are made where a stranger connects to each before it is narrowed."""
+_SHORTEST_PAUSE = 0.01
+"""Seconds between two looks at an operation."""
 _LISTENERS = 2
 """Sockets that an engine listens with: for questions, and for data."""
 _ATTENTION = struct.pack("ll", 0, 50_000)
@@ -310,7 +313,9 @@ class MooncakeHandle(Handle):
         return done
 
     def _pause(self, seconds: float) -> None:
-        wait([self.outcome], seconds)
+        # The end of the operation ends the pause: who looks more often takes cores from it.
+        with suppress(TimeoutError):
+            self.outcome.exception(max(seconds, _SHORTEST_PAUSE))
 
     def begin(self) -> bool:
         """Whether a call may be made for it: not once it was given up."""
