@@ -107,6 +107,7 @@ OTHERS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.BAD_PLAN, lambda: Node("Qwen3-8B", memory={}, transport=Local())),  # type: ignore[arg-type]
     (Code.WRONG_DEVICE, lambda: allocate(PLAN, device="abacus")),
     (Code.WRONG_DEVICE, lambda: allocate(PLAN, device=-1)),
+    (Code.WRONG_DEVICE, lambda: allocate(PLAN, device=torch.cuda.device_count())),
     (Code.BAD_TENSOR, lambda: Cache(PLAN, 0, {})),
     (Code.BAD_TENSOR, lambda: Cache(PLAN, 0, None)),  # type: ignore[arg-type]
     (Code.BAD_TENSOR, lambda: Cache(PLAN, 0, dict.fromkeys(CACHE.pools))),  # type: ignore[arg-type]

@@ -120,6 +120,8 @@ def test_cores_read_all_runs_of_a_grid_and_none_twice(
     parts = list(file_._grid_parts(grid))
     assert len(parts) == min(4, max(starts, spans))
     assert not list(file_._cuts(0, 0))
+    shares = [len(range(100)[some]) for some in file_._cuts(starts, 1 << 30)]
+    assert max(shares) - min(shares) <= 1, "nobody waits for the one who has the most"
     found = [run for part in parts for run in zip(*part.runs(), strict=True)]
     assert sorted(found) == sorted(zip(*grid.runs(), strict=True))
 

@@ -12,7 +12,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.engine_process import ANSWER_SECONDS, Answer, answer_of, engine_config, greedy
+from tests.vllm.engine_process import (
+    ANSWER_SECONDS,
+    FOR_ALL,
+    Answer,
+    answer_of,
+    engine_config,
+    greedy,
+)
 from tests.vllm.engine_process import started as started_process
 
 
@@ -73,7 +80,7 @@ def serve(pipe: Connection, model: str, connector: Any, options: dict[str, Any])
     workers = options["data_parallel_size"] * options.get("tensor_parallel_size", 1)
     cores = sorted(os.sched_getaffinity(0))
     bound = (str(cores[number % len(cores)]) for number in range(workers))
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(bound)
+    os.environ |= FOR_ALL | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(bound)}
     try:
         config = engine_config(model, connector, options)
         asyncio.run(_Front(pipe, config).answer())

@@ -21,7 +21,7 @@ from typing import Any
 START_SECONDS = 300.0
 ANSWER_SECONDS = 180.0
 
-_FOR_ALL = {
+FOR_ALL = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -30,6 +30,7 @@ _FOR_ALL = {
     # Engines share the cores: threads that wait for each other would spin on them.
     "OMP_NUM_THREADS": "1",
 }
+"""The environment of every engine."""
 
 
 @dataclass
@@ -153,7 +154,7 @@ def started(
     here, there = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.vllm.preloaded"])
-    os.environ |= _FOR_ALL  # of the process that imports vLLM
+    os.environ |= FOR_ALL  # of the process that imports vLLM
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     process = context.Process(target=serve, args=(there, *about), name=name)
     process.start()
@@ -188,7 +189,7 @@ def serve(
 ) -> None:
     """The engine's process."""
     # The server that it was forked from may have been there before `engine` was asked for any.
-    os.environ |= _FOR_ALL | environment | {"VLLM_CPU_OMP_THREADS_BIND": core}
+    os.environ |= FOR_ALL | environment | {"VLLM_CPU_OMP_THREADS_BIND": core}
     if core.isdecimal():
         _bind(int(core))
     try:

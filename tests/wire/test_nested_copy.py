@@ -75,7 +75,7 @@ BAD_NESTED: list[tuple[Code, NestedSteps, Any]] = [
     (Code.BAD_SIZE, NestedSteps(ONE, ONE, (Steps(0, 1, 1),)), 4),
     (Code.NOT_AN_INTEGER, NestedSteps(ONE, ONE, ()), 4.0),
     (Code.NOT_AN_INTEGER, NestedSteps(np.array([0.5]), ONE, ()), 4),
-    (Code.UNLIKE_PLACEMENTS, NestedSteps(np.array([0, 8]), ONE, ()), 4),
+    (Code.BAD_SIZE, NestedSteps(np.array([0, 8]), ONE, ()), 4),
 ]
 
 
@@ -89,7 +89,12 @@ def test_nested_runs_from_outside_are_looked_at(code: Code, at: NestedSteps, len
 BAD_RUNS: list[tuple[Code, Any, Any]] = [
     (Code.OUT_OF_BOUNDS, np.array([-1]), np.array([4])),
     (Code.OUT_OF_BOUNDS, np.array([2**63 - 1]), np.array([4])),
-    (Code.OUT_OF_BOUNDS, ONE, np.array([0])),
+    (Code.BAD_SIZE, ONE, np.array([0])),
+    (Code.OUT_OF_BOUNDS, ONE, np.array([4 << 20], np.uint64)),
+    (Code.OUT_OF_BOUNDS, ONE, np.array([4 << 20], np.uint32)),
+    (Code.OUT_OF_BOUNDS, ONE, np.array([2**63], np.uint64)),
+    (Code.OUT_OF_BOUNDS, ONE, np.array([127], np.int8)),
+    (Code.OUT_OF_BOUNDS, ONE, [127]),
     (Code.OUT_OF_BOUNDS, range(0, 64, 60), np.array([8, 8])),
     (Code.BAD_SIZE, ONE, np.array([1, 2])),
     (Code.NOT_AN_INTEGER, np.array([0.5]), np.array([4])),
@@ -115,6 +120,14 @@ def test_a_buffer_is_one_row_of_bytes(buffer: Any) -> None:
         with pytest.raises(AtlasError) as refusal:
             act()
         assert refusal.value.code == Code.BAD_TENSOR
+
+
+def test_memory_that_cannot_be_written_is_not_written() -> None:
+    kept = np.frombuffer(bytes(64), np.uint8)
+    with pytest.raises(AtlasError) as refusal:
+        copy_runs(MEMORY, kept, ONE, ONE, ONE + 1)
+    assert refusal.value.code == Code.BAD_TENSOR
+    copy_nested(kept, MEMORY.copy(), NestedSteps(ONE, ONE, ()), 1)
 
 
 def test_copies_between_pools_that_are_not_there_are_refused() -> None:

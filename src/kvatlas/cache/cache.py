@@ -244,7 +244,7 @@ def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
     are written, and groups that keep unlike numbers overlay each other.
     """
     try:
-        device = torch.device(device or "cpu")
+        device = torch.get_default_device() if device is None else torch.device(device)
     except (TypeError, ValueError, RuntimeError) as problem:
         got, hint = f"{device!r}: {problem}", "Pass 'cpu', 'cuda' or 'cuda:0'"
         raise AtlasError(Code.WRONG_DEVICE, "There is no such device", got=got, hint=hint) from None

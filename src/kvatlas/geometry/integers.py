@@ -7,7 +7,6 @@ are whole: a float that is whole today is 2096.0000001 after the next division.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Real
 from operator import index
@@ -127,7 +126,7 @@ def duration(seconds: Any, most: float = MOST_SECONDS) -> float:
     kvatlas.errors.AtlasError: This is no number of seconds from 0 to 86,400. Got nan...
     """
     number = isinstance(seconds, Real) and not isinstance(seconds, bool)
-    if not number or math.isnan(seconds) or seconds > most:
+    if not number or not seconds <= most:
         problem = f"This is no number of seconds from 0 to {most:,}"
         hint = "Pass a number, and ask again for what takes longer"
         raise AtlasError(Code.BAD_QUANTITY, problem, got=repr(seconds)[:100], hint=hint)

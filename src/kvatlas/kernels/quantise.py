@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from itertools import pairwise
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -214,7 +215,7 @@ def _code_bits(spec: Attention, side: Side) -> int:
 def check_scales(*scales: float) -> None:
     """Refuse scales of a tensor that no element survives: they are above 0, and finite."""
     for scale in scales:
-        if not 0.0 < scale < math.inf:
+        if not isinstance(scale, Real) or not 0.0 < scale < math.inf:
             problem, hint = "A tensor's scale is not above 0 and finite", "Pass 1.0 for none"
             raise AtlasError(Code.BAD_QUANTITY, problem, got=scale, hint=hint)
 

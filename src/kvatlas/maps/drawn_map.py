@@ -62,9 +62,9 @@ class Map:
         fit: Fit | None = None,
         tokens: int | None = None,
     ) -> None:
-        for given in (plan, to, *(others := tuple(others))):
-            if given is not None:
-                checked_plan(given)
+        others = tuple(others)
+        for given in (plan, *others) if to is None else (plan, to, *others):
+            checked_plan(given)
         self.plan, self.to, self.others, self.fit = plan, to, others, fit
         self._tokens = tokens
 

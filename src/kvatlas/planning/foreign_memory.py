@@ -176,11 +176,11 @@ def _homes(first: dict[int, _Seen], pools: Sequence[int] | None) -> dict[int, in
     if pools is None:
         counts = list(dict.fromkeys(one.blocks for one in first.values()))
         return {group: counts.index(one.blocks) for group, one in first.items()}
-    if not isinstance(pools, Sequence) or max(first) >= len(pools):
+    if isinstance(pools, str | Mapping) or max(first) >= len(pools):
         raise AtlasError(
             Code.BAD_PLAN,
-            "A group has no pool",
-            got=f"pools {pools!r} for group {max(first)}",
+            "A group has no pool, or pools are not in a row",
+            got=f"pools {pools!r:.100} for group {max(first)}",
             hint="Pass one pool number for each group",
         )
     return {group: natural(pools[group], "the number of a pool") for group in first}

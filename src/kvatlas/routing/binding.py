@@ -126,11 +126,16 @@ class RunGrid:
     def runs(self) -> tuple[Int64s, Int64s, Int64s]:
         """The sums, span by span: where runs are at the source and the destination, how long.
 
+        Refused for a grid whose elements are cast: they have not as many bytes at either end.
+
         >>> starts = Starts.of(np.array([0, 40]), np.array([0, 8]))
         >>> grid = RunGrid(0, 0, starts, np.array([100, 200]), np.array([0, 4]), np.array([4, 4]))
         >>> [column.tolist() for column in grid.runs()]
         [[100, 140, 200, 240], [0, 8, 4, 12], [4, 4, 4, 4]]
         """
+        if self.cast is not None:
+            problem, hint = "Elements that are cast are no runs of bytes", "Carry out the cast"
+            raise AtlasError(Code.CONTRADICTORY, problem, got="runs of a cast", hint=hint)
         ends = zip((self.src, self.dst), self.starts.ends, strict=True)
         src, dst = ((spans[:, None] + starts).reshape(-1) for spans, starts in ends)
         return src, dst, np.repeat(self.length, len(self.starts.src))

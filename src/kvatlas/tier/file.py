@@ -285,7 +285,7 @@ def _parts(copy: Copy) -> Iterator[Copy]:
 
 
 def _grid_parts(grid: RunGrid) -> Iterator[RunGrid]:
-    """What each core reads of a grid: some spans, or some starts where there are more of them."""
+    """What each core reads of a grid: some spans, or some starts where spans are too few."""
     if len(grid.length) >= min(_SUMMING, len(grid.starts.src)):
         for some in _cuts(len(grid.length), grid.nbytes):
             yield replace(grid, src=grid.src[some], dst=grid.dst[some], length=grid.length[some])
@@ -300,11 +300,8 @@ def _cuts(count: int, nbytes: int) -> Iterator[slice]:
     if not count:
         return
     parts = min(_SUMMING, count, 1 + nbytes // _WORTH_A_CORE)
-    each = count // parts
-    first = count - (parts - 1) * each
-    yield slice(0, first)
-    for start in range(first, count, each):
-        yield slice(start, start + each)
+    edges = [count * part // parts for part in range(parts + 1)]
+    yield from map(slice, edges, edges[1:])
 
 
 def _let_end(tasks: Sequence[Future[Any]]) -> None:

@@ -40,17 +40,17 @@ def check_new_request(request: Any, known: Mapping[str, object]) -> None:
         raise AtlasError(Code.TWICE, problem, got=request, hint=hint)
 
 
-def several(given: Iterable[str], what: str) -> tuple[str, ...]:
+def text_list(given: Iterable[str], what: str) -> tuple[str, ...]:
     """Texts in a list, each once; a text by itself is not a list of its letters.
 
-    >>> several(["a", "b", "a"], "endpoints")
+    >>> text_list(["a", "b", "a"], "endpoints")
     ('a', 'b')
     """
-    named = () if isinstance(given, str) else tuple(dict.fromkeys(given))
-    if isinstance(given, str) or not all(isinstance(one, str) for one in named):
+    named = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    if named is None or not all(isinstance(one, str) for one in named):
         problem, hint = f"The {what} are not a list of texts", "Pass a list, also of one"
         raise AtlasError(Code.BAD_CONFIG, problem, got=repr(given)[:100], hint=hint)
-    return named
+    return tuple(dict.fromkeys(named))
 
 
 def _is_name(name: Any) -> bool:

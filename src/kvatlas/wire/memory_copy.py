@@ -138,15 +138,15 @@ def copy_runs(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: In
     >>> dst.tolist()
     [6, 7, 0, 0, 0, 0, 1, 2]
     """
-    check_runs(src_at, length, src)
-    check_runs(dst_at, length, dst)
+    src_at, length = check_runs(src_at, length, src)
+    dst_at, length = check_runs(dst_at, length, dst, written=True)
     return copy_runs_unchecked(src, dst, src_at, dst_at, length)
 
 
 def copy_runs_unchecked(
     src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: Int64s
 ) -> Steps:
-    """`copy_runs` of runs that are known to lie inside both buffers."""
+    """`copy_runs` of runs that are known to lie inside both buffers, which nobody looks at."""
     if not len(length):
         return
     if one_length(length):

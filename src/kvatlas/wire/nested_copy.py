@@ -36,12 +36,12 @@ def copy_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> Non
     >>> dst.tolist()
     [0, 1, 4, 5, 8, 9, 12, 13]
     """
-    check_nested(src, dst, places, length)
+    places = check_nested(src, dst, places, length)
     copy_nested_unchecked(src, dst, places, length)
 
 
 def copy_nested_unchecked(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> None:
-    """`copy_nested` of runs that are known to lie inside both buffers."""
+    """`copy_nested` of runs that are known to lie inside both buffers, which nobody looks at."""
     steps = places.steps
     if len(places.src) > _FEW_CALLS and prod(one.times for one in steps) < _WORTH_A_CALL:
         src_at, dst_at = places.written_out(steps)  # in no order: better looked up one by one

@@ -363,11 +363,29 @@ def test_a_shape_whose_peers_memory_was_mapped_anew_is_prepared_again() -> None:
         assert "record" not in ends.acts, "launched by who asked"
 
 
-def test_who_cannot_be_given_a_transfer_waits_until_the_copy_is_over() -> None:
+def test_what_is_asked_wrongly_is_refused_before_anything_is_copied() -> None:
     with warm_ends() as ends:
         ends.offer("r")
-        with pytest.raises(AtlasError):
-            ends.pull("r", seconds="soon")
+        ends.driver.log.clear()
+        for wrong in ({"seconds": "soon"}, {"wait_for_offer": float("nan")}):
+            with pytest.raises(AtlasError) as refusal:
+                ends.pull("r", **wrong)
+            assert refusal.value.code == Code.BAD_QUANTITY
+        assert "post" not in ends.acts
+        assert ends.pull("r").wait(20).ready
+
+
+def test_who_cannot_be_given_a_transfer_waits_until_the_copy_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with warm_ends() as ends:
+        ends.offer("r")
+        with monkeypatch.context() as broken, pytest.raises(MemoryError):
+            broken.setattr(ends.session, "_start", fails)
+            ends.pull("r")
         assert ends.acts == ["finished", "after_caller", "post"]
         connection = ends.session._connections.find(ends.source.endpoint)
         assert connection is not None

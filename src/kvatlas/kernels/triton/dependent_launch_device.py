@@ -4,7 +4,9 @@ On NVIDIA chips from Hopper on, a kernel that is launched early waits on the dev
 the one before, whatever that was, and then lets the next one be placed. What is saved is
 the time in which a chip stands empty between kernels: a microsecond or two for each.
 Every kernel that is launched so (`tune.dependent_launch`) waits before its first access,
-and so must others'.
+and so must others'. One does not: `merge` reads the schedule first, which was written before the
+kernel ahead of it began, since that one waits itself, or is not launched early, before it lets
+`merge` in.
 """
 
 from __future__ import annotations

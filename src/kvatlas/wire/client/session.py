@@ -23,7 +23,7 @@ from weakref import WeakSet
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import duration, natural
 from kvatlas.routing import Costs, table_arrays, token_range
-from kvatlas.wire.arguments import check_request_name, several
+from kvatlas.wire.arguments import check_request_name, text_list
 from kvatlas.wire.client.connections import PEER_GONE, Connections
 from kvatlas.wire.client.follow_ups import FollowUps
 from kvatlas.wire.client.rank_lease import RankLease
@@ -63,7 +63,7 @@ class Session:
     """Connections of a node to the ranks of one plan; several of one rank are replicas."""
 
     def __init__(self, node: NodeState, endpoints: Sequence[str], *, seconds: float = 10.0) -> None:
-        self.node, endpoints, patience = node, several(endpoints, "endpoints"), duration(seconds)
+        self.node, endpoints, patience = node, text_list(endpoints, "endpoints"), duration(seconds)
         self._replicas: dict[int, list[str]] = {}
         self._lock = threading.RLock()
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-transfer")
@@ -120,6 +120,8 @@ class Session:
         by this node, however little of the offer it takes: sources that nobody else reads may
         then reuse their blocks. It waits `wait_for_offer` seconds for one that is not offered yet.
         """
+        check_request_name(request)
+        seconds, wait_for_offer = duration(seconds), duration(wait_for_offer)
         layers = None if layers is None else tuple(layers)
         if recompute:
             start, stop = token_range(tokens, self.node.plan.max_len)

@@ -17,7 +17,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s, duration
 from kvatlas.planning import Plan
 from kvatlas.routing import check_tables, token_range
-from kvatlas.wire.arguments import check_new_request, several
+from kvatlas.wire.arguments import check_new_request, text_list
 from kvatlas.wire.connection import open_to_strangers
 from kvatlas.wire.leases import Expected, Offer, Released, WrittenLayers
 from kvatlas.wire.peers import plan_hash
@@ -101,7 +101,7 @@ class Node(NodeState):
         after the other that it is, and a pull that is `streamed` reads each as it comes.
         """
         held = self._checked(blocks, tokens, "source", recompute=recompute)
-        names = None if readers is None else frozenset(several(readers, "readers"))
+        names = None if readers is None else frozenset(text_list(readers, "readers"))
         lasting = min(duration(seconds, math.inf), _LONGEST_OFFER)
         with self.lock:
             check_new_request(request, self.offers)

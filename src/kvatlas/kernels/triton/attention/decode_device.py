@@ -39,7 +39,7 @@ def decode(
     GROUP: tl.constexpr = SHAPE.out.group
     TILE: tl.constexpr = TILING.tile
     OUT: tl.constexpr = SHAPE.out
-    before_next(EARLY)
+    before_next(EARLY)  # `merge` reads the schedule at once: this kernel must not be launched early
     program = tl.program_id(0) % TILING.programs
     worker = tl.program_id(0) // TILING.programs
     head = program // TILING.row_tiles
