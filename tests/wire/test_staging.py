@@ -157,5 +157,5 @@ def test_copies_stay_inside_their_pools() -> None:
         copy = Copy(0, 0, np.array([start]), np.array([to]), np.array([size]))
         with pytest.raises(AtlasError) as refusal:
             copy_pools([copy], {0: source}, {0: target})
-        assert refusal.value.code is Code.OUT_OF_BOUNDS
+        assert refusal.value.code is (Code.OUT_OF_BOUNDS if size else Code.BAD_SIZE)
     assert not target.any()
