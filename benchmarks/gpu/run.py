@@ -194,7 +194,7 @@ def _steps() -> list[goals.GoalRow]:
     if not has_transformers():
         print("transformers is not installed: its decode steps are not measured.")
         return []
-    # In a process of its own, since steps are profiled: what is timed behind that is slower.
+    # In a process of its own, since steps are profiled: what is timed behind that may be slower.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
         return goals.of_steps(worker.submit(_table_of_steps).result())
 

@@ -156,7 +156,7 @@ def table() -> list[StepTimes]:
     """Print the table; what was measured."""
     llama = model()
     taken = [measure(llama, *size) for size in SIZES]
-    # Only now: a profiler that was there once slows all launches down until the process ends.
+    # Only now: a profiler that was there once may slow launches down until the process ends.
     found = [
         StepTimes(*size, *times, measure_kernels(llama, *size))
         for size, times in zip(SIZES, taken, strict=True)
