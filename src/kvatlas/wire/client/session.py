@@ -42,19 +42,14 @@ from kvatlas.wire.transports.errors import failed
 Needed = Callable[[], int] | int | None
 _RETRIED = PEER_GONE | {Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM, Code.BUSY}
 """Failures that another replica may be spared."""
-
 _AT_ONCE = 64
 """Parts of transfers that are carried out at once; the others wait until one has ended."""
-
 _TURNS = 4
 """Parts that get on at once, as long as all get on: more only get in each other's way."""
-
 _TURN_SECONDS = 0.5
 """Seconds that a part waits for its turn, where those before it do not get on."""
-
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 """Seconds between questions about a request that is not offered yet: each twice the last."""
-
 _ANSWER_SECONDS = 5.0
 """Seconds that a peer has for an answer, within the transfer's own deadline."""
 
