@@ -93,6 +93,8 @@ class Tiling(NamedTuple):
     """Tiles of rows that the query heads of a kv head are split into."""
     together: int = 1
     """Tiles that are walked together: a worker's share is a multiple of them."""
+    lead: int = 0
+    """Bytes before V from which on Hopper's prefill reads it."""
 
 
 class PackedWords(NamedTuple):
@@ -339,7 +341,7 @@ def words_of(
     delta = gap(layer, "k", "v") if suits else None
     if delta is None or abs(delta) >= _NEAR:
         return PackedWords()
-    lead = _lead(layer, shape)
+    lead = lead_of(layer, shape)
     return PackedWords(True, delta, lead, lead * 8 // bits)
 
 
@@ -354,7 +356,7 @@ def _most_rows(form: StorageFormat) -> int:
     return _FEW_ROWS if form.bits == 16 else _MOST_ROWS
 
 
-def _lead(layer: LayerCache, shape: AttentionShape) -> int:
+def lead_of(layer: LayerCache, shape: AttentionShape) -> int:
     """Bytes before V from which on it can be read in pieces as wide as those of K.
 
     A row with its own scale is 264 bytes, say: K, its scale, V, its scale. V starts at a

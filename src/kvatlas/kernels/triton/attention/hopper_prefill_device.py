@@ -133,6 +133,8 @@ def multiply(
     V_FACTORS: gl.constexpr = has_factors(SHAPE.v.kind)
     K_LIFT: gl.constexpr = lift_of(SHAPE.k.kind)
     V_LIFT: gl.constexpr = lift_of(SHAPE.v.kind)
+    EARLY: gl.constexpr = TILING.lead > 0
+    WRAP: gl.constexpr = TILING.lead * 8 // SHAPE.v.bits
     scale = scoring.scale * 2.0**K_LIFT
     tiles = 0
     turns = 0
@@ -154,6 +156,8 @@ def multiply(
                 release(signals.free_k, tiles)
             for n in range(TILE, work.end, TILE):
                 begin = work.end - n
+                if EARLY:
+                    wait_for(signals.there_v, tiles)
                 logits = factored(logits, room.k_factors, tiles, K_FACTORS)
                 weights, higher = weigh(logits, top, begin, seen, scale, V_LIFT)
                 shrink = gl.exp2(top - higher)
@@ -164,7 +168,8 @@ def multiply(
                 if not K_FACTORS:
                     release(signals.free_k, tiles)
                 wait_for(signals.there_k, tiles + 1)
-                wait_for(signals.there_v, tiles)
+                if not EARLY:
+                    wait_for(signals.there_v, tiles)
                 fence_async_shared()
                 mbarrier.wait(signals.turn.index(WHO), turns & 1 ^ (1 - WHO))
                 logits = begin_logits(room, tiles + 1, WHO, LOGITS)
@@ -176,6 +181,8 @@ def multiply(
                 release(signals.free_v, tiles)
                 tiles += 1
                 turns += 1
+            if EARLY:
+                wait_for(signals.there_v, tiles)
             logits = factored(logits, room.k_factors, tiles, K_FACTORS)
             weights, higher = weigh(logits, top, 0, seen, scale, V_LIFT)
             shrink = gl.exp2(top - higher)
@@ -184,13 +191,14 @@ def multiply(
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
             if not K_FACTORS:
                 release(signals.free_k, tiles)
-            wait_for(signals.there_v, tiles)
+            if not EARLY:
+                wait_for(signals.there_v, tiles)
             fence_async_shared()
             acc = begin_values(acc, weights, room, tiles)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             release(signals.free_v, tiles)
             tiles += 1
-            put_rows(out, acc, total * 2.0**-V_LIFT, work, first, scoring, OUT)
+            put_rows(out, acc, total * 2.0**-V_LIFT, work, first, scoring, OUT, WRAP)
         else:
             put_zeros(out, work, first, OUT)
 
@@ -208,16 +216,19 @@ def put_zeros(out, work, first, OUT: gl.constexpr):
 
 
 @gluon.jit
-def put_rows(out, acc, total, work, first, scoring, OUT: gl.constexpr):
-    """A group's rows of the output."""
+def put_rows(out, acc, total, work, first, scoring, OUT: gl.constexpr, WRAP: gl.constexpr):
+    """A group's rows of the output; the last `WRAP` elements come first in sums."""
     DIM: gl.constexpr = OUT.width
     GROUP: gl.constexpr = OUT.group
-    STORES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    WIDE: gl.constexpr = WRAP if WRAP else 8
+    STORES: gl.constexpr = gl.BlockedLayout([1, WIDE], [4, 8], [4, 1], [1, 0])
     scaled = scoring.v_scale / gl.where(total == 0.0, 1.0, total)
     scaled = gl.convert_layout(scaled, gl.SliceLayout(1, acc.type.layout))
     values = (acc * scaled[:, None]).to(out.tensor.dtype.element_ty)
     row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORES))
     column = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORES))
+    if WRAP:
+        column = gl.max_contiguous(gl.multiple_of((column + DIM - WRAP) % DIM, WRAP), WRAP)
     at = row_offsets(out, work, row, GROUP)
     gl.store(
         out.tensor + at[:, None] + column[None, :], gl.convert_layout(values, STORES),

@@ -73,7 +73,7 @@ def loading_warps(kind, element):
 
     Not elsewhere: they take turns with the warps that multiply, and were slower.
     """
-    return 8 if kind == "scaled" and element == gl.float8e4nv else 4
+    return 4
 
 
 @gluon.constexpr_function

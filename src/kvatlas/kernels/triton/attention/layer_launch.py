@@ -171,7 +171,7 @@ def _worked_out(
     if scoring.scale > 0 and layer.buffer.data_ptr() % 16 == 0:
         few = on_hopper(few, key, shape)
         if many is not None and not choice:
-            many = prefill_on_hopper(many, key, shape, (k.at, v.at))
+            many = prefill_on_hopper(many, key, shape, (k.at, v.at), calls.lead_of(layer, shape))
     return LayerLaunch(
         heads, k.at, v.at, shape, scoring, split, few, many,
         tune.dependent_launch(layer.buffer.device), {},
@@ -335,8 +335,12 @@ def prefill_on_hopper(
     key: calls.LaunchKey,
     shape: calls.AttentionShape,
     sides: tuple[SideRows, SideRows],
+    lead: int,
 ) -> PrefillLaunch:
-    """The same by Hopper's own kernel, where it can be had and takes such rows."""
+    """The same by Hopper's own kernel, where it can be had and takes such rows.
+
+    V is read so many bytes early.
+    """
     suits = (
         _has_hopper_kernels(key, shape)
         and not shape.latent
@@ -350,7 +354,9 @@ def prefill_on_hopper(
         return launch
     module = import_module("kvatlas.kernels.triton.attention.hopper_prefill_device")
     return PrefillLaunch(
-        module.prefill_hopper, launch.tiling._replace(tile=128, stages=2), {"num_warps": 4},
+        module.prefill_hopper,
+        launch.tiling._replace(tile=128, stages=2, lead=lead if shape.k.bits == 8 else 0),
+        {"num_warps": 4},
         tune.processors(key.device),
     )  # fmt: skip
 
