@@ -12,6 +12,7 @@ prefill (`hopper_prefill_device`):
 
 - what groups of warps do, and their schedule, in `latent_groups_device` and
   `hopper_prefill_groups_device`
-- the walk over pages in `latent_load_device` and `hopper_prefill_load_device`
+- the walk over pages in `latent_load_device` and `hopper_prefill_load_device`; of rows with their
+  own scales in `hopper_prefill_scaled_device`
 - the dequantisation in `latent_load_device` and `hopper_dequantise_device`
 """

@@ -94,7 +94,7 @@ class Tiling(NamedTuple):
     together: int = 1
     """Tiles that are walked together: a worker's share is a multiple of them."""
     lead: int = 0
-    """Bytes before V from which on Hopper's prefill reads it."""
+    """Bytes before V from which on Hopper's prefill reads it; decode's are in its words."""
 
 
 class PackedWords(NamedTuple):
@@ -359,14 +359,18 @@ def _most_rows(form: StorageFormat) -> int:
 def lead_of(layer: LayerCache, shape: AttentionShape) -> int:
     """Bytes before V from which on it can be read in pieces as wide as those of K.
 
-    A row with its own scale is 264 bytes, say: K, its scale, V, its scale. V starts at a
-    multiple of 4 alone, its neighbours' scales at one of 8.
+    A row with its own scale is 264 bytes, say: K, its scale, V, its scale, without a gap. V
+    starts at a multiple of 4 alone, its neighbours' scales at one of 8.
     """
     k, v = shape.k, shape.v
     if not all(form.kind in ("scaled", "int4") for form in (k, v)):
         return 0
-    length = v.dim * v.bits // 8
-    between = gap(layer, "k_scale", "v") == _SCALE and gap(layer, "v", "v_scale") == length
-    whole = (layer.buffer.data_ptr(), length)
+    k_length, v_length = (form.dim * form.bits // 8 for form in (k, v))
+    gapless = (
+        gap(layer, "k", "k_scale") == k_length
+        and gap(layer, "k_scale", "v") == _SCALE
+        and gap(layer, "v", "v_scale") == v_length
+    )
+    whole = (layer.buffer.data_ptr(), k_length, v_length)
     aligned = k.scale_unit >= 2 and all(n % (2 * _SCALE) == 0 for n in whole)
-    return _SCALE if between and aligned else 0
+    return _SCALE if gapless and aligned else 0

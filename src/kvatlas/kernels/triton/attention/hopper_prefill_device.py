@@ -133,7 +133,8 @@ def multiply(
     V_FACTORS: gl.constexpr = has_factors(SHAPE.v.kind)
     K_LIFT: gl.constexpr = lift_of(SHAPE.k.kind)
     V_LIFT: gl.constexpr = lift_of(SHAPE.v.kind)
-    EARLY: gl.constexpr = TILING.lead > 0
+    # Rows of V that are read early come with their factors, for which weights wait.
+    V_FIRST: gl.constexpr = TILING.lead > 0
     WRAP: gl.constexpr = TILING.lead * 8 // SHAPE.v.bits
     scale = scoring.scale * 2.0**K_LIFT
     tiles = 0
@@ -156,7 +157,7 @@ def multiply(
                 release(signals.free_k, tiles)
             for n in range(TILE, work.end, TILE):
                 begin = work.end - n
-                if EARLY:
+                if V_FIRST:
                     wait_for(signals.there_v, tiles)
                 logits = factored(logits, room.k_factors, tiles, K_FACTORS)
                 weights, higher = weigh(logits, top, begin, seen, scale, V_LIFT)
@@ -168,7 +169,7 @@ def multiply(
                 if not K_FACTORS:
                     release(signals.free_k, tiles)
                 wait_for(signals.there_k, tiles + 1)
-                if not EARLY:
+                if not V_FIRST:
                     wait_for(signals.there_v, tiles)
                 fence_async_shared()
                 mbarrier.wait(signals.turn.index(WHO), turns & 1 ^ (1 - WHO))
@@ -181,7 +182,7 @@ def multiply(
                 release(signals.free_v, tiles)
                 tiles += 1
                 turns += 1
-            if EARLY:
+            if V_FIRST:
                 wait_for(signals.there_v, tiles)
             logits = factored(logits, room.k_factors, tiles, K_FACTORS)
             weights, higher = weigh(logits, top, 0, seen, scale, V_LIFT)
@@ -191,7 +192,7 @@ def multiply(
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
             if not K_FACTORS:
                 release(signals.free_k, tiles)
-            if not EARLY:
+            if not V_FIRST:
                 wait_for(signals.there_v, tiles)
             fence_async_shared()
             acc = begin_values(acc, weights, room, tiles)
@@ -217,7 +218,7 @@ def put_zeros(out, work, first, OUT: gl.constexpr):
 
 @gluon.jit
 def put_rows(out, acc, total, work, first, scoring, OUT: gl.constexpr, WRAP: gl.constexpr):
-    """A group's rows of the output; the last `WRAP` elements come first in sums."""
+    """A group's rows of the output, whose last `WRAP` elements come first in sums."""
     DIM: gl.constexpr = OUT.width
     GROUP: gl.constexpr = OUT.group
     WIDE: gl.constexpr = WRAP if WRAP else 8
@@ -254,7 +255,7 @@ def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: g
     signals = prefill_signals(STAGES)
     fence_async_shared()
     COPIED: gl.constexpr = SHAPE.k.element == SHAPE.k_dot
-    WARPS: gl.constexpr = loading_warps(SHAPE.k.kind, SHAPE.k.element)
+    WARPS: gl.constexpr = loading_warps(SHAPE.k.kind, SHAPE.k.element, TILING.lead > 0)
     gl.warp_specialize(
         [
             (multiply, (q, out, batch, scoring, room, signals, 0, SHAPE, TILING)),

@@ -27,7 +27,7 @@ class PrefillRoom(NamedTuple):
     v: Any
     k_factors: Any
     """What logits of a tile's states are multiplied by, and below their weights: in twice as many
-    stages, since they are needed after the keys."""
+    stages, since they are needed after the keys, with which both come, or those of V with V."""
     v_factors: Any
 
 
@@ -68,12 +68,19 @@ def has_factors(kind):
 
 
 @gluon.constexpr_function
-def loading_warps(kind, element):
+def loading_warps(kind, element, halves):
     """Warps of the group that loads: eight where four have too few registers.
 
-    Not elsewhere: they take turns with the warps that multiply, and were slower.
+    That is where whole tiles of e4m3 that become bf16 wait in them, and not halves. Nowhere
+    else: they take turns with the warps that multiply, and were slower.
     """
-    return 4
+    return 8 if kind == "scaled" and element == gl.float8e4nv and not halves else 4
+
+
+@gluon.constexpr_function
+def powers(begin, end):
+    """Powers of two from one to before another."""
+    return [1 << i for i in range(begin.bit_length() - 1, end.bit_length() - 1)]
 
 
 @gluon.constexpr_function

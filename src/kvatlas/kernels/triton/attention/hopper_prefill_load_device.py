@@ -2,7 +2,8 @@
 
 Rows of 16 bits are copied to shared memory as they are, by copies that signal their own end.
 Others are loaded ahead into registers, and taken apart on their way from there; what is left
-to multiply by, for each state, goes with the tile of K.
+to multiply by, for each state, goes with the tile of K. Rows with their own scales beside them
+have a way of their own: `hopper_prefill_scaled_device`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from kvatlas.kernels.triton.attention.hopper_dequantise_device import (
 from kvatlas.kernels.triton.attention.hopper_prefill_groups_device import (
     has_factors,
     loading_warps,
+    powers,
     rounds_of,
     work_of,
 )
+from kvatlas.kernels.triton.attention.hopper_prefill_scaled_device import convert_halves
 from kvatlas.kernels.triton.attention.latent_load_device import (
     announce,
     begin_copy,
@@ -29,12 +32,6 @@ from kvatlas.kernels.triton.attention.latent_load_device import (
     row_starts,
     seen_as,
 )
-
-
-@gluon.constexpr_function
-def powers(begin, end):
-    """Powers of two from one to before another."""
-    return [1 << i for i in range(begin.bit_length() - 1, end.bit_length() - 1)]
 
 
 @gluon.constexpr_function
@@ -121,7 +118,7 @@ def load_apart(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.c
     UNIT: gl.constexpr = FORMAT.unit // 4
     COUNT: gl.constexpr = FORMAT.dim * FORMAT.bits // 32
     WIDE: gl.constexpr = min(UNIT, 4)
-    WARPS: gl.constexpr = loading_warps(FORMAT.kind, FORMAT.element)
+    WARPS: gl.constexpr = loading_warps(FORMAT.kind, FORMAT.element, False)
     LOADS: gl.constexpr = loads_of(WIDE, COUNT, FORMAT.bits, TILE, WARPS)
     words = cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True)
     states = states_of(begin, work, TILE, gl.SliceLayout(1, LOADS))
@@ -156,7 +153,7 @@ def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
 def load_factors(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                  FORMAT: gl.constexpr):  # fmt: skip
     """What is left to multiply by, for each state of a tile."""
-    WARPS: gl.constexpr = loading_warps(FORMAT.kind, FORMAT.element)
+    WARPS: gl.constexpr = loading_warps(FORMAT.kind, FORMAT.element, False)
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     states = states_of(begin, work, TILE, EACH)
     steps = starts_of(side.scales, table, states, work.head, STATES, FORMAT.scale_unit)
@@ -206,163 +203,6 @@ def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr)
         put_apart(v[0], v[1], v_room.index(stage), V, V_DOT)
         announce(signals.there_v.index(stage))
         v = load_apart(cache, cache.v, table, begin, work, STATES, TILE, V)
-        tiles += 1
-    return tiles
-
-
-@gluon.constexpr_function
-def shared_rows(count, rows, warps):
-    """Who loads which words of rows with a scale behind them, two at a time: eight share a row.
-
-    The rows of a thread are neighbours, so that most lie in one page.
-    """
-    each = rows // (4 * warps)
-    return gl.DistributedLinearLayout(
-        [[0, 1], *([0, n] for n in powers(16, count)), *([n, 0] for n in powers(1, each))],
-        [[0, 2], [0, 4], [0, 8], [each, 0], [2 * each, 0]],
-        [[n, 0] for n in powers(4 * each, rows)], [], [rows, count],
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def run_length(states, rows, warps):
-    """Rows of a thread that lie in one page, whichever they are."""
-    each = rows // (4 * warps)
-    return 1 if states % each else each
-
-
-@gluon.constexpr_function
-def runs_of(run, rows, warps):
-    """The rows that threads of `shared_rows` have, as runs of neighbours in one page."""
-    each = rows // (4 * warps)
-    return gl.DistributedLinearLayout(
-        [[n // run, n % run] for n in powers(1, each)],
-        [[0, 0], [0, 0], [0, 0], [each // run, 0], [2 * each // run, 0]],
-        [[n // run, 0] for n in powers(4 * each, rows)], [], [rows // run, run],
-    )  # fmt: skip
-
-
-@gluon.jit
-def first_of_runs(begin, work, RUN: gl.constexpr, RUNS: gl.constexpr):
-    """The first state of each run; the first or the last that may be read beyond the ends."""
-    first = begin + RUN * gl.arange(0, RUNS.shape[0], layout=gl.SliceLayout(1, RUNS))
-    return gl.maximum(gl.minimum(first, work.high - 1), 0)
-
-
-@gluon.jit
-def pages_of(table, begin, work, STATES: gl.constexpr, RUN: gl.constexpr, RUNS: gl.constexpr):
-    """The pages of some rows of a tile, by their runs."""
-    return gl.load(table + first_of_runs(begin, work, RUN, RUNS) // STATES)
-
-
-@gluon.jit
-def load_rows(cache, steps, pages, begin, work, SHAPE: gl.constexpr, UNIT: gl.constexpr,
-              LOADS: gl.constexpr, BEHIND: gl.constexpr):  # fmt: skip
-    """Words of some rows of a tile, and what lies behind each row, as `BEHIND`.
-
-    Steps count `UNIT` pairs of words.
-    """
-    RUNS: gl.constexpr = pages.type.layout.parent
-    RUN: gl.constexpr = RUNS.shape[1]
-    ROWS: gl.constexpr = LOADS.shape[0]
-    COUNT: gl.constexpr = LOADS.shape[1]
-    base = row_starts(steps, pages, 0, UNIT) + work.head.to(gl.int64) * steps.head * UNIT
-    states = first_of_runs(begin, work, RUN, RUNS)[:, None]
-    states += gl.arange(0, RUN, layout=gl.SliceLayout(0, RUNS))[None, :]
-    places = gl.minimum(states, work.high - 1) % SHAPE.states
-    pairs = (base[:, None] + places * steps.state * UNIT).reshape([ROWS])
-    pairs = gl.convert_layout(pairs, gl.SliceLayout(1, LOADS))
-    columns = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LOADS))
-    offsets = (2 * pairs)[:, None] + columns[None, :]
-    words = cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True)
-    loaded = gl.load(words + gl.max_contiguous(gl.multiple_of(offsets, [1, 2]), [1, 2]))
-    behind = cache.buffer.to(gl.pointer_type(BEHIND), bitcast=True)
-    return loaded, gl.load(behind + pairs * (64 // BEHIND.primitive_bitwidth) + COUNT // 2 * (64 // BEHIND.primitive_bitwidth))
-
-
-@gluon.jit
-def load_k(cache, pages, begin, work, SHAPE: gl.constexpr, LOADS: gl.constexpr):
-    """Rows of K, and their scales, which lie behind them."""
-    UNIT: gl.constexpr = SHAPE.k.unit // 8
-    return load_rows(cache, cache.k.rows, pages, begin, work, SHAPE, UNIT, LOADS, gl.int32)
-
-
-@gluon.jit
-def load_v(cache, pages, begin, work, SHAPE: gl.constexpr, LOADS: gl.constexpr):
-    """Rows of V from the scales of K before them on, which lie at a multiple of 8 bytes.
-
-    Behind are the last word of a row, and V's own scale.
-    """
-    UNIT: gl.constexpr = SHAPE.k.scale_unit // 2
-    return load_rows(cache, cache.k.scales, pages, begin, work, SHAPE, UNIT, LOADS, gl.int64)
-
-
-@gluon.jit
-def put_k(loaded, to, factors, SHAPE: gl.constexpr):
-    """Rows of K and their scales into shared memory."""
-    words, scales = loaded
-    to.store(bytes_apart(words, SHAPE.k.element, SHAPE.k_dot))
-    factors.store(scales.to(gl.float32, bitcast=True))
-
-
-@gluon.jit
-def put_v(loaded, to, factors, SHAPE: gl.constexpr):
-    """Rows of V and their scales into shared memory; the last word of a row comes first."""
-    words, behind = loaded
-    columns = gl.arange(0, words.shape[1], layout=gl.SliceLayout(0, words.type.layout))
-    words = gl.where((columns == 0)[None, :], behind.to(gl.int32)[:, None], words)
-    to.store(bytes_apart(words, SHAPE.v.element, SHAPE.v_dot))
-    factors.store((behind >> 32).to(gl.int32).to(gl.float32, bitcast=True))
-
-
-@gluon.jit
-def convert_halves(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
-    """Load the tiles of a piece of work by halves, take them apart, the last one first.
-
-    Halves of K are loaded while those of V are taken apart, and the other way round: registers
-    hold no more than two of them.
-    """
-    STAGES: gl.constexpr = room.k.shape[0]
-    TILE: gl.constexpr = room.k.shape[1]
-    DIM: gl.constexpr = room.k.shape[2]
-    PART: gl.constexpr = TILE // 2
-    STATES: gl.constexpr = SHAPE.states
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    WARPS: gl.constexpr = loading_warps(SHAPE.k.kind, SHAPE.k.element)
-    LOADS: gl.constexpr = shared_rows(DIM // 4, PART, WARPS)
-    RUN: gl.constexpr = run_length(STATES, PART, WARPS)
-    RUNS: gl.constexpr = runs_of(RUN, PART, WARPS)
-    k_room = seen_as(room.k, gl.int32, [STAGES, TILE, DIM // 2], WORDS)
-    v_room = seen_as(room.v, gl.int32, [STAGES, TILE, DIM // 2], WORDS)
-    begin = work.end - TILE
-    left = pages_of(table, begin, work, STATES, RUN, RUNS)
-    right = pages_of(table, begin + PART, work, STATES, RUN, RUNS)
-    first = load_k(cache, left, begin, work, SHAPE, LOADS)
-    second = load_k(cache, right, begin + PART, work, SHAPE, LOADS)
-    for n in range(0, work.end, TILE):
-        begin = work.end - TILE - n
-        # Pages are looked up a tile ahead, since loads wait for them.
-        next_left = pages_of(table, begin - TILE, work, STATES, RUN, RUNS)
-        next_right = pages_of(table, begin - PART, work, STATES, RUN, RUNS)
-        stage = tiles % STAGES
-        phase = tiles // STAGES & 1
-        k_to = k_room.index(stage)
-        v_to = v_room.index(stage)
-        k_factors = room.k_factors.index(tiles % (2 * STAGES))
-        v_factors = room.v_factors.index(tiles % (2 * STAGES))
-        mbarrier.wait(signals.free_k.index(stage), phase ^ 1)
-        put_k(first, k_to.slice(0, PART, dim=0), k_factors.slice(0, PART), SHAPE)
-        first_v = load_v(cache, left, begin, work, SHAPE, LOADS)
-        put_k(second, k_to.slice(PART, PART, dim=0), k_factors.slice(PART, PART), SHAPE)
-        announce(signals.there_k.index(stage))
-        second_v = load_v(cache, right, begin + PART, work, SHAPE, LOADS)
-        left, right = next_left, next_right
-        mbarrier.wait(signals.free_v.index(stage), phase ^ 1)
-        put_v(first_v, v_to.slice(0, PART, dim=0), v_factors.slice(0, PART), SHAPE)
-        first = load_k(cache, left, begin - TILE, work, SHAPE, LOADS)
-        put_v(second_v, v_to.slice(PART, PART, dim=0), v_factors.slice(PART, PART), SHAPE)
-        announce(signals.there_v.index(stage))
-        second = load_k(cache, right, begin - PART, work, SHAPE, LOADS)
         tiles += 1
     return tiles
 

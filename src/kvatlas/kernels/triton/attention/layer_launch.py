@@ -339,7 +339,7 @@ def prefill_on_hopper(
 ) -> PrefillLaunch:
     """The same by Hopper's own kernel, where it can be had and takes such rows.
 
-    V is read so many bytes early.
+    Rows of 8 bits are loaded with V `lead` bytes early.
     """
     suits = (
         _has_hopper_kernels(key, shape)

@@ -1,0 +1,166 @@
+"""Device code that loads tiles of 8-bit rows with their own scales for prefill on Hopper.
+
+A row of K and V is 264 bytes: 128 of K, a scale, 128 of V, a scale. K starts at a multiple of 8
+bytes and V at one of 4, so V is read from the scale before it on, in pieces as wide as those of
+K. Its last four elements come with its own scale, in the piece behind, and take the place of the
+scale in front: rows of V are turned by four elements until the output is stored.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from kvatlas.kernels.triton.attention.hopper_dequantise_device import bytes_apart
+from kvatlas.kernels.triton.attention.hopper_prefill_groups_device import loading_warps, powers
+from kvatlas.kernels.triton.attention.latent_load_device import announce, row_starts, seen_as
+
+
+@gluon.constexpr_function
+def pairs_of_rows(count, rows, each):
+    """Who loads which of the `count` words of rows, in pairs: eight threads share a row.
+
+    A thread has `each` rows, which are neighbours, so that they lie in one page where pages
+    have a multiple of so many.
+    """
+    return gl.DistributedLinearLayout(
+        [[0, 1], *([0, n] for n in powers(16, count)), *([n, 0] for n in powers(1, each))],
+        [[0, 2], [0, 4], [0, 8], [each, 0], [2 * each, 0]],
+        [[n, 0] for n in powers(4 * each, rows)], [], [rows, count],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def runs_of_rows(run, rows, each):
+    """The rows of threads of `pairs_of_rows`, as runs of neighbours in one page."""
+    return gl.DistributedLinearLayout(
+        [[n // run, n % run] for n in powers(1, each)],
+        [[0, 0], [0, 0], [0, 0], [each // run, 0], [2 * each // run, 0]],
+        [[n // run, 0] for n in powers(4 * each, rows)], [], [rows // run, run],
+    )  # fmt: skip
+
+
+@gluon.jit
+def first_of_runs(begin, work, RUNS: gl.constexpr):
+    """The first state of each run; the first or the last that may be read beyond the ends."""
+    RUN: gl.constexpr = RUNS.shape[1]
+    first = begin + RUN * gl.arange(0, RUNS.shape[0], layout=gl.SliceLayout(1, RUNS))
+    return gl.maximum(gl.minimum(first, work.high - 1), 0)
+
+
+@gluon.jit
+def load_pages(table, begin, work, STATES: gl.constexpr, RUNS: gl.constexpr):
+    """The page of each run."""
+    return gl.load(table + first_of_runs(begin, work, RUNS) // STATES)
+
+
+@gluon.jit
+def load_rows(cache, steps, pages, begin, work, SHAPE: gl.constexpr, UNIT: gl.constexpr,
+              LOADS: gl.constexpr, BEHIND: gl.constexpr):  # fmt: skip
+    """Words of half a tile's rows from where `steps` lead, and what is behind, a `BEHIND` each.
+
+    Steps count `UNIT` pairs of words. The page of each run is known.
+    """
+    RUNS: gl.constexpr = pages.type.layout.parent
+    RUN: gl.constexpr = RUNS.shape[1]
+    ROWS: gl.constexpr = LOADS.shape[0]
+    COUNT: gl.constexpr = LOADS.shape[1]
+    IN_PAIR: gl.constexpr = 64 // BEHIND.primitive_bitwidth
+    base = row_starts(steps, pages, 0, UNIT) + work.head.to(gl.int64) * steps.head * UNIT
+    states = first_of_runs(begin, work, RUNS)[:, None]
+    states += gl.arange(0, RUN, layout=gl.SliceLayout(0, RUNS))[None, :]
+    places = gl.minimum(states, work.high - 1) % SHAPE.states
+    pairs = (base[:, None] + places * steps.state * UNIT).reshape([ROWS])
+    pairs = gl.convert_layout(pairs, gl.SliceLayout(1, LOADS))
+    columns = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LOADS))
+    offsets = (2 * pairs)[:, None] + columns[None, :]
+    words = cache.buffer.to(gl.pointer_type(gl.int32), bitcast=True)
+    loaded = gl.load(words + gl.max_contiguous(gl.multiple_of(offsets, [1, 2]), [1, 2]))
+    behind = cache.buffer.to(gl.pointer_type(BEHIND), bitcast=True)
+    return loaded, gl.load(behind + pairs * IN_PAIR + COUNT // 2 * IN_PAIR)
+
+
+@gluon.jit
+def load_k(cache, pages, begin, work, SHAPE: gl.constexpr, LOADS: gl.constexpr):
+    """Rows of K, and the scale behind each."""
+    UNIT: gl.constexpr = SHAPE.k.unit // 8
+    return load_rows(cache, cache.k.rows, pages, begin, work, SHAPE, UNIT, LOADS, gl.int32)
+
+
+@gluon.jit
+def load_v(cache, pages, begin, work, SHAPE: gl.constexpr, LOADS: gl.constexpr):
+    """Rows of V from the scales of K on; behind each, its last word and its own scale."""
+    UNIT: gl.constexpr = SHAPE.k.scale_unit // 2
+    return load_rows(cache, cache.k.scales, pages, begin, work, SHAPE, UNIT, LOADS, gl.int64)
+
+
+@gluon.jit
+def put_k(loaded, to, factors, SHAPE: gl.constexpr):
+    """Rows of K and their scales into shared memory."""
+    words, scales = loaded
+    to.store(bytes_apart(words, SHAPE.k.element, SHAPE.k_dot))
+    factors.store(scales.to(gl.float32, bitcast=True))
+
+
+@gluon.jit
+def put_v(loaded, to, factors, SHAPE: gl.constexpr):
+    """Rows of V and their scales into shared memory; the last word of a row comes first."""
+    words, behind = loaded
+    columns = gl.arange(0, words.shape[1], layout=gl.SliceLayout(0, words.type.layout))
+    words = gl.where((columns == 0)[None, :], behind.to(gl.int32)[:, None], words)
+    to.store(bytes_apart(words, SHAPE.v.element, SHAPE.v_dot))
+    factors.store((behind >> 32).to(gl.int32).to(gl.float32, bitcast=True))
+
+
+@gluon.jit
+def convert_halves(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
+    """Load the tiles of a piece of work by halves and take them apart, the last one first.
+
+    Halves of K are loaded while those of V are taken apart, and the other way round, so that
+    registers hold two of them at a time: a tile of each would not fit.
+    """
+    STAGES: gl.constexpr = room.k.shape[0]
+    TILE: gl.constexpr = room.k.shape[1]
+    DIM: gl.constexpr = room.k.shape[2]
+    PART: gl.constexpr = TILE // 2
+    STATES: gl.constexpr = SHAPE.states
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    WARPS: gl.constexpr = loading_warps(SHAPE.k.kind, SHAPE.k.element, True)
+    EACH: gl.constexpr = PART // (4 * WARPS)
+    RUN: gl.constexpr = 1 if STATES % EACH else EACH
+    LOADS: gl.constexpr = pairs_of_rows(DIM // 4, PART, EACH)
+    RUNS: gl.constexpr = runs_of_rows(RUN, PART, EACH)
+    k_room = seen_as(room.k, gl.int32, [STAGES, TILE, DIM // 2], WORDS)
+    v_room = seen_as(room.v, gl.int32, [STAGES, TILE, DIM // 2], WORDS)
+    begin = work.end - TILE
+    left = load_pages(table, begin, work, STATES, RUNS)
+    right = load_pages(table, begin + PART, work, STATES, RUNS)
+    left_k = load_k(cache, left, begin, work, SHAPE, LOADS)
+    right_k = load_k(cache, right, begin + PART, work, SHAPE, LOADS)
+    for n in range(0, work.end, TILE):
+        begin = work.end - TILE - n
+        # Pages are looked up a tile ahead, since loads wait for them.
+        next_left = load_pages(table, begin - TILE, work, STATES, RUNS)
+        next_right = load_pages(table, begin - PART, work, STATES, RUNS)
+        stage = tiles % STAGES
+        phase = tiles // STAGES & 1
+        k_to = k_room.index(stage)
+        v_to = v_room.index(stage)
+        k_factors = room.k_factors.index(tiles % (2 * STAGES))
+        v_factors = room.v_factors.index(tiles % (2 * STAGES))
+        mbarrier.wait(signals.free_k.index(stage), phase ^ 1)
+        put_k(left_k, k_to.slice(0, PART, dim=0), k_factors.slice(0, PART), SHAPE)
+        left_v = load_v(cache, left, begin, work, SHAPE, LOADS)
+        put_k(right_k, k_to.slice(PART, PART, dim=0), k_factors.slice(PART, PART), SHAPE)
+        announce(signals.there_k.index(stage))
+        right_v = load_v(cache, right, begin + PART, work, SHAPE, LOADS)
+        left, right = next_left, next_right
+        mbarrier.wait(signals.free_v.index(stage), phase ^ 1)
+        put_v(left_v, v_to.slice(0, PART, dim=0), v_factors.slice(0, PART), SHAPE)
+        left_k = load_k(cache, left, begin - TILE, work, SHAPE, LOADS)
+        put_v(right_v, v_to.slice(PART, PART, dim=0), v_factors.slice(PART, PART), SHAPE)
+        announce(signals.there_v.index(stage))
+        right_k = load_k(cache, right, begin - PART, work, SHAPE, LOADS)
+        tiles += 1
+    return tiles
