@@ -61,7 +61,7 @@ def test_kernels_compile_for_a_chip_that_is_not_here() -> None:
     }
     prefill = by_name.pop("prefill_hopper")
     assert prefill["loop"]["HGMMA"] > 0
-    # Groups of warps share out the registers; a few of the group that loads do not fit in.
+    # Groups of warps share out the registers; some do not fit, at a last tile most of all.
     assert prefill["spilled"] <= 272
     assert not any(kernel["spilled"] for kernel in by_name.values())
     loop = by_name["decode"]["loop"]

@@ -182,12 +182,12 @@ def multiply(
                 release(signals.free_v, tiles)
                 tiles += 1
                 turns += 1
-            if V_FIRST:
-                wait_for(signals.there_v, tiles)
             logits = factored(logits, room.k_factors, tiles, K_FACTORS)
             weights, higher = weigh(logits, top, 0, seen, scale, V_LIFT)
             shrink = gl.exp2(top - higher)
             total = total * shrink + gl.sum(weights, 1)
+            if V_FIRST:
+                wait_for(signals.there_v, tiles)
             weights = factored(weights, room.v_factors, tiles, V_FACTORS)
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
             if not K_FACTORS:
