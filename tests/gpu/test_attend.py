@@ -114,7 +114,9 @@ def test_orders_and_blocks_make_no_difference(order: str, block: int) -> None:
 
 
 @pytest.mark.parametrize("cache", ["fp8_per_token_head", "int8_per_token_head"])
-@pytest.mark.parametrize(("order", "block"), zip(ORDERS, (16, 10, 24, 64, 10, 6), strict=True))
+@pytest.mark.parametrize(
+    ("order", "block"), list(zip(ORDERS, (16, 10, 24, 64, 10, 6), strict=True))
+)
 def test_prefill_of_rows_with_their_own_scales(cache: str, order: str, block: int) -> None:
     """Hopper's prefill reads neighbouring rows by one page if they lie in one, and V early."""
     more = {**MIXED, "queries": [200, 1, 200, 0, 133]}
