@@ -13,6 +13,7 @@ from kvatlas.kernels.address_runs import (
     copy_address_runs,
     place_starts,
 )
+from kvatlas.kernels.append_gather import append_and_gather
 from kvatlas.kernels.block_conversion import convert_blocks
 from kvatlas.kernels.block_copy import copy_blocks, gather_blocks, zero_blocks
 from kvatlas.kernels.cast_scales import PlacedScales, place_scales
@@ -35,6 +36,7 @@ __all__ = [
     "PlacedScales",
     "PlacedStarts",
     "RepeatedCopy",
+    "append_and_gather",
     "attend",
     "attend_latent",
     "can_convert",

@@ -42,6 +42,8 @@ class BlockTable:
         self._slots: dict[range, Tensor] = {}
         self._to_read: dict[range, tuple[Tensor, Tensor | None]] = {}
         self._reserved: range | None = None
+        self._ready = 0
+        """Tokens of the batch for which all sequences have blocks of their own."""
         self._ids: Tensor | None = None
         self._ids_are_old = True
 
@@ -94,7 +96,7 @@ class BlockTable:
     def can_crop(self, lengths: Sequence[int]) -> bool:
         """Whether everything is still there that sequences cut to these lengths see next."""
         return not any(
-            GONE in blocks[self._first_visible(length) // self.block : ceil_div(length, self.block)]
+            GONE in blocks[self.first_visible(length) // self.block : ceil_div(length, self.block)]
             for blocks, length in zip(self.sequences, lengths, strict=True)
         )
 
@@ -116,25 +118,31 @@ class BlockTable:
         of a group call this with the same tokens, and the first call takes the blocks.
         """
         tokens = range(start, start + count)
-        self._take_blocks(tokens, padding)
+        self.take_blocks(tokens, padding)
         return self.slots(tokens, padding)
 
     def reserve_next(self, start: int, padding: Sequence[int]) -> list[int]:
         """The slot of one new token of each sequence, as `reserve` has it, without the device."""
-        self._take_blocks(range(start, start + 1), padding)
+        self.take_blocks(range(start, start + 1), padding)
         slots = []
         for blocks, skipped in zip(self.sequences, padding, strict=True):
             index, state = divmod(start - skipped, self.block)
             slots.append(blocks[index] * self.block + state if index >= 0 else -1)
         return slots
 
-    def _take_blocks(self, tokens: range, padding: Sequence[int]) -> None:
-        if self._reserved != tokens:
-            self._forget_slots()
+    def take_blocks(self, tokens: range, padding: Sequence[int]) -> None:
+        """Blocks for the batch's tokens to be written to, as `reserve` has them."""
+        if self._reserved == tokens:
+            return
+        self._forget_slots()
+        if tokens.stop > self._ready:
             for blocks, skipped in zip(self.sequences, padding, strict=True):
                 first, stop = (max(token - skipped, 0) for token in (tokens.start, tokens.stop))
                 self._prepare(blocks, first, stop)
-            self._reserved = tokens
+            if self.reserve_blocks is None and self.visibility == Visibility():
+                # Sequences end in their last block together, unless they have padding.
+                self._ready = 0 if any(padding) else ceil_div(tokens.stop, self.block) * self.block
+        self._reserved = tokens
 
     def slots(self, tokens: range, padding: Sequence[int]) -> Tensor:
         """Slots [sequences, tokens] of tokens of the batch; -1 where nothing is stored."""
@@ -160,7 +168,7 @@ class BlockTable:
             self._to_read = {tokens: (slots, None)}
             if self.visibility == Visibility() and max(padding) <= tokens.start:
                 return slots, None  # all are stored
-            firsts = [skipped + self._first_visible(max(start - skipped, 0)) for skipped in padding]
+            firsts = [skipped + self.first_visible(max(start - skipped, 0)) for skipped in padding]
             unseen = torch.tensor(firsts, device=self.device).unsqueeze(1) - tokens.start
             missing = (slots < 0) | (torch.arange(len(tokens), device=self.device) < unseen)
             if bool(missing.any()):
@@ -191,7 +199,7 @@ class BlockTable:
 
     # -- inside ---------------------------------------------------------------------
 
-    def _first_visible(self, position: int) -> int:
+    def first_visible(self, position: int) -> int:
         """The first position that a token at `position` sees."""
         visibility = self.visibility
         if visibility.chunk is not None and self.padded:
@@ -211,7 +219,7 @@ class BlockTable:
             self.reserve_blocks(stop)
             return
         if not self.keep_all:
-            for index in range(min(self._first_visible(first) // self.block, len(blocks))):
+            for index in range(min(self.first_visible(first) // self.block, len(blocks))):
                 if blocks[index] != GONE:
                     self._replace(blocks, index, GONE)
         end = ceil_div(stop, self.block)
@@ -247,7 +255,7 @@ class BlockTable:
             copy_blocks(layer, old, layer, new)
 
     def _changed(self) -> None:
-        self._ids_are_old, self._reserved = True, None
+        self._ids_are_old, self._reserved, self._ready = True, None, 0
         self._forget_slots()
 
     def _forget_slots(self) -> None:

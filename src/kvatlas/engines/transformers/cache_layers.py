@@ -20,7 +20,15 @@ from kvatlas.engines.transformers.block_table import BlockTable
 from kvatlas.engines.transformers.sequence_batch import SequenceBatch
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
-from kvatlas.kernels import read, read_latent, read_states, write, write_latent, write_states
+from kvatlas.kernels import (
+    append_and_gather,
+    read,
+    read_latent,
+    read_states,
+    write,
+    write_latent,
+    write_states,
+)
 from kvatlas.specs import Attention, LatentAttention, Recurrent, State
 
 Pair = tuple[Tensor, Tensor]
@@ -41,6 +49,10 @@ class PagedAttentionLayer(CacheLayerMixin):
         self.pages = pages
         self.table = table
         self.latent = isinstance(pages.spec, LatentAttention)
+        self._dtype = (
+            pages.field("k").dtype if not self.latent and pages.spec.cache == "auto" else None
+        )
+        """Of K and V that pages hold as they are; None where they are quantised."""
         self.reach = pages.spec.visibility.window or pages.spec.visibility.chunk
         """The most tokens that a window or a chunk holds; None for all."""
         self.is_sliding = self.reach is not None
@@ -62,10 +74,13 @@ class PagedAttentionLayer(CacheLayerMixin):
             return key_states, value_states
         self.batch.admit(key_states.shape[0])
         start, count = self.seen, key_states.shape[-2]
+        paged = self.batch.paged_tokens == (start, count)
+        if not paged and self._kept_as(key_states, value_states) and not any(self.batch.padding):
+            return self._append(key_states, value_states)
         slots = self.table.reserve(start, count, self.batch.padding)
         self._write_tokens(key_states, value_states, slots.flatten())
         self.seen += count
-        if self.batch.paged_tokens == (start, count):
+        if paged:
             return key_states, value_states
         keys, values = self._in_sight(start, key_states.shape[1], key_states.dtype)
         return keys.to(key_states.dtype), values.to(value_states.dtype)
@@ -74,6 +89,23 @@ class PagedAttentionLayer(CacheLayerMixin):
         # By token; a latent is the row of one head, which its kernels leave out.
         k, v = (s.transpose(1, 2).flatten(0, 1 + self.latent) for s in (key_states, value_states))
         (write_latent if self.latent else write)(self.pages, k, v, slots)
+
+    def _kept_as(self, key_states: Tensor, value_states: Tensor) -> bool:
+        """Whether pages hold rows like these as they are."""
+        return key_states.dtype == value_states.dtype == self._dtype
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> Pair:
+        """Store tokens and gather what the mask of transformers covers, in one go."""
+        start = self.seen
+        tokens = range(start, start + key_states.shape[-2])
+        self.table.take_blocks(tokens, self.batch.padding)
+        pair = append_and_gather(
+            self.pages, key_states, value_states, self.table.kernel_ids(self.pages),
+            start=start, first=self._offset(start),
+            visible=0 if self.reach is None else self.table.first_visible(start),
+        )  # fmt: skip
+        self.seen = tokens.stop
+        return pair
 
     def _in_sight(self, start: int, heads: int, dtype: torch.dtype) -> Pair:
         """What the mask of transformers covers, gathered; zeros where nothing is stored."""
