@@ -27,7 +27,7 @@ from kvatlas.kernels import write as write_by_torch
 from kvatlas.kernels import write_latent as write_latent_by_torch
 from kvatlas.kernels.triton import (
     BlockConversion,
-    append_and_gather,
+    TableAppend,
     attend,
     attend_latent,
     between,
@@ -177,14 +177,14 @@ def check_append(spec: Any, order: str, device: str, *, block: int = 16) -> None
         plain = replace(layer, buffer=layer.buffer.cpu().clone())
         tokens = torch.arange(start, start + count)
         slots = tables.cpu()[:, tokens // block] * block + tokens % block
-        by_token = (rows.transpose(1, 2).flatten(0, 1) for rows in new)
-        write_by_torch(plain, *by_token, slots.flatten())
+        by_token = [rows.transpose(1, 2).flatten(0, 1) for rows in new]
+        write_by_torch(plain, by_token[0], by_token[1], slots.flatten())
         given = tables.clone()
         if visible:
             given[1, : lost // block] = -1
         k, v = (rows.to(device) for rows in new)
-        where = {"start": start, "first": first, "visible": visible}
-        in_sight = append_and_gather(layer, k, v, given, **where)
+        step = TableAppend(given, start=start, count=count, first=first, visible=visible)
+        in_sight = step(layer, k, v)
         assert torch.equal(layer.buffer.cpu(), plain.buffer)
         pool.untouched()
         for rows, expected in zip(in_sight, past, strict=True):

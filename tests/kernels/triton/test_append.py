@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from kvatlas.errors import AtlasError, Code  # noqa: E402
+from kvatlas.kernels import append_step  # noqa: E402
 from kvatlas.kernels import triton as gpu  # noqa: E402
 from kvatlas.specs import FullAttention  # noqa: E402
 from tests.kernels.triton.cases import ORDERS, Pool, check_append  # noqa: E402
@@ -37,19 +40,19 @@ def test_what_cannot_be_appended() -> None:
     spec = FullAttention(heads=2, head_dim=16, dtype="fp16")
     layer, rows = Pool(spec, "LBNHC", "cpu").layer, torch.zeros(2, 2, 1, 16, dtype=torch.float16)
     tables = torch.zeros(2, 3, dtype=torch.long)
-    refused: list[tuple[Code, dict[str, Any]]] = [
-        (Code.OUT_OF_RANGE, {"start": 48}),
-        (Code.OUT_OF_RANGE, {"start": 4, "first": 5}),
-        (Code.BAD_TENSOR, {"tables": tables[:1]}),
-        (Code.BAD_TENSOR, {"tables": tables.float()}),
-        (Code.BAD_TENSOR, {"k": rows.float()}),
-        (Code.BAD_TENSOR, {"v": rows[:, :1]}),
-    ]
-    for code, other in refused:
-        with pytest.raises(AtlasError) as refusal:
-            gpu.append_and_gather(layer, **{"k": rows, "v": rows, "tables": tables, "start": 4} | other)
-        assert refusal.value.code is code, other
+    where = {"start": 4, "count": 1, "first": 0, "visible": 0}
+    step = gpu.TableAppend(tables, **where)
+    for k, v in ((rows.float(), rows), (rows, rows[:, :1]), (rows[:1], rows[:1])):
+        assert refusal(partial(step, layer, k, v)) is Code.BAD_TENSOR
+    assert refusal(lambda: gpu.TableAppend(tables.float(), **where)) is Code.BAD_TENSOR
     quantised = Pool(FullAttention(heads=2, head_dim=16, cache="fp8"), "LBNHC", "cpu").layer
-    with pytest.raises(AtlasError) as refusal:
-        gpu.append_and_gather(quantised, rows, rows, tables, start=4)
-    assert refusal.value.code is Code.NO_KERNEL
+    assert refusal(lambda: step(quantised, rows, rows)) is Code.NO_KERNEL
+    for tokens in ({"start": 48}, {"start": 4, "first": 5}, {"start": -1}):
+        step_of = partial(append_step, tables, block=16, count=1)
+        assert refusal(partial(step_of, **tokens)) is Code.OUT_OF_RANGE
+
+
+def refusal(call: Callable[[], object]) -> Code:
+    with pytest.raises(AtlasError) as refused:
+        call()
+    return refused.value.code

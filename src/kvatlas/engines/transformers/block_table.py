@@ -16,7 +16,7 @@ from torch import Tensor
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
-from kvatlas.kernels import copy_blocks, zero_blocks
+from kvatlas.kernels import AppendStep, append_step, copy_blocks, zero_blocks
 from kvatlas.planning import Group
 from kvatlas.pool import GONE, BlockIds
 from kvatlas.specs import Visibility
@@ -41,6 +41,7 @@ class BlockTable:
         self.free = free
         self._slots: dict[range, Tensor] = {}
         self._to_read: dict[range, tuple[Tensor, Tensor | None]] = {}
+        self._append_steps: dict[tuple[int, int, int], AppendStep] = {}
         self._reserved: range | None = None
         self._ready = 0
         """Tokens of the batch for which all sequences have blocks of their own."""
@@ -143,6 +144,17 @@ class BlockTable:
                 # Sequences end in their last block together, unless they have padding.
                 self._ready = 0 if any(padding) else ceil_div(tokens.stop, self.block) * self.block
         self._reserved = tokens
+
+    def append_step(self, start: int, count: int, first: int) -> AppendStep:
+        """What stores tokens of sequences without padding, and gathers all from `first` on."""
+        step = self._append_steps.get((start, count, first))
+        if step is None:
+            self.take_blocks(range(start, start + count), [0] * len(self.sequences))
+            step = self._append_steps[start, count, first] = append_step(
+                self.ids, block=self.block, start=start, count=count, first=first,
+                visible=self.first_visible(start),
+            )  # fmt: skip
+        return step
 
     def slots(self, tokens: range, padding: Sequence[int]) -> Tensor:
         """Slots [sequences, tokens] of tokens of the batch; -1 where nothing is stored."""
@@ -259,4 +271,4 @@ class BlockTable:
         self._forget_slots()
 
     def _forget_slots(self) -> None:
-        self._slots, self._to_read = {}, {}
+        self._slots, self._to_read, self._append_steps = {}, {}, {}

@@ -21,7 +21,6 @@ from kvatlas.engines.transformers.sequence_batch import SequenceBatch
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
 from kvatlas.kernels import (
-    append_and_gather,
     read,
     read_latent,
     read_states,
@@ -49,9 +48,8 @@ class PagedAttentionLayer(CacheLayerMixin):
         self.pages = pages
         self.table = table
         self.latent = isinstance(pages.spec, LatentAttention)
-        self._dtype = (
-            pages.field("k").dtype if not self.latent and pages.spec.cache == "auto" else None
-        )
+        plain = isinstance(pages.spec, Attention) and pages.spec.cache == "auto"
+        self._dtype = pages.field("k").dtype if plain else None
         """Of K and V that pages hold as they are; None where they are quantised."""
         self.reach = pages.spec.visibility.window or pages.spec.visibility.chunk
         """The most tokens that a window or a chunk holds; None for all."""
@@ -75,8 +73,12 @@ class PagedAttentionLayer(CacheLayerMixin):
         self.batch.admit(key_states.shape[0])
         start, count = self.seen, key_states.shape[-2]
         paged = self.batch.paged_tokens == (start, count)
-        if not paged and self._kept_as(key_states, value_states) and not any(self.batch.padding):
-            return self._append(key_states, value_states)
+        alike = key_states.dtype == value_states.dtype == self._dtype
+        if alike and not paged and not any(self.batch.padding):
+            step = self.table.append_step(start, count, self._offset(start))
+            pair = step(self.pages, key_states, value_states)
+            self.seen += count
+            return pair
         slots = self.table.reserve(start, count, self.batch.padding)
         self._write_tokens(key_states, value_states, slots.flatten())
         self.seen += count
@@ -89,23 +91,6 @@ class PagedAttentionLayer(CacheLayerMixin):
         # By token; a latent is the row of one head, which its kernels leave out.
         k, v = (s.transpose(1, 2).flatten(0, 1 + self.latent) for s in (key_states, value_states))
         (write_latent if self.latent else write)(self.pages, k, v, slots)
-
-    def _kept_as(self, key_states: Tensor, value_states: Tensor) -> bool:
-        """Whether pages hold rows like these as they are."""
-        return key_states.dtype == value_states.dtype == self._dtype
-
-    def _append(self, key_states: Tensor, value_states: Tensor) -> Pair:
-        """Store tokens and gather what the mask of transformers covers, in one go."""
-        start = self.seen
-        tokens = range(start, start + key_states.shape[-2])
-        self.table.take_blocks(tokens, self.batch.padding)
-        pair = append_and_gather(
-            self.pages, key_states, value_states, self.table.kernel_ids(self.pages),
-            start=start, first=self._offset(start),
-            visible=0 if self.reach is None else self.table.first_visible(start),
-        )  # fmt: skip
-        self.seen = tokens.stop
-        return pair
 
     def _in_sight(self, start: int, heads: int, dtype: torch.dtype) -> Pair:
         """What the mask of transformers covers, gathered; zeros where nothing is stored."""

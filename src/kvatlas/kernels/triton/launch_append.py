@@ -1,4 +1,9 @@
-"""New tokens of sequences into their pages, and all that attention sees out of them, at once."""
+"""New tokens of sequences into their pages, and all that attention sees out of them, at once.
+
+A step of a model does this for layer after layer, and a launch takes the host less time than
+what Python would have to work out for it. So what depends on the step alone is worked out by the
+step's first layer, what depends on the layer in its first step, and a call has the rest.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import ceil_div
 from kvatlas.kernels.triton import checks, relaunch, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import RowSteps
@@ -22,28 +28,25 @@ _ROOM = 512
 """Elements that the room for rows is a multiple of, and where V begins in it."""
 
 
-class SequenceRows(NamedTuple):
-    """Rows [sequences, heads, tokens, elements] of a batch: a tensor, and its strides."""
+RoomView = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Sizes, strides and the beginning of a tensor in some room, in elements."""
 
-    tensor: torch.Tensor
+
+class RowStrides(NamedTuple):
+    """Elements between the rows of a batch [sequences, heads, tokens, D]."""
+
     sequence: int
     head: int
     token: int
 
 
-class AppendedSide(NamedTuple):
-    """New rows of K or of V, where they go, and where all rows in sight are put."""
+class AppendedRows(NamedTuple):
+    """Where K and V lie in their pool, and how far new rows of each are apart."""
 
-    rows: SequenceRows
-    at: RowSteps
-    out: torch.Tensor
-
-
-class SequenceTables(NamedTuple):
-    """Block tables [sequences, blocks]: a tensor, and its stride."""
-
-    tensor: torch.Tensor
-    sequence: int
+    k: RowSteps
+    v: RowSteps
+    k_new: RowStrides
+    v_new: RowStrides
 
 
 class AppendShape(NamedTuple):
@@ -57,11 +60,10 @@ class AppendShape(NamedTuple):
     early: bool
 
 
-class AppendLaunch(NamedTuple):
-    """What a layer's launches are: kept with the layer."""
+class LayerAppend(NamedTuple):
+    """What launches of a layer are in any step: kept with the layer."""
 
-    at: tuple[RowSteps, RowSteps]
-    """Where K and V lie."""
+    sides: tuple[RowSteps, RowSteps]
     dims: tuple[int, int]
     """Elements of rows of K and of V."""
     dtype: torch.dtype
@@ -70,64 +72,105 @@ class AppendLaunch(NamedTuple):
     """What the kernel is compiled for, in its order."""
     options: dict[str, Any]
     """What Triton compiles with."""
-    compiled: dict[Hashable, relaunch.Compiled]
+    known: dict[Hashable, tuple[AppendedRows, relaunch.Compiled]]
     """What was compiled for rows and tables of a kind, which were looked at then."""
 
 
-def append_and_gather(
-    layer: LayerCache,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tables: torch.Tensor,
-    *,
-    start: int,
-    first: int = 0,
-    visible: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The function of `kernels` in one launch; rows that it returns are contiguous."""
-    launch: AppendLaunch | None = layer.kept.get(AppendLaunch)
-    if launch is None:
-        launch = layer.kept[AppendLaunch] = _worked_out(layer)
-    kinds = relaunch.kind_of(k), relaunch.kind_of(v), relaunch.kind_of(tables)
-    kind = kinds, k.shape, v.shape, tables.shape
-    known = launch.compiled.get(kind)
-    if known is None:
-        _check(layer, launch, k, v, tables)
-    sequences, heads, count, _ = k.shape
-    stop, shape = start + count, launch.shape
-    if not 0 <= first <= start or stop > tables.shape[1] * shape.states:
-        raise _outside(first, start, stop, tables.shape[1] * shape.states)
-    if checks.debugging():
-        checks.in_range(tables.clamp(min=0), layer.kernel_blocks.size("B"))
-    tokens = stop - first
-    keys, values = _room(k, (sequences, heads, tokens), launch.dims)
-    if not keys.numel():
-        return keys, values
-    compiled: relaunch.Compiled = {} if known is None else known
-    k_at, v_at = launch.at
-    with tune.on(k.device):
-        relaunch.launch(
-            append_rows, (heads * -(-tokens // shape.tokens), sequences, 1),
-            (
-                AppendedSide(SequenceRows(k, *k.stride()[:3]), k_at, keys),
-                AppendedSide(SequenceRows(v, *v.stride()[:3]), v_at, values),
-                SequenceTables(tables, tables.stride(0)),
-                first, start, stop, visible, tokens, layer.buffer,
-            ),
-            launch.constants, launch.options, compiled,
+class StepRows(NamedTuple):
+    """What launches of a step are for layers whose rows and blocks are alike."""
+
+    programs: tuple[int, int, int]
+    tables: tuple[torch.Tensor, int]
+    """Kernel blocks of each sequence, and their stride."""
+    tables_kind: relaunch.TensorKind
+    new: tuple[int, int, int]
+    """Sequences, heads and new tokens."""
+    room: int
+    """Elements for K and V in sight."""
+    k_view: RoomView
+    v_view: RoomView
+
+
+class TableAppend:
+    """A step of sequences whose blocks are in tables on a GPU: see `kernels.append_step`."""
+
+    def __init__(
+        self, tables: torch.Tensor, *, start: int, count: int, first: int, visible: int
+    ) -> None:
+        checks.integers(tables, "Tables", axes=2)
+        self.tables = tables
+        self.numbers = first, start, start + count, visible
+        self._alike: dict[tuple[AppendShape, tuple[int, int]], StepRows] = {}
+
+    def __call__(
+        self, layer: LayerCache, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store K and V of a layer's new tokens, and gather all in sight: one launch."""
+        own: LayerAppend = layer.kept.get(LayerAppend) or _for_any_step(layer)
+        rows = self._alike.get((own.shape, own.dims)) or self._for_layers_like(layer, own)
+        kind = (
+            k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % relaunch.ALIGNED == 0,
+            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % relaunch.ALIGNED == 0,
+            rows.tables_kind,
         )  # fmt: skip
-    if known is None and k.is_cuda:
-        relaunch.keep(launch.compiled, kind, kinds, compiled)
-    return keys, values
+        known = own.known.get(kind)
+        at, compiled = known or (_checked(layer, own, rows, k, v), {})
+        device = layer.buffer.device
+        room = torch.empty(rows.room, dtype=own.dtype, device=device)
+        keys, values = room.as_strided(*rows.k_view), room.as_strided(*rows.v_view)
+        if not rows.room:
+            return keys, values
+        with tune.on(device):
+            relaunch.launch(
+                append_rows, rows.programs,
+                ((k, v), (keys, values), at, rows.tables, *self.numbers, layer.buffer),
+                own.constants, own.options, compiled,
+            )  # fmt: skip
+        if known is None and k.is_cuda:
+            tensors = relaunch.kind_of(k), relaunch.kind_of(v), rows.tables_kind
+            relaunch.keep(own.known, kind, tensors, (at, compiled))
+        return keys, values
+
+    def _for_layers_like(self, layer: LayerCache, own: LayerAppend) -> StepRows:
+        """What the step has for layers with such rows in such blocks.
+
+        Rows grow with every step. Their room is up to an eighth larger, so that memory of that
+        size is at hand from the step before: torch would ask the device for more of it, which
+        takes longer than the step.
+        """
+        tables = layer.kernel_ids(self.tables)
+        checks.in_range(tables.clamp(min=0), layer.kernel_blocks.size("B"))
+        first, start, stop, _ = self.numbers
+        sequences, heads, tokens = len(tables), own.shape.heads, stop - first
+        k_dim, v_dim = own.dims
+        count = sequences * heads * tokens
+        v_begin = ceil_div(count * k_dim, _ROOM) * _ROOM
+        needed = v_begin + count * v_dim
+        unit = max(_ROOM, 1 << max(0, needed.bit_length() - 4))
+        made = self._alike[own.shape, own.dims] = StepRows(
+            programs=(heads * ceil_div(tokens, own.shape.tokens), sequences, 1),
+            tables=(tables, tables.stride(0)),
+            tables_kind=relaunch.kind_of(tables),
+            new=(sequences, heads, stop - start),
+            room=ceil_div(needed, unit) * unit if count else 0,
+            k_view=_contiguous((sequences, heads, tokens, k_dim), 0),
+            v_view=_contiguous((sequences, heads, tokens, v_dim), v_begin),
+        )
+        return made
 
 
-def _worked_out(layer: LayerCache) -> AppendLaunch:
+def _contiguous(sizes: tuple[int, int, int, int], begin: int) -> RoomView:
+    _, heads, tokens, dim = sizes
+    return sizes, (heads * tokens * dim, tokens * dim, dim, 1), begin
+
+
+def _for_any_step(layer: LayerCache) -> LayerAppend:
     spec = layer.spec_as(Attention)
     dims = spec.head_dim, spec.v_dim or spec.head_dim
     formats.refuse_head(dims[0], "K")
     formats.refuse_head(dims[1], "V")
     if spec.cache != "auto":
-        problem, hint = "Rows are quantised", "Use write, and read"
+        problem, hint = "Rows of this layer are quantised", "Use write, and read"
         raise checks.no_kernel(problem, spec.cache, hint)
     k, v = formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
     early = tune.dependent_launch(layer.buffer.device)
@@ -137,54 +180,30 @@ def _worked_out(layer: LayerCache) -> AppendLaunch:
         tokens=max(1, _TILE // max(k.format.width, v.format.width)),
         early=early["EARLY"],
     )
-    constants = {"K_FORMAT": k.format, "V_FORMAT": v.format, "SHAPE": shape}
-    options = {"num_warps": _WARPS, **{n: value for n, value in early.items() if n != "EARLY"}}
-    dtype = layer.field("k").dtype
-    return AppendLaunch((k.at.rows, v.at.rows), dims, dtype, shape, constants, options, {})
+    made = layer.kept[LayerAppend] = LayerAppend(
+        sides=(k.at.rows, v.at.rows),
+        dims=dims,
+        dtype=layer.field("k").dtype,
+        shape=shape,
+        constants={"K_FORMAT": k.format, "V_FORMAT": v.format, "SHAPE": shape},
+        options={"num_warps": _WARPS, **{n: early[n] for n in early if n != "EARLY"}},
+        known={},
+    )
+    return made
 
 
-def _check(
-    layer: LayerCache, launch: AppendLaunch, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor
-) -> None:
-    """Refuse rows that are not the layer's, and tables that are not theirs."""
-    checks.rows_of(k, "k", (None, launch.shape.heads, None, launch.dims[0]))
-    checks.rows_of(v, "v", (*k.shape[:3], launch.dims[1]))
-    checks.integers(tables, "Tables", axes=2)
-    checks.same_device(layer.buffer.device, k=k, v=v, tables=tables)
-    if {k.dtype, v.dtype} != {launch.dtype} or tables.shape[0] != k.shape[0]:
+def _checked(
+    layer: LayerCache, own: LayerAppend, rows: StepRows, k: torch.Tensor, v: torch.Tensor
+) -> AppendedRows:
+    """Where rows go, refused where they are not the layer's, or not the step's."""
+    checks.rows_of(k, "k", (*rows.new, own.dims[0]))
+    checks.rows_of(v, "v", (*rows.new, own.dims[1]))
+    checks.same_device(layer.buffer.device, k=k, v=v, tables=rows.tables[0])
+    if {k.dtype, v.dtype} != {own.dtype}:
         raise AtlasError(
             Code.BAD_TENSOR,
-            f"K and V must be {launch.dtype}, as the layer keeps them, and sequences have tables",
-            got=f"{k.dtype} and {v.dtype} of {k.shape[0]} sequences, {tables.shape[0]} tables",
+            "K and V are not of the dtype in which the layer keeps them",
+            got=f"{k.dtype} and {v.dtype} for {own.dtype}",
             hint="Use write, and read, which convert",
         )
-
-
-def _room(
-    like: torch.Tensor, rows: tuple[int, int, int], dims: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tensors for K and V of `rows` sequences, heads and tokens, in up to an eighth more memory.
-
-    Rows grow with every step: memory of the same size is at hand from the step before,
-    where torch would ask the device for more of it, which takes longer than the step.
-    """
-    sequences, heads, tokens = rows
-    count = sequences * heads * tokens
-    behind_k = -(-count * dims[0] // _ROOM) * _ROOM
-    needed = behind_k + count * dims[1]
-    unit = max(_ROOM, 1 << max(0, needed.bit_length() - 4))
-    room = torch.empty(-(-needed // unit) * unit, dtype=like.dtype, device=like.device)
-    keys, values = (
-        room.as_strided((*rows, dim), (heads * tokens * dim, tokens * dim, dim, 1), begin)
-        for dim, begin in zip(dims, (0, behind_k), strict=True)
-    )
-    return keys, values
-
-
-def _outside(first: int, start: int, stop: int, most: int) -> AtlasError:
-    return AtlasError(
-        Code.OUT_OF_RANGE,
-        "Tokens to read begin behind the new ones, or these end behind the tables",
-        got=f"tokens from {first} on, new ones {start}..{stop - 1}, tables for {most}",
-        hint="Reserve blocks for new tokens first",
-    )
+    return AppendedRows(*own.sides, RowStrides(*k.stride()[:3]), RowStrides(*v.stride()[:3]))
