@@ -70,16 +70,18 @@ class PagedAttentionLayer(CacheLayerMixin):
         if self.batch.fixed is not None:
             self._write_tokens(key_states, value_states, self.batch.fixed.slots[self.table])
             return key_states, value_states
-        self.batch.admit(key_states.shape[0])
-        start, count = self.seen, key_states.shape[-2]
-        paged = self.batch.paged_tokens == (start, count)
+        batch, start, count = self.batch, self.seen, key_states.shape[-2]
+        if batch.size != key_states.shape[0]:
+            batch.admit(key_states.shape[0])
+        paged = batch.paged_tokens == (start, count)
         alike = key_states.dtype == value_states.dtype == self._dtype
-        if alike and not paged and not any(self.batch.padding):
-            step = self.table.append_step(start, count, self._offset(start))
+        if alike and not paged and not any(batch.padding):
+            first = 0 if self.reach is None else self._offset(start)
+            step = self.table.append_step(start, count, first)
             pair = step(self.pages, key_states, value_states)
             self.seen += count
             return pair
-        slots = self.table.reserve(start, count, self.batch.padding)
+        slots = self.table.reserve(start, count, batch.padding)
         self._write_tokens(key_states, value_states, slots.flatten())
         self.seen += count
         if paged:
