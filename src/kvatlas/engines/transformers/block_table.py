@@ -97,7 +97,7 @@ class BlockTable:
     def can_crop(self, lengths: Sequence[int]) -> bool:
         """Whether everything is still there that sequences cut to these lengths see next."""
         return not any(
-            GONE in blocks[self.first_visible(length) // self.block : ceil_div(length, self.block)]
+            GONE in blocks[self._first_visible(length) // self.block : ceil_div(length, self.block)]
             for blocks, length in zip(self.sequences, lengths, strict=True)
         )
 
@@ -119,19 +119,19 @@ class BlockTable:
         of a group call this with the same tokens, and the first call takes the blocks.
         """
         tokens = range(start, start + count)
-        self.take_blocks(tokens, padding)
+        self._take_blocks(tokens, padding)
         return self.slots(tokens, padding)
 
     def reserve_next(self, start: int, padding: Sequence[int]) -> list[int]:
         """The slot of one new token of each sequence, as `reserve` has it, without the device."""
-        self.take_blocks(range(start, start + 1), padding)
+        self._take_blocks(range(start, start + 1), padding)
         slots = []
         for blocks, skipped in zip(self.sequences, padding, strict=True):
             index, state = divmod(start - skipped, self.block)
             slots.append(blocks[index] * self.block + state if index >= 0 else -1)
         return slots
 
-    def take_blocks(self, tokens: range, padding: Sequence[int]) -> None:
+    def _take_blocks(self, tokens: range, padding: Sequence[int]) -> None:
         """Blocks for the batch's tokens to be written to, as `reserve` has them."""
         if self._reserved == tokens:
             return
@@ -149,10 +149,10 @@ class BlockTable:
         """What stores tokens of sequences without padding, and gathers all from `first` on."""
         step = self._append_steps.get((start, count, first))
         if step is None:
-            self.take_blocks(range(start, start + count), [0] * len(self.sequences))
+            self._take_blocks(range(start, start + count), [0] * len(self.sequences))
             step = self._append_steps[start, count, first] = append_step(
                 self.ids, block=self.block, start=start, count=count, first=first,
-                visible=self.first_visible(start),
+                visible=self._first_visible(start),
             )  # fmt: skip
         return step
 
@@ -180,7 +180,7 @@ class BlockTable:
             self._to_read = {tokens: (slots, None)}
             if self.visibility == Visibility() and max(padding) <= tokens.start:
                 return slots, None  # all are stored
-            firsts = [skipped + self.first_visible(max(start - skipped, 0)) for skipped in padding]
+            firsts = [skipped + self._first_visible(max(start - skipped, 0)) for skipped in padding]
             unseen = torch.tensor(firsts, device=self.device).unsqueeze(1) - tokens.start
             missing = (slots < 0) | (torch.arange(len(tokens), device=self.device) < unseen)
             if bool(missing.any()):
@@ -211,7 +211,7 @@ class BlockTable:
 
     # -- inside ---------------------------------------------------------------------
 
-    def first_visible(self, position: int) -> int:
+    def _first_visible(self, position: int) -> int:
         """The first position that a token at `position` sees."""
         visibility = self.visibility
         if visibility.chunk is not None and self.padded:
@@ -231,7 +231,7 @@ class BlockTable:
             self.reserve_blocks(stop)
             return
         if not self.keep_all:
-            for index in range(min(self.first_visible(first) // self.block, len(blocks))):
+            for index in range(min(self._first_visible(first) // self.block, len(blocks))):
                 if blocks[index] != GONE:
                     self._replace(blocks, index, GONE)
         end = ceil_div(stop, self.block)

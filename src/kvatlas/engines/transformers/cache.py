@@ -169,8 +169,7 @@ class AtlasCache(TransformersCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Pair:
         """Store a layer's K and V of new tokens, and return what its attention is to see."""
-        if self.batch.take_back is not None:
-            self.batch.settle()
+        self.batch.settle()
         MASKED.set(None)
         layer = self.layers[layer_idx]
         visible: Pair = layer.update(key_states, value_states)

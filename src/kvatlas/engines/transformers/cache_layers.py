@@ -20,14 +20,7 @@ from kvatlas.engines.transformers.block_table import BlockTable
 from kvatlas.engines.transformers.sequence_batch import SequenceBatch
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
-from kvatlas.kernels import (
-    read,
-    read_latent,
-    read_states,
-    write,
-    write_latent,
-    write_states,
-)
+from kvatlas.kernels import read, read_latent, read_states, write, write_latent, write_states
 from kvatlas.specs import Attention, LatentAttention, Recurrent, State
 
 Pair = tuple[Tensor, Tensor]
@@ -71,13 +64,11 @@ class PagedAttentionLayer(CacheLayerMixin):
             self._write_tokens(key_states, value_states, self.batch.fixed.slots[self.table])
             return key_states, value_states
         batch, start, count = self.batch, self.seen, key_states.shape[-2]
-        if batch.size != key_states.shape[0]:
-            batch.admit(key_states.shape[0])
+        batch.admit(key_states.shape[0])
         paged = batch.paged_tokens == (start, count)
         alike = key_states.dtype == value_states.dtype == self._dtype
         if alike and not paged and not any(batch.padding):
-            first = 0 if self.reach is None else self._offset(start)
-            step = self.table.append_step(start, count, first)
+            step = self.table.append_step(start, count, self._offset(start))
             pair = step(self.pages, key_states, value_states)
             self.seen += count
             return pair

@@ -46,8 +46,7 @@ class SequenceBatch:
         """(start, count) of the tokens for which attention said that it reads the pages."""
         self.fixed: FixedStep | None = None
         """What layers use in place of their own count of tokens, while a graph is captured."""
-        self.take_back: Callable[[], None] | None = None
-        """Writes to the pages what a layer has lent to the model; None where nothing is lent."""
+        self._take_back: Callable[[], None] | None = None
         self._step: tuple[tuple[int, int], StepTensors] | None = None
 
     def admit(self, size: int) -> None:
@@ -83,7 +82,7 @@ class SequenceBatch:
                 table.reserve_blocks, table.sequences = None, []
             table.select([])
         self.size, self.padding = 0, []
-        self.paged_tokens = self.take_back = None
+        self.paged_tokens = self._take_back = None
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -112,15 +111,15 @@ class SequenceBatch:
 
     def lend(self, take_back: Callable[[], None]) -> None:
         """One layer at a time lends states to the model; others' are written to the pages first."""
-        if self.take_back != take_back:
+        if self._take_back != take_back:
             self.settle()
-            self.take_back = take_back
+            self._take_back = take_back
 
     def settle(self) -> None:
         """Write to the pages what the model was lent and has changed in place."""
-        if self.take_back is not None:
-            self.take_back()
-            self.take_back = None
+        if self._take_back is not None:
+            self._take_back()
+            self._take_back = None
 
     # -- how pages are read ---------------------------------------------------------
 

@@ -21,12 +21,11 @@ from kvatlas.kernels.triton.addresses import RowSteps
 from kvatlas.kernels.triton.append_device import append_rows
 from kvatlas.specs import Attention
 
-_TILE = 8192
+_TILE = 4096
 """Elements of a tile: a program has one of K and one of V."""
 _WARPS = 4
 _ROOM = 512
 """Elements that the room for rows is a multiple of, and where V begins in it."""
-
 
 RoomView = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides and the beginning of a tensor in some room, in elements."""
@@ -67,6 +66,7 @@ class LayerAppend(NamedTuple):
     dims: tuple[int, int]
     """Elements of rows of K and of V."""
     dtype: torch.dtype
+    device: torch.device
     shape: AppendShape
     constants: dict[str, Any]
     """What the kernel is compiled for, in its order."""
@@ -114,13 +114,12 @@ class TableAppend:
             rows.tables_kind,
         )  # fmt: skip
         known = own.known.get(kind)
-        at, compiled = known or (_checked(layer, own, rows, k, v), {})
-        device = layer.buffer.device
-        room = torch.empty(rows.room, dtype=own.dtype, device=device)
+        at, compiled = known or (_checked(own, rows, k, v), {})
+        room = torch.empty(rows.room, dtype=own.dtype, device=own.device)
         keys, values = room.as_strided(*rows.k_view), room.as_strided(*rows.v_view)
         if not rows.room:
             return keys, values
-        with tune.on(device):
+        with tune.on(own.device):
             relaunch.launch(
                 append_rows, rows.programs,
                 ((k, v), (keys, values), at, rows.tables, *self.numbers, layer.buffer),
@@ -139,7 +138,8 @@ class TableAppend:
         takes longer than the step.
         """
         tables = layer.kernel_ids(self.tables)
-        checks.in_range(tables.clamp(min=0), layer.kernel_blocks.size("B"))
+        if checks.debugging():
+            checks.in_range(tables.clamp(min=0), layer.kernel_blocks.size("B"))
         first, start, stop, _ = self.numbers
         sequences, heads, tokens = len(tables), own.shape.heads, stop - first
         k_dim, v_dim = own.dims
@@ -173,7 +173,8 @@ def _for_any_step(layer: LayerCache) -> LayerAppend:
         problem, hint = "Rows of this layer are quantised", "Use write, and read"
         raise checks.no_kernel(problem, spec.cache, hint)
     k, v = formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
-    early = tune.dependent_launch(layer.buffer.device)
+    device = layer.buffer.device
+    early = tune.dependent_launch(device)
     shape = AppendShape(
         heads=layer.place("k").size("H"),
         states=layer.kernel_blocks.size("N"),
@@ -184,6 +185,7 @@ def _for_any_step(layer: LayerCache) -> LayerAppend:
         sides=(k.at.rows, v.at.rows),
         dims=dims,
         dtype=layer.field("k").dtype,
+        device=device,
         shape=shape,
         constants={"K_FORMAT": k.format, "V_FORMAT": v.format, "SHAPE": shape},
         options={"num_warps": _WARPS, **{n: early[n] for n in early if n != "EARLY"}},
@@ -193,12 +195,12 @@ def _for_any_step(layer: LayerCache) -> LayerAppend:
 
 
 def _checked(
-    layer: LayerCache, own: LayerAppend, rows: StepRows, k: torch.Tensor, v: torch.Tensor
+    own: LayerAppend, rows: StepRows, k: torch.Tensor, v: torch.Tensor
 ) -> AppendedRows:
     """Where rows go, refused where they are not the layer's, or not the step's."""
     checks.rows_of(k, "k", (*rows.new, own.dims[0]))
     checks.rows_of(v, "v", (*rows.new, own.dims[1]))
-    checks.same_device(layer.buffer.device, k=k, v=v, tables=rows.tables[0])
+    checks.same_device(own.device, k=k, v=v, tables=rows.tables[0])
     if {k.dtype, v.dtype} != {own.dtype}:
         raise AtlasError(
             Code.BAD_TENSOR,
