@@ -11,11 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from kvatlas.errors import AtlasError, Code  # noqa: E402
-from kvatlas.kernels import append_step  # noqa: E402
-from kvatlas.kernels import triton as gpu  # noqa: E402
-from kvatlas.specs import FullAttention  # noqa: E402
-from tests.kernels.triton.cases import ORDERS, Pool, check_append  # noqa: E402
+from kvatlas.errors import AtlasError, Code
+from kvatlas.kernels import append_step
+from kvatlas.kernels import triton as gpu
+from kvatlas.specs import FullAttention
+from tests.kernels.triton.cases import ORDERS, Pool, check_append
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -194,9 +194,7 @@ def _for_any_step(layer: LayerCache) -> LayerAppend:
     return made
 
 
-def _checked(
-    own: LayerAppend, rows: StepRows, k: torch.Tensor, v: torch.Tensor
-) -> AppendedRows:
+def _checked(own: LayerAppend, rows: StepRows, k: torch.Tensor, v: torch.Tensor) -> AppendedRows:
     """Where rows go, refused where they are not the layer's, or not the step's."""
     checks.rows_of(k, "k", (*rows.new, own.dims[0]))
     checks.rows_of(v, "v", (*rows.new, own.dims[1]))
