@@ -105,6 +105,10 @@ class PackedWords(NamedTuple):
     """Bytes before V from which on it is read."""
     wrap: int = 0
     """Elements of a row of V that are last, and come first in sums."""
+    step: int = 0
+    """Units between neighbouring states, where kernels are compiled for that; else 0."""
+    scales: tuple[int, int] = (0, 0)
+    """Bytes from a row of K to its scale and to V's, where there is such a step."""
 
 
 class PagedCache(NamedTuple):
@@ -340,6 +344,9 @@ def words_of(
     if delta is None or abs(delta) >= _NEAR:
         return PackedWords()
     lead = _lead(layer, shape)
+    near = gap(layer, "k", "k_scale"), gap(layer, "k", "v_scale")
+    if k.kind == v.kind == "int4" and near[0] is not None and near[1] is not None:
+        return PackedWords(True, delta, 0, 0, sides[0].rows.state, (near[0], near[1]))
     return PackedWords(True, delta, lead, lead * 8 // bits)
 
 
@@ -361,7 +368,7 @@ def _lead(layer: LayerCache, shape: AttentionShape) -> int:
     multiple of 4 alone, its neighbours' scales at one of 8.
     """
     k, v = shape.k, shape.v
-    if not all(form.kind in ("scaled", "int4") for form in (k, v)):
+    if not all(form.kind == "scaled" for form in (k, v)):
         return 0
     length = v.dim * v.bits // 8
     between = gap(layer, "k_scale", "v") == _SCALE and gap(layer, "v", "v_scale") == length
