@@ -12,6 +12,7 @@ from kvatlas.cache import LayerCache
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.addresses import gap
 from kvatlas.kernels.triton.attention.schedule import WorkSplit, fit_of
+from kvatlas.kernels.triton.hadamard import Rotation
 from kvatlas.kernels.triton.storage_formats import SideRows, StorageFormat, StoredSide, width_of
 from kvatlas.specs import Attention, LatentAttention, Visibility
 
@@ -51,6 +52,8 @@ class OutputShape(NamedTuple):
     """Columns of the tile that holds a row."""
     sink_logits: bool
     """Whether every head has a sink's logit."""
+    rotation: Rotation = Rotation()
+    """How queries are rotated, and sums of values back, where decode does that by itself."""
 
 
 class AttentionShape(NamedTuple):
@@ -343,10 +346,11 @@ def words_of(
     delta = gap(layer, "k", "v") if suits else None
     if delta is None or abs(delta) >= _NEAR:
         return PackedWords()
+    if k.kind == v.kind == "int4":
+        scales = gap(layer, "k", "k_scale"), gap(layer, "k", "v_scale")
+        if scales[0] is not None and scales[1] is not None:
+            return PackedWords(True, delta, 0, 0, sides[0].rows.state, (scales[0], scales[1]))
     lead = _lead(layer, shape)
-    near = gap(layer, "k", "k_scale"), gap(layer, "k", "v_scale")
-    if k.kind == v.kind == "int4" and near[0] is not None and near[1] is not None:
-        return PackedWords(True, delta, 0, 0, sides[0].rows.state, (near[0], near[1]))
     return PackedWords(True, delta, lead, lead * 8 // bits)
 
 

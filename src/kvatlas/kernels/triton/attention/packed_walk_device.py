@@ -101,7 +101,8 @@ def word_offsets(steps, states, UNIT: tl.constexpr, STEP: tl.constexpr):
         return row_offsets(steps, states, UNIT)
     first = (steps.first + states.head.to(tl.int64) * steps.head) * UNIT
     start = tl.cast(states.start, tl.int64) * (STEP * UNIT) + first
-    return states.page.to(tl.int64) * (steps.block * UNIT) + start + states.state * (STEP * UNIT)
+    within = states.state.to(tl.int64) * (STEP * UNIT)
+    return states.page.to(tl.int64) * (steps.block * UNIT) + start + within
 
 
 @triton.jit
