@@ -6,7 +6,6 @@ they meet keys; what comes out of values is rotated back.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -31,31 +30,6 @@ class RotatedRows(NamedTuple):
     width: int
     steps: int
     """2**steps elements are rotated as one."""
-
-
-class Rotation(NamedTuple):
-    """A rotation that another kernel does by itself: a constant."""
-
-    steps: int = 0
-    """2**steps elements are rotated as one; none where it is 0."""
-    signs: tuple[int, ...] = ()
-    """Bits of 32 elements each, the first one lowest: 1 where the sign is turned."""
-
-
-@lru_cache(maxsize=16)
-def rotation_of(steps: int) -> Rotation:
-    """The rotation of int4 caches.
-
-    >>> rotation_of(7).signs[0] >> 3 & 1, hadamard.signs(128, torch.device("cpu"))[3].item()
-    (1, -1.0)
-    """
-    minus = (hadamard.signs(1 << steps, torch.device("cpu")) < 0).tolist()
-    words = [
-        sum(bit << place for place, bit in enumerate(minus[first : first + 32]))
-        for first in range(0, len(minus), 32)
-    ]
-    # As integers of 32 bits.
-    return Rotation(steps, tuple(word - (word >> 31 << 32) for word in words))
 
 
 def rotate_queries(rows: torch.Tensor, factor: float) -> torch.Tensor:

@@ -31,30 +31,6 @@ def hadamard(rows, STEPS: tl.constexpr):
 
 
 @triton.jit
-def signs_of(column, ROTATION: tl.constexpr):
-    """1 or -1 for columns of rows, from bits that are constants."""
-    within = column % 2**ROTATION.steps
-    word = column * 0
-    for i in tl.static_range(max(1, 2**ROTATION.steps // 32)):
-        word = tl.where(within // 32 == i, ROTATION.signs[i], word)
-    return (1 - 2 * ((word >> (within % 32)) & 1)).to(tl.float32)
-
-
-@triton.jit
-def rotate_signed(rows, ROTATION: tl.constexpr):
-    """`hadamard.rotate_signed` of rows [rows, D], over the elements that are rotated as one."""
-    sign = signs_of(tl.arange(0, rows.shape[1]), ROTATION)
-    return hadamard(rows * sign[None, :], ROTATION.steps) * 2.0**-ROTATION.steps
-
-
-@triton.jit
-def rotate_signed_back(rows, ROTATION: tl.constexpr):
-    """`hadamard.rotate_signed_back` of rows [rows, D]."""
-    sign = signs_of(tl.arange(0, rows.shape[1]), ROTATION)
-    return hadamard(rows, ROTATION.steps) * 2.0**-ROTATION.steps * sign[None, :]
-
-
-@triton.jit
 def rotate_rows(
     source, target, signs, starts, last, count, factor, SHAPE: tl.constexpr,
     BACK: tl.constexpr, EARLY: tl.constexpr,

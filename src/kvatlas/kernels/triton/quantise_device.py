@@ -281,7 +281,7 @@ def fifteenth_of(span, PTX: tl.constexpr):
 def quick_inverse(divisor):
     """What a divisor is multiplied by to be 1, in PTX; rounded if both are far from the ends."""
     inverse = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
+        "rcp.approx.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
     )
     return tl.fma(tl.fma(-divisor, inverse, 1.0), inverse, inverse)
 

@@ -41,9 +41,6 @@ from kvatlas.kernels.triton.quantise_device import (
     whole_words,
 )
 
-LINE = tl.constexpr(128)
-"""Bytes of a line of the cache."""
-
 
 @triton.jit
 def put_elements(
@@ -250,7 +247,7 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
 
 
 @triton.jit
-def get_rows(batch, token, head, FORMAT: tl.constexpr):
+def get_rows(batch, token, head, there, FORMAT: tl.constexpr):
     """Rows of a batch [tokens, heads, D], as an engine has them, in parts: [rows, parts, part].
 
     With the first part of all rows first, few threads share a row, whose maximum and whose
@@ -265,28 +262,11 @@ def get_rows(batch, token, head, FORMAT: tl.constexpr):
     part = tl.arange(0, PARTS)[None, :, None]
     place = tl.arange(0, PART)[None, None, :]
     column = 16 * (place // 8) + 8 * part + place % 8 if NVFP4 else PART * part + place
-    pointers = starts[:, None, None] + column
+    mask = there[:, None, None]
     if FORMAT.dim != FORMAT.width:
-        mask = tl.broadcast_to(column < FORMAT.dim, pointers.shape)
-        return tl.load(pointers, mask=mask, other=0.0)
-    return tl.load(pointers)
-
-
-@triton.jit
-def soon(batch, token, head, FORMAT: tl.constexpr):
-    """Have rows fetched that will be read later: compilers put loads off until there are registers.
-
-    Into the cache that all of a chip shares, and line by line.
-    """
-    ELEMENTS: tl.constexpr = LINE * 8 // batch.tensor.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = max(1, FORMAT.width // ELEMENTS)
-    starts = batch.tensor + token.to(tl.int64) * batch.token + head.to(tl.int64) * batch.head
-    column = tl.minimum(ELEMENTS * tl.arange(0, LINES), FORMAT.dim - 1)
-    lines = starts[:, None] + column[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0", "=r,l", [lines.to(tl.int64)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        mask = mask & (column < FORMAT.dim)
+    pointers = starts[:, None, None] + column
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -301,17 +281,11 @@ def write_rows(
     row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     token = row // HEADS
     head = row % HEADS
-    slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
     # Rows are read before it is known whether their slot wants them: no load waits for another.
-    # Past the last token that one is read again, since zeros would cost instructions.
-    token = tl.minimum(token, tokens - 1)
-    if V_FORMAT.ptx and V_FORMAT.kind == "int4":
-        soon(v.rows, token, head, V_FORMAT)
-    k_rows = get_rows(k.rows, token, head, K_FORMAT)
-    v_rows = get_rows(v.rows, token, head, V_FORMAT)
-    # What negative slots would be in, nobody asks: without a sign it is a shift.
-    place = slot.to(tl.uint64)
-    page, state = (place // STATES).to(tl.uint32), (place % STATES).to(tl.uint32)
+    slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
+    k_rows = get_rows(k.rows, token, head, token < tokens, K_FORMAT)
+    v_rows = get_rows(v.rows, token, head, token < tokens, V_FORMAT)
+    page, state = (slot // STATES).to(tl.int32), (slot % STATES).to(tl.int32)
     states = TileStates(page, 0, state, head, slot >= 0)
     put_side(buffer, k, states, k_rows, K_FORMAT, PER_TENSOR)
     put_side(buffer, v, states, v_rows, V_FORMAT, PER_TENSOR)

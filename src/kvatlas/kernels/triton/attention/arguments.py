@@ -12,7 +12,6 @@ from kvatlas.cache import LayerCache
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.addresses import gap
 from kvatlas.kernels.triton.attention.schedule import WorkSplit, fit_of
-from kvatlas.kernels.triton.hadamard import Rotation
 from kvatlas.kernels.triton.storage_formats import SideRows, StorageFormat, StoredSide, width_of
 from kvatlas.specs import Attention, LatentAttention, Visibility
 
@@ -52,8 +51,6 @@ class OutputShape(NamedTuple):
     """Columns of the tile that holds a row."""
     sink_logits: bool
     """Whether every head has a sink's logit."""
-    rotation: Rotation = Rotation()
-    """How queries are rotated, and sums of values back, where decode does that by itself."""
 
 
 class AttentionShape(NamedTuple):
@@ -109,9 +106,9 @@ class PackedWords(NamedTuple):
     wrap: int = 0
     """Elements of a row of V that are last, and come first in sums."""
     step: int = 0
-    """Units between neighbouring states, where kernels are compiled for that; else 0."""
+    """Units between the rows of K of neighbouring states, where a kernel is compiled for them."""
     scales: tuple[int, int] = (0, 0)
-    """Bytes from a row of K to its scale and to V's, where there is such a step."""
+    """Bytes from a row of K to its scale and to that of V, where a kernel is compiled for them."""
 
 
 class PagedCache(NamedTuple):

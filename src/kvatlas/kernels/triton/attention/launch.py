@@ -137,8 +137,7 @@ def _run(
         return
     compiled: relaunch.Compiled = {} if known is None else known
     with tune.on(call.q.device):
-        itself = launch.shape.out.rotation.steps > 0
-        rotated = call.q if itself else _rotated(call.q, launch.shape.k.kind)
+        rotated = _rotated(call.q, launch.shape.k.kind)
         if rotated is not call.q:
             call = call._replace(q=rotated)
         if prepared is None:
@@ -150,7 +149,7 @@ def _run(
         _decode(call, prepared, compiled)
         if launch.prefill is not None:
             _prefill(call, launch.prefill, prepared, compiled)
-        if launch.shape.v.kind == "int4" and not itself:
+        if launch.shape.v.kind == "int4":
             hadamard.rotate_back(call.out, prepared.ends[0])
     if known is None and call.q.is_cuda:
         relaunch.keep(launch.compiled, kind, kind.tensors, compiled)

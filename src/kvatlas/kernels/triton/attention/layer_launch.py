@@ -23,7 +23,6 @@ from kvatlas.kernels.triton.attention.decode_device import decode
 from kvatlas.kernels.triton.attention.prefill_device import prefill
 from kvatlas.kernels.triton.attention.schedule import WorkSplit, fit_of
 from kvatlas.kernels.triton.attention.walk_device import LOG2E
-from kvatlas.kernels.triton.hadamard import rotation_of
 from kvatlas.kernels.triton.relaunch import Compiled
 from kvatlas.kernels.triton.storage_formats import SideRows, StoredSide
 from kvatlas.specs import Attention, LatentAttention
@@ -166,9 +165,6 @@ def _worked_out(
     mask = calls.mask_of(layer.spec.visibility)
     split = calls.work_split(key, shape.states, mask, max_queries, choice)
     wanted = max_queries is None or max_queries * key.group > split.few
-    if not wanted and k.format.kind == v.format.kind == "int4" and k.format.dim == v.format.dim:
-        rotation = rotation_of(v.format.rotation)
-        shape = shape._replace(out=shape.out._replace(rotation=rotation))
     scoring = _scoring(layer, scores)
     few = _decode(layer, key, split, shape, (k.at, v.at), heads, max_queries, choice)
     many = _prefill(key, split, shape, heads, choice) if wanted else None

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from kvatlas.kernels.triton.attention.walk_device import LOG2E, row_pointers
 from kvatlas.kernels.triton.dependent_launch_device import after_previous, before_next
-from kvatlas.kernels.triton.hadamard_device import rotate_signed_back
 
 
 @triton.jit
@@ -92,9 +91,6 @@ def merge_row(
         total = total * tl.exp2(top - higher) + tl.exp2(sink * LOG2E - higher)
         acc = acc * tl.exp2(top - higher)
     acc = acc * (scoring.v_scale / tl.where(total == 0.0, 1.0, total))
-    ROTATION: tl.constexpr = OUT.rotation
-    if ROTATION.steps:
-        acc = tl.reshape(rotate_signed_back(acc[None, :], ROTATION), [WIDTH])
     if WRAP:
         pointers += (column + (WIDTH - WRAP)) % WIDTH
     else:

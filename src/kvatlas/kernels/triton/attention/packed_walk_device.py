@@ -39,9 +39,8 @@ from kvatlas.kernels.triton.dequantise_device import (
     row_offsets,
 )
 
-CLEARED = tl.constexpr(2.0**-60)
-"""A scale that is as good as 0."""
 CLEARED_BITS = tl.constexpr(0x21800000)
+"""Bits of 2**-60, a scale that is as good as 0."""
 HEADROOM = tl.constexpr(8.0)
 """Powers of 2 that weights may grow before sums are scaled down, which most tiles spare."""
 
@@ -60,17 +59,19 @@ class ValueScales(NamedTuple):
 
 
 @triton.jit
-def cleared_aside(bits):
-    """Scales of such bits, those of 0 as good as that: blocks that were cleared have such.
+def above_zero(scale):
+    """Scales, or one that is as good as 0 where they are: blocks that were cleared have such.
 
-    No sum survives the logarithm of 0. Bits of scales are in their order, NaN above all.
+    No sum survives the logarithm of 0. As unsigned numbers the bits of scales are in the same
+    order, and NaN of either sign is above them all: it stays.
     """
+    bits = scale.to(tl.uint32, bitcast=True)
     return tl.maximum(bits, CLEARED_BITS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def power_of(scale, PTX: tl.constexpr):
-    """The logarithms of scales, of base 2, to within a millionth, and their inverses."""
+    """The logarithms of scales, of base 2, and their inverses, both to within a millionth."""
     if PTX:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $2;\nrcp.approx.ftz.f32 $1, $2;", "=f,=f,f", [scale],
@@ -81,33 +82,45 @@ def power_of(scale, PTX: tl.constexpr):
 
 @triton.jit
 def eights(tile):
-    """A tile's rows by their places in rows of eight: a thread has all of one place in a dot."""
+    """A tile [rows, queries] as [rows / 8, 8, queries].
+
+    A thread of a dot has every eighth row of its queries: to reduce the first axis asks no other.
+    """
     return tl.reshape(tile, [tile.shape[0] // 8, 8, tile.shape[1]])
 
 
 @triton.jit
 def grows(logits, top):
-    """Whether some logits are so far above maxima that sums must be scaled down."""
+    """Whether a logit is so far above its query's maximum that sums must be scaled down.
+
+    Each thread looks at its own; the largest integer of a warp is one instruction, where the
+    maximum of each query would be exchanged between threads for every tile.
+    """
     highest = tl.max(eights(logits), 0)
     above = (highest > (top + HEADROOM)[None, :]).to(tl.int32)
-    # Of integers, all threads' largest is one instruction.
     return tl.max(above) > 0
 
 
 @triton.jit
 def word_offsets(steps, states, UNIT: tl.constexpr, STEP: tl.constexpr):
-    """`row_offsets`; of states that are `STEP` units apart, as constants in addresses."""
+    """`row_offsets` of a tile's rows of K, whose states are `STEP` units apart, or what steps say.
+
+    Multiples of a constant become parts of the instructions that load.
+    """
     if STEP == 0:
         return row_offsets(steps, states, UNIT)
     first = (steps.first + states.head.to(tl.int64) * steps.head) * UNIT
     start = tl.cast(states.start, tl.int64) * (STEP * UNIT) + first
-    within = states.state.to(tl.int64) * (STEP * UNIT)
-    return states.page.to(tl.int64) * (steps.block * UNIT) + start + within
+    within_block = states.state.to(tl.int64) * (STEP * UNIT)
+    return states.page.to(tl.int64) * (steps.block * UNIT) + start + within_block
 
 
 @triton.jit
 def scale_word(buffer, steps, states, rows, GAP: tl.constexpr, UNIT: tl.constexpr):
-    """A scale of four bytes for each state, that many bytes behind its row, or where steps say."""
+    """A scale of four bytes for each state, `GAP` bytes behind its row of K, or where steps say.
+
+    `rows` point at rows of K, as words of two bytes.
+    """
     if GAP:
         return tl.load((rows + GAP // 2).to(tl.pointer_type(tl.int32)))
     return column_of(buffer, steps, states, tl.int32, UNIT, False)
@@ -134,9 +147,7 @@ def two_pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.
 
 
 @triton.jit
-def scored(
-    k, columns, sums, cache, states, k_rows, scale, SHAPE: tl.constexpr, GAP: tl.constexpr
-):
+def scored(k, columns, sums, cache, states, k_rows, scale, SHAPE: tl.constexpr, GAP: tl.constexpr):
     """Logits of a tile of K, times the scale: states are rows, queries columns."""
     K: tl.constexpr = SHAPE.k
     DOT: tl.constexpr = SHAPE.k_dot
@@ -173,7 +184,7 @@ def scored(
 def value_scales(
     cache, states, k_rows, v_rows, V: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The scales of rows of V, which start at words `v_rows`; K's at `k_rows`."""
+    """The scales of rows of V, which start `v_rows` words into the pool; `k_rows` point at K's."""
     LEAD: tl.constexpr = WORDS.lead
     COUNT: tl.constexpr = 16 // V.bits
     last = v_rows
@@ -197,7 +208,7 @@ def value_scales(
         if V.kind == "int4":
             zero = (word & 15).to(tl.float32)
         step = word.to(tl.float32, bitcast=True)
-    step = cleared_aside(step.to(tl.int32, bitcast=True))
+    step = above_zero(step)
     if V.kind == "range":
         zero = -zero / step
     power, inverse = power_of(step, V.ptx)
@@ -237,7 +248,7 @@ def walk_words(
     columns, sums = query_columns(q, K, K.kind == "int4")
     if UNIT != 1.0:
         acc = acc / UNIT
-    # Rows of a tile are added up at the end; until then threads keep their own.
+    # Threads add up the rows of tiles that they have; who has which is looked at behind the last.
     parts = tl.zeros([8, q.shape[0]], tl.float32)
     if CODES:
         shift = tl.zeros([8, q.shape[0]], tl.float32)
@@ -328,12 +339,7 @@ def walk_words(
             codes = scales.last.to(tl.int32)[None, :] >> (BITS * tl.arange(0, LAST))[:, None]
             if MASKED and NO_NUMBERS:
                 codes = tl.where(there[None, :], codes, 0)
-            if CODES:
-                # As `apart` has it: a 1 with the code in the uppermost bits of its fraction.
-                last = (((codes << 6) & 0x3C0) | 0x3C00).to(tl.int16).to(tl.float16, bitcast=True)
-                last = last.to(DOT)
-            else:
-                last = codes.to(tl.int8).to(V.element, bitcast=True).to(DOT)
+            last = codes.to(tl.int8).to(V.element, bitcast=True).to(DOT)
             ending = tl.dot(last, weights, ending, input_precision=PRECISION)
     acc = columns_together(tl.trans(a), tl.trans(b), tl.trans(c), tl.trans(d), COUNT)
     if LEAD:

@@ -16,7 +16,6 @@ from kvatlas.kernels.triton.dequantise_device import (
     by_shared_memory,
     read,
 )
-from kvatlas.kernels.triton.hadamard_device import rotate_signed, rotate_signed_back
 
 LOWEST = tl.constexpr(-1.0e30)
 """A maximum below all logits that still can be subtracted from minus infinity."""
@@ -116,12 +115,7 @@ def load_queries(q, start, row, valid, head, position, least, SHAPE: tl.constexp
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v
     pointers = row_pointers(q, start, row, head, SHAPE.out.group)
-    ROTATION: tl.constexpr = SHAPE.out.rotation
-    if ROTATION.steps:
-        exact = query_rows(pointers, valid, 0, K.dim, K.width, tl.float32)
-        rows = rotate_signed(exact, ROTATION).to(SHAPE.k_dot)
-    else:
-        rows = query_rows(pointers, valid, 0, K.dim, K.width, SHAPE.k_dot)
+    rows = query_rows(pointers, valid, 0, K.dim, K.width, SHAPE.k_dot)
     rope = rows
     if SHAPE.latent:
         rope = query_rows(pointers, valid, K.dim, V.dim, V.width, SHAPE.k_dot)
@@ -272,9 +266,6 @@ def put_output(out, softmax, scoring, start, row, valid, head, OUT: tl.constexpr
         total = total * shrink + tl.exp2(sink - higher)
         acc = acc * shrink[:, None]
     rows = acc * (scoring.v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-    ROTATION: tl.constexpr = OUT.rotation
-    if ROTATION.steps:
-        rows = rotate_signed_back(rows, ROTATION)
     column = tl.arange(0, OUT.width)
     pointers = row_pointers(out, start, row, head, OUT.group)
     mask = valid[:, None] & (column < OUT.dim)[None, :]
