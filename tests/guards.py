@@ -10,14 +10,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Code, Layout  # noqa: E402
-from kvatlas.cache import Cache, bind  # noqa: E402
-from kvatlas.geometry import ENGINE_LAYOUTS  # noqa: E402
-from kvatlas.models import Model  # noqa: E402
-from kvatlas.planning import Plan, plan  # noqa: E402
-from kvatlas.specs import Spec  # noqa: E402
-from kvatlas.specs.recurrent import Recurrent  # noqa: E402
-from tests.planning.models import model_of  # noqa: E402
+from kvatlas import AtlasError, Code, Layout
+from kvatlas.cache import Cache, bind
+from kvatlas.geometry import ENGINE_LAYOUTS
+from kvatlas.models import Model
+from kvatlas.planning import Plan, plan
+from kvatlas.specs import Spec
+from kvatlas.specs.recurrent import Recurrent
+from tests.planning.models import model_of
 
 GUARD = 4096
 BLOCKS = 24

@@ -15,12 +15,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Code  # noqa: E402
-from kvatlas.cache import adapters, allocate  # noqa: E402
-from kvatlas.kernels import attend, write  # noqa: E402
-from kvatlas.specs import FullAttention, GatedDeltaNet, LatentAttention, ShortConv, Spec  # noqa: E402
-from tests.guards import ORDERS, Guarded, cache_of, one_storage, small_plan, spec_plan  # noqa: E402
-from tests.planning.models import SMALL  # noqa: E402
+from kvatlas import AtlasError, Code
+from kvatlas.cache import adapters, allocate
+from kvatlas.kernels import attend, write
+from kvatlas.specs import FullAttention, GatedDeltaNet, LatentAttention, ShortConv, Spec
+from tests.guards import ORDERS, Guarded, cache_of, one_storage, small_plan, spec_plan
+from tests.planning.models import SMALL
 
 Views = dict[str, tuple[Any, str]]
 """By field: a view, and its axes in order."""

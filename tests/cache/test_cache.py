@@ -12,12 +12,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Code, Layout  # noqa: E402
-from kvatlas.cache import ALIGNMENT, allocate, bind  # noqa: E402
-from kvatlas.geometry import size  # noqa: E402
-from kvatlas.planning import plan  # noqa: E402
-from tests.guards import ORDERS, Guarded, one_storage, small_plan  # noqa: E402
-from tests.planning.models import SMALL  # noqa: E402
+from kvatlas import AtlasError, Code, Layout
+from kvatlas.cache import ALIGNMENT, allocate, bind
+from kvatlas.geometry import size
+from kvatlas.planning import plan
+from tests.guards import ORDERS, Guarded, one_storage, small_plan
+from tests.planning.models import SMALL
 
 
 @pytest.mark.parametrize("name", list(SMALL))

@@ -9,12 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Code  # noqa: E402
-from kvatlas.cache import allocate  # noqa: E402
-from kvatlas.planning import Plan  # noqa: E402
-from kvatlas.specs import FullAttention, SlidingAttention, Spec  # noqa: E402
-from tests.guards import ORDERS, Guarded, small_plan  # noqa: E402
-from tests.planning.models import SMALL, model_of  # noqa: E402
+from kvatlas import AtlasError, Code
+from kvatlas.cache import allocate
+from kvatlas.planning import Plan
+from kvatlas.specs import FullAttention, SlidingAttention, Spec
+from tests.guards import ORDERS, Guarded, small_plan
+from tests.planning.models import SMALL, model_of
 
 CACHED: dict[str, Any] = {"heads": 4, "head_dim": 8, "cache": "int8_per_token_head"}
 WINDOW: dict[str, Spec] = {"attn": SlidingAttention(**CACHED, window=40)}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
-from kvatlas import AtlasError, Code, DType, Field, Layout, Page, validate
+from kvatlas import AtlasError, Code, DType, Field, Layout, Page, Placement, validate
 from kvatlas.geometry import FieldAxis, Section, Sharding
 from tests.cases import each
 from tests.oracle import ORDERS, byte_list, key, walk
@@ -197,3 +198,17 @@ def test_whole_fields_live_on_one_rank() -> None:
     with pytest.raises(AtlasError) as refusal:
         Sharding.whole().ranges(2, 0)
     assert refusal.value.code is Code.TP_WHOLE
+
+
+@pytest.mark.parametrize("fields", [None, 7, "k", [None]])
+def test_what_is_no_field_is_refused(fields: Any) -> None:
+    with pytest.raises(AtlasError) as refusal:
+        Page(1, 1, 8, fields)
+    assert refusal.value.code is Code.BAD_FIELD
+
+
+@pytest.mark.parametrize("axes", [None, 7, [3], {"B": 4}])
+def test_what_are_no_axes_is_refused(axes: Any) -> None:
+    with pytest.raises(AtlasError) as refusal:
+        Placement.packed(axes)
+    assert refusal.value.code is Code.BAD_AXES

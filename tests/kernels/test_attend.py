@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Code  # noqa: E402
-from kvatlas.kernels import attend, attend_latent, decode, encode, write, write_latent  # noqa: E402
-from kvatlas.specs import (  # noqa: E402
+from kvatlas import AtlasError, Code
+from kvatlas.kernels import attend, attend_latent, decode, encode, write, write_latent
+from kvatlas.specs import (
     ATTENTION_CACHES,
     ChunkedAttention,
     CrossAttention,
@@ -20,7 +20,7 @@ from kvatlas.specs import (  # noqa: E402
     SinkAttention,
     SlidingAttention,
 )
-from tests.guards import ORDERS, cache_of  # noqa: E402
+from tests.guards import ORDERS, cache_of
 
 LENGTHS = [37, 5, 20]
 QUERIES = [4, 1, 20]

@@ -9,12 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Code  # noqa: E402
-from kvatlas.cache import allocate  # noqa: E402
-from kvatlas.kernels import copy_blocks, decode, encode, gather_blocks, read, write, zero_blocks  # noqa: E402
-from kvatlas.specs import ATTENTION_CACHES, FullAttention  # noqa: E402
-from tests.guards import ORDERS, Guarded, cache_of, small_plan  # noqa: E402
-from tests.planning.models import SMALL  # noqa: E402
+from kvatlas import AtlasError, Code
+from kvatlas.cache import allocate
+from kvatlas.kernels import copy_blocks, decode, encode, gather_blocks, read, write, zero_blocks
+from kvatlas.specs import ATTENTION_CACHES, FullAttention
+from tests.guards import ORDERS, Guarded, cache_of, small_plan
+from tests.planning.models import SMALL
 
 
 @pytest.mark.parametrize("cache", ATTENTION_CACHES)

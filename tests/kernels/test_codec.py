@@ -11,10 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Code, DType  # noqa: E402
-from kvatlas.kernels import bit_packing as bits  # noqa: E402
-from kvatlas.kernels import decode, encode, hadamard  # noqa: E402
-from kvatlas.specs import ATTENTION_CACHES, FullAttention  # noqa: E402
+from kvatlas import AtlasError, Code, DType
+from kvatlas.kernels import bit_packing as bits
+from kvatlas.kernels import decode, encode, hadamard
+from kvatlas.specs import ATTENTION_CACHES, FullAttention
 
 D = 128
 CACHES = [cache for cache in ATTENTION_CACHES if cache != "auto"]

@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Code, DType  # noqa: E402
-from kvatlas.cache import LayerCache  # noqa: E402
-from kvatlas.kernels import (  # noqa: E402
+from kvatlas import AtlasError, Code, DType
+from kvatlas.cache import LayerCache
+from kvatlas.kernels import (
     attend_latent,
     decode_latent,
     encode_latent,
@@ -24,7 +24,7 @@ from kvatlas.kernels import (  # noqa: E402
     write_rows,
     write_states,
 )
-from kvatlas.specs import (  # noqa: E402
+from kvatlas.specs import (
     ATTENTION_CACHES,
     CompressorState,
     CrossAttention,
@@ -34,8 +34,8 @@ from kvatlas.specs import (  # noqa: E402
     ShortConv,
     Spec,
 )
-from tests.guards import ORDERS, Guarded, cache_of, small_plan  # noqa: E402
-from tests.planning.models import SMALL, model_of  # noqa: E402
+from tests.guards import ORDERS, Guarded, cache_of, small_plan
+from tests.planning.models import SMALL, model_of
 
 
 def number(layer: LayerCache, field: str, dtype: str, **at: int) -> float:

@@ -10,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvatlas.kernels import (  # noqa: E402
+from kvatlas.kernels import (
     attend,
     attend_latent,
     copy_blocks,
@@ -27,7 +27,7 @@ from kvatlas.kernels import (  # noqa: E402
     write_states,
     zero_blocks,
 )
-from kvatlas.specs import (  # noqa: E402
+from kvatlas.specs import (
     ATTENTION_CACHES,
     FullAttention,
     GatedDeltaNet,
@@ -35,8 +35,8 @@ from kvatlas.specs import (  # noqa: E402
     LatentAttention,
     Spec,
 )
-from tests.guards import ORDERS, Guarded, small_plan  # noqa: E402
-from tests.planning.models import model_of  # noqa: E402
+from tests.guards import ORDERS, Guarded, small_plan
+from tests.planning.models import model_of
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, BlockPool, Cache, Code, Node, allocate, bind  # noqa: E402
-from kvatlas.kernels import (  # noqa: E402
+from kvatlas import AtlasError, BlockPool, Cache, Code, Node, allocate, bind
+from kvatlas.kernels import (
     attend,
     copy_blocks,
     decode,
@@ -22,11 +22,11 @@ from kvatlas.kernels import (  # noqa: E402
     write_latent,
     zero_blocks,
 )
-from kvatlas.routing import check  # noqa: E402
-from kvatlas.specs import FullAttention, LatentAttention  # noqa: E402
-from tests.cases import each  # noqa: E402
-from tests.guards import cache_of  # noqa: E402
-from tests.wire.helpers import Local  # noqa: E402
+from kvatlas.routing import check
+from kvatlas.specs import FullAttention, LatentAttention
+from tests.cases import each
+from tests.guards import cache_of
+from tests.wire.helpers import Local
 
 FP8 = FullAttention(heads=4, head_dim=32, cache="fp8")
 GUARDED, LAYER = cache_of(FP8, "LBNHC")

@@ -31,6 +31,14 @@ def test_no_topology_serves_more_users(name: str, gpus: int) -> None:
     assert found.topology.gpus == gpus
 
 
+def test_any_number_of_gpus_is_fitted() -> None:
+    fitting = Fitting("Qwen3-8B", find_gpu("H200"))
+    for gpus in (10**12, 999_999_999_989):  # the second is a prime
+        found = fitting.best(gpus)
+        assert found.plan is not None
+        assert found.topology.gpus == gpus
+
+
 def test_weights_and_caches_fit_the_gpu() -> None:
     for name, gpus in (("Llama-3.1-70B", "4xH100"), ("DeepSeek-V3.2", "8xH200")):
         found = fit(name, gpus)

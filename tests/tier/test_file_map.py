@@ -107,6 +107,32 @@ def test_short_runs_that_fill_memory_are_read_to_where_they_belong(
         mapped.close()
 
 
+def test_long_runs_are_read_one_by_one_also_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(4)
+    held, into = rng.integers(0, 256, SIZE, dtype=np.uint8), np.full(SIZE, 7, np.uint8)
+    near, far = np.array([1 << 20, 5, 3 << 20]), np.array([3 << 20, 1 << 20, 11])
+    length = np.array([1 << 20, 700_001, 600_000])
+    want = into.copy()
+    for start, to, size in zip(far.tolist(), near.tolist(), length.tolist(), strict=True):
+        want[to : to + size] = held[start : start + size]
+    with tempfile.TemporaryFile() as file:
+        file.write(held.tobytes())
+        file.flush()
+        reader = RunReader(file.fileno(), FileMap(file.fileno(), SIZE), Rooms())
+        monkeypatch.setattr(FileMap, "read", None)
+        reader.read(into, near, far, length)
+        assert np.array_equal(into, want)
+        with monkeypatch.context() as patch:
+            read = os.preadv
+            patch.setattr(os, "preadv", lambda fd, to, at: read(fd, [to[0][:300_000]], at))
+            into[:] = 7
+            reader.read(into, near, far, length)
+        assert np.array_equal(into, want), "a call may do less than it was told"
+        os.ftruncate(file.fileno(), (3 << 20) + 1)
+        with pytest.raises(OSError, match=f"ends at byte {(3 << 20) + 1}"):
+            reader.read(into, near, far, length)
+
+
 @pytest.mark.parametrize(("starts", "spans"), [(1, 1), (1, 64), (40, 2), (40, 64)])
 def test_cores_read_all_runs_of_a_grid_and_none_twice(
     starts: int, spans: int, monkeypatch: pytest.MonkeyPatch

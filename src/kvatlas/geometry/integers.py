@@ -35,10 +35,10 @@ def ceil_div(a: Whole, b: int) -> Whole:
     return -(-a // b)
 
 
-def lesser(a: Whole, b: int) -> Whole:
+def at_most(a: Whole, b: int) -> Whole:
     """`a`, or `b` where that is less.
 
-    >>> lesser(7, 5), lesser(np.array([3, 7]), 5).tolist()
+    >>> at_most(7, 5), at_most(np.array([3, 7]), 5).tolist()
     (5, [3, 5])
     """
     return min(a, b) if isinstance(a, int) else np.minimum(a, b)

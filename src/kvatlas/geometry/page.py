@@ -9,6 +9,7 @@ view follows from both.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -48,7 +49,7 @@ class Page:
             heads=positive(self.heads, "the number of heads of a page"),
             states=positive(self.states, "the number of states of a page"),
             content=positive(self.content, "the number of content bytes of a page"),
-            fields=tuple(self.fields),
+            fields=tuple(self.fields) if isinstance(self.fields, Iterable) else (self.fields,),
             padding=natural(self.padding, "the padding of a page"),
         )
         if not all(isinstance(field, Field) for field in self.fields):

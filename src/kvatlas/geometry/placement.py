@@ -71,7 +71,8 @@ class Placement(Affine):
         (32, 8, 1)
         """
         fixed = strides or {}
-        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in axes):
+        pairs = axes if isinstance(axes, Sequence) else [()]
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
             raise bad_axes("Axes are not pairs of a name and a size", axes, "Pass [('B', 4), ...]")
         unknown = set(fixed) - {axis for axis, _ in axes}
         if unknown:

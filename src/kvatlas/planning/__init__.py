@@ -13,7 +13,7 @@ from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.planner import Policy, default_length, plan
 from kvatlas.planning.plans import LARGEST_JSON, Plan, check_plan_version, checked_plan
-from kvatlas.planning.report import Padding, answer, padding
+from kvatlas.planning.report import Padding, capacity_sentence, padding
 from kvatlas.planning.request import length, quantity
 from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, kind_of
 from kvatlas.planning.topology import stage_layers
@@ -35,8 +35,8 @@ __all__ = [
     "Pool",
     "Region",
     "Topology",
-    "answer",
     "backends_of",
+    "capacity_sentence",
     "check_plan_version",
     "checked_plan",
     "default_length",

@@ -22,7 +22,12 @@ from kvatlas.planning.planner import plan
 from kvatlas.planning.plans import Plan
 from kvatlas.planning.request import quantity
 from kvatlas.planning.sized_layers import kind_of
-from kvatlas.planning.topology import check_topology, check_vllm_topology, stage_layers
+from kvatlas.planning.topology import (
+    MOST_RANKS,
+    check_topology,
+    check_vllm_topology,
+    stage_layers,
+)
 
 
 class Topology(msgspec.Struct, frozen=True, order=True):
@@ -155,7 +160,7 @@ class Fitting:
     def best(self, gpus: int) -> Fit:
         """The topology of so many GPUs that serves the most users."""
         found, gpus = list[Fit](), positive(gpus, "the number of GPUs")
-        for pp in (n for n in range(1, gpus + 1) if gpus % n == 0):
+        for pp in (n for n in range(1, min(gpus, MOST_RANKS) + 1) if gpus % n == 0):
             found += [self.on(topology) for topology in self._topologies(gpus // pp, pp)]
             if any(fit.plan for fit in found):
                 break
@@ -177,7 +182,7 @@ class Fitting:
                 yield fit
 
     def _topologies(self, gpus: int, pp: int) -> Iterator[Topology]:
-        for tp in (n for n in range(gpus, 0, -1) if gpus % n == 0):
+        for tp in (n for n in range(min(gpus, MOST_RANKS), 0, -1) if gpus % n == 0):
             dp = gpus // tp
             # Experts that are dealt out to all replicas take no more than those that are repeated.
             deal = dp > 1 and pp == 1 and self._has_experts

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import msgspec
 
-from kvatlas.geometry import Page, Placement, PoolPosition, Whole, ceil_div, lesser
+from kvatlas.geometry import Page, Placement, PoolPosition, Whole, at_most, ceil_div
 from kvatlas.models import Layer
 from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, Kind, page_of
 from kvatlas.specs import Spec, Visibility
@@ -77,11 +77,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         kept = self.window + in_flight
         if self.kind == "chunked_local_attention":
             if self.window % self.block == 0:
-                return ceil_div(lesser(length, kept), self.block)
+                return ceil_div(at_most(length, kept), self.block)
             # A chunk may start in the middle of a block: one more, if there are as many.
-            return lesser(ceil_div(length, self.block), ceil_div(kept - 1, self.block) + 1)
+            return at_most(ceil_div(length, self.block), ceil_div(kept - 1, self.block) + 1)
         # A window may start in the middle of a block: one more.
-        return ceil_div(lesser(length, kept - 1), self.block) + 1
+        return ceil_div(at_most(length, kept - 1), self.block) + 1
 
 
 def blocks_taken(

@@ -63,7 +63,7 @@ def summary(plan: PlanData) -> dict[str, Any]:
     )  # fmt: skip
     return {
         "model": plan.model,
-        "answer": answer(plan),
+        "answer": capacity_sentence(plan),
         "policy": plan.policy,
         "layout": plan.layout,
         "accepted_layouts": list(plan.accepted_layouts),
@@ -145,11 +145,12 @@ def _member(plan: PlanData, group: Group, region: Region) -> dict[str, Any]:
     }
 
 
-def answer(plan: PlanData) -> str:
+def capacity_sentence(plan: PlanData) -> str:
     """How much fits, in one sentence.
 
     >>> from kvatlas.planning import plan
-    >>> print(answer(plan("gpt-oss-20b", memory="40GiB")))  # doctest: +NORMALIZE_WHITESPACE
+    >>> fits = capacity_sentence(plan("gpt-oss-20b", memory="40GiB"))
+    >>> print(fits)  # doctest: +NORMALIZE_WHITESPACE
     Fits 35.5 requests of 32,768 tokens while they prefill (16,384 tokens in flight),
     53.1 while they decode.
     """
@@ -172,7 +173,7 @@ def explain(plan: PlanData) -> str:
     lines = [
         f"{plan.model} at {ranks}, policy {plan.policy}, layout {plan.layout}: blocks of "
         f"{plan.block_size} tokens.",
-        answer(plan),
+        capacity_sentence(plan),
         *plan.reasons,
         *_group_lines(plan),
         f"{claim}, {waste.share:.2%} of it padding" + (":" if waste.share else "."),

@@ -1,11 +1,15 @@
 """Runs from the blocks of a tier's file into memory, by few calls.
 
-Runs that fill stretches of memory are copied there by the system, hundreds at once, wherever
-they lie in the file. Others are taken in the order of the file: its stretches are read into
-memory between and scattered from there, or scattered by the call that reads them.
+Long runs are read one by one. Others that fill stretches of memory are copied there by the
+system, hundreds at once, wherever they lie in the file. The rest is taken in the order of the
+file: its stretches are read into memory between and scattered from there, or scattered by the
+call that reads them.
 """
 
 from __future__ import annotations
+
+import errno
+import os
 
 import numpy as np
 
@@ -14,6 +18,8 @@ from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_pieces import Piece, Rooms, pieces
 from kvatlas.wire import Bytes, copy_file_runs, copy_runs_unchecked
 
+_LONGEST_RUN = 256 << 10
+"""Runs from here on, on the whole, are read one by one: nothing is worked out for them before."""
 _MAPPED_STRETCH = 4 << 10
 """Stretches of memory from here on, on the whole, are filled by few calls, of any runs."""
 _LONG_RUN = 4 << 10
@@ -31,6 +37,9 @@ class RunReader:
     def read(self, memory: Bytes, near: Int64s, far: Int64s, length: Int64s) -> None:
         """Read runs at offsets of the file to offsets of some memory."""
         nbytes = int(length.sum())
+        if nbytes >= _LONGEST_RUN * len(length):
+            self._read_long(memory, near, far, length)
+            return
         if nbytes < _MAPPED_STRETCH * _stretches(near, length):
             order = np.argsort(near, kind="stable")
             near, far, length = near[order], far[order], length[order]
@@ -48,6 +57,17 @@ class RunReader:
             self._read_piece(piece, memory)
         if not cut:
             self._read_each(memory, near, far, length)
+
+    def _read_long(self, memory: Bytes, near: Int64s, far: Int64s, length: Int64s) -> None:
+        everything = memory.data
+        for start, offset, nbytes in zip(*(a.tolist() for a in (near, far, length)), strict=True):
+            room = everything[start : start + nbytes]
+            while done := os.preadv(self._file, (room,), offset):
+                if done == len(room):
+                    break
+                room, offset = room[done:], offset + done
+            else:
+                raise OSError(errno.ENODATA, f"The file ends at byte {offset}")
 
     def _read_piece(self, piece: Piece, memory: Bytes) -> None:
         if piece.is_long:

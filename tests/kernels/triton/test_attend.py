@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvatlas.kernels.triton import schedule, split_of  # noqa: E402
-from kvatlas.kernels.triton.attention import launch  # noqa: E402
-from kvatlas.specs import (  # noqa: E402
+from kvatlas.kernels.triton import schedule, split_of
+from kvatlas.kernels.triton.attention import launch
+from kvatlas.specs import (
     ATTENTION_CACHES,
     ChunkedAttention,
     CrossAttention,
@@ -21,14 +21,14 @@ from kvatlas.specs import (  # noqa: E402
     SlidingAttention,
     SlidingLatentAttention,
 )
-from tests.kernels.triton.cases import (  # noqa: E402
+from tests.kernels.triton.cases import (
     ORDERS,
     Pool,
     check_attend,
     check_latent,
     check_write,
 )
-from tests.profiles import DEEP  # noqa: E402
+from tests.profiles import DEEP
 
 BASE: dict[str, Any] = {"heads": 2, "head_dim": 16, "dtype": "fp32"}
 MIXED: dict[str, Any] = {"lengths": [37, 20, 9], "queries": [4, 20, 0]}

@@ -30,11 +30,11 @@ with patch.dict(os.environ, KVATLAS_BENCH_DEVICE="cpu"):
     )
     from benchmarks.gpu.cells import Beside, Cell, Measured
     from benchmarks.gpu.replays import Case
-from triton.runtime import jit  # noqa: E402
+from triton.runtime import jit
 
-from kvatlas import kernels  # noqa: E402
-from kvatlas.kernels.triton import attend  # noqa: E402
-from kvatlas.specs import CrossAttention, FullAttention  # noqa: E402
+from kvatlas import kernels
+from kvatlas.kernels.triton import attend
+from kvatlas.specs import CrossAttention, FullAttention
 
 SPEC = FullAttention(heads=2, head_dim=64)
 INT8 = FullAttention(heads=2, head_dim=64, cache="int8_per_token_head")

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Code, kernels  # noqa: E402
-from kvatlas.kernels.triton import (  # noqa: E402
+from kvatlas import AtlasError, Code, kernels
+from kvatlas.kernels.triton import (
     attend,
     attend_latent,
     between,
@@ -23,19 +23,19 @@ from kvatlas.kernels.triton import (  # noqa: E402
     write,
     write_latent,
 )
-from kvatlas.kernels.triton import storage_formats as formats  # noqa: E402
-from kvatlas.kernels.triton.attention import arguments as calls  # noqa: E402
-from kvatlas.kernels.triton.attention.decode_device import decode  # noqa: E402
-from kvatlas.kernels.triton.attention.layer_launch import Scores, layer_launch  # noqa: E402
-from kvatlas.kernels.triton.attention.prefill_device import prefill  # noqa: E402
-from kvatlas.specs import (  # noqa: E402
+from kvatlas.kernels.triton import storage_formats as formats
+from kvatlas.kernels.triton.attention import arguments as calls
+from kvatlas.kernels.triton.attention.decode_device import decode
+from kvatlas.kernels.triton.attention.layer_launch import Scores, layer_launch
+from kvatlas.kernels.triton.attention.prefill_device import prefill
+from kvatlas.specs import (
     FullAttention,
     Indexer,
     LatentAttention,
     SinkAttention,
     SlidingAttention,
 )
-from tests.kernels.triton.cases import Pool  # noqa: E402
+from tests.kernels.triton.cases import Pool
 
 SPEC = FullAttention(heads=2, head_dim=16, dtype="fp32")
 TABLES = torch.tensor([[3, 1], [7, 4], [2, 0]]).int()

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Code  # noqa: E402
-from kvatlas.kernels import convert_blocks, convert_cells, read_latent  # noqa: E402
-from kvatlas.kernels.triton import BlockConversion  # noqa: E402
-from kvatlas.specs import CellFormat, FullAttention, LatentAttention, Mamba2, TensorScales  # noqa: E402
-from tests.kernels.triton.cases import Pool, check_convert  # noqa: E402
+from kvatlas import AtlasError, Code
+from kvatlas.kernels import convert_blocks, convert_cells, read_latent
+from kvatlas.kernels.triton import BlockConversion
+from kvatlas.specs import CellFormat, FullAttention, LatentAttention, Mamba2, TensorScales
+from tests.kernels.triton.cases import Pool, check_convert
 
 PLAIN = ("bf16", "fp16", "fp32")
 

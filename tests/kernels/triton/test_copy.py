@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Code  # noqa: E402
-from kvatlas.kernels.triton import Staging, between, tune  # noqa: E402
-from kvatlas.kernels.triton.launch_copy import fold_copy  # noqa: E402
-from kvatlas.specs import FullAttention, Mamba2, ShortConv  # noqa: E402
-from tests.kernels.triton.cases import ORDERS, Pool, check_copy, check_zero  # noqa: E402
+from kvatlas import AtlasError, Code
+from kvatlas.kernels.triton import Staging, between, tune
+from kvatlas.kernels.triton.launch_copy import fold_copy
+from kvatlas.specs import FullAttention, Mamba2, ShortConv
+from tests.kernels.triton.cases import ORDERS, Pool, check_copy, check_zero
 
 DENSE = FullAttention(heads=2, head_dim=8)
 STATES = [Mamba2(heads=2, head_dim=4, groups=1, state_size=4), ShortConv(width=6)]

@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 tl = pytest.importorskip("triton.language")
 
-from kvatlas import AtlasError, Code, kernels  # noqa: E402
-from kvatlas.kernels.triton import attend, schedule, split_of  # noqa: E402
-from kvatlas.kernels.triton import storage_formats as formats  # noqa: E402
-from kvatlas.specs import FullAttention, SinkAttention  # noqa: E402
-from tests.kernels.triton.cases import Pool, check_attend  # noqa: E402
+from kvatlas import AtlasError, Code, kernels
+from kvatlas.kernels.triton import attend, schedule, split_of
+from kvatlas.kernels.triton import storage_formats as formats
+from kvatlas.specs import FullAttention, SinkAttention
+from tests.kernels.triton.cases import Pool, check_attend
 
 HALVES: dict[str, Any] = {"heads": 2, "head_dim": 64, "dtype": "fp16"}
 WIDE: dict[str, Any] = {"heads": 2, "head_dim": 16, "dtype": "fp32"}

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvatlas import AtlasError, Code  # noqa: E402
-from kvatlas.kernels.triton import (  # noqa: E402
+from kvatlas import AtlasError, Code
+from kvatlas.kernels.triton import (
     Staging,
     attend,
     attend_latent,
@@ -22,9 +22,9 @@ from kvatlas.kernels.triton import (  # noqa: E402
     write_latent,
     zero_blocks,
 )
-from kvatlas.kernels.triton.attention.schedule import Schedule  # noqa: E402
-from kvatlas.specs import FullAttention, LatentAttention  # noqa: E402
-from tests.kernels.triton.cases import Pool  # noqa: E402
+from kvatlas.kernels.triton.attention.schedule import Schedule
+from kvatlas.specs import FullAttention, LatentAttention
+from tests.kernels.triton.cases import Pool
 
 SPEC = FullAttention(heads=2, head_dim=16)
 POOL = Pool(SPEC, "LBNHC", "cpu")

@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from triton._C.libtriton import native_specialize_impl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler.compiler import make_backend  # noqa: E402
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 
-from kvatlas import AtlasError, Code  # noqa: E402
-from kvatlas.kernels.triton import (  # noqa: E402
+from kvatlas import AtlasError, Code
+from kvatlas.kernels.triton import (
     attend,
     launch_write,
     relaunch,
@@ -24,10 +24,10 @@ from kvatlas.kernels.triton import (  # noqa: E402
     split_of,
     write,
 )
-from kvatlas.kernels.triton.attention import batch_kind, launch  # noqa: E402
-from kvatlas.kernels.triton.attention.layer_launch import LayerLaunch  # noqa: E402
-from kvatlas.specs import FullAttention  # noqa: E402
-from tests.kernels.triton.cases import Pool  # noqa: E402
+from kvatlas.kernels.triton.attention import batch_kind, launch
+from kvatlas.kernels.triton.attention.layer_launch import LayerLaunch
+from kvatlas.specs import FullAttention
+from tests.kernels.triton.cases import Pool
 
 HEADS, DIM = 4, 16
 CHIP = make_backend(GPUTarget("cuda", 90, 32))

@@ -10,16 +10,16 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kvatlas.geometry import DType  # noqa: E402
-from kvatlas.kernels import (  # noqa: E402
+from kvatlas.geometry import DType
+from kvatlas.kernels import (
     convert_address_runs,
     copy_address_runs,
     place_scales,
     place_starts,
 )
-from kvatlas.kernels.fp8_fp4_formats import to_fp8  # noqa: E402
-from kvatlas.specs import ElementCast  # noqa: E402
-from tests.kernels.triton.cases import check_cast_runs, check_repeated_runs, check_runs  # noqa: E402
+from kvatlas.kernels.fp8_fp4_formats import to_fp8
+from kvatlas.specs import ElementCast
+from tests.kernels.triton.cases import check_cast_runs, check_repeated_runs, check_runs
 
 SIZES = [512, 48, 20, 7, 4096, 2, 264, 1]
 """Bytes of a run: words of every width, and rows that fill no tile."""

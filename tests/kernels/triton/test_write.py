@@ -13,16 +13,16 @@ torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from triton.language import constexpr  # noqa: E402
+from triton.language import constexpr
 
-from kvatlas import kernels  # noqa: E402
-from kvatlas.kernels import bit_packing, hadamard  # noqa: E402
-from kvatlas.kernels import triton as gpu  # noqa: E402
-from kvatlas.kernels.quantise import normal_levels, round_away  # noqa: E402
-from kvatlas.kernels.triton import hadamard as rotations  # noqa: E402
-from kvatlas.kernels.triton.quantise_device import away, level_codes, to_e2m1  # noqa: E402
-from kvatlas.specs import ATTENTION_CACHES, FullAttention, LatentAttention  # noqa: E402
-from tests.kernels.triton.cases import (  # noqa: E402
+from kvatlas import kernels
+from kvatlas.kernels import bit_packing, hadamard
+from kvatlas.kernels import triton as gpu
+from kvatlas.kernels.quantise import normal_levels, round_away
+from kvatlas.kernels.triton import hadamard as rotations
+from kvatlas.kernels.triton.quantise_device import away, level_codes, to_e2m1
+from kvatlas.specs import ATTENTION_CACHES, FullAttention, LatentAttention
+from tests.kernels.triton.cases import (
     Pool,
     check_not_finite,
     check_write_latent,
