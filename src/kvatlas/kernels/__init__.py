@@ -13,6 +13,7 @@ from kvatlas.kernels.address_runs import (
     copy_address_runs,
     place_starts,
 )
+from kvatlas.kernels.append_tokens import AppendStep, append_step
 from kvatlas.kernels.block_conversion import convert_blocks
 from kvatlas.kernels.block_copy import copy_blocks, gather_blocks, zero_blocks
 from kvatlas.kernels.cast_scales import PlacedScales, place_scales
@@ -31,10 +32,12 @@ from kvatlas.kernels.write_read_latent import (
 )
 
 __all__ = [
+    "AppendStep",
     "BlockSpans",
     "PlacedScales",
     "PlacedStarts",
     "RepeatedCopy",
+    "append_step",
     "attend",
     "attend_latent",
     "can_convert",

@@ -27,6 +27,7 @@ from kvatlas.kernels import write as write_by_torch
 from kvatlas.kernels import write_latent as write_latent_by_torch
 from kvatlas.kernels.triton import (
     BlockConversion,
+    TableAppend,
     attend,
     attend_latent,
     between,
@@ -153,6 +154,47 @@ def check_write(
     for a, b in zip(mine, read(layer, slots[slots >= 0]), strict=True):
         assert float((a - b).norm() / a.norm()) < 0.15
     pool.untouched()
+
+
+def check_append(spec: Any, order: str, device: str, *, block: int = 16) -> None:
+    """Tokens are stored where tables say, nothing else changes, and what is in sight comes back.
+
+    Sequences have a prompt, some tokens, and one token, of which some are out of sight by then;
+    one sequence has lost a block.
+    """
+    pool = Pool(spec, order, device, block=block)
+    layer, generator = pool.layer, torch.Generator().manual_seed(13)
+    dims = spec.head_dim, spec.v_dim or spec.head_dim
+    tables = torch.randperm(12, generator=generator).view(2, 6).to(device)
+    lost = 2 * block
+    past = [torch.zeros(2, spec.heads, 0, dim, dtype=layer.k.dtype) for dim in dims]
+    for count, first, visible in ((3 * block + 5, 0, 0), (3, 0, 0), (1, 0, 0), (1, 7, block + 2)):
+        start = past[0].shape[2]
+        # As models have them: by token, and heads and tokens changed places.
+        new = [torch.randn(2, count, spec.heads, d, generator=generator) for d in dims]
+        new = [rows.to(past[0].dtype).transpose(1, 2) for rows in new]
+        past = [torch.cat(rows, dim=2) for rows in zip(past, new, strict=True)]
+        plain = replace(layer, buffer=layer.buffer.cpu().clone())
+        tokens = torch.arange(start, start + count)
+        slots = tables.cpu()[:, tokens // block] * block + tokens % block
+        by_token = [rows.transpose(1, 2).flatten(0, 1) for rows in new]
+        write_by_torch(plain, by_token[0], by_token[1], slots.flatten())
+        given = tables.clone()
+        if visible:
+            given[1, : lost // block] = -1
+        k, v = (rows.to(device) for rows in new)
+        step = TableAppend(given, start=start, count=count, first=first, visible=visible)
+        in_sight = step(layer, k, v)
+        assert torch.equal(layer.buffer.cpu(), plain.buffer)
+        pool.untouched()
+        for rows, expected in zip(in_sight, past, strict=True):
+            wanted = expected.clone()
+            wanted[:, :, :visible] = 0
+            if visible:
+                wanted[1, :, :lost] = 0
+            assert torch.equal(rows.cpu(), wanted[:, :, first:])
+            assert rows.is_contiguous()
+            assert rows.data_ptr() % 16 == 0
 
 
 def check_not_finite(spec: Any, device: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
-from kvatlas.kernels import copy_blocks, zero_blocks
+from kvatlas.kernels import AppendStep, append_step, copy_blocks, zero_blocks
 from kvatlas.planning import Group
 from kvatlas.pool import GONE, BlockIds
 from kvatlas.specs import Visibility
@@ -41,7 +41,10 @@ class BlockTable:
         self.free = free
         self._slots: dict[range, Tensor] = {}
         self._to_read: dict[range, tuple[Tensor, Tensor | None]] = {}
+        self._append_steps: dict[tuple[int, int, int], AppendStep] = {}
         self._reserved: range | None = None
+        self._ready = 0
+        """Tokens of the batch for which all sequences have blocks of their own."""
         self._ids: Tensor | None = None
         self._ids_are_old = True
 
@@ -129,12 +132,29 @@ class BlockTable:
         return slots
 
     def _take_blocks(self, tokens: range, padding: Sequence[int]) -> None:
-        if self._reserved != tokens:
-            self._forget_slots()
+        """Blocks for the batch's tokens to be written to, as `reserve` has them."""
+        if self._reserved == tokens:
+            return
+        self._forget_slots()
+        if tokens.stop > self._ready:
             for blocks, skipped in zip(self.sequences, padding, strict=True):
                 first, stop = (max(token - skipped, 0) for token in (tokens.start, tokens.stop))
                 self._prepare(blocks, first, stop)
-            self._reserved = tokens
+            if self.reserve_blocks is None and self.visibility == Visibility():
+                # Sequences end in their last block together, unless they have padding.
+                self._ready = 0 if any(padding) else ceil_div(tokens.stop, self.block) * self.block
+        self._reserved = tokens
+
+    def append_step(self, start: int, count: int, first: int) -> AppendStep:
+        """What stores tokens of sequences without padding, and gathers all from `first` on."""
+        step = self._append_steps.get((start, count, first))
+        if step is None:
+            self._take_blocks(range(start, start + count), [0] * len(self.sequences))
+            step = self._append_steps[start, count, first] = append_step(
+                self.ids, block=self.block, start=start, count=count, first=first,
+                visible=self._first_visible(start),
+            )  # fmt: skip
+        return step
 
     def slots(self, tokens: range, padding: Sequence[int]) -> Tensor:
         """Slots [sequences, tokens] of tokens of the batch; -1 where nothing is stored."""
@@ -247,8 +267,8 @@ class BlockTable:
             copy_blocks(layer, old, layer, new)
 
     def _changed(self) -> None:
-        self._ids_are_old, self._reserved = True, None
+        self._ids_are_old, self._reserved, self._ready = True, None, 0
         self._forget_slots()
 
     def _forget_slots(self) -> None:
-        self._slots, self._to_read = {}, {}
+        self._slots, self._to_read, self._append_steps = {}, {}, {}

@@ -41,6 +41,9 @@ class PagedAttentionLayer(CacheLayerMixin):
         self.pages = pages
         self.table = table
         self.latent = isinstance(pages.spec, LatentAttention)
+        plain = isinstance(pages.spec, Attention) and pages.spec.cache == "auto"
+        self._dtype = pages.field("k").dtype if plain else None
+        """Of K and V that pages hold as they are; None where they are quantised."""
         self.reach = pages.spec.visibility.window or pages.spec.visibility.chunk
         """The most tokens that a window or a chunk holds; None for all."""
         self.is_sliding = self.reach is not None
@@ -60,12 +63,19 @@ class PagedAttentionLayer(CacheLayerMixin):
         if self.batch.fixed is not None:
             self._write_tokens(key_states, value_states, self.batch.fixed.slots[self.table])
             return key_states, value_states
-        self.batch.admit(key_states.shape[0])
-        start, count = self.seen, key_states.shape[-2]
-        slots = self.table.reserve(start, count, self.batch.padding)
+        batch, start, count = self.batch, self.seen, key_states.shape[-2]
+        batch.admit(key_states.shape[0])
+        paged = batch.paged_tokens == (start, count)
+        alike = key_states.dtype == value_states.dtype == self._dtype
+        if alike and not paged and not any(batch.padding):
+            step = self.table.append_step(start, count, self._offset(start))
+            pair = step(self.pages, key_states, value_states)
+            self.seen += count
+            return pair
+        slots = self.table.reserve(start, count, batch.padding)
         self._write_tokens(key_states, value_states, slots.flatten())
         self.seen += count
-        if self.batch.paged_tokens == (start, count):
+        if paged:
             return key_states, value_states
         keys, values = self._in_sight(start, key_states.shape[1], key_states.dtype)
         return keys.to(key_states.dtype), values.to(value_states.dtype)

@@ -16,6 +16,7 @@ kernel does not read is some tensor or number that is at hand.
 from kvatlas.kernels.triton.attention.arguments import split_of
 from kvatlas.kernels.triton.attention.launch import attend, attend_latent
 from kvatlas.kernels.triton.attention.schedule import Schedule, WorkSplit, schedule
+from kvatlas.kernels.triton.launch_append import TableAppend
 from kvatlas.kernels.triton.launch_convert import BlockConversion
 from kvatlas.kernels.triton.launch_copy import (
     BlockCopy,
@@ -34,6 +35,7 @@ __all__ = [
     "CopyEnd",
     "Schedule",
     "Staging",
+    "TableAppend",
     "WorkSplit",
     "attend",
     "attend_latent",

@@ -8,9 +8,11 @@ are like those of an earlier launch can have what was compiled for these.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+_T = TypeVar("_T")
 
 ALIGNED = 16
 """What Triton asks addresses and numbers to be a multiple of."""
@@ -61,10 +63,10 @@ def launch(
 
 
 def keep(
-    compiled: dict[Hashable, Compiled],
+    compiled: dict[Hashable, _T],
     kind: Hashable,
     tensors: Iterable[TensorKind | None],
-    made: Compiled,
+    made: _T,
 ) -> None:
     """Keep what was launched for a kind, of these tensors and more.
 

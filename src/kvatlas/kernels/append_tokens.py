@@ -1,0 +1,75 @@
+"""A step of sequences: new tokens into their pages, and all that attention sees out of them.
+
+All layers of a group do this with the same block tables, one after the other. So what depends on
+the step alone is worked out once, and then called for each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvatlas.cache import LayerCache
+from kvatlas.errors import AtlasError, Code
+from kvatlas.kernels.dispatch import gpu_kernels
+from kvatlas.kernels.write_read_kv import read, write
+
+AppendStep = Callable[[LayerCache, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Stores K and V of a layer's new tokens, and returns those of all tokens in sight."""
+
+
+def append_step(
+    tables: torch.Tensor, *, block: int, start: int, count: int, first: int = 0, visible: int = 0
+) -> AppendStep:
+    """Stores `count` tokens from `start` on, layer by layer, and gathers all from `first` on.
+
+    `tables` [sequences, blocks] have the block of token t at t // block. K and V are
+    [sequences, heads, tokens, D], in the dtype that layers keep, and so is what is returned, in
+    memory of its own. Tokens before `visible` are returned as zeros, and so are those whose
+    block is gone: its id is negative.
+
+    >>> from kvatlas.cache import allocate
+    >>> from kvatlas.planning import plan
+    >>> cache = allocate(plan("Qwen3-8B", memory="1GiB", max_len=512))
+    >>> tables = torch.tensor([[5, 3], [7, 1]])  # two sequences, in blocks of 16 tokens
+    >>> prompt, token = (torch.randn(2, 8, count, 128).bfloat16() for count in (20, 1))
+    >>> first_step = append_step(tables, block=16, start=0, count=20)
+    >>> second_step = append_step(tables, block=16, start=20, count=1)
+    >>> for layer in cache.values():
+    ...     _ = first_step(layer, prompt, prompt)
+    ...     k, v = second_step(layer, token, token)
+    >>> k.shape, k[:, :, :20].equal(prompt), v[:, :, 20:].equal(token)
+    (torch.Size([2, 8, 21, 128]), True, True)
+    """
+    stop, most = start + count, tables.shape[-1] * block
+    if not 0 <= first <= start <= stop <= most:
+        raise AtlasError(
+            Code.OUT_OF_RANGE,
+            "Tokens to read begin behind the new ones, or these end behind the tables",
+            got=f"tokens from {first} on, new ones {start}..{stop - 1}, tables for {most}",
+            hint="Take blocks for new tokens first",
+        )
+    if gpu := gpu_kernels(tables):
+        step: AppendStep = gpu.TableAppend(
+            tables, start=start, count=count, first=first, visible=visible
+        )
+        return step
+    tokens = torch.arange(first, stop)
+    ids = tables[:, tokens // block]
+    slots = (ids * block + tokens % block).masked_fill(ids < 0, -1)
+    new, in_sight = slots[:, start - first :].flatten(), slots.clamp(min=0)
+    missing = (slots < 0) | (tokens < visible)
+    whole = not bool(missing.any())
+
+    def append(
+        layer: LayerCache, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        write(layer, k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1), new)
+        pair = read(layer, in_sight.flatten(), dtype=k.dtype)
+        keys, values = (torch.unflatten(rows, 0, slots.shape) for rows in pair)
+        if not whole:
+            keys[missing], values[missing] = 0, 0
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    return append

@@ -1,0 +1,209 @@
+"""New tokens of sequences into their pages, and all that attention sees out of them, at once.
+
+A step of a model does this for layer after layer, and a launch takes the host less time than
+what Python would have to work out for it. So what depends on the step alone is worked out by the
+step's first layer, what depends on the layer in its first step, and a call has the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from kvatlas.cache import LayerCache
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import ceil_div
+from kvatlas.kernels.triton import checks, relaunch, tune
+from kvatlas.kernels.triton import storage_formats as formats
+from kvatlas.kernels.triton.addresses import RowSteps
+from kvatlas.kernels.triton.append_device import append_rows
+from kvatlas.specs import Attention
+
+_TILE = 4096
+"""Elements of a tile: a program has one of K and one of V."""
+_WARPS = 4
+_ROOM = 512
+"""Elements that the room for rows is a multiple of, and where V begins in it."""
+
+RoomView = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Sizes, strides and the beginning of a tensor in some room, in elements."""
+
+
+class RowStrides(NamedTuple):
+    """Elements between the rows of a batch [sequences, heads, tokens, D]."""
+
+    sequence: int
+    head: int
+    token: int
+
+
+class AppendedRows(NamedTuple):
+    """Where K and V lie in their pool, and how far new rows of each are apart."""
+
+    k: RowSteps
+    v: RowSteps
+    k_new: RowStrides
+    v_new: RowStrides
+
+
+class AppendShape(NamedTuple):
+    """What the kernel is compiled for besides formats."""
+
+    heads: int
+    states: int
+    """Of a block."""
+    tokens: int
+    """Of a tile."""
+    early: bool
+
+
+class LayerAppend(NamedTuple):
+    """What launches of a layer are in any step: kept with the layer."""
+
+    sides: tuple[RowSteps, RowSteps]
+    dims: tuple[int, int]
+    """Elements of rows of K and of V."""
+    dtype: torch.dtype
+    device: torch.device
+    shape: AppendShape
+    constants: dict[str, Any]
+    """What the kernel is compiled for, in its order."""
+    options: dict[str, Any]
+    """What Triton compiles with."""
+    known: dict[Hashable, tuple[AppendedRows, relaunch.Compiled]]
+    """What was compiled for rows and tables of a kind, which were looked at then."""
+
+
+class StepRows(NamedTuple):
+    """What launches of a step are for layers whose rows and blocks are alike."""
+
+    programs: tuple[int, int, int]
+    tables: tuple[torch.Tensor, int]
+    """Kernel blocks of each sequence, and their stride."""
+    tables_kind: relaunch.TensorKind
+    new: tuple[int, int, int]
+    """Sequences, heads and new tokens."""
+    room: int
+    """Elements for K and V in sight."""
+    k_view: RoomView
+    v_view: RoomView
+
+
+class TableAppend:
+    """A step of sequences whose blocks are in tables on a GPU: see `kernels.append_step`."""
+
+    def __init__(
+        self, tables: torch.Tensor, *, start: int, count: int, first: int, visible: int
+    ) -> None:
+        checks.integers(tables, "Tables", axes=2)
+        self.tables = tables
+        self.numbers = first, start, start + count, visible
+        self._alike: dict[tuple[AppendShape, tuple[int, int]], StepRows] = {}
+
+    def __call__(
+        self, layer: LayerCache, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store K and V of a layer's new tokens, and gather all in sight: one launch."""
+        own: LayerAppend = layer.kept.get(LayerAppend) or _for_any_step(layer)
+        rows = self._alike.get((own.shape, own.dims)) or self._for_layers_like(layer, own)
+        kind = (
+            k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % relaunch.ALIGNED == 0,
+            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % relaunch.ALIGNED == 0,
+            rows.tables_kind,
+        )  # fmt: skip
+        known = own.known.get(kind)
+        at, compiled = known or (_checked(own, rows, k, v), {})
+        room = torch.empty(rows.room, dtype=own.dtype, device=own.device)
+        keys, values = room.as_strided(*rows.k_view), room.as_strided(*rows.v_view)
+        if not rows.room:
+            return keys, values
+        with tune.on(own.device):
+            relaunch.launch(
+                append_rows, rows.programs,
+                ((k, v), (keys, values), at, rows.tables, *self.numbers, layer.buffer),
+                own.constants, own.options, compiled,
+            )  # fmt: skip
+        if known is None and k.is_cuda:
+            tensors = relaunch.kind_of(k), relaunch.kind_of(v), rows.tables_kind
+            relaunch.keep(own.known, kind, tensors, (at, compiled))
+        return keys, values
+
+    def _for_layers_like(self, layer: LayerCache, own: LayerAppend) -> StepRows:
+        """What the step has for layers with such rows in such blocks.
+
+        Rows grow with every step. Their room is up to an eighth larger, so that memory of that
+        size is at hand from the step before: torch would ask the device for more of it, which
+        takes longer than the step.
+        """
+        tables = layer.kernel_ids(self.tables)
+        if checks.debugging():
+            checks.in_range(tables.clamp(min=0), layer.kernel_blocks.size("B"))
+        first, start, stop, _ = self.numbers
+        sequences, heads, tokens = len(tables), own.shape.heads, stop - first
+        k_dim, v_dim = own.dims
+        count = sequences * heads * tokens
+        v_begin = ceil_div(count * k_dim, _ROOM) * _ROOM
+        needed = v_begin + count * v_dim
+        unit = max(_ROOM, 1 << max(0, needed.bit_length() - 4))
+        made = self._alike[own.shape, own.dims] = StepRows(
+            programs=(heads * ceil_div(tokens, own.shape.tokens), sequences, 1),
+            tables=(tables, tables.stride(0)),
+            tables_kind=relaunch.kind_of(tables),
+            new=(sequences, heads, stop - start),
+            room=ceil_div(needed, unit) * unit if count else 0,
+            k_view=_contiguous((sequences, heads, tokens, k_dim), 0),
+            v_view=_contiguous((sequences, heads, tokens, v_dim), v_begin),
+        )
+        return made
+
+
+def _contiguous(sizes: tuple[int, int, int, int], begin: int) -> RoomView:
+    _, heads, tokens, dim = sizes
+    return sizes, (heads * tokens * dim, tokens * dim, dim, 1), begin
+
+
+def _for_any_step(layer: LayerCache) -> LayerAppend:
+    spec = layer.spec_as(Attention)
+    dims = spec.head_dim, spec.v_dim or spec.head_dim
+    formats.refuse_head(dims[0], "K")
+    formats.refuse_head(dims[1], "V")
+    if spec.cache != "auto":
+        problem, hint = "Rows of this layer are quantised", "Use write, and read"
+        raise checks.no_kernel(problem, spec.cache, hint)
+    k, v = formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
+    device = layer.buffer.device
+    early = tune.dependent_launch(device)
+    shape = AppendShape(
+        heads=layer.place("k").size("H"),
+        states=layer.kernel_blocks.size("N"),
+        tokens=max(1, _TILE // max(k.format.width, v.format.width)),
+        early=early["EARLY"],
+    )
+    made = layer.kept[LayerAppend] = LayerAppend(
+        sides=(k.at.rows, v.at.rows),
+        dims=dims,
+        dtype=layer.field("k").dtype,
+        device=device,
+        shape=shape,
+        constants={"K_FORMAT": k.format, "V_FORMAT": v.format, "SHAPE": shape},
+        options={"num_warps": _WARPS, **{n: early[n] for n in early if n != "EARLY"}},
+        known={},
+    )
+    return made
+
+
+def _checked(own: LayerAppend, rows: StepRows, k: torch.Tensor, v: torch.Tensor) -> AppendedRows:
+    """Where rows go, refused where they are not the layer's, or not the step's."""
+    checks.rows_of(k, "k", (*rows.new, own.dims[0]))
+    checks.rows_of(v, "v", (*rows.new, own.dims[1]))
+    checks.same_device(own.device, k=k, v=v, tables=rows.tables[0])
+    if {k.dtype, v.dtype} != {own.dtype}:
+        raise AtlasError(
+            Code.BAD_TENSOR,
+            "K and V are not of the dtype in which the layer keeps them",
+            got=f"{k.dtype} and {v.dtype} for {own.dtype}",
+            hint="Use write, and read, which convert",
+        )
+    return AppendedRows(*own.sides, RowStrides(*k.stride()[:3]), RowStrides(*v.stride()[:3]))
