@@ -138,6 +138,19 @@ def test_one_query_alone(cache: str, order: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("block", [16, 24, 64])
+@pytest.mark.parametrize(
+    "cache", ["int4_per_token_head", "int8_per_token_head", "turboquant_4bit_nc"]
+)
+def test_scales_of_any_size(cache: str, block: int) -> None:
+    """Scales are logarithms on their way; blocks that are as long as a tile, shorter and longer."""
+    check_attend(
+        FullAttention(**BASE, cache=cache), "LBHNC", "cuda", lengths=[777, 1, 31, 64],
+        queries=[1, 1, 1, 1], group=4, dtype=torch.bfloat16, tolerance=0.02, max_queries=1,
+        block=block, spread=True,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", list(LARGE))
 def test_one_query_alone_over_large_rows(kind: str) -> None:
     spec, more = LARGE[kind]

@@ -281,9 +281,13 @@ def exact_attention(
 def check_attend(
     spec: Any, order: str, device: str, *, lengths: list[int], queries: list[int], group: int = 2,
     block: int = 16, dtype: torch.dtype = torch.float32, tolerance: float = 1e-5,
-    sink_logits: bool = False, softcap: float | None = None, starts: bool = False, **choice: Any,
+    sink_logits: bool = False, softcap: float | None = None, starts: bool = False,
+    spread: bool = False, **choice: Any,
 ) -> None:  # fmt: skip
-    """A batch over scattered blocks of a pool of garbage, against float64."""
+    """A batch over scattered blocks of a pool of garbage, against float64.
+
+    With `spread` rows are of all sizes from a millionth to 1, and so are their scales.
+    """
     per = -(-max(lengths) // block)
     pool = Pool(spec, order, device, block=block, blocks=len(lengths) * per + 2)
     layer = pool.layer
@@ -295,6 +299,9 @@ def check_attend(
     for table, length in zip(tables, lengths, strict=True):
         k = torch.randn(length, spec.heads, spec.head_dim, generator=generator).to(device)
         v = torch.randn(length, spec.heads, v_dim, generator=generator).to(device)
+        if spread:
+            sizes = 10.0 ** -torch.randint(7, (2, length, 1, 1), generator=generator).float()
+            k, v = k * sizes[0].to(device), v * sizes[1].to(device)
         at = torch.arange(length, device=device)
         slots = table[at // block] * block + at % block
         write_by_torch(layer, k, v, slots, k_scale=0.5, v_scale=0.25)

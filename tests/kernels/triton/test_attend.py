@@ -79,7 +79,7 @@ WORDS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "int4 in a window": (
         SlidingAttention(**HALVES, window=7, cache="int4_per_token_head"),
-        {"tolerance": ROUNDED_CODES},
+        {"tolerance": ROUNDED_CODES, "spread": True},
     ),
     "nvfp4 that stay": (
         SinkAttention(**{**HALVES, "head_dim": 128}, sink_tokens=21, window=9, cache="nvfp4"),

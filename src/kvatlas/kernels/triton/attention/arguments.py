@@ -107,6 +107,10 @@ class PackedWords(NamedTuple):
     """Bytes before V from which on it is read."""
     wrap: int = 0
     """Elements of a row of V that are last, and come first in sums."""
+    step: int = 0
+    """Units between the rows of K of neighbouring states, where a kernel is compiled for them."""
+    scales: tuple[int, int] = (0, 0)
+    """Bytes from a row of K to its scale and to that of V, where a kernel is compiled for them."""
 
 
 class PagedCache(NamedTuple):
@@ -341,6 +345,10 @@ def words_of(
     delta = gap(layer, "k", "v") if suits else None
     if delta is None or abs(delta) >= _NEAR:
         return PackedWords()
+    if k.kind == v.kind == "int4":
+        scales = gap(layer, "k", "k_scale"), gap(layer, "k", "v_scale")
+        if scales[0] is not None and scales[1] is not None:
+            return PackedWords(True, delta, 0, 0, sides[0].rows.state, (scales[0], scales[1]))
     lead = lead_of(layer, shape)
     return PackedWords(True, delta, lead, lead * 8 // bits)
 
@@ -363,7 +371,7 @@ def lead_of(layer: LayerCache, shape: AttentionShape) -> int:
     starts at a multiple of 4 alone, its neighbours' scales at one of 8.
     """
     k, v = shape.k, shape.v
-    if not all(form.kind in ("scaled", "int4") for form in (k, v)):
+    if not all(form.kind == "scaled" for form in (k, v)):
         return 0
     k_length, v_length = (form.dim * form.bits // 8 for form in (k, v))
     gapless = (

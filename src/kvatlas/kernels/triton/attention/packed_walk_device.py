@@ -16,12 +16,12 @@ import triton.language as tl
 
 from kvatlas.kernels.triton.attention.packed_words_device import (
     CODE_RAISE,
-    INT8_RAISE,
     apart,
     block_steps,
     columns_apart,
     columns_together,
     dots,
+    query_columns,
     squares,
 )
 from kvatlas.kernels.triton.attention.walk_device import (
@@ -39,8 +39,8 @@ from kvatlas.kernels.triton.dequantise_device import (
     row_offsets,
 )
 
-CLEARED = tl.constexpr(2.0**-60)
-"""A scale that is as good as 0."""
+CLEARED_BITS = tl.constexpr(0x21800000)
+"""Bits of 2**-60, a scale that is as good as 0."""
 HEADROOM = tl.constexpr(8.0)
 """Powers of 2 that weights may grow before sums are scaled down, which most tiles spare."""
 
@@ -50,6 +50,8 @@ class ValueScales(NamedTuple):
 
     power: Any
     """Their logarithms."""
+    inverse: Any
+    """What takes them out of weights again."""
     zero: Any
     """The code that stands for 0, for codes."""
     last: Any
@@ -57,15 +59,71 @@ class ValueScales(NamedTuple):
 
 
 @triton.jit
+def above_zero(scale):
+    """Scales, or one that is as good as 0 where they are: blocks that were cleared have such.
+
+    No sum survives the logarithm of 0. As unsigned numbers the bits of scales are in the same
+    order, and NaN of either sign is above them all: it stays.
+    """
+    bits = scale.to(tl.uint32, bitcast=True)
+    return tl.maximum(bits, CLEARED_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def power_of(scale, PTX: tl.constexpr):
-    """The logarithms of scales, of base 2, to within a millionth: one instruction with PTX."""
-    # Blocks that were cleared have scales of 0, whose logarithm no sum survives.
-    scale = tl.where(scale == 0.0, CLEARED, scale)
+    """The logarithms of scales, of base 2, and their inverses, both to within a millionth."""
     if PTX:
         return tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return tl.log2(scale)
+            "lg2.approx.ftz.f32 $0, $2;\nrcp.approx.ftz.f32 $1, $2;", "=f,=f,f", [scale],
+            dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    return tl.log2(scale), 1.0 / scale
+
+
+@triton.jit
+def eights(tile):
+    """A tile [rows, queries] as [rows / 8, 8, queries].
+
+    A thread of a dot has every eighth row of its queries: to reduce the first axis asks no other.
+    """
+    return tl.reshape(tile, [tile.shape[0] // 8, 8, tile.shape[1]])
+
+
+@triton.jit
+def grows(logits, top):
+    """Whether a logit is so far above its query's maximum that sums must be scaled down.
+
+    Each thread looks at its own; the largest integer of a warp is one instruction, where the
+    maximum of each query would be exchanged between threads for every tile.
+    """
+    highest = tl.max(eights(logits), 0)
+    above = (highest > (top + HEADROOM)[None, :]).to(tl.int32)
+    return tl.max(above) > 0
+
+
+@triton.jit
+def word_offsets(steps, states, UNIT: tl.constexpr, STEP: tl.constexpr):
+    """`row_offsets` of a tile's rows of K, whose states are `STEP` units apart, or what steps say.
+
+    Multiples of a constant become parts of the instructions that load.
+    """
+    if STEP == 0:
+        return row_offsets(steps, states, UNIT)
+    first = (steps.first + states.head.to(tl.int64) * steps.head) * UNIT
+    start = tl.cast(states.start, tl.int64) * (STEP * UNIT) + first
+    within_block = states.state.to(tl.int64) * (STEP * UNIT)
+    return states.page.to(tl.int64) * (steps.block * UNIT) + start + within_block
+
+
+@triton.jit
+def scale_word(buffer, steps, states, rows, GAP: tl.constexpr, UNIT: tl.constexpr):
+    """A scale of four bytes for each state, `GAP` bytes behind its row of K, or where steps say.
+
+    `rows` point at rows of K, as words of two bytes.
+    """
+    if GAP:
+        return tl.load((rows + GAP // 2).to(tl.pointer_type(tl.int32)))
+    return column_of(buffer, steps, states, tl.int32, UNIT, False)
 
 
 @triton.jit
@@ -89,20 +147,21 @@ def two_pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.
 
 
 @triton.jit
-def scored(k, columns, q_sum, cache, states, scale, SHAPE: tl.constexpr):
+def scored(k, columns, sums, cache, states, k_rows, scale, SHAPE: tl.constexpr, GAP: tl.constexpr):
     """Logits of a tile of K, times the scale: states are rows, queries columns."""
     K: tl.constexpr = SHAPE.k
     DOT: tl.constexpr = SHAPE.k_dot
     PRECISION: tl.constexpr = SHAPE.precision
     COUNT: tl.constexpr = 16 // K.bits
-    RAISED: tl.constexpr = K.element == tl.int8 and K.ptx
+    RAISED: tl.constexpr = K.kind == "int4" or (K.element == tl.int8 and K.ptx)
     steps = k
     if K.kind == "nvfp4":
         steps = block_steps(cache.buffer, cache.k.scales, states, K, False)
     rows = apart(k, steps, K, DOT, RAISED)
-    logits = dots(rows, columns, COUNT, PRECISION)
+    start = tl.zeros([k.shape[0], columns[0].shape[1]], tl.float32)
     if RAISED:
-        logits = logits - (q_sum * INT8_RAISE)[None, :]
+        start -= sums.raised[None, :]
+    logits = dots(rows, columns, start, COUNT, PRECISION)
     if K.kind == "nvfp4":
         logits = logits * (scale * E2M1_UNIT)
     elif K.kind == "levels":
@@ -113,19 +172,20 @@ def scored(k, columns, q_sum, cache, states, scale, SHAPE: tl.constexpr):
     elif K.kind == "plain":
         logits = logits * scale
     else:
-        word = column_of(cache.buffer, cache.k.scales, states, tl.int32, K.scale_unit, False)
+        word = scale_word(cache.buffer, cache.k.scales, states, k_rows, GAP, K.scale_unit)
         if K.kind == "int4":
-            zero = (word & 15).to(tl.float32)
-            logits = logits - (1.0 + zero / CODE_RAISE)[:, None] * q_sum[None, :]
-            word = word & -16
-            scale = scale * CODE_RAISE
+            # The zero point stays in the scale's lowest bits: less than two millionths of it.
+            logits = logits - (word & 15).to(tl.float32)[:, None] * sums.whole[None, :]
         logits = logits * (word.to(tl.float32, bitcast=True) * scale)[:, None]
     return logits
 
 
 @triton.jit
-def value_scales(cache, states, v_rows, V: tl.constexpr, LEAD: tl.constexpr, MASKED: tl.constexpr):
-    """The scales of rows of V, which start at words `v_rows`."""
+def value_scales(
+    cache, states, k_rows, v_rows, V: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr
+):
+    """The scales of rows of V, which start `v_rows` words into the pool; `k_rows` point at K's."""
+    LEAD: tl.constexpr = WORDS.lead
     COUNT: tl.constexpr = 16 // V.bits
     last = v_rows
     if V.kind == "range":
@@ -139,17 +199,20 @@ def value_scales(cache, states, v_rows, V: tl.constexpr, LEAD: tl.constexpr, MAS
             )
             word = (last >> 32).to(tl.int32)
         else:
-            word = column_of(cache.buffer, cache.v.scales, states, tl.int32, V.scale_unit, False)
+            word = scale_word(
+                cache.buffer, cache.v.scales, states, k_rows, WORDS.scales[1], V.scale_unit
+            )
         if MASKED:
             word = tl.where(states.there, word, 0x3F800000)
         zero = word
         if V.kind == "int4":
             zero = (word & 15).to(tl.float32)
-            word = word & -16
         step = word.to(tl.float32, bitcast=True)
+    step = above_zero(step)
     if V.kind == "range":
-        zero = -zero / tl.where(step == 0.0, CLEARED, step)
-    return ValueScales(power_of(step, V.ptx), zero, last)
+        zero = -zero / step
+    power, inverse = power_of(step, V.ptx)
+    return ValueScales(power, inverse, zero, last)
 
 
 @triton.jit
@@ -182,15 +245,13 @@ def walk_words(
     NO_NUMBERS: tl.constexpr = COUNT < 4 and K.element != tl.int8
     acc, top, total = softmax.acc, softmax.top, softmax.total
     q = queries.rows
-    columns = columns_apart(q, COUNT)
-    columns = (
-        tl.trans(columns[0]), tl.trans(columns[1]), tl.trans(columns[2]), tl.trans(columns[3])
-    )  # fmt: skip
-    q_sum = tl.sum(q.to(tl.float32), 1)
+    columns, sums = query_columns(q, K, K.kind == "int4")
     if UNIT != 1.0:
         acc = acc / UNIT
+    # Threads add up the rows of tiles that they have; who has which is looked at behind the last.
+    parts = tl.zeros([8, q.shape[0]], tl.float32)
     if CODES:
-        shift = q_sum * 0.0
+        shift = tl.zeros([8, q.shape[0]], tl.float32)
     if LEAD:
         ending = tl.trans(first_of(acc, LAST))
     a, b, c, d = columns_apart(acc, COUNT)
@@ -208,7 +269,8 @@ def walk_words(
         page, after = two_pages(stretch, n + TILE, STATES, TILE, FIT)
         start, state = state_of(n, offset, STATES, FIT)
         states = TileStates(here, start, state, stretch.head, there)
-        k_rows = row_offsets(cache.k.rows, states, K.unit if COUNT == 1 else K.unit // 2)
+        UNIT_WORDS: tl.constexpr = K.unit if COUNT == 1 else K.unit // 2
+        k_rows = word_offsets(cache.k.rows, states, UNIT_WORDS, WORDS.step)
         v_rows = k_rows + (WORDS.delta - LEAD) // 2
         k_pointers = words + k_rows[:, None] + tl.arange(0, K.width // COUNT)[None, :]
         v_pointers = words + v_rows[None, :] + tl.arange(0, V_WIDTH // COUNT)[:, None]
@@ -218,14 +280,16 @@ def walk_words(
             v = tl.load(v_pointers, mask=there[None, :], other=0, eviction_policy=EVICT)
         else:
             v = tl.load(v_pointers, eviction_policy=EVICT)
-        logits = scored(k, columns, q_sum, cache, states, scoring.scale, SHAPE)
+        logits = scored(
+            k, columns, sums, cache, states, words + k_rows, scoring.scale, SHAPE, WORDS.scales[0]
+        )
         if SHAPE.softcap:
             logits = capped(logits, scoring.softcap)
         if V_SCALED:
             # Scales of V are part of the weights. They are added to the logits, so that the
             # largest weight is near 1 whatever the scales are, and halves are wide enough for
             # the others; the total takes them out again.
-            scales = value_scales(cache, states, v_rows, V, LEAD, MASKED)
+            scales = value_scales(cache, states, words + k_rows, v_rows, V, WORDS, MASKED)
             logits = logits + scales.power[:, None]
         if MASKED:
             seen = seen_by(
@@ -235,10 +299,11 @@ def walk_words(
             if MASK == "sinks":
                 seen = seen & there[:, None]
             logits = tl.where(seen, logits, float("-inf"))
-        higher = tl.maximum(top, tl.max(logits, 0))
-        if tl.max(higher - top, 0) > HEADROOM:
+        if grows(logits, top):
+            higher = tl.maximum(top, tl.max(logits, 0))
             shrink = tl.exp2(top - higher)
             total = total * shrink
+            parts = parts * shrink[None, :]
             a = a * shrink[None, :]
             if COUNT >= 2:
                 b = b * shrink[None, :]
@@ -248,17 +313,18 @@ def walk_words(
             if LEAD:
                 ending = ending * shrink[None, :]
             if CODES:
-                shift = shift * shrink
+                shift = shift * shrink[None, :]
             top = higher
         weights = tl.exp2(logits - top[None, :])
         if V_SCALED:
-            total = total + tl.sum(weights * tl.exp2(-scales.power)[:, None], 0)
+            parts += tl.sum(eights(weights * scales.inverse[:, None]), 0)
         else:
-            total = total + tl.sum(weights, 0)
+            parts += tl.sum(eights(weights), 0)
         weights = weights.to(DOT)
         if CODES:
             # Of weights as the dots see them: what was added must cancel.
-            shift = shift + tl.sum(weights.to(tl.float32) * (scales.zero + CODE_RAISE)[:, None], 0)
+            raised = weights.to(tl.float32) * (scales.zero + CODE_RAISE)[:, None]
+            shift += tl.sum(eights(raised), 0)
         steps = v
         if V.kind == "nvfp4":
             steps = tl.trans(block_steps(cache.buffer, cache.v.scales, states, V, MASKED))
@@ -273,12 +339,7 @@ def walk_words(
             codes = scales.last.to(tl.int32)[None, :] >> (BITS * tl.arange(0, LAST))[:, None]
             if MASKED and NO_NUMBERS:
                 codes = tl.where(there[None, :], codes, 0)
-            if CODES:
-                # As `apart` has it: a 1 with the code in the uppermost bits of its fraction.
-                last = (((codes << 6) & 0x3C0) | 0x3C00).to(tl.int16).to(tl.float16, bitcast=True)
-                last = last.to(DOT)
-            else:
-                last = codes.to(tl.int8).to(V.element, bitcast=True).to(DOT)
+            last = codes.to(tl.int8).to(V.element, bitcast=True).to(DOT)
             ending = tl.dot(last, weights, ending, input_precision=PRECISION)
     acc = columns_together(tl.trans(a), tl.trans(b), tl.trans(c), tl.trans(d), COUNT)
     if LEAD:
@@ -288,5 +349,5 @@ def walk_words(
     if UNIT != 1.0:
         acc = acc * UNIT
     if CODES:
-        acc = acc - shift[:, None]
-    return Softmax(acc, top, total)
+        acc = acc - tl.sum(shift, 0)[:, None]
+    return Softmax(acc, top, total + tl.sum(parts, 0))

@@ -4,17 +4,20 @@
 |---|---|---|
 | 16 bits | 1 | the element |
 | 8 bits | 2 | the element, as a half; int8 of K with 1152 added |
-| int4, and the codes of a range | 4 | 1 + code / 16 |
+| int4 of K | 4 | 1024 + code, or 1024 + 16 codes; queries are 16 times smaller there |
+| int4 of V, and the codes of a range | 4 | 1 + code / 16 |
 | nvfp4 | 4 | the number, times 2**-14 |
 | codes of levels | 4 | the level |
 
 What is added is known, and taken out again from sums: of the queries for K, of the
-weights for V.
+weights for V. Sums over a row of K may begin with much more than the row, sums over all states
+may not: what they are rounded by would show.
 """
 
 from __future__ import annotations
 
 import struct
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -79,6 +82,17 @@ _CODES = tl.constexpr("""
     }
 """)
 """0x3C00 is 1; a code in the uppermost bits of its fraction counts sixteenths."""
+_CODES_IN_PLACE = tl.constexpr("""
+    {
+        .reg .b32 upper;
+        shr.u32 upper, $4, 8;
+        lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA;
+        lop3.b32 $1, $4, 0x00F000F0, 0x64006400, 0xEA;
+        lop3.b32 $2, upper, 0x000F000F, 0x64006400, 0xEA;
+        lop3.b32 $3, upper, 0x00F000F0, 0x64006400, 0xEA;
+    }
+""")
+"""0x6400 is 1024, whose lowest bits count ones: a code is left where it is, or four bits up."""
 _NVFP4 = tl.constexpr("""
     {
         .reg .b32 even, odd, part, step, a, b, c, d;
@@ -149,6 +163,16 @@ _LEVELS = tl.constexpr(f"""
 bytes hold; below 8 the lower three bits are turned, and the sign is set."""
 INT8_RAISE = tl.constexpr(1152.0)
 CODE_RAISE = tl.constexpr(16.0)
+IN_PLACE_RAISE = tl.constexpr(1024.0)
+
+
+class QuerySums(NamedTuple):
+    """Sums over queries, for what keys are raised by."""
+
+    raised: Any
+    """Of a query with all that is added to a key."""
+    whole: Any
+    """Of a query with a key of ones."""
 
 
 @triton.jit
@@ -170,7 +194,7 @@ def pairs(words, ELEMENT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr,
 
 @triton.jit
 def numbers_of(codes, steps, KIND: tl.constexpr):
-    """What codes of 4 bits stand for in a dot, where no PTX is taken."""
+    """What codes of 4 bits stand for in a dot, where no PTX is taken and none is left in place."""
     if KIND == "nvfp4":
         step = steps.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         return from_e2m1(codes) * step.to(tl.float32) / E2M1_UNIT
@@ -180,10 +204,15 @@ def numbers_of(codes, steps, KIND: tl.constexpr):
 
 
 @triton.jit
-def quarters(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr):
+def quarters(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr):
     """The four codes of words as dots see them; `steps` are those of `block_steps`."""
     KIND: tl.constexpr = FORMAT.kind
-    if not FORMAT.ptx:
+    if RAISED and not FORMAT.ptx:
+        a = IN_PLACE_RAISE + (words & 0xF).to(tl.float32)
+        b = IN_PLACE_RAISE + (words & 0xF0).to(tl.float32)
+        c = IN_PLACE_RAISE + ((words >> 8) & 0xF).to(tl.float32)
+        d = IN_PLACE_RAISE + ((words >> 8) & 0xF0).to(tl.float32)
+    elif not FORMAT.ptx:
         a = numbers_of(words & 15, steps, KIND)
         b = numbers_of((words >> 4) & 15, steps, KIND)
         c = numbers_of((words >> 8) & 15, steps, KIND)
@@ -194,7 +223,9 @@ def quarters(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr):
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        CODE: tl.constexpr = _LEVELS if KIND == "levels" else _CODES
+        CODE: tl.constexpr = (
+            _LEVELS if KIND == "levels" else _CODES_IN_PLACE if RAISED else _CODES
+        )  # fmt: skip
         a, b, c, d = tl.inline_asm_elementwise(
             CODE, "=r,=r,=r,=r,r", [words],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
@@ -222,7 +253,7 @@ def apart(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.cons
     """The first, second, ... elements of words; past as many as there are whatever comes."""
     COUNT: tl.constexpr = 16 // FORMAT.bits
     if COUNT == 4:
-        a, b, c, d = quarters(words, steps, FORMAT, DOT)
+        a, b, c, d = quarters(words, steps, FORMAT, DOT, RAISED)
     elif COUNT == 2:
         a, b = pairs(words, FORMAT.element, DOT, RAISED, FORMAT.ptx)
         c, d = a, b
@@ -259,9 +290,28 @@ def columns_together(a, b, c, d, COUNT: tl.constexpr):
 
 
 @triton.jit
-def dots(rows, queries, COUNT: tl.constexpr, PRECISION: tl.constexpr):
-    """The sum of the products of all elements of words."""
-    total = tl.dot(rows[0], queries[0], input_precision=PRECISION)
+def query_columns(q, K: tl.constexpr, RAISED: tl.constexpr):
+    """Queries as columns, by their place in a word, for keys of a format; and their sums."""
+    COUNT: tl.constexpr = 16 // K.bits
+    a, b, c, d = columns_apart(q, COUNT)
+    whole = tl.sum(q.to(tl.float32), 1)
+    raised = whole * INT8_RAISE
+    if RAISED and COUNT == 4:
+        b = (b.to(tl.float32) / 16.0).to(q.dtype)
+        d = (d.to(tl.float32) / 16.0).to(q.dtype)
+        # Of queries as the dots see them: what was added must cancel.
+        ones = tl.sum(a.to(tl.float32), 1) + tl.sum(c.to(tl.float32), 1)
+        sixteenths = tl.sum(b.to(tl.float32), 1) + tl.sum(d.to(tl.float32), 1)
+        raised = (ones + sixteenths) * IN_PLACE_RAISE
+        whole = ones + sixteenths * 16.0
+    columns = tl.trans(a), tl.trans(b), tl.trans(c), tl.trans(d)
+    return columns, QuerySums(raised, whole)
+
+
+@triton.jit
+def dots(rows, queries, start, COUNT: tl.constexpr, PRECISION: tl.constexpr):
+    """What sums start with, and the products of all elements of words."""
+    total = tl.dot(rows[0], queries[0], start, input_precision=PRECISION)
     if COUNT >= 2:
         total = tl.dot(rows[1], queries[1], total, input_precision=PRECISION)
     if COUNT == 4:
@@ -275,4 +325,5 @@ def squares(rows, QUERIES: tl.constexpr, PRECISION: tl.constexpr):
     """The sums of the squares of rows of codes, once for each query."""
     ones = tl.full([rows[0].shape[1], QUERIES], 1.0, rows[0].dtype)
     squared = rows[0] * rows[0], rows[1] * rows[1], rows[2] * rows[2], rows[3] * rows[3]
-    return dots(squared, (ones, ones, ones, ones), 4, PRECISION)
+    none = tl.zeros([rows[0].shape[0], QUERIES], tl.float32)
+    return dots(squared, (ones, ones, ones, ones), none, 4, PRECISION)
