@@ -138,12 +138,17 @@ def test_one_query_alone(cache: str, order: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("block", [16, 24, 64])
 @pytest.mark.parametrize(
-    "cache", ["int4_per_token_head", "int8_per_token_head", "turboquant_4bit_nc"]
+    ("cache", "block"),
+    [
+        ("int4_per_token_head", 24),
+        ("int4_per_token_head", 64),
+        ("int8_per_token_head", 64),
+        ("turboquant_4bit_nc", 24),
+    ],
 )
 def test_scales_of_any_size(cache: str, block: int) -> None:
-    """Scales are logarithms on their way; blocks that are as long as a tile, shorter and longer."""
+    """Scales are logarithms on their way; blocks are shorter than a tile, and longer."""
     check_attend(
         FullAttention(**BASE, cache=cache), "LBHNC", "cuda", lengths=[777, 1, 31, 64],
         queries=[1, 1, 1, 1], group=4, dtype=torch.bfloat16, tolerance=0.02, max_queries=1,
@@ -162,6 +167,14 @@ def test_one_query_alone_over_large_rows(kind: str) -> None:
 def test_every_cache_dtype_is_written(cache: str) -> None:
     spec = FullAttention(heads=4, head_dim=128, cache=cache)
     check_write(spec, "LBHNC", "cuda", exact="turbo" not in cache, tokens=150)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (96, 16)])
+def test_int4_is_written_by_programs_that_lack_rows(dims: tuple[int, int]) -> None:
+    """Of the last program's eight rows three are there; rows that fill a tile, and others."""
+    k_dim, v_dim = dims
+    spec = FullAttention(heads=3, head_dim=k_dim, v_dim=v_dim, cache="int4_per_token_head")
+    check_write(spec, "LBNHC", "cuda", exact=True, tokens=41)
 
 
 @pytest.mark.parametrize("order", ORDERS)

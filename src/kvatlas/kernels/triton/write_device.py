@@ -43,15 +43,32 @@ from kvatlas.kernels.triton.quantise_device import (
 
 
 @triton.jit
+def unaligned(offsets):
+    """The same offsets, in PTX, of which the compiler does not know that they are aligned.
+
+    What it knows to be aligned it stores 16 bytes at a time, and first moves it to other threads
+    through shared memory, which for few bytes costs more than stores of 4 bytes do.
+    """
+    return tl.inline_asm_elementwise(
+        "mov.b64 $0, $1;", "=l,l", [offsets], dtype=tl.int64, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def put_elements(
     buffer, steps, states, values, ELEMENT: tl.constexpr, UNIT: tl.constexpr, COUNT: tl.constexpr,
-    TILED: tl.constexpr = 0,
+    TILED: tl.constexpr = 0, IN_PLACE: tl.constexpr = False,
 ):  # fmt: skip
-    """Tiles of rows in parts, of which `COUNT` columns are stored."""
+    """Tiles of rows in parts, of which `COUNT` columns are stored.
+
+    Those in place are stored one by one by the threads that have them: see `unaligned`.
+    """
     PARTS: tl.constexpr = values.shape[1]
     PART: tl.constexpr = values.shape[2]
     column = PART * tl.arange(0, PARTS)[None, :, None] + tl.arange(0, PART)[None, None, :]
     rows = row_offsets(steps, states, UNIT)
+    if IN_PLACE:
+        rows = unaligned(rows)
     columns = column_offsets(column, steps, TILED)
     pointers = buffer.to(tl.pointer_type(ELEMENT)) + rows[:, None, None] + columns
     mask = states.there[:, None, None]
@@ -91,9 +108,11 @@ def words_of(codes, FORMAT: tl.constexpr):
 def put_words(buffer, steps, states, words, FORMAT: tl.constexpr):
     """Words of codes of 4 bits, in rows."""
     BYTES: tl.constexpr = words.dtype.primitive_bitwidth // 8
+    IN_PLACE: tl.constexpr = FORMAT.kind == "int4" and FORMAT.ptx
     put_elements(
-        buffer, steps, states, words, words.dtype, FORMAT.unit // BYTES, FORMAT.dim // (2 * BYTES)
-    )
+        buffer, steps, states, words, words.dtype, FORMAT.unit // BYTES, FORMAT.dim // (2 * BYTES),
+        0, IN_PLACE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -194,7 +213,13 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         step, zero = put_int4(buffer, at.rows, states, rotated, rows.dtype, FORMAT)
         # The zero point rides in the scale's lowest bits.
         word = (step.to(tl.int32, bitcast=True) & -16) | zero
-        put_column(buffer, at.scales, states, word, tl.int32, SCALE_UNIT)
+        if FORMAT.ptx:
+            # Laid out as the words of a part, of which the first is stored: a row's scale and its
+            # address are then with the threads that have its codes, and nothing is exchanged.
+            words = tl.broadcast_to(word[:, None, None], [word.shape[0], 1, SHARED_PART // 8])
+            put_elements(buffer, at.scales, states, words, tl.int32, SCALE_UNIT, 1, 0, True)
+        else:
+            put_column(buffer, at.scales, states, word, tl.int32, SCALE_UNIT)
     elif KIND == "nvfp4":
         COUNT: tl.constexpr = rows.shape[0]
         BLOCKS: tl.constexpr = FORMAT.width // 16
@@ -247,25 +272,32 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
 
 
 @triton.jit
-def get_rows(batch, token, head, there, FORMAT: tl.constexpr):
+def get_rows(batch, token, head, tokens, FORMAT: tl.constexpr):
     """Rows of a batch [tokens, heads, D], as an engine has them, in parts: [rows, parts, part].
 
     With the first part of all rows first, few threads share a row, whose maximum and whose
     scale each of them computes. What needs neither is not parted. Parts of nvfp4 are the first
-    and the second halves of blocks, so that a thread has whole blocks.
+    and the second halves of blocks, so that a thread has whole blocks. Programs of int4, which
+    wait for instructions more than for memory, load without masks: past the end, the last token.
     """
     NVFP4: tl.constexpr = FORMAT.kind == "nvfp4"
     MOST: tl.constexpr = FORMAT.width // 2 if NVFP4 else SHARED_PART
     PART: tl.constexpr = FORMAT.width if FORMAT.kind == "plain" else min(FORMAT.width, MOST)
     PARTS: tl.constexpr = FORMAT.width // PART
+    UNMASKED: tl.constexpr = FORMAT.kind == "int4" and FORMAT.dim == FORMAT.width
+    there = token < tokens
+    if UNMASKED:
+        token = tl.minimum(token, tokens - 1)
     starts = batch.tensor + token.to(tl.int64) * batch.token + head.to(tl.int64) * batch.head
     part = tl.arange(0, PARTS)[None, :, None]
     place = tl.arange(0, PART)[None, None, :]
     column = 16 * (place // 8) + 8 * part + place % 8 if NVFP4 else PART * part + place
+    pointers = starts[:, None, None] + column
+    if UNMASKED:
+        return tl.load(pointers)
     mask = there[:, None, None]
     if FORMAT.dim != FORMAT.width:
         mask = mask & (column < FORMAT.dim)
-    pointers = starts[:, None, None] + column
     return tl.load(pointers, mask=mask, other=0.0)
 
 
@@ -283,9 +315,14 @@ def write_rows(
     head = row % HEADS
     # Rows are read before it is known whether their slot wants them: no load waits for another.
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
-    k_rows = get_rows(k.rows, token, head, token < tokens, K_FORMAT)
-    v_rows = get_rows(v.rows, token, head, token < tokens, V_FORMAT)
-    page, state = (slot // STATES).to(tl.int32), (slot % STATES).to(tl.int32)
+    k_rows = get_rows(k.rows, token, head, tokens, K_FORMAT)
+    v_rows = get_rows(v.rows, token, head, tokens, V_FORMAT)
+    if K_FORMAT.kind == "int4":
+        # Unsigned, a division needs no look at signs; where a negative slot leads nobody stores.
+        place = slot.to(tl.uint64)
+        page, state = (place // STATES).to(tl.uint32), (place % STATES).to(tl.uint32)
+    else:
+        page, state = (slot // STATES).to(tl.int32), (slot % STATES).to(tl.int32)
     states = TileStates(page, 0, state, head, slot >= 0)
     put_side(buffer, k, states, k_rows, K_FORMAT, PER_TENSOR)
     put_side(buffer, v, states, v_rows, V_FORMAT, PER_TENSOR)
