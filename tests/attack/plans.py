@@ -47,8 +47,10 @@ class Wire:
 
 _NO_IB = {"UCX_MODULES": "^ib"}
 _UCX_TCP = {**_NO_IB, "UCX_TLS": "tcp"}
-_UCX_ABORTS = ("ucp_request.inl:", "stubs.c:")
-"""Of a process that is read, as its reader dies; and of one that connects, as its peer does."""
+MEETING_ABORT = "stubs.c:"
+"""Of a process that connects, as its peer dies: agents meet over TCP whatever carries bytes."""
+_UCX_ABORTS = ("ucp_request.inl:", MEETING_ABORT)
+"""Of a process that is read, as its reader dies, and of one that connects."""
 WIRES = {
     wire.label: wire
     for wire in (

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tests.attack.left_open import Open, RetiredAgents
-from tests.attack.plans import WIRES, Wire, installed
+from tests.attack.plans import MEETING_ABORT, WIRES, Wire, installed
 from tests.attack.proxy import Proxy
 from tests.attack.soak_node import LANDING, OWN, log_of, main
 from tests.wire.child import Json
@@ -143,11 +143,11 @@ class Soak:
     def _gone(self, worker: Worker) -> None:
         """A node has died: whoever waits for it is told, and it is started again."""
         worker.process.join(30)  # it gives its memory back first, on whatever processor is free
-        code = worker.process.exitcode
-        if code != -signal.SIGKILL:
-            self.surprises[
-                f"a node died ({self._label(worker)}, {code}): {worker.last_words()}"
-            ] += 1
+        code, label = worker.process.exitcode, self._label(worker)
+        if code == -signal.SIGABRT and label == "nixl" and MEETING_ABORT in worker.last_words():
+            self.counts["ended by UCX, as a peer died"] += 1
+        elif code != -signal.SIGKILL:
+            self.surprises[f"a node died ({label}, {code}): {worker.last_words()}"] += 1
         waiting, worker.restarts = worker.waiting, worker.restarts + 1
         worker.pipe.close()
         worker.start()

@@ -9,7 +9,7 @@ import torch
 
 from kvatlas.engines.transformers import AtlasCache, DecodeGraph
 from kvatlas.errors import AtlasError, Code
-from kvatlas.pool import GONE
+from kvatlas.pool import NO_BLOCK
 from tests.engines.guarded import Guarded
 from tests.engines.test_tokens import by_turns
 from tests.engines.zoo import ZOO, generate, model_of, own_tokens, prompts, tiny_of
@@ -162,7 +162,7 @@ def test_a_graph_is_not_replayed_on_tables_that_came_to_lie_where_others_lay(
         step = graph._step
         assert step is not None
         step._graph = cast("torch.cuda.CUDAGraph", object())  # which nobody can replay
-        wide = torch.cat((table.ids, torch.full_like(narrow, GONE)), 1)
+        wide = torch.cat((table.ids, torch.full_like(narrow, NO_BLOCK)), 1)
         table._ids = place.view(wide.shape).copy_(wide)
         model(first, past_key_values=cache)
         assert not graph.captured

@@ -10,7 +10,7 @@ import torch
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS
-from kvatlas.pool import GONE
+from kvatlas.pool import NO_BLOCK
 from tests.engines.guarded import Guarded
 from tests.engines.side_by_side import NAME as SIDE_BY_SIDE
 from tests.engines.side_by_side import SideBySide
@@ -84,7 +84,7 @@ def check_tokens(name: str, chosen: list[Way], attention: str, pages: Guarded) -
         for table in cache.batch.tables:
             blocks = min(table.sequences, key=len)
             assert table.recurrent or len(blocks) > 1 or table.block > SOME
-            assert table.visibility.window is None or blocks[0] == GONE
+            assert table.visibility.window is None or blocks[0] == NO_BLOCK
 
 
 @pytest.mark.parametrize("name", by_turns(ZOO, 0))

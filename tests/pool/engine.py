@@ -15,7 +15,7 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.pool import (
-    GONE,
+    NO_BLOCK,
     AllBlocksCleared,
     BlockEvent,
     BlockPool,
@@ -174,7 +174,7 @@ class Engine:
             written = max(begun, first_needed(group, stop)) if as_seen else begun
             for entry, first, last in _in_blocks(group.block, written, stop):
                 block = group.pool, tables[index][entry]
-                assert block[1] != GONE
+                assert block[1] != NO_BLOCK
                 if self.memory.get(block, (-1,))[0] != index:
                     self.memory[block] = self._empty(index)
                 start = entry * group.block
@@ -268,7 +268,7 @@ class Engine:
             for index, table in self.pool.tables(request).items():
                 pool = self.plan.groups[index].pool
                 for block in table:
-                    if block != GONE:
+                    if block != NO_BLOCK:
                         owners[pool][block] += 1
                         assert group_of.setdefault((pool, block), index) == index
         for index, ids in self.pool.ids.items():

@@ -11,7 +11,7 @@ import pytest
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.pool import BlockIds, block_ids
-from kvatlas.pool.block_ids import GONE
+from kvatlas.pool.block_ids import NO_BLOCK
 from kvatlas.pool.checkpoints import EveryBlock, checkpoint_policy
 from kvatlas.pool.eviction import EVICTIONS, Eviction, Fifo, Lru, Use
 from kvatlas.pool.simulation import LayerClass, PoolModel, Replay, ReplayPolicy, Spans
@@ -101,7 +101,7 @@ def test_many_blocks_are_counted_as_few_are(monkeypatch: pytest.MonkeyPatch) -> 
         if act == "take_many":
             given = dice.randint(0, both[0].free)
         elif act == "share":  # those that are both owned and kept may be named twice
-            given = dice.sample(found, dice.randint(0, len(found))) + dice.choice(([], [GONE]))
+            given = dice.sample(found, dice.randint(0, len(found))) + dice.choice(([], [NO_BLOCK]))
         for ids, many in zip(both, (1, 1000), strict=True):
             monkeypatch.setattr(block_ids, "_MANY", many)
             getattr(ids, act)(given)

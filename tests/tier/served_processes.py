@@ -27,7 +27,7 @@ from tests.tier import killed
 from tests.tier.world import BlockTier, World, small, tier_plan
 
 REQUESTS, SECONDS = 3, 60.0
-GONE = (Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.MISSING_BLOCKS)
+NO_BLOCK = (Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.MISSING_BLOCKS)
 
 
 class Child:
@@ -132,7 +132,7 @@ def work(tier: BlockTier, seed: int) -> None:
             for rank in rng.permutation(2).tolist():
                 killed.store(tier, name, rank)
         except AtlasError as refusal:
-            if refusal.code not in GONE:
+            if refusal.code not in NO_BLOCK:
                 raise
 
 

@@ -5,7 +5,7 @@ preemption. `simulate` replays a trace of real requests through the pools of a p
 how much of it is found again. `checkpoints` and `eviction` are the policies of both.
 """
 
-from kvatlas.pool.block_ids import GONE, BlockIds
+from kvatlas.pool.block_ids import NO_BLOCK, BlockIds
 from kvatlas.pool.block_pool import BlockPool
 from kvatlas.pool.checkpoints import CHECKPOINTS, Checkpoints, checkpoint_policy
 from kvatlas.pool.event_recording import EventRecording
@@ -27,7 +27,7 @@ from kvatlas.pool.traces import Trace, Unseen, read_trace
 __all__ = [
     "CHECKPOINTS",
     "EVICTIONS",
-    "GONE",
+    "NO_BLOCK",
     "AllBlocksCleared",
     "BlockEvent",
     "BlockIds",

@@ -13,7 +13,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s, natural
 from kvatlas.pool.eviction import Eviction, Use
 
-GONE = -1
+NO_BLOCK = -1
 """Stands in a block table for a block that a window has left behind."""
 _MANY = 128
 """So many blocks and more are counted together, by numpy; fewer are counted faster one by one."""
@@ -144,7 +144,7 @@ class BlockIds:
             self._share_many(many)
             return
         owners, kept, woken = self._owners, self._kept, self._woken
-        asleep = {block for block in blocks if block != GONE and not owners[block]}
+        asleep = {block for block in blocks if block != NO_BLOCK and not owners[block]}
         for block in asleep:
             if not kept[block]:
                 raise _without_owner(block)
@@ -152,7 +152,7 @@ class BlockIds:
             woken[block] = True
         self._idle -= len(asleep)
         for block in blocks:
-            if block != GONE:
+            if block != NO_BLOCK:
                 owners[block] += 1
 
     def _share_many(self, ids: Int64s) -> None:
@@ -191,9 +191,9 @@ class BlockIds:
             self._release_many(many)
             return
         owners, kept, idle = self._owners, self._kept, []
-        null = 0 if self.null_block else GONE
+        null = 0 if self.null_block else NO_BLOCK
         for block in blocks:
-            if block == GONE:
+            if block == NO_BLOCK:
                 continue
             count = owners[block]
             if not count or block == null:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div, integer
 from kvatlas.planning import Plan, checked_plan
-from kvatlas.pool.block_ids import GONE, BlockIds
+from kvatlas.pool.block_ids import NO_BLOCK, BlockIds
 from kvatlas.pool.checkpoint_share import checkpoint_shares
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
 from kvatlas.pool.events import AllBlocksCleared, BlockEvent, removed_events, stored_event
@@ -114,7 +114,7 @@ class BlockPool:
     # -- asking -----------------------------------------------------------------------
 
     def tables(self, request: Hashable) -> dict[int, list[int]]:
-        """The blocks of a request by group, as routes take them; `GONE` where a window left."""
+        """The blocks of a request by group, as routes take them; `NO_BLOCK` where a window left."""
         return {group: list(table) for group, table in enumerate(self._get(request).tables)}
 
     def tokens(self, request: Hashable) -> int:
@@ -152,7 +152,7 @@ class BlockPool:
                 self._shares[group.pool].use(blocks)
             recurrent = group.kind == "recurrent"
             gone = 0 if recurrent else needed_blocks(group, hit).start
-            tables.append([GONE] * gone + blocks)
+            tables.append([NO_BLOCK] * gone + blocks)
         seen, all_there = self._count_seen(chain), (0,) * len(tables)
         about = (len(chain), hit, seen, hit, hit, all_there)
         self._requests[request] = _Request(chain, tables, *about)
@@ -275,10 +275,10 @@ class BlockPool:
             if group.kind == "recurrent" or group.kind == "cross_attention":
                 continue
             stop = min(first_needed(group, asked.computed) // group.block, len(table))
-            left = [entry for entry in range(stop) if table[entry] != GONE]
+            left = [entry for entry in range(stop) if table[entry] != NO_BLOCK]
             self.ids[group.pool].release([table[entry] for entry in reversed(left)])
             for entry in left:
-                table[entry] = GONE
+                table[entry] = NO_BLOCK
 
     def _entries(self, index: int, asked: _Request, tokens: int) -> int:
         """Blocks that a table lacks for so many tokens."""
@@ -301,7 +301,8 @@ class BlockPool:
         return [
             entry
             for entry in range(first, min(stop, len(table)))
-            if table[entry] != GONE and (ids.is_shared(table[entry]) or ids.is_kept(table[entry]))
+            if table[entry] != NO_BLOCK
+            and (ids.is_shared(table[entry]) or ids.is_kept(table[entry]))
         ]
 
     def _take(
@@ -350,7 +351,7 @@ class BlockPool:
                     needed = needed_blocks(group, end)
                     first = max(needed.start, stop, asked.incomplete[index])
                     stop = needed.stop
-                    while first < stop and table[first] == GONE:
+                    while first < stop and table[first] == NO_BLOCK:
                         first += 1
                     self._keep(index, asked.chain, first, table[first:stop])
         return kept_state

@@ -18,7 +18,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
 from kvatlas.kernels import AppendStep, append_step, copy_blocks, zero_blocks
 from kvatlas.planning import Group
-from kvatlas.pool import GONE, BlockIds
+from kvatlas.pool import NO_BLOCK, BlockIds
 from kvatlas.specs import Visibility
 
 
@@ -97,7 +97,8 @@ class BlockTable:
     def can_crop(self, lengths: Sequence[int]) -> bool:
         """Whether everything is still there that sequences cut to these lengths see next."""
         return not any(
-            GONE in blocks[self._first_visible(length) // self.block : ceil_div(length, self.block)]
+            NO_BLOCK
+            in blocks[self._first_visible(length) // self.block : ceil_div(length, self.block)]
             for blocks, length in zip(self.sequences, lengths, strict=True)
         )
 
@@ -162,7 +163,7 @@ class BlockTable:
             skipped = torch.tensor(padding, device=self.device).unsqueeze(1)
             positions = torch.arange(tokens.start, tokens.stop, device=self.device) - skipped
             blocks = self.ids.gather(1, (positions // self.block).clamp(min=0))
-            missing = (positions < 0) | (blocks == GONE)
+            missing = (positions < 0) | (blocks == NO_BLOCK)
             slots = blocks * self.block + positions % self.block
             self._slots[tokens] = slots.masked_fill(missing, -1)
         return self._slots[tokens]
@@ -189,7 +190,7 @@ class BlockTable:
 
     @property
     def ids(self) -> Tensor:
-        """Block ids [sequences, blocks], filled up with `GONE`.
+        """Block ids [sequences, blocks], filled up with `NO_BLOCK`.
 
         They stay where they are while there is room, so that a captured graph finds them.
         """
@@ -199,7 +200,7 @@ class BlockTable:
                 room = 1 if self.recurrent else 1 << width.bit_length()
                 self._ids = torch.empty((count, room), dtype=torch.long, device=self.device)
             room = self._ids.shape[1]
-            filled = [blocks + [GONE] * (room - len(blocks)) for blocks in self.sequences]
+            filled = [blocks + [NO_BLOCK] * (room - len(blocks)) for blocks in self.sequences]
             self._ids.copy_(torch.tensor(filled))
             self._ids_are_old = False
         return self._ids
@@ -232,8 +233,8 @@ class BlockTable:
             return
         if not self.keep_all:
             for index in range(min(self._first_visible(first) // self.block, len(blocks))):
-                if blocks[index] != GONE:
-                    self._replace(blocks, index, GONE)
+                if blocks[index] != NO_BLOCK:
+                    self._replace(blocks, index, NO_BLOCK)
         end = ceil_div(stop, self.block)
         while len(blocks) < end:
             blocks.append(self._take())
