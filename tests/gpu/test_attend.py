@@ -82,20 +82,11 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "small heads of fp8 by row": (
         FullAttention(heads=2, head_dim=64, cache="fp8_per_token_head"), {}
     ),
-    "large heads of int8 by row": (
-        FullAttention(heads=2, head_dim=256, cache="int8_per_token_head"), {}
-    ),
-    "unlike V of fp8 by row": (
-        FullAttention(heads=2, head_dim=128, v_dim=64, cache="fp8_per_token_head"), {}
-    ),
     "fp8 by row in planes": (
         FullAttention(**BASE, cache="fp8_per_token_head", packing="planes"), {}
     ),
     "int8 by row in planes": (
         FullAttention(**BASE, cache="int8_per_token_head", packing="planes"), {}
-    ),
-    "fp8 by row, halves": (
-        FullAttention(**BASE, dtype="fp16", cache="fp8_per_token_head"), {"dtype": torch.float16}
     ),
     "small heads of levels": (FullAttention(heads=2, head_dim=64, cache="turboquant_4bit_nc"), {}),
 }  # fmt: skip
@@ -114,13 +105,14 @@ def test_orders_and_blocks_make_no_difference(order: str, block: int) -> None:
 
 
 @pytest.mark.parametrize("cache", ["fp8_per_token_head", "int8_per_token_head"])
-@pytest.mark.parametrize(
-    ("order", "block"), list(zip(ORDERS, (16, 10, 24, 64, 10, 6), strict=True))
-)
-def test_prefill_of_rows_with_their_own_scales(cache: str, order: str, block: int) -> None:
+def test_prefill_of_rows_with_their_own_scales(cache: str) -> None:
     """Hopper's prefill reads neighbouring rows by one page if they lie in one, and V early."""
     more = {**MIXED, "queries": [200, 1, 200, 0, 133]}
-    check_attend(FullAttention(**BASE, cache=cache), order, "cuda", **more, block=block)
+    # Kernels take seconds to compile: all orders share those of blocks of 10, and those of
+    # 16 whose strides 16 divides have the ones that other tests need.
+    for block, orders in ((10, ORDERS), (16, ["LBHNC", "LHBNC", "BLHNC", "BHLNC"])):
+        for order in orders:
+            check_attend(FullAttention(**BASE, cache=cache), order, "cuda", **more, block=block)
 
 
 @pytest.mark.parametrize("cache", ATTENTION_CACHES)
