@@ -54,8 +54,10 @@ class Buffers:
 
     @property
     def memory(self) -> dict[int, Memory]:
+        """Where the pools are, which also keeps them: what is freed would be given to others."""
         return {
-            i: Memory(b.ctypes.data + self.first[i], self.sizes[i]) for i, b in self.whole.items()
+            i: Memory(b.ctypes.data + self.first[i], self.sizes[i], owner=b)
+            for i, b in self.whole.items()
         }
 
     @property

@@ -108,7 +108,8 @@ def test_bad_arguments_do_not_close_the_callers_transport() -> None:
 def test_a_node_of_which_peers_reach_nothing_is_refused(shared: Any, device: str) -> None:
     """Its peers said that its regions were not those of its plan."""
     made, transport = small("dense"), make_transport("memory", shared=shared)
-    memory = {i: Memory(at.address, at.nbytes, device) for i, at in Buffers(made, 0).memory.items()}
+    own = Buffers(made, 0).memory
+    memory = {i: Memory(at.address, at.nbytes, device) for i, at in own.items()}
     about: dict[str, Any] = {"memory": memory, "transport": transport, "buffers": 0}
     if (shared, device) == ("all", "host"):
         with Node(made, **about) as node:
