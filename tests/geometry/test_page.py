@@ -207,8 +207,15 @@ def test_what_is_no_field_is_refused(fields: Any) -> None:
     assert refusal.value.code is Code.BAD_FIELD
 
 
-@pytest.mark.parametrize("axes", [None, 7, [3], {"B": 4}])
+@pytest.mark.parametrize("axes", [None, 7, [3], {"B": 4}, [(["B"], 4)]])
 def test_what_are_no_axes_is_refused(axes: Any) -> None:
     with pytest.raises(AtlasError) as refusal:
         Placement.packed(axes)
+    assert refusal.value.code is Code.BAD_AXES
+
+
+@pytest.mark.parametrize("strides", [7, "B", [("B", 64)]])
+def test_what_are_no_strides_is_refused(strides: Any) -> None:
+    with pytest.raises(AtlasError) as refusal:
+        Placement.packed([("B", 4)], strides=strides)
     assert refusal.value.code is Code.BAD_AXES

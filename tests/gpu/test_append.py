@@ -10,6 +10,7 @@ import pytest
 import torch
 from triton.runtime import jit
 
+from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels import append_step
 from kvatlas.specs import FullAttention
 from tests.kernels.triton.cases import ORDERS, Pool, check_append
@@ -51,3 +52,16 @@ def test_steps_launch_again_what_triton_would_find() -> None:
         for a, b in zip(mine, again, strict=True):
             assert a.view(torch.int16).equal(b.view(torch.int16)), start
     assert layer.buffer.equal(other.buffer)
+
+
+def test_what_was_launched_before_is_looked_at_again() -> None:
+    """Rows like those of an earlier step are refused where this step wants more of them."""
+    layer = Pool(DENSE, "LBNHC", "cuda").layer
+    tables = torch.randperm(12, device="cuda").view(3, 4)
+    k = v = torch.randn(2, 1, 2, 128, device="cuda").bfloat16().transpose(1, 2)
+    for start in (5, 6):
+        append_step(tables[:2], block=16, start=start, count=1)(layer, k, v)
+    for wrong, count in ((tables, 1), (tables[:2], 3)):
+        with pytest.raises(AtlasError) as refused:
+            append_step(wrong, block=16, start=7, count=count)(layer, k, v)
+        assert refused.value.code is Code.BAD_TENSOR

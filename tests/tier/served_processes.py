@@ -27,7 +27,7 @@ from tests.tier import killed
 from tests.tier.world import BlockTier, World, small, tier_plan
 
 REQUESTS, SECONDS = 3, 60.0
-NO_BLOCK = (Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.MISSING_BLOCKS)
+PEER_GONE = (Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.MISSING_BLOCKS)
 
 
 class Child:
@@ -132,7 +132,7 @@ def work(tier: BlockTier, seed: int) -> None:
             for rank in rng.permutation(2).tolist():
                 killed.store(tier, name, rank)
         except AtlasError as refusal:
-            if refusal.code not in NO_BLOCK:
+            if refusal.code not in PEER_GONE:
                 raise
 
 

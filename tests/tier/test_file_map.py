@@ -118,10 +118,13 @@ def test_long_runs_are_read_one_by_one_also_in_parts(monkeypatch: pytest.MonkeyP
     with tempfile.TemporaryFile() as file:
         file.write(held.tobytes())
         file.flush()
-        reader = RunReader(file.fileno(), FileMap(file.fileno(), SIZE), Rooms())
+        mapped = FileMap(file.fileno(), SIZE)
+        reader = RunReader(file.fileno(), mapped, Rooms())
         monkeypatch.setattr(FileMap, "read", None)
         reader.read(into, near, far, length)
         assert np.array_equal(into, want)
+        reader.read(into, np.append(near, 0), np.append(far, SIZE), np.append(length, 0))
+        assert np.array_equal(into, want), "no byte is no end"
         with monkeypatch.context() as patch:
             read = os.preadv
             patch.setattr(os, "preadv", lambda fd, to, at: read(fd, [to[0][:300_000]], at))
@@ -131,6 +134,7 @@ def test_long_runs_are_read_one_by_one_also_in_parts(monkeypatch: pytest.MonkeyP
         os.ftruncate(file.fileno(), (3 << 20) + 1)
         with pytest.raises(OSError, match=f"ends at byte {(3 << 20) + 1}"):
             reader.read(into, near, far, length)
+        mapped.close()
 
 
 @pytest.mark.parametrize(("starts", "spans"), [(1, 1), (1, 64), (40, 2), (40, 64)])

@@ -74,10 +74,20 @@ class LayerCache:
         >>> allocate(made)["model.layers.0.self_attn.attn"].kernel_ids(torch.tensor([[5, 3]]))
         tensor([[10, 11,  6,  7]])
         """
-        split = self.placement.size("k") if "k" in self.placement.axes else 1
+        split = self._split
         if split == 1:
             return ids
         return (ids.unsqueeze(-1) * split + torch.arange(split, device=ids.device)).flatten(-2)
+
+    @property
+    def block_states(self) -> int:
+        """States of a block as block tables have them: it may be several kernel blocks."""
+        return self.kernel_blocks.size("N") * self._split
+
+    @property
+    def _split(self) -> int:
+        """Kernel blocks of a block."""
+        return self.placement.size("k") if "k" in self.placement.axes else 1
 
     @cached_property
     def kept(self) -> dict[Hashable, Any]:

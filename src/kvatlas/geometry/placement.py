@@ -71,8 +71,9 @@ class Placement(Affine):
         (32, 8, 1)
         """
         fixed = strides or {}
-        pairs = axes if isinstance(axes, Sequence) else [()]
-        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        if not isinstance(fixed, Mapping):
+            raise bad_axes("Strides are no mapping from axes", strides, "Pass {'B': 64, ...}")
+        if not isinstance(axes, Sequence) or not all(map(_is_axis, axes)):
             raise bad_axes("Axes are not pairs of a name and a size", axes, "Pass [('B', 4), ...]")
         unknown = set(fixed) - {axis for axis, _ in axes}
         if unknown:
@@ -312,6 +313,11 @@ class Placement(Affine):
             self.offset + further,
             self.item,
         )
+
+
+def _is_axis(pair: object) -> bool:
+    """Whether something is the name of an axis and its size."""
+    return isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
 
 
 def packed_steps(axes: Sequence[tuple[str, int]], item: int, fixed: Mapping[str, int]) -> list[int]:

@@ -12,8 +12,10 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import natural, positive
 from kvatlas.kernels.dispatch import gpu_kernels
 from kvatlas.kernels.write_read_kv import read, write
+from kvatlas.specs import Attention
 
 AppendStep = Callable[[LayerCache, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Stores K and V of a layer's new tokens, and returns those of all tokens in sight."""
@@ -26,8 +28,8 @@ def append_step(
 
     `tables` [sequences, blocks] have the block of token t at t // block. K and V are
     [sequences, heads, tokens, D], in the dtype that layers keep, and so is what is returned, in
-    memory of its own. Tokens before `visible` are returned as zeros, and so are those whose
-    block is gone: its id is negative.
+    memory of its own. Tokens before `visible`, none of them new, are returned as zeros, and so
+    are those whose block is gone: its id is negative.
 
     >>> from kvatlas.cache import allocate
     >>> from kvatlas.planning import plan
@@ -42,17 +44,25 @@ def append_step(
     >>> k.shape, k[:, :, :20].equal(prompt), v[:, :, 20:].equal(token)
     (torch.Size([2, 8, 21, 128]), True, True)
     """
-    stop, most = start + count, tables.shape[-1] * block
-    if not 0 <= first <= start <= stop <= most:
+    _check_tables(tables)
+    block, start, count = (
+        positive(block, "a block"),
+        natural(start, "start"),
+        natural(count, "count"),
+    )
+    first, visible = natural(first, "first"), natural(visible, "visible")
+    stop, most = start + count, tables.shape[1] * block
+    if max(first, visible) > start or stop > most:
         raise AtlasError(
             Code.OUT_OF_RANGE,
             "Tokens to read begin behind the new ones, or these end behind the tables",
-            got=f"tokens from {first} on, new ones {start}..{stop - 1}, tables for {most}",
+            got=f"tokens from {first} on, seen from {visible}, new ones {start}..{stop - 1}, "
+            f"tables for {most}",
             hint="Take blocks for new tokens first",
         )
     if gpu := gpu_kernels(tables):
         step: AppendStep = gpu.TableAppend(
-            tables, start=start, count=count, first=first, visible=visible
+            tables, block=block, start=start, count=count, first=first, visible=visible
         )
         return step
     tokens = torch.arange(first, stop)
@@ -65,6 +75,8 @@ def append_step(
     def append(
         layer: LayerCache, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_block(layer, block)
+        _check_rows(layer, k, v, len(tables), count)
         write(layer, k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1), new)
         pair = read(layer, in_sight.flatten(), dtype=k.dtype)
         keys, values = (torch.unflatten(rows, 0, slots.shape) for rows in pair)
@@ -73,3 +85,46 @@ def append_step(
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     return append
+
+
+def check_block(layer: LayerCache, block: int) -> None:
+    """Refuse a layer whose blocks have other tokens than those of the tables."""
+    if layer.block_states != block:
+        raise AtlasError(
+            Code.CONTRADICTORY,
+            "Tables are for blocks of another size than the layer's",
+            got=f"{block} tokens, the layer {layer.block_states}",
+            hint="Append to layers of the tables' own group",
+        )
+
+
+def _check_tables(tables: torch.Tensor) -> None:
+    whole = isinstance(tables, torch.Tensor) and tables.dtype in (torch.int32, torch.int64)
+    if not whole or tables.ndim != 2:
+        got = f"{tables.dtype} of shape {tuple(tables.shape)}" if whole else repr(tables)[:80]
+        raise AtlasError(
+            Code.BAD_TENSOR,
+            "Tables must be a tensor of int32 or int64, [sequences, blocks]",
+            got=got,
+            hint="Pass them as the scheduler made them",
+        )
+
+
+def _check_rows(
+    layer: LayerCache, k: torch.Tensor, v: torch.Tensor, sequences: int, count: int
+) -> None:
+    """Refuse what kernels of a GPU would."""
+    spec = layer.spec_as(Attention)
+    if spec.cache != "auto":
+        problem, hint = "Rows of this layer are quantised", "Use write, and read"
+        raise AtlasError(Code.NO_KERNEL, problem, got=spec.cache, hint=hint)
+    heads, dtype = layer.place("k").size("H"), layer.field("k").dtype
+    for name, rows, dim in (("k", k, spec.head_dim), ("v", v, spec.v_dim or spec.head_dim)):
+        wanted = (sequences, heads, count, dim)
+        if tuple(rows.shape) != wanted or rows.dtype != dtype:
+            raise AtlasError(
+                Code.BAD_TENSOR,
+                f"`{name}` must be {dtype} of shape {wanted}",
+                got=f"{rows.dtype} of shape {tuple(rows.shape)}",
+                hint="Use write, and read, which convert",
+            )

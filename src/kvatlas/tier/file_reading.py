@@ -62,12 +62,11 @@ class RunReader:
         everything = memory.data
         for start, offset, nbytes in zip(*(a.tolist() for a in (near, far, length)), strict=True):
             room = everything[start : start + nbytes]
-            while done := os.preadv(self._file, (room,), offset):
-                if done == len(room):
-                    break
+            while room:
+                done = os.preadv(self._file, (room,), offset)
+                if not done:
+                    raise OSError(errno.ENODATA, f"The file ends at byte {offset}")
                 room, offset = room[done:], offset + done
-            else:
-                raise OSError(errno.ENODATA, f"The file ends at byte {offset}")
 
     def _read_piece(self, piece: Piece, memory: Bytes) -> None:
         if piece.is_long:

@@ -17,6 +17,7 @@ from kvatlas.geometry import ENGINE_LAYOUTS, DType, Int64s, Layout
 from kvatlas.kernels import (
     BlockSpans,
     RepeatedCopy,
+    append_step,
     convert_address_runs,
     copy_address_runs,
     place_scales,
@@ -159,42 +160,48 @@ def check_write(
 def check_append(spec: Any, order: str, device: str, *, block: int = 16) -> None:
     """Tokens are stored where tables say, nothing else changes, and what is in sight comes back.
 
-    Sequences have a prompt, some tokens, and one token, of which some are out of sight by then;
-    one sequence has lost a block.
+    Sequences have a prompt, some tokens, none, one that is lost, since its block is gone, and one
+    for which others are out of sight by then; one sequence has lost blocks. Torch does the same.
     """
     pool = Pool(spec, order, device, block=block)
     layer, generator = pool.layer, torch.Generator().manual_seed(13)
     dims = spec.head_dim, spec.v_dim or spec.head_dim
     tables = torch.randperm(12, generator=generator).view(2, 6).to(device)
-    lost = 2 * block
     past = [torch.zeros(2, spec.heads, 0, dim, dtype=layer.k.dtype) for dim in dims]
-    for count, first, visible in ((3 * block + 5, 0, 0), (3, 0, 0), (1, 0, 0), (1, 7, block + 2)):
+    gone = [(), (), (), (3,), (0, 1)]
+    steps = ((3 * block + 5, 0, 0), (3, 0, 0), (0, 0, 0), (1, 0, 0), (1, 7, block + 2))
+    for (count, first, visible), entries in zip(steps, gone, strict=True):
         start = past[0].shape[2]
         # As models have them: by token, and heads and tokens changed places.
         new = [torch.randn(2, count, spec.heads, d, generator=generator) for d in dims]
         new = [rows.to(past[0].dtype).transpose(1, 2) for rows in new]
-        past = [torch.cat(rows, dim=2) for rows in zip(past, new, strict=True)]
-        plain = replace(layer, buffer=layer.buffer.cpu().clone())
+        given = tables.to(torch.int32 if count == 3 else torch.int64, copy=True)
+        given[1, list(entries)] = -1
+        plain, twin = (replace(layer, buffer=layer.buffer.cpu().clone()) for _ in range(2))
         tokens = torch.arange(start, start + count)
-        slots = tables.cpu()[:, tokens // block] * block + tokens % block
+        ids = given.cpu().long()[:, tokens // block]
+        slots = (ids * block + tokens % block).masked_fill(ids < 0, -1)
         by_token = [rows.transpose(1, 2).flatten(0, 1) for rows in new]
         write_by_torch(plain, by_token[0], by_token[1], slots.flatten())
-        given = tables.clone()
-        if visible:
-            given[1, : lost // block] = -1
+        before, past = past, [torch.cat(rows, dim=2) for rows in zip(past, new, strict=True)]
+        about = {"block": block, "start": start, "count": count, "first": first, "visible": visible}
         k, v = (rows.to(device) for rows in new)
-        step = TableAppend(given, start=start, count=count, first=first, visible=visible)
-        in_sight = step(layer, k, v)
+        by_kernel = TableAppend(given, **about)(layer, k, v)
+        by_torch = append_step(given.cpu(), **about)(twin, *new)
         assert torch.equal(layer.buffer.cpu(), plain.buffer)
+        assert torch.equal(twin.buffer, plain.buffer)
         pool.untouched()
-        for rows, expected in zip(in_sight, past, strict=True):
+        for rows, expected in zip((*by_kernel, *by_torch), past * 2, strict=True):
             wanted = expected.clone()
             wanted[:, :, :visible] = 0
-            if visible:
-                wanted[1, :, :lost] = 0
+            for entry in entries:
+                wanted[1, :, entry * block : (entry + 1) * block] = 0
             assert torch.equal(rows.cpu(), wanted[:, :, first:])
+        for rows in by_kernel:
             assert rows.is_contiguous()
             assert rows.data_ptr() % 16 == 0
+        if (slots < 0).any():  # not stored: the next step has the same tokens again
+            past = before
 
 
 def check_not_finite(spec: Any, device: str) -> None:

@@ -28,7 +28,7 @@ def append_side(buffer, steps, given, states, token, start, out, FORMAT: tl.cons
         at = given[0] + (token - start).to(tl.int64) * given[1]
         new_rows = tl.load(at[:, None] + column, mask=fresh, other=0.0)
         tl.store(pages, new_rows, mask=fresh & states.there[:, None])
-        rows = tl.where(fresh, new_rows, rows)
+        rows = tl.where(fresh & states.there[:, None], new_rows, rows)
     tl.store(out[:, None] + column, rows, mask=(token >= 0)[:, None] & inside)
 
 

@@ -15,6 +15,7 @@ import torch
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ceil_div
+from kvatlas.kernels.append_tokens import check_block
 from kvatlas.kernels.triton import checks, relaunch, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import RowSteps
@@ -26,6 +27,9 @@ _TILE = 4096
 _WARPS = 4
 _ROOM = 512
 """Elements that the room for rows is a multiple of, and where V begins in it."""
+
+_MOST_SEQUENCES = 65_535
+"""What a device takes as the second axis of its programs."""
 
 RoomView = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides and the beginning of a tensor in some room, in elements."""
@@ -53,7 +57,9 @@ class AppendShape(NamedTuple):
 
     heads: int
     states: int
-    """Of a block."""
+    """Of a kernel block."""
+    block: int
+    """States of a block of the tables."""
     tokens: int
     """Of a tile."""
     early: bool
@@ -95,10 +101,13 @@ class TableAppend:
     """A step of sequences whose blocks are in tables on a GPU: see `kernels.append_step`."""
 
     def __init__(
-        self, tables: torch.Tensor, *, start: int, count: int, first: int, visible: int
+        self, tables: torch.Tensor, *, block: int, start: int, count: int, first: int, visible: int
     ) -> None:
         checks.integers(tables, "Tables", axes=2)
-        self.tables = tables
+        if len(tables) > _MOST_SEQUENCES:
+            problem, hint = "There are more sequences than a launch takes", "Append in parts"
+            raise checks.no_kernel(problem, len(tables), hint)
+        self.tables, self.block = tables, block
         self.numbers = first, start, start + count, visible
         self._alike: dict[tuple[AppendShape, tuple[int, int]], StepRows] = {}
 
@@ -111,7 +120,7 @@ class TableAppend:
         kind = (
             k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % relaunch.ALIGNED == 0,
             v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % relaunch.ALIGNED == 0,
-            rows.tables_kind,
+            rows.new, rows.tables_kind,
         )  # fmt: skip
         known = own.known.get(kind)
         at, compiled = known or (_checked(own, rows, k, v), {})
@@ -137,10 +146,12 @@ class TableAppend:
         size is at hand from the step before: torch would ask the device for more of it, which
         takes longer than the step.
         """
+        check_block(layer, self.block)
         tables = layer.kernel_ids(self.tables)
-        if checks.debugging():
-            checks.in_range(tables.clamp(min=0), layer.kernel_blocks.size("B"))
         first, start, stop, _ = self.numbers
+        if checks.debugging():
+            read = tables[:, : ceil_div(stop, own.shape.states)].clamp(min=0)
+            checks.in_range(read, layer.kernel_blocks.size("B"))
         sequences, heads, tokens = len(tables), own.shape.heads, stop - first
         k_dim, v_dim = own.dims
         count = sequences * heads * tokens
@@ -178,6 +189,7 @@ def _for_any_step(layer: LayerCache) -> LayerAppend:
     shape = AppendShape(
         heads=layer.place("k").size("H"),
         states=layer.kernel_blocks.size("N"),
+        block=layer.block_states,
         tokens=max(1, _TILE // max(k.format.width, v.format.width)),
         early=early["EARLY"],
     )
