@@ -41,7 +41,7 @@ def test_tokens_are_appended_to_odd_rows(form: dict[str, Any]) -> None:
 
 def test_blocks_that_kernels_split_are_appended_to() -> None:
     """A block of the tables is two of the kernels'."""
-    made = plan("Qwen3-8B", memory="1GiB", max_len=512, block_size=128, backend="FLASHINFER")
+    made = plan("Qwen3-8B", memory="128MiB", max_len=512, block_size=128, backend="FLASHINFER")
     layer = next(iter(allocate(made).values()))
     assert (layer.block_states, layer.kernel_blocks.size("N")) == (128, 64)
     twin = replace(layer, buffer=layer.buffer.clone())
