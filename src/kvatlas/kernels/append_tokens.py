@@ -45,17 +45,14 @@ def append_step(
     (torch.Size([2, 8, 21, 128]), True, True)
     """
     _check_tables(tables)
-    block, start, count = (
-        positive(block, "a block"),
-        natural(start, "start"),
-        natural(count, "count"),
-    )
-    first, visible = natural(first, "first"), natural(visible, "visible")
+    block, start = positive(block, "the block"), natural(start, "the start")
+    count, first = natural(count, "the count"), natural(first, "the first token")
+    visible = natural(visible, "the first visible token")
     stop, most = start + count, tables.shape[1] * block
     if max(first, visible) > start or stop > most:
         raise AtlasError(
             Code.OUT_OF_RANGE,
-            "Tokens to read begin behind the new ones, or these end behind the tables",
+            "Tokens in sight begin behind the first new one, or new ones end behind the tables",
             got=f"tokens from {first} on, seen from {visible}, new ones {start}..{stop - 1}, "
             f"tables for {most}",
             hint="Take blocks for new tokens first",
@@ -126,5 +123,5 @@ def _check_rows(
                 Code.BAD_TENSOR,
                 f"`{name}` must be {dtype} of shape {wanted}",
                 got=f"{rows.dtype} of shape {tuple(rows.shape)}",
-                hint="Use write, and read, which convert",
+                hint="Pass rows of the step's own tokens, or use write, and read, which convert",
             )
