@@ -16,8 +16,9 @@ import numpy as np
 
 from benchmarks.tier import LAYERS, TOKENS, Moved, dense, planned
 from benchmarks.timing import median_ms, show
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import plan
-from kvatlas.tier import CacheIdentity, HostStore, MooncakeStore, ObjectStore, StoreTier
+from kvatlas.tier import HostStore, MooncakeStore, ObjectStore, StoreTier
 from kvatlas.tier.stores import Parts
 
 BLOCK = 64

@@ -11,6 +11,7 @@ from kvatlas.planning import Plan, plan
 from kvatlas.routing import scattered
 from kvatlas.specs import FullAttention
 from kvatlas.wire import (
+    SAMPLE_IDENTITY,
     How,
     Node,
     SampleTask,
@@ -50,7 +51,7 @@ def seconds(src: Plan, dst: Plan, transport: str) -> dict[str, tuple[float, int,
     best: dict[str, tuple[float, int, int]] = {}
     with (
         run_sample_server(task) as endpoints,
-        Node(dst, memory=memory_of(pools), transport=near, name="bench") as node,
+        Node(dst, memory=memory_of(pools), transport=near, identity=SAMPLE_IDENTITY) as node,
         Session(node, endpoints) as session,
     ):
         blocks = scattered(dst, TOKENS)

@@ -16,6 +16,7 @@ from kvatlas.errors import Code
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import scattered
 from kvatlas.wire import (
+    SAMPLE_IDENTITY,
     Node,
     SampleTask,
     Session,
@@ -54,7 +55,7 @@ def connected(transport: str) -> Iterator[tuple[Session, dict[int, list[int]]]]:
     task = SampleTask(plan=src, transport=transport, seed=1, requests=names, tokens=TOKENS)
     with (
         run_sample_server(task) as endpoints,
-        Node(dst, memory=memory_of(pools), transport=near, name="bench") as node,
+        Node(dst, memory=memory_of(pools), transport=near, identity=SAMPLE_IDENTITY) as node,
         Session(node, endpoints) as session,
     ):
         yield session, scattered(dst, TOKENS)

@@ -16,6 +16,7 @@ from kvatlas.planning import Plan
 from kvatlas.routing import Copy, route
 from kvatlas.routing import scattered as scattered_blocks
 from kvatlas.wire import (
+    SAMPLE_IDENTITY,
     Node,
     SampleTask,
     Session,
@@ -62,7 +63,9 @@ def pull_times(block: int, tokens: int, per_token: int, run: int) -> PullTimes:
     task = SampleTask(plan=source, transport="nixl", seed=1, requests=("0",), tokens=tokens + 1)
     with (
         run_sample_server(task) as endpoints,
-        Node(target, memory=memory_of(pools), transport=near, piece=piece) as node,
+        Node(
+            target, memory=memory_of(pools), transport=near, piece=piece, identity=SAMPLE_IDENTITY
+        ) as node,
         Session(node, endpoints) as session,
     ):
         link: Any = session.link(0)

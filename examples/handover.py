@@ -63,7 +63,7 @@ def prefill(transport: str) -> None:
     first = model.generate(prompt(), past_key_values=cache, max_new_tokens=1, do_sample=False)
     taken = time.perf_counter() - begun
     with SimulatedRanks(
-        plan_for(PREFILL), transport, name="prefill", secret=b"shared by both ends"
+        plan_for(PREFILL), transport, name="prefill", model=model, secret=b"shared by both ends"
     ) as ranks:
         blocks = ranks.copy_from(cache, PROMPT)
         for node in ranks.nodes:
@@ -81,7 +81,7 @@ def decode(transport: str, said: dict[str, object]) -> list[int]:
     for column in ("to rank", "bytes", "descriptors", "way", "handshake ms", "transfer ms"):
         table.add_column(column, justify="right")
     with SimulatedRanks(
-        plan_for(DECODE), transport, name="decode", secret=b"shared by both ends"
+        plan_for(DECODE), transport, name="decode", model=model, secret=b"shared by both ends"
     ) as ranks:
         blocks = scattered(ranks.plan, PROMPT)
         for node in ranks.nodes:

@@ -24,7 +24,7 @@ from kvatlas.cache import allocate
 from kvatlas.routing import scattered
 from kvatlas.specs import FullAttention
 from kvatlas.tier import Tier
-from kvatlas.wire import Node, Session, make_transport
+from kvatlas.wire import SAMPLE_IDENTITY, Node, Session, make_transport
 
 _SECONDS = 0.5
 _WAYS: list[tuple[str, Json]] = [
@@ -64,7 +64,7 @@ def _beside_pulls(decoding: Decoding, alone: float, endpoints: Any, given: Json)
     cache = allocate(mine, device=DEVICE)
     transport = make_transport("cuda", **given)
     with (
-        Node(mine, memory=cache, transport=transport, buffers=0) as node,
+        Node(mine, memory=cache, transport=transport, buffers=0, identity=SAMPLE_IDENTITY) as node,
         Session(node, endpoints) as session,
     ):
         link, grids = grids_of(node, session, 0)

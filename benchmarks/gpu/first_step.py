@@ -22,7 +22,7 @@ from benchmarks.gpu.tables import show
 from kvatlas.cache import Cache, allocate
 from kvatlas.kernels import attend
 from kvatlas.routing import scattered
-from kvatlas.wire import Node, Session, Transfer, make_transport
+from kvatlas.wire import SAMPLE_IDENTITY, Node, Session, Transfer, make_transport
 
 _TURNS = 5
 """Of each way, of which the first compiles."""
@@ -34,12 +34,14 @@ def layers() -> None:
     cache = allocate(mine, device=DEVICE)
     rows: list[list[str]] = []
     outs: list[Any] = []
-    with Node(mine, memory=cache, transport=make_transport("cuda"), buffers=0) as node:
+    with Node(
+        mine, memory=cache, transport=make_transport("cuda"), buffers=0, identity=SAMPLE_IDENTITY
+    ) as node:
         with source_process() as far:
             endpoints = far.serve(made, 7)
             rows += _turns("another process", far.prefill, node, cache, endpoints, outs)
         about: Json = {"memory": filled(made, 0, 7), "transport": make_transport("cuda")}
-        with Node(made, **about, buffers=0) as near:
+        with Node(made, **about, buffers=0, identity=SAMPLE_IDENTITY) as near:
             side: Any = torch.cuda.Stream
 
             def begin(request: str, *, layered: bool) -> None:

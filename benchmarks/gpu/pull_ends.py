@@ -16,7 +16,7 @@ from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import scattered
 from kvatlas.specs import FullAttention
-from kvatlas.wire import Node, Session, make_transport
+from kvatlas.wire import SAMPLE_IDENTITY, Node, Session, make_transport
 
 TOKENS = 8192
 LAYERS = 32
@@ -78,7 +78,7 @@ def source() -> None:
             new = [
                 Node(
                     made, rank=rank, memory=filled(made, rank, order["seed"]),
-                    transport=make_transport("cuda"), **order["about"],
+                    transport=make_transport("cuda"), identity=SAMPLE_IDENTITY, **order["about"],
                 )
                 for rank in range(made.ranks)
             ]  # fmt: skip

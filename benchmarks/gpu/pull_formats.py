@@ -24,7 +24,7 @@ from benchmarks.gpu.pull_ends import (
 from benchmarks.gpu.tables import show
 from kvatlas.cache import Cache, allocate
 from kvatlas.routing import scattered
-from kvatlas.wire import Node, Session, make_transport
+from kvatlas.wire import SAMPLE_IDENTITY, Node, Session, make_transport
 
 _PULLS, _FIRST = 30, 8
 """Of a session, of which the first get it going."""
@@ -65,7 +65,9 @@ def _pulled(far: Source, pair: tuple[str, str], orders: tuple[str, str], copy: f
     endpoints = far.serve(made, 7, **about[0])
     cache = allocate(mine, device=DEVICE)
     transport = make_transport("cuda", share=1.0)
-    with Node(mine, memory=cache, transport=transport, **about[1]) as node:
+    with Node(
+        mine, memory=cache, transport=transport, identity=SAMPLE_IDENTITY, **about[1]
+    ) as node:
         names = [f"{pair} {orders} {number}" for number in range(_PULLS)]
         far.offer(*names)
         with Session(node, endpoints) as session:

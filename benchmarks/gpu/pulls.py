@@ -47,7 +47,7 @@ from benchmarks.gpu.tables import show
 from kvatlas.cache import Cache, allocate
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
-from kvatlas.wire import Node, Session, make_transport
+from kvatlas.wire import SAMPLE_IDENTITY, Node, Session, make_transport
 
 _APART = 0.02
 """Seconds between pulls that are timed one by one."""
@@ -69,7 +69,9 @@ def orders(copy: float, heads: int = 8) -> None:
         for target in ORDERS:
             cache = allocate(planned(target, heads, block=32), device=DEVICE)
             transport = make_transport("cuda", share=1.0)
-            with Node(cache.plan, memory=cache, transport=transport, buffers=0) as node:
+            with Node(
+                cache.plan, memory=cache, transport=transport, buffers=0, identity=SAMPLE_IDENTITY
+            ) as node:
                 row: list[Any] = [target]
                 for order in ORDERS:
                     with Session(node, endpoints[order]) as session:
@@ -119,7 +121,9 @@ def request(copy: float, sessions: int = 3) -> None:
         with source_process() as far:
             endpoints = far.serve(made, 7)
             transport = make_transport("cuda", **given)
-            with Node(mine, memory=cache, transport=transport, buffers=0) as node:
+            with Node(
+                mine, memory=cache, transport=transport, buffers=0, identity=SAMPLE_IDENTITY
+            ) as node:
                 taken = []
                 for number in range(sessions):
                     names = [f"{what} {number} {i}" for i in range(_PULLS)]

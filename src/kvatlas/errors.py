@@ -107,6 +107,11 @@ class Code(StrEnum):
     UNLIKE_VERSIONS = "unlike_versions", "The peer speaks another version of the protocol"
     UNKNOWN_SESSION = "unknown_session", "The peer knows no such session"
     UNKNOWN_REQUEST = "unknown_request", "The request is neither offered nor expected"
+    BLOCKS_IN_USE = "blocks_in_use", "The node already uses some of these blocks"
+    DIFFERENT_IDENTITY = (
+        "different_identity",
+        "The two ends compute their caches with different weights or settings",
+    )
     LEASE_EXPIRED = "lease_expired", "The lease ended before the last byte was read"
     CHECKSUM = "checksum", "Bytes were changed: their checksums differ"
     CANCELLED = "cancelled", "The transfer was cancelled"

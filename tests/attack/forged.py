@@ -65,7 +65,9 @@ def forged_messages(attack: Attack) -> Outcome:
         for number in range(attack.tries):
             for lie in (_nothing_sent, _half_sent, _out_of_order, _empty_pieces, _by_another):
                 request = f"{lie.__name__} {number}"
-                expected = victim.node.expect(request, victim.blocks, tokens, source=src)
+                expected = victim.node.expect(
+                    request, victim.blocks, tokens, source=src, pushers=["node-1"]
+                )
                 faults = lie(liar, stranger, request)
                 if expected.ready.is_set():
                     faults.append(f"{lie.__name__[1:]}: a push without its bytes is ready")
@@ -76,7 +78,9 @@ def forged_messages(attack: Attack) -> Outcome:
                 victim.fill(7)
             outcome.add(_not_named(victim, stranger, f"named {number}"))
         with Session(honest.node, [victim.node.endpoint]) as session:
-            expected = victim.node.expect("honest", victim.blocks, tokens, source=src)
+            expected = victim.node.expect(
+                "honest", victim.blocks, tokens, source=src, pushers=["node-1"]
+            )
             session.push("honest", src_blocks=honest.blocks, tokens=tokens).wait(20)
             outcome.add([] if expected.ready.is_set() else ["an honest push is not ready"])
         if not waited(victim.idle, 10):

@@ -70,7 +70,9 @@ def _killed(scene: Scene) -> tuple[list[str], bool]:
     if way == "pulled":
         here.offer(request)
     else:
-        expected = here.node.expect(request, here.blocks, scene.tokens, source=scene.src)
+        expected = here.node.expect(
+            request, here.blocks, scene.tokens, source=scene.src, pushers=["node-1"]
+        )
     struck.tell("move", way=way.removesuffix("ed"), request=request, **there)
     waited(lambda: here.node.metrics.values["messages"] >= asked + 2, SLACK)
     time.sleep(moment)

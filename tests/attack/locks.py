@@ -66,7 +66,11 @@ class _Crowd:
                     self._quietly(lambda: other.node.offer(*offered))
                     transfer = session.pull(request, dst_blocks=mine.blocks, **about)
                 else:
-                    self._quietly(lambda: other.node.expect(*offered, source=mine.plan))
+                    self._quietly(
+                        lambda: other.node.expect(
+                            *offered, source=mine.plan, pushers=[mine.node.name]
+                        )
+                    )
                     transfer = session.push(request, src_blocks=mine.blocks, **about)
                 if rng.random() < 0.2:
                     transfer.cancel()
@@ -78,7 +82,9 @@ class _Crowd:
             case "withdraw":
                 mine.node.withdraw(request)
             case "expect":
-                mine.node.expect(request, mine.blocks, _TOKENS, source=other.plan)
+                mine.node.expect(
+                    request, mine.blocks, _TOKENS, source=other.plan, pushers=[other.node.name]
+                )
             case "forget":
                 mine.node.forget(request)
             case "sweep":

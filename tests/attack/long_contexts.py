@@ -39,6 +39,7 @@ from kvatlas.wire import (
     pools_for,
 )
 from tests.attack.address_only import Aliased, Checking, drawn
+from tests.identities import OURS
 from tests.routing.oracle import Move
 
 MILLION = 1 << 20
@@ -123,7 +124,9 @@ class ThinPair:
                 pool[:] = rng.integers(0, 256, pool.size, dtype=np.uint8)
             self.caches.append(bind(pools, made))
             memory = memory_of(pools)
-            self.nodes.append(Node(made, memory=memory, transport=way, name=f"node {number}"))
+            self.nodes.append(
+                Node(made, memory=memory, transport=way, name=f"node {number}", identity=OURS)
+            )
             blocks = rng.permutation(made.pools[0].blocks)
             each = -(-tokens // made.block_size)
             self.tables.append([blocks[n * each :][:each] for n in range(longs)] + [blocks[-1:]])
@@ -208,7 +211,8 @@ def wide(name: str, tokens: int = MILLION, layers: int = 1000) -> dict[str, Any]
             i: Memory(room.address, small.rank_pools(0)[i].nbytes) for i, room in rooms.items()
         }
         node = Node(
-            small, memory=memory, transport=Checking(), name=f"node {number}", buffers=0
+            small, memory=memory, transport=Checking(), name=f"node {number}", buffers=0,
+            identity=OURS,
         )  # fmt: skip
         made.append((small, node, rooms))
     (src, giver, _), (dst, taker, _) = made

@@ -165,7 +165,8 @@ class SoakNode:
         with self.lock:
             self.busy.add(slot)
         blocks, src = slot_blocks(self.plan, slot), soak_plan(source)
-        self.expected[request] = self.node.expect(request, blocks, SLOT_TOKENS, source=src)
+        about: Json = {"source": src, "pushers": [f"node-{source}"]}
+        self.expected[request] = self.node.expect(request, blocks, SLOT_TOKENS, **about)
         return {}
 
     def do_forget(self, request: str, slot: int, source: int, source_slot: int) -> Json:

@@ -98,7 +98,9 @@ def stopped_pushers(attack: Attack) -> Outcome:
 def _stopped_pusher(scene: Scene) -> tuple[list[str], bool]:
     rng, here, pusher = scene.rng, scene.here, scene.struck
     how, request, faults = rng.choice(["direct", "staged"]), scene.name(), list[str]()
-    expected = here.node.expect(request, here.blocks, scene.tokens, source=scene.src)
+    expected = here.node.expect(
+        request, here.blocks, scene.tokens, source=scene.src, pushers=["node-1"]
+    )
     asked = here.node.metrics.values["messages"]
     there = {"way": "push", "endpoints": [here.node.endpoint], "request": request}
     pusher.tell("move", **there, how=how, seconds=8.0)

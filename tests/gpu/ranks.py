@@ -11,6 +11,7 @@ import torch
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Bytes, Node, make_transport
+from tests.identities import OURS
 
 GUARD, GUARDED = 4096, 0xA5
 OPTIONS: dict[str, dict[str, Any]] = {"nixl": {"kind": "VRAM"}}
@@ -38,12 +39,12 @@ class GpuRanks:
 
     def _serve(self, transport: str, given: dict[str, Any]) -> None:
         options = given.pop("options", OPTIONS.get(transport, {}))
-        about: dict[str, Any] = {"piece": 64 << 10, "buffers": 4} | given
+        about: dict[str, Any] = {"piece": 64 << 10, "buffers": 4, "name": "ranks"} | given
         torch.cuda.synchronize()
         self.nodes = [
             Node(
                 self.plan, rank=rank, memory=self.pools(rank),
-                transport=make_transport(transport, **options), **about,
+                transport=make_transport(transport, **options), identity=OURS, **about,
             )
             for rank in self.whole
         ]  # fmt: skip

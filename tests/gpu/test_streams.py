@@ -11,6 +11,7 @@ import torch
 from kvatlas.wire import Node, load_driver, make_transport
 from kvatlas.wire.transports.torch_queue import TorchQueue
 from tests.gpu.test_wires import small
+from tests.identities import OURS
 
 OWNERS = 40
 """More than the streams that torch has of a priority."""
@@ -102,7 +103,9 @@ def test_forty_nodes_opened_and_closed_give_back_their_streams() -> None:
                     for index, pool in made.rank_pools(0).items()
                 }
                 transport = make_transport("cuda")
-                nodes.enter_context(Node(made, memory=pools, transport=transport, buffers=0))
+                nodes.enter_context(
+                    Node(made, memory=pools, transport=transport, buffers=0, identity=OURS)
+                )
             before = streams.idle(0)
         after = streams.idle(0)
         assert after == before + 2 * OWNERS

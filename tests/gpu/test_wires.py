@@ -181,7 +181,7 @@ def test_pushes(peer: Peer, wire: str) -> None:
     peer.serve(src, dst, wire, TOKENS)
     with ranks_of(dst, wire, move) as (ranks, poison):
         (node,) = ranks.nodes
-        expected = node.expect("r", ranks.blocks, TOKENS, source=src)
+        expected = node.expect("r", ranks.blocks, TOKENS, source=src, pushers=["ranks"])
         assert peer.ask("push", request="r", endpoints=ranks.endpoints) == {"code": "ready"}
         assert expected.ready.is_set()
         assert ranks.wrong(right_of(move, poison)) == 0

@@ -10,6 +10,7 @@ from kvatlas.engines.transformers import AtlasCache
 from kvatlas.wire import Node, make_transport
 from tests.gpu.ranks import OPTIONS
 from tests.handover.tiny import LONGEST, NEW, PROMPT, model_of, prompt
+from tests.identities import OURS
 
 NUMBER = 5
 
@@ -27,6 +28,7 @@ class Generating:
             memory=self.cache.cache,
             transport=make_transport(transport, **OPTIONS.get(transport, {})),
             piece=64 << 10,
+            identity=OURS,
         )
 
     def prefill(self) -> int:

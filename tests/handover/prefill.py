@@ -32,8 +32,10 @@ def prefilled(name: str, number: int) -> tuple[AtlasCache, int]:
 
 
 def run(task: dict[str, Any]) -> tuple[SimulatedRanks, dict[str, Any]]:
-    plan = make_plan(model_of(task["model"]).config, batch=4, max_len=LONGEST, **task["plan"])
-    ranks = SimulatedRanks(plan, task["transport"], name="prefill", secret=b"shared by both ends")
+    model = model_of(task["model"])
+    plan = make_plan(model.config, batch=4, max_len=LONGEST, **task["plan"])
+    secret = b"shared by both ends"
+    ranks = SimulatedRanks(plan, task["transport"], name="prefill", model=model, secret=secret)
     said = {}
     for number in task["prompts"]:
         cache, first = prefilled(task["model"], number)

@@ -17,8 +17,9 @@ import torch
 from kvatlas import AtlasError
 from kvatlas.engines.transformers import AtlasCache, make_plan
 from kvatlas.engines.transformers.simulated_ranks import SimulatedRanks
+from kvatlas.models import CacheIdentity
 from kvatlas.routing import route, scattered
-from kvatlas.tier import CacheIdentity, FolderStore, StoreTier, Tier, prefix_keys
+from kvatlas.tier import FolderStore, StoreTier, Tier, prefix_keys
 from kvatlas.wire import Session, make_transport
 from tests.handover.prefill import MARK
 from tests.handover.tiny import LONGEST, MODELS, NEW, PROMPT, model_of, prompt
@@ -147,7 +148,9 @@ def test_tokens_after_a_hand_over(
     src, dst = plans(name, topology)
     said = prefill(model=name, plan=src, transport=transport, prompts=[5])
     plan = make_plan(model_of(name).config, batch=4, max_len=LONGEST, **dst)
-    with SimulatedRanks(plan, transport, name="decode", secret=b"shared by both ends") as ranks:
+    with SimulatedRanks(
+        plan, transport, name="decode", model=model_of(name), secret=b"shared by both ends"
+    ) as ranks:
         how = {"how": "direct"} if topology == "tp 1 to 2" else {}
         blocks = pull(ranks, said["endpoints"], checksums=True, **how)
         same_bytes(name, ranks, blocks)
@@ -161,12 +164,15 @@ def test_tokens_after_a_hand_over_within_a_process(name: str) -> None:
     src, dst = plans(name, "tp 2 to 1")
     made = [make_plan(model_of(name).config, batch=4, max_len=LONGEST, **p) for p in (src, dst)]
     with (
-        SimulatedRanks(made[0], "memory", name="prefill") as prefilled,
-        SimulatedRanks(made[1], "memory", name="decode") as ranks,
+        SimulatedRanks(made[0], "memory", name="prefill", model=model_of(name)) as prefilled,
+        SimulatedRanks(made[1], "memory", name="decode", model=model_of(name)) as ranks,
     ):
         blocks = prefilled.copy_from(own_cache(name, 5), PROMPT)
         mine = scattered(ranks.plan, PROMPT)
-        waiting = [n.expect("request", mine, PROMPT, source=made[0]) for n in ranks.nodes]
+        names = [node.name for node in prefilled.nodes]
+        waiting = [
+            n.expect("request", mine, PROMPT, source=made[0], pushers=names) for n in ranks.nodes
+        ]
         for node in prefilled.nodes:
             with Session(node, ranks.endpoints) as session:
                 session.push("request", src_blocks=blocks, tokens=PROMPT).wait(30)
@@ -188,8 +194,8 @@ def test_tokens_after_a_stay_on_disk(name: str, tmp_path: Path) -> None:
     }
     path = tmp_path / "blocks"
     with (
-        SimulatedRanks(made[0], "memory", name="prefill") as prefilled,
-        SimulatedRanks(made[1], "memory", name="decode") as ranks,
+        SimulatedRanks(made[0], "memory", name="prefill", model=model_of(name)) as prefilled,
+        SimulatedRanks(made[1], "memory", name="decode", model=model_of(name)) as ranks,
     ):
         blocks = prefilled.copy_from(own_cache(name, 5), PROMPT)
         with Tier.open(path, rows) as tier:
@@ -216,8 +222,8 @@ def test_tokens_agree_through_a_store_that_two_topologies_share(name: str, tmp_p
         return StoreTier(FolderStore(tmp_path), rows, ours, shards=6, staging=1 << 20)
 
     with (
-        SimulatedRanks(made[0], "memory", name="prefill") as prefilled,
-        SimulatedRanks(made[1], "memory", name="decode") as ranks,
+        SimulatedRanks(made[0], "memory", name="prefill", model=model_of(name)) as prefilled,
+        SimulatedRanks(made[1], "memory", name="decode", model=model_of(name)) as ranks,
     ):
         blocks = prefilled.copy_from(own_cache(name, 5), PROMPT)
         with opened() as tier:
@@ -232,7 +238,7 @@ def test_tokens_agree_through_a_store_that_two_topologies_share(name: str, tmp_p
 
 def same_bytes(name: str, ranks: SimulatedRanks, blocks: dict[int, list[int]]) -> None:
     """What arrived is what this process would have computed and placed there."""
-    with SimulatedRanks(ranks.plan, "memory", name="expected") as expected:
+    with SimulatedRanks(ranks.plan, "memory", name="expected", model=model_of(name)) as expected:
         assert expected.copy_from(own_cache(name, 5), PROMPT) == blocks
         way = route(ranks.plan, ranks.plan)
         for rank, pools in ranks.pools.items():
@@ -249,7 +255,9 @@ def test_another_requests_cache_gives_other_tokens(name: str, prefill: Prefill) 
     src, dst = plans(name, "tp 2 to 1")
     said = prefill(model=name, plan=src, transport="shm", prompts=[5, 6])
     plan = make_plan(model_of(name).config, batch=4, max_len=LONGEST, **dst)
-    with SimulatedRanks(plan, "shm", name="decode", secret=b"shared by both ends") as ranks:
+    with SimulatedRanks(
+        plan, "shm", name="decode", model=model_of(name), secret=b"shared by both ends"
+    ) as ranks:
         blocks = pull(ranks, said["endpoints"])
         other = go_on(name, ranks, blocks, 5, undisturbed(name, 5)[0])
         assert other[1:] != undisturbed(name, 5)[1:]

@@ -26,6 +26,7 @@ from kvatlas.routing import check
 from kvatlas.specs import FullAttention, LatentAttention
 from tests.cases import each
 from tests.guards import cache_of
+from tests.identities import OURS
 from tests.wire.helpers import Local
 
 FP8 = FullAttention(heads=4, head_dim=32, cache="fp8")
@@ -104,7 +105,7 @@ OTHERS: list[tuple[Code, Callable[[], Any]]] = [
     (Code.BAD_PLAN, lambda: bind(bytearray(64), "Qwen3-8B")),  # type: ignore[arg-type]
     (Code.BAD_PLAN, lambda: BlockPool(None)),  # type: ignore[arg-type]
     (Code.BAD_PLAN, lambda: check("Qwen3-8B", PLAN)),  # type: ignore[arg-type]
-    (Code.BAD_PLAN, lambda: Node("Qwen3-8B", memory={}, transport=Local())),  # type: ignore[arg-type]
+    (Code.BAD_PLAN, lambda: Node("Qwen3-8B", memory={}, transport=Local(), identity=OURS)),  # type: ignore[arg-type]
     (Code.WRONG_DEVICE, lambda: allocate(PLAN, device="abacus")),
     (Code.WRONG_DEVICE, lambda: allocate(PLAN, device=-1)),
     (Code.WRONG_DEVICE, lambda: allocate(PLAN, device=torch.cuda.device_count())),

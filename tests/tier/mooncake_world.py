@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvatlas.models import Model
-from kvatlas.tier import CacheIdentity, MooncakeStore, StoreTier
+from kvatlas.models import CacheIdentity, Model
+from kvatlas.tier import MooncakeStore, StoreTier
 from tests.planning.models import SMALL
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import World, small, tier_plan

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.models import Model
+from kvatlas.models import CacheIdentity, Model
 from kvatlas.planning import Plan
 from kvatlas.routing import route, scattered
 from kvatlas.tier import (
-    CacheIdentity,
     Converting,
     FolderStore,
     HostStore,

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.models import Model
+from kvatlas.models import CacheIdentity, Model
 from kvatlas.tier import (
     AnyTier,
-    CacheIdentity,
     Converting,
     FolderStore,
     HostStore,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.models import Model
-from kvatlas.tier import CacheIdentity, HostStore, StoreTier, prefix_keys
+from kvatlas.models import CacheIdentity, Model
+from kvatlas.tier import HostStore, StoreTier, prefix_keys
 from kvatlas.tier.namespaces import row_format
 from kvatlas.tier.opening import rows_of
 from kvatlas.tier.row_objects import RowObjects

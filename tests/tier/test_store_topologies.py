@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.models import Model
+from kvatlas.models import CacheIdentity, Model
 from kvatlas.tier import (
-    CacheIdentity,
     FolderStore,
     HostStore,
     ObjectStore,

@@ -22,6 +22,7 @@ from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Bytes, Handle, Node, Session, make_transport, memory_of, random_bytes
 from kvatlas.wire.client import direct
+from tests.identities import OURS
 from tests.wire.forking import forked, until_stopped
 
 TOKENS = 500
@@ -53,7 +54,12 @@ class Rank:
         self.transport = make_transport(transport, **options or {})
         self.whole: dict[int, Bytes] = {}
         self.fill(seed)
-        about: Json = {"piece": 8192, "buffers": 4, "name": f"node-{seed}"} | given
+        about: Json = {
+            "piece": 8192,
+            "buffers": 4,
+            "name": f"node-{seed}",
+            "identity": OURS,
+        } | given
         self._buffers = about["buffers"]
         self.node = Node(
             plan, rank=rank, memory=memory_of(self.pools), transport=self.transport, **about

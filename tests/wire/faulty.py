@@ -35,6 +35,11 @@ def pull(session: Session, target: End, request: str = "r", **about: Any) -> Tra
     return session.pull(request, dst_blocks=target.blocks, **{"tokens": 50} | about)
 
 
+def pull_block(session: Session, block: int, request: str = "r", **about: Any) -> Transfer:
+    """Pull the first block of a request into a block, so that many pulls may run at once."""
+    return session.pull(request, dst_blocks=[block], tokens=(0, 16), **about)
+
+
 def works(source: End, target: End, **about: Any) -> None:
     """All is as it was: nothing is lent, and the next transfer arrives."""
     until(lambda: all(len(node.leases) == 0 for node in source.nodes))

@@ -19,6 +19,7 @@ from kvatlas.planning import Plan, plan
 from kvatlas.routing import Copy, route, scattered
 from kvatlas.wire import Handle, Link, Memory, Node, Session, Transport
 from kvatlas.wire.transports.base import Done
+from tests.identities import OURS
 from tests.planning.models import SMALL
 from tests.routing import oracle
 from tests.routing.oracle import Move
@@ -138,7 +139,9 @@ class End:
         listen: Sequence[str] | None = None,
         **given: Any,
     ) -> None:
-        about: dict[str, Any] = {"piece": 4096, "buffers": 4, "name": f"end-{seed}"}
+        about: dict[str, Any] = {
+            "piece": 4096, "buffers": 4, "name": f"end-{seed}", "identity": OURS
+        }  # fmt: skip
         listen = listen or ["tcp://127.0.0.1:0"] * (made.tp * made.pp)
         self.plan = made
         self.tokens = tokens

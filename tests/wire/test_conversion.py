@@ -14,6 +14,7 @@ from kvatlas import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, scattered
 from kvatlas.wire import Node, Session, make_transport, memory_of, pools_for
+from tests.identities import OURS
 from tests.planning.models import model_of
 from tests.routing.cases import small_plan
 from tests.routing.converting import assert_converted, conversion_of, fill_sources, scales_of
@@ -87,7 +88,10 @@ def test_unlike_formats_are_converted_on_the_way(way: str) -> None:
                         assert done.ready
                         assert done.moved == done.total
             else:
-                waited = [n.expect("r", there.blocks, TOKENS, source=src) for n in there.nodes]
+                waited = [
+                    n.expect("r", there.blocks, TOKENS, source=src, pushers=["end-1"])
+                    for n in there.nodes
+                ]
                 for node in here.nodes:
                     with Session(node, there.endpoints) as session:
                         about = {"src_blocks": here.blocks, "tokens": TOKENS}
@@ -111,7 +115,7 @@ def test_shared_memory_converts() -> None:
             transport = make_transport("shm")
             pools[made.tp, rank] = own = pools_for(made, rank, transport)
             about: dict[str, Any] = {"rank": rank, "memory": memory_of(own), "transport": transport}
-            nodes.append(Node(made, **about, convert="bf16->int8"))
+            nodes.append(Node(made, **about, identity=OURS, convert="bf16->int8"))
         for rank, node in enumerate(nodes[:2]):
             for index, pool in memories[rank].pools.items():
                 pools[2, rank][index][:] = pool
@@ -168,6 +172,7 @@ def test_a_conversion_goes_one_way_and_never_direct() -> None:
     with ends(*agreed(src, dst)) as (here, there):
         there.offer("back")
         assert refusal(there, here).code is Code.BAD_CONVERSION
+        there.nodes[0].withdraw("back")
         here.offer("r")
         with Session(there.nodes[0], here.endpoints) as session:
             about: dict[str, Any] = {"dst_blocks": there.blocks, "tokens": TOKENS}

@@ -15,7 +15,7 @@ from kvatlas.errors import Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Handle, Session
 from kvatlas.wire.transports.base import STAGING
-from tests.wire.faulty import Act, Gate, Stuck, failure, pair, pull, spoiled, works
+from tests.wire.faulty import Act, Gate, Stuck, failure, pair, pull, pull_block, spoiled, works
 from tests.wire.helpers import assert_arrived, ends, pull_all, until
 
 # -- leases -------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_a_request_may_be_expected_and_offered_at_once() -> None:
     """What ends the one does not end the leases of the other."""
     with ends(*pair()) as (source, target):
         source.offer("r")
-        source.nodes[0].expect("r", [9, 8, 7, 6], 50, source=target.plan)
+        source.nodes[0].expect("r", [29, 28, 27, 26], 50, source=target.plan, pushers=["end-2"])
         gate = target.arounds = Gate()
         with Session(target.nodes[0], source.endpoints) as session:
             transfer = pull(session, target, how="direct")
@@ -130,7 +130,9 @@ def test_a_byte_that_changes_on_the_way_is_noticed(how: str, way: str) -> None:
                 assert source.released == []
                 pull(session, target, how=how, checksums=True).wait(10)
         else:
-            expected = target.nodes[0].expect("r", target.blocks, 50, source=source.plan)
+            expected = target.nodes[0].expect(
+                "r", target.blocks, 50, source=source.plan, pushers=["end-1"]
+            )
             target.arounds = spoiled(target, pool)
             with Session(source.nodes[0], target.endpoints) as session:
                 about: dict[str, Any] = {"src_blocks": source.blocks, "tokens": 50, "how": how}
@@ -206,7 +208,7 @@ def test_transfers_that_wait_their_turn_end_with_the_session() -> None:
         source.offer("r")
         gate = target.arounds = Gate()
         session = Session(target.nodes[0], source.endpoints)
-        many = [pull(session, target, how="direct") for _ in range(40)]
+        many = [pull_block(session, block, how="direct") for block in range(40)]
         assert gate.reached.wait(5)
         closing = threading.Thread(target=session.close)
         closing.start()
@@ -219,6 +221,7 @@ def test_transfers_that_wait_their_turn_end_with_the_session() -> None:
             pull(session, target)
         assert refusal.value.code is Code.PEER_LOST
         source.nodes[0].withdraw("r")
+        target.buffers[0].before = target.buffers[0].copy()  # some blocks were filled
         works(source, target)
 
 

@@ -51,7 +51,9 @@ def test_killed_at_any_moment(here: Here, children: Children, point: int) -> Non
         if way == "pull":
             child.ask("offer", request="r")
         else:
-            child.ask("expect", request="r", source=TARGET.to_json().decode())
+            child.ask(
+                "expect", request="r", source=TARGET.to_json().decode(), pushers=[here.node.name]
+            )
         with Session(here.node, [child.endpoint]) as session:
             begun = time.monotonic()
             if way == "pull":
@@ -67,7 +69,7 @@ def test_killed_at_any_moment(here: Here, children: Children, point: int) -> Non
         if way == "pulled":
             here.rank.offer("r")
         else:
-            expected = here.node.expect("r", here.blocks, TOKENS, source=SOURCE)
+            expected = here.node.expect("r", here.blocks, TOKENS, source=SOURCE, pushers=["other"])
         child.tell("move", **there, way=way.removesuffix("ed"))
         until(lambda: here.node.metrics.values["messages"] > 0)
         striking.start()

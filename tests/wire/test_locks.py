@@ -101,7 +101,8 @@ def test_nothing_is_compiled_or_bound_under_a_lock(held: Held) -> None:
                 assert_arrived(source, target, rank)
         assert [why for _, _, why in source.released] == ["read"] * 3
         expected = [
-            node.expect("pushed", target.blocks, 50, source=source.plan) for node in target.nodes
+            node.expect("pushed", target.blocks, 50, source=source.plan, pushers=["end-1"])
+            for node in target.nodes
         ]
         with Session(source.nodes[0], target.endpoints) as session:
             session.push("pushed", src_blocks=source.blocks, tokens=50, checksums=True).wait(20)

@@ -16,6 +16,7 @@ from kvatlas.routing import scattered
 from kvatlas.wire import Memory, Node, Session, make_transport, protocol, rank_pools
 from kvatlas.wire.pool_mover import pools_device
 from kvatlas.wire.protocol import RegisteredMemory
+from tests.identities import OURS
 from tests.planning.models import SMALL
 from tests.wire.helpers import Buffers, End, Local, ends, pull_all, small
 
@@ -54,14 +55,15 @@ def test_tables_that_do_not_fit_the_plan_are_neither_offered_nor_expected() -> N
     with ends(End(made, 80)) as (end,):
         node = end.nodes[0]
         for code, tables in wrong:
-            for act in (node.offer, partial(node.expect, source=made)):
+            for act in (node.offer, partial(node.expect, source=made, pushers=["end-0"])):
                 with pytest.raises(AtlasError) as refusal:
                     act("r", tables, 80)
                 assert refusal.value.code is code, tables
         assert not node.offers
         assert not node.expected
         node.offer("r", good, 80)
-        node.expect("r", good, 80, source=made)
+        node.withdraw("r")
+        node.expect("r", good, 80, source=made, pushers=["end-0"])
 
 
 def test_one_model_by_path_and_by_name_is_one_model_to_nodes() -> None:
@@ -73,7 +75,8 @@ def test_one_model_by_path_and_by_name_is_one_model_to_nodes() -> None:
             source.offer("r")
             pull_all(source, target, "r", checksums=True)
             expected = [
-                node.expect("pushed", source.blocks, 50, source=dst) for node in source.nodes
+                node.expect("pushed", source.blocks, 50, source=dst, pushers=["end-2"])
+                for node in source.nodes
             ]
             for node in target.nodes:
                 with Session(node, source.endpoints) as session:
@@ -96,10 +99,13 @@ def test_bad_arguments_do_not_close_the_callers_transport() -> None:
     transport = Local()
     for given in wrong:
         with pytest.raises(AtlasError):
-            Node(made, **{"rank": 0, "memory": good, "transport": transport, **given})
+            Node(
+                made,
+                **{"rank": 0, "memory": good, "transport": transport, "identity": OURS, **given},
+            )
         assert transport.open
         assert transport.registered == 0
-    with Node(made, rank=0, memory=good, transport=transport):
+    with Node(made, rank=0, memory=good, transport=transport, identity=OURS):
         assert transport.registered
 
 
@@ -112,11 +118,11 @@ def test_a_node_of_which_peers_reach_nothing_is_refused(shared: Any, device: str
     memory = {i: Memory(at.address, at.nbytes, device) for i, at in own.items()}
     about: dict[str, Any] = {"memory": memory, "transport": transport, "buffers": 0}
     if (shared, device) == ("all", "host"):
-        with Node(made, **about) as node:
+        with Node(made, identity=OURS, **about) as node:
             assert set(node.transport.reachable) == set(memory)
         return
     with pytest.raises(AtlasError) as refusal:
-        Node(made, **about)
+        Node(made, identity=OURS, **about)
     assert refusal.value.code is Code.CONTRADICTORY
     assert transport.open
     assert transport.registered == 0
@@ -147,7 +153,7 @@ def test_a_plan_with_more_pages_than_peers_check_is_refused_where_it_was_made(
     made = small("dense")
     monkeypatch.setattr("kvatlas.wire.peers._MAX_PAGES", 1)
     with pytest.raises(AtlasError) as refusal:
-        Node(made, memory=Buffers(made, 0).memory, transport=Local())
+        Node(made, memory=Buffers(made, 0).memory, transport=Local(), identity=OURS)
     assert refusal.value.code is Code.TOO_MANY
 
 
@@ -162,14 +168,14 @@ def test_nodes_take_caches_tensors_and_arrays_and_keep_them_alive() -> None:
     given += [({0: pool}, pool) for pool in (torch.zeros(nbytes // 2, dtype=torch.bfloat16),)]
     given += [({0: pool}, pool) for pool in (np.zeros(nbytes, np.uint8),)]
     for pools, pool in given:
-        with Node(made, memory=pools, transport=Local()) as node:
+        with Node(made, memory=pools, transport=Local(), identity=OURS) as node:
             region = node.transport.memory[0]
             assert (region.nbytes, region.device) == (nbytes, "host")
             assert region.owner is pool
     strided = torch.zeros(2 * nbytes, dtype=torch.uint8)[::2]
     for wrong in ({0: strided}, {0: np.zeros(2 * nbytes, np.uint8)[::2]}, {0: b"bytes"}, 17):
         with pytest.raises(AtlasError) as refusal:
-            Node(made, memory=wrong, transport=Local())
+            Node(made, memory=wrong, transport=Local(), identity=OURS)
         assert refusal.value.code is Code.BAD_TENSOR
 
 
@@ -179,7 +185,7 @@ def test_memory_of_gpu_0_is_not_taken_for_host_memory() -> None:
     at = Buffers(made, 0).memory[0]
     gpu = {0: Memory(at.address, at.nbytes, "cuda:0")}
     with pytest.raises(AtlasError) as refusal:  # there is no GPU here to order anything on
-        Node(made, memory=gpu, transport=Local())
+        Node(made, memory=gpu, transport=Local(), identity=OURS)
     assert refusal.value.code is Code.WRONG_DEVICE
     with pytest.raises(AtlasError) as refusal:
         rank_pools(made, 0, gpu)

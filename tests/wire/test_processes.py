@@ -116,8 +116,10 @@ def test_a_stalled_source_is_given_up_and_met_again(
     with Session(here.node, [child.endpoint]) as session:
         child.signal(signal.SIGSTOP)
         begun = time.monotonic()
-        assert outcome(here.pull(session, how=how, seconds=0.7), begun) == "deadline"
+        first = here.pull(session, how=how, seconds=0.7)
+        assert outcome(first, begun) == "deadline"
         child.signal(signal.SIGCONT)
+        assert first.wait_released(20)
         here.pull(session, how=how, seconds=10).wait(15)
     here.assert_has(SOURCE, 1)
     until(lambda: child.ask("state")["leases"] == 0)
@@ -275,7 +277,7 @@ def test_a_reader_that_starts_again_frees_what_it_had(here: Here, children: Chil
 def test_the_source_of_a_push_is_killed(here: Here, children: Children, how: str) -> None:
     """Nothing is ready here, whatever had been written; the next push is."""
     here.wipe()
-    expected = here.node.expect("pushed", here.blocks, TOKENS, source=SOURCE)
+    expected = here.node.expect("pushed", here.blocks, TOKENS, source=SOURCE, pushers=["pusher"])
     about: dict[str, Any] = {
         "way": "push", "endpoints": [here.node.endpoint], "request": "pushed", "how": how,
         "seconds": 1.0,

@@ -16,7 +16,9 @@ def test_only_the_plan_that_is_expected_may_push() -> None:
     two = End(small("dense", tp=2), 50, seed=1)
     four = End(small("dense", tp=4), 50, seed=3)
     with ends(target, two, four):
-        expected = target.nodes[0].expect("r", target.blocks, 50, source=two.plan)
+        expected = target.nodes[0].expect(
+            "r", target.blocks, 50, source=two.plan, pushers=["end-1", "end-3"]
+        )
         for node in four.nodes[:2]:
             with Session(node, target.endpoints) as session:
                 transfer = session.push("r", src_blocks=four.blocks, tokens=50)
@@ -32,7 +34,9 @@ def test_only_the_plan_that_is_expected_may_push() -> None:
 
 def test_what_has_arrived_is_not_written_again() -> None:
     with ends(*pair()) as (source, target):
-        expected = target.nodes[0].expect("r", target.blocks, 50, source=source.plan)
+        expected = target.nodes[0].expect(
+            "r", target.blocks, 50, source=source.plan, pushers=["end-1"]
+        )
         about: dict[str, Any] = {"src_blocks": source.blocks, "tokens": 50}
         gate = target.arounds = Gate()
         with Session(source.nodes[0], target.endpoints) as session:
@@ -50,30 +54,29 @@ def test_what_has_arrived_is_not_written_again() -> None:
         target.assert_idle()
 
 
-def test_a_rank_that_pushes_again_has_not_arrived_until_it_is_done() -> None:
+def test_a_rank_that_has_arrived_is_not_pushed_again() -> None:
     with ends(*pair({"tp": 2}, {"tp": 1})) as (source, target):
-        expected = target.nodes[0].expect("r", target.blocks, 50, source=source.plan)
+        expected = target.nodes[0].expect(
+            "r", target.blocks, 50, source=source.plan, pushers=["end-1"]
+        )
         about: dict[str, Any] = {"src_blocks": source.blocks, "tokens": 50, "how": "direct"}
         with (
             Session(source.nodes[0], target.endpoints) as zero,
             Session(source.nodes[1], target.endpoints) as one,
         ):
             zero.push("r", **about).wait(10)
-            gate = target.arounds = Gate()
-            again = zero.push("r", **about)
-            assert gate.reached.wait(5)
-            target.arounds = as_it_is
+            assert failure(zero.push("r", **about)) is Code.UNKNOWN_REQUEST
+            assert not expected.ready.is_set(), "rank 1 has not pushed"
             one.push("r", **about).wait(10)
-            assert not expected.ready.is_set(), "rank 0 is writing"
-            gate.opened.set()
-            again.wait(10)
             assert expected.ready.is_set()
         assert_arrived(source, target, 0)
 
 
 def test_parts_of_a_push_are_not_the_whole() -> None:
     with ends(*pair()) as (source, target):
-        expected = target.nodes[0].expect("r", target.blocks, 50, source=source.plan)
+        expected = target.nodes[0].expect(
+            "r", target.blocks, 50, source=source.plan, pushers=["end-1"]
+        )
         with Session(source.nodes[0], target.endpoints) as session:
             for about in ({"tokens": (0, 49)}, {"tokens": 50, "layers": ["layers.0.attn"]}):
                 session.push("r", src_blocks=source.blocks, **about).wait(10)
@@ -83,7 +86,7 @@ def test_parts_of_a_push_are_not_the_whole() -> None:
 def test_blocks_that_are_no_longer_expected_are_not_touched() -> None:
     """Once `forget` returns nothing is scattered into them, however far the push had come."""
     with ends(*pair()) as (source, target):
-        target.nodes[0].expect("r", target.blocks, 50, source=source.plan)
+        target.nodes[0].expect("r", target.blocks, 50, source=source.plan, pushers=["end-1"])
         gate = target.arounds = Gate()
         with Session(source.nodes[0], target.endpoints) as session:
             transfer = session.push("r", src_blocks=source.blocks, tokens=50, how="staged")

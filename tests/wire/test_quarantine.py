@@ -17,7 +17,7 @@ from kvatlas.routing import Copy
 from kvatlas.wire import Handle, How, Session, protocol
 from kvatlas.wire.quarantine import Quarantine
 from tests.wire.attacked import Attacked, code_of, opening
-from tests.wire.faulty import Act, failure, pair, pull, works
+from tests.wire.faulty import Act, failure, pair, pull, pull_block, works
 from tests.wire.helpers import End, as_it_is, assert_arrived, ends, pull_all, small, until
 
 
@@ -101,7 +101,7 @@ def test_nothing_that_is_pushed_arrives_after_forget() -> None:
     """However late: it lands in staging memory, whose buffers nobody else has yet."""
     with ends(*pair()) as (source, target):
         node = target.nodes[0]
-        node.expect("r", target.blocks, 50, source=source.plan)
+        node.expect("r", target.blocks, 50, source=source.plan, pushers=["end-1"])
         stalled = target.arounds = Stalled()
         with Session(source.nodes[0], target.endpoints) as session:
             transfer = session.push("r", src_blocks=source.blocks, tokens=50, seconds=0.5)
@@ -188,11 +188,12 @@ def test_a_deadline_is_kept_behind_transfers_that_are_stuck() -> None:
         source.offer("r")
         stalled = target.arounds = Stalled()
         with Session(target.nodes[0], source.endpoints) as session:
-            many = [pull(session, target, how="direct", seconds=20) for _ in range(70)]
+            about: dict[str, Any] = {"how": "direct", "seconds": 20}
+            many = [pull_block(session, block, **about) for block in range(70)]
             assert stalled.posted.wait(5)
             begun = time.monotonic()
             with pytest.raises(AtlasError) as refusal:
-                pull(session, target, how="direct", seconds=0.3).wait()
+                pull_block(session, 70, how="direct", seconds=0.3).wait()
             assert refusal.value.code is Code.DEADLINE
             assert time.monotonic() - begun < 3
             for one in many:
@@ -211,8 +212,9 @@ def test_a_deadline_is_kept_behind_transfers_that_are_stuck() -> None:
 
 def test_a_push_without_its_bytes_is_not_ready(attacked: Attacked) -> None:
     node, session = attacked.node, attacked.session()
-    blocks = attacked.source.blocks
-    expected = node.expect("pushed", blocks, 50, source=attacked.target.plan)
+    expected = node.expect(
+        "pushed", [29, 28, 27, 26], 50, source=attacked.target.plan, pushers=["stranger"]
+    )
     about = {"direction": "push", "request": "pushed"}
     lease = attacked.open(session, **about).lease
     said = attacked.raw.ask(protocol.Close(session=session, lease=lease, complete=True))
@@ -280,7 +282,7 @@ def test_locks_are_taken_in_one_order() -> None:
             while time.monotonic() < over:
                 turn += 1
                 name = f"{number} {turn}"
-                target.nodes[0].expect(name, blocks, 32, source=source.plan)
+                target.nodes[0].expect(name, blocks, 32, source=source.plan, pushers=["end-1"])
                 about: dict[str, Any] = {"src_blocks": blocks, "tokens": 32, "seconds": 10}
                 moving = session.push(name, how=("direct", "staged")[turn % 2], **about)
                 if turn % 3 == 0:

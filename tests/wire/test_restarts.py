@@ -13,7 +13,18 @@ from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Handle, Session
-from tests.wire.faulty import Act, Gate, Stuck, failure, lost, pair, pull, spoiled, works
+from tests.wire.faulty import (
+    Act,
+    Gate,
+    Stuck,
+    failure,
+    lost,
+    pair,
+    pull,
+    pull_block,
+    spoiled,
+    works,
+)
 from tests.wire.helpers import End, as_it_is, assert_arrived, ends, small
 
 
@@ -133,7 +144,7 @@ def test_a_failure_does_not_close_the_link_of_others() -> None:
         with Session(target.nodes[0], source.endpoints) as session:
             slow = pull(session, target, "slow", how="direct")
             assert gate.reached.wait(5)
-            short = pull(session, target, "short", how="direct", seconds=0.2)
+            short = pull_block(session, 40, "short", how="direct", seconds=0.2)
             assert failure(short) is Code.DEADLINE
             gate.opened.set()
             slow.wait(10)
@@ -153,7 +164,7 @@ def test_hands_are_shaken_once_for_many_transfers() -> None:
             before = len(transport.links)
             for number in range(12):
                 source.offer(f"r{number}")
-            many = [pull(session, target, f"r{number}") for number in range(12)]
+            many = [pull_block(session, 40 + n, f"r{n}") for n in range(12)]
             for one in many:
                 one.wait(10)
             assert len(transport.links) == before + 1

@@ -18,6 +18,7 @@ from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.routing import Costs, route
 from kvatlas.wire import How, Memory, Node, Session, make_transport, memory_of, pools_for
+from tests.identities import OURS
 from tests.planning.models import SMALL
 from tests.wire.helpers import (
     Buffers,
@@ -97,7 +98,7 @@ def test_a_push_delivers_every_byte_and_no_other(
     with ends(*two_ends(name, src, dst, secret=b"between the two of us")) as (source, target):
         move = fill_by_oracle(source, target)
         waiting = [
-            node.expect("r", target.blocks, target.tokens, source=source.plan)
+            node.expect("r", target.blocks, target.tokens, source=source.plan, pushers=["end-1"])
             for node in target.nodes
         ]
         for number, node in enumerate(source.nodes):
@@ -182,7 +183,7 @@ def test_pools_that_peers_cannot_reach_are_staged() -> None:
     made = [small("dense", layout=layout) for layout in ("LBNHC", "BHLNC")]
     pools = [{0: np.full(one.pools[0].nbytes, number, np.uint8)} for number, one in enumerate(made)]
     nodes = [
-        Node(one, memory=memory_of(mine), transport=make_transport("shm"))
+        Node(one, memory=memory_of(mine), transport=make_transport("shm"), identity=OURS)
         for one, mine in zip(made, pools, strict=True)
     ]
     nodes[1].offer("r", [3, 1], 32)
@@ -190,7 +191,7 @@ def test_pools_that_peers_cannot_reach_are_staged() -> None:
         transfer = session.pull("r", dst_blocks=[2, 5], tokens=32).wait(20)
         assert "staged" in nodes[0].metrics.seconds
         assert int((pools[0][0] == 1).sum()) == transfer.moved == transfer.total
-        nodes[1].expect("back", [7, 8], 32, source=made[0])
+        nodes[1].expect("back", [7, 8], 32, source=made[0], pushers=[nodes[0].name])
         with Session(nodes[0], [nodes[1].endpoint]) as towards:
             towards.push("back", src_blocks=[0, 1], tokens=32).wait(20)
         assert nodes[1].expected["back"].ready.is_set()
@@ -324,9 +325,9 @@ def test_requests_are_offered_once_and_have_names() -> None:
                     with pytest.raises(AtlasError) as refusal:
                         ask(name)
                     assert refusal.value.code is Code.UNKNOWN_REQUEST
-        target.nodes[0].expect("r", target.blocks, 50, source=source.plan)
+        target.nodes[0].expect("r", target.blocks, 50, source=source.plan, pushers=["end-1"])
         with pytest.raises(AtlasError) as refusal:
-            target.nodes[0].expect("r", target.blocks, 50, source=source.plan)
+            target.nodes[0].expect("r", target.blocks, 50, source=source.plan, pushers=["end-1"])
         assert refusal.value.code is Code.TWICE
 
 
@@ -431,7 +432,7 @@ def test_a_node_without_buffers_moves_directly() -> None:
 def test_a_node_without_buffers_over_shared_memory() -> None:
     made, transport = small("dense"), make_transport("shm")
     pools = pools_for(made, 0, transport)
-    with Node(made, memory=memory_of(pools), transport=transport, buffers=0) as node:
+    with Node(made, memory=memory_of(pools), transport=transport, buffers=0, identity=OURS) as node:
         assert node.transport.registered == len(pools)
 
 
@@ -439,7 +440,7 @@ def node(**given: Any) -> Node:
     made = small("dense")
     buffers = Buffers(made, 0)
     about: dict[str, Any] = {"memory": buffers.memory, "transport": Local()} | given
-    return Node(made, **about)
+    return Node(made, identity=OURS, **about)
 
 
 @pytest.mark.parametrize(

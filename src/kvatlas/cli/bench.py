@@ -18,6 +18,7 @@ from kvatlas.planning import Plan, plan, size
 from kvatlas.routing import Copy
 from kvatlas.specs import FullAttention
 from kvatlas.wire import (
+    SAMPLE_IDENTITY,
     Bytes,
     Link,
     Node,
@@ -69,7 +70,7 @@ def _rates(name: str, transport: Transport) -> Iterator[TransportRate]:
     task = SampleTask(plan=made, transport=name, seed=_SEED, requests=(), tokens=16)
     with (
         run_sample_server(task) as endpoints,
-        Node(made, memory=memory_of(pools), transport=transport, name="bench") as node,
+        Node(made, memory=memory_of(pools), transport=transport, identity=SAMPLE_IDENTITY) as node,
         Session(node, endpoints) as session,
     ):
         link = session.link(0)

@@ -21,6 +21,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan, size
 from kvatlas.routing import Route, scattered
 from kvatlas.wire import (
+    SAMPLE_IDENTITY,
     TRANSPORT_NAMES,
     Bytes,
     How,
@@ -108,7 +109,7 @@ def move_request(
                 pool[:] = random_bytes(pool.nbytes, _SEED + 1, rank, index)
             node = Node(
                 dst, rank=rank, memory=memory_of(pools), transport=near,
-                name=f"destination-{rank}", **converting(convert),
+                name=f"destination-{rank}", identity=SAMPLE_IDENTITY, **converting(convert),
             )  # fmt: skip
             with node, Session(node, endpoints) as session:
                 blocks = scattered(dst, tokens)

@@ -9,6 +9,7 @@ size is checked by the spec that it ends in.
 what they leave of a GPU.
 """
 
+from kvatlas.models.cache_identity import CacheIdentity, config_identity
 from kvatlas.models.checkpoint_identity import weights_identity
 from kvatlas.models.gpus import GPUS, OVERHEAD, Gpu, find_gpu, find_gpus, memory_for_cache
 from kvatlas.models.known_models import catalogue
@@ -19,11 +20,13 @@ from kvatlas.models.weights import Weights
 __all__ = [
     "GPUS",
     "OVERHEAD",
+    "CacheIdentity",
     "Gpu",
     "Layer",
     "Model",
     "Weights",
     "catalogue",
+    "config_identity",
     "find_gpu",
     "find_gpus",
     "memory_for_cache",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
@@ -92,14 +93,22 @@ class RequestEnds:
 
 
 def check_tables(
-    plan: Plan, rank: int, blocks: Any, tokens: Any, *, end: str = "source", recompute: int = 0
+    plan: Plan,
+    rank: int,
+    blocks: Any,
+    tokens: Any,
+    *,
+    end: str = "source",
+    recompute: int = 0,
+    layers: Collection[str] | None = None,
 ) -> dict[int, Int64s]:
     """A request's block tables at one rank of a plan, by group, or a refusal.
 
     Every group that the rank keeps has a table that is long enough for the tokens, and the
     blocks that have their states are in the pool and named once. Entries that are not
     needed may hold anything, and are -1 in what is returned; `end` is what messages call
-    the plan. Windows also have what the last `recompute` tokens see.
+    the plan. Windows also have what the last `recompute` tokens see. With `layers`, only the
+    groups of those layers need a table.
 
     >>> from kvatlas.planning import plan
     >>> node = plan("Qwen3-8B", memory="1GiB", max_len=512)
@@ -111,12 +120,18 @@ def check_tables(
     start, stop = token_range(tokens, plan.max_len)
     recompute = min(natural(recompute, "recompute"), stop - start)
     for upto in {stop, stop - recompute}:
-        _use_tables(tables, (start, upto), recurrent=upto == stop)
+        _use_tables(tables, (start, upto), layers, recurrent=upto == stop)
     tables.check_distinct()
     return tables.used()
 
 
-def _use_tables(tables: RequestTables, tokens: tuple[int, int], *, recurrent: bool) -> None:
+def _use_tables(
+    tables: RequestTables,
+    tokens: tuple[int, int],
+    layers: Collection[str] | None,
+    *,
+    recurrent: bool,
+) -> None:
     """Check the entries of every group that some tokens need; states are those of the last."""
     kept = RequestEnds(tables, tables, tokens)
     plan, rank = tables.plan, tables.rank
@@ -127,6 +142,7 @@ def _use_tables(tables: RequestTables, tokens: tuple[int, int], *, recurrent: bo
             for region in plan.regions
             if region.stage == stage
             for layer in region.layers
+            if layers is None or layer.name in layers
         }
     ):
         if not per_state and not recurrent:

@@ -253,6 +253,29 @@ class Route:
         rank = arriving.dst.rank
         return Stream(self._pairs(self._arrivals, rank, rank, layers), arriving).nbytes
 
+    def filled_blocks(
+        self,
+        *,
+        dst_rank: int,
+        dst_blocks: Blocks,
+        tokens: Any,
+        layers: Iterable[str] | None = None,
+    ) -> dict[int, Int64s]:
+        """Return the entries of each group's block table that a request fills.
+
+        >>> from kvatlas.planning import plan
+        >>> ends = [plan("Qwen3-8B", memory="1GiB", max_len=512, layout=o) for o in ("NHD", "HND")]
+        >>> way = route(*ends)
+        >>> way.filled_blocks(dst_rank=0, dst_blocks=[7, 4, 9, 8], tokens=(16, 40))
+        {0: array([1, 2])}
+        """
+        arriving = self._arriving(dst_rank, dst_blocks, tokens)
+        rank = arriving.dst.rank
+        for compiled in self._pairs(self._arrivals, rank, rank, layers):
+            arriving.states(compiled.pair)
+        arriving.check_distinct()
+        return arriving.dst.used_entries()
+
     def prepare(
         self,
         *,

@@ -5,7 +5,6 @@ from kvatlas.tier.converting import Converting, TierRoutes
 from kvatlas.tier.file_owner import socket_beside
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.index import StoreResult
-from kvatlas.tier.namespaces import CacheIdentity
 from kvatlas.tier.opening import (
     is_store,
     open_store,
@@ -38,7 +37,6 @@ __all__ = [
     "STORAGE",
     "AnyTier",
     "BlockKeys",
-    "CacheIdentity",
     "Converting",
     "EventListener",
     "FolderStore",

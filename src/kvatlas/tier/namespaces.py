@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from kvatlas.errors import AtlasError, Code
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import fingerprint
 from kvatlas.tier.object_header import ObjectPlace, checksum, header
@@ -35,30 +35,6 @@ _OBJECT = re.compile(
 )
 LEVELS = ("tenant", "model", "weights", "dtype", "format")
 """What must be alike, in this order: a miss says from which on nobody has stored."""
-
-
-class CacheIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose caches, and of which weights; two that differ share nothing.
-
-    >>> CacheIdentity(weights="sha256:5f1a", tenant="acme").tenant
-    'acme'
-    """
-
-    weights: str
-    """Which weights: what `models.weights_identity` says of a checkpoint, or a name of yours."""
-    tenant: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.weights:
-            problem = "Caches of unknown weights cannot be shared"
-            hint = "Pass models.weights_identity(folder), or a name that no other weights have"
-            raise AtlasError(Code.BAD_CONFIG, problem, got="no weights", hint=hint)
-        try:
-            f"{self.weights}{self.tenant}".encode()
-        except UnicodeEncodeError as error:
-            problem = "The name of weights or of a tenant is no text"
-            hint = "Half a surrogate pair cannot be written as UTF-8"
-            raise AtlasError(Code.BAD_CONFIG, problem, got=repr(error.object), hint=hint) from None
 
 
 class RowName(NamedTuple):
@@ -104,7 +80,7 @@ class Namespace:
         about = {
             "tenant": identity.tenant,
             "model": ",".join(sorted(cut.plan.layers)),
-            "weights": identity.weights,
+            "weights": identity.computed_with,
             "dtype": fingerprint(cut.plan),
             "format": row_format(cut),
         }

@@ -9,11 +9,10 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.models import Layer, Model
+from kvatlas.models import CacheIdentity, Layer, Model
 from kvatlas.planning import Plan, plan, quantity
 from kvatlas.routing import fingerprint, parse_conversion
 from kvatlas.tier.converting import Converting, check_converting
-from kvatlas.tier.namespaces import CacheIdentity
 from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.served.client import TierClient
 from kvatlas.tier.served.sharing import share_file

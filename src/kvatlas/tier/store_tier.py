@@ -20,13 +20,14 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import duration
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import checked_rank, token_range
 from kvatlas.tier.converting import PLANS, Converting, kept_as_written
 from kvatlas.tier.hit import check_all_there
 from kvatlas.tier.index import StoreResult
 from kvatlas.tier.ingest import Ingest
-from kvatlas.tier.namespaces import CacheIdentity, RowName
+from kvatlas.tier.namespaces import RowName
 from kvatlas.tier.request_blocks import Keys, NeededBlock, keys_by_group
 from kvatlas.tier.row_storing import Puts, RowStoring
 from kvatlas.tier.store_calls import Deadline
@@ -51,7 +52,8 @@ class StoreTier:
 
     >>> import numpy as np
     >>> from kvatlas.planning import plan
-    >>> from kvatlas.tier import CacheIdentity, HostStore
+    >>> from kvatlas.models import CacheIdentity
+    >>> from kvatlas.tier import HostStore
     >>> prefill = plan("Qwen3-8B", memory="64MiB", tp=2, layout="LBNHC", max_len=64)
     >>> decode = plan("Qwen3-8B", memory="64MiB", layout="BHLNC", block_size=32, max_len=64)
     >>> rows = plan("Qwen3-8B", memory="32MiB", layout="BHLNC", block_size=16, max_len=64)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import fingerprint
 from kvatlas.tier.converting import Converting, TierRoutes
 from kvatlas.tier.ingest import check_tier_plan, with_room
-from kvatlas.tier.namespaces import CacheIdentity, Namespace, RowName
+from kvatlas.tier.namespaces import Namespace, RowName
 from kvatlas.tier.request_blocks import NeededBlock, TierSpans
 from kvatlas.tier.row_lookup import RowLookup
 from kvatlas.tier.row_objects import RowObjects

@@ -44,7 +44,13 @@ from kvatlas.wire.protocol import (
 from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.rpc import Caller, Server
 from kvatlas.wire.run_bounds import Bytes, Places
-from kvatlas.wire.sample_server import SampleTask, converting, random_bytes, run_sample_server
+from kvatlas.wire.sample_server import (
+    SAMPLE_IDENTITY,
+    SampleTask,
+    converting,
+    random_bytes,
+    run_sample_server,
+)
 from kvatlas.wire.security import Security, TlsContexts
 from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.shared_pools import SharedPools, map_pools
@@ -68,6 +74,7 @@ from kvatlas.wire.unix_sockets import connect_to_path, forget_path, unix_endpoin
 
 __all__ = [
     "HOST",
+    "SAMPLE_IDENTITY",
     "TRANSPORT_NAMES",
     "BlockStaging",
     "BlockTables",

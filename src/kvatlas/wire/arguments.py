@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.models import CacheIdentity
 from kvatlas.wire.protocol import LONGEST_NAME
 
 
@@ -30,6 +31,27 @@ def check_request_name(request: Any) -> None:
         problem = f"The name of a request is not a text of 1 to {LONGEST_NAME} characters"
         hint = "Use the engine's request id"
         raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=_shown(request), hint=hint)
+
+
+def checked_identity(identity: Any) -> CacheIdentity:
+    """Return a cache identity, or refuse what is none.
+
+    >>> checked_identity(None)
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: A node needs the identity of its caches. Got no identity. Pass \
+identity=CacheIdentity(weights=...), or check_identity=False to exchange caches with any peer. \
+[bad_config]
+    """
+    if isinstance(identity, CacheIdentity):
+        return identity
+    got = "no identity" if identity is None else repr(identity)[:100]
+    raise AtlasError(
+        Code.BAD_CONFIG,
+        "A node needs the identity of its caches",
+        got=got,
+        hint="Pass identity=CacheIdentity(weights=...), or check_identity=False to exchange "
+        "caches with any peer",
+    )
 
 
 def check_new_request(request: Any, known: Mapping[str, object]) -> None:

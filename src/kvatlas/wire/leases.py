@@ -12,7 +12,10 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
+from kvatlas.wire.block_ledger import BlockClaim
+from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Direction, new_key
 from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import Handle
@@ -35,6 +38,15 @@ class Held:
     blocks: Mapping[int, Int64s]
     start: int
     stop: int
+    claim: BlockClaim | None = field(default=None, kw_only=True)
+    """The claim on the blocks in the node's ledger; None for an offer of a peer."""
+    identity: CacheIdentity | None = field(default=None, kw_only=True)
+    """The identity of the cache; None if the node compares no identities."""
+
+    def release_blocks(self) -> None:
+        """Let other operations of the node use the blocks."""
+        if self.claim is not None:
+            self.claim.release()
 
     def check_asked(self, tokens: tuple[int, int], told: Mapping[int, Int64s], plan: Plan) -> None:
         """Refuse tokens that are not held, and a peer that means other blocks by the request."""
@@ -119,7 +131,12 @@ class Expected(Held):
     """The hash of the plan that it comes from."""
     sources: frozenset[int]
     """Ranks of that plan that all have to push."""
+    pushers: frozenset[str]
+    """Names of the nodes that may push."""
+    current: dict[int, bytes] = field(default_factory=dict)
+    """The key of each source rank's newest lease; an older lease of the rank is fenced."""
     arrived: set[int] = field(default_factory=set)
+    """Source ranks whose bytes are complete. An arrived rank is not pushed again."""
     ready: threading.Event = field(default_factory=threading.Event)
     """Set once this node has itself put every byte of every source where it belongs."""
     mark: int | None = None
@@ -127,8 +144,14 @@ class Expected(Held):
 
     @property
     def complete(self) -> bool:
-        """Whether all sources have arrived: nobody may push any more."""
+        """Whether all sources have arrived."""
         return self.sources <= self.arrived
+
+    def may_be_pushed_by(self, peer: Peer) -> bool:
+        """Whether a peer may begin to push its part."""
+        if peer.plan_hash != self.source or peer.name not in self.pushers:
+            return False
+        return peer.rank not in self.arrived
 
 
 class LeaseRead:
@@ -263,6 +286,23 @@ class Leases:
     def renew(self, lease: Lease, seconds: float) -> None:
         """Extend a lease to at least so many seconds from now."""
         lease.expires = max(lease.expires, time.monotonic() + seconds)
+
+    def fence(self, newer: Lease) -> list[Lease]:
+        """End older leases of the part that a new lease writes, and return them.
+
+        From now on they are refused. A copy that is in progress for one of them is over once
+        `drop` has returned, which the caller must call without holding a lock.
+        """
+        with self._lock:
+            part = (newer.request, newer.direction, newer.peer_rank)
+            older = [
+                lease
+                for lease in self._open.values()
+                if lease is not newer and (lease.request, lease.direction, lease.peer_rank) == part
+            ]
+        for lease in older:
+            lease.over = True
+        return older
 
     def drop(self, lease: Lease) -> None:
         """End a lease; what is being copied for it is over when this returns."""

@@ -12,9 +12,10 @@ from itertools import pairwise
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan, check_plan_version
 from kvatlas.routing import Scales, fingerprint, parse_conversion, spell_conversion, tensor_scales
-from kvatlas.wire.protocol import ConversionTerms, Hello, bad_handshake, check_versions
+from kvatlas.wire.protocol import VERSION, ConversionTerms, Hello, bad_handshake, check_versions
 from kvatlas.wire.transports.base import STAGING, Memory
 
 ALIGNMENT = 8
@@ -40,6 +41,8 @@ class Peer:
     memory: dict[int, Memory]
     metadata: bytes
     conversion: ConversionTerms | None = None
+    identity: CacheIdentity | None = None
+    version: int = VERSION
 
 
 class PeerPlans:
@@ -146,7 +149,31 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
         memory,
         hello.metadata,
         hello.conversion,
+        hello.identity,
+        hello.version,
     )
+
+
+def check_same_identity(mine: CacheIdentity | None, theirs: CacheIdentity | None) -> None:
+    """Refuse a cache that was not computed with the same weights and settings.
+
+    >>> base = CacheIdentity(weights="base")
+    >>> check_same_identity(base, CacheIdentity(weights="tuned"))
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: The two ends compute their caches with different weights or \
+settings. Got weights 'base' and 'tuned', here and at the peer. Serve the same checkpoint at both \
+ends, or pass check_identity=False at both. [different_identity]
+    """
+    if mine == theirs:
+        return
+    if mine is None:
+        got = "no identity here"
+    elif theirs is None:
+        got = f"weights {mine.weights!r} here, and a peer without an identity"
+    else:
+        got = f"{mine.differences(theirs)}, here and at the peer"
+    hint = "Serve the same checkpoint at both ends, or pass check_identity=False at both"
+    raise AtlasError(Code.DIFFERENT_IDENTITY, got=got, hint=hint)
 
 
 def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:

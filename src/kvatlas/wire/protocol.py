@@ -17,13 +17,17 @@ from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import MOST_SECONDS, Int64s
+from kvatlas.models import CacheIdentity
 from kvatlas.wire.transports.base import HOST, Memory
 
-VERSION = 2
-"""The version that this end speaks. Version 1 went over ZeroMQ."""
+VERSION = 3
+"""The version of this end. Version 1 used ZeroMQ; version 2 had no identities."""
 
 OLDEST_VERSION = 2
-"""The oldest that it understands: the version before, but for the first over TCP."""
+"""The oldest version that this end understands."""
+
+IDENTITY_VERSION = 3
+"""The first version whose messages carry an identity."""
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Bytes of a message, the plan in it included."""
@@ -113,6 +117,8 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
     metadata: Annotated[bytes, Meta(max_length=1 << 18)]
     conversion: ConversionTerms | None = None
     """Left out where nothing is converted: peers that know of no conversion understand that."""
+    identity: CacheIdentity | None = None
+    """The identity of the sender's caches; None if it compares none, or before version 3."""
 
 
 class NewerHello(Hello, frozen=True, kw_only=True, forbid_unknown_fields=False, tag="hello"):
@@ -137,7 +143,7 @@ class SendPlan(Message, frozen=True, kw_only=True, tag="send_plan"):
     """The answer to a hello whose plan is not known here: say it again, with the plan."""
 
 
-class Open(Message, frozen=True, kw_only=True, tag="open"):
+class Open(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open"):
     """Begin a transfer: `pull` reads what is offered, `push` brings what is expected."""
 
     session: Key
@@ -153,6 +159,8 @@ class Open(Message, frozen=True, kw_only=True, tag="open"):
     seconds: Seconds
     final: bool = False
     """The sender reads no more of what is offered, however much of it this is."""
+    identity: CacheIdentity | None = None
+    """The identity of the request's cache, if it is not that of the sender's hello."""
 
 
 class Opened(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opened"):

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire.memory_copy import memory_of
@@ -26,6 +27,9 @@ from kvatlas.wire.server.node import Node, pools_for
 from kvatlas.wire.transports.registry import make_transport
 
 _MARK = b"kvatlas serves "
+
+SAMPLE_IDENTITY = CacheIdentity(weights="kvatlas sample")
+"""The identity of sample servers, whose bytes come from no model."""
 
 
 class SampleTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,7 +73,8 @@ def main() -> None:
             kept.append(pools)  # a node knows where its memory is, and does not own it
             node = Node(
                 task.plan, rank=rank, memory=memory_of(pools), transport=transport,
-                name=f"source-{rank}", secret=task.secret, **converting(task.convert),
+                name=f"source-{rank}", secret=task.secret, identity=SAMPLE_IDENTITY,
+                **converting(task.convert),
             )  # fmt: skip
             stack.enter_context(node)
             blocks = scattered(task.plan, task.tokens)

@@ -13,6 +13,7 @@ import msgspec
 from kvatlas.planning import Plan
 from kvatlas.routing import fingerprint
 from kvatlas.wire.protocol import MAX_MESSAGE_BYTES, OLDEST_VERSION, VERSION
+from tests.identities import OURS
 from tests.wire.corpus import HERE
 from tests.wire.helpers import small
 from tests.wire.raw import framed
@@ -43,6 +44,7 @@ def hello(made: Plan | None = None, plan: bytes | None = None, **changed: Any) -
         "memory": [registered(pool.index, 1 << 30, pool.nbytes) for pool in made.pools],
         "transport": "local",
         "metadata": b"",
+        "identity": {"weights": OURS.weights},
     }
     return said | changed
 

@@ -20,6 +20,7 @@ from kvatlas.wire.transports.cuda import CudaTransport
 from kvatlas.wire.transports.cuda_driver import HANDLE_BYTES, UUID_BYTES, CudaDriver, DriverError
 from kvatlas.wire.transports.cuda_streams import StreamStock
 from kvatlas.wire.transports.device_queue import AddressRuns, DeviceQueue, Posted
+from tests.identities import OURS
 
 HEAD = 512
 """Bytes of an allocation before the pool in it: a framework's allocator divides what it has."""
@@ -269,5 +270,6 @@ def node_of(
     memory = {index: at for index, (at, _) in given.items()}
     pools = {index: pool for index, (_, pool) in given.items()}
     transport = CudaTransport(driver=driver, share=share)
-    with Node(made, rank=rank, memory=memory, transport=transport, buffers=0, **about) as node:
+    options: Any = {"identity": OURS, "buffers": 0} | about
+    with Node(made, rank=rank, memory=memory, transport=transport, **options) as node:
         yield node, pools, driver

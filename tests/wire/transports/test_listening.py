@@ -15,6 +15,7 @@ from kvatlas.routing import Copy, route, scattered
 from kvatlas.wire import Node, Session, make_transport, pools_for
 from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.transports.listening import connected, listeners, narrow
+from tests.identities import OURS
 from tests.profiles import DEEP
 from tests.wire.forking import forked
 from tests.wire.helpers import Buffers, small
@@ -115,11 +116,11 @@ def test_a_transport_beyond_this_host_takes_a_secret(kind: Kind) -> None:
     for given in lifts if kind.name == "tcp" else lifts[:1]:
         transport = make_transport(kind.name, **beyond)
         with pytest.raises(AtlasError) as refusal:
-            Node(made, memory=memory, transport=transport)
+            Node(made, memory=memory, transport=transport, identity=OURS)
         assert refusal.value.code is Code.UNPROTECTED
         assert "secret" in refusal.value.hint
         assert not transport.registered, "nobody can read anything there"
-        Node(made, memory=memory, transport=transport, **given).close()
+        Node(made, memory=memory, transport=transport, identity=OURS, **given).close()
 
 
 def test_mooncake_refuses_to_be_everywhere() -> None:
@@ -185,7 +186,7 @@ def test_a_node_that_shares_staging_alone_is_read_to_the_byte(kind: Kind) -> Non
     for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True):
         right[b : b + n] = pools[0][0][a : a + n]
     source, target = (
-        Node(made, memory=memory_of(own), transport=transport, piece=4096)
+        Node(made, memory=memory_of(own), transport=transport, identity=OURS, piece=4096)
         for made, own, transport in zip(plans, pools, transports, strict=True)
     )
     why: list[tuple[str, str]] = []

@@ -6,6 +6,7 @@ Importing this package registers the attention. It needs transformers 5.17 or la
 
 from kvatlas.engines.transformers.cache import AtlasCache
 from kvatlas.engines.transformers.decode_graph import DecodeGraph
+from kvatlas.engines.transformers.identity_of_model import model_identity
 from kvatlas.engines.transformers.paged_attention import register
 from kvatlas.engines.transformers.plan_for_model import make_plan
 from kvatlas.engines.transformers.prefix_reuse import PrefixReuse
@@ -14,4 +15,4 @@ from kvatlas.engines.transformers.supported_versions import warn_of_untried_vers
 warn_of_untried_version()
 register()
 
-__all__ = ["AtlasCache", "DecodeGraph", "PrefixReuse", "make_plan"]
+__all__ = ["AtlasCache", "DecodeGraph", "PrefixReuse", "make_plan", "model_identity"]

@@ -18,8 +18,9 @@ from transformers import DynamicCache
 from kvatlas.engines.transformers.cache import AtlasCache
 from kvatlas.engines.transformers.tiered_prefixes import TieredPrefixes, tiered_prefixes
 from kvatlas.errors import AtlasError, Code
+from kvatlas.models import CacheIdentity
 from kvatlas.pool import PrefixIdentity
-from kvatlas.tier import AnyTier, CacheIdentity, EventListener
+from kvatlas.tier import AnyTier, EventListener
 
 _ROUNDING = 0.05
 """How far apart logits may be, as a share of the largest: bf16 has 8 bits."""

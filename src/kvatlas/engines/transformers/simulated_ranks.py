@@ -11,16 +11,24 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvatlas.engines.transformers.cache import AtlasCache
+from kvatlas.engines.transformers.identity_of_model import model_identity
 from kvatlas.planning import Plan
 from kvatlas.routing import route, scattered
 from kvatlas.wire import Node, copy_request, make_transport, memory_of, pools_for
 
 
 class SimulatedRanks(ExitStack):
-    """The pools of every rank of a plan, each rank a node on the wire."""
+    """The pools of every rank of a plan, each rank a node on the wire.
 
-    def __init__(self, plan: Plan, transport: str, *, name: str, **options: Any) -> None:
+    `model` is the transformers model that computes the caches. Its identity is compared with that
+    of each peer. `options` are those of `Node`.
+    """
+
+    def __init__(
+        self, plan: Plan, transport: str, *, name: str, model: Any, **options: Any
+    ) -> None:
         super().__init__()
+        options.setdefault("identity", model_identity(model))
         self.plan = plan
         self.nodes: list[Node] = []
         self.pools = {}

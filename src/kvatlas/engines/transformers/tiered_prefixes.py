@@ -19,10 +19,10 @@ import torch
 
 from kvatlas.cache import Cache
 from kvatlas.errors import AtlasError, Code
+from kvatlas.models import CacheIdentity
 from kvatlas.pool import PrefixIdentity
 from kvatlas.tier import (
     AnyTier,
-    CacheIdentity,
     EventListener,
     PrefixChain,
     PrefixFinder,
@@ -56,7 +56,8 @@ class TieredPrefixes:
 
         A tier that is its `own` is closed with it.
         """
-        said = b"" if isinstance(tier, StoreTier) else msgspec.msgpack.encode(identity)
+        about = {"weights": identity.computed_with, "tenant": identity.tenant}
+        said = b"" if isinstance(tier, StoreTier) else msgspec.msgpack.encode(about)
         self._finder = PrefixFinder(tier, blake2b(said, digest_size=16).digest() if said else b"")
         self.tier, self._own = tier, own
         self.events = None if events is None else TierEvents(tier, events)

@@ -15,9 +15,9 @@ import msgspec
 from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.engines.vllm.tier_conversion import searching
 from kvatlas.errors import AtlasError, Code
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.tier import (
-    CacheIdentity,
     Converting,
     StoreTier,
     open_store,

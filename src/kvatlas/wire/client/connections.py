@@ -116,6 +116,7 @@ class Connections:
             peer = checked_peer(answer.hello, plan, node.transport.name)
             self._check_same_plan(endpoint, peer)
             node.check_route(peer)
+            node.check_peer_identity(peer)
             link = node.transport.connect(peer.metadata, peer.memory)
         stream = partial(node.stream, peer, layers=None, incoming=True)
         return PeerConnection(endpoint, peer, answer.session, link, stream, self._beside)

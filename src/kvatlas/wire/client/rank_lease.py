@@ -113,6 +113,8 @@ class RankLease:
         wanted, connection = self.wanted, self.connection
         if not self.pull or wanted.checksums or wanted.how not in ("auto", "direct"):
             return None
+        if wanted.identity is not None:  # boards show offers of the node's own identity alone
+            return None
         if not self.reaches_pools():
             return None
         converting = self.node.route_from(connection.peer).conversion is not None
@@ -141,6 +143,7 @@ class RankLease:
             layers=None if wanted.layers is None else tuple(wanted.layers),
             seconds=self._seconds_left(),
             final=wanted.final,
+            identity=wanted.identity,
         )
         self.opened = self._ask(question, Opened)
         self._renew_at = time.monotonic() + self.opened.seconds / 2

@@ -22,9 +22,12 @@ from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import duration, natural
-from kvatlas.routing import Costs, table_arrays, token_range
+from kvatlas.models import CacheIdentity
+from kvatlas.routing import Costs, check_tables, table_arrays, token_range
 from kvatlas.wire.arguments import check_request_name, text_list
+from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.client.connections import PEER_GONE, Connections
+from kvatlas.wire.client.filled_blocks import FilledBlocks
 from kvatlas.wire.client.follow_ups import FollowUps
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.rank_transfer import RankTransfer
@@ -67,6 +70,7 @@ class Session:
         self._follow_ups = FollowUps(self._workers, self._beside)
         self._turns = threading.Semaphore(_TURNS)
         self._running: WeakSet[Transfer] = WeakSet()
+        self._filled = FilledBlocks(node.ledger, node.rank)
         self._closed = False
         try:
             for endpoint in endpoints:
@@ -105,6 +109,7 @@ class Session:
         recompute: int = 0,
         final: bool = False,
         wait_for_offer: float = 0.0,
+        identity: CacheIdentity | None = None,
     ) -> Transfer:
         """Read a request's tokens from its source ranks into blocks of this node.
 
@@ -114,6 +119,9 @@ class Session:
         and windows come as the first of them sees them. A `final` pull is the last of its request
         by this node, however little of the offer it takes: sources that nobody else reads may
         then reuse their blocks. It waits `wait_for_offer` seconds for one that is not offered yet.
+        `identity` is that of this request, if an adapter or a salt makes it different from the
+        node's. Blocks that an offer, a push or another pull uses are refused with
+        `blocks_in_use`; those of a failed pull stay in use until it is `released`.
         """
         check_request_name(request)
         seconds, wait_for_offer = duration(seconds), duration(wait_for_offer)
@@ -122,12 +130,14 @@ class Session:
             start, stop = token_range(tokens, self.node.plan.max_len)
             tokens = (start, max(start, stop - natural(recompute, "recompute")))
         started: dict[int, StartedPull] = {}
+        incoming = self.node.route_from(self._any_peer())
+        dst_blocks = table_arrays(dst_blocks, "destination")
+        span = token_range(tokens, self.node.plan.max_len)
+        claim = self._filled.claim(incoming, request, dst_blocks, span, layers)
         try:
             plain = src_blocks is None and layers is None and how in ("auto", "direct")
-            if plain and not checksums and not streamed:
+            if plain and not checksums and not streamed and identity is None:
                 self._start_warm(started, request, tokens, dst_blocks)
-            dst_blocks = table_arrays(dst_blocks, "destination")
-            incoming = self.node.route_from(self._any_peer())
             ranks = incoming.sources(self.node.rank)
             warm = bool(ranks) and len(started) == len(ranks)
             total = started[ranks[0]].total if warm else None
@@ -137,12 +147,15 @@ class Session:
                 "pull", request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
                 checksums=checksums, streamed=streamed, final=final,
                 wait_for_offer=wait_for_offer, mark=None if warm else self.node.mark(),
+                identity=identity,
             )  # fmt: skip
             brings = incoming.layers if layers is None else layers
-            return self._start(wanted, ranks, needed if total is None else total, brings, started)
+            bytes_needed = needed if total is None else total
+            return self._start(wanted, ranks, bytes_needed, brings, claim, started)
         except BaseException:
             for one in started.values():
                 one.abandon()
+            claim.release()
             raise
 
     def release(self, request: str, *, seconds: float = _ANSWER_SECONDS) -> Transfer:
@@ -169,15 +182,27 @@ class Session:
         how: How = "auto",
         costs: Costs | None = None,
         checksums: bool = False,
+        identity: CacheIdentity | None = None,
     ) -> Transfer:
-        """Write a request's tokens from blocks of this node to every rank that reads from it."""
+        """Write a request's tokens from blocks of this node to every rank that reads from it.
+
+        The destination must expect the request from this node. Blocks that a pull fills are
+        refused with `blocks_in_use`.
+        """
         layers = None if layers is None else tuple(layers)
-        ranks = self.node.readers(self._any_peer())
+        node = self.node
+        ranks = node.readers(self._any_peer())
         wanted = TransferRequest(
             "push", request, src_blocks, dst_blocks, tokens, layers, seconds, how, costs,
-            checksums=checksums, streamed=False, mark=self.node.mark(),
+            checksums=checksums, streamed=False, mark=node.mark(), identity=identity,
         )  # fmt: skip
-        return self._start(wanted, ranks, None, layers)
+        read = check_tables(node.plan, node.rank, src_blocks, tokens, layers=layers)
+        claim = node.ledger.claim("offered", request, node.ledger.by_pool(read))
+        try:
+            return self._start(wanted, ranks, None, layers, claim)
+        except BaseException:
+            claim.release()
+            raise
 
     def close(self) -> None:
         """Forget all peers; transfers under way are cancelled."""
@@ -239,6 +264,7 @@ class Session:
         ranks: Sequence[int],
         needed: Needed,
         brings: Collection[str] | None,
+        claim: BlockClaim,
         started: Mapping[int, StartedPull] = MappingProxyType({}),
     ) -> Transfer:
         missing = [rank for rank in ranks if rank not in self._replicas]
@@ -246,7 +272,7 @@ class Session:
             raise self._not_connected(missing)
         quick = bool(ranks) and all(map(self._sees_offers, ranks))
         total = needed() if callable(needed) and not quick else needed
-        transfer = Transfer(wanted.request, ranks, total, wanted.seconds, brings)
+        transfer = Transfer(wanted.request, ranks, total, wanted.seconds, brings, claim)
         with self._lock:
             self._any_peer()
             self._running.add(transfer)

@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.transports.errors import failed
 
 _LOOK_SECONDS = 0.002
@@ -63,15 +64,18 @@ class Transfer:
         total: int | Callable[[], int] | None,
         seconds: float,
         layers: Collection[str] | None = None,
+        claim: BlockClaim | None = None,
     ) -> None:
         """`total` may be found out later, while the bytes are on their way.
 
-        `layers` are those that it brings; None where nobody waits for one of them.
+        `layers` are those that it brings; None where nobody waits for one of them. `claim` holds
+        its blocks, and is released once they may be reused.
         """
         self.request = request
         self._total = total
         self._bytes: dict[int, int] = dict.fromkeys(ranks, 0)
         self._brings = layers
+        self._claim = claim
         self._layers: dict[int, set[str]] = {rank: set() for rank in ranks}
         self._waiting = set(ranks)
         self._users = 0
@@ -268,7 +272,7 @@ class Transfer:
         with self._lock:
             self._users -= 1
             if not self._users and self._over.is_set():
-                self._released.set()
+                self._release()
 
     def finished(self, rank: int) -> None:
         """A rank has delivered and its source has confirmed."""
@@ -307,6 +311,16 @@ class Transfer:
 
     def _end(self) -> None:
         self.seconds = time.monotonic() - self.begun
+        # Before anyone who waits wakes up: the blocks of a complete transfer are free at once.
+        if self._claim is not None and self.error is None:
+            self._claim.release()
+        elif self._claim is not None:
+            self._claim.quarantine()
         self._over.set()
         if not self._users:
-            self._released.set()
+            self._release()
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+        self._released.set()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from kvatlas.geometry import duration
+from kvatlas.models import CacheIdentity
 from kvatlas.routing import Costs
-from kvatlas.wire.arguments import check_request_name
+from kvatlas.wire.arguments import check_request_name, checked_identity
 from kvatlas.wire.protocol import Direction
 from kvatlas.wire.transports.errors import failed
 
@@ -33,11 +34,15 @@ class TransferRequest:
     streamed: bool
     final: bool = False
     wait_for_offer: float = 0.0
+    identity: CacheIdentity | None = None
+    """The identity of the request's cache, if it is not the node's."""
     mark: int | None = None
     """Behind which this node's blocks are read or written, where they are on a GPU."""
 
     def __post_init__(self) -> None:
         check_request_name(self.request)
+        if self.identity is not None:
+            checked_identity(self.identity)
         duration(self.seconds)
         duration(self.wait_for_offer)
         if self.how not in get_args(How):

@@ -16,7 +16,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream, Copy
 from kvatlas.wire import protocol
 from kvatlas.wire.leases import Expected, Lease, LeaseRead, Offer, lease_expired
-from kvatlas.wire.peers import Peer, checked_peer
+from kvatlas.wire.peers import Peer, check_same_identity, checked_peer
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
@@ -84,9 +84,11 @@ class Answers:
             return protocol.SendPlan()
         peer = checked_peer(hello, plan, self.node.transport.name)
         self.node.check_route(peer)
+        self.node.check_peer_identity(peer)
         session = self.sessions.begin(hello, peer, caller)
         log.info("welcome name=%r rank=%d transport=%s", peer.name, peer.rank, hello.transport)
-        return protocol.Welcome(hello=self.node.hello(with_plan=True), session=session)
+        answer = self.node.hello(with_plan=True, version=hello.version)
+        return protocol.Welcome(hello=answer, session=session)
 
     def _open(self, question: protocol.Open, peer: Peer) -> protocol.Message:
         node = self.node
@@ -95,6 +97,8 @@ class Answers:
         held = self._held(question, peer)
         tokens = question.start, question.stop
         held.check_asked(tokens, told, node.plan)
+        if node.check_identity:
+            check_same_identity(held.identity, question.identity or peer.identity)
         incoming = question.direction == "push"
         stream = node.stream(peer, held.blocks, theirs, tokens, question.layers, incoming=incoming)
         reading = {"sever": self._link(question.session, peer).sever} if incoming else {}
@@ -107,9 +111,6 @@ class Answers:
             seconds = question.seconds
             if isinstance(held, Offer):
                 seconds = min(seconds, held.expires - time.monotonic())
-            else:
-                # A retried push resets what has arrived.
-                held.arrived.discard(peer.rank)
             lease = node.leases.grant(
                 seconds,
                 session=question.session,
@@ -121,6 +122,13 @@ class Answers:
                 entries=sum(map(len, (*theirs.values(), *held.blocks.values()))),
                 **reading,
             )
+            fenced = []
+            if isinstance(held, Expected):
+                held.current[peer.rank] = lease.key
+                fenced = node.leases.fence(lease)
+        for older in fenced:
+            log.warning("fenced request=%r rank=%d", older.request, older.peer_rank)
+            node.leases.drop(older)  # its last copy has ended when this returns
         log.info("open request=%r direction=%s name=%r", lease.request, lease.direction, peer.name)
         return protocol.Opened(
             lease=lease.key,
@@ -176,9 +184,7 @@ class Answers:
                 return None
             return offer if offer.may_be_read_by(peer.name) else None
         expected = self.node.expected.get(question.request)
-        if expected is None or expected.source != peer.plan_hash or expected.complete:
-            return None
-        return expected
+        return expected if expected is not None and expected.may_be_pushed_by(peer) else None
 
     def _borrow(self, question: protocol.Borrow) -> protocol.Message:
         """Lend staging buffers to a lease, waiting a while until some are free."""
@@ -341,13 +347,14 @@ class Answers:
         lease.check_all_moved(lease.fetched)
         with self.node.lock:
             expected = self.node.expected.get(lease.request)
-            if expected is None:
-                return
+            if expected is None or expected.current.get(lease.peer_rank) != lease.key:
+                raise lease_expired()  # forgotten, or replaced by a newer push of this rank
             expected.arrived.add(lease.peer_rank)
             if not expected.complete:
                 return
-        # Nobody may write any more to what is now there.
+        # No lease may write to complete blocks.
         self.node.leases.drop_request(lease.request, "push")
+        expected.release_blocks()
         expected.ready.set()
 
     def _link(self, session: bytes, peer: Peer) -> Link:
@@ -395,6 +402,6 @@ def _is_complete(question: protocol.Open, held: Offer | Expected) -> bool:
 def _not_held(question: protocol.Open) -> AtlasError:
     problem = "The request is not offered, or not to this node"
     if question.direction == "push":
-        problem = "The request is not expected from this plan, or has arrived"
+        problem = "The request is not expected from this node and plan, or has already arrived"
     hint = "Offer or expect it first, and for long enough"
     return AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(question.request), hint=hint)

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Int64s, duration
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import check_tables, token_range
 from kvatlas.wire.arguments import check_new_request, text_list
@@ -49,6 +50,8 @@ class Node(NodeState):
     `buffers` staging buffers of `piece` bytes are kept for staged transfers. The leases of a
     peer end soon after its connections do. With `convert` ("fp8->bf16") peers in unlike formats
     are served that ask for the same; `scales` are those of this node's tensors.
+    `identity` names the weights and settings that the caches are computed with. A peer with a
+    different identity is refused, unless both nodes are made with `check_identity=False`.
     """
 
     def __post_init__(self) -> None:
@@ -89,6 +92,7 @@ class Node(NodeState):
         released: Released | None = None,
         recompute: int = 0,
         layered: bool = False,
+        identity: CacheIdentity | None = None,
     ) -> None:
         """Let peers read a request's blocks, which stay untouched until they are released.
 
@@ -99,16 +103,24 @@ class Node(NodeState):
         compute those again. Entries that no token of the offer needs may hold anything.
         What is `layered` may be offered before it is there: `layer_written` says of one layer
         after the other that it is, and a pull that is `streamed` reads each as it comes.
+        `identity` is that of this request, if an adapter or a salt makes it different from the
+        node's. The blocks may be part of several offers; blocks that a pull fills or a push is
+        expected for are refused with `blocks_in_use`.
         """
         held = self._checked(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(text_list(readers, "readers"))
         lasting = min(duration(seconds, math.inf), _LONGEST_OFFER)
+        whose = self.request_identity(identity)
         with self.lock:
             check_new_request(request, self.offers)
             until = time.monotonic() + lasting
             layers = WrittenLayers(self.plan.layers) if layered else None
             mark = None if layered else self.mark()
-            offer = Offer(request, *held, until, released, names, mark=mark, layers=layers)
+            claim = self.ledger.claim("offered", request, self.ledger.by_pool(held[0]))
+            offer = Offer(
+                request, *held, until, released, names, mark=mark, layers=layers, claim=claim,
+                identity=whose,
+            )  # fmt: skip
             self.offers[request] = offer
             self.post(offer)
 
@@ -126,25 +138,43 @@ class Node(NodeState):
         """End an offer before its time; transfers that are under way fail."""
         self.release(request, "withdrawn")
 
-    def expect(self, request: str, blocks: Any, tokens: Any, *, source: Plan) -> Expected:
-        """Let peers of a source plan push a request into these blocks; `ready` says when.
+    def expect(
+        self,
+        request: str,
+        blocks: Any,
+        tokens: Any,
+        *,
+        source: Plan,
+        pushers: Collection[str],
+        identity: CacheIdentity | None = None,
+    ) -> Expected:
+        """Let the ranks of a source plan push a request into these blocks.
 
-        This node reads what they push into staging memory of its own and puts it into the
-        blocks itself, so that nothing is written to them once it is forgotten.
+        `pushers` are the names of the nodes that may push; `ready` is set once every source
+        rank has. This node reads the bytes into its staging memory and copies them into the
+        blocks itself, so nothing is written to the blocks after `forget`. If a rank pushes
+        again before it has arrived, the new push replaces the old one. The blocks are in use
+        until the request is ready or forgotten.
         """
         held = self._checked(blocks, tokens, "destination")
-        sources, mark = self.sources_of(source), self.mark()
-        expected = Expected(request, *held, plan_hash(source), sources, mark=mark)
+        names = frozenset(text_list(pushers, "pushers"))
+        sources, mark, whose = self.sources_of(source), self.mark(), self.request_identity(identity)
         with self.lock:
             check_new_request(request, self.expected)
-            self.expected[request] = expected
+            claim = self.ledger.claim("expected", request, self.ledger.by_pool(held[0]))
+            expected = self.expected[request] = Expected(
+                request, *held, plan_hash(source), sources, names, mark=mark, claim=claim,
+                identity=whose,
+            )  # fmt: skip
         return expected
 
     def forget(self, request: str) -> None:
         """Expect a request no longer; its blocks may be reused once this returns."""
         with self.lock:
-            self.expected.pop(request, None)
+            expected = self.expected.pop(request, None)
         self.leases.drop_request(request, "push")
+        if expected is not None:
+            expected.release_blocks()
 
     def close(self) -> None:
         """Answer no more peers, end all offers and leases, deregister all memory."""
@@ -155,7 +185,8 @@ class Node(NodeState):
         for request in list(self.offers):
             self.release(request, "closed")
         self.leases.drop_all()
-        self.expected.clear()
+        for request in list(self.expected):
+            self.forget(request)
         self.answers.close()
         self.mover.close()
         self.transport.close()

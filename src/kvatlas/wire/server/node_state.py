@@ -15,9 +15,11 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import natural
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, Route, Scales, checked_rank, fingerprint, route
-from kvatlas.wire.arguments import check_node_name
+from kvatlas.wire.arguments import check_node_name, checked_identity
+from kvatlas.wire.block_ledger import BlockLedger
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.leases import Expected, Lease, Leases, Offer
 from kvatlas.wire.memory_copy import as_bytes, memory_of
@@ -27,11 +29,13 @@ from kvatlas.wire.peers import (
     PeerPlans,
     check_memory,
     check_plan_size,
+    check_same_identity,
     conversion_terms,
     plan_hash,
 )
 from kvatlas.wire.pool_mover import mover_for, pools_device, staging_memory
 from kvatlas.wire.protocol import (
+    IDENTITY_VERSION,
     MIN_PIECE_BYTES,
     OLDEST_VERSION,
     VERSION,
@@ -76,6 +80,8 @@ class NodeState:
     buffers: int = 8
     convert: str | None = None
     scales: Scales = None
+    identity: CacheIdentity | None = None
+    check_identity: bool = True
 
     def __post_init__(self) -> None:
         self.plan_hash = plan_hash(self.plan)
@@ -103,6 +109,8 @@ class NodeState:
         One, where something else needs the cores.
         """
         self.leases = Leases(self._lease_ended)
+        self.ledger = BlockLedger(self.plan, self.rank)
+        """The blocks that offers, pulls, pushes and expectations of this node use."""
         self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == HOST}
         """Its memory on the host, as bytes."""
 
@@ -117,6 +125,8 @@ class NodeState:
         self.staging_device = device if self.transport.takes(device) else HOST
         """Where staging buffers are: beside the pools where the transport reaches them there."""
         self.conversion = conversion_terms(self.plan, self.convert, self.scales)
+        if self.identity is not None or self.check_identity:
+            self.identity = checked_identity(self.identity)
         try:
             check_memory(self.plan, rank, self.memory)
         except AtlasError as error:
@@ -158,8 +168,8 @@ class NodeState:
             hint = "Plan fewer layers or pools, or give layers shorter names"
             raise AtlasError(Code.TOO_MANY, problem, got=got, hint=hint) from None
 
-    def hello(self, *, with_plan: bool) -> Hello:
-        """Who this is, as peers are told."""
+    def hello(self, *, with_plan: bool, version: int = VERSION) -> Hello:
+        """Describe this node to a peer of a protocol version."""
         return Hello(
             version=VERSION,
             oldest=OLDEST_VERSION,
@@ -173,7 +183,17 @@ class NodeState:
             transport=self.transport.name,
             metadata=self.transport.publish(),
             conversion=self.conversion,
+            identity=self.identity if version >= IDENTITY_VERSION else None,
         )
+
+    def check_peer_identity(self, peer: Peer) -> None:
+        """Refuse a peer whose caches were computed with other weights or settings."""
+        if self.check_identity:
+            check_same_identity(self.identity, peer.identity)
+
+    def request_identity(self, given: CacheIdentity | None) -> CacheIdentity | None:
+        """Return the identity of a request: the one that is given, or the node's."""
+        return self.identity if given is None else checked_identity(given)
 
     def register(self) -> None:
         """Make the memory known to the transport, and get ready to move it."""
@@ -279,7 +299,8 @@ class NodeState:
     def post(self, offer: Offer) -> None:
         """Let peers of this host see an offer without asking, where anybody may read all of it."""
         board = self.transport.board
-        if board is not None and offer.readers is None and offer.layers is None:
+        own = offer.identity == self.identity
+        if board is not None and offer.readers is None and offer.layers is None and own:
             tables = pack_tables(offer.blocks)
             board.post(PostedOffer(offer.request, tables, offer.start, offer.stop, offer.mark))
 
@@ -297,6 +318,8 @@ class NodeState:
             if self.transport.board is not None:
                 self.transport.board.take_down(request)
         self.leases.drop_request(request, "pull")
+        if offer is not None:
+            offer.release_blocks()
         if offer is not None and offer.released is not None:
             try:
                 offer.released(request, why)

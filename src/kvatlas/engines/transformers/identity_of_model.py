@@ -1,0 +1,71 @@
+"""The identity of a transformers model's caches, for nodes that hand them over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvatlas.engines.transformers.tiered_prefixes import loaded_weights
+from kvatlas.errors import AtlasError
+from kvatlas.models import CacheIdentity, config_identity
+
+_SAMPLED = 64
+"""Elements of each tensor that are compared with the checkpoint."""
+
+
+def model_identity(model: Any) -> CacheIdentity:
+    """Return the identity of a model's caches.
+
+    A model that was loaded from a folder has the identity of that checkpoint, the same that vLLM
+    finds for it. A model with an adapter, with weights that differ from the files, or without a
+    checkpoint has a digest of its tensors in memory.
+    """
+    folder = Path(getattr(model.config, "_name_or_path", "") or "")
+    if folder.is_dir() and not getattr(model, "peft_config", None) and _is_loaded(model, folder):
+        try:
+            return CacheIdentity.of_checkpoint(folder, **_changed(model.config, folder))
+        except AtlasError:
+            pass  # The folder has no weights or no config that can be read.
+    return CacheIdentity(weights=loaded_weights(model))
+
+
+def _changed(config: Any, folder: Path) -> dict[str, Any]:
+    """Return the config values that were changed after the folder was read."""
+    unchanged = type(config).from_pretrained(folder)
+    mine, files = config.to_dict(), unchanged.to_dict()
+    if config_identity(mine) == config_identity(files):
+        return {}
+    return {f"changed {key}": value for key, value in mine.items() if value != files.get(key)}
+
+
+def _is_loaded(model: Any, folder: Path) -> bool:
+    """Whether the tensors in memory are those of the folder, by samples of each.
+
+    Tensors that transformers renames or fuses while it loads them are not compared.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    state = model.state_dict()
+    compared = 0
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  # a file is no mapping
+                    held = state.get(name)
+                    stored = None if held is None else file.get_tensor(name)
+                    if held is None or stored is None or stored.shape != held.shape:
+                        continue
+                    compared += 1
+                    if not _same_samples(stored, held):
+                        return False
+    except (OSError, SafetensorError):
+        return False
+    return compared > 0
+
+
+def _same_samples(stored: torch.Tensor, held: torch.Tensor) -> bool:
+    step = max(1, stored.numel() // _SAMPLED)
+    one, two = stored.flatten()[::step], held.detach().flatten()[::step]
+    return torch.equal(one.to(two.dtype), two.cpu())

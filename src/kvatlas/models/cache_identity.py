@@ -1,0 +1,182 @@
+"""`CacheIdentity`: the weights and settings that a cache was computed with.
+
+Two caches of equal shape are interchangeable only if the same model computed both. Shapes do
+not show that: a fine-tune has the shapes of its base model. Nodes, tiers and engines compare
+identities before they exchange or reuse a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.models.checkpoint_identity import weights_identity
+
+_LONGEST = 1024
+_Text = Annotated[str, Meta(max_length=_LONGEST)]
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "_attn_implementation",
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "initializer_range",
+        "name_or_path",
+        "pad_token_id",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Config keys that change neither K nor V: names, versions, initialisation, special tokens.
+
+Dtypes are left out as well, because plans record the dtype of every cache.
+"""
+
+
+class CacheIdentity(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """The weights, settings and owner of a cache. Caches of different identities never mix.
+
+    >>> base = CacheIdentity(weights="sha256:5f1a")
+    >>> tuned = CacheIdentity(weights="sha256:77c0")
+    >>> base == tuned, base.differences(tuned)
+    (False, "weights 'sha256:5f1a' and 'sha256:77c0'")
+    >>> base.for_request(adapter="support-bot").adapter
+    'support-bot'
+    """
+
+    weights: _Text
+    """The weights: the result of `weights_identity` for a checkpoint, or a unique name."""
+    config: _Text = ""
+    """A digest of the config fields that change K and V, from `config_identity`."""
+    adapter: _Text = ""
+    """The adapter (LoRA) that was active, if any."""
+    salt: _Text = ""
+    """Separates requests that must not share a cache, such as those of different users."""
+    tenant: _Text = ""
+    """The owner of the cache in a store that several tenants share."""
+
+    def __post_init__(self) -> None:
+        if not self.weights:
+            problem = "A cache identity needs a name for the weights"
+            hint = "Pass models.weights_identity(folder), or a name that no other weights have"
+            raise AtlasError(Code.BAD_CONFIG, problem, got="no weights", hint=hint)
+        for name in self.__struct_fields__:
+            _check_text(name, getattr(self, name))
+
+    @classmethod
+    def of_checkpoint(
+        cls, folder: str | Path, *, weights: str | None = None, **overrides: Any
+    ) -> CacheIdentity:
+        """Return the identity of a model that is served from a checkpoint folder.
+
+        `overrides` are config values that the engine changed after it read the folder.
+        `weights` replaces the digest of the folder's weight files.
+        """
+        folder = Path(folder)
+        named = weights if weights is not None else weights_identity(folder)
+        return cls(weights=named, config=config_identity(read_config(folder), **overrides))
+
+    def for_request(self, *, adapter: str = "", salt: str = "") -> CacheIdentity:
+        """Return the identity of a request that uses an adapter or a salt."""
+        return msgspec.structs.replace(self, adapter=adapter, salt=salt)
+
+    def differences(self, other: CacheIdentity | None) -> str:
+        """Describe the fields in which two identities differ; empty if they are equal."""
+        if other is None:
+            return f"weights {self.weights!r} and no identity"
+        names = [name for name in self._names() if getattr(self, name) != getattr(other, name)]
+        return ", ".join(
+            "salt (not shown)"
+            if name == "salt"
+            else f"{name} {getattr(self, name)!r} and {getattr(other, name)!r}"
+            for name in names
+        )
+
+    @property
+    def computed_with(self) -> str:
+        """One text for weights, config, adapter and salt; the weights if the rest is empty."""
+        rest = (self.config, self.adapter, self.salt)
+        if not any(rest):
+            return self.weights
+        return msgspec.json.encode((self.weights, *rest)).decode()
+
+    @classmethod
+    def _names(cls) -> tuple[str, ...]:
+        return cls.__struct_fields__
+
+
+def config_identity(config: Mapping[str, Any], **overrides: Any) -> str:
+    """Return a digest of the config values that change K and V.
+
+    Every value counts (RoPE, norms, scales, activations, sizes) except those that are known to
+    have no effect, so an unknown key makes two configs different instead of equal.
+
+    >>> one = config_identity({"rope_theta": 1e6, "transformers_version": "5.17.0"})
+    >>> one == config_identity({"rope_theta": 1000000, "transformers_version": "5.23.0"})
+    True
+    >>> one == config_identity({"rope_theta": 1e4})
+    False
+    """
+    kept = _normalised({**config, **overrides})
+    return blake2b(msgspec.json.encode(kept, order="sorted"), digest_size=16).hexdigest()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the `config.json` of a checkpoint folder."""
+    path = folder / "config.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as problem:
+        hint = "Pass the folder of a checkpoint, or name the weights in CacheIdentity(weights=...)"
+        raise AtlasError(
+            Code.UNREADABLE, "The checkpoint has no readable config.json", got=problem, hint=hint
+        ) from None
+
+
+def _normalised(value: Any) -> Any:
+    """Drop keys without effect and absent values, and write numbers in one form."""
+    if isinstance(value, Mapping):
+        kept = {str(key): _normalised(one) for key, one in value.items()}
+        return {
+            key: one
+            for key, one in kept.items()
+            if key not in _WITHOUT_EFFECT and one is not None and one != {}
+        }
+    if isinstance(value, list | tuple):
+        return [_normalised(one) for one in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return str(value)
+
+
+def _check_text(name: str, text: Any) -> None:
+    """Refuse a field that is no text, is too long, or cannot be encoded as UTF-8."""
+    problem, hint = f"The {name} of a cache identity is not valid text", "Use a short UTF-8 string"
+    if not isinstance(text, str) or len(text) > _LONGEST:
+        got = f"{len(text):,} characters" if isinstance(text, str) else repr(text)[:100]
+        raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        got = ascii(text[:100])
+        raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint) from None
+
+
+# msgspec crashes if two threads are the first to decode a type, so this thread is the first.
+msgspec.msgpack.Decoder(CacheIdentity)

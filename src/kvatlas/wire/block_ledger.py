@@ -1,0 +1,152 @@
+"""The blocks that a node is using, so that no two operations use one block in conflict.
+
+A block is free, offered (any number of offers and pushes read it), being filled by one pull,
+expected by one push, or quarantined: a failed pull may still write to it. Every operation of a
+node claims its blocks first, and fails with `blocks_in_use` if another claim conflicts. Each
+claim has a generation, so an old owner cannot release the claim of a newer one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry import Int64s
+from kvatlas.planning import Plan
+
+Use = Literal["offered", "filling", "expected", "quarantined"]
+"""What a claim does with its blocks."""
+
+_SHOWN = 8
+_VERBS: dict[Use, str] = {
+    "offered": "offered as",
+    "filling": "being filled by",
+    "expected": "expected for",
+    "quarantined": "quarantined by",
+}
+_HINTS: dict[Use, str] = {
+    "offered": "Withdraw the offer, or wait until it is released",
+    "filling": "Wait until the transfer has ended, or use other blocks",
+    "expected": "Forget the request first, or use other blocks",
+    "quarantined": "Wait for Transfer.wait_released(), or use other blocks",
+}
+
+
+class BlockClaim:
+    """The right to use some blocks until `release`. Made by `BlockLedger.claim`."""
+
+    __slots__ = ("_ledger", "blocks", "generation", "request", "shared", "use")
+
+    def __init__(
+        self,
+        ledger: BlockLedger,
+        generation: int,
+        use: Use,
+        request: str,
+        blocks: Mapping[int, Int64s],
+    ) -> None:
+        self._ledger = ledger
+        self.generation = generation
+        self.use = use
+        self.shared = use == "offered"
+        self.request = request
+        self.blocks = blocks
+        """Block ids by pool."""
+
+    def quarantine(self) -> None:
+        """Keep the blocks because a transport may still write to them."""
+        if not self.shared:
+            self.use = "quarantined"
+
+    def release(self) -> None:
+        """Free the blocks. A second call has no effect."""
+        self._ledger.release(self)
+
+
+class BlockLedger:
+    """The claims on the blocks of one rank. Any thread may use it.
+
+    >>> from kvatlas.planning import plan
+    >>> ledger = BlockLedger(plan("Qwen3-8B", memory="1GiB", max_len=512), rank=0)
+    >>> first = ledger.claim("offered", "request 1", {0: np.array([4, 7])})
+    >>> second = ledger.claim("offered", "request 2", {0: np.array([7])})
+    >>> ledger.claim("filling", "request 3", {0: np.array([6, 7])})
+    Traceback (most recent call last):
+    kvatlas.errors.AtlasError: The node already uses some of these blocks. Got blocks [7] of pool \
+0, offered as 'request 1'. Withdraw the offer, or wait until it is released. [blocks_in_use]
+    >>> first.release(), second.release(), len(ledger)
+    (None, None, 0)
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        pools = plan.rank_pools(rank)
+        self._pool_of = [group.pool for group in plan.groups]
+        self._state = {index: np.zeros(pool.blocks, np.int64) for index, pool in pools.items()}
+        """Per block: 0 if free, the generation of an exclusive claim, or minus the readers."""
+        self._claims: dict[int, BlockClaim] = {}
+        self._generation = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Return the number of claims."""
+        return len(self._claims)
+
+    def by_pool(self, tables: Mapping[int, Int64s]) -> dict[int, Int64s]:
+        """Return the ids of block tables by pool. Negative entries are not in use."""
+        ids: dict[int, list[Int64s]] = {}
+        for group, table in tables.items():
+            ids.setdefault(self._pool_of[group], []).append(table[table >= 0])
+        return {
+            pool: own[0] if len(own) == 1 else np.concatenate(own)
+            for pool, own in ids.items()
+            if pool in self._state
+        }
+
+    def claim(self, use: Use, request: str, blocks: Mapping[int, Int64s]) -> BlockClaim:
+        """BlockClaim blocks by pool, or raise `blocks_in_use`. Each id must exist."""
+        shared = use == "offered"
+        with self._lock:
+            for pool, ids in blocks.items():
+                state = self._state[pool][ids]
+                if (state > 0).any() if shared else state.any():
+                    raise self._in_use(pool, ids[state > 0 if shared else state != 0])
+            self._generation += 1
+            claim = BlockClaim(self, self._generation, use, request, blocks)
+            self._claims[claim.generation] = claim
+            for pool, ids in blocks.items():
+                if shared:
+                    self._state[pool][ids] -= 1
+                else:
+                    self._state[pool][ids] = claim.generation
+        return claim
+
+    def release(self, claim: BlockClaim) -> None:
+        """End a claim. Nothing happens if it has ended already."""
+        with self._lock:
+            if self._claims.pop(claim.generation, None) is None:
+                return
+            for pool, ids in claim.blocks.items():
+                if claim.shared:
+                    self._state[pool][ids] += 1
+                else:
+                    self._state[pool][ids] = 0
+
+    def uses(self) -> Counter[Use]:
+        """Return the number of claims by use."""
+        with self._lock:
+            return Counter(claim.use for claim in self._claims.values())
+
+    def _in_use(self, pool: int, ids: Int64s) -> AtlasError:
+        """Describe the oldest claim that holds one of these blocks."""
+        none = np.zeros(0, np.int64)
+        for owner in self._claims.values():
+            same = ids[np.isin(ids, owner.blocks.get(pool, none))]
+            if len(same):
+                break
+        got = f"blocks {same[:_SHOWN].tolist()} of pool {pool}, {_VERBS[owner.use]} "
+        return AtlasError(Code.BLOCKS_IN_USE, got=f"{got}{owner.request!r}", hint=_HINTS[owner.use])

@@ -1,0 +1,71 @@
+"""The blocks that a pull fills, found quickly for requests of a shape that was seen before."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from kvatlas.errors import AtlasError
+from kvatlas.geometry import Int64s
+from kvatlas.routing import Lengths, Route, table_lengths
+from kvatlas.wire.block_ledger import BlockClaim, BlockLedger
+from kvatlas.wire.client.warm_shapes import plain_tables
+
+_KEPT = 128
+"""Shapes that are kept; the least recently used is dropped first."""
+
+_Key = tuple[tuple[int, int], Lengths]
+_Entries = tuple[tuple[int, slice | Int64s], ...]
+"""The entries of each group's table that are filled."""
+
+
+class FilledBlocks:
+    """Claims the blocks that pulls along one route fill. Any thread may use it."""
+
+    def __init__(self, ledger: BlockLedger, rank: int) -> None:
+        self._ledger, self._rank = ledger, rank
+        self._kept: OrderedDict[_Key, _Entries] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def claim(
+        self,
+        incoming: Route,
+        request: str,
+        blocks: Any,
+        tokens: tuple[int, int],
+        layers: Collection[str] | None,
+    ) -> BlockClaim:
+        """BlockClaim the blocks that a pull fills, or raise why they cannot be filled."""
+        tables = plain_tables(blocks)
+        key = (tokens, table_lengths(tables))
+        entries = self._kept.get(key) if layers is None else None
+        if entries is not None:
+            try:
+                return self._claim(request, tables, entries)
+            except (AtlasError, IndexError):
+                pass  # Ids that are in use, or do not exist: the checks below report which.
+        filled = incoming.filled_blocks(
+            dst_rank=self._rank, dst_blocks=blocks, tokens=tokens, layers=layers
+        )
+        entries = tuple((group, _as_slice(own)) for group, own in filled.items())
+        if layers is None:
+            with self._lock:
+                self._kept[key] = entries
+                while len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+        return self._claim(request, tables, entries)
+
+    def _claim(self, request: str, tables: Mapping[int, Int64s], entries: _Entries) -> BlockClaim:
+        blocks = {group: tables[group][own] for group, own in entries}
+        return self._ledger.claim("filling", request, self._ledger.by_pool(blocks))
+
+
+def _as_slice(entries: Int64s) -> slice | Int64s:
+    """Return consecutive entries as a slice, which is faster to apply."""
+    if len(entries) and int(entries[-1] - entries[0]) == len(entries) - 1:
+        return slice(int(entries[0]), int(entries[-1]) + 1)
+    return np.asarray(entries)
