@@ -101,7 +101,7 @@ def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torc
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     if placement.stop > buffer.numel():
         got = f"bytes up to {placement.stop} of a pool of {buffer.numel()}"
-        raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint="Allocate what the plan needs")
+        raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint="Allocate the size of the plan")
     if any(step % item for step in (placement.offset, *placement.strides)):
         problem = "Every element of a view must start at a multiple of its size"
         hint = "Pad pages and blocks to multiples of the element size"

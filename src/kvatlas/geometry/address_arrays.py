@@ -63,7 +63,7 @@ def indices(chosen: Any, size: int, axis: str) -> Int64s:
 def out_of_range(axis: str, size: int, got: object) -> AtlasError:
     """Return the error for a coordinate outside 0..size-1 of `axis`."""
     problem = f"Coordinates of axis {axis} must be in 0..{size - 1}"
-    hint = "Negative indices do not count from the end; pass an index in range"
+    hint = "Pass an index in range; negative indices are not supported"
     return AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
 
 

@@ -52,7 +52,7 @@ class DType:
         whole = self.bits in (8, 16, 32) or 0 < self.bits < 8
         parts = 1 + self.exponent_bits + self.mantissa_bits
         if not whole or (self.kind == "float" and parts != self.bits):
-            problem = "A dtype must have 1 to 8, 16 or 32 bits, and float parts that add up to them"
+            problem = "A dtype must have 1 to 8, 16 or 32 bits; the parts of a float must add up"
             got, hint = f"{self.name} of {self.bits} bits", "Get a supported type with DType.of"
             raise AtlasError(Code.UNKNOWN_DTYPE, problem, got=got, hint=hint)
 

@@ -109,7 +109,7 @@ def natural(value: Any, what: str) -> int:
     """Return `value` as an int of at least 0; raise an error if it is negative."""
     number = integer(value, what)
     if number < 0:
-        hint = "Pass 0 or a positive integer; negative strides are not supported"
+        hint = "Pass 0 or a positive integer"
         raise _refusal(Code.NEGATIVE, what, "must not be negative", number, hint)
     return number
 
@@ -117,8 +117,8 @@ def natural(value: Any, what: str) -> int:
 def duration(seconds: Any, most: float = MOST_SECONDS) -> float:
     """Return a timeout in seconds as a float; a negative timeout becomes 0.
 
-    Anything but a number up to `most` raises an error. NaN does too, because a deadline of
-    NaN never passes.
+    Anything but a number up to `most` raises an error. This includes NaN, because a deadline
+    of NaN would never pass.
 
     >>> duration(30), duration(-0.5)
     (30.0, 0.0)

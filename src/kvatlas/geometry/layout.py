@@ -16,7 +16,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.placement import Placement, packed_steps
 
 AXES = "LBHNC"
-"""The logical axes, in logical order."""
+"""The logical axes, in the order of the logical shape."""
 
 _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
@@ -103,7 +103,7 @@ class Layout:
         """
         fixed = strides or {}
         if sorted(sizes) != sorted(AXES) or not set(fixed) <= set(AXES):
-            problem = "The axes must be L, B, H, N and C"
+            problem = "Sizes must be given for L, B, H, N and C, and strides only for these axes"
             got = f"sizes {sorted(sizes)}, strides {sorted(fixed)}"
             hint = "Pass all five sizes; pass 1 for an unused axis"
             raise AtlasError(Code.UNKNOWN_AXIS, problem, got=got, hint=hint)

@@ -71,7 +71,7 @@ def in_cells(
     head: int = 0,
     offset: int = 0,
 ) -> list[Field]:
-    """Return fields that follow each other in every cell, or in every row of the axes `cells`."""
+    """Return one field per part; the parts follow each other in each coordinate of `cells`."""
     fields = []
     for part in parts:
         axes = (*cells, FieldAxis("C", part.items, "C", part.dtype.item))

@@ -162,7 +162,7 @@ class Page:
         field = self.field(name)
         cells = self._cells
         if placement.item != 1 or any(placement.size(a) != n for a, n in cells.items()):
-            problem = "The placement must consist of whole pages in bytes"
+            problem = "The placement must cover whole pages, with items of 1 byte"
             hint = "Pass the result of Page.place; narrow and fold the view instead"
             got = f"{placement} for pages of {cells}"
             raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)

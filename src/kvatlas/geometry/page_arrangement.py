@@ -83,7 +83,7 @@ def _pool_strides(
 
 
 def shared_pages(layout: Layout, page_bytes: int, *, blocks: int, width: int) -> PoolPosition:
-    """Return the position of `page_bytes` pages that several kinds of layers share.
+    """Return the position of pages of `page_bytes` bytes that several kinds of layers share.
 
     Blocks have `width` bytes.
     """

@@ -71,7 +71,7 @@ class Placement(Affine):
         """
         fixed = strides or {}
         if not isinstance(fixed, Mapping):
-            raise bad_axes("Strides must be a mapping from axes", strides, "Pass {'B': 64, ...}")
+            raise bad_axes("Strides must map axis names to bytes", strides, "Pass {'B': 64, ...}")
         if not isinstance(axes, Sequence) or not all(map(_is_axis, axes)):
             raise bad_axes("Axes must be pairs of name and size", axes, "Pass [('B', 4), ...]")
         unknown = set(fixed) - {axis for axis, _ in axes}
@@ -141,7 +141,7 @@ class Placement(Affine):
         """
         place = self._place(axis)
         if not isinstance(into, tuple | list) or len(into) != 2:
-            raise bad_axes("An axis is split into two", into, "Pass an outer and an inner name")
+            raise bad_axes("An axis is split into two axes", into, "Pass an outer and inner name")
         size, stride = self.sizes[place], self.strides[place]
         inner = positive(inner, "the inner size")
         if size % inner:

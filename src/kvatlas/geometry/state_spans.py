@@ -49,7 +49,7 @@ class StateBlocks(NamedTuple):
         """Return the first state that both ends hold; None if there is none."""
         for end in (self, other):
             if not 0 <= end.residue < end.every or end.states < 1 or end.split < 1:
-                problem = "states and split must be at least 1, and residue must be in 0..every-1"
+                problem = "StateBlocks needs states >= 1, split >= 1 and a residue in 0..every-1"
                 hint = "Take the StateBlocks from a plan"
                 raise AtlasError(Code.BAD_SIZE, problem, got=end, hint=hint)
         held = range(self.residue, lcm(self.every, other.every), self.every)

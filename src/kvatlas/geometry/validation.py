@@ -100,7 +100,7 @@ def _neighbours(parts: Mapping[str, Placement]) -> list[list[str]]:
 
 
 def _one_step(parts: list[Placement]) -> list[Placement]:
-    """Drop outer axes that all parts share if one step of them contains all parts."""
+    """Drop outer axes that all parts share, as long as one step contains all parts."""
     parts = [part.folded() for part in parts]
     while parts and all(part.axes for part in parts):
         outer = {(part.sizes[0], part.strides[0]) for part in parts}

@@ -71,7 +71,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
 
 
 def check(spec: Spec) -> None:
-    """Raise an error if a field of a spec is out of range or has an unknown value.
+    """Raise an error if a parameter of a spec is out of range or unknown.
 
     msgspec validates specs that it decodes; this also covers specs that Python code
     constructs. Integers must be at least 1, or at least 0 if their default is 0.
@@ -82,10 +82,11 @@ def check(spec: Spec) -> None:
         if value is None and None in options:
             continue
         if int in options:
-            (natural if default == 0 else positive)(value, f"{name} of {kind.__name__}")
+            (natural if default == 0 else positive)(value, f"parameter {name} of {kind.__name__}")
         elif value not in options:
             hint = f"Use one of {', '.join(map(str, options))}"
-            raise bad_spec(f"The {name} of {kind.__name__} is unknown", repr(value), hint)
+            problem = f"Parameter {name} of {kind.__name__} has an unknown value"
+            raise bad_spec(problem, repr(value), hint)
 
 
 def check_page(spec: Spec) -> None:

@@ -10,10 +10,10 @@ import msgspec
 from kvatlas.specs.base import Spec
 
 _PACKING = ("packing", "scales", "align", "conv_order")
-"""Fields that determine where bytes are in a page; a route translates between them."""
+"""Parameters that determine where bytes are in a page; routes translate between them."""
 
 _DTYPES = ("dtype", "cache", "conv_dtype", "ssm_dtype", "shift_dtype")
-"""Fields that determine the encoding of values."""
+"""Parameters that determine the encoding of values."""
 
 
 @lru_cache(maxsize=4096)

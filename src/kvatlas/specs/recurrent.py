@@ -99,7 +99,7 @@ class Mamba1(_WithConv, frozen=True, kw_only=True, tag="mamba1"):
 
 
 class Mamba2(_WithConv, frozen=True, kw_only=True, tag="mamba2"):
-    """Mamba-2: heads, and groups of B and C, which are replicated if there are more ranks.
+    """Mamba-2: heads, and groups of B and C, replicated if there are more ranks than groups.
 
     In this example, rank 0 of 2 holds half of x, and all of the single group of B and C:
 
