@@ -1,6 +1,6 @@
 """kvatlas knows where every byte of an LLM's KV cache lives, and moves it anywhere.
 
-The names that people come for are here, each loaded from its room when it is first used:
+The most used names are available here; each is imported from its package on first use:
 
 >>> import kvatlas
 >>> fits = kvatlas.plan("Qwen3-8B", memory="80GiB")
@@ -72,7 +72,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":  # as tracebacks name it
+    if name == "errors":  # tracebacks print kvatlas.errors.AtlasError
         return import_module("kvatlas.errors")
     if name not in _ROOM_OF:
         raise AttributeError(f"module 'kvatlas' has no attribute {name!r}")

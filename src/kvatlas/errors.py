@@ -1,8 +1,8 @@
-"""The one error type of kvatlas, and the codes it carries.
+"""`AtlasError`, the error type of kvatlas, and its codes.
 
-An error is part of the interface: a scheduler retries on some, a peer is told others, a
-test asserts them. So each has a stable `Code`, and each message says what is wrong, what
-was got, and what to do.
+Errors are part of the interface: schedulers retry on some, nodes send some to their peers,
+and tests assert them. Each error therefore has a stable `Code` and a message in three
+parts: the problem, the value received, and a hint on how to fix it.
 """
 
 from __future__ import annotations
@@ -11,131 +11,155 @@ from enum import StrEnum
 
 
 class Code(StrEnum):
-    """Every reason for an `AtlasError`, with what is wrong in general. Codes are never renamed.
+    """The stable codes of `AtlasError`, each with a default description. Codes are never renamed.
 
     >>> Code("overlap") is Code.OVERLAP, Code.OVERLAP.problem
-    (True, 'Two parts, or two coordinates, share bytes')
+    (True, 'Two parts or two coordinates share bytes')
     """
 
     problem: str
 
     def __new__(cls, value: str, problem: str) -> Code:
-        """A code is its text; what is wrong in general comes along."""
+        """Make a member whose value is the code and whose `problem` is the description."""
         code = str.__new__(cls, value)
         code._value_, code.problem = value, problem
         return code
 
     UNKNOWN_AXIS = "unknown_axis", "There is no such axis"
-    BAD_AXES = "bad_axes", "Axes are missing, named twice, or without a size and stride each"
+    BAD_AXES = "bad_axes", "Axis names are missing or repeated, or an axis lacks a size or a stride"
     BAD_ORDER = "bad_order", "A layout must name each of L, B, H, N, C exactly once"
-    NOT_AN_INTEGER = "not_an_integer", "A size, stride, offset or index is not a whole number"
-    BAD_SIZE = "bad_size", "A size is less than 1"
-    NEGATIVE = "negative", "An offset or a stride is negative"
-    OVERFLOW = "overflow", "An address is past 2^63"
-    OUT_OF_RANGE = "out_of_range", "A coordinate, id or slot does not exist"
-    OUT_OF_BOUNDS = "out_of_bounds", "Bytes lie outside the buffer"
-    OVERLAP = "overlap", "Two parts, or two coordinates, share bytes"
-    UNDECIDED = "undecided", "Whether axes overlap cannot be decided: they are too tangled"
-    TOO_MANY = "too_many", "That is more than any machine can want at once"
-    HOLE = "hole", "Bytes belong to no part and are not named as padding"
+    NOT_AN_INTEGER = "not_an_integer", "A size, stride, offset, index or id must be an integer"
+    BAD_SIZE = "bad_size", "A size must be at least 1"
+    NEGATIVE = "negative", "A size, offset or stride must not be negative"
+    OVERFLOW = "overflow", "An address exceeds 2**63 - 1"
+    OUT_OF_RANGE = "out_of_range", "A coordinate, id or slot is out of range"
+    OUT_OF_BOUNDS = "out_of_bounds", "A byte range extends outside the buffer"
+    OVERLAP = "overlap", "Two parts or two coordinates share bytes"
+    UNDECIDED = "undecided", "The overlap check exceeded its search limit"
+    TOO_MANY = "too_many", "A count exceeds the limit"
+    HOLE = "hole", "Some bytes belong to no part and are not declared as padding"
     MISALIGNED = "misaligned", "A part, page or block does not start at a multiple of the alignment"
-    NOT_DIVISIBLE = "not_divisible", "A size is not a multiple of what divides it"
-    NOT_FOLDABLE = "not_foldable", "Two axes do not fold: there are gaps between them"
-    NOT_CONTIGUOUS = "not_contiguous", "Cells that must be contiguous have gaps in this layout"
-    SPLIT_ELEMENT = "split_element", "The bytes of an element are not neighbours"
-    UNLIKE_PLACEMENTS = "unlike_placements", "The two sides have different sizes"
+    NOT_DIVISIBLE = "not_divisible", "A size is not evenly divisible"
+    NOT_FOLDABLE = (
+        "not_foldable",
+        "The two axes cannot be folded into one because they are not contiguous",
+    )
+    NOT_CONTIGUOUS = "not_contiguous", "Bytes that must be contiguous have gaps in this layout"
+    SPLIT_ELEMENT = "split_element", "The bytes of one element are not contiguous"
+    UNLIKE_PLACEMENTS = (
+        "unlike_placements",
+        "The two placements have different axes, sizes or items",
+    )
     UNKNOWN_DTYPE = "unknown_dtype", "There is no such dtype"
-    NOT_REPRESENTABLE = "not_representable", "A number cannot be written in this dtype"
+    NOT_REPRESENTABLE = "not_representable", "The dtype cannot represent this value"
     UNKNOWN_FIELD = "unknown_field", "The page has no such field"
-    BAD_FIELD = "bad_field", "A field's axes and shard do not fit together"
-    PAGE_TOO_SMALL = "page_too_small", "A page is smaller than its cells"
-    PADDING_INSIDE_PAGE = "padding_inside_page", "A padded page is not contiguous in this layout"
+    BAD_FIELD = "bad_field", "The axes and the sharding of a field are inconsistent"
+    PAGE_TOO_SMALL = "page_too_small", "The page is too small for its cells"
+    PADDING_INSIDE_PAGE = (
+        "padding_inside_page",
+        "A page with padding must be contiguous, and this layout splits it",
+    )
     BAD_TENSOR = "bad_tensor", "A tensor has the wrong shape, dtype or strides"
     BAD_RANK = "bad_rank", "There is no such rank"
-    TP_HEADS = "tp_heads", "Heads or groups neither divide evenly over the ranks nor repeat evenly"
-    TP_WHOLE = "tp_whole", "A field that cannot be sharded or replicated needs tp 1"
-    BAD_SPEC = "bad_spec", "A layer cannot cache what this spec says"
+    TP_HEADS = (
+        "tp_heads",
+        "Heads or groups can be neither divided nor replicated evenly over the ranks",
+    )
+    TP_WHOLE = "tp_whole", "A field that can be neither sharded nor replicated requires tp 1"
+    BAD_SPEC = "bad_spec", "The spec of a layer is invalid"
     NO_CACHE = "no_cache", "There is nothing to cache"
-    UNREADABLE = "unreadable", "A file cannot be read, or is not what it should be"
-    UNWRITABLE = "unwritable", "A file cannot be written"
+    UNREADABLE = "unreadable", "The file cannot be read, or its content is invalid"
+    UNWRITABLE = "unwritable", "The file cannot be written"
     BAD_CONFIG = "bad_config", "A config value has the wrong type, length or range"
-    MISSING_KEY = "missing_key", "The config lacks a key that its family needs"
+    MISSING_KEY = "missing_key", "The config lacks a key that its architecture requires"
     UNKNOWN_ARCHITECTURE = "unknown_architecture", "The architecture is unknown"
-    UNKNOWN_MODEL = "unknown_model", "No model of that name"
+    UNKNOWN_MODEL = "unknown_model", "There is no model of this name"
     NO_HUB = "no_hub", "The model hub cannot be reached"
     UNKNOWN_ENGINE = "unknown_engine", "There is no such engine"
     UNKNOWN_BACKEND = (
         "unknown_backend",
         "There is no such backend, or no layer of the model uses it",
     )
-    BACKEND_REFUSES = "backend_refuses", "The backend does not take this block size or cache dtype"
-    BAD_TOPOLOGY = "bad_topology", "Heads, groups or layers do not divide over the ranks"
-    LAYOUT_REFUSED = "layout_refused", "This layout does not suit all layers and backends"
-    PAGES_NOT_UNIFIED = "pages_not_unified", "Pages of unlike layers cannot be made equal"
-    NOT_ENOUGH_MEMORY = "not_enough_memory", "Not enough memory"
-    UNKNOWN_GPU = "unknown_gpu", "No GPU of that name is known"
+    BACKEND_REFUSES = (
+        "backend_refuses",
+        "The backend does not support this block size or cache dtype",
+    )
+    BAD_TOPOLOGY = "bad_topology", "Heads, groups or layers cannot be divided evenly over the ranks"
+    LAYOUT_REFUSED = "layout_refused", "Some layers or backends do not support this layout"
+    PAGES_NOT_UNIFIED = (
+        "pages_not_unified",
+        "Pages of different layers cannot be padded to the same size",
+    )
+    NOT_ENOUGH_MEMORY = "not_enough_memory", "There is not enough memory"
+    UNKNOWN_GPU = "unknown_gpu", "There is no GPU of this name"
     WEIGHTS_TOO_LARGE = "weights_too_large", "The weights leave no memory for a cache"
-    CONTRADICTORY = "contradictory", "Two things that were asked for contradict each other"
-    BAD_PACK = "bad_pack", "The pack does not suit this model"
-    BAD_PLAN = "bad_plan", "The plan is not sound"
+    CONTRADICTORY = "contradictory", "Two options contradict each other"
+    BAD_PACK = "bad_pack", "The model does not support this pack size"
+    BAD_PLAN = "bad_plan", "The plan is invalid"
     UNKNOWN_POLICY = "unknown_policy", "There is no such policy"
     UNKNOWN_LAYER = "unknown_layer", "The plan has no such layer"
-    BAD_QUANTITY = "bad_quantity", "This is not a number with an optional unit"
-    UNLIKE_MODELS = "unlike_models", "The two plans cache different models"
-    UNLIKE_LAYERS = "unlike_layers", "A layer keeps different things in the two plans"
-    UNLIKE_DTYPES = "unlike_dtypes", "A layer is kept in different dtypes in the two plans"
+    BAD_QUANTITY = "bad_quantity", "The value is not a number with an optional unit"
+    UNLIKE_MODELS = "unlike_models", "The two plans are for different models"
+    UNLIKE_LAYERS = "unlike_layers", "A layer caches different content in the two plans"
+    UNLIKE_DTYPES = "unlike_dtypes", "A layer is stored in different dtypes in the two plans"
     BAD_CONVERSION = (
         "bad_conversion",
-        "The conversion that was asked for is not the one between the two plans",
+        "The requested conversion does not match the two plans",
     )
-    CANNOT_CONVERT = "cannot_convert", "A layer's content cannot be converted"
-    MISSING_SCALES = "missing_scales", "A format with one scale for the tensor was given none"
-    UNLIKE_CONVERSIONS = "unlike_conversions", "The two ends did not agree on one conversion"
-    MISSING_LAYERS = "missing_layers", "One plan has layers that the other lacks"
-    NOT_A_SOURCE = "not_a_source", "The source rank does not hold what was chosen from it"
-    BAD_TOKENS = "bad_tokens", "The token range is reversed or past the greatest length"
-    MISSING_BLOCKS = "missing_blocks", "A block table is missing or does not cover the tokens"
-    TWICE = "twice", "A block is named twice"
+    CANNOT_CONVERT = "cannot_convert", "The content of a layer cannot be converted"
+    MISSING_SCALES = (
+        "missing_scales",
+        "The format needs one scale for the whole tensor, and none was given",
+    )
+    UNLIKE_CONVERSIONS = "unlike_conversions", "The two ends request different conversions"
+    MISSING_LAYERS = "missing_layers", "One plan has layers that are missing from the other"
+    NOT_A_SOURCE = "not_a_source", "The source rank does not hold the requested data"
+    BAD_TOKENS = "bad_tokens", "The token range is reversed or exceeds the maximum length"
+    MISSING_BLOCKS = "missing_blocks", "A block table is missing or does not cover all tokens"
+    TWICE = "twice", "A block id is given twice"
     DEADLINE = "deadline", "The deadline passed"
-    PEER_LOST = "peer_lost", "Peer disconnected"
+    PEER_LOST = "peer_lost", "The peer disconnected"
     WIRE_FAILED = "wire_failed", "The transport failed"
     BAD_HANDSHAKE = "bad_handshake", "The peer sent a malformed or contradictory message"
-    BAD_SIGNATURE = "bad_signature", "The two ends do not share a secret"
-    BAD_SECRET = "bad_secret", "A shared secret is not 16 bytes or more"
-    UNPROTECTED = "unprotected", "A node without a secret would be open to the network"
-    BUSY = "busy", "The peer has too much to do"
-    UNLIKE_VERSIONS = "unlike_versions", "The peer speaks another version of the protocol"
-    UNKNOWN_SESSION = "unknown_session", "The peer knows no such session"
+    BAD_SIGNATURE = "bad_signature", "The two ends do not share the same secret"
+    BAD_SECRET = "bad_secret", "A shared secret must be a bytes object of at least 16 bytes"
+    UNPROTECTED = "unprotected", "A node without a secret would accept connections from any host"
+    BUSY = "busy", "The peer is busy"
+    UNLIKE_VERSIONS = "unlike_versions", "The peer uses an incompatible protocol version"
+    UNKNOWN_SESSION = "unknown_session", "The session does not exist or has ended"
     UNKNOWN_REQUEST = "unknown_request", "The request is neither offered nor expected"
     BLOCKS_IN_USE = "blocks_in_use", "The node already uses some of these blocks"
     DIFFERENT_IDENTITY = (
         "different_identity",
         "The two ends compute their caches with different weights or settings",
     )
-    LEASE_EXPIRED = "lease_expired", "The lease ended before the last byte was read"
-    CHECKSUM = "checksum", "Bytes were changed: their checksums differ"
+    LEASE_EXPIRED = "lease_expired", "The lease has expired or does not exist"
+    CHECKSUM = "checksum", "The received bytes do not match their checksums"
     CANCELLED = "cancelled", "The transfer was cancelled"
-    MISSING_EXTRA = "missing_extra", "A library is not installed"
-    BAD_TRACE = "bad_trace", "A trace contradicts itself, or is in no form that is known"
-    NO_BLOCKS = "no_blocks", "The pool has no free block"
-    ENGINE_REFUSES = "engine_refuses", "The engine's layers, masks or padding cannot be served"
-    CANNOT_TAKE_BACK = "cannot_take_back", "What the tokens saw is no longer kept"
+    MISSING_EXTRA = "missing_extra", "A required library is not installed"
+    BAD_TRACE = "bad_trace", "The trace is inconsistent or in an unknown format"
+    NO_BLOCKS = "no_blocks", "The pool does not have enough free blocks"
+    ENGINE_REFUSES = "engine_refuses", "The engine's layers, masks or padding are not supported"
+    CANNOT_TAKE_BACK = (
+        "cannot_take_back",
+        "The cache cannot be cropped: it no longer holds the states of earlier tokens",
+    )
     WRONG_DEVICE = (
         "wrong_device",
-        "Tensors are on different devices, or out of a kernel's reach",
+        "Tensors are on different devices, or the kernel cannot access their device",
     )
-    NO_KERNEL = "no_kernel", "No kernel is written for this"
+    NO_KERNEL = "no_kernel", "There is no kernel for this case"
 
 
 LONGEST_TEXT = 1_000
-"""Characters of each part of a message: what is wrong, what was got, what to do."""
+"""Maximum length of each part of a message, in characters."""
 
 
 class AtlasError(ValueError):
-    """What is wrong, what was got, what to do, and a stable code.
+    """An error with a stable code, a problem, the value received and a hint.
 
-    Without a `problem` of its own an error says its code's. Text that is longer than
-    `LONGEST_TEXT` is cut, since what was got may come from a stranger.
+    If `problem` is empty, the default text of the code is used. Each part is cut to
+    `LONGEST_TEXT` characters, because the value received may come from an untrusted peer.
 
     >>> from kvatlas import Layout
     >>> try:
@@ -158,12 +182,12 @@ class AtlasError(ValueError):
         super().__init__(f"{self.problem}. Got {self.got}. {self.hint}{end} [{code}]")
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The default would call __init__ with the message alone.
+        # The default implementation would call __init__ with only the message.
         return (_rebuild, (self.code, self.problem, self.got, self.hint))
 
 
 def _cut(text: str) -> str:
-    """The text, or its beginning and how long it was."""
+    """Cut a text to `LONGEST_TEXT` characters and append its original length."""
     if len(text) <= LONGEST_TEXT:
         return text
     told = f"... ({len(text):,} characters)"
@@ -175,7 +199,7 @@ def _rebuild(code: Code, problem: str, got: object, hint: str) -> AtlasError:
 
 
 class MissingExtraError(AtlasError, ImportError):
-    """A library that an extra brings is not installed; `note` is added to the hint."""
+    """The library of an optional extra is not installed; `note` is appended to the hint."""
 
     def __init__(self, library: str, extra: str, note: str = "") -> None:
         super().__init__(

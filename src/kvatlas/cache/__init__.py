@@ -1,6 +1,6 @@
-"""Plans come to life: buffers, and views of them in the shapes that backends take.
+"""Buffers for a plan, and zero-copy views of them in the shapes that backends expect.
 
-This room needs torch (`pip install 'kvatlas[torch]'`).
+This package requires torch (`pip install 'kvatlas[torch]'`).
 """
 
 from importlib.util import find_spec

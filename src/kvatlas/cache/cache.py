@@ -1,8 +1,8 @@
-"""`Cache`: a plan come to life, in one buffer for each pool.
+"""`Cache`: the tensors of one rank of a plan, with one buffer for each pool.
 
-`allocate` makes the buffers and `bind` takes somebody else's; both then only make
-views. `cache[layer]` has the standard [B, H, N, C] bytes and a typed tensor for each
-field, all of them windows into the same allocation.
+`allocate` makes new buffers and `bind` uses existing ones. Both then only create views:
+`cache[layer]` has the standard [B, H, N, C] tensor of bytes and a typed tensor for each
+field, all in the same allocation.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from kvatlas.planning import Plan, Pool, checked_plan
 from kvatlas.specs import Spec
 
 ALIGNMENT = 2 << 20
-"""Bytes that a pool starts at a multiple of: what large pages and transports like."""
+"""Alignment of pools in bytes; large pages and transports benefit from it."""
 
 _S = TypeVar("_S", bound=Spec)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """What one layer keeps, on one rank: views into its pool.
+    """The cache of one layer on one rank, as views into its pool.
 
-    Where a plan splits a recurrent state by heads, this is one part of it. Two are equal
-    only if they are the same one: memory has no value to compare.
+    If a plan splits a recurrent state by heads, this is one part of the state. Layer caches
+    are compared by identity.
     """
 
     name: str
     spec: Spec
-    """What the whole layer caches; a rank's `page` holds a shard of it."""
+    """The spec of the whole layer; the `page` of a rank holds a shard of it."""
     page: Page
     placement: Placement
-    """Where its cells lie: axes B, H, N, C, and k where blocks hold several kernel blocks."""
+    """Placement of the cells: axes B, H, N, C, and k if blocks hold several kernel blocks."""
     buffer: torch.Tensor = field(repr=False)
-    """Its pool's bytes."""
+    """The bytes of the pool."""
 
     def spec_as(self, kind: type[_S]) -> _S:
-        """The layer's spec, refused where it is of another kind than `kind`."""
+        """Return the layer's spec; raise an error if it is not a `kind`."""
         if not isinstance(self.spec, kind):
-            problem = f"{self.name} is no layer of {kind.__name__}"
-            got, hint = type(self.spec).__name__, "Call the kernel for the layer's own kind"
+            problem = f"The spec of {self.name} must be a {kind.__name__}"
+            got, hint = type(self.spec).__name__, "Call the kernel for this kind of layer"
             raise AtlasError(Code.BAD_SPEC, problem, got=got, hint=hint)
         return self.spec
 
     @cached_property
     def tensor(self) -> torch.Tensor:
-        """The standard [B, H, N, C] tensor of bytes; kernel blocks count as blocks."""
+        """The standard [B, H, N, C] tensor of bytes; B counts kernel blocks."""
         return view(self.buffer, self.kernel_blocks, torch.uint8)
 
     @cached_property
     def kernel_blocks(self) -> Placement:
-        """Its cells with one axis B over kernel blocks, as kernels number them."""
+        """Placement of the cells with a single axis B of kernel blocks, as kernels number them."""
         placed = self.placement
         if "k" in placed.axes:
             placed = placed.fold("B", "k", into="B")
         return placed.reorder("B", "H", "N", "C")
 
     def kernel_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Block ids [..., n] as kernels number them: a block may be several kernel blocks.
+        """Convert block ids [..., n] to kernel block ids; a block may be several kernel blocks.
 
         >>> from kvatlas.planning import plan
         >>> large = {"block_size": 128, "backend": "FLASHINFER"}  # kernel blocks of 64 tokens
@@ -81,19 +81,19 @@ class LayerCache:
 
     @property
     def block_states(self) -> int:
-        """States of a block as block tables have them: it may be several kernel blocks."""
+        """States of a block of the block table, which may be several kernel blocks."""
         return self.kernel_blocks.size("N") * self._split
 
     @property
     def _split(self) -> int:
-        """Kernel blocks of a block."""
+        """Number of kernel blocks in a block."""
         return self.placement.size("k") if "k" in self.placement.axes else 1
 
     @cached_property
     def kept(self) -> dict[Hashable, Any]:
-        """What kernels have worked out of this layer, by what else it depends on.
+        """Values that kernels cache for this layer, keyed by their other inputs.
 
-        It lives and dies with the layer, and so does what it refers to.
+        They are freed together with the layer.
         """
         return {}
 
@@ -106,14 +106,14 @@ class LayerCache:
         return {}
 
     def place(self, name: str) -> Placement:
-        """Where a field lies, by kernel blocks."""
-        # Kernels call this for every layer of every step, so placements are remembered.
+        """Return the placement of a field, with B counting kernel blocks."""
+        # Kernels call this for every layer of every step, so placements are cached.
         if name not in self._places:
             self._places[name] = self.page.view(self.kernel_blocks, name)
         return self._places[name]
 
     def field(self, name: str) -> torch.Tensor:
-        """A field as a typed tensor: blocks first, then the field's own axes."""
+        """Return a field as a typed tensor: the block axis, then the axes of the field."""
         if name not in self._tensors:
             dtype = torch_dtype(self.page.field(name).dtype)
             self._tensors[name] = view(self.buffer, self.place(name), dtype)
@@ -121,7 +121,7 @@ class LayerCache:
 
     @property
     def fields(self) -> dict[str, torch.Tensor]:
-        """Every field by its name, padding left out."""
+        """All fields by name, without padding."""
         return {f.name: self.field(f.name) for f in self.page.fields if not f.padding}
 
     def __getattr__(self, name: str) -> torch.Tensor:
@@ -177,12 +177,12 @@ class Cache(Mapping[str, LayerCache]):
         return len(self._parts)
 
     def parts(self, layer: str) -> list[LayerCache]:
-        """All parts of a layer's state: one, unless the plan splits it by heads."""
+        """Return all parts of a layer's state: one, unless the plan splits it by heads."""
         if layer not in self._parts:
             region, _ = self.plan.region_of(layer)
-            problem = f"The layer is on another pipeline stage than rank {self.rank}"
-            got = f"{layer} on stage {region.stage}, not {self.stage}"
-            hint = "Ask a rank of the stage that holds it"
+            problem = f"Rank {self.rank} does not hold this layer"
+            got = f"{layer}, which is on pipeline stage {region.stage}, not {self.stage}"
+            hint = "Use a rank of the stage that holds the layer"
             raise AtlasError(Code.UNKNOWN_LAYER, problem, got=got, hint=hint)
         return list(self._parts[layer])
 
@@ -197,9 +197,9 @@ class Cache(Mapping[str, LayerCache]):
         )
 
     def clear(self, group: int, ids: Sequence[int] | torch.Tensor) -> bool:
-        """Make blocks ready for a group that takes them: zeroed where the plan needs it.
+        """Zero the blocks that a group is about to use, if the plan requires it.
 
-        Returns whether it was needed. Only bytes that the group itself reads are written.
+        Only bytes that the group reads are written. Returns whether the plan requires it.
         """
         if not 0 <= group < len(self.plan.groups):
             hint = f"Groups are 0..{len(self.plan.groups) - 1}"
@@ -217,9 +217,9 @@ class Cache(Mapping[str, LayerCache]):
         return needed
 
     def block(self, ids: Sequence[int] | torch.Tensor | int, pool: int = 0) -> torch.Tensor:
-        """Whole blocks of a pool across all layers, as rows of bytes.
+        """Return a view of whole blocks of a pool across all layers, one row of bytes per block.
 
-        One id, or ids that step evenly, are a view; a scattered choice cannot be.
+        The ids must ascend in equal steps. Use `kernels.gather_blocks` for scattered blocks.
         """
         pools = self.plan.rank_pools(self.rank)
         if pool not in pools:
@@ -232,16 +232,18 @@ class Cache(Mapping[str, LayerCache]):
             if region.stage == self.stage and self.plan.groups[region.group].pool == pool
         }
         if strides != {planned.block_bytes}:
-            problem = "The bytes of a block are not one row: blocks are not the outermost axis"
-            hint = "Use a layout that starts with B, or Placement.runs for each stretch of bytes"
+            problem = "The bytes of a block are not contiguous in this layout"
+            hint = "Use a layout that starts with B, or get the byte ranges from Placement.runs"
             raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=self.plan.layout, hint=hint)
         rows = self.pools[pool].view(planned.blocks, planned.block_bytes)
         chosen = _block_ids([ids] if isinstance(ids, int) else ids, planned).tolist()
         if not chosen:
-            raise AtlasError(Code.OUT_OF_RANGE, "No blocks", got=ids, hint="Pass one id or more")
+            raise AtlasError(
+                Code.OUT_OF_RANGE, "No blocks are selected", got=ids, hint="Pass one id or more"
+            )
         steps = {b - a for a, b in pairwise(chosen)} or {1}
         if len(steps) > 1 or min(steps) < 1:
-            problem = "No view holds these blocks: their ids do not step evenly upwards"
+            problem = "The block ids of a view must ascend in equal steps"
             hint = "Gather scattered blocks with kernels.gather_blocks"
             raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=f"ids {chosen[:8]}", hint=hint)
         return rows[chosen[0] : chosen[-1] + 1 : steps.pop()]
@@ -250,8 +252,8 @@ class Cache(Mapping[str, LayerCache]):
 def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
     """Allocate memory for one rank of a plan, one buffer for each pool.
 
-    Buffers are zeroed where some group needs it: recurrent states are read before they
-    are written, and groups that keep unlike numbers overlay each other.
+    Buffers are zeroed if any group requires it: recurrent states are read before they are
+    written, and groups with different dtypes may overlay each other.
     """
     try:
         device = torch.get_default_device() if device is None else torch.device(device)
@@ -264,10 +266,11 @@ def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
 
 
 def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cache:
-    """A cache in memory that somebody else owns: an engine's, a mapped file, shared memory.
+    """Create a cache in existing memory, such as an engine's, a mapped file or shared memory.
 
-    `buffers` are bytes for each pool by its index, or one for a plan with one pool; a
-    torch tensor, or anything with a writable buffer.
+    `buffers` maps each pool index to its bytes: a torch tensor or any object with a writable
+    buffer. For a plan with one pool, it may be that buffer itself. The caller keeps ownership
+    of the memory.
 
     >>> from kvatlas.planning import plan
     >>> made = plan("Qwen3-8B", memory="1GiB", max_len=512)
@@ -289,7 +292,7 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
 
 
 def _not_the_pools(rank: int, given: Any, planned: Collection[int]) -> AtlasError:
-    problem = f"There must be memory for each pool of rank {rank}"
+    problem = f"Memory must be given for exactly the pools of rank {rank}"
     named = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
     got = f"memory for pools {named}, not {sorted(planned)}"
     hint = "Pass a mapping from pool index to bytes"
@@ -297,11 +300,11 @@ def _not_the_pools(rank: int, given: Any, planned: Collection[int]) -> AtlasErro
 
 
 def _block_ids(ids: Any, pool: Pool) -> torch.Tensor:
-    return checked_ids(ids, pool.blocks, "Block ids", "Pass ids of the pool's own blocks")
+    return checked_ids(ids, pool.blocks, "Block ids", "Pass ids of blocks in this pool")
 
 
 def _memory(nbytes: int, zero: bool, device: Any) -> torch.Tensor:
-    """Aligned bytes; the allocator need not align, so a little more is allocated."""
+    """Allocate aligned bytes, with extra space because the allocator may not align them."""
     make = torch.zeros if zero else torch.empty
     raw = make(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % ALIGNMENT
@@ -309,26 +312,26 @@ def _memory(nbytes: int, zero: bool, device: Any) -> torch.Tensor:
 
 
 def _bytes_of(memory: Any, pool: Pool) -> torch.Tensor:
-    """A pool's bytes in memory that may be larger."""
+    """Return the first bytes of a buffer as the pool; raise an error if it is too small."""
     try:
         is_tensor = isinstance(memory, torch.Tensor)
         tensor = memory if is_tensor else torch.frombuffer(memory, dtype=torch.uint8)
     except (TypeError, ValueError, BufferError) as refusal:
-        problem = "This is neither a torch tensor nor a writable buffer"
+        problem = "Memory must be a torch tensor or a writable buffer"
         got = type(memory).__name__
-        hint = "Pass a bytearray, a memoryview, an mmap or a tensor of uint8"
+        hint = "Pass a bytearray, memoryview, mmap or uint8 tensor"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint) from refusal
     check_pool(tensor)
     if tensor.numel() < pool.nbytes:
-        problem = f"Memory is too small for pool {pool.index}"
-        hint = "Allocate more, or plan for less"
+        problem = f"The memory is too small for pool {pool.index}"
+        hint = "Allocate more memory, or make a smaller plan"
         got = f"{tensor.numel():,} of {pool.nbytes:,} bytes"
         raise AtlasError(Code.OUT_OF_BOUNDS, problem, got=got, hint=hint)
     return tensor[: pool.nbytes]
 
 
 def _largest_element(plan: Plan, pool: Pool) -> int:
-    """Bytes of the largest element that a pool holds."""
+    """Return the size in bytes of the largest element in a pool."""
     home = (pool.stage, pool.index)
     regions = [r for r in plan.regions if (r.stage, plan.groups[r.group].pool) == home]
     pages = [region.page(plan.tp, index=i) for region in regions for i in range(len(region.layers))]
@@ -336,9 +339,9 @@ def _largest_element(plan: Plan, pool: Pool) -> int:
 
 
 def _check_alignment(tensor: torch.Tensor, item: int, pool: Pool) -> None:
-    """Refuse memory that starts between two elements, where torch makes no typed views."""
+    """Raise an error if the memory is not aligned to the element, as torch views require."""
     if tensor.data_ptr() % item or tensor.storage_offset() % item:
-        problem = f"Memory of pool {pool.index} does not start at a multiple of {item} bytes"
+        problem = f"The memory of pool {pool.index} must start at a multiple of {item} bytes"
         got = f"address {tensor.data_ptr():#x}, {tensor.storage_offset()} bytes into its storage"
         hint = "Pass memory from the start of an allocation"
         raise AtlasError(Code.MISALIGNED, problem, got=got, hint=hint)

@@ -1,8 +1,8 @@
-"""Placements as strided torch tensors: always views, never copies.
+"""Placements as strided torch tensors. Views never copy.
 
-Every view of a cache is made here, from a placement and the pool's bytes. What
-cannot be a view (an element that does not start at a multiple of its size, say) is
-refused with the reason.
+Every view of a cache is made here, from a placement and the bytes of a pool. If a view is
+impossible, for example because an element does not start at a multiple of its size, an
+error gives the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TORCH: dict[str, torch.dtype] = {
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """The torch type of a field's storage items; bytes where torch has no such type.
+    """Return the torch dtype of a field's storage items; uint8 if torch has no such dtype.
 
     >>> torch_dtype(DType.of("bf16")), torch_dtype(DType.of("nvfp4"))
     (torch.bfloat16, torch.uint8)
@@ -35,19 +35,20 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def check_pool(buffer: torch.Tensor) -> None:
-    """Refuse a tensor that is not one contiguous axis of bytes."""
+    """Raise an error if a pool is not a contiguous one-dimensional uint8 tensor."""
     if not isinstance(buffer, torch.Tensor):
-        hint = "Pass the whole allocation as a tensor of uint8"
+        hint = "Pass the whole allocation as a uint8 tensor"
         got = type(buffer).__name__
-        raise AtlasError(Code.BAD_TENSOR, "A pool is not a tensor", got=got, hint=hint)
+        raise AtlasError(Code.BAD_TENSOR, "A pool must be a torch tensor", got=got, hint=hint)
     if buffer.dtype != torch.uint8 or buffer.ndim != 1 or not buffer.is_contiguous():
-        problem, hint = "A pool is not one contiguous axis of uint8", "Pass the whole allocation"
+        problem = "A pool must be a contiguous one-dimensional uint8 tensor"
+        hint = "Pass the whole allocation"
         got = f"{buffer.dtype} of shape {tuple(buffer.shape)}"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
 
 
 def whole_tensor(given: Any, what: str, hint: str) -> torch.Tensor:
-    """Whole numbers from outside as a tensor; an empty one may be of any type.
+    """Convert integers from a caller to a tensor; an empty tensor may have any dtype.
 
     >>> whole_tensor([3, 1], "Block ids", "Pass ints")
     tensor([3, 1])
@@ -65,27 +66,27 @@ def whole_tensor(given: Any, what: str, hint: str) -> torch.Tensor:
 
 
 def checked_ids(ids: torch.Tensor, count: int, what: str, hint: str) -> torch.Tensor:
-    """Ids as a row of int64, refused where one is not in 0..count-1.
+    """Return ids as a one-dimensional int64 tensor; raise an error if one is not in 0..count-1.
 
-    Ids on a GPU are looked at with `KVATLAS_DEBUG=1` alone, since that waits for the device;
-    torch stops the program where it reads by ids that are not there.
+    Ids on a GPU are checked only with `KVATLAS_DEBUG=1`, because the check synchronizes with
+    the device. Without it, an id out of range triggers a device-side assertion of torch.
     """
     ids = whole_tensor(ids, what, hint)
     if ids.dim() > 1:
-        problem = f"{what} must be one row"
+        problem = f"{what} must have one dimension"
         raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(ids.shape)}", hint=hint)
     if ids.numel():
         if ids.is_cuda and os.environ.get("KVATLAS_DEBUG", "0") in ("", "0"):
             return ids.long()
         low, high = (int(n) for n in torch.aminmax(ids))
         if low < 0 or high >= count:
-            problem = f"{what} must be 0..{count - 1}"
+            problem = f"{what} must be in 0..{count - 1}"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"{low}..{high}", hint=hint)
     return ids.long()
 
 
 def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torch.Tensor:
-    """The items of a placement in a pool's bytes, as a tensor with one axis for each axis.
+    """Return a zero-copy view of a pool, with one dimension for each axis of the placement.
 
     >>> rows = Placement.packed([("B", 2), ("C", 3)], item=4, strides={"B": 16})
     >>> view(torch.zeros(32, dtype=torch.uint8), rows, torch.float32).stride()
@@ -94,19 +95,20 @@ def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torc
     item = dtype.itemsize
     check_pool(buffer)
     if placement.item != item:
-        problem = f"Elements of {item} bytes are not as large as the placement's items"
-        got, hint = f"{dtype} for items of {placement.item}", "View the field, not the cells"
+        problem = "The elements and the items of the placement must have the same size"
+        got = f"{dtype} of {item} bytes for items of {placement.item}"
+        hint = "View the field, not the cells"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     if placement.stop > buffer.numel():
         got = f"bytes up to {placement.stop} of a pool of {buffer.numel()}"
-        raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint="Allocate what the plan says")
+        raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint="Allocate the size of the plan")
     if any(step % item for step in (placement.offset, *placement.strides)):
-        problem = "Elements of the view do not start at multiples of their size"
-        hint = "Plan pages and blocks whose sizes are multiples of the element"
+        problem = "Every element of a view must start at a multiple of its size"
+        hint = "Pad pages and blocks to multiples of the element size"
         raise AtlasError(Code.MISALIGNED, problem, got=f"{placement} as {dtype}", hint=hint)
     whole = buffer[: buffer.numel() // item * item].view(dtype)
-    # A placement forgets the stride of an axis of size 1; kernels that look at strides
-    # without looking at sizes want what a contiguous tensor would have.
+    # A placement drops the stride of an axis of size 1, but some kernels check strides
+    # regardless of sizes, so use the stride of a contiguous tensor.
     steps: list[int] = []
     inner = 1
     for size, stride in zip(reversed(placement.sizes), reversed(placement.strides), strict=True):

@@ -1,6 +1,7 @@
-"""Geometry as a value: axes, layouts, fields, pages and placements, with numpy alone.
+"""Cache geometry as immutable values: axes, layouts, fields, pages and placements.
 
-Read `affine.py` and `placement.py` first; everything else is made of them.
+The package depends only on numpy. Start with `affine.py` and `placement.py`; all other
+modules build on them.
 """
 
 from kvatlas.geometry.address_arrays import (

@@ -1,8 +1,8 @@
-"""Arrays of addresses: where numpy takes over from the algebra.
+"""Arrays of addresses, computed with numpy.
 
-A placement stays symbolic until somebody needs one number for each run or each
-block. These functions write those numbers, vectorised, and in address order
-where there is a choice: transports and prefetchers like that best.
+A placement stays symbolic until a caller needs one number for each run or block. These
+functions compute those numbers, vectorised and in address order where the order is free,
+because transports and prefetchers are fastest with ascending addresses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_ROWS = 1 << 28
 
 
 def whole_numbers(given: Any, what: str, axes: Sequence[int] = (1,)) -> Int64s:
-    """Whole numbers from outside as int64: a row of them, or as many `axes` as are allowed.
+    """Convert integers from a caller to int64; `axes` lists the allowed numbers of dimensions.
 
     >>> whole_numbers(np.array([3, 1], np.uint64), "indices"), whole_numbers([], "indices")
     (array([3, 1]), array([], dtype=int64))
@@ -34,22 +34,22 @@ def whole_numbers(given: Any, what: str, axes: Sequence[int] = (1,)) -> Int64s:
     except (ValueError, TypeError, OverflowError):
         array = np.asarray(None)
     if array.size == 0 and array.dtype.kind == "f":
-        array = array.astype(np.int64)  # an empty list has no type of its own
-    # numpy takes True for 1 in a list of ints; nobody means that.
+        array = array.astype(np.int64)  # numpy gives an empty list dtype float64
+    # numpy converts True to 1 in a list of ints, which is never intended.
     booleans = isinstance(given, list | tuple) and bool in set(map(type, given))
     if array.dtype.kind not in "iu" or array.ndim not in axes or booleans:
         got = f"{type(given).__name__} of {array.dtype} with {array.ndim} axes"
-        hint = "Pass ints, in a list or in a numpy array of one axis"
-        problem = f"The {what} are not a row of whole numbers"
+        hint = "Pass ints in a list or a one-dimensional numpy array"
+        problem = f"The {what} must be a one-dimensional array of integers"
         raise AtlasError(Code.NOT_AN_INTEGER, problem, got=got, hint=hint)
     if array.dtype.kind == "u" and array.size and int(array.max()) > INT64_MAX:
-        problem = f"There are no {what} as large as this"
-        raise AtlasError(Code.OUT_OF_RANGE, problem, got=array.max(), hint="Check what computed it")
+        problem = f"The {what} must not exceed 2**63 - 1"
+        raise AtlasError(Code.OUT_OF_RANGE, problem, got=array.max(), hint="Check the computation")
     return array.astype(np.int64)
 
 
 def indices(chosen: Any, size: int, axis: str) -> Int64s:
-    """Indices from outside as int64, one or a row of them, all of them below `size`.
+    """Convert an index or an array of indices to int64, and check that all are in 0..size-1.
 
     >>> indices(np.array([3, 1], np.uint64), 4, "B")
     array([3, 1])
@@ -61,22 +61,22 @@ def indices(chosen: Any, size: int, axis: str) -> Int64s:
 
 
 def out_of_range(axis: str, size: int, got: object) -> AtlasError:
-    """The error for a coordinate that `axis` does not have."""
-    problem = f"Axis {axis} has coordinates 0..{size - 1} only"
-    hint = "Coordinates start at 0 and never count from the end"
+    """Return the error for a coordinate outside 0..size-1 of `axis`."""
+    problem = f"Coordinates of axis {axis} must be in 0..{size - 1}"
+    hint = "Pass an index in range; negative indices are not supported"
     return AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
 
 
 def refuse_too_many(count: int, what: str) -> None:
-    """Refuse to write more rows than any machine would want."""
+    """Raise an error if an array would have more rows than the limit."""
     if count > _MOST_ROWS:
-        problem = f"More than {_MOST_ROWS:,} {what} are not written at once"
-        hint = "Narrow the placement, or choose blocks"
+        problem = f"The number of {what} must not exceed {_MOST_ROWS:,}"
+        hint = "Narrow the placement, or select fewer blocks"
         raise AtlasError(Code.TOO_MANY, problem, got=f"{count:,}", hint=hint)
 
 
 def outer_sum(parts: Sequence[Int64s], offset: int = 0) -> Int64s:
-    """Every sum of one entry from each part, the first part slowest.
+    """Return every sum of one entry from each part, the first part slowest.
 
     >>> outer_sum([np.array([0, 100]), np.array([0, 8, 16])], offset=1).tolist()
     [1, 9, 17, 101, 109, 117]
@@ -88,7 +88,7 @@ def outer_sum(parts: Sequence[Int64s], offset: int = 0) -> Int64s:
 
 
 def join_ranges(starts: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
-    """Sort byte ranges by address and join those that touch.
+    """Sort byte ranges by address and join adjacent ones.
 
     >>> join_ranges(np.array([8, 0, 32]), np.array([4, 8, 4]))
     (array([ 0, 32]), array([12,  4]))
@@ -103,7 +103,7 @@ def join_ranges(starts: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def join_copies(src: Int64s, dst: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Sort byte ranges of a copy by destination and join those that touch at both ends.
+    """Sort byte ranges of a copy by destination and join those adjacent at both ends.
 
     >>> join_copies(np.array([8, 0, 32]), np.array([108, 100, 200]), np.array([4, 8, 4]))
     (array([ 0, 32]), array([100, 200]), array([12,  4]))
@@ -113,7 +113,7 @@ def join_copies(src: Int64s, dst: Int64s, length: Int64s) -> tuple[Int64s, Int64
     ahead = np.diff(dst)
     nearest = int(ahead.min())
     if nearest > int(length.max()):
-        return src, dst, length  # in order, and with a gap everywhere
+        return src, dst, length  # sorted, with a gap after every range
     if nearest <= 0:
         order = np.argsort(dst, kind="stable")
         src, dst, length = src[order], dst[order], length[order]
@@ -128,11 +128,11 @@ def join_copies(src: Int64s, dst: Int64s, length: Int64s) -> tuple[Int64s, Int64
 def fill_descriptors(
     parts: Sequence[Int64s], starts: Int64s, lengths: Int64s, base: int, device: int
 ) -> NDArray[np.uint64]:
-    """Rows (address, length, device) for every sum of parts and starts.
+    """Return rows (address, length, device) for every sum of parts and starts.
 
-    Rows of the inner parts are written once as a template; each further row
-    group is that template plus a constant, so that the array is written once,
-    in order, while it is still in the processor's cache.
+    The rows of the inner parts form a template, and each further group of rows is the
+    template plus a constant. The array is thus written once, in order, and the template
+    stays in the CPU cache.
 
     >>> halves, starts, lengths = np.array([0, 100]), np.array([0, 16]), np.array([8, 8])
     >>> fill_descriptors([halves], starts, lengths, base=1000, device=3).tolist()
@@ -161,9 +161,10 @@ def fill_descriptors(
 
 
 def strided(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int] | None:
-    """(sizes, byte strides, byte offset in the storage, item) of a numpy or torch tensor.
+    """Return (sizes, byte strides, byte offset in the storage, item) of a numpy or torch tensor.
 
-    torch is recognised by what its tensors can do, so that it is never imported here.
+    Torch tensors are recognised by their methods, so that torch is never imported here.
+    Returns None for objects without strides.
 
     >>> strided(np.zeros((4, 8), np.float32)[1:])
     ((3, 8), (32, 4), 32, 4)
@@ -171,7 +172,7 @@ def strided(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int] | 
     if isinstance(tensor, np.ndarray):
         root: NDArray[Any] = tensor
         base: Any = tensor.base
-        # as_strided hides the array it was made from behind an object of its own.
+        # as_strided puts a wrapper object between a view and the array it was made from.
         while base is not None:
             root = base if isinstance(base, np.ndarray) else root
             base = getattr(base, "base", None)

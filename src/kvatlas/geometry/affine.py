@@ -1,8 +1,8 @@
-"""`Affine`: what a placement is, and what it can never be.
+"""`Affine`: the data and invariants of a placement.
 
-Sizes, byte strides and an offset over named axes, canonical and checked when
-constructed: axes have names, sizes are whole and positive, every address fits in
-63 bits, and no two coordinates share a byte. `Placement` adds the verbs.
+An affine map has sizes, byte strides and an offset over named axes. The constructor makes
+it canonical and validates it: each axis has a name, sizes are positive integers, every
+address fits in 63 bits, and no two coordinates share a byte. `Placement` adds operations.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvatlas.geometry.integers import INT64_MAX, are_plain, natural, positive, s
 from kvatlas.geometry.runs import find_difference, is_nested
 
 _TAKEN = ("self", "base", "device")
-"""Words that calls use for something else than an axis."""
+"""Names that methods use for other parameters, so no axis may have them."""
 
 _AXIS_NAME = re.compile(r"[A-Za-z_]\w*(\*[A-Za-z_]\w*)*")
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """The map itself: coordinates in, addresses out.
+    """A map from coordinates to byte addresses.
 
     >>> p = Affine(("B", "N"), (3, 4), (64, 8), offset=16, item=8)
     >>> p(B=2, N=1), p.count, p.nbytes, p.stop, p.contiguous
@@ -43,11 +43,11 @@ class Affine:
     def __post_init__(self) -> None:
         axes = tuple(self.axes)
         if not all(map(_is_name, axes)) or len(set(axes)) < len(axes):
-            problem = "Axes lack a name, or share one"
-            raise bad_axes(problem, axes, "Name them 'B', 'H' and so on")
+            problem = "Axis names must be distinct identifiers, other than self, base and device"
+            raise bad_axes(problem, axes, "Use names such as 'B' and 'H'")
         if not len(axes) == len(self.sizes) == len(self.strides):
             got = f"axes {axes}, sizes {self.sizes}, strides {self.strides}"
-            raise bad_axes("Some axes lack a size or a stride", got, "Match the lengths")
+            raise bad_axes("Each axis needs one size and one stride", got, "Match the lengths")
         sizes, steps = tuple(self.sizes), tuple(self.strides)
         if not are_plain(sizes, 1) or not are_plain(steps, 0):
             sizes = tuple(
@@ -62,14 +62,14 @@ class Affine:
         self._refuse_overflow(self.stop)
         self._refuse_overlap()
 
-    # -- questions ------------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------
 
     def size(self, axis: str) -> int:
-        """How many coordinates `axis` has."""
+        """Return the number of coordinates of `axis`."""
         return self.sizes[self._place(axis)]
 
     def stride(self, axis: str) -> int:
-        """Bytes between neighbours along `axis`; 0 where there is only one."""
+        """Return the byte stride of `axis`; 0 if its size is 1."""
         return self.strides[self._place(axis)]
 
     @property
@@ -79,24 +79,24 @@ class Affine:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that belong to the placement, gaps left out."""
+        """Number of bytes that belong to the placement, without gaps."""
         return self.count * self.item
 
     @property
     def stop(self) -> int:
-        """The byte after the last one."""
+        """Address of the byte after the last one."""
         reach = sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))
         return self.offset + reach + self.item
 
     @property
     def contiguous(self) -> bool:
-        """One stretch without a gap."""
+        """Whether the bytes form one range without gaps."""
         return self.stop - self.offset == self.nbytes
 
     def __call__(self, **coordinate: Any) -> Any:
-        """The address of a coordinate: an int, or an array where any index is one.
+        """Return the address of a coordinate; an array if any index is an array.
 
-        Axes of size 1 may be left out.
+        Axes of size 1 may be omitted.
 
         >>> Affine(("L", "B"), (1, 4), (32, 8), offset=1)(B=[0, 3])
         array([ 1, 25])
@@ -113,8 +113,8 @@ class Affine:
                     index = array if array.ndim else int(array)
                 address = address + index * stride
             elif size > 1:
-                problem = f"The coordinate leaves out axis {axis}"
-                raise bad_axes(problem, coordinate, f"Add {axis}=..., or select it first")
+                problem = f"The coordinate has no index for axis {axis}"
+                raise bad_axes(problem, coordinate, f"Pass {axis}=..., or select the axis first")
         return address
 
     # -- checks -----------------------------------------------------------------------
@@ -125,12 +125,12 @@ class Affine:
         return self.axes.index(axis)
 
     def _unknown(self, axis: str) -> AtlasError:
-        hint = f"This placement has {', '.join(self.axes) or 'no axes'}"
+        hint = f"The axes of this placement are {', '.join(self.axes) or 'none'}"
         return AtlasError(Code.UNKNOWN_AXIS, got=repr(axis), hint=hint)
 
     def _refuse_overflow(self, stop: int) -> None:
         if stop > INT64_MAX:
-            got = f"a last byte at {stop - 1} for {self}"
+            got = f"last byte at {stop - 1} for {self}"
             hint = "Check the sizes, the strides and the base address"
             raise AtlasError(Code.OVERFLOW, got=got, hint=hint)
 
@@ -141,7 +141,7 @@ class Affine:
         if step is not None:
             one = {a: max(0, -d) for a, d in zip(self.axes, step, strict=True)}
             other = {a: max(0, d) for a, d in zip(self.axes, step, strict=True)}
-            hint = "Widen the strides, or give replicas an allocation of their own"
+            hint = "Increase the strides, or put replicas in separate allocations"
             raise AtlasError(Code.OVERLAP, got=f"{one} and {other} in {self}", hint=hint)
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ class Affine:
 
 
 def _is_name(axis: object) -> bool:
-    """Whether a placement can have an axis of that name."""
+    """Return whether `axis` is a valid axis name."""
     if not isinstance(axis, str) or axis in _TAKEN:
         return False
     plain = axis.isascii() and axis.isidentifier()
@@ -161,5 +161,5 @@ def _is_name(axis: object) -> bool:
 
 
 def bad_axes(problem: str, got: object, hint: str) -> AtlasError:
-    """The error for axis names that are missing, repeated or unknown."""
+    """Return the error for axis names that are missing, repeated or unknown."""
     return AtlasError(Code.BAD_AXES, problem, got=got, hint=hint)

@@ -1,10 +1,10 @@
-"""Bytes, written for people."""
+"""Human-readable byte sizes."""
 
 from __future__ import annotations
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people.
+    """Format a number of bytes with a binary unit.
 
     >>> size(960), size(983040), size(96_030_720)
     ('960 B', '960 KiB', '91.6 MiB')

@@ -1,4 +1,4 @@
-"""Placements taken together: stacked, one behind the other, or as the ends of a copy."""
+"""Operations on several placements: stacking, appending, folding the ends of a copy."""
 
 from __future__ import annotations
 
@@ -8,42 +8,43 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.placement import Placement, fold_together
 
 WIDEST_WORD = 16
-"""Bytes of the widest word that a processor moves as one."""
+"""Bytes of the widest word that one instruction moves."""
 
 
 def stack(first: Placement, second: Placement, *, axis: str, behind: str) -> Placement:
-    """Both on a new axis of size 2, listed behind axis `behind`.
+    """Stack two placements on a new axis of size 2, listed after axis `behind`.
 
-    That is affine exactly when one is the other, moved: the new axis steps by the
-    distance between them.
+    The second placement must be the first one shifted to higher addresses. The stride of the
+    new axis is the distance between them.
 
     >>> k = Placement.packed([("B", 4), ("C", 8)], strides={"B": 16})
     >>> stack(k, k.shift(8), axis="kv", behind="B")
     Placement(B=4:16, kv=2:8, C=8:1, offset=0, item=1)
     """
     if replace(second, offset=first.offset) != first or second.offset <= first.offset:
-        problem, got = "The second placement is not the first, moved upwards", (first, second)
-        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint="Keep them apart")
+        problem = "The second placement must be the first one shifted to a higher address"
+        got = (first, second)
+        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint="Use two separate views")
     place = first.axes.index(behind) + 1 if behind in first.axes else 0
     return first.replace_axes(place, place, (axis, 2, second.offset - first.offset))
 
 
 def append(first: Placement, second: Placement, *, axis: str) -> Placement:
-    """`second` as the further coordinates of `axis` of `first`, where it lies right there.
+    """Append `second` to `first` along `axis`; it must start where `first` ends.
 
     >>> row = Placement.packed([("N", 4), ("C", 8)], strides={"N": 12})
     >>> append(row.narrow("C", 0, 6), row.narrow("C", 6, 2), axis="C") == row
     True
     """
     step, size = first.stride(axis) or first.item, first.size(axis)
-    one_by_one = "Take them one by one"
+    one_by_one = "Use two separate views"
     one_of_each = [part.narrow(axis, 0, 1) for part in (first, second)]
     moved = replace(one_of_each[1], offset=first.offset)
     if moved != one_of_each[0] or second.offset != first.offset + size * step:
-        problem = f"The second placement does not start where the first ends along {axis}"
+        problem = f"The second placement must start where the first one ends along {axis}"
         raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=(first, second), hint=one_by_one)
     if second.size(axis) > 1 and second.stride(axis) != step:
-        problem = f"The two placements have different strides along {axis}"
+        problem = f"The two placements must have the same stride along {axis}"
         got = f"{step} and {second.stride(axis)} bytes"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=one_by_one)
     place = first.axes.index(axis)
@@ -51,7 +52,7 @@ def append(first: Placement, second: Placement, *, axis: str) -> Placement:
 
 
 def tile_alike(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
-    """Both ends of a copy with rows cut into tiles (axes C and c), where one of them has tiles.
+    """Split the rows of both ends of a copy into tiles (axes C and c) if one end has tiles.
 
     >>> row, tiles = Placement.packed([("C", 8)]), Placement.packed([("C", 2), ("c", 4)])
     >>> tile_alike(row, tiles) == tile_alike(tiles, row) == (tiles, tiles)
@@ -65,10 +66,10 @@ def tile_alike(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
 
 
 def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
-    """The ends of a copy that picks coordinates of `axis`, folded inside it.
+    """Fold the ends of a copy inside `axis`, for copies that select coordinates of `axis`.
 
-    Each end keeps its own number of coordinates there, so that blocks of a small pool
-    can go to a large one.
+    Each end keeps its own size along `axis`, so blocks can be copied between pools of
+    different sizes.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 5), ("N", 4), ("C", 8)], strides={"B": 64})
@@ -83,7 +84,7 @@ def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
 
 
 def widest_word(*ends: Placement) -> int:
-    """Bytes of the widest word, up to 16, in which all ends can be walked.
+    """Return the widest word, up to 16 bytes, that divides all offsets, items and strides.
 
     >>> widest_word(Placement.packed([("B", 4)], item=24, offset=8))
     8
@@ -95,14 +96,17 @@ def widest_word(*ends: Placement) -> int:
 
 
 def in_words(placement: Placement, word: int, *, axis: str = "w") -> Placement:
-    """Items as an axis of words of `word` bytes each, listed last.
+    """Split each item into words of `word` bytes, as a new last axis.
 
     >>> in_words(Placement.packed([("B", 4)], item=24), 8)
     Placement(B=4:24, w=3:8, offset=0, item=8)
     """
     if placement.item % word:
-        problem, got = "Words do not divide the items", f"{placement.item} bytes in words of {word}"
-        hint = "Ask widest_word() for one that divides all of them"
+        problem, got = (
+            "The word size must divide the item",
+            f"{placement.item} bytes, words of {word}",
+        )
+        hint = "Use the word size that widest_word() returns"
         raise AtlasError(Code.SPLIT_ELEMENT, problem, got=got, hint=hint)
     count = len(placement.axes)
     words = (axis, placement.item // word, word)

@@ -1,14 +1,14 @@
-"""Element types to the bit, without torch or numpy.
+"""Bit-exact element types, independent of torch and numpy.
 
-numpy has no bf16, torch has no int4, and neither knows that a 3-bit code is
-packed as a stream. A cache only needs three facts of a type: how many bits an
-element takes, how many bytes a row of them takes, and which number a bit
-pattern stands for. `DType` is those facts. The number is what quantisers are
-tested against, so it is written out here once rather than borrowed.
+numpy has no bf16, torch has no int4, and neither supports 3-bit codes packed as a
+bit stream. A cache needs three facts about a type: the bits of an element, the bytes
+of a row of elements, and the number that a bit pattern represents. `DType` holds these
+facts. Quantisers are tested against its `decode` and `encode`, so both are implemented
+here and do not rely on another library.
 
-Four kinds are enough: `float` (sign, exponent, mantissa), `int` (two's
-complement), `uint` (a plain code or raw byte) and `exponent` (ue8m0: a power of
-two without sign or mantissa).
+There are four kinds: `float` (sign, exponent, mantissa), `int` (two's complement),
+`uint` (a plain code or raw byte) and `exponent` (ue8m0: a power of two without sign or
+mantissa).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Specials = Literal["ieee", "nan_only", "none"]
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type.
+    """An element type.
 
     >>> bf16 = DType.of("bfloat16")
     >>> bf16.bits, bf16.storage(128)
@@ -44,21 +44,21 @@ class DType:
     mantissa_bits: int = 0
     specials: Specials = "none"
     block: int = 1
-    """Elements that share one block scale; 1 where there is none."""
+    """Number of elements that share one block scale; 1 without block scales."""
     scale: str | None = None
-    """The type of that block scale."""
+    """Name of the dtype of the block scale; None without block scales."""
 
     def __post_init__(self) -> None:
         whole = self.bits in (8, 16, 32) or 0 < self.bits < 8
         parts = 1 + self.exponent_bits + self.mantissa_bits
         if not whole or (self.kind == "float" and parts != self.bits):
-            problem = "A dtype has other than 1 to 8, 16 or 32 bits, or parts that do not add up"
-            got, hint = f"{self.name} of {self.bits} bits", "Use DType.of for the types there are"
+            problem = "A dtype must have 1 to 8, 16 or 32 bits; the parts of a float must add up"
+            got, hint = f"{self.name} of {self.bits} bits", "Get a supported type with DType.of"
             raise AtlasError(Code.UNKNOWN_DTYPE, problem, got=got, hint=hint)
 
     @classmethod
     def of(cls, name: object) -> DType:
-        """The type called `name`: ours, torch's, numpy's or a config's spelling.
+        """Return the type called `name`, as kvatlas, torch, numpy or model configs spell it.
 
         >>> DType.of("torch.float8_e4m3fn") is DType.of("fp8")
         True
@@ -74,26 +74,26 @@ class DType:
 
     @property
     def item(self) -> int:
-        """Bytes of the smallest addressable piece: an element, or 1 where elements are packed."""
+        """Bytes of one storage item: one element, or 1 byte if several elements share a byte."""
         return max(1, self.bits // 8)
 
     @property
     def packed(self) -> bool:
-        """Several elements share a byte."""
+        """Whether several elements share a byte."""
         return self.bits < 8
 
     def storage(self, elements: int) -> int:
-        """Bytes that a row of `elements` takes, the last byte filled up."""
+        """Return the bytes of a row of `elements` elements, rounded up to a whole byte."""
         return -(-elements * self.bits // 8)
 
     def scales(self, elements: int) -> int:
-        """Block scales that a row of `elements` needs: 0 for a type without."""
+        """Return the number of block scales for a row; 0 if the type has no block scales."""
         return 0 if self.scale is None else -(-elements // self.block)
 
     def decode(self, code: int) -> float:
-        """The number that the bit pattern `code` stands for."""
+        """Return the number that the bit pattern `code` represents."""
         if not 0 <= code < 1 << self.bits:
-            problem = f"Codes of {self.name} have only {self.bits} bits"
+            problem = f"A code of {self.name} must fit in {self.bits} bits"
             hint = f"Pass a code from 0 to {(1 << self.bits) - 1}"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=code, hint=hint)
         match self.kind:
@@ -107,7 +107,7 @@ class DType:
                 return self._decode_float(code)
 
     def encode(self, value: float) -> int:
-        """The code nearest to `value`, ties to the even code; past the largest it saturates.
+        """Return the code nearest to `value`, ties to even; values out of range saturate.
 
         >>> DType.of("e2m1").encode(2.5), DType.of("e2m1").decode(4)
         (4, 2.0)
@@ -152,20 +152,22 @@ class DType:
             return 255
         if self.kind == "float" and self.specials != "none":
             return (1 << (self.bits - 1)) - 1
-        hint = "Clean the values before they are quantised"
-        raise AtlasError(Code.NOT_REPRESENTABLE, f"{self.name} has no NaN", got="nan", hint=hint)
+        hint = "Remove NaNs before quantising"
+        raise AtlasError(
+            Code.NOT_REPRESENTABLE, f"{self.name} cannot represent NaN", got="nan", hint=hint
+        )
 
     def __str__(self) -> str:
         return self.name
 
 
 def round_half_even(value: float) -> float:
-    """`round`, but infinities pass through to be clamped by the caller."""
+    """Round like `round`, but return infinities unchanged; the caller clamps them."""
     return value if math.isinf(value) else float(round(value))
 
 
 def _nearest(dtype: DType, value: float, high: int) -> int:
-    """The code up to `high` whose number is nearest: codes of one sign ascend in value."""
+    """Return the code in 0..high nearest to `value`; codes of one sign ascend in value."""
     first = max(bisect_right(range(high + 1), value, key=dtype.decode) - 1, 0)
     if first == high:
         return first

@@ -1,16 +1,16 @@
-"""Fields: the named parts of a page, and which shard of each a rank holds.
+"""Fields: the named parts of a page, and the shard of each that a rank holds.
 
-A field has axes of its own (heads, states, elements, conv rows), and each walks
-the page in one of three ways: along H or N from cell to cell, or along C by
-bytes. That is enough for every packing in use: K and V side by side in a cell,
-in head groups, in planes, K transposed or tiled, scales inline or in a plane of
-their own. A field whose bytes along C leave its cell is said to be flat over
-the states (or heads) that it covers, and needs them to be contiguous.
+A field has its own axes (heads, states, elements, conv rows). Each axis steps through the
+page in one of three ways: along H or N from cell to cell, or along C by bytes. This covers
+every packing in use: K and V side by side in a cell, in head groups or in planes; K
+transposed or tiled; scales inline or in a separate plane. A field that extends past its
+cell along C is called flat over the states (or heads) that it covers, and requires them to
+be contiguous.
 
-`Sharding` says how tensor parallelism divides a field. One rule serves them all: an
-axis is a row of sections, a section is a number of units that stay whole (heads,
-groups), and each section is divided by itself. Heads are one section. Sections
-that are shared are replicated once there are more ranks than units.
+`Sharding` specifies how tensor parallelism divides a field. One rule covers all cases: an
+axis consists of sections, a section consists of indivisible units (heads, groups), and
+each section is divided separately. Heads are one section. A shared section is replicated
+if there are more ranks than units.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Along = Literal["H", "N", "C"]
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """`length` rows of a sharded axis: `start` in the whole model, `local` on this rank.
+    """A range of rows of a sharded axis: from `start` in the model, from `local` on the rank.
 
     >>> Sharding.by_heads(8).ranges(tp=2, rank=1)
     (ShardRange(local=0, start=4, length=4),)
@@ -49,11 +49,12 @@ class ShardRange:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Units of `rows` rows each, that tensor parallelism deals out whole.
+    """Indivisible units of `rows` rows each that are distributed over the ranks.
 
-    With `shared`, ranks beyond the units hold replicas; without, they are refused.
+    If `shared`, units are replicated when there are more ranks than units; otherwise more
+    ranks than units raise an error.
 
-    >>> Section(units=4, rows=128).deal(tp=2, rank=1)  # the first unit, and how many
+    >>> Section(units=4, rows=128).deal(tp=2, rank=1)  # first unit, number of units
     (2, 2)
     """
 
@@ -66,7 +67,7 @@ class Section:
         set_fields(self, units=units, rows=positive(self.rows, "the rows of a unit"))
 
     def deal(self, tp: int, rank: int) -> tuple[int, int]:
-        """(first, count) of the units that `rank` of `tp` holds.
+        """Return (first, count) of the units that `rank` of `tp` holds.
 
         >>> Section(8).deal(tp=2, rank=1), Section(2, shared=True).deal(tp=8, rank=5)
         ((4, 4), (1, 1))
@@ -78,14 +79,14 @@ class Section:
         if self.shared and tp % self.units == 0:
             return rank * self.units // tp, 1
         multiple = f", or a multiple of {self.units}" if self.shared else ""
-        hint = f"Use a tp that divides {self.units}{multiple}"
-        problem = "" if self.shared else "Heads do not divide evenly, and cannot be repeated"
-        raise AtlasError(Code.TP_HEADS, problem, got=f"{self.units} over tp {tp}", hint=hint)
+        hint = f"Use a tp size that divides {self.units}{multiple}"
+        problem = "" if self.shared else "These heads must divide evenly over the ranks"
+        raise AtlasError(Code.TP_HEADS, problem, got=f"{self.units} units over tp {tp}", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How tensor parallelism divides a field.
+    """A rule for dividing a field over tensor-parallel ranks.
 
     >>> Sharding.by_heads(8).ranges(tp=4, rank=1)
     (ShardRange(local=0, start=2, length=2),)
@@ -104,32 +105,32 @@ class Sharding:
 
     @classmethod
     def by_heads(cls, heads: int, *, axis: str = "H", shared: bool = True) -> Sharding:
-        """By heads; key and value heads are repeated past their number."""
+        """Shard by heads; `shared` heads are replicated if there are more ranks than heads."""
         return cls(axis, (Section(heads, shared=shared),))
 
     @classmethod
     def by_sections(cls, axis: str, *sections: Section) -> Sharding:
-        """Each section by itself: `q|k|v` or `x|B|C` of a convolution."""
+        """Shard each section separately, such as `q|k|v` or `x|B|C` of a convolution."""
         return cls(axis, sections)
 
     @classmethod
     def replicated(cls) -> Sharding:
-        """Every rank holds all of it, as with MLA latents."""
+        """Replicate the field on every rank, as for MLA latents."""
         return cls(None)
 
     @classmethod
     def whole(cls) -> Sharding:
-        """It cannot be divided or repeated: only tp 1 can hold it."""
+        """Neither divide nor replicate the field: it requires tp 1."""
         return cls(None, whole_only=True)
 
     def ranges(self, tp: int, rank: int) -> tuple[ShardRange, ...]:
-        """What `rank` holds along the sharded axis; nothing named means all of it."""
+        """Return the ranges of the sharded axis that `rank` holds; empty for the whole axis."""
         tp, rank = positive(tp, "the tensor-parallel size"), integer(rank, "the rank")
         if not 0 <= rank < tp:
             hint = f"Ranks are 0..{tp - 1}"
             raise AtlasError(Code.BAD_RANK, got=f"rank {rank} of {tp}", hint=hint)
         if self.whole_only and tp > 1:
-            hint = "Use tp 1, or give the field a sharding"
+            hint = "Use tp 1, or a field that can be sharded"
             raise AtlasError(Code.TP_WHOLE, got=f"tp {tp}", hint=hint)
         held: list[ShardRange] = []
         local = base = 0
@@ -146,15 +147,15 @@ class Sharding:
 
     @property
     def rows(self) -> int:
-        """Rows of the sharded axis in the whole model; 0 where nothing is sharded."""
+        """Rows of the sharded axis in the whole model; 0 if no axis is sharded."""
         return sum(section.units * section.rows for section in self.sections)
 
     def size(self, tp: int) -> int:
-        """Rows of the sharded axis on each rank; every rank holds equally many."""
+        """Return the rows of the sharded axis on each rank, equal for all ranks."""
         return sum(held_range.length for held_range in self.ranges(tp, 0))
 
     def replicas(self, tp: int) -> int:
-        """How many ranks hold each byte, at least.
+        """Return the smallest number of ranks that hold any one byte.
 
         >>> Sharding.by_heads(2).replicas(8), Sharding.replicated().replicas(8)
         (4, 8)
@@ -165,9 +166,9 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class FieldAxis:
-    """One axis of a field: `step` heads, states or content bytes for each coordinate.
+    """One axis of a field: each coordinate advances `step` heads, states or content bytes.
 
-    >>> FieldAxis("C", 128, "C", 2)  # 128 elements of 2 bytes, one behind the other
+    >>> FieldAxis("C", 128, "C", 2)  # 128 contiguous elements of 2 bytes
     FieldAxis(name='C', size=128, along='C', step=2)
     """
 
@@ -180,8 +181,8 @@ class FieldAxis:
         size = positive(self.size, f"the size of field axis {self.name}")
         set_fields(self, size=size, step=natural(self.step, f"the step of field axis {self.name}"))
         if self.along not in ("H", "N", "C"):
-            problem = "A field axis walks along something else than H, N or C"
-            hint = "Pages and blocks are outside the page"
+            problem = "A field axis must run along H, N or C"
+            hint = "L and B are axes of a pool, not of a page"
             raise AtlasError(Code.BAD_FIELD, problem, got=repr(self.along), hint=hint)
 
 
@@ -189,9 +190,8 @@ class FieldAxis:
 class Field:
     """A named part of a page, as one rank holds it.
 
-    `sizes` of the axes count storage items: elements, or bytes where a dtype
-    packs several into one. The last axis is the innermost in meaning, not
-    necessarily in memory.
+    Axis sizes count storage items: elements, or bytes if the dtype packs several elements
+    into one byte. The last axis is the innermost logically, not necessarily in memory.
 
     >>> k = Field("k", DType.of("bf16"), (FieldAxis("H", 8, "H"), FieldAxis("C", 64, "C", 2)))
     >>> k.nbytes, k.last_content_byte
@@ -202,12 +202,12 @@ class Field:
     dtype: DType
     axes: tuple[FieldAxis, ...]
     head: int = 0
-    """Head of the first coordinate: K and V as head groups or planes."""
+    """Head of the first coordinate; nonzero for V in head groups or planes."""
     offset: int = 0
-    """Content byte of the first coordinate, in its cell."""
+    """Byte of the first coordinate within its cell."""
     sharding: Sharding = Sharding(None)
     ranges: tuple[ShardRange, ...] = ()
-    """Where this rank's rows of the sharded axis lie in the whole model; empty for all of it."""
+    """Rows of the sharded axis that this rank holds, as ranges of the model; empty for all."""
 
     def __post_init__(self) -> None:
         set_fields(
@@ -225,33 +225,33 @@ class Field:
         last = max((held_range.start + held_range.length for held_range in self.ranges), default=0)
         wrong = self.ranges and (held != sharded_size or last > self.sharding.rows)
         if len(set(names)) < len(names) or wrong:
-            problem = "A field names an axis twice, or its ranges do not fill the sharded axis"
+            problem = "A field's axis names must differ, and its ranges must fill the sharded axis"
             got = f"{self.name}: axes {names}, sharded on {self.sharding.axis}, ranges of {held}"
-            hint = "Build fields with the specs, or with Sharding.ranges for the rank"
+            hint = "Build fields with a spec, or take the ranges from Sharding.ranges"
             raise AtlasError(Code.BAD_FIELD, problem, got=got, hint=hint)
         steps = [axis.step for axis in self.axes if axis.along == "C"]
         if any(step % self.dtype.item for step in (self.offset, *steps)):
-            problem = "Elements do not start at multiples of their size"
+            problem = "Every element must start at a multiple of its size"
             got = f"{self.name} of {self.dtype} at byte {self.offset} with steps {steps}"
-            raise AtlasError(Code.MISALIGNED, problem, got=got, hint="Pad what lies before it")
+            raise AtlasError(Code.MISALIGNED, problem, got=got, hint="Add padding before the field")
 
     def _check_parts(self) -> None:
         parts = (self.axes, FieldAxis), ((self.sharding,), Sharding), (self.ranges, ShardRange)
         for given, kind in parts:
             for one in given:
                 if not isinstance(one, kind):
-                    problem = f"A field has something else than a {kind.__name__}"
-                    hint = "Build fields with the specs, or of FieldAxis, Sharding and ShardRange"
+                    problem = f"This part of a field must be a {kind.__name__}"
+                    hint = "Build fields with a spec, or from FieldAxis, Sharding and ShardRange"
                     raise AtlasError(Code.BAD_FIELD, problem, got=repr(one)[:100], hint=hint)
 
     @property
     def padding(self) -> bool:
-        """Named padding: bytes that belong to the page and mean nothing."""
+        """Whether the field is named padding: bytes of the page without content."""
         return self.name.startswith("pad")
 
     @property
     def shape(self) -> dict[str, int]:
-        """Sizes of its axes in the whole model, in storage items; states are those of a page.
+        """Axis sizes in the whole model, in storage items; N is the number of states of a page.
 
         >>> k = FieldAxis("H", 2, "H")
         >>> eight = Sharding.by_heads(8)
@@ -268,13 +268,13 @@ class Field:
 
     @property
     def last_content_byte(self) -> int:
-        """The furthest byte along C; past the cell where the field is flat."""
+        """Last byte along C, counted from the start of the cell; past its end for flat fields."""
         walked = sum((axis.size - 1) * axis.step for axis in self.axes if axis.along == "C")
         return self.offset + walked + self.dtype.item - 1
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by axis; a row that is cut into tiles counts whole.
+        """Sizes by axis; the two axes of a tiled row count as one.
 
         >>> tiles = FieldAxis("C", 4, "C", 16), FieldAxis("c", 8, "C", 2)
         >>> Field("k", DType.of("bf16"), (FieldAxis("H", 2, "H"), *tiles)).sizes

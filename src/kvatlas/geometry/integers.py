@@ -1,8 +1,8 @@
-"""Sizes, offsets and times from outside become plain numbers here, or a coded refusal.
+"""Validation of sizes, offsets and durations from callers: a plain number or an `AtlasError`.
 
-Python ints never wrap but the int64 of numpy, torch and every transport does,
-so nothing past 2**63 - 1 may enter a value. Floats are refused even where they
-are whole: a float that is whole today is 2096.0000001 after the next division.
+Python ints never wrap around, but the int64 of numpy, torch and every transport does, so
+nothing above 2**63 - 1 may enter a value. Floats are rejected even if they are integral:
+a float that is integral today is 2096.0000001 after the next division.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvatlas.errors import AtlasError, Code
 
 INT64_MAX = 2**63 - 1
 MOST_SECONDS = 86_400
-"""Seconds that anything is waited for at most: a day."""
+"""The longest timeout, in seconds: one day."""
 
 
 Whole = TypeVar("Whole", int, NDArray[np.int64])
-"""A number, or many at once."""
+"""An int or an int64 array."""
 
 
 def ceil_div(a: Whole, b: int) -> Whole:
-    """`a / b` rounded up.
+    """Return `a / b` rounded up.
 
     >>> ceil_div(2134016, 16384)
     131
@@ -36,7 +36,7 @@ def ceil_div(a: Whole, b: int) -> Whole:
 
 
 def at_most(a: Whole, b: int) -> Whole:
-    """`a`, or `b` where that is less.
+    """Return the smaller of `a` and `b`, elementwise for arrays.
 
     >>> at_most(7, 5), at_most(np.array([3, 7]), 5).tolist()
     (5, [3, 5])
@@ -45,7 +45,7 @@ def at_most(a: Whole, b: int) -> Whole:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The next multiple of `multiple` from `value` on.
+    """Return the smallest multiple of `multiple` that is at least `value`.
 
     >>> round_up(37376, 576)
     37440
@@ -54,13 +54,13 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def set_fields(value: object, **fields: Any) -> None:
-    """Set fields of a frozen dataclass to their canonical values, in its `__post_init__`."""
+    """Set fields of a frozen dataclass to their canonical values, from its `__post_init__`."""
     for name, field in fields.items():
         object.__setattr__(value, name, field)
 
 
 def are_plain(numbers: Sequence[object], least: int) -> bool:
-    """Whether all of them are ints from `least` on that fit in 64 bits, and need no other look.
+    """Return whether all numbers are ints in least..2**63 - 1 and need no further validation.
 
     >>> are_plain((4, 0), 0), are_plain((4, 0), 1), are_plain((4.0,), 1), are_plain((True,), 1)
     (True, False, False, False)
@@ -69,19 +69,19 @@ def are_plain(numbers: Sequence[object], least: int) -> bool:
 
 
 def _refusal(code: Code, what: str, is_wrong: str, got: object, hint: str) -> AtlasError:
-    problem = f"{what[0].upper()}{what[1:]} is {is_wrong}"
+    problem = f"{what[0].upper()}{what[1:]} {is_wrong}"
     return AtlasError(code, problem, got=got, hint=hint)
 
 
 def integer(value: Any, what: str) -> int:
-    """`value` as an int that fits in 64 bits.
+    """Return `value` as an int that fits in 64 bits; raise an error if it does not.
 
     >>> import numpy as np
     >>> integer(np.int32(7), "a size")
     7
     """
     if type(value) is int and -INT64_MAX <= value <= INT64_MAX:
-        return value  # nearly all are
+        return value  # fast path: nearly all values are plain ints
     try:
         number = None if isinstance(value, bool) else index(value)
     except TypeError:
@@ -89,45 +89,46 @@ def integer(value: Any, what: str) -> int:
     if number is None:
         got = f"{value!r} ({type(value).__name__})"
         hint = "Pass an int; use // instead of / when computing it"
-        raise _refusal(Code.NOT_AN_INTEGER, what, "not a whole number", got, hint)
+        raise _refusal(Code.NOT_AN_INTEGER, what, "must be an integer", got, hint)
     if abs(number) > INT64_MAX:
-        hint = "Check the sizes that were multiplied to get it"
-        raise _refusal(Code.OVERFLOW, what, "past 2**63", number, hint)
+        hint = "Check the sizes that were multiplied to compute it"
+        raise _refusal(Code.OVERFLOW, what, "must not exceed 2**63 - 1 in magnitude", number, hint)
     return number
 
 
 def positive(value: Any, what: str) -> int:
-    """`value` as an int of at least 1."""
+    """Return `value` as an int of at least 1; raise an error if it is smaller."""
     number = integer(value, what)
     if number < 1:
-        hint = "Leave out what is empty instead of giving it size 0"
-        raise _refusal(Code.BAD_SIZE, what, "less than 1", number, hint)
+        hint = "Pass a positive integer"
+        raise _refusal(Code.BAD_SIZE, what, "must be at least 1", number, hint)
     return number
 
 
 def natural(value: Any, what: str) -> int:
-    """`value` as an int of at least 0."""
+    """Return `value` as an int of at least 0; raise an error if it is negative."""
     number = integer(value, what)
     if number < 0:
-        hint = "Memory is walked upwards here: reverse the view instead"
-        raise _refusal(Code.NEGATIVE, what, "negative", number, hint)
+        hint = "Pass 0 or a positive integer"
+        raise _refusal(Code.NEGATIVE, what, "must not be negative", number, hint)
     return number
 
 
 def duration(seconds: Any, most: float = MOST_SECONDS) -> float:
-    """A number of seconds; none at all where less than none is left.
+    """Return a timeout in seconds as a float; a negative timeout becomes 0.
 
-    What is no number is refused, since a deadline that is none never passes.
+    Anything but a number up to `most` raises an error. This includes NaN, because a deadline
+    of NaN would never pass.
 
     >>> duration(30), duration(-0.5)
     (30.0, 0.0)
     >>> duration(float("nan"))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: This is no number of seconds from 0 to 86,400. Got nan...
+    kvatlas.errors.AtlasError: A timeout must be a number of at most 86,400 seconds. Got nan...
     """
     number = isinstance(seconds, Real) and not isinstance(seconds, bool)
     if not number or not seconds <= most:
-        problem = f"This is no number of seconds from 0 to {most:,}"
-        hint = "Pass a number, and ask again for what takes longer"
+        problem = f"A timeout must be a number of at most {most:,} seconds"
+        hint = "Pass a number of seconds; call again to wait longer"
         raise AtlasError(Code.BAD_QUANTITY, problem, got=repr(seconds)[:100], hint=hint)
     return max(0.0, float(seconds))

@@ -1,10 +1,9 @@
-"""The order of the axes in memory, as a value that can be asked questions.
+"""`Layout`: the order of the axes in memory.
 
-Every cache has the logical shape [L, B, H, N, C]: page, block, head, state,
-content. A `Layout` says in which order those axes lie in memory, outermost
-first, and is written as its letters. All 120 orders are legal values. Six of
-them are in use by engines today and have names here; engines' older names NHD
-and HND are spellings of two of those.
+Every cache has the logical shape [L, B, H, N, C]: page, block, head, state, content.
+A `Layout` specifies the order of these axes in memory, outermost first, and is written
+as their letters. All 120 orders are valid. Engines use the six in `ENGINE_LAYOUTS`;
+their older names NHD and HND are aliases of two of those.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.placement import Placement, packed_steps
 
 AXES = "LBHNC"
-"""The logical axes, in logical order."""
+"""The logical axes, in the order of the logical shape."""
 
 _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
@@ -54,7 +53,7 @@ class Layout:
         return iter(self.order)
 
     def outside(self, outer: str, inner: str) -> bool:
-        """Axis `outer` lies outside axis `inner`.
+        """Return whether axis `outer` is outside axis `inner` in memory.
 
         >>> Layout("BHLNC").outside("H", "L")
         True
@@ -63,50 +62,50 @@ class Layout:
 
     @property
     def block_outermost(self) -> bool:
-        """All pages of a block are contiguous: a block moves as one run."""
+        """Whether all pages of a block are contiguous, so that a block is copied as one run."""
         return self.order[0] == "B"
 
     @property
     def layer_compact(self) -> bool:
-        """All blocks of a page are contiguous: a layer's cache is a tensor of its own."""
+        """Whether all blocks of a layer are contiguous, so that each layer is a separate tensor."""
         return self.order[0] == "L"
 
     @property
     def page_contiguous(self) -> bool:
-        """The H x N x C bytes of a page are contiguous."""
+        """Whether the H x N x C bytes of a page are contiguous."""
         return set(self.order[:2]) == {"L", "B"}
 
     @property
     def cell_contiguous(self) -> bool:
-        """The C bytes of a cell are contiguous, as every attention kernel wants them."""
+        """Whether the C bytes of a cell are contiguous, as attention kernels require."""
         return self.order[4] == "C"
 
     @property
     def heads_outside_pages(self) -> bool:
-        """H lies outside L: in BHLNC a TP slice of a whole block is one run."""
+        """Whether H is outside L: in BHLNC, a TP slice of a whole block is one run."""
         return self.outside("H", "L")
 
     @property
     def alias(self) -> str | None:
-        """NHD or HND, where the order has that older name."""
+        """The older name of the order, NHD or HND; None if it has none."""
         return next((alias for alias, order in _ALIASES.items() if order == self.order), None)
 
     def place(
         self, *, offset: int = 0, strides: dict[str, int] | None = None, **sizes: Any
     ) -> Placement:
-        """The placement of axes of these sizes, C counted in bytes, in this order.
+        """Return the placement of axes of these sizes in this order. The size of C is in bytes.
 
-        `strides` fixes the byte stride of some axes: blocks rounded up to an
-        alignment, or pages that sit in a larger buffer.
+        `strides` fixes the byte stride of some axes, for example for blocks that are padded
+        to an alignment or pages inside a larger buffer.
 
         >>> Layout("BLNHC").place(L=2, B=3, H=1, N=4, C=8, strides={"B": 512}).stride("B")
         512
         """
         fixed = strides or {}
         if sorted(sizes) != sorted(AXES) or not set(fixed) <= set(AXES):
-            problem = "The axes to place are not L, B, H, N, C"
+            problem = "Sizes must be given for L, B, H, N and C, and strides only for these axes"
             got = f"sizes {sorted(sizes)}, strides {sorted(fixed)}"
-            hint = "Give all five sizes, 1 for an axis that is not used"
+            hint = "Pass all five sizes; pass 1 for an unused axis"
             raise AtlasError(Code.UNKNOWN_AXIS, problem, got=got, hint=hint)
         steps = packed_steps([(axis, sizes[axis]) for axis in self.order], 1, fixed)
         stride = dict(zip(self.order, steps, strict=True))
@@ -119,7 +118,7 @@ class Layout:
 
     def _position(self, axis: str) -> int:
         if axis not in AXES:
-            hint = "L is page, B block, H head, N state, C content"
+            hint = "Use L (page), B (block), H (head), N (state) or C (content)"
             raise AtlasError(Code.UNKNOWN_AXIS, got=repr(axis), hint=hint)
         return self.order.index(axis)
 
@@ -127,4 +126,4 @@ class Layout:
 ENGINE_LAYOUTS: tuple[Layout, ...] = tuple(
     map(Layout, ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"))
 )
-"""The orders that engines use today."""
+"""The orders that engines use."""

@@ -1,7 +1,7 @@
-"""Offsets as sums of regular steps, where that is what they are.
+"""Compact form of regular offsets, as sums of nested steps.
 
-Thousands of runs that lie like the elements of an array are copied by one call that is told
-the array's shape and strides; written out they are thousands of numbers to be looked at.
+Thousands of runs that are spaced like the elements of an array can be copied with one call
+that takes the array's shape and strides, instead of a list of thousands of offsets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvatlas.geometry.address_arrays import Int64s, outer_sum
 
 
 class Steps(NamedTuple):
-    """So many steps, and how many bytes each is at the source and at the destination.
+    """A number of steps, and the bytes of one step at the source and at the destination.
 
     >>> NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10])).steps
     (Steps(times=3, src=8, dst=5),)
@@ -26,20 +26,20 @@ class Steps(NamedTuple):
 
 
 class NestedSteps(NamedTuple):
-    """Offsets at both ends of a copy: each of the firsts, and from there all sums of steps.
+    """Offsets at both ends of a copy: base offsets, plus every sum of the nested steps.
 
-    >>> NestedSteps.of(np.array([0, 7, 9]), np.array([0, 1, 2])).src  # in no steps at all
+    >>> NestedSteps.of(np.array([0, 7, 9]), np.array([0, 1, 2])).src  # irregular: no steps
     array([0, 7, 9])
     """
 
     src: Int64s
     dst: Int64s
     steps: tuple[Steps, ...]
-    """Outermost first."""
+    """The nested steps, outermost first."""
 
     @classmethod
     def of(cls, src: Int64s, dst: Int64s) -> NestedSteps:
-        """The same offsets, with as few firsts as their order allows.
+        """Express offsets in nested steps, with as few base offsets as their order allows.
 
         >>> src, dst = np.array([0, 1, 2, 8, 9, 10]), np.array([0, 4, 8, 100, 104, 108])
         >>> NestedSteps.of(src, dst)  # doctest: +NORMALIZE_WHITESPACE
@@ -53,7 +53,7 @@ class NestedSteps(NamedTuple):
         return cls(src, dst, tuple(reversed(steps)))
 
     def written_out(self, steps: tuple[Steps, ...]) -> tuple[Int64s, Int64s]:
-        """Offsets at both ends of the firsts and of some of the steps.
+        """Return the offsets at both ends that the base offsets and the given steps produce.
 
         >>> nested = NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10]))
         >>> nested.written_out(nested.steps)
@@ -65,7 +65,7 @@ class NestedSteps(NamedTuple):
 
 
 def _innermost(src: Int64s, dst: Int64s) -> Steps | None:
-    """The steps that all offsets take in turns at first, if there are such."""
+    """Return the innermost regular steps of all offsets; None if they are irregular."""
     if len(src) < 2:
         return None
     by_src, by_dst = np.diff(src), np.diff(dst)
@@ -74,6 +74,6 @@ def _innermost(src: Int64s, dst: Int64s) -> Steps | None:
     count = len(src) if alike.all() else int(alike.argmin()) + 1
     if count < 2 or len(src) % count:
         return None
-    # What leads from the last of some steps to the first of the next may be anything.
+    # The jump from the end of one series of steps to the start of the next may be anything.
     inside = np.append(alike, True).reshape(-1, count)[:, :-1]
     return step._replace(times=count) if inside.all() else None

@@ -1,9 +1,9 @@
-"""How fields are packed into a page: the only place that computes their steps.
+"""Packing of fields into a page. Only this module computes the steps of field axes.
 
-Three ways are enough. `in_cells` puts parts behind each other in every cell. `flat_field`
-lays one part out over the bytes behind the cells in an order of its own (transposed,
-tiled, a recurrent state). `in_planes` stacks whole planes of rows, such as all data
-and then all scales.
+There are three ways. `in_cells` places parts one after another in every cell. `flat_field`
+lays out one part over the bytes of several cells, in its own axis order (transposed, tiled,
+a recurrent state). `in_planes` stacks whole planes of rows, such as all data and then all
+scales.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvatlas.geometry.field import Field, FieldAxis, Sharding, ShardRange
 from kvatlas.geometry.integers import positive, set_fields
 
 Sizes = Sequence[tuple[str, int]]
-"""Axes with their sizes, outermost first."""
+"""Pairs of axis name and size, outermost first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElementRow:
-    """A row of elements: `k` of 128 e4m3, or one fp32 scale.
+    """A named row of elements, such as `k` of 128 e4m3 elements or a single fp32 scale.
 
     >>> ElementRow("k", DType.of("int4"), 128).nbytes
     64
@@ -42,13 +42,13 @@ class ElementRow:
 
     @property
     def items(self) -> int:
-        """Storage items of the row: elements, or bytes where they are packed."""
+        """Storage items of the row: elements, or bytes if several elements share a byte."""
         return self.nbytes // self.dtype.item
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """How a field is sharded, and which ranges this rank holds.
+    """The sharding of a field and the ranges that this rank holds.
 
     >>> Shard(Sharding.by_heads(4), Sharding.by_heads(4).ranges(tp=2, rank=0)).ranges
     (ShardRange(local=0, start=0, length=2),)
@@ -59,7 +59,7 @@ class Shard:
 
 
 def row_bytes(parts: Sequence[ElementRow]) -> int:
-    """Bytes of parts that lie behind each other."""
+    """Return the total bytes of parts that follow each other."""
     return sum(part.nbytes for part in parts)
 
 
@@ -71,7 +71,7 @@ def in_cells(
     head: int = 0,
     offset: int = 0,
 ) -> list[Field]:
-    """Parts behind each other in every cell, or in every row that `cells` names."""
+    """Return one field per part; the parts follow each other in each coordinate of `cells`."""
     fields = []
     for part in parts:
         axes = (*cells, FieldAxis("C", part.items, "C", part.dtype.item))
@@ -93,10 +93,10 @@ def flat_field(
     head: int = 0,
     offset: int = 0,
 ) -> Field:
-    """One field laid out by bytes, its axes packed in the order of `memory`.
+    """Return a field that is laid out by bytes, with its axes packed in the order of `memory`.
 
-    `axes` lists them in another order than memory's; `cells` are axes that still walk
-    from cell to cell.
+    `axes` is the order in which the field lists them, if it differs from `memory`. `cells`
+    are outer axes that step from cell to cell.
 
     >>> whole, fp16 = Shard(Sharding.whole()), DType.of("fp16")
     >>> k = flat_field("k", fp16, [("C", 64), ("N", 16)], whole, axes="NC")
@@ -115,9 +115,10 @@ def in_planes(
     axes: Sequence[str] = (),
     offset: int = 0,
 ) -> list[Field]:
-    """Planes behind each other from byte `offset` of a page, each with its parts in every row.
+    """Return the fields of planes that follow each other from byte `offset` of a page.
 
-    `rows` are the axes of a plane in memory; `axes` lists them in another order.
+    Every row of a plane contains the parts of that plane. `rows` are the axes of a plane in
+    memory order; `axes` is the order in which the fields list them, if it differs.
     """
     fields: list[Field] = []
     for parts in planes:
@@ -128,7 +129,7 @@ def in_planes(
 
 
 def _packed_axes(memory: Sizes, step: int, order: Sequence[str]) -> tuple[FieldAxis, ...]:
-    """Axes by bytes, the innermost of `memory` at `step`, listed in `order`."""
+    """Return axes along C, packed as in `memory` with innermost step `step`, in `order`."""
     packed = {}
     for axis, size in reversed(memory):
         packed[axis] = FieldAxis(axis, size, "C", step)

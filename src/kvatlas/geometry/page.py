@@ -1,10 +1,10 @@
-"""Pages: what one layer keeps for one block, as a table of fields.
+"""Pages: the content that one layer caches for one block, as a table of fields.
 
-A page has H x N cells of C bytes and perhaps padding at its end. Its fields must
-cover every byte of the cells exactly once, which is checked when it is made: a
-field that overlaps another, or a hole that is not named padding, never gets as
-far as memory. Where the page lies in memory is a `Layout`'s business; a field's
-view follows from both.
+A page has H x N cells of C bytes, and optional padding at its end. The fields must cover
+every byte of the cells exactly once. The constructor checks this, so overlapping fields
+and holes that are not named padding are found before memory is allocated. A `Layout`
+determines where pages are in memory; page and layout together determine the view of a
+field.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvatlas.geometry.validation import validate
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """H x N cells of C bytes, named by fields, and padding behind them.
+    """A table of H x N cells of C bytes, divided into fields and followed by padding.
 
     >>> from kvatlas.geometry import DType, FieldAxis
     >>> e4m3, cells = DType.of("e4m3"), (FieldAxis("H", 4, "H"), FieldAxis("N", 16, "N"))
@@ -53,18 +53,18 @@ class Page:
             padding=natural(self.padding, "the padding of a page"),
         )
         if not all(isinstance(field, Field) for field in self.fields):
-            problem, hint = "A page has something else than fields", "Build pages with the specs"
+            problem, hint = "A page must consist of Field objects", "Build pages with a spec"
             raise AtlasError(Code.BAD_FIELD, problem, got=repr(self.fields)[:100], hint=hint)
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
-            problem, hint = "Two fields have one name", "Rename one of them"
+            problem, hint = "Two fields have the same name", "Rename one of them"
             raise AtlasError(Code.BAD_FIELD, problem, got=names, hint=hint)
         alone = self.place("LBHNC", pages=1, blocks=1)
         validate({name: self.view(alone, name) for name in names}, size=self.unpadded)
 
     @property
     def unpadded(self) -> int:
-        """Bytes of the cells."""
+        """Bytes of the cells, without padding."""
         return self.heads * self.states * self.content
 
     @property
@@ -74,32 +74,32 @@ class Page:
 
     @property
     def lies_flat(self) -> bool:
-        """Whether a field reaches over the whole page, so that cells mean nothing by themselves."""
+        """Whether some field spans the whole page, so that single cells have no meaning."""
         return any(self._over_page(field) for field in self.fields)
 
     @property
     def in_cells(self) -> bool:
-        """Whether every field keeps to its cells, so that they may lie anywhere."""
+        """Whether every field stays within its cells, so that cells need not be contiguous."""
         return all(field.last_content_byte < self.content for field in self.fields)
 
     def field(self, name: str) -> Field:
-        """The field called `name`."""
+        """Return the field called `name`."""
         for field in self.fields:
             if field.name == name:
                 return field
-        hint = f"This page has {', '.join(field.name for field in self.fields)}"
+        hint = f"The fields of this page are {', '.join(field.name for field in self.fields)}"
         raise AtlasError(Code.UNKNOWN_FIELD, got=repr(name), hint=hint)
 
     def padded(self, to: int) -> Page:
-        """The same page in `to` bytes, the rest named padding."""
+        """Return this page padded to `to` bytes."""
         to = positive(to, "the padded size")
         if to < self.unpadded:
             got = f"{to} bytes for cells of {self.unpadded}"
-            hint = "Take the largest page of all groups that share the block"
+            hint = "Pad to the largest page of all groups that share the block"
             raise AtlasError(Code.PAGE_TOO_SMALL, got=got, hint=hint)
         if to == self.nbytes:
             return self
-        # Where fields lie among the cells was checked, and padding comes behind all of them.
+        # Skip validation: padding follows the cells, and the fields were checked already.
         page = copy(self)
         set_fields(page, padding=to - self.unpadded)
         return page
@@ -114,9 +114,9 @@ class Page:
         page_stride: int | None = None,
         block_stride: int | None = None,
     ) -> Placement:
-        """The cells of `pages` such pages in each of `blocks` blocks: axes L, B, H, N, C.
+        """Place the cells of `pages` such pages in each of `blocks` blocks: axes L, B, H, N, C.
 
-        Padding lies behind each page, so a padded page must be contiguous.
+        Padding follows each page, so a padded page must be contiguous.
         """
         layout = layout if isinstance(layout, Layout) else Layout(layout)
         given = {"L": page_stride, "B": block_stride}
@@ -126,44 +126,44 @@ class Page:
             inner = "B" if layout.outside("L", "B") else "L"
             broken = [a for a in self._cells if sizes[a] > 1 and layout.outside(a, inner)]
             if broken:
-                got = f"{layout} with {broken[0]} of size {sizes[broken[0]]} outside {inner}"
-                hint = "Choose an order that starts with L and B, or remove the padding"
+                got = f"{layout}, with {broken[0]} of size {sizes[broken[0]]} outside {inner}"
+                hint = "Use a layout that starts with L and B, or remove the padding"
                 raise AtlasError(Code.PADDING_INSIDE_PAGE, got=got, hint=hint)
             strides.setdefault(inner, self.nbytes)
             for axis, step in strides.items():
                 if sizes[axis] > 1 and step < self.nbytes:
-                    problem = "Pages are less than a page apart, padding included"
+                    problem = "The stride is smaller than a page with its padding"
                     got = f"a stride of {step} along {axis} for pages of {self.nbytes} bytes"
-                    hint = "Widen the stride, or remove the padding"
+                    hint = "Increase the stride, or remove the padding"
                     raise AtlasError(Code.PAGE_TOO_SMALL, problem, got=got, hint=hint)
         return layout.place(offset=offset, strides=strides, **sizes)
 
     def pool_strides(
         self, layout: Layout, *, pages: int, blocks: int, block_stride: int | None = None
     ) -> tuple[int, int]:
-        """(page stride, block stride) of such a pool, also where there is only one of either.
+        """Return (page stride, block stride) of such a pool, even for a single page or block.
 
-        A placement forgets the stride of an axis with a single coordinate; an engine
-        that reserves room for more still wants it.
+        A placement drops the stride of an axis of size 1, but engines that reserve space for
+        more pages or blocks need it.
         """
-        # Inside a block the pages' stride does not depend on the blocks', which may leave
-        # no room for the second page that is only imagined here.
+        # The page stride is computed with a hypothetical second page. If pages are inside
+        # blocks, the given block stride may be too small for it and does not matter.
         inside = None if layout.outside("B", "L") else block_stride
         two = self.place(layout, pages=max(pages, 2), blocks=blocks, block_stride=inside)
         more = self.place(layout, pages=pages, blocks=max(blocks, 2), block_stride=block_stride)
         return two.stride("L"), more.stride("B")
 
     def view(self, placement: Placement, name: str) -> Placement:
-        """One field, wherever the cells are: their other axes, then the field's own.
+        """Return the placement of one field: the page and block axes, then the field's axes.
 
-        `placement` is what `place` gave, perhaps narrowed, selected or split along
+        `placement` is a result of `place`, which may be narrowed, selected or split along
         pages and blocks.
         """
         field = self.field(name)
         cells = self._cells
         if placement.item != 1 or any(placement.size(a) != n for a, n in cells.items()):
-            problem = "The placement does not hold whole pages in bytes"
-            hint = "Pass what Page.place gave; narrow and fold the view instead"
+            problem = "The placement must cover whole pages, with items of 1 byte"
+            hint = "Pass the result of Page.place; narrow and fold the view instead"
             got = f"{placement} for pages of {cells}"
             raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
         self._refuse_gaps(field, placement)
@@ -171,8 +171,8 @@ class Page:
         if self.content == 1:
             steps["C"] = 1
         elif steps["C"] > 1 and field.dtype.item > 1:
-            got = f"{field.dtype} elements where content bytes are {steps['C']} apart"
-            hint = "Choose an order with C innermost"
+            got = f"{field.dtype} elements with content bytes {steps['C']} apart"
+            hint = "Use a layout with C innermost"
             raise AtlasError(Code.SPLIT_ELEMENT, got=got, hint=hint)
         others = [axis for axis in placement.axes if axis not in cells]
         start = field.head * steps["H"] + field.offset * steps["C"]
@@ -185,7 +185,7 @@ class Page:
         )
 
     def gaps(self, placement: Placement) -> Placement | None:
-        """The padding behind each page of a placement, to be named as such; None without."""
+        """Return the placement of the padding after each page; None if there is no padding."""
         if not self.padding:
             return None
         for axis in "HNC":
@@ -200,16 +200,16 @@ class Page:
         return field.last_content_byte >= self.states * self.content
 
     def _refuse_gaps(self, field: Field, placement: Placement) -> None:
-        """A field that runs past its cell needs the next cells right behind it."""
+        """Raise an error if a field extends past its cell and the cells are not contiguous."""
         if field.last_content_byte < self.content:
             return
         step = placement.stride("C") or 1
         reach = sum((placement.size(axis) - 1) * placement.stride(axis) for axis in "HNC")
-        # Over a whole page the order of its axes does not matter: only that it is whole.
+        # A field over the whole page works with any axis order, if the page is contiguous.
         whole = step == 1 and reach + 1 == self.unpadded
         gapless, over, ending = whole, "pages", "H, N and C, C last"
         if not self._over_page(field):
-            # Where every field counts bytes from the page's start, none minds the order either.
+            # The axis order does not matter either if all fields are addressed from the page start.
             by_bytes = all(
                 other.head == 0 and all(axis.along == "C" for axis in other.axes)
                 for other in self.fields
@@ -218,8 +218,8 @@ class Page:
             gapless, over, ending = in_states or (whole and by_bytes), "states", "NC"
         if not gapless:
             problem = (
-                f"Field {field.name} lies flat over its {over}, which have gaps in this layout"
+                f"Field {field.name} needs contiguous {over}, and they have gaps in this layout"
             )
             got = f"strides { ({axis: placement.stride(axis) for axis in 'HNC'}) }"
-            hint = f"Choose an order that ends in {ending}, or a packing by cells"
+            hint = f"Use a layout that ends in {ending}, or packing cells"
             raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=got, hint=hint)

@@ -1,8 +1,8 @@
-"""Many pages in one pool: where each kind of them starts, and how far apart they lie.
+"""Arrangement of pages in a pool: the offset and strides of each kind of page.
 
-Pools hold pages of several layers and kinds. Block by block (orders that start with
-B) they lie side by side inside every block; layer by layer each has a region of its
-own for all blocks. These functions turn that into offsets and strides.
+A pool holds pages of several layers and kinds. In layouts that start with B, they are
+side by side inside every block; in other layouts, each layer has a separate region for all
+blocks. These functions compute the offsets and strides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvatlas.geometry.page import Page
 
 
 class PoolPosition(NamedTuple):
-    """Where alike pages lie in a pool: the first byte, and the strides of pages and blocks.
+    """Position of equal pages in a pool: the first byte, the page stride and the block stride.
 
     >>> shared_pages(Layout("LBHNC"), 4096, blocks=10, width=8192)
     PoolPosition(offset=0, page_stride=40960, block_stride=4096)
@@ -29,7 +29,7 @@ class PoolPosition(NamedTuple):
 
 
 class PageSet(NamedTuple):
-    """`pages` alike pages, `apart` bytes from block to block where layers lie one by one.
+    """A set of equal pages, with a block stride of `apart` bytes in layer-by-layer layouts.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=2, head_dim=64).page(16)
@@ -45,10 +45,11 @@ class PageSet(NamedTuple):
 def side_by_side(
     sets: Sequence[PageSet], layout: Layout, *, blocks: int, width: int, split: int = 1
 ) -> list[PoolPosition]:
-    """Sets of pages one behind the other in blocks of `width` bytes.
+    """Return the positions of sets of pages that follow each other in blocks of `width` bytes.
 
-    With `split`, pages are those of kernel blocks: a block is `split` of them, each with
-    all sets, so that blocks and kernel blocks both have one stride.
+    With `split`, the pages are those of kernel blocks. A block consists of `split` kernel
+    blocks, and each of them contains all sets, so that blocks and kernel blocks both have a
+    constant stride.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=2, head_dim=64).page(16)
@@ -66,7 +67,8 @@ def side_by_side(
             fixed = apart
         page_stride, block_stride = _pool_strides(page, layout, count, blocks * split, fixed)
         positions.append(PoolPosition(offset, page_stride, block_stride * split))
-        # Outside all layers, heads or states interleave a set's pages, but no other set's.
+        # If heads or states are outside L, the pages of one set interleave with each other,
+        # but not with those of other sets.
         inside = page.nbytes if layout.block_outermost else page.nbytes * blocks * split
         offset += count * (page_stride if layout.layer_compact else inside)
     return positions
@@ -76,12 +78,15 @@ def side_by_side(
 def _pool_strides(
     page: Page, layout: Layout, pages: int, blocks: int, block_stride: int | None
 ) -> tuple[int, int]:
-    """`page.pool_strides`, remembered: pools have many groups of alike pages."""
+    """Return `page.pool_strides`, cached: pools have many groups of equal pages."""
     return page.pool_strides(layout, pages=pages, blocks=blocks, block_stride=block_stride)
 
 
 def shared_pages(layout: Layout, page_bytes: int, *, blocks: int, width: int) -> PoolPosition:
-    """Pages of `page_bytes` that several kinds of layers share, in blocks of `width` bytes."""
+    """Return the position of pages of `page_bytes` bytes that several kinds of layers share.
+
+    Blocks have `width` bytes.
+    """
     if layout.block_outermost:
         return PoolPosition(0, page_bytes, width)
     return PoolPosition(0, page_bytes * blocks, page_bytes)
@@ -97,10 +102,11 @@ def pack_positions(
     blocks: int,
     width: int,
 ) -> list[tuple[int, PoolPosition]]:
-    """`count` pages, `pack` of them in each shared page, as (pages, position).
+    """Return (pages, position) for `count` pages, `pack` of them in each shared page.
 
-    Block by block a pack is just more pages along L. Layer by layer each shared page has a
-    region of its own for all blocks, with the pages of a pack inside every block of it.
+    In layouts that start with B, a pack is simply more pages along L. In other layouts, each
+    shared page has a separate region for all blocks, and each block of that region contains
+    the pages of one pack.
     """
     if layout.block_outermost:
         pack_pages = PageSet(page, count, page.nbytes)

@@ -1,18 +1,17 @@
 """`Placement`: the affine map from named coordinates to byte addresses.
 
-It is the central value of kvatlas. A cache, one layer of it, one field, one TP
-slice, one kernel block: each is a placement, and each operation on one yields
-another. Nobody else multiplies strides.
+`Placement` is the central value of kvatlas. A cache, one of its layers, a field, a TP
+slice and a kernel block are all placements, and every operation on a placement returns
+another one. No other module multiplies strides.
 
-Why exactly these parts: `axes` with `sizes` and byte `strides` say where
-coordinates are; `offset` says where the first one is; `item` says how many
-bytes lie there without a gap. The item is a byte, an element, a cell or a whole
-run, depending on how far a placement has been folded, so that views, copies and
-descriptors are the same value seen at different zoom.
+`axes`, `sizes` and byte `strides` specify where the coordinates are, and `offset` is the
+address of the first one. `item` is the number of contiguous bytes at each coordinate: a
+byte, an element, a cell or a whole run, depending on how far the placement is folded.
+Views, copies and descriptors therefore share one type.
 
-Placements are canonical: an axis of size 1 has stride 0, so two placements with
-the same axes are equal exactly when they send every coordinate to the same
-bytes. They are free of overlap by construction.
+Placements are canonical: an axis of size 1 has stride 0. Two placements with the same axes
+are equal exactly if they map every coordinate to the same bytes. The constructor rejects
+placements that overlap themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from kvatlas.geometry.runs import coalesce, is_nested
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Placement(Affine):
-    """Sizes, byte strides and an offset, over named axes.
+    """An affine map with sizes, byte strides and an offset over named axes.
 
     >>> p = Placement(("B", "N"), (3, 4), (64, 8), offset=16, item=8)
     >>> p(B=2, N=1)
@@ -65,47 +64,47 @@ class Placement(Affine):
         item: int = 1,
         strides: Mapping[str, int] | None = None,
     ) -> Placement:
-        """Axes packed one inside the other, outermost first; `strides` fixes some.
+        """Return a placement of densely packed axes, outermost first; `strides` fixes some strides.
 
         >>> Placement.packed([("B", 3), ("N", 4), ("C", 8)]).strides
         (32, 8, 1)
         """
         fixed = strides or {}
         if not isinstance(fixed, Mapping):
-            raise bad_axes("Strides are no mapping from axes", strides, "Pass {'B': 64, ...}")
+            raise bad_axes("Strides must map axis names to bytes", strides, "Pass {'B': 64, ...}")
         if not isinstance(axes, Sequence) or not all(map(_is_axis, axes)):
-            raise bad_axes("Axes are not pairs of a name and a size", axes, "Pass [('B', 4), ...]")
+            raise bad_axes("Axes must be pairs of name and size", axes, "Pass [('B', 4), ...]")
         unknown = set(fixed) - {axis for axis, _ in axes}
         if unknown:
-            raise bad_axes("Strides are given for unknown axes", sorted(unknown), "Drop them")
+            raise bad_axes("Strides name unknown axes", sorted(unknown), "Remove these strides")
         steps = packed_steps(axes, positive(item, "the item"), fixed)
         names, sizes = tuple(axis for axis, _ in axes), tuple(size for _, size in axes)
         return cls(names, sizes, tuple(steps), offset, item)
 
     @classmethod
     def from_tensor(cls, tensor: Any, axes: Sequence[str]) -> Placement:
-        """Where a torch (meta too) or numpy tensor's elements lie in its storage.
+        """Return the placement of a numpy or torch tensor's elements in its storage.
 
-        The caller names the axes: a shape alone cannot say whether a 2 is K and V
-        or two blocks.
+        The caller names the axes, because a shape does not show whether an axis of size 2
+        is K and V or two blocks. Meta tensors are supported.
 
         >>> Placement.from_tensor(np.zeros((5, 4, 8), np.float32)[1:, ::2], axes="BNC")
         Placement(B=4:128, N=2:64, C=8:4, offset=128, item=4)
         """
         layout = strided(tensor)
         if layout is None:
-            problem = "This is not a strided numpy or torch tensor"
-            hint = "Write Placement(axes, sizes, strides) for memory described in another way"
+            problem = "The argument must be a strided numpy or torch tensor"
+            hint = "Use Placement(axes, sizes, strides) for other memory"
             raise AtlasError(Code.BAD_TENSOR, problem, got=type(tensor).__name__, hint=hint)
         if len(axes) != len(layout[0]):
             got = f"axes {tuple(axes)} for shape {layout[0]}"
-            raise bad_axes("Not every axis of the tensor has a name", got, "Name each axis")
+            raise bad_axes("Each tensor axis needs one name", got, "Pass one name per axis")
         return cls(tuple(axes), *layout)
 
     # -- operations -----------------------------------------------------------------
 
     def narrow(self, axis: str, start: int, length: int) -> Placement:
-        """Coordinates start .. start + length - 1 of `axis`, renumbered from 0.
+        """Keep coordinates start .. start + length - 1 of `axis`, renumbered from 0.
 
         >>> Placement.packed([("H", 8), ("C", 4)]).narrow("H", 6, 2)
         Placement(H=2:4, C=4:1, offset=24, item=1)
@@ -118,7 +117,7 @@ class Placement(Affine):
         return replace(self, sizes=sizes, offset=self.offset + start * self.strides[place])
 
     def select(self, axis: str, index: int) -> Placement:
-        """One coordinate of `axis`; the axis goes.
+        """Select one coordinate of `axis` and drop the axis.
 
         >>> Placement.packed([("L", 2), ("B", 3)], item=8).select("L", 1)
         Placement(B=3:8, offset=24, item=8)
@@ -131,9 +130,10 @@ class Placement(Affine):
         return self._pick(rest, number * self.strides[place])
 
     def split(self, axis: str, *, into: tuple[str, str], inner: int) -> Placement:
-        """`axis` as an outer and an inner axis of size `inner`.
+        """Split `axis` into an outer axis and an inner axis of size `inner`.
 
-        A block of 64 states as 4 kernel blocks of 16, that then join the blocks:
+        For example, split blocks of 64 states into 4 kernel blocks of 16 each, and fold these
+        into the block axis:
 
         >>> p = Placement.packed([("B", 10), ("N", 64), ("C", 8)])
         >>> p.split("N", into=("k", "N"), inner=16).fold("B", "k", into="B")
@@ -141,7 +141,7 @@ class Placement(Affine):
         """
         place = self._place(axis)
         if not isinstance(into, tuple | list) or len(into) != 2:
-            raise bad_axes("An axis is split into two", into, "Pass two names, outer and inner")
+            raise bad_axes("An axis is split into two axes", into, "Pass an outer and inner name")
         size, stride = self.sizes[place], self.strides[place]
         inner = positive(inner, "the inner size")
         if size % inner:
@@ -152,7 +152,7 @@ class Placement(Affine):
         return self.replace_axes(place, place + 1, outer, (into[1], inner, stride))
 
     def fold(self, outer: str, inner: str, *, into: str | None = None) -> Placement:
-        """Two axes as one, where stepping over all of `inner` is one step of `outer`.
+        """Fold two axes into one; all of `inner` must span exactly one step of `outer`.
 
         >>> Placement.packed([("H", 2), ("N", 4), ("C", 8)]).fold("H", "N")
         Placement(H*N=8:8, C=8:1, offset=0, item=1)
@@ -160,8 +160,8 @@ class Placement(Affine):
         o, i = self._place(outer), self._place(inner)
         many, few, step = self.sizes[o], self.sizes[i], self.strides[i]
         if o == i or (many > 1 and few > 1 and self.strides[o] != few * step):
-            got = f"{outer} with stride {self.strides[o]} over {inner} of {few} x {step} bytes"
-            hint = "Keep both axes, or choose an order in which they are neighbours"
+            got = f"{outer} with stride {self.strides[o]}, and {inner} of {few} x {step} bytes"
+            hint = "Keep both axes, or use a layout in which they are adjacent"
             raise AtlasError(Code.NOT_FOLDABLE, got=got, hint=hint)
         folded = (into or f"{outer}*{inner}", many * few, step if few > 1 else self.strides[o])
         kept = self._pick([place for place in range(len(self.axes)) if place != i])
@@ -169,19 +169,19 @@ class Placement(Affine):
         return kept.replace_axes(place, place + 1, folded)
 
     def reorder(self, *axes: str) -> Placement:
-        """The same map with its axes listed in another order.
+        """List the axes in another order; addresses do not change.
 
         >>> Placement.packed([("B", 2), ("H", 3)]).reorder("H", "B")
         Placement(H=3:1, B=2:3, offset=0, item=1)
         """
         places = [self._place(axis) for axis in axes]
         if sorted(places) != list(range(len(self.axes))):
-            problem = "The new order does not list every axis once"
+            problem = "The new order must list every axis once"
             raise bad_axes(problem, axes, f"Permute {self.axes}")
         return self._pick(places)
 
     def rename(self, **names: str) -> Placement:
-        """Other names for some axes.
+        """Rename some axes.
 
         >>> Placement.packed([("k", 2), ("N", 4)]).rename(k="B").axes
         ('B', 'N')
@@ -191,7 +191,7 @@ class Placement(Affine):
         return replace(self, axes=tuple(names.get(axis, axis) for axis in self.axes))
 
     def replace_axes(self, start: int, stop: int, *axes: tuple[str, int, int]) -> Placement:
-        """The axes from `start` to `stop` replaced by others, each (name, size, stride)."""
+        """Replace axes start .. stop - 1 by others, each given as (name, size, stride)."""
         names, sizes, strides = zip(*axes, strict=True)
         return replace(
             self,
@@ -201,24 +201,26 @@ class Placement(Affine):
         )
 
     def shift(self, by: int) -> Placement:
-        """The same map, `by` bytes further on."""
+        """Add `by` bytes to every address."""
         return replace(self, offset=self.offset + integer(by, "the shift"))
 
     def in_items(self) -> Placement:
-        """The same map, counted in items instead of bytes.
+        """Return the map with offset and strides in items instead of bytes.
 
         >>> Placement.packed([("N", 4), ("C", 8)], item=2, offset=32).in_items()
         Placement(N=4:8, C=8:1, offset=16, item=1)
         """
         if any(number % self.item for number in (self.offset, *self.strides)):
-            problem = "Elements do not start at multiples of their size"
-            hint = "Plan pages and blocks whose sizes are multiples of the element"
+            problem = "Every element must start at a multiple of its size"
+            hint = "Pad pages and blocks to multiples of the element size"
             raise AtlasError(Code.MISALIGNED, problem, got=self, hint=hint)
         strides = tuple(stride // self.item for stride in self.strides)
         return Placement(self.axes, self.sizes, strides, self.offset // self.item, 1)
 
     def folded(self) -> Placement:
-        """As few axes as possible, outermost first, and as large an item.
+        """Fold contiguous axes: return as few axes and as large an item as possible.
+
+        The axes of the result are listed outermost first.
 
         >>> Placement.packed([("B", 9), ("N", 4), ("C", 8)], strides={"B": 64}).folded()
         Placement(B=9:64, offset=0, item=32)
@@ -228,9 +230,9 @@ class Placement(Affine):
     # -- arrays ---------------------------------------------------------------------
 
     def runs(self, **ids: Any) -> tuple[Int64s, Int64s]:
-        """The maximal stretches, as starts (ascending) and lengths.
+        """Return the longest contiguous byte ranges, as ascending starts and their lengths.
 
-        `ids` picks coordinates of an axis: the blocks of a request, say.
+        `ids` selects coordinates of an axis, for example the blocks of a request.
 
         >>> Placement.packed([("B", 9), ("N", 4)], item=8).runs(B=[7, 2, 3])
         (array([ 64, 224]), array([64, 32]))
@@ -249,12 +251,12 @@ class Placement(Affine):
     def descriptors(
         self, *over: str, base: int = 0, device: int = 0, **ids: Any
     ) -> NDArray[np.uint64]:
-        """What a transport takes: rows of (address, length, device).
+        """Return transport descriptors: rows of (address, length, device).
 
-        One row for every maximal run; or, with axes named, the rows of each of
-        their coordinates in turn, first axis slowest, and within a coordinate by
-        address. `ids` picks coordinates of an axis; such an axis comes last
-        unless named.
+        By default there is one row per run, in address order. With axes in `over`, the rows
+        are grouped by the coordinates of these axes, the first axis slowest; within a group
+        they are in address order. `ids` selects coordinates of an axis and groups by it too;
+        an axis that is only in `ids` comes after those in `over`.
 
         >>> p = Placement.packed([("L", 2), ("B", 100), ("C", 8)])
         >>> p.descriptors("L", B=[70, 3], base=1000).tolist()
@@ -266,7 +268,7 @@ class Placement(Affine):
         return fill_descriptors(walked, *rest.runs(), base, device)
 
     def view(self, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The items in a byte buffer, without a copy: one axis for each axis, then the item.
+        """Return a zero-copy view of a byte buffer: the placement's axes, then the item's bytes.
 
         >>> Placement.packed([("B", 2), ("N", 3)], item=4).view(np.zeros(24, np.uint8)).shape
         (2, 3, 4)
@@ -277,21 +279,21 @@ class Placement(Affine):
             or buffer.ndim != 1
             or not buffer.flags.c_contiguous
         ):
-            problem = "The buffer is not one contiguous axis of uint8"
+            problem = "The buffer must be a contiguous one-dimensional uint8 array"
             got = f"{type(buffer).__name__} {getattr(buffer, 'shape', '')}"
-            hint = "Pass the whole allocation as a numpy array of bytes"
+            hint = "Pass the whole allocation as a numpy uint8 array"
             raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
         if self.stop > buffer.size:
             got = f"bytes up to {self.stop} of a buffer of {buffer.size}"
-            hint = "Allocate what the plan says, or narrow the view"
+            hint = "Allocate the size that the plan specifies, or narrow the placement"
             raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)
         shape, strides = (*self.sizes, self.item), (*self.strides, 1)
         return np.lib.stride_tricks.as_strided(buffer[self.offset :], shape, strides)
 
-    # -- inside ---------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------
 
     def _walk(self, over: Sequence[str], ids: Mapping[str, Any]) -> tuple[list[Int64s], Placement]:
-        """Byte steps of the axes that are walked, and what is left of the placement."""
+        """Return byte offsets along the axes in `over` and `ids`, and the remaining placement."""
         walked = [self._place(axis) for axis in (*over, *(a for a in ids if a not in over))]
         if len(set(walked)) < len(walked):
             raise bad_axes("An axis is named twice", over, "Name each axis once")
@@ -305,7 +307,7 @@ class Placement(Affine):
         return steps, self._pick([i for i in range(len(self.axes)) if i not in walked])
 
     def _pick(self, places: Sequence[int], further: int = 0) -> Placement:
-        """Some axes alone, `further` bytes on."""
+        """Keep only some axes, and add `further` bytes to the offset."""
         return Placement(
             tuple(self.axes[place] for place in places),
             tuple(self.sizes[place] for place in places),
@@ -316,12 +318,12 @@ class Placement(Affine):
 
 
 def _is_axis(pair: object) -> bool:
-    """Whether something is the name of an axis and its size."""
+    """Return whether `pair` is an axis name and a size."""
     return isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
 
 
 def packed_steps(axes: Sequence[tuple[str, int]], item: int, fixed: Mapping[str, int]) -> list[int]:
-    """Byte strides of axes packed one inside the other, outermost first, some of them fixed.
+    """Return the byte strides of densely packed axes, outermost first; `fixed` sets some.
 
     >>> packed_steps([("B", 3), ("N", 4), ("C", 8)], 1, {"B": 64})
     [64, 8, 1]
@@ -338,10 +340,10 @@ def packed_steps(axes: Sequence[tuple[str, int]], item: int, fixed: Mapping[str,
 
 
 def fold_together(*ends: Placement) -> tuple[Placement, ...]:
-    """The ends of a copy, folded where every one of them is gapless.
+    """Fold the ends of a copy along axes that are contiguous at every end.
 
-    What is left is the same axes for all of them, outermost first as the first
-    end has them; an item is then one run of the copy.
+    All results have the same axes, ordered from outermost to innermost at the first end.
+    Each item of the result is one run of the copy.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 9), ("N", 4), ("C", 8)], strides={"B": 64})
@@ -349,12 +351,12 @@ def fold_together(*ends: Placement) -> tuple[Placement, ...]:
     (Placement(B=9:32, offset=0, item=32), Placement(B=9:64, offset=0, item=32))
     """
     if not ends:
-        raise bad_axes("The copy has no ends", ends, "Pass at least one placement")
+        raise bad_axes("There are no placements to fold", ends, "Pass at least one placement")
     first = ends[0]
     aligned = [end if end.axes == first.axes else end.reorder(*first.axes) for end in ends]
     if any(end.sizes != first.sizes or end.item != first.item for end in aligned):
-        problem = "The ends of the copy have different sizes or items"
-        hint = "Narrow and split both ends to the part that they share"
+        problem = "The ends of a copy must have equal sizes and items"
+        hint = "Narrow and split the ends to the part that they share"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=ends, hint=hint)
     fold = coalesce(first.axes, first.sizes, [end.strides for end in aligned], first.item)
     return tuple(

@@ -1,14 +1,13 @@
-"""Which bytes of an affine map touch: the arithmetic of runs, on plain numbers.
+"""Overlap and contiguity of affine maps, computed from plain numbers.
 
-An affine map is a set of axes (size, byte stride) over an item of some bytes.
-Two questions are asked of it everywhere, by one placement or by both ends of a
-copy at once:
+An affine map is a set of axes (size, byte stride) over an item of some bytes. This module
+answers two questions about one placement, or about both ends of a copy at once:
 
-- do two coordinates share a byte, or touch end to end? (`is_nested`, `find_difference`)
-- which axes walk memory without a gap, so that they fold into one? (`coalesce`)
+- Do two coordinates share a byte, or are they adjacent? (`is_nested`, `find_difference`)
+- Which axes are contiguous, so that they fold into one? (`coalesce`)
 
-Both look at axes, never at bytes. Nested axes are decided at once; interleaved ones
-by a search that gives up rather than run away.
+Both inspect axes and never individual bytes. Nested axes are decided directly; interleaved
+axes need a search, which raises an error when it exceeds a limit.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SEARCH_LIMIT = 100_000
 
 
 class Folded(NamedTuple):
-    """Axes after folding, outermost first; `strides[end][axis]`."""
+    """Axes after folding, outermost first. `strides` is indexed by end, then by axis."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -31,9 +30,9 @@ class Folded(NamedTuple):
 
 
 def is_nested(sizes: Sequence[int], strides: Sequence[int], item: int, *, apart: bool) -> bool:
-    """Each axis steps over everything inside it, so that no two coordinates share a byte.
+    """Return whether each stride spans all axes inside it, so that no coordinates share a byte.
 
-    With `apart` the steps also leave a gap, so that no two stretches touch.
+    With `apart`, each step must also leave a gap, so that no two items are adjacent.
 
     >>> is_nested((3, 4), (8, 2), 2, apart=False), is_nested((3, 4), (8, 2), 2, apart=True)
     (True, False)
@@ -49,12 +48,12 @@ def is_nested(sizes: Sequence[int], strides: Sequence[int], item: int, *, apart:
 def find_difference(
     sizes: Sequence[int], strides: Sequence[int], low: int, high: int
 ) -> tuple[int, ...] | None:
-    """A step between two unlike coordinates that moves the address by low..high bytes.
+    """Find a step between two different coordinates that moves the address by low..high bytes.
 
-    Two coordinates overlap when such a step exists for 0..item-1, so the search
-    also proves a map free of overlap where its axes are interleaved rather than
-    nested. It walks from the widest stride down and gives up a branch as soon as
-    the narrower axes cannot make up for it.
+    Two coordinates overlap if such a step exists for 0..item-1, so the search also proves
+    that a map with interleaved axes has no overlap. It starts with the largest stride and
+    prunes a branch as soon as the smaller strides cannot compensate. Returns None if there
+    is no such step.
 
     >>> find_difference((2, 2), (3, 2), 1, 1)
     (1, -1)
@@ -77,7 +76,7 @@ def find_difference(
         budget -= 1
         if budget < 0:
             got = f"sizes {tuple(sizes)} with strides {tuple(strides)}"
-            hint = "Nest the axes: each stride at least the span of the axes inside it"
+            hint = "Nest the axes: make each stride at least the span of the axes inside it"
             raise AtlasError(Code.UNDECIDED, got=got, hint=hint)
         if depth == len(order):
             return not still and low <= moved <= high
@@ -101,7 +100,7 @@ def find_difference(
 def coalesce(
     names: Sequence[str], sizes: Sequence[int], strides: Sequence[Sequence[int]], item: int
 ) -> Folded:
-    """Fold all axes that are gapless at every end, into each other and into the item.
+    """Fold axes that are contiguous at every end into each other and into the item.
 
     >>> coalesce(("B", "N", "C"), (9, 4, 8), [(64, 8, 1)], 1)
     Folded(names=('B',), sizes=(9,), strides=((64,),), item=32)

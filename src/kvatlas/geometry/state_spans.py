@@ -1,14 +1,15 @@
-"""Which states of a request lie side by side at both ends of a copy.
+"""Spans of consecutive states of a request that a copy can move together.
 
-A request's states fill kernel blocks, whose states lie at one stride, and those fill
-blocks. The two ends may have kernel blocks of different sizes, or keep only every n-th
-state (context parallelism). Four kinds say what follows from that, without any address:
+A request's states fill kernel blocks, in which states have a constant stride, and kernel
+blocks fill blocks. The two ends of a copy may have kernel blocks of different sizes, or
+hold only every n-th state (context parallelism). Four types describe the states in terms
+of blocks, without addresses:
 
 - `StateBlocks`: how one end divides a request's states over its blocks;
-- `CommonStates`: the states that both ends hold, by arithmetic alone: no array is made;
+- `CommonStates`: the states that both ends hold, computed arithmetically without arrays;
 - `SpanStarts`: where spans of states start at one end, as arrays;
-- `StateSpans`: as many states at a time as follow each other in one kernel block at
-  both ends. They are all found at once, in numpy.
+- `StateSpans`: the longest spans of states that are consecutive within one kernel block at
+  both ends, computed with numpy.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from kvatlas.geometry.integers import ceil_div
 
 
 class StateBlocks(NamedTuple):
-    """How one end of a copy divides a request's states over blocks.
+    """The division of a request's states over blocks at one end of a copy.
 
-    A kernel block has `states` states and a block `split` kernel blocks. The end holds
-    every `every`-th state of the request, from state `residue` on.
+    A kernel block has `states` states, and a block has `split` kernel blocks. The end holds
+    every `every`-th state of the request, starting with state `residue`.
 
     >>> StateBlocks(16, every=2).overlaps(StateBlocks(16, every=4, residue=2))
     True
@@ -41,21 +42,21 @@ class StateBlocks(NamedTuple):
     residue: int = 0
 
     def overlaps(self, other: StateBlocks) -> bool:
-        """Whether both ends hold some of the same states."""
+        """Return whether the two ends hold some of the same states."""
         return self.first_common(other) is not None
 
     def first_common(self, other: StateBlocks) -> int | None:
-        """The first state that both ends hold."""
+        """Return the first state that both ends hold; None if there is none."""
         for end in (self, other):
             if not 0 <= end.residue < end.every or end.states < 1 or end.split < 1:
-                problem = "A block has no states, or its residue is not below its divisor"
-                hint = "Take state blocks from a plan"
+                problem = "StateBlocks needs states >= 1, split >= 1 and a residue in 0..every-1"
+                hint = "Take the StateBlocks from a plan"
                 raise AtlasError(Code.BAD_SIZE, problem, got=end, hint=hint)
         held = range(self.residue, lcm(self.every, other.every), self.every)
         return next((state for state in held if state % other.every == other.residue), None)
 
     def locate(self, local: Int64s) -> SpanStarts:
-        """Where states lie, counted among those that this end holds."""
+        """Return the positions of states; `local` counts only the states that this end holds."""
         block, state = np.divmod(local, self.states)
         if self.split == 1:
             return SpanStarts(block, np.zeros_like(block), state)
@@ -64,7 +65,7 @@ class StateBlocks(NamedTuple):
 
 
 class SpanStarts(NamedTuple):
-    """Where spans start at one end: the entry of the block table, the kernel block, the state.
+    """Starts of spans at one end: block table entry, kernel block and state.
 
     >>> StateBlocks(16, split=2).locate(np.array([0, 40]))
     SpanStarts(entry=array([0, 1]), kernel=array([0, 0]), state=array([0, 8]))
@@ -76,7 +77,7 @@ class SpanStarts(NamedTuple):
 
 
 class StateSpans(NamedTuple):
-    """Spans of states, where each starts at either end, and how many states it has.
+    """Spans of states: their starts at both ends and their lengths in states.
 
     >>> spans = StateSpans.between(8, 40, StateBlocks(16), StateBlocks(32))
     >>> spans.length, spans.src.entry, spans.dst.entry, spans.dst.state
@@ -89,14 +90,14 @@ class StateSpans(NamedTuple):
 
     @classmethod
     def between(cls, first: int, stop: int, src: StateBlocks, dst: StateBlocks) -> StateSpans:
-        """States first .. stop - 1 of a request, those that both ends hold."""
+        """Return the spans of states first .. stop - 1 of a request that both ends hold."""
         return CommonStates.between(first, stop, src, dst).spans()
 
 
 class CommonStates(NamedTuple):
     """The states of a request that both ends of a copy hold, numbered from 0.
 
-    Among those that an end holds, number n is number `local[end] + n * steps[end]`.
+    State n of these is state `local[end] + n * steps[end]` among those that the end holds.
 
     >>> common = CommonStates.between(8, 40, StateBlocks(16), StateBlocks(32))
     >>> common.total, common.last_entry(0), common.entries(1)
@@ -110,7 +111,7 @@ class CommonStates(NamedTuple):
 
     @classmethod
     def between(cls, first: int, stop: int, src: StateBlocks, dst: StateBlocks) -> CommonStates:
-        """States first .. stop - 1 of a request, those that both ends hold."""
+        """Return the states in first .. stop - 1 of a request that both ends hold."""
         period = lcm(src.every, dst.every)
         steps = (period // src.every, period // dst.every)
         common = src.first_common(dst)
@@ -123,29 +124,29 @@ class CommonStates(NamedTuple):
 
     @property
     def side_by_side(self) -> bool:
-        """Whether states that follow each other do so at both ends."""
+        """Whether consecutive common states are consecutive at both ends."""
         return self.steps == (1, 1)
 
     def last_entry(self, end: int) -> int:
-        """The last entry of its block table that an end needs, where there are any states."""
+        """Return the last block table entry that an end needs; `total` must not be 0."""
         return self._last(end) // self._entry_states(end)
 
     def entries(self, end: int) -> Int64s:
-        """Every entry of its block table that an end needs, ascending."""
+        """Return all block table entries that an end needs, ascending."""
         each = self._entry_states(end)
         if self.steps[end] <= each:
             return np.arange(self.local[end] // each, self._last(end) // each + 1)
         return (self.local[end] + np.arange(self.total) * self.steps[end]) // each
 
     def entry_slice(self, end: int) -> slice | Int64s:
-        """The same as a slice, where they follow each other."""
+        """Return the entries as a slice if they are consecutive, otherwise as an array."""
         each = self._entry_states(end)
         if self.steps[end] <= each:
             return slice(self.local[end] // each, self._last(end) // each + 1)
         return self.entries(end)
 
     def numbers_in(self, end: int, entry: int) -> range:
-        """The numbers of those states that one entry of an end's block table has.
+        """Return the range of common states that one block table entry of an end holds.
 
         >>> common = CommonStates.between(8, 40, StateBlocks(16), StateBlocks(32))
         >>> [common.numbers_in(0, entry) for entry in (0, 1, 2, 3)]
@@ -157,7 +158,7 @@ class CommonStates(NamedTuple):
         return range(first, stop)
 
     def spans(self, first: int = 0, stop: int | None = None) -> StateSpans:
-        """Numbers first .. stop - 1 of these states, as spans."""
+        """Return common states first .. stop - 1 as spans."""
         count = max(0, (self.total if stop is None else stop) - first)
         src, dst = (self.local[end] + first * self.steps[end] for end in (0, 1))
         size = min(one.states for one in self.ends) if self.side_by_side else 1
@@ -180,9 +181,10 @@ class CommonStates(NamedTuple):
 
 
 def _block_starts(ends: list[tuple[int, int]], count: int) -> Int64s:
-    """Which of `count` states start a kernel block at either end, the first one included.
+    """Return which of `count` states start a kernel block at either end, and state 0.
 
-    Each end gives the states of its kernel blocks and where in them the first state lies.
+    `ends` contains, for each end, the kernel block size in states and the position of the
+    first state.
     """
     (small, first), (large, second) = sorted((size, -at % size) for size, at in ends)
     starts = np.arange(first, count, small)

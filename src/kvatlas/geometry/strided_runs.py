@@ -1,16 +1,17 @@
 """The runs of a copy between two caches, before block ids and tokens are known.
 
-A copy between two caches is a family of runs: the same bytes, again in every block,
-kernel block and state. `StridedRuns` is such a family as one value: how far apart blocks,
-kernel blocks and states lie at either end, further axes with a stride at either end, and
-an item that is gapless at both. A kind of its own because a `Placement` cannot be it:
-blocks, kernel blocks and states stay open, since a request brings their ids only later,
-while all that can fold without them folds here, once.
+A copy between two caches repeats the same runs in every block, kernel block and state.
+`StridedRuns` describes such a family of runs as one value. It holds, for the source and the
+destination, the strides of blocks, kernel blocks and states, the strides of the remaining
+axes, and an item that is contiguous at both ends. It is separate from `Placement` because
+the coordinates of blocks, kernel blocks and states are known only once a request arrives.
+All other axes are folded in advance.
 
-- `StridedRuns.between` takes the same field at either end;
-- `merge_runs` joins families that touch at both ends, such as K and V, or neighbouring layers;
-- `fold_states` folds the states in as well, for blocks that are copied whole;
-- `StridedRuns.byte_ranges` puts in the block ids and states of a request.
+- `StridedRuns.between` takes the same field at both ends;
+- `merge_runs` joins families that are adjacent at both ends, such as K and V, or
+  neighbouring layers;
+- `fold_states` also folds the states, for blocks that are copied whole;
+- `StridedRuns.byte_ranges` applies the block ids and states of a request.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from kvatlas.geometry.state_spans import SpanStarts, StateSpans
 _OPEN = ("B", "k", "N")
 
 Ends = tuple[int, int]
-"""A number for the source and one for the destination."""
+"""One number for the source and one for the destination."""
 
 
 class StridedRuns(NamedTuple):
-    """Runs at one stride along blocks, kernel blocks and states, at either end of a copy.
+    """Runs with constant strides along blocks, kernel blocks and states at both ends of a copy.
 
     >>> k = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
     >>> StridedRuns.between(k, k.shift(64))  # doctest: +NORMALIZE_WHITESPACE
@@ -47,18 +48,21 @@ class StridedRuns(NamedTuple):
     state_strides: Ends
     sizes: tuple[int, ...]
     strides: tuple[tuple[int, ...], tuple[int, ...]]
-    """Byte strides of the further axes, at either end."""
+    """Byte strides of the remaining axes, at each end."""
     offsets: Ends
-    """Where the first item lies, at either end."""
+    """Offset of the first item, at each end."""
     item: int
 
     @classmethod
     def between(cls, src: Placement, dst: Placement) -> StridedRuns:
-        """One field's runs; both views have the same axes, blocks and states aside."""
+        """Return the runs of one field.
+
+        Both views must have the same axes, except for blocks, kernel blocks and states.
+        """
         inner = [axis for axis in src.axes if axis not in _OPEN]
         unlike = sorted(inner) != sorted(axis for axis in dst.axes if axis not in _OPEN)
         if unlike or src.item != dst.item or any(src.size(a) != dst.size(a) for a in inner):
-            problem = "The two ends of a copy have different axes, sizes or items"
+            problem = "The two ends of a copy must have equal axes, sizes and items"
             hint = "Narrow and split both ends to the part that they share"
             raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=(src, dst), hint=hint)
         ends = (src, dst)
@@ -69,16 +73,16 @@ class StridedRuns(NamedTuple):
         return cls(block, kernel, state, fold.sizes, strides, offsets, fold.item)
 
     def shift(self, src: int, dst: int) -> StridedRuns:
-        """The same runs, so many bytes further on at either end."""
+        """Add `src` and `dst` bytes to the offsets of the runs."""
         at = (self.offsets[0] + src, self.offsets[1] + dst)
         return StridedRuns(*self[:5], at, self.item)
 
     def with_item(self, item: int) -> StridedRuns:
-        """The same runs with a longer item, folded; itself where the item is its own."""
+        """Return the runs with an item of `item` bytes, folded."""
         return self if item == self.item else self._replace(item=item).folded()
 
     def folded(self) -> StridedRuns:
-        """Axes that are gapless at both ends folded into each other and into the item."""
+        """Fold axes that are contiguous at both ends into each other and into the item."""
         if not self.sizes:
             return self
         fold = coalesce([""] * len(self.sizes), self.sizes, self.strides, self.item)
@@ -88,22 +92,22 @@ class StridedRuns(NamedTuple):
 
     @property
     def gapless(self) -> bool:
-        """Whether states that follow each other in a kernel block touch, at both ends."""
+        """Whether consecutive states of a kernel block are adjacent in memory at both ends."""
         return self.state_strides == (self.item, self.item)
 
     def item_offsets(self, end: int) -> Int64s:
-        """Where items lie at one end, in the first state of block 0, first axis slowest."""
+        """Return the item offsets at one end for the first state of block 0, first axis slowest."""
         steps = [np.arange(n) * s for n, s in zip(self.sizes, self.strides[end], strict=True)]
         return outer_sum(steps, self.offsets[end])
 
     def byte_ranges(
         self, spans: StateSpans, ids: tuple[Int64s, Int64s], *, whole: bool, join: bool = True
     ) -> tuple[Int64s, Int64s, Int64s]:
-        """Where spans of states lie at either end, and how long each is, in bytes.
+        """Return source offsets, destination offsets and byte lengths of spans of states.
 
-        `ids` are the blocks of each span at either end. Ranges that touch at both ends are
-        joined, unless they shall stay as alike as they are. With `whole` the states of a
-        kernel block are folded in already.
+        `ids` are the block ids of each span at each end. With `join`, ranges that are adjacent
+        at both ends are joined. With `whole`, the states of a kernel block are already folded
+        into the item.
         """
         src, dst = self._starts(0, spans.src, ids[0]), self._starts(1, spans.dst, ids[1])
         count = spans.length
@@ -112,7 +116,7 @@ class StridedRuns(NamedTuple):
         elif self.gapless:
             length = count * self.item
         else:
-            # States that are apart at one end or the other go one by one.
+            # States with gaps between them at either end are copied one by one.
             nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
             src = np.repeat(src, count) + nth * self.state_strides[0]
             dst = np.repeat(dst, count) + nth * self.state_strides[1]
@@ -120,7 +124,7 @@ class StridedRuns(NamedTuple):
         return join_copies(src, dst, length) if join else (src, dst, length)
 
     def _starts(self, end: int, starts: SpanStarts, ids: Int64s) -> Int64s:
-        """How far into the pool spans start at one end, in the blocks that `ids` names."""
+        """Return the start of each span at one end as an offset into the pool."""
         total = np.zeros(len(ids), dtype=np.int64)
         for strides, index in (
             (self.block_strides, ids),
@@ -133,7 +137,7 @@ class StridedRuns(NamedTuple):
 
 
 def merge_runs(families: Iterable[StridedRuns]) -> list[StridedRuns]:
-    """As few families as possible: those that touch at both ends are one.
+    """Merge families of runs that are adjacent at both ends, into as few as possible.
 
     >>> cell = Placement.packed([("B", 9), ("N", 4), ("C", 16)])
     >>> k, v = cell.narrow("C", 0, 8), cell.narrow("C", 8, 8)
@@ -152,14 +156,14 @@ def merge_runs(families: Iterable[StridedRuns]) -> list[StridedRuns]:
 
 
 def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRuns]:
-    """Families with `states` states as one more axis, folded and merged where that is gapless.
+    """Add an axis of `states` states to each family, then fold and merge contiguous ones.
 
     >>> page = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
     >>> [runs.item for runs in fold_states([StridedRuns.between(page, page)], 16)]
     [512]
     """
     folded = []
-    # Families mostly differ in where they start alone: each kind is folded once.
+    # Most families differ only in their offsets, so each kind is folded once.
     kinds: dict[tuple[object, ...], StridedRuns] = {}
     for runs in families:
         kind = (runs[:5], runs.item)
@@ -172,7 +176,7 @@ def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRun
 
 
 def _joined(families: Sequence[StridedRuns]) -> list[StridedRuns]:
-    """Families that differ in where they start and in the item, those that touch as one."""
+    """Join adjacent families among those that differ only in offset and item."""
     kept: list[StridedRuns] = []
     first, *others = sorted(families, key=lambda runs: runs.offsets[1])
     item = first.item

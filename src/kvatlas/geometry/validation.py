@@ -1,11 +1,10 @@
-"""The one validator: what lies in a buffer is in bounds, apart, aligned and complete.
+"""Validation of the parts of a buffer: bounds, overlap, alignment and holes.
 
-It is called when a page or a plan is made and again when one is read from a peer
-or a file, so it must be exact, and fast for pools of a million pages. Axes that
-all parts share (the blocks of a pool, say) are looked at once: if everything
-fits in one step of such an axis, one step stands for all. Holes need no search
-at all: parts that are apart and in bounds cover the buffer exactly if their
-bytes add up to it.
+Pages and plans are validated when they are constructed and again when they are read from a
+peer or a file, so validation must be exact, and fast for pools of a million pages. An axis
+that all parts share, such as the blocks of a pool, is checked for one step only, if all
+parts fit into one step. Holes need no search: parts that do not overlap and are in bounds
+cover the buffer exactly if their bytes add up to its size.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvatlas.geometry.integers import positive
 from kvatlas.geometry.placement import Placement
 
 _MOST_RUNS = 1 << 21
-"""Stretches of bytes that are looked at one by one: real plans have some hundred thousand."""
+"""Maximum number of runs that are compared; real plans have a few hundred thousand."""
 
 
 def validate(
@@ -31,30 +30,31 @@ def validate(
     align: int = 1,
     holes: bool = False,
 ) -> None:
-    """Refuse parts that leave the buffer, share bytes, are misaligned, or leave holes.
+    """Raise an error if parts are out of bounds, overlap, are misaligned or leave holes.
 
-    `padding` names the bytes that belong to no part; with `holes` all that is left
-    over is padding. `align` holds for where a part starts and for its steps along
-    L and B. Groups that overlay each other
-    are validated one at a time: a block id belongs to one of them.
+    `padding` declares bytes that belong to no part; with `holes`, all remaining bytes are
+    padding. `align` applies to the offset of each part and to its strides along L and B.
+    Validate groups that overlay each other one at a time: a block id belongs to one group.
 
     >>> rows = Placement.packed([("B", 4)], item=96, strides={"B": 128})
     >>> gaps = Placement.packed([("B", 4)], item=32, strides={"B": 128}, offset=96)
     >>> validate({"rows": rows}, size=512, padding={"gaps": gaps}, align=32)
     >>> validate({"rows": rows}, size=512)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: Bytes belong to no part and are not named as padding. Got ... [hole]
+    kvatlas.errors.AtlasError: Some bytes belong to no part and are not declared as padding. Got ...
     """
     size, align = positive(size, "the size of a buffer"), positive(align, "the alignment")
     padding = padding or {}
     everything = {**parts, **padding}
     if len(everything) < len(parts) + len(padding):
-        problem, hint = "Padding has the name of a part", "Give padding names of its own"
+        problem, hint = "Padding has the same name as a part", "Rename the padding"
         raise AtlasError(Code.OVERLAP, problem, got=sorted(set(parts) & set(padding)), hint=hint)
     for name, part in everything.items():
         if not isinstance(part, Placement):
-            problem, got = f"Part {name!r} is not a placement", repr(part)[:100]
-            raise AtlasError(Code.BAD_AXES, problem, got=got, hint="Pass Placements by their names")
+            problem, got = f"Part {name!r} must be a Placement", repr(part)[:100]
+            raise AtlasError(
+                Code.BAD_AXES, problem, got=got, hint="Pass a mapping from name to Placement"
+            )
         if part.stop > size:
             got = f"{name} up to byte {part.stop} of {size}"
             hint = "Check the number of blocks against the memory"
@@ -62,15 +62,15 @@ def validate(
     for name, part in parts.items():
         steps = {axis: part.stride(axis) for axis in part.axes if set("LB") & set(axis.split("*"))}
         if part.offset % align or any(step % align for step in steps.values()):
-            problem = f"A part, page or block does not start at a multiple of {align}"
+            problem = f"Every part, page and block must start at a multiple of {align} bytes"
             got = f"{name} at {part.offset} with strides {steps}"
-            hint = "Pad the pages or the blocks up to the alignment"
+            hint = "Pad the pages or the blocks to the alignment"
             raise AtlasError(Code.MISALIGNED, problem, got=got, hint=hint)
     _refuse_shared_bytes(everything)
     covered = sum(part.nbytes for part in everything.values())
     if covered < size and not holes:
         got = f"{size - covered} of {size} bytes unnamed{_first_hole(everything)}"
-        raise AtlasError(Code.HOLE, got=got, hint="Name the gap as padding, or close it")
+        raise AtlasError(Code.HOLE, got=got, hint="Declare the gap as padding, or close it")
 
 
 def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
@@ -82,13 +82,13 @@ def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
         if clash.size:
             first = int(clash[0])
             one, other = (names[owner] for owner in owners[first : first + 2])
-            hint = "Move or shrink one of them; groups that overlay are validated apart"
+            hint = "Move or shrink one of them; validate groups that overlay each other separately"
             got = f"{one} and {other} at byte {starts[first + 1]}"
             raise AtlasError(Code.OVERLAP, got=got, hint=hint)
 
 
 def _neighbours(parts: Mapping[str, Placement]) -> list[list[str]]:
-    """Parts whose extents meet, in sets: parts of unlike sets cannot share a byte."""
+    """Group parts whose extents overlap; parts of different groups cannot share a byte."""
     clusters: list[list[str]] = []
     reach = 0
     for name in sorted(parts, key=lambda name: parts[name].offset):
@@ -100,7 +100,7 @@ def _neighbours(parts: Mapping[str, Placement]) -> list[list[str]]:
 
 
 def _one_step(parts: list[Placement]) -> list[Placement]:
-    """The parts without the outer axes that they share, where one step stands for all."""
+    """Drop outer axes that all parts share, as long as one step contains all parts."""
     parts = [part.folded() for part in parts]
     while parts and all(part.axes for part in parts):
         outer = {(part.sizes[0], part.strides[0]) for part in parts}
@@ -131,21 +131,22 @@ def _first_hole(parts: Mapping[str, Placement]) -> str:
 
 
 def keeps_to_its_blocks(placement: Placement, cell: int, blocks: int) -> bool:
-    """A block's bytes stay in cells of `cell` bytes that no other block visits.
+    """Return whether every block stays within cells of `cell` bytes that belong to it alone.
 
-    Groups that overlay each other in a pool may then hold different blocks at once:
-    cell i belongs to block i modulo the number of blocks, for all of them.
+    Cell i belongs to block i modulo `blocks`. If this holds for all groups that overlay each
+    other in a pool, they can hold different blocks at the same time.
 
     >>> rows = Placement.packed([("L", 2), ("B", 4)], item=64)
     >>> keeps_to_its_blocks(rows, 64, 4), keeps_to_its_blocks(rows.shift(32), 64, 4)
     (True, False)
     """
     if blocks == 1:
-        return True  # there is no other block to meet
+        return True  # there is no other block to overlap
     if placement.size("B") > 1 and placement.stride("B") != cell:
         return False
     one = placement.select("B", 0)
-    # Steps over whole rounds of cells come back to the same block: the rest must stay inside.
+    # Strides that are multiples of cell * blocks stay in the same block; the sum of all
+    # other steps must stay inside one cell.
     inside = sum(
         (n - 1) * s for n, s in zip(one.sizes, one.strides, strict=True) if s % (cell * blocks)
     )

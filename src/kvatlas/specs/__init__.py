@@ -1,10 +1,11 @@
-"""What one layer caches, as a small closed set of frozen kinds.
+"""Specs: immutable descriptions of what one layer caches.
 
-Three families, because there are three shapes of page: attention keeps K and V
-for each head and state; latent attention keeps one row for each state, without
-heads; a recurrent layer keeps one state for each block. Within a family the kinds
-differ in numbers, not in shape. The set is closed so that a plan can travel as
-JSON and be checked when it arrives; a new kind is a new class here.
+There are three families of specs, one for each shape of page. Attention caches K and V for
+each head and state. Latent attention caches one row for each state, without heads.
+Recurrent layers cache one state for each block. Specs of one family differ in their
+parameters, not in the shape of their pages. The set of specs is closed, so that a plan can
+be sent as JSON and validated by the receiver; to support another kind of layer, add a class
+to this package.
 """
 
 from kvatlas.specs.attention import (
@@ -71,7 +72,7 @@ AnySpec = (
     | ShortConv
     | Rwkv7
 )
-"""Every kind there is: what a decoder of plans accepts."""
+"""Union of all specs, as accepted when a plan is decoded."""
 
 __all__ = [
     "ATTENTION_CACHES",

@@ -1,20 +1,21 @@
-"""Attention that keeps K and V for each head.
+"""Specs of attention that caches K and V for each head.
 
-The kinds differ in which tokens a request still needs, never in the bytes of a
-page: full keeps all, sliding the last `window`, chunked those since the last
-multiple of `chunk`, sink the last ones and the first `sink_tokens`, cross the
-encoder's, encoder-only none. So one base class owns the page, and each kind adds
-a number or two.
+The specs differ in the tokens that a request must keep, not in the bytes of a page. Full
+attention keeps all tokens, sliding the last `window`, chunked those since the last multiple
+of `chunk`, sink the first `sink_tokens` and the last `window`, cross the tokens of the
+encoder, and encoder-only none. One base class therefore defines the page, and each spec
+adds one or two parameters.
 
-`packing` says where K and V sit in the page:
+`packing` specifies where K and V are in the page:
 
-- `cells`: K then V in each cell, what most backends take;
+- `cells`: K, then V in each cell, as most backends expect;
 - `head_groups`: K in the first half of the heads, V in the second
   (FlashInfer's fp8 and nvfp4);
-- `planes`: one head holds K of all heads, the other V (two-plane backends);
+- `planes`: the page has two heads, one with K and one with V of all heads (two-plane
+  backends);
 - `tiled_planes`: planes with K as [H, D/x, N, x] of 16-byte tiles and V as [H, D, N]
   (ROCm's paged attention);
-- `transposed`: in each head K as [D, N], then V as [N, D] (vLLM's CPU attention).
+- `transposed`: K as [D, N], then V as [N, D] in each head (vLLM's CPU attention).
 """
 
 from __future__ import annotations
@@ -43,58 +44,58 @@ _TILE_BYTES = 16
 
 
 class Attention(Spec, frozen=True, kw_only=True):
-    """K and V of `heads` heads: what all kinds of attention share."""
+    """Base class of attention specs: K and V of `heads` heads."""
 
     heads: int
     head_dim: int
     v_dim: int | None = None
-    """Elements of a V row where they differ from K's."""
+    """Elements of a V row, if different from `head_dim`."""
     dtype: str = "bf16"
     cache: str = "auto"
     packing: Packing | None = None
-    """None for what the cache dtype wants: head groups for nvfp4, else cells."""
+    """None selects the default of the cache dtype: head groups for nvfp4, otherwise cells."""
     scales: Scales | None = None
-    """Where head groups keep block scales: in each cell, or behind all data of a side.
-    FlashInfer reads `planes` of rows (H, N) in head-major pages and `state_planes` of rows
-    (N, H) in state-major ones. None for planes with nvfp4, else inline."""
+    """Where head groups store scales: in each cell (`inline`), or after all data of K or of V.
+    FlashInfer expects `planes` with rows (H, N) for head-major pages, and `state_planes` with
+    rows (N, H) for state-major pages. None selects planes for nvfp4, otherwise inline."""
 
     def __post_init__(self) -> None:
         check(self)
         both, packing = self._sides(), self.packed_as
         k, v = row_bytes(both.k), row_bytes(both.v)
         if k != v and packing not in ("cells", "transposed"):
-            problem = f"Packing {packing} has no place for K and V rows of different sizes"
+            problem = f"Packing {packing} requires K and V rows of the same size"
             raise bad_spec(problem, f"{k} and {v} bytes", "Use packing cells")
         if packing in ("tiled_planes", "transposed") and len(both.k) + len(both.v) > 2:
-            problem, hint = f"Packing {packing} has no place for scales", "Use cells or head_groups"
+            problem, hint = f"Packing {packing} does not support scales", "Use cells or head_groups"
             raise bad_spec(problem, f"cache dtype {self.cache}", hint)
         if self.cache == "nvfp4" and packing != "head_groups":
-            problem = "nvfp4 is read in head groups only"
-            raise bad_spec(problem, f"packing {packing}", "Leave packing out")
+            problem = "nvfp4 requires packing head_groups"
+            raise bad_spec(problem, f"packing {packing}", "Omit packing")
         if self.scales not in (None, "inline") and packing != "head_groups":
-            problem = f"Packing {packing} keeps no scales in planes"
+            problem = f"Packing {packing} does not support scales in planes"
             raise bad_spec(problem, f"scales {self.scales}", "Use packing head_groups")
         if packing == "tiled_planes" and k % _TILE_BYTES:
-            problem = f"Tiles of {_TILE_BYTES} bytes do not divide a row of K"
+            problem = f"A K row must be a multiple of {_TILE_BYTES} bytes for tiled_planes"
             raise bad_spec(problem, f"{k} bytes in a row", "Use packing planes")
 
     @property
     def packed_as(self) -> Packing:
-        """The packing in use."""
+        """The packing, with the default of the cache dtype applied."""
         return self.packing or ("head_groups" if self.cache == "nvfp4" else "cells")
 
     @property
     def scales_as(self) -> Scales:
-        """Where block scales lie."""
+        """The location of scales, with the default of the cache dtype applied."""
         return self.scales or ("planes" if self.cache == "nvfp4" else "inline")
 
     @property
     def tokens_per_state(self) -> int | None:
-        """One state for each token."""
+        """Always 1: attention stores one state per token."""
         return 1
 
     def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
-        """The page on one rank; K and V heads are repeated past their number.
+        """Return the page of one rank; heads are replicated if there are more ranks than heads.
 
         >>> FullAttention(heads=8, head_dim=128).page(16, tp=2).nbytes
         32768
@@ -126,7 +127,7 @@ class Attention(Spec, frozen=True, kw_only=True):
         return sides(self.cache, dtype, self.head_dim, self.v_dim or self.head_dim)
 
     def _head_groups(self, both: Sides, heads: int, states: int, shard: Shard) -> list[Field]:
-        """K in the first half of the heads and V in the second."""
+        """Return fields with K in the first half of the heads and V in the second."""
         if self.scales_as == "inline":
             cells = _cells(heads, states)
             return in_cells(both.k, cells, shard) + in_cells(both.v, cells, shard, head=heads)
@@ -138,7 +139,7 @@ class Attention(Spec, frozen=True, kw_only=True):
 
 
 class FullAttention(Attention, frozen=True, kw_only=True, tag="full_attention"):
-    """Every token is kept.
+    """Attention to all tokens.
 
     >>> page = FullAttention(heads=8, head_dim=128, cache="nvfp4").page(16)
     >>> page.heads, page.states, page.content
@@ -147,7 +148,7 @@ class FullAttention(Attention, frozen=True, kw_only=True, tag="full_attention"):
 
 
 class SlidingAttention(Attention, frozen=True, kw_only=True, tag="sliding_window"):
-    """The last `window` tokens are kept.
+    """Attention to the last `window` tokens.
 
     >>> SlidingAttention(heads=8, head_dim=64, window=128).visibility.first(1000)
     873
@@ -157,15 +158,16 @@ class SlidingAttention(Attention, frozen=True, kw_only=True, tag="sliding_window
 
 
 class ChunkedAttention(Attention, frozen=True, kw_only=True, tag="chunked_attention"):
-    """The tokens since the last multiple of `chunk` are kept."""
+    """Attention to the tokens since the last multiple of `chunk`."""
 
     chunk: int
 
 
 class SinkAttention(Attention, frozen=True, kw_only=True, tag="sink_attention"):
-    """The first `sink_tokens` tokens are always kept; of the others the last `window`, or all.
+    """Attention to the first `sink_tokens` tokens and the last `window` tokens.
 
-    Sinks that are learned logits rather than rows take no cache: use the other kinds.
+    If `window` is None, all tokens are kept. Sinks that are learned logits instead of K and V
+    rows are not cached: use the other specs for them.
     """
 
     sink_tokens: int
@@ -173,18 +175,18 @@ class SinkAttention(Attention, frozen=True, kw_only=True, tag="sink_attention"):
 
 
 class CrossAttention(Attention, frozen=True, kw_only=True, tag="cross_attention"):
-    """The encoder's `source` tokens, written once for each request."""
+    """Attention to the `source` tokens of an encoder, written once for each request."""
 
     source: int
 
 
 class EncoderOnlyAttention(Attention, frozen=True, kw_only=True, tag="encoder_only_attention"):
-    """Attention within one forward pass: nothing is kept."""
+    """Attention within one forward pass, without a cache."""
 
     def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:  # noqa: ARG002
-        """Refused: there is no page."""
-        problem = "Encoder-only attention keeps nothing between passes"
-        got, hint = "a request for its page", "Leave the layer out of the plan"
+        """Raise an error, because there is no page."""
+        problem = "Encoder-only attention has no cache"
+        got, hint = "a request for its page", "Omit the layer from the plan"
         raise AtlasError(Code.NO_CACHE, problem, got=got, hint=hint)
 
 
@@ -193,7 +195,7 @@ def _cells(heads: int, states: int) -> tuple[FieldAxis, FieldAxis]:
 
 
 def _transposed(both: Sides, heads: int, states: int, shard: Shard) -> list[Field]:
-    """In each head K as [D, N], then V as [N, D]."""
+    """Return fields with K as [D, N], then V as [N, D] in each head."""
     (k,), (v,) = both
     head = (FieldAxis("H", heads, "H"),)
     k_rows, v_rows = [("C", k.items), ("N", states)], [("N", states), ("C", v.items)]
@@ -205,7 +207,7 @@ def _transposed(both: Sides, heads: int, states: int, shard: Shard) -> list[Fiel
 
 
 def _tiled(both: Sides, heads: int, states: int, shard: Shard) -> list[Field]:
-    """K as [H, D/x, N, x], so that a thread loads 16 bytes of one state; V as [H, D, N]."""
+    """Return K as [H, D/x, N, x] and V as [H, D, N]; a thread loads 16 bytes of one state."""
     (k,), (v,) = both
     tile = _TILE_BYTES // k.dtype.item
     k_rows = [("H", heads), ("C", k.items // tile), ("N", states), ("c", tile)]

@@ -1,4 +1,4 @@
-"""What every spec answers: its page for a block size and a rank."""
+"""`Spec`, the base class of all specs, and their validation."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvatlas.specs.visibility import Visibility
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
-    """What one layer caches, whatever the block size, order or topology.
+    """A description of what one layer caches, for any block size, layout and topology.
 
-    A spec describes the whole model's layer; `page` gives the shard of one rank.
+    A spec describes the layer of the whole model; `page` returns the shard of one rank.
     """
 
     @property
     def tokens_per_state(self) -> int | None:
-        """Tokens that one stored state stands for; None where a block keeps a single state."""
+        """Tokens per stored state; None if every block stores exactly one state."""
         raise NotImplementedError
 
     @property
     def visibility(self) -> Visibility:
-        """Which tokens a query sees of what the layer keeps."""
+        """The cached tokens that a query attends to."""
         source = getattr(self, "source", None)
         return Visibility(
             causal=source is None,
@@ -36,33 +36,33 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
         )
 
     def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
-        """The page of a block of `block` tokens on `rank` of `tp`."""
+        """Return the page for a block of `block` tokens on rank `rank` of `tp`."""
         raise NotImplementedError
 
     def states(self, block: int) -> int:
-        """States that a block of `block` tokens stores."""
+        """Return the number of states in a block of `block` tokens."""
         block = positive(block, "the block size")
         per_state = self.tokens_per_state
         if per_state is None:
             return 1
         if block % per_state:
-            problem = "The block does not hold whole states"
+            problem = "A block must hold a whole number of states"
             got = f"a block of {block} tokens with {per_state} tokens per state"
             hint = f"Use a block size that is a multiple of {per_state}"
             raise AtlasError(Code.NOT_DIVISIBLE, problem, got=got, hint=hint)
         return block // per_state
 
     def page_bytes(self, block: int, *, tp: int = 1) -> int:
-        """Bytes of a page; all ranks' pages are equally large."""
+        """Return the bytes of a page, which are equal on all ranks."""
         return self.page(block, tp=tp).nbytes
 
     def replicas(self, tp: int) -> int:
-        """How many ranks of `tp` hold each byte of this layer, at least."""
+        """Return the smallest number of ranks of `tp` that hold any one byte of this layer."""
         page = self._smallest_page(tp=tp)
         return min(field.sharding.replicas(tp) for field in page.fields if not field.padding)
 
     def shard(self, tp: int, rank: int) -> dict[str, tuple[ShardRange, ...]]:
-        """Which rows of each field's sharded axis `rank` holds; empty for all of them."""
+        """Return the rows of each field's sharded axis that `rank` holds; empty for all rows."""
         page = self._smallest_page(tp=tp, rank=rank)
         return {field.name: field.ranges for field in page.fields if not field.padding}
 
@@ -71,10 +71,10 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
 
 
 def check(spec: Spec) -> None:
-    """Refuse a spec with numbers or words that cannot be.
+    """Raise an error if a parameter of a spec is out of range or unknown.
 
-    msgspec checks what it decodes; this holds for what Python code constructs too. Numbers
-    are at least 1, or at least 0 where that is their default.
+    msgspec validates specs that it decodes; this also covers specs that Python code
+    constructs. Integers must be at least 1, or at least 0 if their default is 0.
     """
     kind = type(spec)
     for name, options, default in _limited_fields(kind):
@@ -82,44 +82,45 @@ def check(spec: Spec) -> None:
         if value is None and None in options:
             continue
         if int in options:
-            (natural if default == 0 else positive)(value, f"{name} of {kind.__name__}")
+            (natural if default == 0 else positive)(value, f"parameter {name} of {kind.__name__}")
         elif value not in options:
             hint = f"Use one of {', '.join(map(str, options))}"
-            raise bad_spec(f"{kind.__name__} has no such {name}", repr(value), hint)
+            problem = f"Parameter {name} of {kind.__name__} has an unknown value"
+            raise bad_spec(problem, repr(value), hint)
 
 
 def check_page(spec: Spec) -> None:
-    """Refuse a spec that no page can be made of."""
+    """Raise an error if no page can be made from a spec."""
     try:
         _check_page(spec)
-    except TypeError:  # a value that has no hash is remembered nowhere, and refused by its page
+    except TypeError:  # unhashable value: not cacheable, and rejected when the page is made
         spec.page(spec.tokens_per_state or 1)
 
 
 @lru_cache(maxsize=4096)
 def _check_page(spec: Spec) -> None:
-    """The same, remembered: layers share specs, and plans from outside have many layers."""
+    """Check the page, cached: many layers of a plan share the same spec."""
     spec.page(spec.tokens_per_state or 1)
 
 
 def plain_dtype(name: str) -> DType:
-    """A dtype whose elements stand for themselves: no packing, no scales."""
+    """Return a dtype by name; raise an error if its elements are packed or scaled."""
     dtype = DType.of(name)
     if dtype.packed or dtype.scale:
-        problem = "Elements of this dtype share bytes or scales"
-        hint = "Use a cache dtype for quantised content"
+        problem = "The dtype must have unpacked elements without scales"
+        hint = "Pass quantised formats as the cache dtype instead"
         raise bad_spec(problem, f"dtype {dtype}", hint)
     return dtype
 
 
 def bad_spec(problem: str, got: Any, hint: str) -> AtlasError:
-    """The error for numbers or words that a layer's spec cannot have."""
+    """Return the error for an invalid spec."""
     return AtlasError(Code.BAD_SPEC, problem, got=got, hint=hint)
 
 
 @cache
 def _limited_fields(kind: type[Spec]) -> tuple[tuple[str, tuple[Any, ...], Any], ...]:
-    """(name, options, default) of the fields that are numbers or one of a few words."""
+    """Return (name, options, default) of the fields that are ints or literals."""
     limited = []
     for field in msgspec.structs.fields(kind):
         options = tuple(None if word is type(None) else word for word in _options(field.type))
@@ -129,7 +130,7 @@ def _limited_fields(kind: type[Spec]) -> tuple[tuple[str, tuple[Any, ...], Any],
 
 
 def _options(hint: Any) -> list[Any]:
-    """What a type hint allows: the words of a Literal, or types."""
+    """Return the values that a type hint allows: the values of a Literal, or types."""
     if get_origin(hint) is Literal:
         return list(get_args(hint))
     return [option for inner in get_args(hint) for option in _options(inner)] or [hint]

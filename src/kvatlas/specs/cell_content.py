@@ -1,16 +1,15 @@
-"""What a cell holds for each cache dtype: K's side and V's side of attention.
+"""The content of an attention cell for each cache dtype: one K row and one V row.
 
-A cache dtype is more than an element type: it decides which scales are kept and
-where. The byte formulas follow from the parts listed here; nothing else knows
-them.
+A cache dtype is more than an element type: it also determines which scales are stored and
+where. All byte sizes are derived from the parts defined here.
 
-| cache dtype | one side of D elements |
+| cache dtype | one row of D elements |
 |---|---|
-| `auto` | D of the model's dtype |
-| `fp8`, `fp8_e4m3`, `fp8_e5m2` | D of fp8; one scale for the tensor, kept elsewhere |
+| `auto` | D elements of the model's dtype |
+| `fp8`, `fp8_e4m3`, `fp8_e5m2` | D fp8 elements; one scale for the tensor, stored elsewhere |
 | `int8_per_token_head`, `fp8_per_token_head` | D bytes, one fp32 scale |
 | `int4_per_token_head` | D/2 bytes, an fp32 scale with the zero point in its low bits |
-| `nvfp4` | D/2 bytes, one e4m3 scale for each 16 |
+| `nvfp4` | D/2 bytes, one e4m3 scale for each 16 elements |
 | `turboquant_*` | K: 8-bit, or codes and a norm; V: codes, a scale and a zero point |
 """
 
@@ -37,7 +36,7 @@ _PER_TOKEN_HEAD = {
 }
 
 ATTENTION_CACHES = ("auto", *_PER_TENSOR, *_PER_TOKEN_HEAD, "nvfp4", *_TURBOQUANT)
-"""Cache dtypes of attention with separate K and V."""
+"""Cache dtypes for attention with separate K and V."""
 
 
 class Sides(NamedTuple):
@@ -48,7 +47,7 @@ class Sides(NamedTuple):
 
 
 def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
-    """What K and V each keep for one head and state.
+    """Return the parts of a K row and of a V row, for one head and state.
 
     >>> both = sides("int8_per_token_head", DType.of("bf16"), 128, 128)
     >>> [(part.name, str(part.dtype), part.nbytes) for part in (*both.k, *both.v)]
@@ -60,7 +59,7 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
     if cache in _PER_TOKEN_HEAD:
         element, scale = DType.of(_PER_TOKEN_HEAD[cache]), DType.of("fp32")
         if element.packed and (k_dim % 2 or v_dim % 2):
-            problem = "Two 4-bit codes share a byte, and a row has an odd number of them"
+            problem = "4-bit rows must have an even number of elements"
             raise bad_spec(problem, f"head sizes {k_dim} and {v_dim}", "Use even head sizes")
         return Sides(
             [ElementRow("k", element, k_dim), ElementRow("k_scale", scale, 1)],
@@ -71,7 +70,7 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
     if cache in _TURBOQUANT:
         key, value = (DType.of(name) for name in _TURBOQUANT[cache])
         half = DType.of("fp16")
-        # 8-bit keys are stored as they are; codes need the norm that rotation took out.
+        # Keys in 8 bits need no scale; codes need the norm that was divided out.
         norm = [] if key.bits == 8 else [ElementRow("k_scale", half, 1)]
         range_of_v = [ElementRow("v_scale", half, 1), ElementRow("v_zero", half, 1)]
         both = Sides(
@@ -87,7 +86,7 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
 def _block_scaled(name: str, dim: int) -> list[ElementRow]:
     element = DType.of("nvfp4")
     if dim % element.block:
-        problem = f"nvfp4 scales {element.block} elements together, which do not divide a row"
+        problem = f"nvfp4 needs a head size that is a multiple of {element.block}"
         raise bad_spec(problem, f"a head size of {dim}", f"Use a multiple of {element.block}")
     scales = ElementRow(f"{name}_scale", DType.of("e4m3"), element.scales(dim))
     return [ElementRow(name, element, dim), scales]

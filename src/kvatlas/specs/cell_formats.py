@@ -1,11 +1,11 @@
-"""The formats that a layer's content is written in, by name, and one cell of it as bytes.
+"""Formats of cached content, and the bytes of one cell in a format.
 
-A format is what a cache dtype makes of numbers: the model's own dtype, fp8 with one scale
-for the tensor, int8 with a scale for each token and head, ... Rows of attention are in one
-format; a recurrent layer has one for each of its states.
+A format specifies how numbers are encoded: in the model's dtype, in fp8 with one scale for
+the tensor, in int8 with one scale per token and head, and so on. Attention layers have one
+format for their rows; recurrent layers have one for each state.
 
-A cell is what a conversion takes and gives, by itself: the fields of one head and state, one
-behind the other, without padding. Of a recurrent state it is one element.
+A cell is the unit of conversion: the fields of one head and state, one after another,
+without padding. For a recurrent state, a cell is one element.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvatlas.specs.latent import LATENT_CACHES, CompressorState, Indexer, Latent
 from kvatlas.specs.recurrent import Recurrent
 
 PLAIN_FORMATS = ("fp32", "bf16", "fp16")
-"""Formats whose elements stand for themselves."""
+"""Formats without scales."""
 
 _SHORT = {
     "fp8_e4m3": "fp8",
@@ -37,7 +37,7 @@ _KNOWN = {*ATTENTION_CACHES, *LATENT_CACHES, "mxfp4"} - {"auto"}
 
 
 def format_name(name: str) -> str:
-    """A format by its usual name, or a refusal.
+    """Return the canonical name of a format; raise an error if it is unknown.
 
     >>> format_name("bfloat16"), format_name("fp8_e4m3"), format_name("int8")
     ('bf16', 'fp8', 'int8_per_token_head')
@@ -52,14 +52,14 @@ def format_name(name: str) -> str:
         plain = ""
     if plain not in PLAIN_FORMATS:
         known = ", ".join((*PLAIN_FORMATS, *sorted(_KNOWN - {"fp8_e4m3"})))
-        problem = "There is no format of that name to convert"
+        problem = "There is no such format"
         raise AtlasError(Code.UNKNOWN_DTYPE, problem, got=repr(name), hint=f"Use one of {known}")
     return plain
 
 
 @lru_cache(maxsize=4096)
 def content_formats(spec: Spec) -> Mapping[str, str]:
-    """The format of each part of a layer's content: its rows, or each of its states.
+    """Return the format of a layer's rows, or of each state of a recurrent layer.
 
     >>> from kvatlas.specs import FullAttention, Mamba1
     >>> content_formats(FullAttention(heads=8, head_dim=64, cache="fp8_e4m3"))
@@ -78,7 +78,7 @@ def content_formats(spec: Spec) -> Mapping[str, str]:
 
 
 class TensorScales(NamedTuple):
-    """The scales of one layer's whole tensors of K and of V; latent rows have the first."""
+    """The scales of one layer's K and V tensors; latent rows use the scale of K."""
 
     k: float = 1.0
     v: float = 1.0
@@ -88,7 +88,7 @@ _ONE = TensorScales()
 
 
 def needs_scales(spec: Spec) -> bool:
-    """Whether a layer's format has one scale for the tensor, which no page holds.
+    """Return whether a layer's format has one scale for the tensor, stored outside the pages.
 
     >>> from kvatlas.specs import FullAttention
     >>> caches = ("fp8", "int8_per_token_head")
@@ -100,19 +100,19 @@ def needs_scales(spec: Spec) -> bool:
 
 
 class ElementCast(NamedTuple):
-    """How elements of one type become those of another, each by itself."""
+    """An elementwise conversion from one dtype to another."""
 
     source: DType
     target: DType
     scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
-    """What an element is multiplied with, and then divided by before it is rounded.
+    """Pairs of factors: elements are multiplied by the first and divided by the second.
 
-    Several, where elements of unlike tensors are cast together.
+    There are several pairs if elements of different tensors are converted together.
     """
 
     @property
     def items(self) -> tuple[int, int]:
-        """Bytes of an element, at the source and at the target."""
+        """Bytes of an element at the source and at the target."""
         return self.source.item, self.target.item
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class ElementCast(NamedTuple):
 
 
 class CellRow(NamedTuple):
-    """One field's elements in a cell: where they start there, and how many storage items."""
+    """The elements of one field in a cell: first byte `at`, and number of storage items."""
 
     name: str
     dtype: DType
@@ -136,9 +136,10 @@ class CellRow(NamedTuple):
 
 @dataclass(frozen=True)
 class CellFormat:
-    """One cell of a layer as bytes: its fields one behind the other, and the tensors' scales.
+    """The bytes of one cell of a layer, and the scales of its tensors.
 
-    `field` is the state that the cell is an element of, for recurrent layers.
+    The fields of a cell follow each other without padding. For recurrent layers, `field` is
+    the name of the state, and a cell is one element of it.
 
     >>> from kvatlas.specs import FullAttention
     >>> cell = CellFormat(FullAttention(heads=8, head_dim=64, cache="int8_per_token_head"))
@@ -152,7 +153,7 @@ class CellFormat:
 
     @property
     def rows(self) -> tuple[CellRow, ...]:
-        """The fields of a cell, padding left out."""
+        """The fields of a cell, without padding."""
         return _cell_rows(self.spec, self.field)
 
     @property
@@ -162,13 +163,13 @@ class CellFormat:
 
     @property
     def formats(self) -> Mapping[str, str]:
-        """The names of what the cell is written in."""
+        """The format of the cell's rows or states, by name."""
         all_of_it = content_formats(self.spec)
         return all_of_it if self.field is None else {self.field: all_of_it[self.field]}
 
     @property
     def by_element(self) -> bool:
-        """Whether every element stands for itself, up to a scale of the whole tensor."""
+        """Whether elements can be converted one by one: no packing, no scales in the cell."""
         scales = ("_scale", "_zero")
         return not any(row.dtype.packed or row.name.endswith(scales) for row in self.rows)
 
@@ -178,21 +179,23 @@ class CellFormat:
         return sum(row.nbytes for row in self.rows)
 
     def row(self, name: str) -> CellRow:
-        """The row of a field."""
+        """Return the row of a field."""
         for row in self.rows:
             if row.name == name:
                 return row
-        hint = f"This cell has {', '.join(row.name for row in self.rows)}"
+        hint = f"The fields of this cell are {', '.join(row.name for row in self.rows)}"
         raise AtlasError(Code.UNKNOWN_FIELD, got=repr(name)[:100], hint=hint)
 
     def scale(self, name: str) -> float:
-        """The scale of a field's tensor: 1 where its elements stand for themselves."""
+        """Return the scale of a field's tensor; 1 if the format has no tensor scale."""
         if not needs_scales(self.spec):
             return 1.0
         return self.scales.v if name == "v" else self.scales.k
 
     def cast_to(self, other: CellFormat, name: str) -> ElementCast:
-        """How elements of a field become those of another format; both are by element.
+        """Return the elementwise conversion of a field to another format.
+
+        Both formats must be `by_element`.
 
         >>> from kvatlas.specs import FullAttention
         >>> specs = [FullAttention(heads=1, head_dim=2, cache=cache) for cache in ("auto", "fp8")]
@@ -205,7 +208,7 @@ class CellFormat:
 
 @lru_cache(maxsize=4096)
 def _smallest_page(spec: Spec) -> Page:
-    """Remembered: layers share specs, and pages are checked when they are made."""
+    """Return the smallest page, cached: many layers share a spec, and pages are validated."""
     return spec.page(spec.tokens_per_state or 1)
 
 

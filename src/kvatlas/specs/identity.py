@@ -1,4 +1,4 @@
-"""What of a spec two engines must agree on before one can read the other's bytes."""
+"""The parts of a spec that must be equal before one engine can read another's cache."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import msgspec
 from kvatlas.specs.base import Spec
 
 _PACKING = ("packing", "scales", "align", "conv_order")
-"""Where bytes lie in a page: a route follows it, whatever it is."""
+"""Parameters that determine where bytes are in a page; routes translate between them."""
 
 _DTYPES = ("dtype", "cache", "conv_dtype", "ssm_dtype", "shift_dtype")
-"""How values are written."""
+"""Parameters that determine the encoding of values."""
 
 
 @lru_cache(maxsize=4096)
 def without_packing(spec: Spec) -> Spec:
-    """The spec without what only says where bytes lie in a page, one dtype by one name.
+    """Return the spec with default packing, and with one name for each cache dtype.
 
     >>> from kvatlas.specs import FullAttention
     >>> one, two = (FullAttention(heads=8, head_dim=64, cache=c) for c in ("fp8", "fp8_e4m3"))
@@ -36,7 +36,7 @@ def without_packing(spec: Spec) -> Spec:
 
 @lru_cache(maxsize=4096)
 def without_dtypes(spec: Spec) -> Spec:
-    """The spec without packing and dtypes: what is left is the model's own.
+    """Return the spec with default packing and dtypes, which leaves only model parameters.
 
     >>> from kvatlas.specs import FullAttention
     >>> fp8 = FullAttention(heads=8, head_dim=64, cache="fp8")

@@ -1,15 +1,15 @@
-"""Latent attention: one row for all heads, and the small caches beside it.
+"""Specs of latent attention (MLA): one row for all heads, and the smaller caches of a layer.
 
-MLA keeps a compressed row (the latent) and a rotary part for each state, without
-heads, so every TP rank holds all of it. Sparse models keep an indexer's keys
-beside it. DeepSeek-V4 stores one state for 4 or 128 tokens, with a sliding window
-of uncompressed rows and the compressor's running states in caches of their own.
+MLA caches a compressed row (the latent) and a rotary part for each state. There are no
+heads, so every TP rank holds the whole row. Sparse models also cache the keys of an indexer.
+DeepSeek-V4 stores one state for 4 or 128 tokens; a sliding window of uncompressed rows and
+the running states of the compressor are in separate caches.
 
-`cache` is `auto` (the model's dtype), `fp8` (one scale for the tensor), or one of
-the formats that sparse kernels read: `fp8_ds_mla` and `nvfp4_ds_mla`, whose bytes
-depend on the model's `version`. V3's keep scales in the cell; V4's keep all rows
-of a page first and all scales behind them, so joining two pages byte by byte does
-not make one page of twice the states.
+`cache` is `auto` (the model's dtype), `fp8` (one scale for the tensor), or one of the
+formats for sparse kernels, `fp8_ds_mla` and `nvfp4_ds_mla`, whose bytes depend on the
+`version` of the model. V3 formats store scales in the cell. V4 formats store all rows of a
+page first and then all scales, so two concatenated pages are not a valid page of twice as
+many states.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Version = Literal["v3", "v4", "v4.1"]
 
 
 class _Format(NamedTuple):
-    """How a sparse kernel reads a row: elements, what shares a scale, and where scales are."""
+    """Row format of a sparse kernel: dtypes, elements per scale, and location of the scales."""
 
     latent: str
     rope: str
@@ -57,11 +57,11 @@ _FORMATS: dict[tuple[str, Version], _Format] = {
 }
 
 LATENT_CACHES: tuple[str, ...] = ("auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla")
-"""Cache dtypes of latent attention."""
+"""Cache dtypes for latent attention."""
 
 
 class _ReplicatedRows(Spec, frozen=True, kw_only=True):
-    """Rows without heads: one for each state, the same on every rank."""
+    """Base class of specs with one row per state, replicated on every rank."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -69,11 +69,11 @@ class _ReplicatedRows(Spec, frozen=True, kw_only=True):
 
     @property
     def tokens_per_state(self) -> int | None:
-        """The compression ratio; 1 where nothing is compressed."""
+        """The compression ratio; 1 without compression."""
         return getattr(self, "compress", 1)
 
     def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
-        """The page, the same on every rank."""
+        """Return the page, which is the same on every rank."""
         states, sharding = self.states(block), Sharding.replicated()
         shard, planes = Shard(sharding, sharding.ranges(tp, rank)), self._planes()
         if len(planes) == 1:
@@ -84,16 +84,16 @@ class _ReplicatedRows(Spec, frozen=True, kw_only=True):
         return page.padded(round_up(page.unpadded, self._alignment()))
 
     def _planes(self) -> list[list[ElementRow]]:
-        """The parts of a row, for each plane of the page."""
+        """Return the parts of a row, for each plane of the page."""
         raise NotImplementedError
 
     def _alignment(self) -> int:
-        """Pages are padded to a multiple of so many bytes."""
+        """Return the number of bytes that page sizes are padded to a multiple of."""
         return getattr(self, "align", 1)
 
 
 class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_attention"):
-    """MLA: `latent` and `rope` elements for each state, on every rank.
+    """MLA: `latent` and `rope` elements for each state, replicated on every rank.
 
     >>> LatentAttention().page(64).nbytes
     73728
@@ -107,12 +107,12 @@ class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_at
     cache: str = "auto"
     version: Version = "v3"
     compress: int = 1
-    """Tokens that one state stands for: 4 or 128 in DeepSeek-V4."""
+    """Tokens per state: 4 or 128 in DeepSeek-V4."""
     align: int | None = None
-    """Pages are padded to a multiple of this many bytes; None for what the format wants."""
+    """Page sizes are padded to a multiple of this many bytes; None for the format's default."""
 
     def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:
-        """The page, the same on every rank."""
+        """Return the page, which is the same on every rank."""
         page = _ReplicatedRows.page(self, block, tp=tp, rank=rank)
         if (self.cache, self.version) != ("nvfp4_ds_mla", "v3"):
             return page
@@ -131,19 +131,19 @@ class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_at
         form = _FORMATS.get((self.cache, self.version))
         if form is None:
             known = ", ".join(f"{cache} ({version})" for cache, version in _FORMATS)
-            problem = "There is no such latent cache dtype for the model's version"
+            problem = "This model version does not support the latent cache dtype"
             got, hint = f"{self.cache!r} for {self.version}", f"Use auto, fp8, or one of {known}"
             raise bad_spec(problem, got, hint)
         scaled = self.latent + (self.rope if form.rope_scaled else 0)
         if scaled % form.block:
-            problem = f"{self.cache} scales {form.block} elements as one, which do not divide a row"
+            problem = f"The scaled elements of {self.cache} must be a multiple of {form.block}"
             hint = f"Use sizes that add up to a multiple of {form.block}"
             raise bad_spec(problem, f"{scaled} elements", hint)
         latent = ElementRow("latent", DType.of(form.latent), self.latent)
         rope = ElementRow("rope", DType.of(form.rope), self.rope)
         scale = ElementRow("latent_scale", DType.of(form.scale), scaled // form.block)
         if form.inline:
-            # fp8 keeps its scales before the rotary part and nvfp4 behind it.
+            # fp8 stores its scales before the rotary part, nvfp4 after it.
             return [[latent, scale, rope] if form.latent == "e4m3" else [latent, rope, scale]]
         scales = [scale]
         if scale.nbytes % 8:
@@ -152,15 +152,16 @@ class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_at
 
 
 class SlidingLatentAttention(LatentAttention, frozen=True, kw_only=True, tag="sliding_latent"):
-    """Latent rows of the last `window` tokens, as beside DeepSeek-V4's compressed states."""
+    """Latent rows of the last `window` tokens, as in DeepSeek-V4."""
 
     window: int
 
 
 class Indexer(_ReplicatedRows, frozen=True, kw_only=True, tag="indexer"):
-    """Keys by which sparse attention chooses states: all rows of a page, then all scales.
+    """Indexer keys, which sparse attention uses to select states.
 
-    MiniMax-M3 keeps its keys in bf16, without scales.
+    A page stores all rows first, then all scales. MiniMax-M3 stores its keys in bf16, without
+    scales.
 
     >>> Indexer().page(64).content, Indexer(cache="mxfp4").page(64).content
     (132, 68)
@@ -173,7 +174,7 @@ class Indexer(_ReplicatedRows, frozen=True, kw_only=True, tag="indexer"):
 
     def _planes(self) -> list[list[ElementRow]]:
         if self.head_dim % 32:
-            problem = "An indexer's blocks of 32 elements do not divide a key"
+            problem = "The head size of an indexer must be a multiple of 32"
             raise bad_spec(problem, f"a head size of {self.head_dim}", "Use a multiple of 32")
         keys = [ElementRow("index", DType.of(self.cache), self.head_dim)]
         if self.cache == "bf16":
@@ -185,7 +186,7 @@ class Indexer(_ReplicatedRows, frozen=True, kw_only=True, tag="indexer"):
 
 
 class CompressorState(_ReplicatedRows, frozen=True, kw_only=True, tag="compressor_state"):
-    """The running sums of a compressor over the last `window` tokens, one row for each.
+    """Running sums of a compressor over the last `window` tokens, one row per token.
 
     >>> CompressorState(width=2048, window=8, align=576).page(4).nbytes
     32832
@@ -203,7 +204,7 @@ class CompressorState(_ReplicatedRows, frozen=True, kw_only=True, tag="compresso
 def sparse_latent(
     *, cache: str = "auto", dtype: str = "bf16", index_cache: Literal["fp8", "mxfp4"] = "fp8"
 ) -> dict[str, Spec]:
-    """The two caches of a sparse MLA layer (DeepSeek-V3.2), by what they are for.
+    """Return the two caches of a sparse MLA layer (DeepSeek-V3.2), by purpose.
 
     >>> {name: spec.page(64).content for name, spec in sparse_latent(cache="fp8_ds_mla").items()}
     {'attn': 656, 'indexer': 132}
@@ -224,11 +225,11 @@ def compressed_latent(
     index_dim: int = 128,
     index_cache: Literal["fp8", "mxfp4"] = "fp8",
 ) -> dict[str, Spec]:
-    """The caches of a DeepSeek-V4 layer that keeps one state for `ratio` tokens.
+    """Return the caches of a DeepSeek-V4 layer that stores one state for `ratio` tokens.
 
-    Ratio 4 overlaps its windows, so its compressor runs over twice as many tokens
-    with two sums each, and brings an indexer with a compressor of its own; ratio 128
-    needs neither. Ratio 0 is a layer with the window alone.
+    With ratio 4, windows overlap: the compressor covers twice as many tokens and keeps two
+    sums for each, and there is an indexer with a separate compressor. Ratio 128 needs none of
+    these. Ratio 0 is a layer that has only the sliding window.
 
     >>> {name: spec.page(256).states for name, spec in compressed_latent(128).items()}
     {'swa': 256, 'attn': 2, 'compressor': 256}
@@ -255,10 +256,10 @@ def compressed_latent(
 
 
 def _interleaved(scales: Field) -> Field:
-    """Scales in four columns, as FlashMLA reads nvfp4: scale s at byte 8 (s mod 4) + s // 4."""
+    """Return scales in four columns, as FlashMLA expects: scale s at byte 8 (s mod 4) + s // 4."""
     *cells, row = scales.axes
     if row.size % 4:
-        problem = "nvfp4_ds_mla reads its scales in four columns"
-        raise bad_spec(problem, f"{row.size} scales", "Use a latent that is a multiple of 64")
+        problem = "The number of scales of nvfp4_ds_mla must be a multiple of 4"
+        raise bad_spec(problem, f"{row.size} scales", "Use a latent size that is a multiple of 64")
     fours = FieldAxis("C", row.size // 4, "C", 1)
     return replace(scales, axes=(*cells, fours, FieldAxis("c", 4, "C", row.size // 4)))

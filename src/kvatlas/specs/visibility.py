@@ -1,7 +1,8 @@
-"""Who sees what: windows, chunks, sink tokens and encoders, as one value.
+"""Attention masks as one value: windows, chunks, sink tokens and encoders.
 
-Kernels mask by it, planners count blocks by it, routes leave out by it what no later
-token sees. Its arithmetic is plain, so that positions may be ints, numpy arrays or tensors.
+Kernels use it to mask, planners to count blocks, and routes to skip tokens that no later
+token attends to. It uses only plain arithmetic, so positions may be ints, numpy arrays or
+tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Visibility(NamedTuple):
-    """Which tokens a query sees.
+    """The tokens that a query attends to.
 
     >>> sliding = Visibility(window=4, sink_tokens=1)
     >>> [token for token in range(12) if sliding.sees(9, token)]
@@ -18,18 +19,18 @@ class Visibility(NamedTuple):
     """
 
     causal: bool = True
-    """Nothing after the query; an encoder's tokens are all seen."""
+    """Whether a query attends only to itself and earlier tokens; False for encoders."""
     window: int | None = None
-    """The last so many tokens, the query's own included."""
+    """Size of the sliding window in tokens, including the query's own."""
     chunk: int | None = None
-    """Tokens from the last multiple of this on."""
+    """Chunk size in tokens; a query attends only to tokens of the same chunk."""
     sink_tokens: int = 0
-    """Tokens at the beginning that stay in sight of a window."""
+    """Number of tokens at the beginning that stay visible outside the window."""
     source: int | None = None
-    """Tokens of the encoder, where those are what is seen."""
+    """Number of encoder tokens, for cross-attention."""
 
     def first(self, position: Any) -> Any:
-        """The earliest token that a query at `position` sees, sink tokens aside.
+        """Return the first token that a query at `position` attends to, ignoring sink tokens.
 
         >>> Visibility(window=128).first(1000), Visibility(chunk=256).first(1000)
         (873, 768)
@@ -42,7 +43,7 @@ class Visibility(NamedTuple):
         return position * 0
 
     def sees(self, position: Any, token: Any) -> Any:
-        """Whether a query at `position` sees `token`; both may be arrays that broadcast."""
+        """Return whether a query at `position` attends to `token`; arrays are broadcast."""
         if not self.causal:
             return (token >= 0) & (position >= 0)
         return (token <= position) & ((token >= self.first(position)) | (token < self.sink_tokens))

@@ -26,8 +26,9 @@ def check_runs(
 
     >>> check_runs(np.array([0, 60]), np.array([8, 8]), np.zeros(64, np.uint8))
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: Bytes lie outside the buffer. Got runs of 8 to 8 bytes that \
-start in 0..60, in 64 bytes. Pass pools as large as the plan says, by their index. [out_of_bounds]
+    kvatlas.errors.AtlasError: A byte range extends outside the buffer. Got runs of 8 to 8 bytes \
+that start in 0..60, in 64 bytes. Pass pools as large as the plan says, by their index. \
+[out_of_bounds]
     """
     _check_buffer(buffer, written=written)
     at, length = _offsets(starts), _offsets(length)

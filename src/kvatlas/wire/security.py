@@ -50,7 +50,8 @@ class Security:
     (False, True)
     >>> Security("0123456789abcdef")  # doctest: +NORMALIZE_WHITESPACE
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: A shared secret is not 16 bytes or more. Got a str.
+    kvatlas.errors.AtlasError: A shared secret must be a bytes object of at least 16 bytes.
+    Got a str.
     Draw one with secrets.token_bytes(32), and give it to all nodes as bytes. [bad_secret]
     """
 
