@@ -114,7 +114,7 @@ def _check_rows(
     """Reject the same inputs as the GPU kernels."""
     spec = layer.spec_as(Attention)
     if spec.cache != "auto":
-        problem, hint = "append_step supports no quantised layers", "Use write and read"
+        problem, hint = "append_step does not support quantised layers", "Use write and read"
         raise AtlasError(Code.NO_KERNEL, problem, got=spec.cache, hint=hint)
     heads, dtype = layer.place("k").size("H"), layer.field("k").dtype
     for name, rows, dim in (("k", k, spec.head_dim), ("v", v, spec.v_dim or spec.head_dim)):

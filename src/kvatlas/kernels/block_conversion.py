@@ -1,4 +1,4 @@
-"""Convert whole blocks to another format: cast in place, or decoded and encoded."""
+"""Convert whole blocks between formats: by casting elements, or by decoding and encoding."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _table(one: DType, two: DType, from_scale: float, to_scale: float) -> NDArra
 def _element(
     values: torch.Tensor, dtype: DType, from_scale: float, to_scale: float
 ) -> torch.Tensor:
-    """Convert separate elements exactly as the codecs decode and encode them."""
+    """Convert elements one by one, with the same result as the codecs."""
     exact = values.float() * from_scale
     if dtype.item > 1:
         return exact.to(torch_dtype(dtype))

@@ -61,7 +61,7 @@ def _blocks(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _transform(values: torch.Tensor) -> torch.Tensor:
-    """Compute sums and differences only, which is exact if the numbers are."""
+    """Apply the unnormalised transform, with sums and differences only."""
     size = values.shape[-1]
     width = 1
     while width < size:

@@ -128,6 +128,7 @@ class RunGrid:
 
         A grid with a cast has no runs of bytes, because an element has different sizes at the
         two ends; it raises an error.
+
         >>> starts = Starts.of(np.array([0, 40]), np.array([0, 8]))
         >>> grid = RunGrid(0, 0, starts, np.array([100, 200]), np.array([0, 4]), np.array([4, 4]))
         >>> [column.tolist() for column in grid.runs()]

@@ -34,7 +34,7 @@ _HINTS = {
 
 
 def fingerprint(plan: Plan) -> str:
-    """Return a digest that is equal for two plans of the same model and dtypes.
+    """Return a digest: equal for two plans exactly if they cache one model in the same dtypes.
 
     The digest covers each layer's kind, heads, sizes, windows, sources and dtypes. It does not
     depend on topology, layout, block size, packing, memory or the model's name.

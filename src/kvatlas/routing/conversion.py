@@ -196,7 +196,7 @@ def conversion_between(
     """
     asked, needed = parse_conversion(convert), needed_pairs(src, dst, layers)
     if asked != needed:
-        hint = f"Pass convert={spell_conversion(needed)!r}" if needed else "Leave convert= out"
+        hint = f"Pass convert={spell_conversion(needed)!r}" if needed else "Omit convert="
         got = f"{spell_conversion(asked)}; the plans need {spell_conversion(needed) or 'none'}"
         raise AtlasError(Code.BAD_CONVERSION, got=got, hint=hint)
     ends = (src, dst)

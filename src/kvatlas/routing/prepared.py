@@ -73,7 +73,7 @@ class DescriptorGrid(NamedTuple):
         return self.pair.cells[end].states // self.chunk
 
     def steps(self, end: int) -> list[Int64s]:
-        """Return the offsets of starts, kernel blocks and chunks; descriptors add one of each."""
+        """Return offsets of starts, kernel blocks and chunks; a descriptor sums one of each."""
         kernel = np.arange(self.pair.cells[end].split) * self.runs.strip.kernel_strides[end]
         chunk = np.arange(self.chunks(end)) * (self.chunk * self.state[end])
         return [self.runs.starts.at(end), kernel, chunk]

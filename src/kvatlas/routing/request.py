@@ -82,7 +82,7 @@ class RequestEnds:
         src, dst = pair.cells
         whole = chunk * src.every if src.every == dst.every else 1
         if self.start // per_state % whole and self.start < self.stop:
-            problem = f"A range of a prepared route must start at a chunk of {whole} states"
+            problem = f"A range of a prepared route must start at a multiple of {whole} states"
             hint = "Use Route.bind for a range that starts inside a chunk"
             raise AtlasError(Code.BAD_TOKENS, problem, got=f"token {self.start}", hint=hint)
         first, stop = needed_states(pair.visibility, per_state, self.start, self.stop)

@@ -136,7 +136,7 @@ class Stream:
 
     @cached_property
     def runs(self) -> int:
-        """Upper bound of the number of runs. Adjacent runs of different strips count twice."""
+        """Upper bound of the number of runs. Adjacent runs of different strips count separately."""
         return sum(map(self._count, self._sections))
 
     @property

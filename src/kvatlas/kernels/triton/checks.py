@@ -12,7 +12,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def debugging() -> bool:
-    """Whether to check block ids on the host, which waits for the device: `KVATLAS_DEBUG=1`."""
+    """Whether `KVATLAS_DEBUG=1` enables checks of block ids, which wait for the device."""
     return os.environ.get("KVATLAS_DEBUG", "0") not in ("", "0")
 
 
@@ -42,7 +42,7 @@ def reachable(buffer: torch.Tensor, device: torch.device) -> None:
 
 
 def integers(tensor: torch.Tensor, name: str, *, axes: int) -> None:
-    """Raise an error unless a tensor has an integer dtype, `axes` axes and a contiguous last."""
+    """Raise an error unless a tensor is int32 or int64 and has `axes` axes, the last contiguous."""
     tight = tensor.ndim == axes and (last_is_tight(tensor) or tensor.shape[-1] <= 1)
     if tensor.dtype not in _INTEGERS or not tight:
         raise AtlasError(

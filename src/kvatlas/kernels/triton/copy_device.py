@@ -42,7 +42,7 @@ def tile_rows(
 ):  # fmt: skip
     """Return a tile's layer, columns of `WIDTH`, masks and row coordinates.
 
-    Rows are numbered (block, three axes); each layer has `count` rows.
+    Rows are numbered in the order (block, three axes); each layer has `count` rows.
     """
     CHUNKS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     groups = (count + ROWS - 1) // ROWS
@@ -70,7 +70,7 @@ def copy_rows(
 ):  # fmt: skip
     """Copy rows of words that are contiguous at both ends; `FILL` writes zeros instead.
 
-    Rows are numbered (block, three axes); a program processes several at a time.
+    Rows are numbered in the order (block, three axes); a program processes several at a time.
     """
     SIZES: tl.constexpr = SHAPE.sizes
     WORD: tl.constexpr = SHAPE.word

@@ -7,9 +7,9 @@ of `RowSteps`) and by its `StorageFormat`. The format's kind determines the resu
 |---|---|---|
 | `plain` | the elements | |
 | `scaled` | the elements | the scale |
-| `int4` | codes less their zero point | the scale |
+| `int4` | codes minus their zero point | the scale |
 | `nvfp4` | numbers times 2**-14 | |
-| `levels` | levels of a normal variable | the norm over theirs |
+| `levels` | levels of a normal variable | the row's norm divided by the norm of its levels |
 | `range` | numbers | |
 """
 
@@ -99,7 +99,8 @@ it is 256; 256 or 128 is subtracted. Ampere has no bfloat16 subtraction, but a f
 def _codes_of_bytes(one: int, minus: int, kind: str) -> str:
     """Return PTX that converts the codes of four bytes, low nibbles first, minus a given number.
 
-    `one` is the upper byte of a number whose lowest bits count in ones; `minus` is -1 in bits.
+    `one` is the upper byte of a number whose lowest bits count in ones. `minus` holds the bits of
+    -1.
     """
     ones = f"0x{one * 0x01010101:08X}"
     return f"""

@@ -181,7 +181,7 @@ def _for_any_step(layer: LayerCache) -> LayerAppend:
     formats.refuse_head(dims[0], "K")
     formats.refuse_head(dims[1], "V")
     if spec.cache != "auto":
-        problem, hint = "append_step supports no quantised layers", "Use write and read"
+        problem, hint = "append_step does not support quantised layers", "Use write and read"
         raise checks.no_kernel(problem, spec.cache, hint)
     k, v = formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
     device = layer.buffer.device

@@ -210,7 +210,7 @@ def _latent_sides(
     formats.refuse_head(spec.latent, "the latent")
     if not formats.writes_latent(spec):
         raise checks.no_kernel(
-            "This kernel supports latents up to its size limit, without block scales",
+            "This kernel does not support latents with block scales",
             spec.cache,
             "Use the cache dtype auto or fp8",
         )

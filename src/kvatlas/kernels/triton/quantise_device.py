@@ -261,7 +261,7 @@ def inverse_of(step):
 
 @triton.jit
 def corrected(near, values, divisor, inverse):
-    """Correct approximate quotients to be rounded like a division; NaN on overflow.
+    """Correct approximate quotients so that they round like a division; NaN on overflow.
 
     The error of the product with the inverse is computed exactly and divided again, which gives
     correct rounding (Markstein) for values that neither overflow nor underflow.
@@ -302,7 +302,7 @@ def quotient(values, divisor, PTX: tl.constexpr):
 
 @triton.jit
 def quotient_or_nan(values, divisor, PTX: tl.constexpr):
-    """Divide like `quotient`, for divisors that are NaN or neither tiny nor huge."""
+    """Divide like `quotient`, but NaN on overflow; divisors must be neither tiny nor huge."""
     if PTX:
         inverse = quick_inverse(divisor)
         return corrected(values * inverse, values, divisor, inverse)

@@ -6,9 +6,9 @@ that concurrent programs read adjacent bytes. If one worker processes a whole se
 the output. For other sequences, workers store partial results, at most two each, and `merge`
 combines them.
 
-`decode` itself is not launched early: next to programs of a previous kernel, its own programs
-would be distributed unevenly over the multiprocessors, and there is exactly one program per free
-place. `merge` is launched early, once all programs of `decode` have started.
+`decode` launches as many programs as the GPU can run at once. It is not launched early, because
+next to programs of a previous kernel its own programs would be distributed unevenly over the
+multiprocessors. `merge` is launched early, once all programs of `decode` have started.
 """
 
 from __future__ import annotations

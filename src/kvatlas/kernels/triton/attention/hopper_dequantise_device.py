@@ -34,7 +34,8 @@ _E4M3_BF16 = gl.constexpr("""
 def _codes(one: int, minus: int, kind: str) -> str:
     """Return PTX that converts the eight codes of a word, minus a given number.
 
-    `one` is the upper byte of a number whose lowest bits count in ones; `minus` is -1 in bits.
+    `one` is the upper byte of a number whose lowest bits count in ones. `minus` holds the bits of
+    -1.
     """
     ones = f"0x{one * 0x01010101:08X}"
     parts = "".join(

@@ -137,7 +137,7 @@ def layer_launch(
     max_queries: int | None,
     choice: dict[str, Any],
 ) -> LayerLaunch:
-    """Return the launches of a layer for such queries; prepared at the first call."""
+    """Return the launches of a layer for the shape and dtype of `q`; prepared at the first call."""
     key = (q.shape[1:], q.dtype, q.is_cuda, scores, max_queries, tuple(choice.items()))
     kept: LayerLaunch | None = layer.kept.get(key)
     if kept is None:
