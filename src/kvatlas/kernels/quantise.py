@@ -230,7 +230,7 @@ def check_scales(*scales: float) -> None:
 def _field_names(spec: Attention, side: Side) -> tuple[str, ...]:
     """Return the names of the fields that store K or V."""
     if side not in ("k", "v"):
-        hint, problem = "Pass 'k' or 'v'", "The side must be K or V"
+        problem, hint = "The side must be K or V", "Pass 'k' or 'v'"
         raise AtlasError(Code.UNKNOWN_FIELD, problem, got=repr(side), hint=hint)
     both = sides(spec.cache, DType.of(spec.dtype), spec.head_dim, _dim(spec, "v"))
     return tuple(row.name for row in (both.k if side == "k" else both.v))

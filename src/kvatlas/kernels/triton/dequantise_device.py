@@ -91,9 +91,9 @@ FOUR_BYTES_BF16 = tl.constexpr("""
         fma.rn.bf16x2 $1, high, minus, low;
     }
 """)
-"""Four int8 as bfloat16. 0x4300 is 128, and its lowest bits count in ones. With the sign bit set
-it is 256; 256 or 128 is subtracted. Ampere has no bfloat16 subtraction, but a fused multiply-add:
-0xBF80 is -1."""
+"""Four int8 as bfloat16. The lower seven bits are added to 128 (0x4300). The sign bit selects the
+number to subtract: 256 if it is set, else 128. Ampere has no bfloat16 subtraction, so a fused
+multiply-add with -1 (0xBF80) subtracts."""
 
 
 def _codes_of_bytes(one: int, minus: int, kind: str) -> str:
