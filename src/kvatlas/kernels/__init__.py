@@ -1,9 +1,9 @@
-"""Kernels that write, read, copy, clear and attend to what a cache holds.
+"""Kernels that write, read, copy, clear and attend to cached data.
 
-They run with torch anywhere; on a GPU most of them are Triton's.
+All kernels run in torch on any device. On a GPU, most have a Triton implementation.
 """
 
-import kvatlas.cache  # noqa: F401 - first: it says which extra brings torch
+import kvatlas.cache  # noqa: F401 - first: its error names the extra that installs torch
 from kvatlas.kernels.address_runs import (
     BlockSpans,
     PlacedStarts,

@@ -1,7 +1,8 @@
-"""Runs between two addresses of one device, told as sums of starts and spans.
+"""Copy runs between two addresses of one device, described as sums of starts and spans.
 
-The memory may be another process's: there are addresses and no tensors. Starts are known
-long before a request and are kept on the device; spans come with it and are few.
+The memory may belong to another process, so the interface takes addresses instead of tensors.
+Starts are known before a request and are kept on the device. Spans come with each request and
+are few.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from kvatlas.kernels.cast_scales import PlacedScales
 from kvatlas.specs import ElementCast
 
 _WIDEST = 16
-"""Bytes that are loaded at once, at most."""
+"""Maximum width of a load, in bytes."""
 
 Offsets = NDArray[np.int64]
 
 
 class PlacedStarts(NamedTuple):
-    """Offsets at both ends that spans are added to, on the device that copies."""
+    """Offsets at both ends, stored on the device that copies. Spans are added to them."""
 
     table: torch.Tensor
     bits: int
-    """All offsets put together bit by bit: its lowest bit is what they are a multiple of."""
+    """Bitwise OR of all offsets; its lowest set bit is their common alignment."""
     step: int
-    """The least that they are apart at the target."""
+    """The smallest distance between two offsets at the target."""
 
 
 def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> PlacedStarts:
-    """Put starts on a device, for as many copies as there will be.
+    """Upload starts to a device once, for any number of copies.
 
     >>> place_starts(np.array([0, 64]), np.array([0, 96]), "cpu")[1:]
     (96, 96)
@@ -46,7 +47,7 @@ def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> Plac
 
 
 class BlockSpans(NamedTuple):
-    """Spans of requests of one shape: where they lie in blocks whose ids come later.
+    """Spans of requests of one shape: their offsets in blocks whose ids arrive later.
 
     >>> two = np.arange(2)
     >>> spans = BlockSpans((two, two // 2), (two * 0, two * 32), two * 0 + 32, (64, 128), 9)
@@ -55,18 +56,18 @@ class BlockSpans(NamedTuple):
     """
 
     entries: tuple[Offsets, Offsets]
-    """Which of the block ids is each one's, at the source and at the target."""
+    """Index of each span's block id, at the source and at the target."""
     offsets: tuple[Offsets, Offsets]
-    """Where it lies in that block."""
+    """Offset of each span in its block."""
     length: Offsets
     strides: tuple[int, int]
-    """Bytes between blocks."""
+    """Bytes between consecutive blocks, at the source and at the target."""
     blocks: int
-    """How many blocks the source has: other ids are taken for the first, and harm nobody."""
+    """Number of blocks at the source. Ids out of range are replaced by block 0."""
 
     @property
     def bits(self) -> int:
-        """All that where spans lie is a sum or a multiple of, put together bit by bit."""
+        """Bitwise OR of all strides, offsets and lengths; its lowest set bit is the alignment."""
         bits = abs(self.strides[0]) | abs(self.strides[1])
         for numbers in (*self.offsets, self.length):
             bits |= int(np.bitwise_or.reduce(numbers))
@@ -74,7 +75,7 @@ class BlockSpans(NamedTuple):
 
     @property
     def apart(self) -> int:
-        """Bytes that are at least between the first span at the target, and the next."""
+        """Minimum distance in bytes between the first two spans at the target."""
         entries, offsets = self.entries[1][:2].tolist(), self.offsets[1][:2].tolist()
         if len(entries) < 2:
             return 0
@@ -83,11 +84,12 @@ class BlockSpans(NamedTuple):
 
 
 class RepeatedCopy:
-    """Copies between two addresses for requests that differ in their block ids alone.
+    """Copy between two addresses for requests that differ only in their block ids.
 
-    All but those is worked out and on the device before: launching one more costs the host some
-    microseconds. `ids` are where the block ids of either end will be, as int64: on the device or
-    in pinned memory. Copies of one `RepeatedCopy` come one behind the other, on one stream.
+    Everything else is computed and uploaded once, so that a further launch costs the host only a
+    few microseconds. `ids` are two int64 tensors, for source and target, on the device or in
+    pinned memory; they receive the block ids before each launch. All copies of one
+    `RepeatedCopy` must run in order on one stream.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class RepeatedCopy:
         self._kernels: list[Any] = []
 
     def launch(self, stream: Any) -> None:
-        """Copy between the blocks whose ids are there by then; the device is the current one."""
+        """Copy between the blocks in `ids`, read when the kernel runs, on the current device."""
         if self._kernels:
             for kernel in self._kernels:
                 kernel.launch(stream.cuda_stream)
@@ -124,11 +126,11 @@ class RepeatedCopy:
 
 
 def _launcher() -> Any:
-    """Triton's side of it."""
+    """Import the Triton launcher."""
     try:
         from kvatlas.kernels.triton import launch_runs
     except ModuleNotFoundError as problem:
-        hint = "Install kvatlas[triton] where caches are in a GPU's memory"
+        hint = "Install kvatlas[triton] to use caches in GPU memory"
         raise AtlasError(Code.MISSING_EXTRA, "", got=problem, hint=hint) from problem
     return launch_runs
 
@@ -144,12 +146,12 @@ def copy_address_runs(
     place: Callable[[Offsets], torch.Tensor] | None = None,
     **choice: Any,
 ) -> None:
-    """Copy a run for every sum of a start and a span, on a stream, or on the current one.
+    """Copy one run for every pair of a start and a span, on `stream` or on the current stream.
 
-    `spans` are offsets at the source, at the target, and lengths, in bytes; at most
-    `programs` programs are launched where it is not 0. `place` puts a table on the device in
-    the order of the stream. Nobody looks whether a run lies in
-    memory: that is for who knows the memory. No byte may be written twice.
+    `spans` holds source offsets, target offsets and lengths, in bytes. `programs` limits the
+    number of programs; 0 means no limit. `place` uploads a table to the device in stream order.
+    Runs are not bounds-checked: the caller must ensure that they are inside its memory. No byte
+    may be written twice.
     """
     tables = _tables(starts, spans, source | target, place)
     if tables is not None:
@@ -169,9 +171,9 @@ def convert_address_runs(
     place: Callable[[Offsets], torch.Tensor] | None = None,
     **choice: Any,
 ) -> None:
-    """The same of elements that change their type on the way: all is counted in elements.
+    """Copy runs like `copy_address_runs`, and cast their elements; all offsets count elements.
 
-    Both addresses are multiples of an element there. `scales` are those of the starts.
+    Each address must be a multiple of its element size. `scales` holds the scale of each start.
     """
     items = source // cast.source.item | target // cast.target.item
     tables = _tables(starts, spans, items, place)
@@ -181,7 +183,7 @@ def convert_address_runs(
 
 
 def can_convert(cast: ElementCast, device: torch.device) -> bool:
-    """Whether `convert_address_runs` has both types of elements on a device."""
+    """Whether `convert_address_runs` supports both element types on a device."""
     converts: bool = _launcher().converts(cast, device)
     return converts
 
@@ -192,7 +194,7 @@ def _tables(
     addresses: int,
     place: Callable[[Offsets], torch.Tensor] | None,
 ) -> Any:
-    """Where runs lie, as a kernel reads it; None where there are none."""
+    """Return the tables that a kernel reads; None if there are no runs."""
     table = np.array(spans)
     if not table.size or not starts.table.shape[1]:
         return None
@@ -210,7 +212,7 @@ def _tables(
 
 
 def _uploaded(table: Offsets, device: torch.device) -> torch.Tensor:
-    """A table on a device, without waiting for it."""
+    """Copy a table to a device without waiting for it."""
     tensor = torch.from_numpy(table)
     if device.type != "cuda":
         return tensor

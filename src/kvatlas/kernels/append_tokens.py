@@ -1,7 +1,7 @@
-"""A step of sequences: new tokens into their pages, and all that attention sees out of them.
+"""Append a step's tokens to the cache, and gather all tokens that attention sees.
 
-All layers of a group do this with the same block tables, one after the other. So what depends on
-the step alone is worked out once, and then called for each layer.
+All layers of a group use the same block tables, one layer after the other. The work that depends
+only on the step is done once; the result is then called for each layer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kvatlas.kernels.write_read_kv import read, write
 from kvatlas.specs import Attention
 
 AppendStep = Callable[[LayerCache, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Stores K and V of a layer's new tokens, and returns those of all tokens in sight."""
+"""Stores K and V of a layer's new tokens, and returns K and V of all tokens in sight."""
 
 
 def append_step(
     tables: torch.Tensor, *, block: int, start: int, count: int, first: int = 0, visible: int = 0
 ) -> AppendStep:
-    """Stores `count` tokens from `start` on, layer by layer, and gathers all from `first` on.
+    """Return a function that stores `count` tokens from `start`, and gathers all from `first`.
 
-    `tables` [sequences, blocks] have the block of token t at t // block. K and V are
-    [sequences, heads, tokens, D], in the dtype that layers keep, and so is what is returned, in
-    memory of its own. Tokens before `visible`, none of them new, are returned as zeros, and so
-    are those whose block is gone: its id is negative.
+    `tables` [sequences, blocks] holds the block of token t at index t // block. K and V are
+    [sequences, heads, tokens, D] in the layer's dtype. The result has the same form and is a
+    copy. Tokens before `visible` (none of them new) and tokens whose block id is negative are
+    returned as zeros.
 
     >>> from kvatlas.cache import allocate
     >>> from kvatlas.planning import plan
@@ -52,10 +52,11 @@ def append_step(
     if max(first, visible) > start or stop > most:
         raise AtlasError(
             Code.OUT_OF_RANGE,
-            "Tokens in sight begin behind the first new one, or new ones end behind the tables",
-            got=f"tokens from {first} on, seen from {visible}, new ones {start}..{stop - 1}, "
+            "The visible range must start at or before the first new token, and the tables must "
+            "cover all new tokens",
+            got=f"tokens from {first}, visible from {visible}, new {start}..{stop - 1}, "
             f"tables for {most}",
-            hint="Take blocks for new tokens first",
+            hint="Allocate blocks for new tokens first",
         )
     if gpu := gpu_kernels(tables):
         step: AppendStep = gpu.TableAppend(
@@ -85,13 +86,13 @@ def append_step(
 
 
 def check_block(layer: LayerCache, block: int) -> None:
-    """Refuse a layer whose blocks have other tokens than those of the tables."""
+    """Raise an error if a layer's block size differs from that of the tables."""
     if layer.block_states != block:
         raise AtlasError(
             Code.CONTRADICTORY,
-            "Tables are for blocks of another size than the layer's",
-            got=f"{block} tokens, the layer {layer.block_states}",
-            hint="Append to layers of the tables' own group",
+            "The tables and the layer must have the same block size",
+            got=f"{block} tokens in the tables, {layer.block_states} in the layer",
+            hint="Append to layers of the group that the tables belong to",
         )
 
 
@@ -103,17 +104,17 @@ def _check_tables(tables: torch.Tensor) -> None:
             Code.BAD_TENSOR,
             "Tables must be a tensor of int32 or int64, [sequences, blocks]",
             got=got,
-            hint="Pass them as the scheduler made them",
+            hint="Pass the scheduler's block tables as one tensor",
         )
 
 
 def _check_rows(
     layer: LayerCache, k: torch.Tensor, v: torch.Tensor, sequences: int, count: int
 ) -> None:
-    """Refuse what kernels of a GPU would."""
+    """Reject the same inputs as the GPU kernels."""
     spec = layer.spec_as(Attention)
     if spec.cache != "auto":
-        problem, hint = "Rows of this layer are quantised", "Use write, and read"
+        problem, hint = "append_step does not support quantised layers", "Use write and read"
         raise AtlasError(Code.NO_KERNEL, problem, got=spec.cache, hint=hint)
     heads, dtype = layer.place("k").size("H"), layer.field("k").dtype
     for name, rows, dim in (("k", k, spec.head_dim), ("v", v, spec.v_dim or spec.head_dim)):
@@ -123,5 +124,5 @@ def _check_rows(
                 Code.BAD_TENSOR,
                 f"`{name}` must be {dtype} of shape {wanted}",
                 got=f"{rows.dtype} of shape {tuple(rows.shape)}",
-                hint="Pass rows of the step's own tokens, or use write, and read, which convert",
+                hint="Pass the rows of this step, or use write and read, which convert dtypes",
             )

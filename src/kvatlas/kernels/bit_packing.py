@@ -1,4 +1,4 @@
-"""Codes of fewer than 8 bits packed into bytes, and the e2m1 numbers that 4 bits stand for."""
+"""Pack codes of fewer than 8 bits into bytes, and convert 4-bit codes to e2m1 numbers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def split(values: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """The last axis as several, a view.
+    """Split the last axis into several, as a view.
 
     >>> split(torch.zeros(3, 8), 2, 4).shape
     torch.Size([3, 2, 4])
     """
-    # Not by view(), which finds no size for -1 where there are no rows.
+    # `view` cannot infer a size of -1 if there are no rows.
     return torch.unflatten(values, -1, sizes)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes of `bits` bits along the last axis as bytes, the first code in the lowest bits.
+    """Pack codes of `bits` bits along the last axis; the first code has the lowest bits.
 
     >>> pack(torch.tensor([1, 2, 3]), 4).tolist(), pack(torch.arange(8), 3).tolist()
     ([33, 3], [136, 198, 250])
     """
     count = codes.shape[-1]
-    if bits == 4 and count % 2 == 0:  # two codes a byte need no stream of single bits
+    if bits == 4 and count % 2 == 0:  # Fast path: two codes per byte.
         pairs = split(codes.to(torch.uint8), count // 2, 2)
         return pairs[..., 0] | (pairs[..., 1] << 4)
     nbytes = -(-count * bits // 8)
@@ -38,7 +38,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """The first `count` codes of `bits` bits in bytes along the last axis.
+    """Unpack the first `count` codes of `bits` bits along the last axis.
 
     >>> unpack(torch.tensor([136, 198, 250], dtype=torch.uint8), 3, 8).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
@@ -53,7 +53,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def to_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """The nearest e2m1 code of each value, ties to the even code.
+    """Return the nearest e2m1 code of each value; ties go to the even code.
 
     >>> to_e2m1(torch.tensor([0.24, 0.25, 2.5, -6.0, 9.0])).tolist()
     [0, 0, 4, 15, 7]
@@ -67,6 +67,6 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The numbers that e2m1 codes stand for."""
+    """Return the values of e2m1 codes."""
     table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device, dtype=dtype)
     return table[codes.int()]

@@ -1,4 +1,4 @@
-"""Whole blocks into blocks of another format: cast where they lie, or decoded and encoded."""
+"""Convert whole blocks between formats: by casting elements, or by decoding and encoding."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ def convert_blocks(
     src_scales: TensorScales = _ONE,
     dst_scales: TensorScales = _ONE,
 ) -> None:
-    """Blocks of one layer into blocks of another that keeps the same rows in another format.
+    """Convert blocks of one layer into blocks of another with the same rows and another format.
 
-    Both have as many states in a block. On a GPU, formats whose elements stand for themselves
-    (the model's dtype, fp8 with one scale) are converted by one kernel that reads and writes
-    pages where they lie; others are read, decoded, and written.
+    Both layers must have the same number of states per block. On a GPU, one kernel converts
+    element-wise formats (the model's dtype, or fp8 with one scale) directly between pages. Other
+    formats are read, decoded, encoded and written.
     """
     if ids.numel() != places.numel():
-        problem, hint = "There are not as many blocks as places", "Pass two lists of one length"
-        got = f"{ids.numel()} blocks for {places.numel()} places"
+        problem = "`ids` and `places` must have the same length"
+        hint = "Pass one place for each block"
+        got = f"{ids.numel()} blocks and {places.numel()} places"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     elements = all(CellFormat(layer.spec).by_element for layer in (source, target))
     if elements and (gpu := gpu_kernels(source.buffer, target.buffer)):
@@ -46,7 +47,8 @@ def convert_blocks(
         return
     states = [layer.kernel_blocks.size("N") for layer in (source, target)]
     if states[0] != states[1]:
-        problem, hint = "Blocks have unlike numbers of states", "Route between them"
+        problem = "Both layers must have the same number of states per block"
+        hint = "Use a route, which converts between block sizes"
         got = f"{states[0]} and {states[1]}"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     within = torch.arange(states[0], device=ids.device)

@@ -1,7 +1,7 @@
-"""Whole blocks: copied across layouts, gathered, and cleared for a new owner.
+"""Copy, gather and clear whole blocks, across layouts.
 
-Everything works on the strided views of a layer, in whatever layout it has, and
-allocates no more than the blocks that move.
+All functions work on the strided views of a layer, in any layout, and allocate memory only for
+the blocks that they copy.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from kvatlas.kernels.strided_copy import StridedBlocks, move_blocks
 def copy_blocks(
     source: LayerCache, ids: torch.Tensor, target: LayerCache, places: torch.Tensor
 ) -> None:
-    """Copy whole blocks of one layer into another's, across layouts.
+    """Copy whole blocks of one layer into another, across layouts.
 
-    Where both pack their pages alike, whole cells move; else field by field.
+    If both layers pack their pages the same way, whole cells are copied, otherwise fields.
     """
     if gpu := gpu_kernels(source.buffer, target.buffer):
         gpu.copy_blocks(source, ids, target, places)
         return
     if ids.numel() != places.numel():
-        problem, hint = "There are not as many blocks as places", "Pass two lists of one length"
-        got = f"{ids.numel()} blocks for {places.numel()} places"
+        problem = "`ids` and `places` must have the same length"
+        hint = "Pass one place for each block"
+        got = f"{ids.numel()} blocks and {places.numel()} places"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     ids, places = block_ids(source, ids), block_ids(target, places)
     _check_races(source, ids, target, places)
@@ -39,10 +40,10 @@ def copy_blocks(
 def gather_blocks(
     layer: LayerCache, ids: torch.Tensor, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Gather blocks of a layer as bytes [blocks, H, N, C], one behind the other.
+    """Gather blocks of a layer as bytes [blocks, H, N, C]; blocks are contiguous.
 
-    Bytes keep the order that they have in the layer's pages, so that the tensor may be
-    strided inside a block; `out` is what an earlier call gave, to be filled again.
+    Bytes keep their order in the layer's pages, so the tensor may be strided inside a block.
+    Pass the result of an earlier call as `out` to reuse its memory.
     """
     ids = block_ids(layer, ids)
     cells = layer.kernel_blocks
@@ -55,9 +56,9 @@ def gather_blocks(
     if out is None:
         out = fresh
     elif (out.dtype, out.shape, out.stride()) != (fresh.dtype, fresh.shape, fresh.stride()):
-        problem = "`out` is not bytes [blocks, H, N, C] in the order of the layer's pages"
+        problem = "`out` must be bytes [blocks, H, N, C] in the order of the layer's pages"
         got = f"{out.dtype} of shape {tuple(out.shape)} and strides {out.stride()}"
-        hint = "Leave `out` away, or pass what an earlier call gave"
+        hint = "Omit `out`, or pass the result of an earlier call"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if ids.numel():
         flat = torch.as_strided(out, (rows.nbytes,), (1,))
@@ -67,7 +68,7 @@ def gather_blocks(
 
 
 def zero_blocks(layer: LayerCache, ids: torch.Tensor) -> None:
-    """Clear blocks of a layer: a new owner must not read what the last one left."""
+    """Clear blocks of a layer, so that a new owner cannot read the previous owner's data."""
     if gpu := gpu_kernels(layer.buffer):
         gpu.zero_blocks(layer, ids)
         return
@@ -75,15 +76,15 @@ def zero_blocks(layer: LayerCache, ids: torch.Tensor) -> None:
 
 
 def block_ids(layer: LayerCache, ids: torch.Tensor) -> torch.Tensor:
-    """Ids of a layer's kernel blocks as int64, refused where there are no such blocks."""
-    hint = "Ids count kernel blocks, from 0"
+    """Return ids of a layer's kernel blocks as int64; raise an error if any is out of range."""
+    hint = "Pass ids of kernel blocks, counted from 0"
     return checked_ids(ids, layer.kernel_blocks.size("B"), "Block ids", hint)
 
 
 def _check_races(
     source: LayerCache, ids: torch.Tensor, target: LayerCache, places: torch.Tensor
 ) -> None:
-    """Refuse a block that is written twice, or both read and written."""
+    """Raise an error if a block is written twice, or both read and written."""
     count = target.kernel_blocks.size("B")
     written = torch.zeros(count, dtype=torch.bool, device=places.device)
     written[places] = True

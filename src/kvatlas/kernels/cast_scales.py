@@ -1,4 +1,4 @@
-"""Scales of elements that are cast while they are copied, as a kernel reads them."""
+"""Scales for elements that a kernel casts while it copies them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class PlacedScales(NamedTuple):
     """The scales of every start, on the device that casts."""
 
     table: torch.Tensor
-    """[3, starts] of float32: factors, divisors, and the inverse of those."""
+    """[3, starts] of float32: factors, divisors, and the inverses of the divisors."""
     divides: bool
-    """Whether the inverse is not as good as the division."""
+    """Whether a kernel must divide, because multiplying by the inverse is not exact."""
 
 
 def place_scales(
     cast: ElementCast, which: NDArray[np.int64] | None, starts: int, device: torch.device | str
 ) -> PlacedScales:
-    """Put the scales of so many starts on a device; `which` of the cast's each has.
+    """Upload the scales of `starts` starts; `which` is each start's index in `cast.scales`.
 
     >>> from kvatlas.geometry import DType
     >>> cast = ElementCast(DType.of("bf16"), DType.of("fp8"), ((1.0, 0.5), (1.0, 4.0)))
@@ -34,7 +34,7 @@ def place_scales(
     """
     factors, divisors = np.array(cast.scales, dtype=np.float64).T
     powers = (np.frexp(divisors)[0] == 0.5) & (divisors >= 2**-64) & (divisors <= 2**64)
-    with np.errstate(all="ignore"):  # beyond float32 they are 0 or infinite, as codecs have them
+    with np.errstate(all="ignore"):  # Overflow gives 0 or infinity, the same as in the codecs.
         rows = np.stack([factors, divisors]).astype(np.float32)
         rows = np.concatenate([rows, 1 / rows[1:]])
     every = rows[:, np.zeros(starts, np.int64) if which is None else which]

@@ -1,8 +1,8 @@
-"""Cells of one format into cells of another: decoded to float32 and encoded again.
+"""Convert cells between formats: decode to float32 and encode again.
 
-The codecs are those that write and read caches, so that a converted cell holds what a write
-of the decoded row would have left. What the model's own dtype holds is not decoded: codecs
-that round to it first (int4) see the dtype that they would see from an engine.
+The codecs are the ones that write and read caches, so a converted cell is identical to a write of
+the decoded row. Rows in the model's dtype are not decoded: a codec that rounds to that dtype
+first (int4) receives the same dtype as from an engine.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ Fields = dict[str, torch.Tensor]
 ByteArray = TypeVar("ByteArray", NDArray[np.uint8], torch.Tensor)
 
 _ALIGNED = 16
-"""Bytes that torch may read at once."""
+"""Alignment in bytes that torch kernels may assume."""
 
 _AT_ONCE = 4 << 20
-"""Bytes of cells that a CPU converts together: with fewer, torch's threads wait for each other."""
+"""Bytes of cells per batch on a CPU. Smaller batches spend their time on thread synchronisation."""
 
 _LOOKED_UP = 256 << 10
-"""Bytes of indices of a look-up: they stay in the processor's cache."""
+"""Bytes of indices per table lookup, small enough for the CPU cache."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def convert_cells(cells: ByteArray, src: CellFormat, dst: CellFormat) -> ByteArray:
-    """Cells [n, bytes] of one format as cells [n, bytes] of another, on whatever device they are.
+    """Convert cells [n, bytes] of one format to cells [n, bytes] of another, on their device.
 
     >>> from kvatlas.specs import FullAttention, TensorScales
     >>> specs = [FullAttention(heads=1, head_dim=2, cache=cache) for cache in ("auto", "fp8")]
@@ -76,7 +76,7 @@ def convert_cells(cells: ByteArray, src: CellFormat, dst: CellFormat) -> ByteArr
 def _convert_elements(
     cells: torch.Tensor, src: CellFormat, made: torch.Tensor, dst: CellFormat
 ) -> None:
-    """Cells in which every element stands for itself, neighbouring rows of one scale at once."""
+    """Convert cells of element-wise formats; adjacent rows with the same scale go together."""
     spans: dict[tuple[float, float], list[int]] = {}
     at = 0
     for row in src.rows:
@@ -98,7 +98,7 @@ def _convert_elements(
 def _look_up(
     given: torch.Tensor, one: DType, into: torch.Tensor, two: DType, scales: tuple[float, float]
 ) -> None:
-    """Elements of 8 and 16 bits: numpy finds them in a table faster than torch computes fp8."""
+    """Convert 8-bit and 16-bit elements by table: faster in numpy than fp8 casts in torch."""
     table = _table(one, two, *scales)
     codes: NDArray[Any] = given.view(_WORDS[one.item]).numpy().view(f"u{one.item}")
     stored: NDArray[Any] = into.view(_WORDS[two.item]).numpy()
@@ -110,7 +110,7 @@ def _look_up(
 
 @lru_cache(maxsize=256)
 def _table(one: DType, two: DType, from_scale: float, to_scale: float) -> NDArray[Any]:
-    """What every code of one type becomes in another."""
+    """Return the converted value of every code of a type."""
     codes = np.arange(1 << one.bits).astype(f"u{one.item}").view(f"i{one.item}")
     values = torch.from_numpy(codes).view(torch_dtype(one))
     made: NDArray[Any] = _element(values, two, from_scale, to_scale).view(_WORDS[two.item]).numpy()
@@ -120,7 +120,7 @@ def _table(one: DType, two: DType, from_scale: float, to_scale: float) -> NDArra
 def _element(
     values: torch.Tensor, dtype: DType, from_scale: float, to_scale: float
 ) -> torch.Tensor:
-    """Elements by themselves, as the codecs decode and encode them."""
+    """Convert elements one by one, with the same result as the codecs."""
     exact = values.float() * from_scale
     if dtype.item > 1:
         return exact.to(torch_dtype(dtype))
@@ -128,7 +128,7 @@ def _element(
 
 
 def _view(cells: torch.Tensor, row: CellRow) -> torch.Tensor:
-    """One field of cells [n, bytes] as [n, items]: a view where elements are aligned."""
+    """Return one field of cells [n, bytes] as [n, items]; a view if elements are aligned."""
     item, dtype = row.dtype.item, torch_dtype(row.dtype)
     if cells.shape[1] % item or row.at % item:
         return cells[:, row.at : row.at + row.nbytes].contiguous().view(dtype)
@@ -136,7 +136,7 @@ def _view(cells: torch.Tensor, row: CellRow) -> torch.Tensor:
 
 
 def _converted(fields: Fields, src: CellFormat, dst: CellFormat) -> Fields:
-    """The fields of some cells in the other format."""
+    """Return the fields of cells, converted to the other format."""
     one: Any = src.spec
     two: Any = dst.spec
     if isinstance(two, Attention):
@@ -148,7 +148,7 @@ def _converted(fields: Fields, src: CellFormat, dst: CellFormat) -> Fields:
 
 
 def _side(fields: Fields, src: CellFormat, dst: CellFormat, side: Side) -> Fields:
-    """K or V of some cells."""
+    """Convert K or V of cells."""
     one: Any = src.spec
     two: Any = dst.spec
     from_scale, to_scale = (getattr(end.scales, side) for end in (src, dst))

@@ -1,4 +1,4 @@
-"""Which kernels run: Triton's for tensors on a GPU, torch's elsewhere."""
+"""Dispatch: Triton kernels for tensors on a GPU, torch elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def gpu_kernels(*tensors: torch.Tensor) -> Any:
-    """`kvatlas.kernels.triton` where a tensor is on a GPU and Triton is installed; else None.
+    """Return `kvatlas.kernels.triton` if a tensor is on a GPU and Triton is installed, else None.
 
     >>> gpu_kernels(torch.zeros(1)) is None
     True

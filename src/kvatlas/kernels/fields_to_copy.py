@@ -1,4 +1,4 @@
-"""What moves when blocks are copied from one layer to another, across layouts and packings."""
+"""Select the placements to copy between two layers, across layouts and packings."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kvatlas.geometry import Placement, tile_alike
 
 
 def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Placement, Placement]]:
-    """What moves, as it lies on both ends: whole cells where those are alike, else each field."""
+    """Return pairs of placements to copy: whole cells if both ends match, else each field."""
     held = [
         {f.name: (f.dtype, f.sizes) for f in layer.page.fields if not f.padding}
         for layer in (source, target)
     ]
     if held[0] != held[1]:
-        problem = "The two layers do not keep the same fields, in one shape and dtype"
-        hint = "Convert the cache dtype first; route between unlike block sizes or ranks"
+        problem = "Both layers must have the same fields, with the same shapes and dtypes"
+        hint = "Convert the cache dtype first; use a route for different block sizes or ranks"
         got = f"{source.page} and {target.page}"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     if cells_alike(source, target):
@@ -24,10 +24,9 @@ def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Pla
 
 
 def cells_alike(source: LayerCache, target: LayerCache) -> bool:
-    """Whether cells can be copied as they are: fields lie alike in them.
+    """Whether whole cells can be copied: fields have the same offsets in them.
 
-    Where a field lies flat over a whole page, heads and states must have the same strides
-    on both ends, too.
+    If a field spans a whole page, the strides of heads and states must be equal as well.
     """
     a, b = source.page, target.page
     places = [[(f.axes, f.head, f.offset) for f in page.fields] for page in (a, b)]

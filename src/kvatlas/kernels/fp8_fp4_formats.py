@@ -1,4 +1,4 @@
-"""Microscaling formats: fp8 and fp4 elements, each block of them with a scale of its own."""
+"""Microscaling formats: blocks of fp8 or fp4 elements, each block with its own scale."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _TINY = 1e-12
 
 
 def to_fp8(values: torch.Tensor, *, e5m2: bool = False) -> torch.Tensor:
-    """The nearest fp8 of each value, saturating; NaN stays NaN.
+    """Round each value to the nearest fp8, saturating; NaN stays NaN.
 
     >>> to_fp8(torch.tensor([0.3, 1e9, -float("inf")])).tolist()
     [0.3125, 448.0, -448.0]
     """
-    # torch's own cast turns what is too large into NaN; a cache saturates.
+    # torch's cast converts values that are too large to NaN; a cache saturates them.
     if e5m2:
         return values.clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e5m2)
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def not_finite_is_nan(values: torch.Tensor) -> torch.Tensor:
-    """Scales with NaN for each that is not finite."""
+    """Replace scales that are not finite by NaN."""
     return torch.where(values.isfinite(), values, torch.nan)
 
 
 def power_above(values: torch.Tensor) -> torch.Tensor:
-    """The exponent of the least power of two that is not below each positive value.
+    """Return the exponent of the smallest power of two that is at least each positive value.
 
     >>> power_above(torch.tensor([1.0, 1.01, 0.3])).tolist()
     [0.0, 1.0, -1.0]
@@ -40,12 +40,12 @@ def power_above(values: torch.Tensor) -> torch.Tensor:
 
 
 def to_ue8m0(exponents: torch.Tensor) -> torch.Tensor:
-    """Exponents as bytes, 127 added; 255 for NaN."""
+    """Encode exponents as bytes with a bias of 127; NaN becomes 255."""
     return (exponents + 127).clamp(0, 254).nan_to_num(255).to(torch.uint8)
 
 
 def from_ue8m0(codes: torch.Tensor) -> torch.Tensor:
-    """The powers of two that bytes stand for.
+    """Decode bytes to powers of two.
 
     >>> from_ue8m0(torch.tensor([127, 120, 255], dtype=torch.uint8)).tolist()
     [1.0, 0.0078125, nan]
@@ -54,7 +54,7 @@ def from_ue8m0(codes: torch.Tensor) -> torch.Tensor:
 
 
 def to_nvfp4(rows: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed e2m1 codes, and one e4m3 scale for each 16 elements; `scale` is the tensor's."""
+    """Return packed e2m1 codes, and one e4m3 scale per 16 elements; `scale` is per tensor."""
     blocks = bits.split(rows, -1, 16)
     largest = not_finite_is_nan(blocks.abs().amax(-1))
     step = to_fp8(largest / E2M1_MAX / scale)
@@ -66,7 +66,7 @@ def to_nvfp4(rows: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torc
 def from_nvfp4(
     data: torch.Tensor, steps: torch.Tensor, count: int, scale: float = 1.0
 ) -> torch.Tensor:
-    """The numbers again, as float32."""
+    """Decode nvfp4 to float32."""
     values = bits.split(bits.from_e2m1(bits.unpack(data, 4, count)), -1, 16)
     return (values * (steps.float() * scale).unsqueeze(-1)).flatten(-2)
 
@@ -74,9 +74,9 @@ def from_nvfp4(
 def to_fp8_blocks(
     rows: torch.Tensor, block: int, *, powers: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp8 elements and one scale for each `block` of them; with `powers` its exponent.
+    """Return fp8 elements and one scale per `block` elements; with `powers`, its exponent.
 
-    Scales are those of a largest element of 1e-4 at least, as kernels have them.
+    The largest element of a block counts as at least 1e-4, the same as in the GPU kernels.
     """
     blocks = bits.split(rows, -1, block)
     step = not_finite_is_nan(blocks.abs().amax(-1)).clamp(min=1e-4) / E4M3_MAX
@@ -89,7 +89,7 @@ def to_fp8_blocks(
 
 
 def to_mxfp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed e2m1 codes, and one ue8m0 scale for each 32 elements."""
+    """Return packed e2m1 codes, and one ue8m0 scale per 32 elements."""
     blocks = bits.split(rows, -1, 32)
     largest = not_finite_is_nan(blocks.abs().amax(-1)).clamp(min=E2M1_MAX * 2.0**-126)
     exponent = torch.where(
@@ -100,5 +100,5 @@ def to_mxfp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def from_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
-    """Elements times the scale of their block."""
+    """Multiply elements by the scale of their block."""
     return (bits.split(values, -1, block) * scales.unsqueeze(-1)).flatten(-2)

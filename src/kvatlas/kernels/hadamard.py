@@ -1,4 +1,4 @@
-"""Hadamard rotations of rows: after one, no channel stands out, and few bits do for all of them."""
+"""Hadamard rotations of rows: they spread outlier channels, so that few bits suffice for all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from kvatlas.kernels.bit_packing import split
 
 
 def rotate(rows: torch.Tensor) -> torch.Tensor:
-    """The orthonormal Hadamard transform of rows of a power of two: its own inverse.
+    """Apply the orthonormal Hadamard transform to rows of a power-of-two length.
+
+    The transform is its own inverse.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0])
     >>> rotate(x).tolist(), bool(torch.allclose(rotate(rotate(x)), x))
@@ -20,10 +22,10 @@ def rotate(rows: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_signed(rows: torch.Tensor) -> torch.Tensor:
-    """Random signs, then the Hadamard transform of each block: vLLM's rotation for int4.
+    """Apply random signs, then a Hadamard transform per block: vLLM's rotation for int4.
 
-    A block is the largest power of two that divides the row. The transform is not
-    normalised: it lengthens a row by the root of its block.
+    A block is the largest power of two that divides the row length. The transform is not
+    normalised: it multiplies a row's norm by the square root of the block size.
 
     >>> x = torch.randn(3, 96)
     >>> bool(torch.allclose(rotate_signed_back(rotate_signed(x)), x, atol=1e-5))
@@ -34,7 +36,7 @@ def rotate_signed(rows: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_signed_back(rows: torch.Tensor) -> torch.Tensor:
-    """The inverse of `rotate_signed`."""
+    """Invert `rotate_signed`."""
     blocks = _blocks(rows)
     size = blocks.shape[-1]
     return (_transform(blocks) * (signs(size, rows.device) / size)).flatten(-2)
@@ -42,13 +44,13 @@ def rotate_signed_back(rows: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=32)
 def signs(size: int, device: torch.device) -> torch.Tensor:
-    """The signs of a block's elements. They never change: caches outlive processes.
+    """Return the signs of a block's elements. They are fixed, because caches outlive processes.
 
     >>> signs(4, torch.device("cpu")).abs().tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
     generator = torch.Generator().manual_seed(0x9E3779B9)
-    # A generator draws other numbers for another dtype, and a process may have its own default.
+    # The dtype is explicit: it affects the random numbers, and the default dtype may differ.
     half = torch.full((size,), 0.5, dtype=torch.float32, device="cpu")
     return (half.bernoulli(generator=generator) * 2 - 1).to(device)
 
@@ -59,7 +61,7 @@ def _blocks(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _transform(values: torch.Tensor) -> torch.Tensor:
-    """Sums and differences alone: exact where the numbers are."""
+    """Apply the unnormalised transform, with sums and differences only."""
     size = values.shape[-1]
     width = 1
     while width < size:

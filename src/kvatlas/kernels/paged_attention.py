@@ -1,9 +1,8 @@
 """Paged attention over the views of a layer, in float32: the reference for faster kernels.
 
-Prefill and decode are one batch: each sequence brings its last few tokens as queries
-and a block table for all of them. Only visible states are read, so table entries
-that a window has left behind may hold anything. Rows of several sequences are read at
-once, then each is attended to by itself.
+Prefill and decode form one batch: each sequence has its last tokens as queries, and a block table
+for all its tokens. Only visible states are read, so table entries outside a window may have any
+value. Rows of several sequences are read together; then each sequence is computed separately.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from kvatlas.kernels.write_read_latent import read_latent
 from kvatlas.specs import Attention, LatentAttention, Visibility
 
 Rows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From slots to K [tokens, kv heads, D] and V [tokens, kv heads, Dv]."""
+"""Function from slots to K [tokens, kv heads, D] and V [tokens, kv heads, Dv]."""
 
 _ROWS_AT_ONCE = 1 << 14
 
 
 class _Softmax(NamedTuple):
-    """What turns products of queries and keys into weights."""
+    """Parameters that turn products of queries and keys into weights."""
 
     scale: float
     softcap: float | None
@@ -38,11 +37,11 @@ class _Softmax(NamedTuple):
 
 class _Sequence(NamedTuple):
     queries: slice
-    """Its rows in the batch of queries."""
+    """The sequence's rows in the batch of queries."""
     slots: torch.Tensor
-    """The states that some query of it sees."""
+    """Slots of the states that at least one of its queries sees."""
     mask: torch.Tensor | None
-    """Which query sees which of them; None where all see all."""
+    """Which query sees which state; None if every query sees all of them."""
 
 
 def attend(
@@ -61,21 +60,21 @@ def attend(
     out: torch.Tensor | None = None,
     max_queries: int | None = None,
 ) -> torch.Tensor:
-    """Attention of `q` [tokens, query heads, D] over each sequence's cache.
+    """Compute attention of `q` [tokens, query heads, D] over each sequence's cache.
 
-    `tables` [sequences, blocks] holds block ids, `lengths` the tokens in the cache,
-    and `queries` how many of them, the last ones, are in `q`; `starts` [sequences + 1] says
-    the same by where they begin and end. Entries of a table past its length may be anything,
-    and a sequence of length 0 gets zeros. Logits are multiplied by `scale`, 1 / sqrt(D) unless
-    given, and capped by `softcap` unless that is 0; quantised caches want the `k_scale` and
-    `v_scale` that they were written with.
+    `tables` [sequences, blocks] holds block ids and `lengths` the number of cached tokens.
+    `queries` holds how many of the last tokens of each sequence are in `q`; pass either it or
+    `starts` [sequences + 1], the rows of `q` where sequences begin and end. Table entries past a
+    sequence's length may have any value, and a sequence of length 0 produces zeros. Logits are
+    multiplied by `scale` (default 1 / sqrt(D)) and capped by `softcap` (0 or None: no cap).
+    Quantised caches need the `k_scale` and `v_scale` of their writes.
 
-    Window, chunk and sink tokens are the spec's; `sink_logits` are learned, one for each query
-    head, and take part in the softmax alone.
-    Cross attention sees all of the encoder's tokens, which `lengths` then counts.
+    The spec determines window, chunk and sink tokens. `sink_logits` are learned, one per query
+    head; they take part in the softmax only. Cross attention sees all tokens of the encoder,
+    and `lengths` counts those.
 
-    `out` is written into, rows of the batch alone. A caller who knows that no sequence has
-    more than `max_queries` says so: on a GPU a step of 1 is decoded the fastest way.
+    Only the rows of the batch are written to `out`. Pass `max_queries` if no sequence has more
+    queries: on a GPU, a step with `max_queries=1` takes the fast path for decoding.
     """
     check_scales(k_scale, v_scale)
     if gpu := gpu_kernels(q):
@@ -111,10 +110,10 @@ def attend_latent(
     out: torch.Tensor | None = None,
     max_queries: int | None = None,
 ) -> torch.Tensor:
-    """Absorbed MLA: `q` [tokens, heads, latent + rope] over rows that all heads share.
+    """Compute absorbed MLA: `q` [tokens, heads, latent + rope] over rows that all heads share.
 
-    What comes back is [tokens, heads, latent], before the value projection. Every cache
-    dtype of latents is read as its kernels would. The rest is as for `attend`.
+    Returns [tokens, heads, latent], before the value projection. Supports every cache dtype of
+    latents. The other arguments are those of `attend`.
     """
     check_scales(kv_scale)
     spec = layer.spec_as(LatentAttention)
@@ -145,7 +144,7 @@ def _check_queries(q: torch.Tensor, heads: int, dim: int) -> None:
 def _out(q: torch.Tensor, width: int, out: torch.Tensor | None) -> torch.Tensor:
     shape = q.shape[0], q.shape[1], width
     if out is not None and out.shape != shape:
-        hint = "Leave `out` away, or pass a row for every query"
+        hint = "Omit `out`, or pass a tensor with one row per query"
         problem = f"`out` must be of shape {shape}"
         raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(out.shape), hint=hint)
     return q.new_empty(shape) if out is None else out
@@ -164,7 +163,7 @@ def _attend(
 
 
 def _read_together(batch: list[_Sequence]) -> Iterator[list[_Sequence]]:
-    """Sequences that are read at once: many short ones, or a long one by itself."""
+    """Yield groups of sequences to read together: several short ones, or one long one."""
     group: list[_Sequence] = []
     taken = 0
     for sequence in batch:
@@ -180,9 +179,12 @@ def _read_together(batch: list[_Sequence]) -> Iterator[list[_Sequence]]:
 def _one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, softmax: _Softmax
 ) -> torch.Tensor:
-    """One sequence: q [T, Hq, D], k [S, H, D], v [S, H, Dv]; query heads share kv heads evenly."""
+    """Compute one sequence: q [T, Hq, D], k [S, H, D], v [S, H, Dv].
+
+    Query heads are divided evenly among kv heads.
+    """
     tokens, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
-    # [H, queries of all heads that share it, D] x [H, D, S]: keys are never repeated.
+    # [H, queries of all heads that share a kv head, D] x [H, D, S]: keys are never repeated.
     rows = torch.unflatten(q, 1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
     scale, softcap, sink_logits = softmax
     logits = (rows @ k.permute(1, 2, 0)).mul_(scale)
@@ -206,7 +208,7 @@ def _batch(
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> list[_Sequence]:
-    """What each sequence sees, as slots."""
+    """Return the visible slots of each sequence."""
     hint = "Pass tensors of int32 or int64"
     tables, lengths = whole_tensor(tables, "Tables", hint), whole_tensor(lengths, "Lengths", hint)
     if tables.dim() != 2 or lengths.dim() != 1:
@@ -222,7 +224,7 @@ def _batch(
     for table, length, (start, stop) in sequences:
         count = stop - start
         most = length if visibility.causal else count
-        # A sequence without tokens pads a batch: its queries get zeros.
+        # A sequence without tokens is padding of the batch: its queries produce zeros.
         if count < 0 or (length and count > most) or not 0 <= length <= room:
             raise _bad_batch(f"{count} queries of {length} tokens in blocks for {room}")
         if count:
@@ -235,7 +237,7 @@ def _batch(
 
 
 def _edges(q: torch.Tensor, queries: torch.Tensor | None, starts: torch.Tensor | None) -> list[int]:
-    """Rows of `q` at which the queries of each sequence begin, and at which the last ones end."""
+    """Return the rows of `q` where each sequence's queries begin, and where the last end."""
     counts = starts if queries is None else queries
     given = [] if counts is None else whole_tensor(counts, "Queries", "Pass int32").tolist()
     if starts is not None and queries is None and given:
@@ -252,7 +254,10 @@ def _edges(q: torch.Tensor, queries: torch.Tensor | None, starts: torch.Tensor |
 def _seen(
     visibility: Visibility, length: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tokens that the last `count` of `length` see, and who sees which; None where all see all."""
+    """Return the tokens that the last `count` of `length` tokens see, and the mask.
+
+    The mask is None if every query sees all of them.
+    """
     if not visibility.causal:
         return torch.arange(length), None
     first = visibility.first(max(0, length - count))
@@ -266,6 +271,6 @@ def _seen(
 
 
 def _bad_batch(got: str) -> AtlasError:
-    problem = "A sequence needs a table for its length, and no more queries than tokens"
-    hint = "Pass queries or starts, one of them; queries are the last tokens of sequences"
+    problem = "Each sequence needs a table that covers its length, and at most one query per token"
+    hint = "Pass either queries or starts; queries are the last tokens of each sequence"
     return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)

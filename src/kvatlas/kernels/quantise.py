@@ -1,11 +1,11 @@
-"""Quantise K and V to what a cache dtype stores, and dequantise them.
+"""Quantise K and V to the fields of a cache dtype, and dequantise them.
 
-One side (K or V) at a time: `encode` gives a tensor for each field of that side,
-`decode` the numbers again. Rows are [..., D] and scales sit beside them, so both work
-on any batch of rows. The bytes are those that the page has room for; nothing here
-knows where they lie.
+Both functions work on one side (K or V) at a time: `encode` returns a tensor for each field of
+that side, and `decode` returns the numbers. Rows are [..., D] with their scales in separate
+fields, so both accept any batch of rows. The fields have the sizes that the page reserves; this
+module does not depend on their placement.
 
-Errors are those of an element x, where a is the largest of those that share its scale.
+The table lists the error of an element x, where a is the largest element that shares its scale.
 
 | cache dtype | scale | error |
 |---|---|---|
@@ -17,10 +17,10 @@ Errors are those of an element x, where a is the largest of those that share its
 | `nvfp4` | one for 16 elements in e4m3, one for the tensor | a / 4 |
 | `turboquant_*` | the row's norm after a rotation; V's range | see `docs/cache.md` |
 
-What is not finite: `auto` keeps it, fp8 with one scale saturates infinities and keeps NaN,
-and where a scale is computed, everything that shares it comes back as NaN: a row that was
-never right does not turn into numbers. Scales for each token and head are never below 1e-6,
-so that rows below that vanish, as they do in vLLM.
+Values that are not finite: `auto` keeps them. fp8 with one scale saturates infinities and keeps
+NaN. Formats that compute a scale return NaN for all elements that share it, so that an invalid
+row does not turn into valid numbers. Scales per token and head are at least 1e-6, so rows smaller
+than that become zero, as they do in vLLM.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _HALF_MAX = 65504.0
 
 
 def encode(spec: Attention, side: Side, rows: torch.Tensor, *, scale: float = 1.0) -> Fields:
-    """Quantise rows [..., D] of K or V: a tensor for each field of that side.
+    """Quantise rows [..., D] of K or V; return a tensor for each field of that side.
 
-    `scale` is the tensor's own, for fp8 and nvfp4.
+    `scale` is the per-tensor scale of fp8 and nvfp4.
     """
     _check_size(spec, side, rows)
     check_scales(scale)
@@ -78,11 +78,14 @@ def encode(spec: Attention, side: Side, rows: torch.Tensor, *, scale: float = 1.
 
 
 def decode(spec: Attention, side: Side, fields: Fields, *, scale: float = 1.0) -> torch.Tensor:
-    """Dequantise the rows that `encode` stored, to float32."""
+    """Dequantise the fields that `encode` returned, to float32."""
     check_scales(scale)
     missing = [name for name in _field_names(spec, side) if name not in fields]
     if missing:
-        problem, hint = f"Fields of {side.upper()} are missing", "Pass what encode gave"
+        problem, hint = (
+            f"Fields of {side.upper()} are missing",
+            "Pass all fields that encode returned",
+        )
         raise AtlasError(Code.UNKNOWN_FIELD, problem, got=f"no {', '.join(missing)}", hint=hint)
     cache, data = spec.cache, fields[side]
     dim = _dim(spec, side)
@@ -102,25 +105,25 @@ def decode(spec: Attention, side: Side, fields: Fields, *, scale: float = 1.0) -
 
 
 def _int4(side: Side, rows: torch.Tensor) -> Fields:
-    """Rotated rows as 4-bit codes, bit for bit what vLLM stores.
+    """Quantise rotated rows to 4-bit codes, bit for bit as vLLM does, with one exception.
 
-    With one exception: a rotated row that lies on one side of zero still has zero in its
-    range here, where vLLM's codes saturate and lose the row.
+    If all elements of a rotated row have the same sign, the range is extended to include zero.
+    vLLM's codes saturate in this case and lose the row.
     """
-    # vLLM rounds the rotated row to the model's own type before it quantises.
+    # vLLM rounds the rotated row to the model's dtype before it quantises.
     rotated = hadamard.rotate_signed(rows.float()).to(rows.dtype).float()
     low = rotated.amin(-1, keepdim=True).clamp(max=0)
     high = rotated.amax(-1, keepdim=True).clamp(min=0)
     step = not_finite_is_nan(((high - low) / 15).clamp(min=_LEAST))
     zero = _codes(-low / step)
     codes = _codes(rotated * (1 / step) + zero).to(torch.uint8)
-    # The zero point rides in the scale's lowest bits.
+    # The zero point is stored in the lowest bits of the scale.
     stored = (step.view(torch.int32) & ~15) | zero.to(torch.int32)
     return {side: bits.pack(codes, 4), f"{side}_scale": stored.view(torch.float32)}
 
 
 def round_away(values: torch.Tensor) -> torch.Tensor:
-    """The nearest whole number, halves away from zero.
+    """Round to the nearest integer, halves away from zero.
 
     >>> round_away(torch.tensor([0.5, 2.5, -1.5])).tolist()
     [1.0, 3.0, -2.0]
@@ -157,7 +160,7 @@ def _turboquant(spec: Attention, side: Side, rows: torch.Tensor) -> Fields:
         packed = bits.pack(codes.to(torch.uint8), width)
         return {"v": packed, "v_scale": step, "v_zero": zero}
     norm = not_finite_is_nan(rows.norm(dim=-1, keepdim=True))
-    # After the rotation a row of norm 1 has elements of variance 1 / D, near enough normal.
+    # After the rotation, elements of a row of norm 1 are nearly normal with variance 1 / D.
     unit = hadamard.rotate(rows) / norm.clamp(min=_TINY) * rows.shape[-1] ** 0.5
     levels = _levels(width, rows.device)
     codes = torch.bucketize(unit.nan_to_num(0), (levels[1:] + levels[:-1]) / 2)
@@ -172,17 +175,17 @@ def _from_turboquant(spec: Attention, side: Side, fields: Fields) -> torch.Tenso
     if side == "v":
         return codes * fields["v_scale"].float() + fields["v_zero"].float()
     unit = _levels(width, codes.device)[codes.long()]
-    # Rounding shortens a row; its length is known, so it is put right.
+    # Rounding shortens a row; its norm is stored, so the length is restored.
     unit = unit / unit.norm(dim=-1, keepdim=True).clamp(min=_TINY)
     return hadamard.rotate(unit) * fields["k_scale"].float()
 
 
 @lru_cache(maxsize=8)
 def normal_levels(bits: int) -> tuple[float, ...]:
-    """The 2**bits levels that quantise a normal variable with the least squared error.
+    """Return the 2**bits levels that quantise a normal variable with the least squared error.
 
-    Lloyd's iteration: levels are the means of their cells, cells end half way between
-    levels. Of a normal variable both have closed forms.
+    Lloyd's iteration: each level is the mean of its cell, and cells end half way between levels.
+    For a normal variable, both have closed forms.
 
     >>> [round(level, 3) for level in normal_levels(2)]
     [-1.51, -0.453, 0.453, 1.51]
@@ -213,19 +216,22 @@ def _code_bits(spec: Attention, side: Side) -> int:
 
 
 def check_scales(*scales: float) -> None:
-    """Refuse scales of a tensor that no element survives: they are above 0, and finite."""
+    """Raise an error for per-tensor scales that are not positive and finite."""
     for scale in scales:
         if not isinstance(scale, Real) or not 0.0 < scale < math.inf:
-            problem, hint = "A tensor's scale is not above 0 and finite", "Pass 1.0 for none"
+            problem, hint = (
+                "A tensor's scale must be positive and finite",
+                "Pass 1.0 for no scaling",
+            )
             raise AtlasError(Code.BAD_QUANTITY, problem, got=scale, hint=hint)
 
 
 @lru_cache(maxsize=1024)
 def _field_names(spec: Attention, side: Side) -> tuple[str, ...]:
-    """The fields that K or V is kept in."""
+    """Return the names of the fields that store K or V."""
     if side not in ("k", "v"):
-        hint = "Pass k or v"
-        raise AtlasError(Code.UNKNOWN_FIELD, "There is no such side", got=repr(side), hint=hint)
+        problem, hint = "The side must be K or V", "Pass 'k' or 'v'"
+        raise AtlasError(Code.UNKNOWN_FIELD, problem, got=repr(side), hint=hint)
     both = sides(spec.cache, DType.of(spec.dtype), spec.head_dim, _dim(spec, "v"))
     return tuple(row.name for row in (both.k if side == "k" else both.v))
 
@@ -240,6 +246,7 @@ def _check_size(spec: Attention, side: Side, rows: torch.Tensor) -> None:
     rotated_whole = spec.cache.startswith("turboquant")
     if rows.shape[-1] != dim or (rotated_whole and dim & (dim - 1)):
         power = ", a power of two," if rotated_whole else ""
-        problem = f"Rows of {side.upper()} must be as long as its heads{power} in {spec.cache}"
-        got, hint = f"{rows.shape[-1]} for heads of {dim}", "Pass [tokens, heads, head size]"
+        problem = f"Rows of {side.upper()} must have the head size{power} in {spec.cache}"
+        got = f"rows of {rows.shape[-1]} for a head size of {dim}"
+        hint = "Pass [tokens, heads, head size]"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)

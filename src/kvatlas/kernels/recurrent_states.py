@@ -1,8 +1,8 @@
-"""Recurrent states: a sequence's whole state into a block, and back.
+"""Write a sequence's recurrent state to a block, and read it back.
 
-A plan may split a state by heads into parts, each on a page or in a group of its own; then
-all parts are passed together (`Cache.parts`), and the state is one tensor all the same: each
-part says which of the rows it holds.
+A plan may split a state by heads into parts, each on a separate page or in a separate group. Pass
+all parts together (`Cache.parts`). The state is still one tensor: each part specifies the rows
+that it holds.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvatlas.geometry import Int64s, ShardRange
 from kvatlas.kernels.block_copy import block_ids
 
 ConvOrder = Literal["SD", "DS"]
-"""Taps outside rows ([taps, rows]), or rows outside taps."""
+"""Axis order of a convolution state: `SD` is [taps, rows], `DS` is [rows, taps]."""
 
 
 class _PartRange(NamedTuple):
-    """Rows of a state that a part holds: from `local` on there, from `start` on in the state."""
+    """Rows of a state that a part holds: at `local` in the part, at `start` in the state."""
 
     view: torch.Tensor
     ids: torch.Tensor
@@ -48,11 +48,11 @@ def write_states(
     *,
     conv: ConvOrder | None = None,
 ) -> None:
-    """Write states [sequences, ...] by field, each sequence's into its block of `ids`.
+    """Write states [sequences, ...] by field; sequence i is written to block `ids[i]`.
 
-    Parts in groups of their own have block tables of their own: `ids` is then one tensor
-    for each part. `conv` says how the convolution's state is given, where it differs from
-    the spec's own order. Fields that are left out keep what they hold.
+    Parts in separate groups have separate block tables: pass one tensor of ids per part. `conv`
+    is the axis order of the given convolution state, if it differs from the spec's. Fields that
+    are not passed keep their content.
     """
     parts = [parts] if isinstance(parts, LayerCache) else list(parts)
     blocks = _ids_by_part(parts, ids)
@@ -60,7 +60,7 @@ def write_states(
         expected = (len(blocks[0]), *_shape(parts, name, conv))
         if tuple(state.shape) != expected:
             problem = f"The state of {name} must be of shape {expected}"
-            hint = "Pass [sequences, ...] in the field's own axes, and all parts of the layer"
+            hint = "Pass [sequences, ...] in the field's axis order, with all parts of the layer"
             raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(state.shape), hint=hint)
         for rows in _part_ranges(parts, blocks, name, conv):
             rows.held[rows.ids] = rows.of(state).to(rows.view.dtype)
@@ -72,7 +72,7 @@ def read_states(
     *,
     conv: ConvOrder | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read the states of the blocks `ids` by field, as [sequences, ...] in their own dtype."""
+    """Read the states of the blocks `ids` by field, as [sequences, ...] in the stored dtype."""
     parts = [parts] if isinstance(parts, LayerCache) else list(parts)
     blocks = _ids_by_part(parts, ids)
     states = {}
@@ -90,18 +90,18 @@ def read_states(
 def _ids_by_part(
     parts: Sequence[LayerCache], ids: torch.Tensor | Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Blocks of each part, refused where two parts would write the same bytes."""
+    """Return the blocks of each part; raise an error if two parts would share bytes."""
     shared = ids if isinstance(ids, torch.Tensor) else None
     by_part = list(ids) if shared is None else [shared] * len(parts)
     if len(by_part) != len(parts) or len({len(blocks) for blocks in by_part}) > 1:
-        problem = "Each part of a state needs as many blocks as there are sequences"
+        problem = "Each part of a state needs one block per sequence"
         got = f"{[len(blocks) for blocks in by_part]} blocks for {len(parts)} parts"
-        hint = "Pass one tensor of ids, or one for each part"
+        hint = "Pass one tensor of ids, or one per part, all of the same length"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if shared is not None and len({(p.buffer.data_ptr(), p.placement) for p in parts}) < len(parts):
-        problem = "Parts in groups of their own cannot share block ids"
+        problem = "Parts in separate groups cannot share block ids"
         got = f"one list of ids for {len(parts)} parts of {parts[0].name}"
-        hint = "Pass one tensor of ids for each part"
+        hint = "Pass one tensor of ids per part"
         raise AtlasError(Code.OVERLAP, problem, got=got, hint=hint)
     return [block_ids(part, blocks) for part, blocks in zip(parts, by_part, strict=True)]
 
@@ -109,11 +109,11 @@ def _ids_by_part(
 def _part_ranges(
     parts: Sequence[LayerCache], ids: list[torch.Tensor], name: str, conv: ConvOrder | None
 ) -> Iterator[_PartRange]:
-    """What each part holds of a field, with rows counted in the state that is whole here."""
+    """Yield the rows of a field that each part holds, numbered in the combined state."""
     for part, blocks in zip(parts, ids, strict=True):
         view, axes = _oriented(part, name, conv)
         field = part.page.field(name)
-        if not field.ranges:  # every part holds all of it
+        if not field.ranges:  # Replicated: every part holds the whole field.
             yield _PartRange(view, blocks, 1, 0, 0, view.shape[1])
             continue
         axis = axes.index(str(field.sharding.axis))
@@ -123,7 +123,7 @@ def _part_ranges(
 
 
 def _rows_held(parts: Sequence[LayerCache], name: str) -> Int64s:
-    """The whole model's rows that a state has, in order; parts may repeat some."""
+    """Return the rows of the whole model that a state has, in order; parts may overlap."""
     return _union(tuple(rows for part in parts for rows in part.page.field(name).ranges))
 
 
@@ -145,7 +145,7 @@ def _shape(parts: Sequence[LayerCache], name: str, conv: ConvOrder | None) -> tu
 def _oriented(
     part: LayerCache, name: str, conv: ConvOrder | None
 ) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """A field's view and its axes, the convolution's in the order that `conv` says."""
+    """Return a field's view and axes; a convolution's axes are in the order of `conv`."""
     view, axes = part.field(name), part.place(name).axes
     if name != "conv" or conv is None:
         return view, axes

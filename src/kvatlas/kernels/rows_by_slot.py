@@ -1,8 +1,8 @@
-"""Rows in and out of pages by slots: what all writes and reads are made of.
+"""Write and read rows of pages by slot; all other writes and reads use these functions.
 
-A slot is block * N + state, as engines number them. Slots of a prefill come in long
-runs, and a run moves as one strided copy; slots of a decode come one by one and
-move as one indexed copy. Both work on the views of a field, in whatever layout it has.
+A slot is block * N + state, as engines number them. Slots of a prefill form long runs, and a run
+is one strided copy. Slots of a decode step are scattered and become one indexed copy. Both work
+on the views of a field, in any layout.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kvatlas.kernels.strided_copy import WORDS, as_runs, stretch_starts
 
 _ROW_AXES = ("B", "N", "H", "C", "c")
 _LONG = 4
-"""States in a run from which a copy for each costs less than indexing every row."""
+"""Minimum states per run for which one copy per run is cheaper than indexing every row."""
 _MANY = 256
-"""Rows from which it is worth looking for runs at all."""
+"""Minimum rows for which a search for runs pays off."""
 _LARGE = 128 << 10
-"""Bytes from which torch's strided copy is worth the price of its call."""
+"""Minimum bytes for which torch's strided copy pays for the overhead of its call."""
 
 
 class SlotRun(NamedTuple):
-    """Rows whose slots follow each other: part of one block, or whole blocks in turn."""
+    """Rows with consecutive slots: part of one block, or several whole blocks."""
 
     blocks: Int64s
     state: int
@@ -40,41 +40,41 @@ class SlotRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Slots:
-    """Slots that were checked: blocks and states, and the runs that they come in."""
+    """Slots after validation, with their blocks, states and runs."""
 
     numbers: torch.Tensor
     in_block: int
-    """States of a block."""
+    """States per block."""
     runs: list[SlotRun] | None
-    """None where slots are scattered."""
+    """None if the slots are scattered."""
 
     @cached_property
     def blocks(self) -> torch.Tensor:
-        """The block of each."""
+        """The block of each slot."""
         return torch.div(self.numbers, self.in_block, rounding_mode="floor")
 
     @cached_property
     def states(self) -> torch.Tensor:
-        """The state of each within its block."""
+        """The state of each slot in its block."""
         return torch.remainder(self.numbers, self.in_block)
 
 
 def find_slots(layer: LayerCache, slots: torch.Tensor) -> Slots:
-    """Slots of a layer, refused where there are no such states."""
+    """Return the slots of a layer; raise an error if any is out of range."""
     states = layer.kernel_blocks.size("N")
     count = layer.kernel_blocks.size("B") * states
-    hint = "Check the block table, and slots = block * N + state"
+    hint = "Check the block table; a slot is block * N + state"
     slots = checked_ids(slots, count, "Slots", hint)
     looked_for = slots.device.type == "cpu" and slots.numel() >= _MANY
     return Slots(slots, states, _slot_runs(slots.numpy(), states) if looked_for else None)
 
 
 def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Slots and rows without those that are not stored, refused where their numbers differ."""
+    """Return slots and rows without skipped ones (negative slots); check that counts match."""
     slots = whole_tensor(slots, "Slots", "Pass a slot for each row, or -1")
     if slots.dim() != 1 or any(row.shape[:1] != slots.shape for row in rows):
         got = f"rows {[tuple(row.shape) for row in rows]} for slots {tuple(slots.shape)}"
-        problem, hint = "There are not as many slots as rows", "Pass a slot for each row, or -1"
+        problem, hint = "There must be one slot per row", "Pass a slot for each row; -1 skips a row"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if slots.numel() and int(slots.min()) < 0:
         kept = slots >= 0
@@ -83,7 +83,7 @@ def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def write_fields(layer: LayerCache, slots: Slots, fields: Mapping[str, torch.Tensor]) -> None:
-    """Write rows [T, ...] of several fields into the same states."""
+    """Write rows [T, ...] of several fields to the same states."""
     for name, values in fields.items():
         pages = _by_row(layer, name)
         pages, rows = _in_words(pages, _tiled_like(pages, values.to(pages.dtype)))
@@ -102,7 +102,7 @@ def read_fields(layer: LayerCache, slots: Slots) -> dict[str, torch.Tensor]:
 def read_field(
     layer: LayerCache, name: str, slots: Slots, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Read rows [T, ...] of a field, into a new tensor or into `out`; tiles are put together."""
+    """Read rows [T, ...] of a field, into a new tensor or into `out`; tiled rows are joined."""
     pages = _by_row(layer, name)
     tiled = "c" in layer.place(name).axes
     if slots.runs is None:
@@ -127,7 +127,7 @@ def read_field(
 
 
 def _by_row(layer: LayerCache, name: str) -> torch.Tensor:
-    """A field as [B, N, H, row], or less where it has no heads; a tiled row has two axes."""
+    """Return a field as [B, N, H, row], without H if it has no heads; a tiled row has two axes."""
     kept: torch.Tensor | None = layer.kept.get(("by row", name))
     if kept is None:
         axes = layer.place(name).axes
@@ -137,7 +137,7 @@ def _by_row(layer: LayerCache, name: str) -> torch.Tensor:
 
 
 def _row_words(layer: LayerCache, name: str, pages: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A field by row in wide words; as [B * N, ...] where states of all blocks are in turn."""
+    """Return a field by row in wide words; as [B * N, ...] if all states are evenly spaced."""
     kept: tuple[torch.Tensor, bool] | None = layer.kept.get(("row words", name))
     if kept is None:
         (words,) = _in_words(pages)
@@ -147,17 +147,17 @@ def _row_words(layer: LayerCache, name: str, pages: torch.Tensor) -> tuple[torch
 
 
 def _tiled_like(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows [T, ...] with as many axes as pages [B, N, ...] have: a row may be cut into tiles."""
+    """Return rows [T, ...] with the axes of pages [B, N, ...]: a row may be split into tiles."""
     tiled = pages.dim() == rows.dim() + 2
     return torch.unflatten(rows, -1, pages.shape[-2:]) if tiled else rows
 
 
 def _slot_runs(slots: Int64s, states: int) -> list[SlotRun] | None:
-    """Runs of slots, each inside one block or over whole blocks; None where they are short."""
+    """Return runs of slots, each in one block or over whole blocks; None if they are short."""
     starts = stretch_starts(slots)
     if len(slots) < _LONG * len(starts):
         return None
-    # A run is cut at the borders of blocks; whole blocks in turn are then one run again.
+    # Cut runs at block boundaries; consecutive whole blocks then form one run again.
     cuts = np.union1d(starts, np.flatnonzero(slots % states == 0))
     lengths = np.diff(cuts, append=len(slots))
     blocks, first = np.divmod(slots[cuts], states)
@@ -189,7 +189,7 @@ def _copy_runs(
 def _copy_whole_blocks(
     pages: torch.Tensor, blocks: Int64s, lines: torch.Tensor, *, into_pages: bool
 ) -> None:
-    """Whole blocks: neighbours as one copy where that is large, else all of them by index."""
+    """Copy whole blocks: large stretches of adjacent blocks as one copy, others by index."""
     starts = stretch_starts(blocks)
     if len(starts) > 1 and lines.nbytes < _LARGE * len(starts):
         if not into_pages:
@@ -206,7 +206,7 @@ def _copy_whole_blocks(
 
 
 def _in_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The same bytes as elements that are as wide as all of the tensors allow."""
+    """View tensors as elements of the widest word that all of them permit."""
     word = min(_widest_word(tensor) for tensor in tensors)
     return [tensor.view(WORDS[word]) for tensor in tensors]
 

@@ -1,15 +1,15 @@
-"""Copies of chosen blocks between two strided placements, as fast as memory allows.
+"""Copy selected blocks between two strided placements, close to memory bandwidth.
 
-Both ends are folded together, so that an item is the longest run that is contiguous on
-both, and moved as words that are as wide as alignment allows, whatever the elements are.
-Three ways, because three costs compete:
+The axes of both ends are folded together, so an item is the longest run that is contiguous at
+both ends. Items are moved as the widest words that their alignment permits, independent of the
+element type. Three methods cover the different costs:
 
-- blocks that are neighbours on both ends are joined, and go as one copy of their runs;
-- scattered blocks go one by one: a call for each costs less than staging every byte;
-  from neighbours or to neighbours they go in one call;
-- blocks too small for that are gathered into a small staging buffer that stays in the cache.
+- Adjacent blocks at both ends are joined and copied as one.
+- Scattered blocks are copied one by one: a call per block costs less than staging every byte.
+  If one end is adjacent, they are copied in a single call.
+- Blocks that are too small for that are gathered in a staging buffer that fits in the CPU cache.
 
-On other devices than the CPU one indexed copy of some blocks at a time does it.
+On devices other than the CPU, an indexed copy handles several blocks at a time.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from kvatlas.geometry import Int64s, Placement, fold_beside, in_words, widest_wo
 WORDS = {
     16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8,
 }  # fmt: skip
-"""Types that carry words of each width; nothing is ever computed with them."""
+"""Dtypes used to move words of each width; no arithmetic is done on them."""
 
 _LARGE = 128 << 10
-"""Bytes from which torch's copy of short runs is worth the price of its call."""
+"""Minimum bytes for which torch's copy of short runs pays for the overhead of its call."""
 _SMALL = 1 << 10
-"""Bytes of a block below which a call for each costs more than staging; bytes of a run
-below which a memcpy for each costs more than a loop over elements."""
+"""Below this size, staging a block is cheaper than a call per block, and a loop over elements is
+cheaper than a memcpy per run. In bytes."""
 _STAGING = 128 << 10
-"""Bytes that are staged at once."""
+"""Size of the staging buffer in bytes."""
 _INDEXED = 64
-"""StridedBlocks that are staged at once on other devices than the CPU."""
+"""Number of blocks that are staged at a time on devices other than the CPU."""
 
 
 class StridedBlocks(NamedTuple):
-    """One end of a copy: a buffer's bytes, and where blocks lie in them, counted by axis B."""
+    """One end of a copy: a buffer of bytes, and the placement of its blocks along axis B."""
 
     buffer: torch.Tensor
     placement: Placement
 
     def words(self, word: int) -> torch.Tensor:
-        """The blocks as a tensor of words."""
+        """Return the blocks as a tensor of words."""
         return view(self.buffer, in_words(self.placement, word), WORDS[word])
 
     def runs(self) -> NDArray[np.void]:
-        """The blocks as an array whose elements are whole runs."""
+        """Return the blocks as an array whose elements are whole runs."""
         return as_runs(self.placement.view(self.buffer.numpy()))
 
 
 def move_blocks(
     source: StridedBlocks, ids: torch.Tensor, target: StridedBlocks, places: torch.Tensor
 ) -> None:
-    """Copy blocks `ids` of one end to blocks `places` of the other.
+    """Copy blocks `ids` of the source to blocks `places` of the target.
 
-    Ids are in range, and no block is both read and written.
+    Ids must be in range, and no block may be both read and written.
     """
     if not ids.numel():
         return
@@ -94,10 +94,10 @@ def move_blocks(
 def _one_sided(
     source: StridedBlocks, ids: torch.Tensor, target: StridedBlocks, places: torch.Tensor, word: int
 ) -> bool:
-    """Copy scattered blocks from or to neighbours in one call; False where they are not so."""
+    """Copy scattered blocks from or to adjacent ones in one call; False if neither end is."""
     here, there = (len(stretch_starts(end.numpy())) for end in (ids, places))
     if max(here, there) * 4 < len(ids):
-        return False  # neighbours on both ends, better joined
+        return False  # Both ends have long stretches: joining them is faster.
     if there == 1 and target.placement.contiguous:
         out = target.words(word)[int(places[0]) :][: len(places)]
         torch.index_select(source.words(word), 0, ids, out=out)
@@ -109,7 +109,7 @@ def _one_sided(
 
 
 def as_runs(array: NDArray[Any]) -> NDArray[np.void]:
-    """The last axis, which is contiguous, as one element: numpy copies those by memcpy.
+    """View the contiguous last axis as one element, which numpy copies with memcpy.
 
     >>> as_runs(np.zeros((3, 4, 8), np.int64)[:, ::2]).dtype, as_runs(np.zeros((3, 8))).shape
     (dtype('V64'), (3,))
@@ -121,21 +121,21 @@ def as_runs(array: NDArray[Any]) -> NDArray[np.void]:
 
 @lru_cache(maxsize=1024)
 def _folded(a: Placement, b: Placement) -> tuple[Placement, Placement, int]:
-    """Both ends folded inside their blocks, and the widest word that they share."""
+    """Fold both ends inside their blocks; return them with the widest word that they share."""
     a, b = fold_beside(a, b, axis="B")
     return a, b, widest_word(a, b)
 
 
 def _alignment(buffer: torch.Tensor) -> int:
-    """The widest word that a buffer starts at a multiple of, in its storage."""
+    """Return the widest word to which a buffer's start is aligned in its storage."""
     start = buffer.storage_offset() * buffer.element_size()
     return next(word for word in WORDS if start % word == 0)
 
 
 def _stretches(ids: Int64s, places: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Firsts and lengths of the stretches of neighbours on both ends.
+    """Return starts and lengths of the stretches that are adjacent at both ends.
 
-    What is scattered is taken in the order of its source: memory is read fastest upwards.
+    Scattered blocks are sorted by source, because ascending reads are fastest.
     """
     starts = stretch_starts(ids, places)
     if len(ids) < 4 * len(starts):
@@ -146,7 +146,7 @@ def _stretches(ids: Int64s, places: Int64s) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def stretch_starts(*ends: Int64s) -> Int64s:
-    """Where a new stretch begins: some end does not go on to its next coordinate.
+    """Return the indices where a new stretch begins: at some end, the next id is not adjacent.
 
     >>> stretch_starts(np.array([4, 5, 6, 9]), np.array([0, 1, 7, 8])).tolist()
     [0, 2, 3]
@@ -160,7 +160,7 @@ def stretch_starts(*ends: Int64s) -> Int64s:
 def _runs(
     source: StridedBlocks, ids: Int64s, target: StridedBlocks, places: Int64s, nbytes: list[int]
 ) -> None:
-    """Stretches that are one run each: nothing copies bytes with less ado than a memoryview."""
+    """Copy stretches of one run each; a memoryview has the lowest overhead per copy."""
     rows, out = (memoryview(end.buffer.numpy().data) for end in (source, target))
     froms, tos = source.placement(B=ids).tolist(), target.placement(B=places).tolist()
     for i, j, n in zip(froms, tos, nbytes, strict=True):
@@ -168,7 +168,7 @@ def _runs(
 
 
 def _staged(rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, places: torch.Tensor) -> None:
-    """Small blocks through a staging buffer that stays in the CPU's cache."""
+    """Copy small blocks through a staging buffer that fits in the CPU cache."""
     nbytes = rows[0].numel() * rows.element_size()
     count = max(1, _STAGING // nbytes)
     staging = torch.empty((min(count, len(ids)), *rows.shape[1:]), dtype=rows.dtype)
@@ -181,7 +181,7 @@ def _staged(rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, places: to
 def _indexed(
     rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, places: torch.Tensor
 ) -> None:
-    """Indexed copies of some blocks at a time, so that what is staged stays small."""
+    """Copy several blocks at a time by index, so that the temporary copy stays small."""
     ids, places = ids.to(rows.device), places.to(out.device)
     for some, there in zip(torch.split(ids, _INDEXED), torch.split(places, _INDEXED), strict=True):
         out.index_put_((there,), rows.index_select(0, some).to(out.device))

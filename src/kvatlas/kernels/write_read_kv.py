@@ -1,4 +1,4 @@
-"""K and V of attention layers, written and read by slots, quantised on the way."""
+"""Write and read K and V of attention layers by slot, with quantisation."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def write(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Write K and V [tokens, heads, D] into slots, quantised to the layer's cache dtype.
+    """Write K and V [tokens, heads, D] to slots, quantised to the layer's cache dtype.
 
-    A slot is block * N + state, as engines number them; a negative one is skipped. Every
-    packing is written where it lies, tiled and transposed keys too. Cross attention
-    writes the encoder's tokens once in the same way.
+    A slot is block * N + state, as engines number them; negative slots are skipped. Every packing
+    is supported, including tiled and transposed keys. For cross attention, write the encoder's
+    tokens once.
     """
     check_scales(k_scale, v_scale)
     if gpu := gpu_kernels(layer.buffer):
@@ -61,7 +61,7 @@ def read(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Read K and V of slots, dequantised, as [tokens, heads, D] of `dtype`.
 
-    With `out` they are put there, in its dtype.
+    If `out` is given, the result is written there, in the dtype of `out`.
     """
     check_scales(k_scale, v_scale)
     spec = layer.spec_as(Attention)
@@ -83,7 +83,7 @@ def read(
 def _refuse_unlike(
     layer: LayerCache, spec: Attention, count: int, out: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Refuse room that K and V of so many slots do not fill: bytes would be taken for others."""
+    """Raise an error unless `out` has the exact shapes of K and V for `count` slots."""
     heads = layer.place("k").size("H")
     dims = spec.head_dim, spec.v_dim or spec.head_dim
     wanted = [(count, heads, dim) for dim in dims]
@@ -92,5 +92,5 @@ def _refuse_unlike(
             Code.BAD_TENSOR,
             f"`out` must be of shapes {wanted[0]} and {wanted[1]}, both of one dtype",
             got=", ".join(f"{rows.dtype} of {tuple(rows.shape)}" for rows in out),
-            hint="Leave `out` away, or pass a row for every slot",
+            hint="Omit `out`, or pass tensors with one row per slot",
         )

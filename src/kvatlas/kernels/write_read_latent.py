@@ -1,7 +1,7 @@
-"""Latent rows, indexer keys and compressor sums: written and read by slots, quantised on the way.
+"""Write and read latent rows, indexer keys and compressor sums by slot, with quantisation.
 
-These caches have no heads: one row for each state. Where scales lie, in the cell or behind
-all rows of a page, is the page's affair.
+These caches have no heads: one row per state. The page determines where scales are stored, in
+the cell or after all rows of the page.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def write_latent(
     *,
     kv_scale: float = 1.0,
 ) -> None:
-    """Write latents [states, latent] and rotary parts [states, rope] into slots.
+    """Write latents [states, latent] and rotary parts [states, rope] to slots.
 
-    A negative slot is skipped. `kv_scale` is the tensor's own, for plain fp8.
+    Negative slots are skipped. `kv_scale` is the per-tensor scale of plain fp8.
     """
     check_scales(kv_scale)
     spec = layer.spec_as(LatentAttention)
@@ -58,18 +58,18 @@ def read_latent(
 
 
 def write_rows(layer: LayerCache, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write an indexer's keys or a compressor's sums, one row for each slot."""
+    """Write an indexer's keys or a compressor's sums, one row per slot."""
     slots, rows = kept_slots(slots, rows)
     write_fields(layer, find_slots(layer, slots), encode_rows(_rows_spec(layer), rows))
 
 
 def read_rows(layer: LayerCache, slots: torch.Tensor) -> torch.Tensor:
-    """Read what `write_rows` stored, as float32."""
+    """Read the rows that `write_rows` stored, as float32."""
     return decode_rows(_rows_spec(layer), read_fields(layer, find_slots(layer, slots)))
 
 
 def encode_rows(spec: Indexer | CompressorState, rows: torch.Tensor) -> Fields:
-    """Quantise an indexer's keys or a compressor's sums: a tensor for each field of the page."""
+    """Quantise an indexer's keys or a compressor's sums; return a tensor for each field."""
     if isinstance(spec, CompressorState):
         return {"state": _checked(rows, spec.width).to(torch_dtype(DType.of(spec.dtype)))}
     _checked(rows, spec.head_dim)
@@ -83,7 +83,7 @@ def encode_rows(spec: Indexer | CompressorState, rows: torch.Tensor) -> Fields:
 
 
 def decode_rows(spec: Indexer | CompressorState, fields: Fields) -> torch.Tensor:
-    """Dequantise what `encode_rows` gave, to float32."""
+    """Dequantise the fields that `encode_rows` returned, to float32."""
     if isinstance(spec, CompressorState):
         return fields["state"].float()
     if spec.cache == "mxfp4":
@@ -106,7 +106,7 @@ def encode_latent(
     *,
     scale: float = 1.0,
 ) -> Fields:
-    """Quantise latents and rotary parts: a tensor for each field of the page."""
+    """Quantise latents and rotary parts; return a tensor for each field of the page."""
     check_scales(scale)
     _checked(latent, spec.latent)
     _checked(rope, spec.rope)
@@ -153,13 +153,13 @@ def decode_latent(
 
 
 def _rope_scaled(spec: LatentAttention) -> bool:
-    """The rotary part is quantised with the latent, as V4.1's formats have it."""
+    """Whether the rotary part is quantised together with the latent, as in V4.1's formats."""
     return spec.version == "v4.1"
 
 
 def _checked(rows: torch.Tensor, width: int) -> torch.Tensor:
     if rows.dim() != 2 or rows.shape[-1] != width:
-        hint = "Pass one row for each state, as wide as the spec says"
+        hint = "Pass one row per state, with the width of the spec"
         problem = f"Rows must be [states, {width}]"
         raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(rows.shape), hint=hint)
     return rows

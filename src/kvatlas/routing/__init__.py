@@ -1,4 +1,4 @@
-"""Routes: from any plan to any plan of the same model, as byte ranges."""
+"""Routes: byte ranges that copy caches between any two plans of the same model."""
 
 from kvatlas.routing.binding import Copy, RunGrid, Starts
 from kvatlas.routing.block_tables import block_table, checked_rank, table_arrays

@@ -1,4 +1,4 @@
-"""From strips, block tables and tokens to byte ranges: numpy all the way."""
+"""Bind compiled strips to block tables and tokens: byte ranges, computed in numpy."""
 
 from __future__ import annotations
 
@@ -27,48 +27,48 @@ from kvatlas.routing.request import BoundStates
 from kvatlas.specs import ElementCast
 
 _MOST_STARTS = 1 << 15
-"""Starts that are kept with their states."""
+"""The most starts that `RepeatedRuns.in_states` keeps for one number of states."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Starts:
-    """Offsets at the source and at the destination, ascending there.
+    """Source and destination offsets of runs, in ascending order of the destination.
 
-    Equal only to itself: what is found out about it may be kept by whoever has it again.
+    Compares by identity, so that callers can cache what they derive from it.
     """
 
     src: Int64s
     dst: Int64s
     step: int
-    """The least that they are apart at the destination; more than anything where there is one."""
+    """Smallest distance between two destination offsets; `INT64_MAX` for a single offset."""
     scales: Int64s | None = None
-    """Which of a cast's scales each has, where there are several."""
+    """Index of each run's scale in `ElementCast.scales`; None if all runs have the first."""
 
     @classmethod
     def of(cls, src: Int64s, dst: Int64s, scales: Int64s | None = None) -> Starts:
-        """Offsets at either end, with their step."""
+        """Offsets at both ends, with their step."""
         return cls(src, dst, int(np.diff(dst).min()) if len(dst) > 1 else INT64_MAX, scales)
 
     @property
     def ends(self) -> tuple[Int64s, Int64s]:
-        """Offsets at either end."""
+        """Source offsets and destination offsets."""
         return self.src, self.dst
 
     def at(self, end: int) -> Int64s:
-        """Offsets at one end."""
+        """Offsets at one end: 0 for the source, 1 for the destination."""
         return self.dst if end else self.src
 
     def touch(self, near: int, far: int) -> bool:
-        """Whether one is `near` behind another at the destination, and `far` at the source."""
+        """Whether any neighbours are `near` apart at the destination and `far` at the source."""
         return bool(((np.diff(self.dst) == near) & (np.diff(self.src) == far)).any())
 
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """Byte ranges of one source pool and where they go in one destination pool.
+    """Byte ranges of one source pool and their positions in one destination pool.
 
-    Row i is `length[i]` bytes from offset `src[i]` to offset `dst[i]`; rows are in the
-    order of their destination, none touches the next at both ends.
+    Row i copies `length[i]` bytes from offset `src[i]` to offset `dst[i]`. Rows are sorted by
+    destination; no row is adjacent to the next one at both ends.
     """
 
     src_pool: int
@@ -82,13 +82,13 @@ class Copy:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that move."""
+        """Total bytes to copy."""
         return int(self.length.sum())
 
     def descriptors(
         self, *, src_base: int = 0, dst_base: int = 0, src_device: int = 0, dst_device: int = 0
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """What a transport takes: rows (address, length, device) for either end."""
+        """Return descriptors for a transport: rows (address, length, device) for each end."""
         return (
             _rows(self.src, self.length, src_base, src_device),
             _rows(self.dst, self.length, dst_base, dst_device),
@@ -97,36 +97,37 @@ class Copy:
 
 @dataclass(frozen=True, eq=False)
 class RunGrid:
-    """Runs of two pools at every sum of a start and a span, before the sums are written out.
+    """Runs between two pools: one run for every pair of a start and a span, kept as factors.
 
-    A thousand starts and a thousand spans are a million runs: what can add for itself, such
-    as a kernel, is told of two thousand numbers.
+    A thousand starts and a thousand spans describe a million runs. A kernel that adds them
+    itself needs only the two thousand numbers.
     """
 
     src_pool: int
     dst_pool: int
     starts: Starts
-    """Known to the route; the same object for every request."""
+    """Offsets that depend on the route only; the same object for every request."""
     src: Int64s
     dst: Int64s
     length: Int64s
-    """Where the spans of one request lie, and how long each is; none is empty."""
+    """Offsets and lengths of one request's spans. No span is empty."""
     cast: ElementCast | None = None
-    """How elements change on the way; all of the above is then counted in elements."""
+    """Element conversion during the copy. If set, offsets and lengths count elements."""
 
     def __len__(self) -> int:
         return len(self.starts.src) * len(self.length)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that arrive."""
+        """Bytes written at the destination."""
         count = len(self.starts.src) * int(self.length.sum())
         return count if self.cast is None else count * self.cast.target.item
 
     def runs(self) -> tuple[Int64s, Int64s, Int64s]:
-        """The sums, span by span: where runs are at the source and the destination, how long.
+        """Return source offsets, destination offsets and lengths of all runs, span by span.
 
-        Refused for a grid whose elements are cast: they have not as many bytes at either end.
+        A grid with a cast has no runs of bytes, because an element has different sizes at the
+        two ends; it raises an error.
 
         >>> starts = Starts.of(np.array([0, 40]), np.array([0, 8]))
         >>> grid = RunGrid(0, 0, starts, np.array([100, 200]), np.array([0, 4]), np.array([4, 4]))
@@ -134,26 +135,27 @@ class RunGrid:
         [[100, 140, 200, 240], [0, 8, 4, 12], [4, 4, 4, 4]]
         """
         if self.cast is not None:
-            problem, hint = "Elements that are cast are no runs of bytes", "Carry out the cast"
-            raise AtlasError(Code.CONTRADICTORY, problem, got="runs of a cast", hint=hint)
+            problem = "A grid that casts elements has no runs of bytes"
+            hint = "Copy it with a mover that casts"
+            raise AtlasError(Code.CONTRADICTORY, problem, got="a grid with a cast", hint=hint)
         ends = zip((self.src, self.dst), self.starts.ends, strict=True)
         src, dst = ((spans[:, None] + starts).reshape(-1) for spans, starts in ends)
         return src, dst, np.repeat(self.length, len(self.starts.src))
 
 
 class RepeatedRuns(NamedTuple):
-    """Strips that differ only in where they start: one of them, and all starts."""
+    """Strips that differ only in their offsets: one strip, and the starts of all of them."""
 
     strip: StridedRuns
     starts: Starts
-    """Where items lie at either end, by destination, in the first state of block 0."""
+    """Offsets of the items in the first state of block 0, sorted by destination."""
     kept: dict[object, Any]
-    """What was made of it and is asked for again: starts with states, parts, spans of requests."""
+    """Cache of derived values: starts per number of states, parts, spans of requests."""
 
     def in_states(self, count: int) -> Starts | None:
-        """Where items lie in the first `count` states; None where those are too many to keep.
+        """Return the starts of items in the first `count` states; None if too many to keep.
 
-        The same object whenever it is asked for, so that a device can keep it.
+        Repeated calls return the same object, so that a device can cache it.
         """
         if count * len(self.starts.src) > _MOST_STARTS:
             return None
@@ -169,7 +171,7 @@ class RepeatedRuns(NamedTuple):
         return made
 
     def part(self, first: int, stop: int) -> RepeatedRuns:
-        """Some of the starts alone; the same whenever they are asked for, with what they keep."""
+        """Return the starts `first .. stop - 1` only. Repeated calls return the same object."""
         key = range(first, stop)
         if key not in self.kept:
             starts, some = self.starts, slice(first, stop)
@@ -181,7 +183,7 @@ class RepeatedRuns(NamedTuple):
 
 
 class CompiledPair(NamedTuple):
-    """What moves between two groups, ready to be bound: state by state, and for whole cells."""
+    """The runs between two groups, ready to bind: per state, and per whole cell."""
 
     pair: GroupPair
     states: list[RepeatedRuns]
@@ -189,7 +191,7 @@ class CompiledPair(NamedTuple):
 
 
 def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair:
-    """Strips as repeated runs, also with the states of a cell folded in where both ends agree."""
+    """Group strips into repeated runs; also fold a cell's states where both ends agree."""
     src, dst = pair.cells
     fold = pair.per_state is not None and src.states == dst.states
     return CompiledPair(
@@ -200,7 +202,7 @@ def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair
 def repeated(
     strips: Sequence[StridedRuns], scales: Sequence[int] | None = None
 ) -> list[RepeatedRuns]:
-    """Strips that differ only in where they start, together; `scales` are those of a cast."""
+    """Group strips that differ only in their offsets; `scales` holds each strip's scale index."""
     alike: dict[object, list[int]] = defaultdict(list)
     for number, strip in enumerate(strips):
         alike[strip[:5], strip.item].append(number)
@@ -219,7 +221,7 @@ def repeated(
 
 
 class Runs(NamedTuple):
-    """Byte ranges at either end; `fewest` where they are in order and none touches the next."""
+    """Byte ranges at both ends. `fewest`: they are sorted and no two neighbours can join."""
 
     src: Int64s
     dst: Int64s
@@ -228,7 +230,7 @@ class Runs(NamedTuple):
 
 
 def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
-    """Every run that moves between two groups, in arrays."""
+    """Yield all runs between two groups as arrays."""
     for runs, part, whole in _folded(compiled, bound):
         stretches = _Stretches(part, whole=whole)
         for strip, starts, _ in runs:
@@ -236,9 +238,9 @@ def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
 
 
 def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
-    """How many runs there are between two groups at most, where spans are cut so many times.
+    """Return an upper bound of the runs between two groups if spans are cut `cuts` times.
 
-    Unlike strips that happen to touch are counted apart.
+    Runs of different strips that happen to be adjacent count separately.
     """
     count = 0
     for runs, part, whole in _folded(compiled, bound):
@@ -256,7 +258,7 @@ def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
 def _folded(
     compiled: CompiledPair, bound: BoundStates
 ) -> Iterator[tuple[list[RepeatedRuns], BoundStates, bool]]:
-    """Whole cells, where their states are folded in, and the other states."""
+    """Yield the spans of whole cells with folded runs, then the remaining states."""
     if compiled.whole:
         full = bound.states.length == compiled.pair.cells[0].states
         if full.all():
@@ -269,14 +271,14 @@ def _folded(
 
 
 class _Stretches:
-    """Where states lie in the pools; strips of one kind share what was computed."""
+    """Byte ranges of bound states; strips with the same strides share one computation."""
 
     def __init__(self, bound: BoundStates, *, whole: bool) -> None:
         self._bound, self._whole = bound, whole
         self._computed: dict[tuple[object, ...], tuple[Int64s, Int64s, Int64s]] = {}
 
     def of(self, strip: StridedRuns) -> tuple[Int64s, Int64s, Int64s]:
-        """Starts at either end, and lengths, of an item that lies at offset 0 of block 0."""
+        """Return the source and destination starts and the lengths for an item at offset 0."""
         key = (strip.block_strides, strip.kernel_strides, strip.state_strides, strip.item)
         if key not in self._computed:
             states, ids = self._bound
@@ -285,7 +287,7 @@ class _Stretches:
 
 
 def _all_sums(starts: Starts, src: Int64s, dst: Int64s, length: Int64s) -> Runs:
-    """Every start with every stretch, the one that steps further slowest."""
+    """Add every start to every stretch; the factor with the larger step varies slowest."""
     many, most = len(starts.src), int(length.max())
     count = many * len(src)
     refuse_too_many(count, "descriptors")
@@ -297,7 +299,7 @@ def _all_sums(starts: Starts, src: Int64s, dst: Int64s, length: Int64s) -> Runs:
     np.add(outer.dst[:, None], inner.dst, out=sums[1])
     to_src, to_dst = sums.reshape(2, count)
     if most == int(length.min()):
-        # Seen everywhere and kept once: a third less to write.
+        # One length for all runs: a broadcast view saves a third of the writes.
         same = np.broadcast_to(np.int64(most), count)
         return Runs(to_src, to_dst, same, _apart(outer, inner, most))
     lengths = np.repeat(length, many) if slow else np.tile(length, many)
@@ -305,7 +307,7 @@ def _all_sums(starts: Starts, src: Int64s, dst: Int64s, length: Int64s) -> Runs:
 
 
 def _apart(outer: Starts, inner: Starts, item: int) -> bool:
-    """Whether all sums are in order at the destination and none touches the next at both ends."""
+    """Whether all sums are sorted by destination and no two neighbours touch at both ends."""
     span = int(inner.dst[-1] - inner.dst[0]) + item
     reach = int(inner.src[-1] - inner.src[0]) + item
     for starts, near, far in ((inner, item, item), (outer, span, reach)):
@@ -315,7 +317,7 @@ def _apart(outer: Starts, inner: Starts, item: int) -> bool:
 
 
 def joined(runs_by_pools: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, ...]:
-    """Runs by (source pool, destination pool), the fewest that carry the same bytes."""
+    """Join adjacent runs, by (source pool, destination pool), into as few as possible."""
     copies = []
     for pools, runs in sorted(runs_by_pools.items()):
         if not runs:
@@ -340,7 +342,7 @@ def _rows(starts: Int64s, length: Int64s, base: int, device: int) -> NDArray[np.
     last = base + int((starts + length).max(initial=0))
     if max(last, device) > INT64_MAX:
         got = f"a last byte at {last - 1} on device {device}"
-        raise AtlasError(Code.OVERFLOW, got=got, hint="Check the base address")
+        raise AtlasError(Code.OVERFLOW, got=got, hint="Check the base address and the device id")
     rows = np.empty((len(starts), 3), dtype=np.uint64)
     rows[:, 0] = starts
     rows[:, 0] += np.uint64(base)

@@ -1,4 +1,4 @@
-"""Whether two plans cache the same model, and the coded reasons where they do not."""
+"""Check whether two plans cache the same model; report differences as coded reasons."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _SHOWN = 3
 
 
 class Reason(NamedTuple):
-    """Why two plans cannot exchange bytes: a code, and what is unlike."""
+    """Why two plans cannot exchange bytes: a code and the difference found."""
 
     code: Code
     got: str
     hint: str = ""
-    """What to do, where it says more than the code's own."""
+    """A specific remedy; empty for the default hint of the code."""
 
 
 _HINTS = {
-    Code.UNLIKE_MODELS: "Plan both ends for one model: layers are found by their names",
-    Code.MISSING_LAYERS: "Name the layers to move with layers=",
-    Code.UNLIKE_LAYERS: "Check the configs: heads, sizes, windows and ratios must agree",
+    Code.UNLIKE_MODELS: "Plan both ends for the same model; layers are matched by name",
+    Code.MISSING_LAYERS: "Pass layers= with the layers that both plans have",
+    Code.UNLIKE_LAYERS: "Check the configs: heads, sizes, windows and ratios must be the same",
 }
 
 
 def fingerprint(plan: Plan) -> str:
-    """The same for two plans exactly when they cache the same model in the same dtypes.
+    """Return a digest: equal for two plans exactly if they cache one model in the same dtypes.
 
-    What layers keep decides: kinds, heads, sizes, windows, sources, dtypes. Topology, order,
-    blocks, packing, memory and what the model is called do not matter.
+    The digest covers each layer's kind, heads, sizes, windows, sources and dtypes. It does not
+    depend on topology, layout, block size, packing, memory or the model's name.
 
     >>> from kvatlas.planning import plan
     >>> one = plan("gpt-oss-20b", memory="20GiB", tp=2, layout="BHLNC")
@@ -59,7 +59,7 @@ def reasons(
     layers: Collection[str] | None = None,
     converting: bool = False,
 ) -> list[Reason]:
-    """Everything that keeps two plans from exchanging bytes; dtypes do not where they convert."""
+    """Return all differences that prevent a copy; `converting` permits different dtypes."""
     if not src.specs.keys() & dst.specs.keys():
         got = f"{src.plan.model!r} and {dst.plan.model!r}, which have no layer in common"
         return [Reason(Code.UNLIKE_MODELS, got)]
@@ -88,7 +88,7 @@ def reasons(
 
 
 def refuse(reasons: list[Reason]) -> None:
-    """Raise the first reason, and count the others."""
+    """Raise an error for the first reason, with a count of the others; do nothing for none."""
     if reasons:
         code, got, hint = reasons[0]
         more = f", and {len(reasons) - 1} more reason(s)" if len(reasons) > 1 else ""
@@ -96,11 +96,11 @@ def refuse(reasons: list[Reason]) -> None:
 
 
 def _hint(code: Code, src: PlanEnd, dst: PlanEnd, layers: list[str]) -> str:
-    """How the conversion is asked for that would help."""
+    """Return the hint that names the conversion for different dtypes; else an empty string."""
     if code is not Code.UNLIKE_DTYPES:
         return ""
     name = spell_conversion(needed_pairs(src, dst, layers))
-    return f"Plan both ends with one cache dtype, or ask for convert={name!r}"
+    return f"Plan both ends with one cache dtype, or pass convert={name!r}"
 
 
 def _some(names: list[str]) -> str:

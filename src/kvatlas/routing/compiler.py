@@ -1,9 +1,9 @@
-"""Which bytes of which source rank fill which bytes of a destination rank.
+"""Compile which bytes of each source rank fill which bytes of a destination rank.
 
-Every field of every layer is a box of the whole model's coordinates. A destination rank
-needs some ranges of it; each source rank holds some. Their intersections are made here, the
-source of each is chosen, and the bytes of both ends become strips. Layers that lie in
-the same regions share all of this and differ only in their pages.
+Every field of every layer is a box in the whole model's coordinates. A destination rank
+needs some ranges of it; each source rank holds some. This module intersects them, chooses a
+source for each intersection, and expresses the bytes at both ends as strips (`StridedRuns`).
+Layers in the same regions share this work and differ only in their page offsets.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from kvatlas.routing.plan_ends import FieldView, LayerPart, PlanEnd
 from kvatlas.specs import Visibility
 
 Layers = tuple[str, ...]
-"""Layers that lie in the same regions at both ends."""
+"""Layers that share the same regions at both ends."""
 
 
 class GroupPair(NamedTuple):
-    """A source and a destination group, and how states of one become states of the other.
+    """A source group, a destination group, and the mapping between their states.
 
-    Strips with equal pairs bind to the same block tables and count states alike.
+    Strips with equal pairs bind to the same block tables and number their states the same way.
     """
 
     groups: Ends
     per_state: int | None
-    """Tokens that a state stands for; None for recurrent states."""
+    """Tokens per state; None for recurrent states."""
     visibility: Visibility
     cells: tuple[StateBlocks, StateBlocks]
 
 
 class SourceShard(NamedTuple):
-    """A range of a field's sharded axis that one source rank holds, from its own `local` on."""
+    """A range of a field's sharded axis that one source rank holds at local index `local`."""
 
     tp_rank: int
     part: int
-    """Which of its layer's parts there it is in."""
+    """Index of the layer part, at the source, that contains the range."""
     local: int
     cells: StateBlocks
 
@@ -51,42 +51,42 @@ class NeededShard(NamedTuple):
 
     field: str
     part: int
-    """Which of its layer's parts there it is in."""
+    """Index of the layer part, at the destination, that contains the range."""
     local: int
     length: int
     cells: StateBlocks
     sources: tuple[SourceShard, ...]
-    """All that hold it; the one to read from, once that is chosen."""
+    """All source ranks that hold the range; after the choice, only the one to read from."""
 
 
 class StripPages(NamedTuple):
-    """A strip at page 0 of two regions, and how far from there it lies again for each layer."""
+    """A strip at page 0 of two regions, and the offsets of each layer's page from there."""
 
     strip: StridedRuns
     pages: tuple[Ends, ...]
 
 
 class Compiler:
-    """Strips between two plans, found for one pair of ranks at a time."""
+    """Compile the strips between two plans, for one pair of ranks at a time."""
 
     def __init__(self, src: PlanEnd, dst: PlanEnd, visibilities: Mapping[str, Visibility]) -> None:
         self.src, self.dst, self.visibilities = src, dst, visibilities
         self._chosen: dict[int, dict[int, dict[str, list[NeededShard]]]] = {}
         self._held: dict[object, list[tuple[SourceShard, ShardRange]]] = {}
-        """What source ranks hold of a field, whoever needs it."""
+        """Ranges of a field that source ranks hold; the same for every destination rank."""
         self._runs: dict[object, StridedRuns] = {}
-        """Between places that are alike: groups of one pool share them, and many ranks."""
+        """Runs between two placements; groups of one pool and many ranks share them."""
         self._merged: dict[tuple[StripPages, ...], tuple[StridedRuns, ...]] = {}
-        """Of all layers between two groups: those of many groups and ranks are the same."""
+        """Merged strips of all layers between two groups; many groups and ranks share them."""
 
     def sources(self, dst_rank: int) -> tuple[int, ...]:
-        """The source ranks that a destination rank reads."""
+        """Return the source ranks that a destination rank reads from."""
         return tuple(sorted(self._choose(dst_rank)))
 
     def strips(
         self, src_rank: int, dst_rank: int, layers: frozenset[str] | None = None
     ) -> dict[GroupPair, tuple[StridedRuns, ...]]:
-        """The strips between two ranks, as few as possible, by pair of groups."""
+        """Return the strips between two ranks, merged, by pair of groups."""
         strips: dict[GroupPair, list[StripPages]] = defaultdict(list)
         for alike, needed in self.choices(src_rank, dst_rank):
             names = [name for name in alike if layers is None or name in layers]
@@ -94,7 +94,7 @@ class Compiler:
                 pair = self.group_pair(names[0], needed)
                 pages = self._pages(names, needed.sources[0].part, needed.part)
                 strips[pair].append(StripPages(self._strip(names[0], needed), pages))
-        if layers is not None:  # any choice of them: not to be kept
+        if layers is not None:  # Not cached: callers may pass any subset.
             return {pair: _merged(own) for pair, own in strips.items()}
         merged: dict[GroupPair, tuple[StridedRuns, ...]] = {}
         for pair, own in strips.items():
@@ -105,7 +105,7 @@ class Compiler:
         return merged
 
     def group_pair(self, layer: str, needed: NeededShard) -> GroupPair:
-        """The groups between which a layer's shard goes."""
+        """Return the source and destination groups of a layer's shard."""
         source = needed.sources[0]
         src, dst = self.src.parts[layer][source.part], self.dst.parts[layer][needed.part]
         return GroupPair(
@@ -116,11 +116,11 @@ class Compiler:
         )
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """The fields whose ranges say who reads what from whom: each for itself."""
+        """Return the fields whose ranges are assigned to source ranks separately: all fields."""
         return self.dst.views(layer, part)
 
     def choices(self, src_rank: int, dst_rank: int) -> list[tuple[Layers, NeededShard]]:
-        """What a destination rank reads from a source rank."""
+        """Return the shards that a destination rank reads from a source rank, with their layers."""
         chosen = self._choose(dst_rank).get(src_rank, {})
         return [
             (alike, needed)
@@ -128,11 +128,11 @@ class Compiler:
             for needed in chosen.get(first, ())
         ]
 
-    # -- who reads whom ---------------------------------------------------------------
+    # -- choice of source ranks -------------------------------------------------------
 
     @cached_property
     def _alike(self) -> dict[Layers, str]:
-        """Layers that lie in the same regions, and a layer that lies alike in its own."""
+        """Layers that share regions, and for each tuple a layer with the same form."""
         alike: dict[object, list[str]] = defaultdict(list)
         for name, seen in self.visibilities.items():
             ends = [(end.specs[name], end.parts[name]) for end in (self.src, self.dst)]
@@ -144,7 +144,7 @@ class Compiler:
         }
 
     def _form(self, layer: str) -> object:
-        """Equal for layers of which ranks read the same ranges, at the same places of a page."""
+        """Return a key: layers with equal keys have equal ranges at equal page offsets."""
         ends = [
             (end.specs[layer], tuple(map(end.form, end.parts[layer])))
             for end in (self.src, self.dst)
@@ -152,7 +152,7 @@ class Compiler:
         return (self.visibilities[layer], *ends)
 
     def _choose(self, dst_rank: int) -> dict[int, dict[str, list[NeededShard]]]:
-        """For each source rank, what a destination rank reads from it, by layers that lie alike."""
+        """Return what `dst_rank` reads: by source rank, then by the first layer of each form."""
         if dst_rank in self._chosen:
             return self._chosen[dst_rank]
         stage, tp_rank = self.dst.plan.split_rank(dst_rank)
@@ -169,8 +169,8 @@ class Compiler:
         near = tp_rank * self.src.plan.tp // self.dst.plan.tp
         chosen: dict[int, dict[str, list[NeededShard]]] = defaultdict(lambda: defaultdict(list))
         for layer, first, needed in needs:
-            # Of replicas, one that is read anyway; else the one that lies as this rank does,
-            # so that destination ranks spread over them.
+            # Among replicas, prefer a rank that is read anyway, then the rank at the same
+            # relative position, so that destination ranks spread over the replicas.
             rank = min(
                 (source.tp_rank for source in needed.sources),
                 key=lambda rank: (first + rank not in must, abs(rank - near), rank),
@@ -181,7 +181,7 @@ class Compiler:
         return self._chosen[dst_rank]
 
     def _needed(self, layer: str, dst_tp_rank: int) -> Iterator[NeededShard]:
-        """What a rank needs of a layer, in ranges that source ranks hold from end to end."""
+        """Yield the ranges of a layer that a rank needs, each held entirely by its sources."""
         for index, part in enumerate(self.dst.parts[layer]):
             for name, view in self.fields_chosen_by(layer, part).items():
                 cells = _dealt_out(view.cells, self.dst, layer, dst_tp_rank)
@@ -195,7 +195,7 @@ class Compiler:
     def _sources(
         self, layer: str, field: str, needed: StateBlocks
     ) -> Iterator[tuple[SourceShard, ShardRange]]:
-        """Every range of a field that source ranks hold, of the states that are needed."""
+        """Yield every range of a field that source ranks hold for the needed states."""
         for index, part in enumerate(self.src.parts[layer]):
             view = self.src.views(layer, part)[field]
             for rank in range(self.src.plan.tp):
@@ -207,7 +207,7 @@ class Compiler:
     # -- bytes ------------------------------------------------------------------------
 
     def _strip(self, layer: str, needed: NeededShard) -> StridedRuns:
-        """A shard's runs at page 0 of the regions that a layer is in."""
+        """Return a shard's runs at page 0 of the layer's regions."""
         source = needed.sources[0]
         src = self.src.views(layer, self.src.parts[layer][source.part])[needed.field]
         dst = self.dst.views(layer, self.dst.parts[layer][needed.part])[needed.field]
@@ -223,7 +223,7 @@ class Compiler:
         return self._runs[key]
 
     def _pages(self, layers: Sequence[str], src_part: int, dst_part: int) -> tuple[Ends, ...]:
-        """Bytes from page 0 to the page of each layer, at either end."""
+        """Return each layer's byte offset from page 0, at both ends."""
         src, dst = self.src, self.dst
         here, there = src.parts[layers[0]][src_part], dst.parts[layers[0]][dst_part]
         return tuple(
@@ -232,12 +232,12 @@ class Compiler:
 
 
 def _merged(strips: Iterable[StripPages]) -> tuple[StridedRuns, ...]:
-    """Strips at all of their pages, as few as possible."""
+    """Expand strips to all their pages and merge them into as few as possible."""
     return tuple(merge_runs(strip.shift(*page) for strip, pages in strips for page in pages))
 
 
 def _dealt_out(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> StateBlocks:
-    """Context parallelism deals the states of attention out; recurrent states stay whole."""
+    """Apply context parallelism: it distributes attention states; recurrent states stay whole."""
     dcp = end.plan.dcp
     if dcp == 1 or kind_of(end.specs[layer]) == "recurrent":
         return cells
@@ -251,9 +251,10 @@ def _intersect(
     needed: ShardRange,
     sources: list[tuple[SourceShard, ShardRange]],
 ) -> Iterator[NeededShard]:
-    """A range that is needed, cut where the ranges of source ranks begin and end.
+    """Yield a needed range, cut at the boundaries of the ranges that source ranks hold.
 
-    Sources of unlike states each have their own share of it.
+    Sources with different context-parallel residues hold different states and are cut
+    separately.
     """
     stop = needed.start + needed.length
     for residue in sorted({source.cells.residue for source, _ in sources}):

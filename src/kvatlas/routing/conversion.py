@@ -1,12 +1,13 @@
-"""`Conversion`: what a route changes on the way, asked for by name and never silently.
+"""`Conversion`: the format changes that a route applies, always requested by name.
 
-Two plans of one model may keep a layer in unlike formats: a prefill fleet in bf16 and a decode
-fleet in fp8, say. A route between them converts only what `convert="bf16->fp8"` names, all of
-it and nothing else. What is not known is refused before anything moves: a format's scale for
-the whole tensor that its end did not give, a rotation that only the engine knows.
+Two plans of one model may store a layer in different formats: for example a prefill fleet in
+bf16 and a decode fleet in fp8. A route between them needs `convert="bf16->fp8"`, and the name
+must list exactly the conversions that the plans need. A conversion that depends on unknown
+values raises an error before any bytes move: for example, a missing per-tensor scale, or a
+rotation that only the engine has.
 
-Bytes travel in the smaller of the two formats: a layer is converted at its source where that
-has the larger one, else at its destination.
+Bytes travel in the smaller of the two formats. A layer is converted at the source if the source
+format is larger, else at the destination.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from kvatlas.specs import (
 )
 
 Way = Literal["copied", "elements", "rows"]
-"""As it is; element by element, where order and scales allow; or decoded and encoded by rows."""
+"""`copied`: unchanged. `elements`: cast one by one. `rows`: decode and encode whole rows."""
 
 Place = Literal["source", "destination"]
 
 Pairs = frozenset[tuple[str, str]]
-"""Names of formats: from, to."""
+"""Pairs of format names: (from, to)."""
 
 Scales = Mapping[str, Any] | float | None
-"""Scales of whole tensors: one for all layers, or numbers or pairs (K, V) by layer."""
+"""Per-tensor scales: one number for all layers, or a number or a pair (K, V) for each layer."""
 
 SMALLEST_SCALE = 2.0**-126
-"""The least that float32 holds with all of its bits. GPUs take less for 0, and the inverse of much
-less is infinite: a content of 0 would become NaN."""
+"""The smallest normal float32. GPUs flush smaller values to 0, and the inverse of a much smaller
+value is infinite: an element of 0 would become NaN."""
 LARGEST_SCALE = 1e30
-"""The most that peers take from each other."""
+"""The largest scale that peers accept from each other."""
 
 _MOST_NAMED = 256
-"""Characters of a conversion's name."""
+"""Maximum length of a conversion's name, in characters."""
 
 
 class RowError(NamedTuple):
@@ -55,7 +56,7 @@ class RowError(NamedTuple):
 
     usual: float
     outliers: float
-    """Where two channels are 12 and 6 times larger than the others."""
+    """The error if two channels are 12 and 6 times larger than the others."""
 
 
 ROW_ERRORS: Mapping[str, RowError] = {
@@ -76,11 +77,11 @@ ROW_ERRORS: Mapping[str, RowError] = {
     "nvfp4_ds_mla": RowError(0.14, 0.14),
     "mxfp4": RowError(0.2, 0.2),
 }
-"""What writing a row in each format costs; the worse of K and V, as `docs/cache.md` has them."""
+"""Error of writing a row in each format: the larger of K's and V's. See `docs/cache.md`."""
 
 
 def row_error(src: str, dst: str) -> RowError:
-    """What converting adds to the error that the source's format already has.
+    """Return the error that a conversion adds to the error of the source format.
 
     >>> row_error("fp8", "bf16").usual, row_error("bf16", "fp32").usual
     (0.00390625, 0.0)
@@ -91,7 +92,7 @@ def row_error(src: str, dst: str) -> RowError:
 
 @dataclass(frozen=True)
 class FormatChange:
-    """Layers whose content goes from one format into another, and how."""
+    """One change of format: the layers it applies to, how and where they are converted."""
 
     source: str
     target: str
@@ -104,7 +105,7 @@ class FormatChange:
         return f"{self.source}->{self.target}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """Return a JSON-serialisable dict."""
         return {
             "from": self.source,
             "to": self.target,
@@ -118,7 +119,7 @@ class FormatChange:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Everything that a route converts.
+    """All format changes of a route.
 
     >>> from kvatlas.planning import plan
     >>> from kvatlas.routing import route
@@ -129,11 +130,11 @@ class Conversion:
 
     changes: tuple[FormatChange, ...]
     cells: Mapping[tuple[str, str], tuple[CellFormat, CellFormat]]
-    """Both ends' cells of every layer and part."""
+    """Source and destination cells, by layer and part."""
 
     @property
     def name(self) -> str:
-        """How it is asked for."""
+        """The name that `convert=` accepts."""
         return spell_conversion({(change.source, change.target) for change in self.changes})
 
     def __str__(self) -> str:
@@ -145,7 +146,7 @@ class Conversion:
 
 
 def spell_conversion(pairs: Collection[tuple[str, str]]) -> str:
-    """A conversion by name, as `convert=` takes it.
+    """Return the name of a conversion, as `convert=` accepts it.
 
     >>> spell_conversion({("fp8", "bf16"), ("fp32", "bf16")})
     'fp32->bf16, fp8->bf16'
@@ -154,7 +155,7 @@ def spell_conversion(pairs: Collection[tuple[str, str]]) -> str:
 
 
 def parse_conversion(convert: object) -> Pairs:
-    """What `convert=` names, or a refusal.
+    """Parse the `convert=` argument; raise an error if it is malformed.
 
     >>> sorted(parse_conversion("fp8_e4m3 -> bfloat16, float32->bf16"))
     [('fp32', 'bf16'), ('fp8', 'bf16')]
@@ -162,21 +163,21 @@ def parse_conversion(convert: object) -> Pairs:
     named = convert if isinstance(convert, str) and len(convert) <= _MOST_NAMED else ""
     pairs = [part.split("->") for part in named.split(",")]
     if any(len(pair) != 2 for pair in pairs):
-        problem = "This does not name a conversion"
-        hint = "Write convert='fp8->bf16', several with commas between"
+        problem = "A conversion has the form 'from->to'"
+        hint = "Pass for example convert='fp8->bf16'; separate several with commas"
         raise AtlasError(Code.BAD_CONVERSION, problem, got=repr(convert)[:200], hint=hint)
     return frozenset((format_name(src), format_name(dst)) for src, dst in pairs)
 
 
 def unlike_formats(one: Spec, two: Spec) -> dict[str, tuple[str, str]]:
-    """Parts of a layer that two specs write in unlike formats; all of it where neither differs."""
+    """Return the parts that two specs store in different formats; all parts if none differs."""
     src, dst = content_formats(one), content_formats(two)
     parts = {part: (src[part], dst[part]) for part in src}
     return {part: pair for part, pair in parts.items() if pair[0] != pair[1]} or parts
 
 
 def needed_pairs(src: PlanEnd, dst: PlanEnd, layers: Collection[str]) -> Pairs:
-    """The conversions that lie between two plans of one model."""
+    """Return the conversions that two plans of one model need."""
     return frozenset(
         pair
         for name in layers
@@ -189,14 +190,14 @@ def needed_pairs(src: PlanEnd, dst: PlanEnd, layers: Collection[str]) -> Pairs:
 def conversion_between(
     src: PlanEnd, dst: PlanEnd, layers: Collection[str], convert: object, scales: tuple[Any, Any]
 ) -> Conversion:
-    """The conversion that was asked for, or a refusal where it is not the one, or not known.
+    """Build the requested conversion; raise an error unless it is the one that the plans need.
 
-    `scales` are those of the source and of the destination.
+    `scales` holds the scales of the source and of the destination.
     """
     asked, needed = parse_conversion(convert), needed_pairs(src, dst, layers)
     if asked != needed:
-        hint = f"Pass convert={spell_conversion(needed)!r}" if needed else "Leave convert= out"
-        got = f"{spell_conversion(asked)} where the plans need {spell_conversion(needed) or 'none'}"
+        hint = f"Pass convert={spell_conversion(needed)!r}" if needed else "Omit convert="
+        got = f"{spell_conversion(asked)}; the plans need {spell_conversion(needed) or 'none'}"
         raise AtlasError(Code.BAD_CONVERSION, got=got, hint=hint)
     ends = (src, dst)
     given = [tensor_scales(one, end.specs) for one, end in zip(scales, ends, strict=True)]
@@ -228,19 +229,19 @@ def conversion_between(
 
 
 def place_of_conversion(src: CellFormat, dst: CellFormat) -> Place:
-    """Where a cell is converted, so that the smaller of both travels."""
+    """Return the end that converts a cell, so that the smaller format travels."""
     return "source" if src.nbytes > dst.nbytes else "destination"
 
 
 def way_between(src: CellFormat, dst: CellFormat) -> Way:
-    """How cells of one format become those of another."""
+    """Return how cells of one format become cells of another."""
     if src.formats == dst.formats and src.scales == dst.scales:
         return "copied"
     return "elements" if src.by_element and dst.by_element else "rows"
 
 
 def tensor_scales(given: object, layers: Collection[str]) -> dict[str, TensorScales]:
-    """Scales by layer, from a number for all of them, or numbers or pairs (K, V) by name.
+    """Return scales by layer, from one number, or from numbers or pairs (K, V) by layer name.
 
     >>> tensor_scales({"layers.1.attn": (0.5, 0.25)}, ["layers.0.attn", "layers.1.attn"])
     {'layers.1.attn': TensorScales(k=0.5, v=0.25)}
@@ -250,7 +251,7 @@ def tensor_scales(given: object, layers: Collection[str]) -> dict[str, TensorSca
     by_layer = given if isinstance(given, Mapping) else dict.fromkeys(layers, given)
     unknown = [name for name in by_layer if name not in layers]
     if unknown:
-        hint = "Name layers as the plan does"
+        hint = "Use the layer names of the plan"
         raise AtlasError(Code.UNKNOWN_LAYER, got=repr(unknown[0])[:200], hint=hint)
     return {name: _scales(name, value) for name, value in by_layer.items()}
 
@@ -259,9 +260,9 @@ def _scales(layer: str, value: object) -> TensorScales:
     both = tuple(value) if isinstance(value, tuple | list) else (value, value)
     numbers = [n for n in both if isinstance(n, int | float) and not isinstance(n, bool)]
     if len(numbers) != 2 or not all(SMALLEST_SCALE <= n <= LARGEST_SCALE for n in numbers):
-        problem = "A scale is not a number that float32 divides by, or a pair of them for K and V"
+        problem = "A scale must be a number in range, or a pair of numbers for K and V"
         hint = (
-            f"Pass what the engine quantises with, from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:g}"
+            f"Pass the engine's quantisation scale, from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:g}"
         )
         raise AtlasError(
             Code.BAD_SIZE, problem, got=f"{value!r:.200} for {layer!s:.200}", hint=hint
@@ -275,22 +276,22 @@ def _check_convertible(
     ends: tuple[PlanEnd, PlanEnd],
     given: list[dict[str, TensorScales]],
 ) -> None:
-    """Refuse a format that cannot be read or written here."""
+    """Raise an error for a format that cannot be read or written at its end."""
     for name, end, own, which in zip(pair, ends, given, ("source", "destination"), strict=True):
         spec: Any = end.specs[layer]
         if name.startswith("turboquant"):
             sizes = (spec.head_dim, spec.v_dim or spec.head_dim)
             if any(size & (size - 1) for size in sizes):
-                problem = f"{name} rotates rows of a power of two"
+                problem = f"{name} requires a head size that is a power of two"
                 got, hint = f"heads of {sizes} in {layer}", "Plan that end with another cache dtype"
                 raise AtlasError(Code.CANNOT_CONVERT, problem, got=got, hint=hint)
             if end.plan.policy == "foreign":
-                problem = f"The rotation of {name} is the engine's own, and unknown here"
+                problem = f"{name} uses the engine's own rotation, which is not available here"
                 got = f"memory of an engine at the {which}"
-                hint = "Convert in the engine, or route between equal formats"
+                hint = "Convert in the engine, or use the same cache dtype at both ends"
                 raise AtlasError(Code.CANNOT_CONVERT, problem, got=got, hint=hint)
         if needs_scales(spec) and layer not in own:
             argument = "src_scales" if which == "source" else "dst_scales"
-            got = f"no scale of {layer} in {name} at the {which}"
-            hint = f"Pass {argument}=: one number, or numbers or (K, V) by layer"
+            got = f"no scale for {layer} in {name} at the {which}"
+            hint = f"Pass {argument}= with one number, or with a number or (K, V) for each layer"
             raise AtlasError(Code.MISSING_SCALES, got=got, hint=hint)

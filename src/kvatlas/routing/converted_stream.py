@@ -1,17 +1,18 @@
-"""`ConvertedStream`: a request whose content changes its format on the way.
+"""`ConvertedStream`: a request whose content changes format during the transfer.
 
-Runs of equal bytes are what every other route is made of; unlike formats have none in common.
-So a converting route goes through cells (one head's fields of one state, or one element of a
-recurrent state) that both ends can name in one order, whatever their pages look like: boxes
-one after the other, in each its states in the order of the request, in each state its layers,
-heads and fields. One half of the way copies runs of the source's pages into that order, the
-other copies that order into the destination's pages; both are ordinary strips, so that tensor
-parallelism, unlike blocks, orders, packings and windows need nothing new. Between the halves
-cells are decoded and encoded, by themselves, at one end: at the source where its format is the
-larger one, so that the smaller one travels.
+Other routes consist of runs of equal bytes; different formats have no equal bytes. A converting
+route therefore works in cells: one head's fields of one state, or one element of a recurrent
+state. Both ends enumerate the cells in the same order, independent of their page layouts: box by
+box, in each box its states in request order, in each state its layers, heads and fields.
 
-A box is what one rank reads from another of layers that lie alike: some heads or rows of
-them. A place in the stream is a place in a box, and pieces end between cells.
+The source half copies runs of its pages into this order, and the destination half copies this
+order into its pages. Both halves are ordinary strips, so tensor parallelism, different block
+sizes, layouts, packings and windows need no extra code. Between the halves, one end decodes and
+encodes the cells: the source if its format is larger, so that the smaller format travels.
+
+A box is the content that one rank reads from another for layers in the same regions: some of
+their heads or rows. Every position in the stream belongs to one box, and pieces end at cell
+boundaries.
 """
 
 from __future__ import annotations
@@ -52,20 +53,20 @@ from kvatlas.routing.streams import StreamChunk
 from kvatlas.specs import CellFormat, Recurrent, Visibility
 
 CELLS = -1
-"""In the place of a pool's index: the bytes of a piece of the stream."""
+"""Stands in for a pool index: the bytes of a piece of the stream."""
 
 _CHUNK = 4 << 20
-"""Bytes of a box whose runs are made at once; at least those of one state."""
+"""Target size of a chunk, in bytes: runs are computed chunk by chunk. At least one state."""
 
 MakeGrids = Callable[[], list[RunGrid] | None]
 
 _OPEN = ("B", "k", "N")
 _IN_ORDER = StateBlocks(1 << 40)
-"""States of a stream: one behind the other, in a block that is never full."""
+"""States of a stream are consecutive: they occupy one block that is never full."""
 
 
 class BoxEnd(NamedTuple):
-    """A box at one end: its cell, its bytes for one state, and its runs by kind of block."""
+    """One end of a box: its cell, its bytes per state, and its runs by kind of block."""
 
     cell: CellFormat
     nbytes: int
@@ -73,27 +74,27 @@ class BoxEnd(NamedTuple):
 
 
 class ConvertedBox(NamedTuple):
-    """What one rank reads from another of layers that lie alike: some heads or rows of them."""
+    """The content that one rank reads from another for layers in the same regions."""
 
     pair: GroupPair
     ends: tuple[BoxEnd, BoxEnd]
     copied: bool
-    """Nothing changes: both ends have the same bytes."""
+    """Both ends have the same bytes: no conversion."""
     wire: int
-    """The end whose format travels: 0 for the source's."""
+    """The end whose format travels: 0 for the source, 1 for the destination."""
 
     @property
     def by_element(self) -> bool:
-        """Whether all that changes does so element by element."""
+        """Whether the conversion, if any, works element by element."""
         return self.copied or all(end.cell.by_element for end in self.ends)
 
     def unit(self, end: int) -> int:
-        """Bytes of the least that can be converted by itself."""
+        """Bytes of the smallest unit that can be converted separately."""
         return 1 if self.copied else self.ends[end].cell.nbytes
 
 
 class ConvertingCompiler(Compiler):
-    """Boxes between two plans that keep a model in unlike formats."""
+    """Compile the boxes between two plans that store a model in different formats."""
 
     def __init__(
         self,
@@ -106,14 +107,17 @@ class ConvertingCompiler(Compiler):
         self.conversion = conversion
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Rows go with all their fields, as the first of them goes; states each for itself."""
+        """Return the fields to assign to source ranks.
+
+        All fields of a row follow its first field; recurrent states are assigned separately.
+        """
         views = self.dst.views(layer, part)
         return views if self._recurrent(layer) else dict([next(iter(views.items()))])
 
     def boxes(
         self, src_rank: int, dst_rank: int, layers: frozenset[str] | None = None
     ) -> list[ConvertedBox]:
-        """What a destination rank reads from a source rank, in the order of the stream."""
+        """Return the boxes that a destination rank reads from a source rank, in stream order."""
         boxes = []
         for alike, needed in self.choices(src_rank, dst_rank):
             by_scales: dict[object, list[str]] = defaultdict(list)
@@ -128,7 +132,7 @@ class ConvertingCompiler(Compiler):
         return isinstance(self.dst.specs[layer], Recurrent)
 
     def cells(self, layer: str, field: str) -> tuple[CellFormat, CellFormat]:
-        """Both ends' cells of a layer, or of one of its states."""
+        """Return the source and destination cells of a layer, or of one recurrent state."""
         return self.conversion.cells[layer, field if self._recurrent(layer) else "rows"]
 
     def _box(self, names: list[str], needed: NeededShard) -> ConvertedBox:
@@ -147,7 +151,7 @@ class ConvertingCompiler(Compiler):
         return ConvertedBox(self.group_pair(layer, needed), (ends[0], ends[1]), copied, wire)
 
     def _axes(self, layer: str, needed: NeededShard) -> list[tuple[str, int]]:
-        """The axes of a box outside its cells, in the order of the stream: the destination's."""
+        """Return the axes of a box outside its cells, in the destination's order."""
         view = self.dst.views(layer, self.dst.parts[layer][needed.part])[needed.field]
         cut = view.field.sharding.axis
         inside = (*_OPEN,) if self._recurrent(layer) else (*_OPEN, "C", "c")
@@ -168,7 +172,7 @@ class ConvertingCompiler(Compiler):
         local: int,
         cells: StateBlocks,
     ) -> BoxEnd:
-        """A box at one end: runs from its pages into the order of the stream."""
+        """Return one end of a box: runs from its pages into stream order."""
         layer_bytes = cell.nbytes * int(np.prod([size for _, size in axes]))
         strips: dict[StateBlocks, list[StridedRuns]] = defaultdict(list)
         views = end.views(names[0], part)
@@ -197,35 +201,35 @@ class ConvertingCompiler(Compiler):
 
 
 class ConvertedSection(NamedTuple):
-    """A box and the states of it that move."""
+    """A box and the states of it that a request moves."""
 
     box: ConvertedBox
     states: CommonStates
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """Bytes in the format that travels."""
         return self.states.total * self.box.ends[self.box.wire].nbytes
 
     @property
     def chunk(self) -> int:
-        """States whose runs are made at once."""
+        """States per chunk."""
         return max(1, _CHUNK // max(end.nbytes for end in self.box.ends))
 
 
 class ConvertedPart(NamedTuple):
-    """Some cells of one chunk: what a piece of the stream is made of."""
+    """Some cells of one chunk: a piece of the stream consists of such parts."""
 
     stream: ConvertedStream
     section: int
     first: int
     """First state of the chunk."""
     units: tuple[int, int]
-    """First of its cells in the chunk, and the one behind the last."""
+    """Range of cells in the chunk: first, and one past the last."""
 
     @property
     def box(self) -> ConvertedBox:
-        """The box that the cells are of."""
+        """The box that contains the cells."""
         return self.stream.sections[self.section].box
 
     def nbytes(self, end: int) -> int:
@@ -234,11 +238,11 @@ class ConvertedPart(NamedTuple):
 
     @property
     def travelling(self) -> int:
-        """Bytes of the cells as they travel."""
+        """Bytes of the cells in the format that travels."""
         return self.nbytes(self.box.wire)
 
     def converted_at(self, end: int) -> bool:
-        """Whether one end has to convert them: 0 for the source."""
+        """Whether one end converts the cells: 0 for the source, 1 for the destination."""
         return not self.box.copied and self.box.wire != end
 
     @property
@@ -247,7 +251,7 @@ class ConvertedPart(NamedTuple):
         return self.box.ends[0].cell, self.box.ends[1].cell
 
     def copy(self, end: int) -> Copy:
-        """Runs between one end's pools and the cells in its own format, in their order."""
+        """Return the runs between one end's pools and the cells in that end's format."""
         unit = self.box.unit(end)
         chunk = self.stream.chunk(end, self.section, self.first)
         part = chunk.slice(self.units[0] * unit, self.units[1] * unit)
@@ -258,21 +262,21 @@ class ConvertedPart(NamedTuple):
 
 
 class ConvertedStream:
-    """The bytes that carry a request from one rank to another, formats changed on the way.
+    """The byte stream of a request from one rank to another, with a change of format.
 
-    Made by `Route.converted`. Any number of threads may read it.
+    Created by `Route.converted`. Any number of threads may read it.
     """
 
     def __init__(
         self, boxes: Sequence[ConvertedBox], request: RequestEnds, casts: MakeGrids
     ) -> None:
-        """`casts` makes its runs where elements change by themselves; None where they do not."""
+        """`casts` returns the grids of an element-wise conversion, or None for other ones."""
         self._request, self._casts = request, casts
         found = [ConvertedSection(box, request.states(box.pair)) for box in boxes]
         request.check_distinct()
         self.sections = [section for section in found if section.states.total]
         self._ends = list(accumulate(section.nbytes for section in self.sections))
-        # Replaced as a whole, so that threads need no lock: at worst one makes it again.
+        # Each value is replaced as a whole, so threads need no lock: at worst, two compute it.
         self._last: dict[int, StreamChunk] = {}
         self._grids: tuple[list[RunGrid] | None] | None = None
 
@@ -286,12 +290,12 @@ class ConvertedStream:
 
     @property
     def arriving(self) -> int:
-        """Bytes that are written at the destination."""
+        """Bytes written at the destination."""
         return sum(one.states.total * one.box.ends[1].nbytes for one in self.sections)
 
     @property
     def runs(self) -> int:
-        """Runs at the end whose format travels, at most."""
+        """Upper bound of the runs at the end whose format travels."""
         return sum(
             one.states.total
             * sum(len(runs.starts.src) for own in end.runs.values() for runs in own)
@@ -301,33 +305,33 @@ class ConvertedStream:
 
     @property
     def by_element(self) -> bool:
-        """Whether all that changes does so element by element."""
+        """Whether the conversion, if any, works element by element."""
         return all(one.box.by_element for one in self.sections)
 
     def grids(self) -> list[RunGrid] | None:
-        """The whole of it between the pages of both ends, for what casts while it copies.
+        """Return the grids between the pages of both ends, for movers that cast while copying.
 
-        None where some elements do not stand for themselves. Made once, and kept.
+        None if the conversion is not element-wise. Computed once and cached.
         """
         if self._grids is None:
             self._grids = (self._casts(),)
         return self._grids[0]
 
     def spans(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Where pieces of at most so many bytes start and stop, each of whole cells."""
+        """Yield start and stop of pieces of at most `nbytes` bytes; each has whole cells only."""
         nbytes, start = positive(nbytes, "the piece"), 0
         while start < self.nbytes:
             stop = self._whole(min(start + nbytes, self.nbytes))
             if stop == start:
-                problem = "One cell is larger than a piece of the transfer"
-                hint = "Give the nodes larger buffers (piece=)"
+                problem = "A piece of the transfer must be at least as large as one cell"
+                hint = "Increase piece= at the nodes"
                 got = f"pieces of {nbytes} bytes"
                 raise AtlasError(Code.BAD_SIZE, problem, got=got, hint=hint)
             yield start, stop
             start = stop
 
     def parts(self, start: Any = 0, stop: Any = None) -> Iterator[ConvertedPart]:
-        """The cells of bytes start .. stop - 1, chunk by chunk in the order of the stream."""
+        """Yield the cells of bytes `start .. stop - 1`, chunk by chunk, in stream order."""
         start, stop = self._checked(start, self.nbytes if stop is None else stop)
         index = bisect_right(self._ends, start)
         while start < stop:
@@ -344,7 +348,7 @@ class ConvertedStream:
             index += start == self._ends[index]
 
     def parts_of_entry(self, group: int, entry: int) -> Iterator[ConvertedPart]:
-        """The cells that the source has under one entry of a group's block table."""
+        """Yield the cells that the source stores under one entry of a group's block table."""
         for section, end in zip(self.sections, self._ends, strict=True):
             box = section.box
             if box.pair.groups[0] == group:
@@ -353,7 +357,7 @@ class ConvertedStream:
                 yield from self.parts(base + numbers.start * each, base + numbers.stop * each)
 
     def chunk(self, end: int, index: int, first: int) -> StreamChunk:
-        """The runs of one chunk between one end's pools and the order of the stream."""
+        """Return the runs of one chunk between one end's pools and the stream; caches the last."""
         made = self._last.get(end)
         if made is None or (made.section, made.first) != (index, first):
             made = self._last[end] = self._chunk(end, index, first)
@@ -380,7 +384,7 @@ class ConvertedStream:
         return StreamChunk(index, first, copy, np.cumsum(copy.length))
 
     def _whole(self, place: int) -> int:
-        """The last place between cells up to one in the stream."""
+        """Return the last cell boundary at or before a position in the stream."""
         index = bisect_right(self._ends, place)
         if index == len(self._ends):
             return self.nbytes
@@ -392,7 +396,7 @@ class ConvertedStream:
         start, stop = integer(start, "the start"), integer(stop, "the stop")
         inside = 0 <= start <= stop <= self.nbytes
         if not inside or (self._whole(start), self._whole(stop)) != (start, stop):
-            problem = f"These are not whole cells of a stream of {self.nbytes} bytes"
-            hint = "Ask for bytes as ConvertedStream.spans gives them"
+            problem = f"A range must consist of whole cells of the stream of {self.nbytes} bytes"
+            hint = "Use the ranges that ConvertedStream.spans yields"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"{start}..{stop}", hint=hint)
         return start, stop

@@ -1,9 +1,9 @@
-"""What a transfer costs: how many descriptors, how long they are, and which way is faster.
+"""Cost of a transfer: number and sizes of its descriptors, and the faster of two methods.
 
-Direct descriptors cost something each; a staged copy gathers everything into one buffer,
-sends that in large pieces and scatters it at the other end. Which wins depends on the
-transport and the machine, so the figures are inputs: `Costs` has those of one that was
-measured, and whoever moves bytes measures its own.
+A direct transfer pays a fixed cost per descriptor. A staged transfer gathers everything into one
+buffer, sends it in large pieces and scatters it at the other end. The faster method depends on
+the transport and the machine, so the rates are inputs. The defaults of `Costs` were measured on
+one machine; movers measure their own.
 """
 
 from __future__ import annotations
@@ -19,31 +19,34 @@ from kvatlas.routing.binding import Copy
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What moving bytes costs; the defaults are NIXL over UCX between two processes of a host."""
+    """Rates for estimates; the defaults are NIXL over UCX between two processes of one host."""
 
     descriptor: float = 7e-6
-    """Seconds for each descriptor, beyond its bytes."""
+    """Seconds per descriptor, in addition to its bytes."""
     wire: float = 5.3e9
-    """Bytes a second over the transport, in long runs."""
+    """Transport bandwidth for long runs, in bytes per second."""
     copy: float = 5.2e9
-    """Bytes a second of a gather or a scatter at one end."""
+    """Bandwidth of a gather or scatter at one end, in bytes per second."""
     piece: int = 4 << 20
-    """Bytes of a staged piece: one is gathered while another is sent."""
+    """Size of a staged piece in bytes. One piece is gathered while another is sent."""
 
     def __post_init__(self) -> None:
         rates = (self.wire, self.copy, self.piece)
         if not all(np.isfinite(rate) and rate > 0 for rate in rates) or not self.descriptor >= 0:
-            problem = "A rate is not above zero, or a cost is below it"
-            raise AtlasError(Code.BAD_SIZE, problem, got=self, hint="Measure, or leave them out")
+            problem = (
+                "Rates and the piece size must be positive, and the descriptor cost not negative"
+            )
+            hint = "Pass measured values, or omit them to use the defaults"
+            raise AtlasError(Code.BAD_SIZE, problem, got=self, hint=hint)
 
     def direct(self, descriptors: int, nbytes: int) -> float:
-        """Seconds with a descriptor for every run."""
+        """Return the seconds of a transfer with one descriptor per run."""
         return descriptors * self.descriptor + nbytes / self.wire
 
     def staged(self, nbytes: int) -> float:
-        """Seconds with a gather, large pieces and a scatter.
+        """Return the seconds of a transfer that gathers, sends large pieces and scatters.
 
-        A piece is gathered at one end while the other receives and scatters the last one.
+        One end gathers a piece while the other receives and scatters the previous one.
         """
         pieces = -(-nbytes // self.piece)
         received = nbytes / self.wire + nbytes / self.copy
@@ -51,13 +54,13 @@ class Costs:
         return received + first + pieces * self.descriptor
 
     def landed(self, descriptors: int, nbytes: int) -> float:
-        """Seconds with runs as long as they are at the source, and a scatter."""
+        """Return the seconds of a transfer with one descriptor per source run, then a scatter."""
         return self.direct(descriptors, nbytes) + nbytes / self.copy
 
 
 @dataclass(frozen=True)
 class Report:
-    """Descriptors of a transfer, their sizes, and the two ways to carry it out."""
+    """Number and sizes of a transfer's descriptors, and its estimated cost by two methods."""
 
     descriptors: int
     nbytes: int
@@ -65,27 +68,27 @@ class Report:
     median: int
     largest: int
     sizes: dict[int, int]
-    """How many descriptors have at least this many bytes, and less than twice as many."""
+    """Number of descriptors by size class: each key n counts sizes from n to 2 n - 1 bytes."""
     costs: Costs = field(repr=False)
 
     @property
     def direct(self) -> float:
-        """Seconds with a descriptor for every run."""
+        """Seconds with one descriptor per run."""
         return self.costs.direct(self.descriptors, self.nbytes)
 
     @property
     def staged(self) -> float:
-        """Seconds by way of staging buffers."""
+        """Seconds with staging buffers."""
         return self.costs.staged(self.nbytes)
 
     @property
     def stage(self) -> bool:
-        """Whether a staged copy beats direct descriptors."""
+        """Whether a staged transfer is faster than a direct one."""
         return self.staged < self.direct
 
 
 def report(copies: Sequence[Copy], costs: Costs | None = None) -> Report:
-    """Count and weigh the runs of a transfer.
+    """Summarise the runs of a transfer and estimate its cost.
 
     >>> runs = np.array([0, 4096]), np.array([0, 8192]), np.array([4096, 1024])
     >>> counted = report([Copy(0, 0, *runs)])

@@ -1,10 +1,9 @@
-"""Conversions element by element, as runs that lie in the pages of both ends.
+"""Element-wise conversions, expressed as runs between the pages of both ends.
 
-Where every element stands for itself, up to a scale of its tensor, both ends have the same
-elements in the same runs, as they have bytes where nothing is converted: an element only has
-other bytes at either end. So everything is counted in elements, at each end in its own, and
-strips, states and grids are those of any route. What copies such runs casts on the way: it needs
-no cells in one order, and no second pass.
+If every element is stored by itself, up to a per-tensor scale, both ends have the same elements
+in the same runs; only the size of an element differs. Offsets therefore count elements, in each
+end's own element size, and strips, states and grids work as in any other route. A mover casts
+such runs while it copies them. It needs neither cells in stream order nor a second pass.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvatlas.routing.streams import Stream
 from kvatlas.specs import ElementCast
 
 CastPairs = Mapping[ElementCast | None, list[CompiledPair]]
-"""What moves, by how its elements change; None for what is copied as it is."""
+"""Compiled pairs by element cast; None for bytes that are copied unchanged."""
 
 _Strips = dict[GroupPair, dict[ElementCast | None, list[StridedRuns]]]
 
@@ -32,7 +31,7 @@ _Strips = dict[GroupPair, dict[ElementCast | None, list[StridedRuns]]]
 def compile_casts(
     compiler: ConvertingCompiler, src_rank: int, dst_rank: int, layers: frozenset[str] | None
 ) -> CastPairs | None:
-    """What a destination rank reads from a source rank; None where that is not by elements."""
+    """Compile what a destination rank reads from a source rank; None if not element-wise."""
     strips: _Strips = defaultdict(lambda: defaultdict(list))
     for alike, needed in compiler.choices(src_rank, dst_rank):
         for name in alike:
@@ -56,7 +55,7 @@ def compile_casts(
 
 
 def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) -> CompiledPair:
-    """Strips of several scales in one: those of one scale alone touch, and fold."""
+    """Compile strips with several scales; only strips with the same scale are folded."""
     src, dst = pair.cells
     fold = pair.per_state is not None and src.states == dst.states
     whole = [fold_states(own, src.states) if fold else [] for own in strips]
@@ -68,7 +67,7 @@ def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) ->
 
 
 def cast_grids(pairs: CastPairs, request: RequestEnds) -> list[RunGrid]:
-    """The runs of a request, as sums of starts and spans."""
+    """Return the runs of a request as grids of starts and spans."""
     return [
         replace(grid, cast=cast)
         for cast, own in pairs.items()
@@ -79,7 +78,7 @@ def cast_grids(pairs: CastPairs, request: RequestEnds) -> list[RunGrid]:
 def _add_layer(
     compiler: ConvertingCompiler, strips: _Strips, layer: str, needed: NeededShard
 ) -> bool:
-    """A layer's strips, field by field; False where elements lie between their multiples."""
+    """Add a layer's strips, field by field; False if an element is not aligned to its size."""
     one, two = compiler.cells(layer, needed.field)
     copied = way_between(one, two) == "copied"
     pair = compiler.group_pair(layer, needed)
@@ -101,7 +100,7 @@ def _strip(
     field: str,
     cast: ElementCast | None,
 ) -> StridedRuns:
-    """One field's runs, in bytes or in elements."""
+    """Return one field's runs, in bytes or in elements."""
     source = needed.sources[0]
     ends = []
     for end, index, local in (

@@ -1,4 +1,4 @@
-"""Whether one plan's caches can go to another, with how many descriptors, or why not."""
+"""Check whether one plan's caches can be copied to another: descriptor counts, or reasons."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvatlas.routing.token_ranges import token_range
 
 _TOKENS = 4096
 _ANY_SCALES: dict[str, Any] = {"src_scales": 1.0, "dst_scales": 1.0}
-"""Whether plans convert does not depend on what their tensors' scales are."""
+"""Placeholder scales: whether two plans are convertible does not depend on their values."""
 
 
 @dataclass(frozen=True)
 class RankPair:
-    """What one destination rank reads from one source rank."""
+    """Report of the bytes that one destination rank reads from one source rank."""
 
     src_rank: int
     dst_rank: int
@@ -34,32 +34,32 @@ class RankPair:
 
 @dataclass(frozen=True)
 class Check:
-    """The answer: pairs of ranks with their descriptors for one request, or reasons."""
+    """Result of `check`: the descriptors of one request per pair of ranks, or reasons."""
 
     reasons: tuple[Reason, ...]
     fingerprints: tuple[str, str]
     tokens: int
     pairs: tuple[RankPair, ...]
     conversion: tuple[FormatChange, ...] = ()
-    """What is converted on the way; such transfers are always staged."""
+    """The format changes of a converting route. Such transfers are always staged."""
 
     @property
     def ok(self) -> bool:
-        """Whether every byte can arrive."""
+        """Whether the destination can receive every byte."""
         return not self.reasons
 
     @property
     def descriptors(self) -> int:
-        """Descriptors of one request, over all ranks."""
+        """Descriptors of one request, summed over all ranks."""
         return sum(pair.report.descriptors for pair in self.pairs)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one request, over all ranks."""
+        """Bytes of one request, summed over all ranks."""
         return sum(pair.report.nbytes for pair in self.pairs)
 
     def as_dict(self) -> dict[str, Any]:
-        """The answer as one JSON object."""
+        """Return a JSON-serialisable dict."""
         return {
             "ok": self.ok,
             "reasons": [{"code": str(r.code), "got": r.got} for r in self.reasons],
@@ -95,12 +95,12 @@ def check(
     costs: Costs | None = None,
     convert: str | None = None,
 ) -> Check:
-    """Whether `src` can fill `dst`: all reasons at once where it cannot.
+    """Check whether `src` can fill `dst`; report all reasons if it cannot.
 
-    With `convert` unlike formats are converted; what scales tensors will have is not asked.
+    With `convert`, different formats are converted. Scales are not needed for the check.
 
     Descriptors are counted for a request of `tokens` whose blocks are scattered over the
-    pools, which is the worst that an engine deals out.
+    pools, which is the worst case.
 
     >>> from kvatlas.planning import plan
     >>> prefill = plan("Qwen3-8B", memory="8GiB", tp=2, layout="BLHNC")
@@ -145,7 +145,7 @@ def check(
 
 
 def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
-    """Block tables for one request, no block beside the next where there is room for that.
+    """Return block tables for one request; no two blocks are adjacent if the pool has space.
 
     >>> from kvatlas.planning import plan
     >>> scattered(plan("Qwen3-8B", memory="1GiB", max_len=512), 48)
@@ -159,8 +159,8 @@ def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
         needed = sum(sizes[index][1] for index in mine)
         if needed > blocks:
             problem = f"A request of {tokens} tokens does not fit into pool {pool}"
-            got = f"{blocks} blocks where {needed} are needed"
-            hint = "Ask about fewer tokens, or plan with more memory"
+            got = f"{blocks} blocks; {needed} are needed"
+            hint = "Pass fewer tokens, or plan with more memory"
             raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
         step = 2 if 2 * needed <= blocks + 1 else 1
         free = iter(range((needed - 1) * step, -1, -step))
@@ -171,7 +171,7 @@ def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
 
 
 def _entries(group: Group, tokens: int, dcp: int) -> tuple[int, int]:
-    """Entries of a group's table, and how many of them, the last ones, are still held."""
+    """Return the length of a group's table, and how many of its last entries are still held."""
     if group.kind == "recurrent":
         return 1, 1
     held = group.blocks(tokens, dcp=dcp)

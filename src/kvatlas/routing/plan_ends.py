@@ -1,8 +1,8 @@
-"""A plan as one end of a route: where each layer's fields lie, and what each rank holds.
+"""A plan as one end of a route: the placement of each field, and the ranges each rank holds.
 
-All tensor-parallel ranks of a stage lay their caches out alike and differ in which rows
-of the model those hold. So an end keeps one view for each field, taken at page 0 of a
-region, the offset of each layer's own page, and the ranges of the whole that a rank holds.
+All tensor-parallel ranks of a stage use the same cache layout and differ in the rows of the
+model that they hold. An end therefore stores one view per field, at page 0 of a region, the
+offset of each layer's page, and the ranges of the model that each rank holds.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from kvatlas.specs import Spec
 
 
 class LayerPart(NamedTuple):
-    """A layer's cache in one region of a plan: all of it, or one part of a split state."""
+    """A layer's cache in one region of a plan: the whole cache, or one part of a split state."""
 
     region: int
     part: int
 
 
 class RegionForm(NamedTuple):
-    """How a layer's cache lies in its pool, whichever group it belongs to."""
+    """The layout of a layer's cache in its pool, independent of its group."""
 
     first: int
-    """The first region that lies so."""
+    """The first region with this layout."""
     part: int
 
 
 class FieldView(NamedTuple):
-    """Where a field lies on every rank of a stage, at page 0 of a region."""
+    """The placement of a field at page 0 of a region, the same on every rank of a stage."""
 
     field: Field
     placement: Placement
@@ -51,12 +51,12 @@ class PlanEnd:
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
-        """What each layer keeps."""
+        """The spec of each layer."""
         return {layer.name: layer.spec for r in self.plan.regions for layer in r.layers}
 
     @cached_property
     def page_offsets(self) -> dict[str, dict[LayerPart, int]]:
-        """Bytes from page 0 of its region to the page of each layer, or of each of its parts."""
+        """Byte offset from page 0 of its region, for each layer and each of its parts."""
         offsets: dict[str, dict[LayerPart, int]] = {}
         for index, region in enumerate(self.plan.regions):
             placed = self._placements[index]
@@ -69,22 +69,22 @@ class PlanEnd:
 
     @cached_property
     def parts(self) -> dict[str, tuple[LayerPart, ...]]:
-        """The parts of each layer, in their order; most layers have one."""
+        """The parts of each layer, in order. Most layers have one part."""
         return {
             name: tuple(sorted(parts, key=lambda part: part.part))
             for name, parts in self.page_offsets.items()
         }
 
     def form(self, part: LayerPart) -> RegionForm:
-        """How a part lies: equal for parts of layers in groups that overlay each other alike."""
+        """Return the layout of a part; parts with the same layout compare equal."""
         return RegionForm(self._first_alike[part.region], part.part)
 
     def region(self, part: LayerPart) -> Region:
-        """The region that holds a part."""
+        """Return the region that holds a part."""
         return self.plan.regions[part.region]
 
     def views(self, layer: str, part: LayerPart) -> dict[str, FieldView]:
-        """The fields of a layer in one region, padding left out; alike layers share them."""
+        """Return the fields of a layer in one region, without padding. The views are cached."""
         key = (self.specs[layer], self.form(part))
         if key not in self._views:
             region = self.region(part)
@@ -97,12 +97,12 @@ class PlanEnd:
         return self._views[key]
 
     def ranges(self, sharding: Sharding, part: LayerPart, tp_rank: int) -> tuple[ShardRange, ...]:
-        """What one rank holds of a field in one region, as rows of the whole model."""
+        """Return the rows of the whole model that one rank holds of a field in one region."""
         return _ranges(sharding, self.plan.tp, self.region(part).splits, tp_rank, part.part)
 
     @cached_property
     def _first_alike(self) -> list[int]:
-        """For each region the first one that lies as it does: a plan has many such groups."""
+        """For each region, the first region with the same layout; many groups share one."""
         first: dict[object, int] = {}
         forms = [
             (at, region.stage, region.splits, region.block, region.kernel_block, region.page_bytes)
@@ -123,7 +123,7 @@ class PlanEnd:
 def _ranges(
     sharding: Sharding, tp: int, splits: int, tp_rank: int, part: int
 ) -> tuple[ShardRange, ...]:
-    # A part is what one of `splits` times as many ranks would hold.
+    # One of `splits` parts equals the share of a rank among `splits` times as many ranks.
     held = sharding.ranges(tp * splits, tp_rank * splits + part)
     return held or (ShardRange(0, 0, max(1, sharding.rows if sharding.sections else 1)),)
 
@@ -131,7 +131,7 @@ def _ranges(
 def _view(page: Page, placed: Placement, field: Field) -> FieldView:
     view = page.view(placed, field.name)
     if "k" in view.axes and "N" in view.axes:
-        with suppress(AtlasError):  # kernel blocks whose states follow each other are one cell
+        with suppress(AtlasError):  # Contiguous kernel blocks form one cell.
             view = view.fold("k", "N", into="N")
     states = view.size("N") if "N" in view.axes else 1
     split = view.size("k") if "k" in view.axes else 1

@@ -1,8 +1,8 @@
-"""`PreparedRoute`: descriptors of all blocks, made once; a transfer is then two index arrays.
+"""`PreparedRoute`: descriptors of all blocks, computed once and then selected by index.
 
-Transports register long descriptor lists once and take indices afterwards. A chunk is
-as many states as both ends can address whole: a block where both have the same one,
-otherwise the greatest common divisor of theirs.
+Some transports register a long list of descriptors once and take indices for each transfer. A
+chunk is the largest number of states that both ends can address as a unit: a block if both
+have the same block size, otherwise the greatest common divisor of the two sizes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from kvatlas.routing.compiler import GroupPair
 from kvatlas.routing.request import RequestEnds
 
 Base = int | Mapping[int, int]
-"""An address for every pool by its index, or one address for all of them."""
+"""Base addresses: a mapping from pool index to address, or one address for all pools."""
 
 
 class RankMemory(NamedTuple):
-    """Where the pools of one rank are in memory."""
+    """Base addresses and device of one rank's pools."""
 
     plan: Plan
     rank: int
@@ -45,13 +45,13 @@ class RankMemory(NamedTuple):
     device: int
 
     def address(self, group: int) -> int:
-        """Where a group's pool begins."""
+        """Return the address where a group's pool begins."""
         if not isinstance(self.base, Mapping):
             return natural(self.base, "the base address")
         pool = self.plan.groups[group].pool
         if pool not in self.base:
-            problem, got = f"Pool {pool} has no base address", f"those of {sorted(self.base)}"
-            hint = "Pass a mapping from pool index to address, or one address"
+            problem, got = f"Pool {pool} has no base address", f"pools {sorted(self.base)}"
+            hint = "Pass an address for every pool index, or one address for all pools"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
         return natural(self.base[pool], "the base address")
 
@@ -62,33 +62,33 @@ class DescriptorGrid(NamedTuple):
     pair: GroupPair
     runs: RepeatedRuns
     state: Ends
-    """Bytes between states, at either end."""
+    """Bytes between consecutive states, at both ends."""
     chunk: int
     """States in a chunk."""
     first: Ends
-    """Its first descriptor in the list of either end."""
+    """Index of the grid's first descriptor in the list of each end."""
 
     def chunks(self, end: int) -> int:
         """Chunks in a cell."""
         return self.pair.cells[end].states // self.chunk
 
     def steps(self, end: int) -> list[Int64s]:
-        """Offsets of starts, kernel blocks and chunks, all of them sums of one of each."""
+        """Return offsets of starts, kernel blocks and chunks; a descriptor sums one of each."""
         kernel = np.arange(self.pair.cells[end].split) * self.runs.strip.kernel_strides[end]
         chunk = np.arange(self.chunks(end)) * (self.chunk * self.state[end])
         return [self.runs.starts.at(end), kernel, chunk]
 
     def indices(self, end: int, spots: SpanStarts, ids: Int64s, blocks: int) -> Int64s:
-        """Where the descriptors of these chunks are in the list, for every start in turn."""
+        """Return the list indices of the descriptors of these chunks, start by start."""
         each = self.pair.cells[end].split * self.chunks(end) * blocks
         starts = np.arange(len(self.runs.starts.src)) * each
         return (starts[:, None] + (spots.kernel * blocks + ids + self.first[end])).reshape(-1)
 
 
 class PreparedRoute:
-    """All blocks of two ranks as descriptors, and how a transfer indexes them.
+    """Descriptors of all blocks of two ranks; a transfer selects them by index.
 
-    Made by `Route.prepare`. Lists are written when they are first asked for.
+    Created by `Route.prepare`. The lists are built on first access.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class PreparedRoute:
         return self._rows(1)
 
     def strided(self, end: int) -> NDArray[np.uint64]:
-        """The same list as rows (address, length, device, stride, count), blocks folded.
+        """Return the list with blocks folded: rows (address, length, device, stride, count).
 
-        Each row stands for `count` descriptors `stride` bytes apart, in the same order:
-        what a transport that knows strides takes instead of millions of rows. End 0 is
-        the source and 1 the destination.
+        Each row represents `count` descriptors that are `stride` bytes apart, in the same
+        order. Transports that support strides take these rows instead of millions of
+        descriptors. End 0 is the source and 1 the destination.
         """
         lists = [np.zeros((0, 5), dtype=np.uint64)]
         for grid in self.grids:
@@ -136,11 +136,11 @@ class PreparedRoute:
     def select(
         self, *, src_blocks: Blocks, dst_blocks: Blocks, tokens: Any
     ) -> tuple[Int64s, Int64s]:
-        """Indices into both lists that carry a request's tokens, aligned.
+        """Return matching indices into both lists for a request's tokens.
 
-        Whole chunks move: the last one may reach past the tokens, and the first of a
-        window before it, in blocks that are the request's own. A range that itself starts
-        inside a chunk is refused.
+        Whole chunks are copied. The last chunk may extend past the tokens, and the first chunk
+        of a window may begin before it; both stay in the request's own blocks. A range that
+        starts inside a chunk raises an error.
         """
         src, dst = self.ends
         request = RequestEnds(
@@ -179,14 +179,14 @@ class PreparedRoute:
         return memory.plan.pool(memory.rank, grid.pair.groups[end]).blocks
 
     def _unit(self, grid: DescriptorGrid, end: int) -> tuple[Int64s, Int64s, int, int]:
-        """A descriptor at the start of its pool: start, length, base and device."""
+        """Return a descriptor at the start of its pool: start, length, base and device."""
         one, memory = np.zeros(1, dtype=np.int64), self.ends[end]
         base = memory.address(grid.pair.groups[end])
         return one, one + grid.runs.strip.item, base, memory.device
 
 
 def chunk_of(pair: GroupPair) -> int:
-    """States that both ends can address whole."""
+    """Return the largest number of states that both ends can address as a unit."""
     src, dst = pair.cells
     if pair.per_state is None or src.every != dst.every:
         return 1
@@ -196,7 +196,7 @@ def chunk_of(pair: GroupPair) -> int:
 def _by_chunk(
     pair: GroupPair, strips: Sequence[StridedRuns], chunk: int
 ) -> Iterator[tuple[Ends, RepeatedRuns]]:
-    """Runs with the states of a chunk folded in, and how far apart their states are."""
+    """Yield runs with a chunk's states folded, and the bytes between consecutive states."""
     if pair.per_state is None:
         yield from (((0, 0), runs) for runs in repeated(strips))
         return

@@ -1,4 +1,4 @@
-"""One request at both ends of a route: its tokens, and which blocks have their states."""
+"""One request at both ends of a route: its tokens, and the blocks that hold their states."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvatlas.routing.token_ranges import needed_states, token_range
 
 
 class BoundStates(NamedTuple):
-    """States that move between two groups, and the block ids that they are in at either end."""
+    """States to copy between two groups, and their block ids at both ends."""
 
     states: StateSpans
     ids: tuple[Int64s, Int64s]
 
 
 class RequestEnds:
-    """Tokens of one request, with block tables for a source and a destination rank."""
+    """Tokens of one request, with block tables for a source rank and a destination rank."""
 
     def __init__(self, src: RequestTables, dst: RequestTables, tokens: Any) -> None:
         self.src, self.dst = src, dst
@@ -29,9 +29,9 @@ class RequestEnds:
         self.start, self.stop = token_range(tokens, most)
 
     def states(self, pair: GroupPair, chunk: int | None = None) -> CommonStates:
-        """The states that move between two groups, all of them or in whole chunks of states.
+        """Return the states to copy between two groups, optionally rounded to whole chunks.
 
-        Their blocks are checked at both ends.
+        Checks the blocks at both ends and marks them as used.
         """
         if pair.per_state is None:
             states = self._recurrent(pair)
@@ -47,7 +47,7 @@ class RequestEnds:
         return states
 
     def _alike(self, pair: GroupPair) -> bool:
-        """Whether both ends are the same entries of the same tables."""
+        """Whether both ends use the same entries of the same tables."""
         return (
             self.src is self.dst
             and pair.groups[0] == pair.groups[1]
@@ -55,23 +55,23 @@ class RequestEnds:
         )
 
     def bind(self, pair: GroupPair, spans: StateSpans) -> BoundStates:
-        """Spans of states that were checked, and the blocks that they are in."""
+        """Return checked spans of states together with their block ids."""
         src = self.src.ids(pair.groups[0], spans.src.entry)
         return BoundStates(spans, (src, self.dst.ids(pair.groups[1], spans.dst.entry)))
 
     def pools(self, pair: GroupPair) -> Ends:
-        """The pools that two groups draw their blocks from."""
+        """Return the source pool and the destination pool of two groups."""
         src, dst = pair.groups
         return self.src.plan.groups[src].pool, self.dst.plan.groups[dst].pool
 
     def check_distinct(self) -> None:
-        """Refuse a block that two entries of the request's tables would share."""
+        """Raise an error if two used entries of one pool have the same block id."""
         self.src.check_distinct()
         if self.dst is not self.src:
             self.dst.check_distinct()
 
     def _recurrent(self, pair: GroupPair) -> CommonStates:
-        """The one state of a recurrent group, where it lies after the last token."""
+        """Return the state of a recurrent group after the last token."""
         blocks = (StateBlocks(1), StateBlocks(1))
         if self.start == self.stop:
             return CommonStates.between(0, 0, *blocks)
@@ -83,8 +83,8 @@ class RequestEnds:
         src, dst = pair.cells
         whole = chunk * src.every if src.every == dst.every else 1
         if self.start // per_state % whole and self.start < self.stop:
-            problem = f"The range starts inside a prepared chunk of {whole} states"
-            hint = "Use Route.bind for a range that starts there"
+            problem = f"A range of a prepared route must start at a multiple of {whole} states"
+            hint = "Use Route.bind for a range that starts inside a chunk"
             raise AtlasError(Code.BAD_TOKENS, problem, got=f"token {self.start}", hint=hint)
         first, stop = needed_states(pair.visibility, per_state, self.start, self.stop)
         if first < stop:
@@ -102,13 +102,13 @@ def check_tables(
     recompute: int = 0,
     layers: Collection[str] | None = None,
 ) -> dict[int, Int64s]:
-    """A request's block tables at one rank of a plan, by group, or a refusal.
+    """Check a request's block tables at one rank of a plan, and return them by group.
 
-    Every group that the rank keeps has a table that is long enough for the tokens, and the
-    blocks that have their states are in the pool and named once. Entries that are not
-    needed may hold anything, and are -1 in what is returned; `end` is what messages call
-    the plan. Windows also have what the last `recompute` tokens see. With `layers`, only the
-    groups of those layers need a table.
+    Every group of the rank needs a table that covers the tokens. Blocks that hold needed states
+    must be in the pool and appear once. Entries that are not needed may have any value and are
+    returned as -1. `end` is the plan's name in error messages. Windows also include the states
+    that the last `recompute` tokens see. With `layers`, only the groups of those
+    layers need a table.
 
     >>> from kvatlas.planning import plan
     >>> node = plan("Qwen3-8B", memory="1GiB", max_len=512)
@@ -132,7 +132,7 @@ def _use_tables(
     *,
     recurrent: bool,
 ) -> None:
-    """Check the entries of every group that some tokens need; states are those of the last."""
+    """Check the entries that `tokens` need in every group; `recurrent` includes final states."""
     kept = RequestEnds(tables, tables, tokens)
     plan, rank = tables.plan, tables.rank
     stage, tp_rank = plan.split_rank(rank)
@@ -156,5 +156,5 @@ def _use_tables(
 
 
 def _chunked(cells: StateBlocks, chunk: int) -> StateBlocks:
-    """The same cells with each chunk as a cell of its own."""
+    """Return the same cells, divided into one cell per chunk."""
     return cells._replace(states=chunk, split=cells.split * (cells.states // chunk))

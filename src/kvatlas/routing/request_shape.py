@@ -1,8 +1,8 @@
-"""What requests of one shape have in common: all that does not depend on their block ids.
+"""`RequestShape`: the properties that all requests of one shape share, without block ids.
 
-Requests of the same tokens, in as many blocks, differ in the ids of those alone. What was
-worked out for one of them holds for the next: where spans lie in its blocks, and which entries
-of its block tables are used. What is left to do is to look at the ids and to add.
+Requests with the same tokens and the same number of blocks differ only in their block ids. The
+offsets of their spans and the used entries of their block tables are computed once. For each
+further request, only the ids are checked and added.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvatlas.routing.run_grids import BlockIds, SpanPattern
 _WHOLE, _UNSIGNED = np.dtype(np.int64), np.dtype(np.uint64)
 
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
-"""Groups, and how long the block table of each is."""
+"""Group indices, and the length of each group's block table."""
 
 
 def table_lengths(tables: Mapping[int, BlockIds]) -> Lengths:
-    """How long some block tables are.
+    """Return the group indices and lengths of block tables.
 
     >>> table_lengths({0: np.array([7, 4]), 3: np.array([9])})
     ((0, 3), (2, 1))
@@ -33,7 +33,7 @@ def table_lengths(tables: Mapping[int, BlockIds]) -> Lengths:
 
 
 class TableShape:
-    """Which entries of the block tables at one end are used, and what may stand there."""
+    """The used entries of the block tables at one end, and the block count of each pool."""
 
     def __init__(self, tables: RequestTables) -> None:
         by_pool: dict[int, list[tuple[int, slice | Int64s]]] = defaultdict(list)
@@ -43,22 +43,22 @@ class TableShape:
             by_pool[pool].append((group, _as_slice(used)))
             blocks[pool] = tables.plan.pool(tables.rank, group).blocks
         self.blocks = blocks
-        """How many blocks each pool has that is used."""
+        """Number of blocks in each pool that is used."""
         self._used = [(blocks[pool], used) for pool, used in by_pool.items()]
 
     def in_range(self, tables: Mapping[int, BlockIds]) -> bool:
-        """Whether all ids that are used, of tables of these lengths, are blocks of their pools."""
+        """Whether all used ids are valid blocks. Tables must have the lengths of the shape."""
         for blocks, used in self._used:
             for group, entries in used:
                 ids = tables[group][entries]
-                # As numbers without a sign: one that is negative is larger than any.
+                # Viewed as unsigned, a negative id exceeds every valid id.
                 plain = ids.view(_UNSIGNED) if ids.dtype == _WHOLE else ids
-                if plain.item(plain.argmax()) >= blocks:  # `max` takes twice as long
+                if plain.item(plain.argmax()) >= blocks:  # Twice as fast as `max`.
                     return False
         return True
 
     def distinct(self, tables: Mapping[int, BlockIds]) -> bool:
-        """Whether no block is used twice."""
+        """Whether each block is used at most once."""
         for _, used in self._used:
             ids = [tables[group][entries].tolist() for group, entries in used]
             if len(set().union(*ids)) < sum(map(len, ids)):
@@ -67,16 +67,16 @@ class TableShape:
 
 
 def _as_slice(entries: Int64s) -> slice | Int64s:
-    """Entries that follow each other as a slice, which is looked up sooner."""
+    """Return consecutive entries as a slice, which is faster to index with."""
     first, last = int(entries[0]), int(entries[-1])
     return slice(first, last + 1) if last - first == len(entries) - 1 else entries
 
 
 @dataclass(frozen=True, eq=False)
 class RequestShape:
-    """The runs of requests of one shape, as sums that only lack block ids.
+    """The runs of requests of one shape, complete except for block ids.
 
-    Made by `Stream.shape`.
+    Created by `Stream.shape`.
     """
 
     nbytes: int
@@ -86,12 +86,12 @@ class RequestShape:
 
     @property
     def spans(self) -> int:
-        """Spans of all patterns: what a request brings."""
+        """Total spans of all patterns; a request adds a block offset to each."""
         return sum(len(pattern.template.length) for pattern in self.patterns)
 
     @property
     def runs(self) -> int:
-        """Runs of a request."""
+        """Number of runs of one request."""
         return sum(
             len(pattern.template.length) * len(pattern.template.starts.src)
             for pattern in self.patterns

@@ -1,7 +1,7 @@
 """`Route`: the compiled copy from any plan to any plan of the same model.
 
-A route knows, for every pair of ranks, which bytes of the one are which bytes of the
-other. It holds no memory and no block ids; `bind` takes those and gives byte ranges.
+A route maps, for every pair of ranks, bytes of the source to bytes of the destination. It holds
+no memory and no block ids. `bind` takes block ids and returns byte ranges.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import shared_visibility
 
 _Chosen = tuple[int, int, frozenset[str] | None]
-"""A source and a destination rank, and layers; all of them where they are None."""
+"""A source rank, a destination rank and layers; None stands for all layers."""
 
 _MOST_COMPILED = 4096
-"""Pairs of ranks, and choices of layers, that a route keeps compiled; the oldest go first."""
+"""Maximum number of compiled rank pairs and layer subsets; the oldest are evicted first."""
 
 
 @dataclass(frozen=True, eq=False)
 class BoundRoute:
-    """A route bound to block ids and tokens: byte ranges, ready for a transport."""
+    """A route bound to block ids and tokens: byte ranges for a transport."""
 
     src_rank: int
     dst_rank: int
@@ -57,11 +57,11 @@ class BoundRoute:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that move."""
+        """Total bytes to copy."""
         return sum(copy.nbytes for copy in self.copies)
 
     def report(self, costs: Costs | None = None) -> Report:
-        """How many descriptors, how long they are, and whether staging them would be faster."""
+        """Report the number and sizes of the descriptors, and whether staging is faster."""
         return report(self.copies, costs)
 
 
@@ -99,7 +99,7 @@ class Route:
         self.layers = tuple(name for name in dst.layers if names is None or name in names)
         visibilities = {name: shared_visibility(src, dst, name) for name in self.layers}
         self.conversion: Conversion | None = None
-        """What is converted on the way, how, where, and what error that adds."""
+        """The format changes of the route, with place and added error; None without convert."""
         self._converter: ConvertingCompiler | None = None
         if convert is not None:
             scales = (src_scales, dst_scales)
@@ -120,11 +120,11 @@ class Route:
         return f"<Route of {self.dst.model}, {len(self.layers)} layers: {src} -> {dst}{converting}>"
 
     def sources(self, dst_rank: int) -> tuple[int, ...]:
-        """The source ranks that a destination rank reads; each byte from one of them."""
+        """Return the source ranks that a destination rank reads; one rank for each byte."""
         return self._compiler.sources(checked_rank(self.dst, dst_rank, "destination"))
 
     def compile(self, *, src_rank: int, dst_rank: int) -> int:
-        """Compile one pair of ranks ahead of its first transfer; how many strips it has."""
+        """Compile one pair of ranks before its first transfer; return the number of strips."""
         src_rank = self._checked_source(src_rank, dst_rank)
         if self._converter is not None:
             return len(self._boxes(self._converter, src_rank, int(dst_rank), None))
@@ -141,12 +141,12 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> BoundRoute:
-        """Byte ranges that carry a request's tokens from one rank to another.
+        """Return the byte ranges that copy a request's tokens from one rank to another.
 
-        Blocks are those of the request in the order of its tokens, for each group;
-        entries that are not needed may hold anything. A group of recurrent layers has
-        either one id, or a table in which the entry of the last token has the state.
-        `layers` moves some layers alone, to stream them as they are computed.
+        `src_blocks` and `dst_blocks` are the request's block ids in token order, for each group.
+        Entries that are not needed may have any value. A recurrent group takes either one id, or
+        a table whose entry for the last token holds the state. `layers` restricts the copy to
+        some layers, for example to send layers as they are computed.
         """
         self._refuse_converting()
         request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
@@ -163,10 +163,10 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> Stream:
-        """What `bind` gives, as one stream of bytes whose runs are made piece by piece.
+        """Return the bytes of `bind` as a stream whose runs are computed piece by piece.
 
-        Memory does not grow with tokens, and both ends of a transfer know the same stream
-        from the same arguments.
+        Memory use does not grow with the number of tokens. Both ends of a transfer derive the
+        same stream from the same arguments.
 
         >>> from kvatlas.planning import plan
         >>> orders = ("LBNHC", "BHLNC")
@@ -195,7 +195,7 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> ConvertedStream:
-        """The stream of a route that converts: cells in one order, and both ends' runs of them.
+        """Return the stream of a converting route: cells in stream order, with runs at both ends.
 
         >>> from kvatlas.planning import plan
         >>> src, dst = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("fp8", "bf16"))
@@ -205,7 +205,10 @@ class Route:
         <ConvertedStream of 1,179,648 bytes that arrive as 2,359,296>
         """
         if self._converter is None:
-            problem, hint = "The route converts nothing", "Use Route.stream, or route with convert="
+            problem, hint = (
+                "The route has no conversion",
+                "Use Route.stream, or pass convert= to route",
+            )
             raise AtlasError(Code.BAD_CONVERSION, problem, got=self, hint=hint)
         request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
         names = self._checked_layers(layers)
@@ -214,7 +217,7 @@ class Route:
         return ConvertedStream(boxes, request, casts)
 
     def by_element(self, *, src_rank: Any, dst_rank: Any) -> bool:
-        """Whether all that one rank reads from another changes element by element, if at all."""
+        """Whether the conversion between two ranks, if any, works element by element."""
         if self._converter is None:
             return True
         boxes = self._boxes(self._converter, int(src_rank), int(dst_rank), None)
@@ -228,13 +231,13 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> dict[int, tuple[Int64s, Int64s]]:
-        """Every byte that must arrive at a destination rank: starts and lengths by pool.
+        """Return every byte that must arrive at a destination rank: starts and lengths by pool.
 
-        It follows from the two plans, so that what has arrived can be held against it: a block
-        is ready when all of its bytes are. Of a layer with a window that is no less than the next
-        token sees by the destination's own spec, whatever the source's plan says; it is every
-        token where both ends keep every token. `needed_states` says which states arrive: blocks
-        before those are not written, and no later token sees them.
+        The result follows from the two plans, so a receiver can check arrived bytes against it:
+        a block is ready when all its bytes have arrived. A layer with a window needs at least
+        the tokens that the next token sees by the destination's spec, independent of the source
+        plan. If both ends keep every token, it needs every token. `needed_states` computes the
+        states. Earlier blocks are not written, and no later token sees them.
         """
         arriving = self._arriving(dst_rank, dst_blocks, tokens)
         copies = self._copies(self._arrivals, arriving, layers)
@@ -248,7 +251,7 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> int:
-        """How many bytes `needs` names, by arithmetic: no list of them is made."""
+        """Return the total bytes of `needs`, computed without a list of ranges."""
         arriving = self._arriving(dst_rank, dst_blocks, tokens)
         rank = arriving.dst.rank
         return Stream(self._pairs(self._arrivals, rank, rank, layers), arriving).nbytes
@@ -287,7 +290,7 @@ class Route:
         dst_device: int = 0,
         layers: Iterable[str] | None = None,
     ) -> PreparedRoute:
-        """Descriptors of all blocks of two ranks, for transports that register them once."""
+        """Return descriptors of all blocks of two ranks, for transports that register them."""
         self._refuse_converting()
         src_rank = self._checked_source(src_rank, dst_rank)
         return PreparedRoute(
@@ -296,7 +299,7 @@ class Route:
             RankMemory(self.dst, int(dst_rank), dst_base, dst_device),
         )
 
-    # -- inside -----------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------
 
     def _request(
         self, src_rank: int, dst_rank: int, src_blocks: Blocks, dst_blocks: Blocks, tokens: Any
@@ -309,7 +312,7 @@ class Route:
         )
 
     def _arriving(self, dst_rank: int, dst_blocks: Blocks, tokens: Any) -> RequestEnds:
-        """A request at its destination, as if it came from there."""
+        """Return a request whose source and destination are both the destination rank."""
         rank = checked_rank(self.dst, dst_rank, "destination")
         tables = RequestTables(self.dst, rank, dst_blocks, "destination")
         return RequestEnds(tables, tables, tokens)
@@ -368,9 +371,9 @@ class Route:
         return None if pairs is None else cast_grids(pairs, request)
 
     def _refuse_converting(self) -> None:
-        """Refuse to name bytes that both ends have: where formats change there are none."""
+        """Raise an error if the route converts: the two ends then have no equal bytes."""
         if self.conversion is not None:
-            problem = "A route that converts has no bytes that are the same at both ends"
+            problem = "A converting route has no byte ranges that are equal at both ends"
             hint = "Use Route.converted"
             raise AtlasError(Code.BAD_CONVERSION, problem, got=self.conversion.name, hint=hint)
 
@@ -379,7 +382,7 @@ class Route:
         sources = self.sources(dst_rank)
         if src_rank not in sources:
             problem = f"Destination rank {dst_rank} does not read from this rank"
-            hint = f"It reads from {sources}, as Route.sources says"
+            hint = f"Use one of the ranks {sources} that Route.sources returns"
             raise AtlasError(Code.NOT_A_SOURCE, problem, got=f"source rank {src_rank}", hint=hint)
         return src_rank
 
@@ -387,8 +390,8 @@ class Route:
         names = None if layers is None else frozenset(layers)
         unknown = sorted(map(str, names - set(self.layers))) if names else []
         if unknown:
-            problem = "The route moves no such layer"
-            hint = f"It moves {len(self.layers)} layers: {', '.join(self.layers[:2])}, ..."
+            problem = "The route does not contain this layer"
+            hint = f"Use one of its {len(self.layers)} layers: {', '.join(self.layers[:2])}, ..."
             raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(unknown[0]), hint=hint)
         return names
 
@@ -402,11 +405,11 @@ def route(
     src_scales: Scales = None,
     dst_scales: Scales = None,
 ) -> Route:
-    """The route from one plan to another, or a coded refusal where they are unlike.
+    """Compile the route from one plan to another; raise an error if they are incompatible.
 
-    What layers keep decides, whatever the model is called. `layers` routes some alone.
-    `convert` asks for unlike formats to be converted, by name: "fp8->bf16"; then fp8 and nvfp4
-    need the scales of their tensors, each end its own.
+    Compatibility depends on what the layers store, not on the model's name. `layers` restricts
+    the route to some layers. `convert` names the conversions between different formats, for
+    example "fp8->bf16". Converting fp8 or nvfp4 requires the per-tensor scales of that end.
     """
     return Route(
         src, dst, layers=layers, convert=convert, src_scales=src_scales, dst_scales=dst_scales

@@ -1,7 +1,8 @@
-"""Runs of a request as sums that nobody writes out: what a device that can add is told.
+"""Runs of a request as unexpanded sums, for devices that add the terms themselves.
 
-Where states of a request lie in its blocks follows from how many tokens it has; the ids of the
-blocks are its own. So all but the ids is made once for each number of tokens, and kept.
+The offsets of a request's states in its blocks depend only on its number of tokens; the block
+ids are specific to the request. Everything except the ids is computed once per number of tokens
+and cached.
 """
 
 from __future__ import annotations
@@ -16,49 +17,49 @@ from kvatlas.geometry import CommonStates, Int64s, SpanStarts, StateSpans
 from kvatlas.routing.binding import CompiledPair, RepeatedRuns, RunGrid, Starts
 
 _Chosen = Literal["all", "whole", "rest"]
-"""Which spans: all, those of whole cells, or the others."""
+"""Selection of spans: all of them, those of whole cells, or the remaining ones."""
 
 _KEPT_ROWS = 1 << 11
-"""Spans of one number of tokens that are kept."""
+"""Maximum number of spans that are cached for one number of tokens."""
 _KEPT = 8
-"""Numbers of tokens for which they are."""
+"""Maximum number of cached entries per `RepeatedRuns`."""
 
 
 BlockIds = Int64s | NDArray[np.uint32]
-"""A block table, as the caller has it or as it stands in a message."""
+"""A block table, from the caller or decoded from a message."""
 
 
 class SpanTemplate(NamedTuple):
-    """Spans of a request before its block ids are known, and the starts that they go with."""
+    """Spans of a request without block ids, and the starts to combine them with."""
 
     starts: Starts
     entries: tuple[Int64s, Int64s]
-    """Which entry of its block table each span is in, at either end."""
+    """Block table entry of each span, at both ends."""
     offsets: tuple[Int64s, Int64s]
-    """Where it lies in that block."""
+    """Offset of each span in its block, at both ends."""
     length: Int64s
     one_each: tuple[bool, bool]
-    """Whether they are in one entry after the other, from the first on."""
+    """Whether span i uses entry i, at each end."""
     inside: tuple[bool, bool]
-    """Whether any lies elsewhere than where its block begins."""
+    """Whether any span starts at a non-zero offset in its block, at each end."""
 
 
 class SpanPattern(NamedTuple):
-    """Spans of requests of one shape between two groups: block tables are all that is missing."""
+    """Spans between two groups for requests of one shape; only block tables are missing."""
 
     pools: tuple[int, int]
     groups: tuple[int, int]
     strides: tuple[int, int]
-    """Bytes between blocks, at either end."""
+    """Bytes between consecutive blocks, at both ends."""
     template: SpanTemplate
 
     @property
     def nbytes(self) -> int:
-        """Bytes that move."""
+        """Bytes to copy."""
         return len(self.template.starts.src) * int(self.template.length.sum())
 
     def fill(self, end: int, tables: Mapping[int, BlockIds], out: Int64s) -> None:
-        """Where spans lie at one end, in blocks of tables that are long enough for them."""
+        """Write the offsets of the spans at one end to `out`; tables must be long enough."""
         made, table = self.template, tables[self.groups[end]]
         used = table[: len(out)] if made.one_each[end] else table[made.entries[end]]
         np.multiply(used, self.strides[end], out=out, dtype=np.int64)
@@ -66,7 +67,7 @@ class SpanPattern(NamedTuple):
             out += made.offsets[end]
 
     def grid(self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds]) -> RunGrid:
-        """The runs of a request."""
+        """Return the runs of one request."""
         made = self.template
         at = np.empty((2, len(made.length)), dtype=np.int64)
         self.fill(0, src, at[0])
@@ -74,7 +75,7 @@ class SpanPattern(NamedTuple):
         return RunGrid(*self.pools, made.starts, at[0], at[1], made.length)
 
     def reach(self, end: int, blocks: int) -> tuple[int, int]:
-        """The first byte and the one behind the last, whichever of so many blocks are used."""
+        """Return the first byte and one past the last that any of `blocks` blocks can use."""
         made, last = self.template, (blocks - 1) * self.strides[end]
         starts, offsets = made.starts.at(end), made.offsets[end]
         first = int(starts.min()) + int(offsets.min()) + min(0, last)
@@ -88,7 +89,7 @@ def span_patterns(
     states: CommonStates,
     span: tuple[int, int],
 ) -> Iterator[SpanPattern]:
-    """The runs of some states between two groups, in blocks that are not known yet."""
+    """Yield the runs of some states between two groups, without block ids."""
     pair, cell = compiled.pair, compiled.pair.cells[0].states
     rest: _Chosen = "rest" if compiled.whole else "all"
     parts: list[tuple[_Chosen, list[RepeatedRuns]]] = [
@@ -119,9 +120,10 @@ def _templates(
 def _made(
     runs: RepeatedRuns, spans: StateSpans, chosen: _Chosen, cell: int
 ) -> Iterator[SpanTemplate]:
-    """States that go one by one are starts where spans have equally many, and spans else.
+    """Yield the templates of the chosen spans.
 
-    The route knows those starts, so that a request brings a span for every block.
+    Separate states become starts if their spans have the same length, and spans otherwise. The
+    route caches those starts, so that a request needs only one span per block.
     """
     if chosen != "all":
         full = spans.length == cell
@@ -143,7 +145,7 @@ def _template(
 ) -> SpanTemplate:
     none = np.zeros(len(spans.length), dtype=np.int64)
     src, dst, length = runs.strip.byte_ranges(spans, (none, none), whole=whole, join=False)
-    # A row for each span, or for each of its states.
+    # One row per span, or one per state.
     each = np.ones_like(spans.length) if len(src) == len(none) else spans.length
     entries = np.repeat(spans.src.entry, each), np.repeat(spans.dst.entry, each)
     in_order = np.arange(len(length))
@@ -155,6 +157,6 @@ def _template(
 
 
 def _pick(spans: StateSpans, chosen: NDArray[np.bool_]) -> StateSpans:
-    """Some of the spans."""
+    """Return the selected spans."""
     src, dst = (SpanStarts(*(array[chosen] for array in end)) for end in spans[:2])
     return StateSpans(src, dst, spans.length[chosen])

@@ -1,15 +1,15 @@
-"""`Stream`: the bytes of a bound route in one order, whose runs are made piece by piece.
+"""`Stream`: the bytes of a bound route in one order, whose runs are computed piece by piece.
 
-The order follows from the two plans, the ranks, the block tables, the tokens and the layers,
-so that both ends of a transfer know it and a piece needs no description but where it starts
-and stops. It is: one pair of groups after the other; for each its states in chunks, in the
-order of the request; and inside a chunk runs in the order of their destination, joined where
-they touch at both ends. Every state of a pair has as many bytes as the next, so that a
-place in the stream is found by division, and only the chunk that it lies in is ever made.
+The order follows from the two plans, the ranks, the block tables, the tokens and the layers. Both
+ends of a transfer therefore derive the same order, and a start and a stop fully describe a piece.
+The order is: pair of groups by pair of groups; for each pair its states in chunks, in request
+order; in each chunk the runs sorted by destination, joined where they are adjacent at both ends.
+All states of a pair have the same number of bytes. A division finds the chunk of any position, and
+only that chunk is computed.
 
-A chunk has about `CHUNK_RUNS` runs. Where the blocks of one chunk of states would have more
-(elements that go one by one), the strips of the pair are divided into sections as well.
-Where chunks end is part of the order: whoever changes that changes what peers agree on.
+A chunk has about `CHUNK_RUNS` runs. If one chunk of states would have more runs (elements that
+are copied one by one), the strips of the pair are divided into sections as well. The chunk
+boundaries are part of the order: a change to them breaks compatibility between peers.
 """
 
 from __future__ import annotations
@@ -39,40 +39,40 @@ from kvatlas.routing.request_shape import Lengths, RequestShape, TableShape, tab
 from kvatlas.routing.run_grids import SpanPattern, span_patterns
 
 CHUNK_RUNS = 1 << 19
-"""Runs that are made at once: 8 MB to keep where they have one length, else 16.
+"""Runs per chunk: 8 MB of memory if all runs have one length, else 16 MB.
 
-A chunk costs some 0.2 ms beside its runs, which half as many would make a fifth of the whole;
-twice as many would take more memory than a transfer may.
+A chunk costs about 0.2 ms in addition to its runs. With half as many runs per chunk, that would
+be a fifth of the total time; twice as many runs would exceed the memory limit of a transfer.
 """
 
 _COUNTED = 1 << 16
-"""Blocks, or states where those go one by one, that are looked at together to count runs."""
+"""Blocks (or states, if they are not contiguous) per step when runs are counted."""
 
 
 class StreamSection(NamedTuple):
-    """States first .. stop - 1 of those that move between two groups, or some bytes of each."""
+    """States `first .. stop - 1` of a pair of groups: all their bytes, or some strips."""
 
     compiled: CompiledPair
     states: CommonStates
     first: int
     stop: int
     chunk: int
-    """States in a chunk; chunks start where blocks do."""
+    """States per chunk. Chunks start at block boundaries."""
     cell: int
-    """States that have `cell_bytes` bytes: one, or those of a whole cell."""
+    """Number of states that have `cell_bytes` bytes: one state, or a whole cell."""
     cell_bytes: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its states."""
+        """Bytes of all states in the section."""
         return self.offset(self.stop)
 
     def offset(self, state: int) -> int:
-        """Where a state starts in the section, in bytes."""
+        """Return the byte offset of a state in the section."""
         return (state - self.first) // self.cell * self.cell_bytes
 
     def chunk_at(self, offset: int) -> tuple[int, int]:
-        """First state of the chunk that has a byte, and the state behind its last."""
+        """Return the first state of the chunk that contains a byte, and one past its last."""
         state = self.first + offset // self.cell_bytes * self.cell
         shift = self.states.local[0]
         begin = (state + shift) // self.chunk * self.chunk - shift
@@ -80,16 +80,16 @@ class StreamSection(NamedTuple):
 
 
 class StreamChunk(NamedTuple):
-    """The runs of one chunk, and where they end in it."""
+    """The runs of one chunk, and the offsets where they end in it."""
 
     section: int
     first: int
     copy: Copy
     ends: Int64s | None
-    """None where all runs have one length."""
+    """None if all runs have the same length."""
 
     def slice(self, start: int, stop: int) -> Copy:
-        """Bytes start .. stop - 1 of the chunk."""
+        """Return bytes `start .. stop - 1` of the chunk."""
         copy = self.copy
         if self.ends is None:
             each = int(copy.length[0])
@@ -111,9 +111,9 @@ class StreamChunk(NamedTuple):
 
 
 class Stream:
-    """The bytes that carry a request from one rank to another, in one order.
+    """The byte stream of a request from one rank to another.
 
-    Made by `Route.stream`. Any number of threads may read it.
+    Created by `Route.stream`. Any number of threads may read it.
     """
 
     def __init__(self, pairs: Sequence[CompiledPair], request: RequestEnds) -> None:
@@ -122,7 +122,7 @@ class Stream:
         request.check_distinct()
         self._sections = [part for compiled, own in moving for part in _sections(compiled, own)]
         self._ends = list(accumulate(section.nbytes for section in self._sections))
-        # Replaced as a whole, so that threads need no lock: at worst one makes it again.
+        # Each value is replaced as a whole, so threads need no lock: at worst, two compute it.
         self._last: StreamChunk | None = None
         self._grids: list[RunGrid] | None = None
 
@@ -131,28 +131,28 @@ class Stream:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole stream."""
+        """Total bytes of the stream."""
         return self._ends[-1] if self._ends else 0
 
     @cached_property
     def runs(self) -> int:
-        """Runs of the whole stream, at most: strips that happen to touch are counted apart."""
+        """Upper bound of the number of runs. Adjacent runs of different strips count separately."""
         return sum(map(self._count, self._sections))
 
     @property
     def runs_apart(self) -> int:
-        """The same with all blocks counted apart; quicker to find where `grids` are there."""
+        """Number of runs without joining blocks; fast to compute once `grids` is cached."""
         return sum(map(len, self.grids()))
 
     def copies(self, start: int, stop: int) -> tuple[Copy, ...]:
-        """Bytes start .. stop - 1 of the stream, runs cut at its edges.
+        """Return bytes `start .. stop - 1` of the stream, with runs cut at both edges.
 
-        Copies follow each other in the order of the stream; several may have the same pools.
+        Copies are in stream order; several may have the same pools.
         """
         return tuple(self.walk(start, stop))
 
     def walk(self, start: int = 0, stop: int | None = None) -> Iterator[Copy]:
-        """The same one by one, so that there are never more runs than a chunk has."""
+        """Yield the copies of `copies` one by one, with at most one chunk's runs in memory."""
         start, stop = self._checked(start, self.nbytes if stop is None else stop)
         index = bisect_right(self._ends, start)
         while start < stop:
@@ -166,9 +166,9 @@ class Stream:
             index += start == self._ends[index]
 
     def grids(self) -> list[RunGrid]:
-        """The whole stream as sums of starts and spans, in no order that anybody agrees on.
+        """Return the whole stream as grids of starts and spans, in unspecified order.
 
-        Made once, and kept.
+        Computed once and cached.
         """
         if self._grids is None:
             tables = self._request.src.by_group, self._request.dst.by_group
@@ -177,11 +177,11 @@ class Stream:
 
     @property
     def table_lengths(self) -> tuple[Lengths, Lengths]:
-        """How long the block tables of its source and its destination are."""
+        """Lengths of the block tables at the source and at the destination."""
         return table_lengths(self._request.src.by_group), table_lengths(self._request.dst.by_group)
 
     def shape(self) -> RequestShape:
-        """What it has in common with streams of the same tokens and other block ids."""
+        """Return the properties shared with all streams that differ only in block ids."""
         src, dst = self._request.src, self._request.dst
         return RequestShape(self.nbytes, tuple(self._patterns()), TableShape(src), TableShape(dst))
 
@@ -191,7 +191,7 @@ class Stream:
             yield from span_patterns(pools, section.compiled, section.states, span)
 
     def pieces(self, nbytes: int) -> Iterator[tuple[Copy, ...]]:
-        """The whole stream, so many bytes at a time; the last piece may be shorter."""
+        """Yield the whole stream in pieces of `nbytes` bytes; the last may be shorter."""
         nbytes = positive(nbytes, "the piece")
         for start in range(0, self.nbytes, nbytes):
             yield self.copies(start, min(start + nbytes, self.nbytes))
@@ -209,7 +209,7 @@ class Stream:
         return made
 
     def _count(self, section: StreamSection) -> int:
-        """Runs of a section, at most, counted by spans of states."""
+        """Return an upper bound of the runs of a section, counted by spans of states."""
         compiled, states = section.compiled, section.states
         sizes = [end.states for end in states.ends]
         step = _COUNTED * (min(sizes) if states.side_by_side else 1)
@@ -219,21 +219,21 @@ class Stream:
             bound = self._request.bind(compiled.pair, states.spans(first, stop))
             cuts = (stop - first) // section.chunk + 1
             count += count_ranges(compiled, bound, cuts)
-            if section.chunk % max(sizes):  # chunks of less than a block cut its spans as well
+            if section.chunk % max(sizes):  # Chunks smaller than a block also cut its spans.
                 count += cuts * sum(len(runs.starts.src) for runs in compiled.states)
         return count
 
     def _checked(self, start: Any, stop: Any) -> tuple[int, int]:
         start, stop = integer(start, "the start"), integer(stop, "the stop")
         if not 0 <= start <= stop <= self.nbytes:
-            problem = f"These are not bytes of a stream of {self.nbytes}"
-            hint = "Ask for bytes from 0 to Stream.nbytes"
+            problem = f"A range must be within the {self.nbytes} bytes of the stream"
+            hint = "Pass start and stop with 0 <= start <= stop <= Stream.nbytes"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"{start}..{stop}", hint=hint)
         return start, stop
 
 
 def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSection]:
-    """The states of a pair, in as few sections as keep chunks small."""
+    """Yield the states of a pair in as few sections as the chunk size permits."""
     if not states.total:
         return
     apart, cell = compiled._replace(whole=[]), compiled.pair.cells[0].states
@@ -244,7 +244,7 @@ def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSe
         state_bytes = _bytes(compiled.states)
         yield StreamSection(compiled, states, 0, states.total, chunk, 1, state_bytes)
     else:
-        # Whole cells, and before and behind them states of cells that move in part.
+        # Whole cells, preceded and followed by states of partially copied cells.
         start = states.local[0]
         first = min(states.total, -start % cell)
         last = max(first, (start + states.total) // cell * cell - start)
@@ -256,7 +256,7 @@ def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSe
 def _of_states(
     compiled: CompiledPair, states: CommonStates, first: int, stop: int
 ) -> Iterator[StreamSection]:
-    """Sections that go state by state, in chunks of blocks of both ends."""
+    """Yield sections that copy separate states, in chunks aligned to the blocks of both ends."""
     if first == stop:
         return
     unit = spans = 1
@@ -274,7 +274,7 @@ def _of_states(
 def _of_cells(
     compiled: CompiledPair, states: CommonStates, first: int, stop: int
 ) -> Iterator[StreamSection]:
-    """Sections of whole cells."""
+    """Yield sections of whole cells."""
     if first == stop:
         return
     cell = compiled.pair.cells[0].states
@@ -285,7 +285,7 @@ def _of_cells(
 
 
 def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedRuns]]:
-    """Strips in lists of at most a chunk's runs, where each start has so many."""
+    """Yield lists of strips with at most one chunk of runs, at `each` runs per start."""
     most = max(1, CHUNK_RUNS // each)
     if sum(len(runs.starts.src) for runs in repeated) <= most:
         yield repeated
@@ -296,12 +296,12 @@ def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedR
 
 
 def _runs(repeated: list[RepeatedRuns], spans: int, states: int) -> int:
-    """Runs of some spans that have so many states together, at most."""
+    """Return an upper bound of the runs of `spans` spans that contain `states` states."""
     return sum(
         len(runs.starts.src) * (spans if runs.strip.gapless else states) for runs in repeated
     )
 
 
 def _bytes(repeated: list[RepeatedRuns]) -> int:
-    """Bytes of one state, or of one cell where states are folded in."""
+    """Return the bytes of one state, or of one cell if states are folded."""
     return sum(len(runs.starts.src) * runs.strip.item for runs in repeated)

@@ -1,4 +1,4 @@
-"""Token ranges from outside, and the states that move for them: windows leave some behind."""
+"""Validation of token ranges, and the states to copy for them (fewer for windows)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvatlas.specs import Visibility
 
 
 def token_range(tokens: Any, most: int) -> tuple[int, int]:
-    """(start, stop) of a number of tokens, or of a pair or range from outside.
+    """Return (start, stop) for a number of tokens, a pair or a range.
 
     >>> token_range(100, 512), token_range((32, 100), 512)
     ((0, 100), (32, 100))
@@ -25,16 +25,16 @@ def token_range(tokens: Any, most: int) -> tuple[int, int]:
         start, stop = (integer(edge, "a token") for edge in pair)
         if 0 <= start <= stop <= most:
             return start, stop
-    problem = f"This is not a range of tokens within 0..{most}"
-    hint = "Pass tokens=n for the first n, or tokens=(start, stop)"
+    problem = f"A token range must be within 0..{most}"
+    hint = "Pass tokens=n for the first n tokens, or tokens=(start, stop)"
     raise AtlasError(Code.BAD_TOKENS, problem, got=repr(tokens), hint=hint)
 
 
 def needed_states(visibility: Visibility, per_state: int, start: int, stop: int) -> tuple[int, int]:
-    """(first, stop) of the states that move for tokens start .. stop - 1.
+    """Return (first, stop) of the states to copy for tokens `start .. stop - 1`.
 
-    A window needs what the token at `stop` still sees, a chunk what it has begun; an
-    encoder's states are needed whatever the tokens are.
+    A window needs the states that the token at `stop` still sees; chunked attention needs the
+    current chunk. An encoder's states are needed for every token range.
 
     >>> needed_states(Visibility(window=128), 1, 0, 1000), needed_states(Visibility(), 4, 0, 1001)
     ((873, 1000), (0, 250))
@@ -46,10 +46,10 @@ def needed_states(visibility: Visibility, per_state: int, start: int, stop: int)
 
 
 def shared_visibility(src: Plan, dst: Plan, layer: str) -> Visibility:
-    """What moves of a layer between two plans: the tokens that its groups keep in both.
+    """Return the tokens of a layer to copy between two plans: those that both plans keep.
 
-    Where one of them keeps a window alone, how long it is says the destination's own spec:
-    no word of the source makes fewer tokens enough than the layer sees.
+    If either plan keeps only a window, the destination's spec determines its length. The source
+    plan cannot reduce it below what the layer sees.
 
     >>> from kvatlas.planning import plan
     >>> prefill, decode = (plan("gpt-oss-20b", memory="20GiB", tp=tp) for tp in (1, 2))

@@ -1,16 +1,16 @@
-"""The same kernels for GPUs, with Triton: `kvatlas.kernels` comes here for tensors on one.
+"""Triton kernels. `kvatlas.kernels` dispatches to this package for tensors on a GPU.
 
-Addresses come from placements alone, so that every order is read and written as it lies.
-This room needs triton (`pip install 'kvatlas[triton]'`), which also interprets it on a CPU
-where `TRITON_INTERPRET=1` is set.
+Kernels compute addresses from placements only, so they support every layout without a copy. This
+package requires triton (`pip install 'kvatlas[triton]'`). With `TRITON_INTERPRET=1`, Triton
+interprets the kernels on a CPU.
 
-What Triton compiles is in `*_device.py`; host code is everywhere else. The two meet in
-NamedTuples: of tensors and numbers (`BatchSequences`, `PagedCache`), and of constants that a kernel
-is compiled for (`AttentionShape`, `Tiling`), whose parameters are in capitals. In device
-code a constant's field is bound to a name of its own (`TILE: tl.constexpr = TILING.tile`)
-before it becomes part of a shape, or, if it is a string or a tuple, an argument: Triton 3.6
-takes no bare Python values there. Nor does it take None beside numbers in a tuple: what a
-kernel does not read is some tensor or number that is at hand.
+Files named `*_device.py` contain the code that Triton compiles; all other files are host code.
+The two exchange NamedTuples: some hold tensors and numbers (`BatchSequences`, `PagedCache`),
+others hold compile-time constants (`AttentionShape`, `Tiling`). Constant parameters have names in
+capitals. Two limits of Triton 3.6 shape the device code. A field of a constant is first bound to
+a name (`TILE: tl.constexpr = TILING.tile`) before it is used in a shape or, if it is a string or
+a tuple, as an argument. And a tuple cannot mix None with numbers, so unused arguments receive
+some available tensor or number instead.
 """
 
 from kvatlas.kernels.triton.attention.arguments import split_of

@@ -1,9 +1,9 @@
-"""Addresses as kernels take them: whole numbers of a unit that the compiler may rely on.
+"""Addresses in the form that kernels take: multiples of a unit that the compiler can rely on.
 
-A compiler loads 16 bytes at once where it can prove that an address is a multiple of
-them. It knows of an argument only whether 16 divides it, which says nothing of rows of
-264 bytes. So strides travel divided by the largest power of two that divides them all,
-and kernels multiply by it: a constant factor is a proof.
+A compiler uses 16-byte loads only if it can prove that addresses are multiples of 16. For an
+argument it only knows whether 16 divides it, which does not help with rows of 264 bytes.
+Strides are therefore divided by the largest power of two that divides them all, and kernels
+multiply by that constant, which the compiler can use as proof.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Page, Placement
 
 VECTOR = 16
-"""Bytes that one thread loads at once, at most."""
+"""Maximum bytes that one thread loads at once."""
 
 
 class BatchRows(NamedTuple):
@@ -31,7 +31,7 @@ class BatchRows(NamedTuple):
 
 
 def batch_rows(tensor: torch.Tensor) -> BatchRows:
-    """A tensor [tokens, heads, elements] as kernels take it.
+    """Return a tensor [tokens, heads, elements] with its strides, as kernels take it.
 
     >>> batch_rows(torch.empty(7, 4, 16))[1:]
     (64, 16)
@@ -41,31 +41,31 @@ def batch_rows(tensor: torch.Tensor) -> BatchRows:
 
 
 class RowSteps(NamedTuple):
-    """Where the rows of a field lie in their pool."""
+    """Strides of the rows of a field in their pool."""
 
     first: int
-    """The first row, in units, as are the steps of B, N and H."""
+    """Offset of the first row. Like the steps of B, N and H, it counts units."""
     block: int
     state: int
     head: int
     element: int
-    """Elements between neighbours of a row."""
+    """Elements between neighbours in a row."""
     tile: int
-    """Elements between the tiles of a row; 0 where it has none."""
+    """Elements between the tiles of a row; 0 if it has none."""
 
 
 class FieldRows(NamedTuple):
-    """The rows of a field: their steps, and what kernels are compiled for."""
+    """The rows of a field: their steps, and constants that kernels are compiled for."""
 
     steps: RowSteps
     unit: int
-    """Elements in a unit."""
+    """Elements per unit."""
     tile: int
-    """Elements of a tile, where the rows of a page are in tiles; else 0."""
+    """Elements per tile if the rows of a page are tiled; else 0."""
 
 
 def common(numbers: tuple[int, ...], most: int) -> int:
-    """The largest power of two up to `most` that divides all numbers.
+    """Return the largest power of two up to `most` that divides all numbers.
 
     >>> common((264, 132), 16), common((0, 64), 16), common((), 16)
     (4, 16, 16)
@@ -75,7 +75,7 @@ def common(numbers: tuple[int, ...], most: int) -> int:
 
 
 def field_rows(page: Page, placed: Placement, name: str) -> FieldRows:
-    """Where the rows of a field lie, in blocks of pages that are placed so.
+    """Return the strides of a field's rows, in blocks of pages at this placement.
 
     >>> from kvatlas.cache import allocate
     >>> from kvatlas.planning import plan
@@ -88,9 +88,9 @@ def field_rows(page: Page, placed: Placement, name: str) -> FieldRows:
     if not set(field.axes) <= {"B", "N", "H", "C", "c"}:
         raise AtlasError(
             Code.NOT_CONTIGUOUS,
-            "A kernel cannot read rows that lie along more than one axis",
+            "A kernel cannot read rows that span more than one axis",
             got=f"{name} with axes {field.axes}",
-            hint="Select one of what the other axes count",
+            hint="Select one index of each other axis",
         )
     item = field.item
     steps = [field.offset, *_strides(field)]
@@ -100,18 +100,18 @@ def field_rows(page: Page, placed: Placement, name: str) -> FieldRows:
     if any(step % item for step in (*steps, near, far)):
         raise AtlasError(
             Code.MISALIGNED,
-            "Elements do not start at multiples of their size",
-            got=f"{field} of items of {item} bytes",
-            hint="Plan pages and blocks whose sizes are multiples of the element",
+            "Elements must start at multiples of their size",
+            got=f"{field} with elements of {item} bytes",
+            hint="Plan pages and blocks whose sizes are multiples of the element size",
         )
     if max(steps[1] // item, steps[2] // item) >= 1 << 31:
         raise AtlasError(
             Code.OVERFLOW,
-            "Blocks or states are 2**31 elements apart or more",
+            "Blocks and states must be less than 2**31 elements apart",
             got=f"{field}",
             hint="Split the pool",
         )
-    # Pieces of rows whose elements are apart are single elements.
+    # Rows with strided elements are read one element at a time.
     widest = max(1, VECTOR // item) if near == item else 1
     unit = common(tuple(step // item for step in steps), widest)
     first, block, state, head = (step // item // unit for step in steps)
@@ -123,12 +123,12 @@ def field_rows(page: Page, placed: Placement, name: str) -> FieldRows:
 
 
 def _strides(field: Placement) -> list[int]:
-    """Bytes from block to block, from state to state and from head to head."""
+    """Return the byte strides of blocks, states and heads."""
     return [field.stride(axis) if axis in field.axes else 0 for axis in "BNH"]
 
 
 def gap(layer: LayerCache, one: str, other: str) -> int | None:
-    """Bytes from each row of a field to that of another; None where that is not one number.
+    """Return the bytes from each row of a field to that of another; None if not constant.
 
     >>> from kvatlas.cache import allocate
     >>> from kvatlas.planning import plan

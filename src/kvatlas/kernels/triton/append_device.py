@@ -1,4 +1,4 @@
-"""Device code that stores new tokens of sequences, and gathers all that their attention sees."""
+"""Device code that stores new tokens and gathers all tokens that attention sees."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvatlas.kernels.triton.dequantise_device import TileStates, column_offsets,
 
 @triton.jit
 def append_side(buffer, steps, given, states, token, start, out, FORMAT: tl.constexpr):
-    """Rows of one side for a tile of tokens of one sequence and head: stored ones, then new ones.
+    """Store and gather one side (K or V) for a tile of tokens of one sequence and head.
 
-    `given` are the new rows of the sequence and head, and the stride of their tokens; `out` has
-    the address of each row. Rows that are gone, or that nobody sees, become zeros.
+    `given` holds the new rows of the sequence and head, and their token stride. `out` holds the
+    output address of each row. Rows that are evicted or not visible become zeros.
     """
     column = tl.arange(0, FORMAT.width)[None, :]
     inside = column < FORMAT.dim
@@ -37,9 +37,10 @@ def append_rows(
     new, out, at, tables, first, start, stop, visible, buffer, K_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a tile of tokens from `first` on, of one sequence and head, of K and of V.
+    """Process a tile of tokens from `first` of one sequence and head, for K and V.
 
-    Tokens from `start` to `stop` are `new`, and all are put `out`: [sequences, heads, tokens, D].
+    Tokens `start .. stop - 1` are read from `new`; all tokens are written to `out` [sequences,
+    heads, tokens, D].
     """
     after_previous(SHAPE.early)
     before_next(SHAPE.early)
@@ -54,7 +55,7 @@ def append_rows(
     ids = tables[0] + sequence * tables[1]
     page = tl.load(ids + token // STATES, mask=seen, other=-1)
     states = TileStates(page.to(tl.int32), 0, token % STATES, head, page >= 0)
-    # What is past the end is no token: -1 is nobody's number.
+    # -1 marks lanes past the end, which are not tokens.
     token = tl.where(token < stop, token, -1)
     row = (sequence * HEADS + head) * (stop - first) + place
     k = new[0] + sequence * at.k_new.sequence + head * at.k_new.head

@@ -1,4 +1,4 @@
-"""What is refused before a kernel is launched: a bad pointer on a device is not an exception."""
+"""Checks before a kernel launch, because a bad pointer on a device raises no exception."""
 
 from __future__ import annotations
 
@@ -12,71 +12,71 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def debugging() -> bool:
-    """Whether block ids are looked at, which waits for the device: `KVATLAS_DEBUG=1`."""
+    """Whether `KVATLAS_DEBUG=1` enables checks of block ids, which wait for the device."""
     return os.environ.get("KVATLAS_DEBUG", "0") not in ("", "0")
 
 
 def same_device(device: torch.device, **tensors: torch.Tensor | None) -> torch.device:
-    """The device, where all tensors are on it; those that are None do not matter."""
+    """Return the device; raise an error if a tensor is on another one. None is ignored."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise AtlasError(
                 Code.WRONG_DEVICE,
-                "Tensors of one kernel are on different devices",
+                "All tensors of a kernel must be on the same device",
                 got=f"{name} on {tensor.device}, the cache on {device}",
-                hint="Move it first; kernels never do, since that would wait",
+                hint="Move the tensor first; kernels do not, because that would block",
             )
     return device
 
 
 def reachable(buffer: torch.Tensor, device: torch.device) -> None:
-    """Refuse memory that a kernel on `device` cannot address."""
+    """Raise an error if a kernel on `device` cannot address a buffer."""
     pinned = device.type == "cuda" and buffer.device.type == "cpu" and buffer.is_pinned()
     if buffer.device != device and not pinned:
         raise AtlasError(
             Code.WRONG_DEVICE,
-            "Memory is out of reach: neither on the kernel's device nor pinned",
-            got=f"memory on {buffer.device}, not pinned, from {device}",
+            "Memory must be on the kernel's device, or pinned",
+            got=f"memory on {buffer.device}, not pinned; the kernel on {device}",
             hint="Allocate host pools with pin_memory=True",
         )
 
 
 def integers(tensor: torch.Tensor, name: str, *, axes: int) -> None:
-    """Refuse what is not a tensor of whole numbers with so many axes, the last contiguous."""
+    """Raise an error unless a tensor is int32 or int64 and has `axes` axes, the last contiguous."""
     tight = tensor.ndim == axes and (last_is_tight(tensor) or tensor.shape[-1] <= 1)
     if tensor.dtype not in _INTEGERS or not tight:
         raise AtlasError(
             Code.BAD_TENSOR,
             f"{name} must be int32 or int64, {axes} axes, the last one contiguous",
             got=f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-            hint="Pass them as the scheduler made them",
+            hint="Pass the scheduler's tensors unchanged",
         )
 
 
 def last_is_tight(tensor: torch.Tensor) -> bool:
-    """Whether neighbours along the last axis are neighbours in memory.
+    """Whether the last axis is contiguous.
 
     >>> rows = torch.zeros(4, 6)
     >>> last_is_tight(rows), last_is_tight(rows[:, :3]), last_is_tight(rows.T)
     (True, True, False)
     """
-    # To ask for strides takes longer, and most tensors are contiguous.
+    # `is_contiguous` is cheaper than `stride`, and most tensors are contiguous.
     return tensor.is_contiguous() or tensor.stride(-1) == 1
 
 
 def in_range(ids: torch.Tensor, count: int, name: str = "Block ids") -> None:
-    """Refuse ids that the pool does not have, where that is asked for."""
+    """With `KVATLAS_DEBUG`, raise an error for ids that the pool does not have."""
     if debugging() and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= count):
         raise AtlasError(
             Code.OUT_OF_RANGE,
-            f"{name} are outside 0..{count - 1}",
+            f"{name} must be in 0..{count - 1}",
             got=f"{int(ids.min())}..{int(ids.max())}",
-            hint="Check the block table, and slots = block * states + state",
+            hint="Check the block table; a slot is block * states + state",
         )
 
 
 def rows_of(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> None:
-    """Refuse floating rows of another shape, or whose elements are not neighbours."""
+    """Raise an error unless rows are floating point, of `shape`, with a contiguous last axis."""
     given = tuple(tensor.shape)
     fits = given == shape or (
         len(given) == len(shape)
@@ -87,12 +87,12 @@ def rows_of(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> N
             Code.BAD_TENSOR,
             f"{name} must be floating point, of shape {shape}, its last axis contiguous",
             got=f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-            hint="Slices of a fused projection are fine; transposed rows are not",
+            hint="Pass slices of a fused projection or contiguous rows, not transposed rows",
         )
 
 
 def apart(tensor: torch.Tensor, name: str) -> None:
-    """Refuse rows that share memory: programs would write over each other's."""
+    """Raise an error if rows share memory, because programs would overwrite each other's rows."""
     if tensor.is_contiguous():
         return
     axes = sorted(
@@ -104,13 +104,13 @@ def apart(tensor: torch.Tensor, name: str) -> None:
         if stride < reach:
             raise AtlasError(
                 Code.BAD_TENSOR,
-                f"Rows of {name} share memory",
+                f"Rows of {name} must not share memory",
                 got=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-                hint="Pass memory of its own for every row",
+                hint="Pass a tensor without expanded or overlapping axes",
             )
         reach = stride * (size - 1) + reach
 
 
 def no_kernel(problem: str, got: object, hint: str) -> AtlasError:
-    """A refusal of what no kernel is written for."""
+    """Return the error for a case that no kernel supports."""
     return AtlasError(Code.NO_KERNEL, problem, got=got, hint=hint)

@@ -1,4 +1,4 @@
-"""Device code of copies that change the type of elements on the way."""
+"""Device code of copies that convert the element type."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def convert_rows(
     source, target, factors, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr,
     TABLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Rows of elements that are contiguous on both ends, each times its layer's factor.
+    """Copy rows that are contiguous at both ends, and multiply them by their layer's factor.
 
-    Rows are numbered (block, three axes), as in `copy_rows`.
+    Rows are numbered in the order (block, three axes), as in `copy_rows`.
     """
     SIZES: tl.constexpr = SHAPE.sizes
     FROM: tl.constexpr = SHAPE.source

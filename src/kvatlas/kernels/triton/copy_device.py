@@ -1,7 +1,8 @@
-"""Device code of copies: rows of words, and tiles that are transposed on the way.
+"""Device code of copies: rows of words, and tiles that are transposed during the copy.
 
-An end of a copy is an address, or a table of them, one for each layer; the ids of its
-blocks; and its steps, in units: of the block, of three axes, and of a transposed tile's two.
+An end of a copy consists of an address or a table of addresses, one per layer; the ids of its
+blocks; and its steps in units: of the block, of three axes, and of the two axes of a transposed
+tile.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import triton.language as tl
 
 @triton.jit
 def end_base(end, layer, WORD: tl.constexpr, ALIGN: tl.constexpr, TABLE: tl.constexpr):
-    """The first word of a layer on one end."""
+    """Return the pointer to the first word of a layer at one end."""
     address = tl.load(end.table + layer) if TABLE else end.address
     return tl.multiple_of(address.to(tl.pointer_type(WORD)), ALIGN)
 
 
 @triton.jit
 def row_coordinates(row, SIZES: tl.constexpr):
-    """A row's number as coordinates of three axes, and what is left: its block."""
+    """Split a row number into its block and its coordinates along three axes."""
     third = row % SIZES[2]
     row = row // SIZES[2]
     second = row % SIZES[1]
@@ -29,7 +30,7 @@ def row_coordinates(row, SIZES: tl.constexpr):
 
 @triton.jit
 def row_offset(end, block, first, second, third):
-    """Units from an end's first word to a row."""
+    """Return the units from an end's first word to a row."""
     at = block.to(tl.int64) * end.steps[0] + first * end.steps[1]
     return at + second * end.steps[2] + third * end.steps[3]
 
@@ -39,9 +40,9 @@ def tile_rows(
     tile, count, WIDTH: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What one of a copy's tiles has: its layer, rows and columns of `WIDTH`, and which are there.
+    """Return a tile's layer, columns of `WIDTH`, masks and row coordinates.
 
-    Rows are numbered (block, three axes), `count` of them in each layer.
+    Rows are numbered in the order (block, three axes); each layer has `count` rows.
     """
     CHUNKS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     groups = (count + ROWS - 1) // ROWS
@@ -58,7 +59,7 @@ def tile_rows(
 
 @triton.jit
 def tile_count(count, layers, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """How many tiles the rows of all layers have."""
+    """Return the number of tiles for the rows of all layers."""
     return ((count + ROWS - 1) // ROWS) * layers * ((WIDTH + COLUMNS - 1) // COLUMNS)
 
 
@@ -67,9 +68,9 @@ def copy_rows(
     source, target, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of words that are contiguous on both ends; `FILL` writes zeros instead.
+    """Copy rows of words that are contiguous at both ends; `FILL` writes zeros instead.
 
-    Rows are numbered (block, three axes); a program takes some of them at a time.
+    Rows are numbered in the order (block, three axes); a program processes several at a time.
     """
     SIZES: tl.constexpr = SHAPE.sizes
     WORD: tl.constexpr = SHAPE.word
@@ -106,10 +107,10 @@ def copy_rows(
 def copy_transposed(
     source, target, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr
 ):
-    """Items that are neighbours along one axis in the source and along another in the target.
+    """Copy items that are contiguous along one axis in the source and another in the target.
 
-    A tile is read along `ACROSS` (the last of the source's steps) and written along `DOWN`
-    (the last but one of the target's), so that both ends touch neighbouring bytes.
+    A tile is read along `ACROSS` (the source's last step) and written along `DOWN` (the target's
+    second to last), so that both accesses are contiguous.
     """
     SIZES: tl.constexpr = SHAPE.sizes
     WORD: tl.constexpr = SHAPE.word

@@ -1,12 +1,13 @@
-"""Programmatic dependent launch: a kernel's programs are placed while the one before still runs.
+"""Programmatic dependent launch: start a kernel's programs while the previous kernel still runs.
 
-On NVIDIA chips from Hopper on, a kernel that is launched early waits on the device for
-the one before, whatever that was, and then lets the next one be placed. What is saved is
-the time in which a chip stands empty between kernels: a microsecond or two for each.
-Every kernel that is launched so (`tune.dependent_launch`) waits before its first access,
-and so must others'. One does not: `merge` reads the schedule first, which was written before the
-kernel ahead of it began, since that one waits itself, or is not launched early, before it lets
-`merge` in.
+On NVIDIA GPUs from Hopper on, a kernel that is launched early waits on the device for the
+previous kernel, and then permits the launch of the next one. This saves the idle time between
+kernels, one or two microseconds each.
+
+Every kernel that is launched this way (`tune.dependent_launch`) waits before its first memory
+access, and external kernels must do the same. `merge` is the one exception: it reads the
+schedule before it waits. The schedule is complete by then, because the kernel before `merge`
+either waits itself or is not launched early.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def after_previous(EARLY: tl.constexpr):
-    """Wait for what the kernel before has written: before anything is read or written."""
+    """Wait for the previous kernel's writes. Call it before any read or write."""
     if EARLY:
         tl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -26,7 +27,7 @@ def after_previous(EARLY: tl.constexpr):
 
 @triton.jit
 def before_next(EARLY: tl.constexpr):
-    """Let the next kernel's programs be placed, once all of this one's are."""
+    """Permit the launch of the next kernel's programs once all programs of this one started."""
     if EARLY:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False,

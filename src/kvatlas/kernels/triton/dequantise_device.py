@@ -1,15 +1,15 @@
-"""Device code that reads rows of a cache through a block table, dequantising on the way.
+"""Device code that reads rows of a cache through a block table and dequantises them.
 
-A side of the cache is described by where its rows, scales and zero points lie (`SideRows`,
-of `RowSteps`) and by its `StorageFormat`, whose kind says what `read` makes of it:
+A side of the cache is described by the strides of its rows, scales and zero points (`SideRows`,
+of `RowSteps`) and by its `StorageFormat`. The format's kind determines the result of `read`:
 
-| kind | what a tile is | what is left to multiply by, for each state |
+| kind | content of a tile | remaining factor for each state |
 |---|---|---|
 | `plain` | the elements | |
 | `scaled` | the elements | the scale |
-| `int4` | codes less their zero point | the scale |
+| `int4` | codes minus their zero point | the scale |
 | `nvfp4` | numbers times 2**-14 | |
-| `levels` | levels of a normal variable | the norm over theirs |
+| `levels` | levels of a normal variable | the row's norm divided by the norm of its levels |
 | `range` | numbers | |
 """
 
@@ -27,15 +27,15 @@ _LEVELS_OF_16 = tl.constexpr(normal_levels(4))
 
 
 E2M1_UNIT = tl.constexpr(16384.0)
-"""What numbers of e2m1 are too small by, where their bits are those of halves."""
+"""Factor by which e2m1 numbers are too small if their bits are read as those of float16."""
 
 
 class TileStates(NamedTuple):
-    """The states of a tile: their blocks, their places in those, the head, and which exist."""
+    """The states of a tile: blocks, indices in the blocks, the head, and which states exist."""
 
     page: Any
     start: Any
-    """What is added to all places: the same number for every state."""
+    """Offset added to every index in `state`."""
     state: Any
     head: Any
     there: Any
@@ -43,10 +43,10 @@ class TileStates(NamedTuple):
 
 @triton.jit
 def row_offsets(steps, states, UNIT: tl.constexpr):
-    """Elements from the pool's start to the first one of each state's row.
+    """Return the elements from the pool's start to the first element of each state's row.
 
-    Steps of blocks and states fit 32 bits, so that each product is one instruction. What stays
-    the same from tile to tile is added up by itself.
+    Steps of blocks and states fit in 32 bits, so each product is one instruction. Terms that are
+    constant across tiles are added separately.
     """
     first = (steps.first + states.head.to(tl.int64) * steps.head) * UNIT
     within = states.state.to(tl.int64) * (steps.state * UNIT) + first
@@ -56,7 +56,7 @@ def row_offsets(steps, states, UNIT: tl.constexpr):
 
 @triton.jit
 def column_offsets(column, steps, TILED: tl.constexpr):
-    """Elements from the first one of a row to its columns."""
+    """Return the elements from the first element of a row to its columns."""
     if TILED:
         return (column % TILED) * steps.element + (column // TILED) * steps.tile
     return column * steps.element
@@ -73,8 +73,8 @@ FOUR_BYTES = tl.constexpr("""
         sub.f16x2 $1, $1, excess;
     }
 """)
-"""Four int8 as halves. 0x6400 is 1024 and its lowest bits count ones, so that a byte put
-there with its sign turned is 1024 + 128 + the number."""
+"""Four int8 as float16. 0x6400 is 1024, and its lowest bits count in ones. A byte inserted there
+with its sign bit flipped yields 1024 + 128 + the number."""
 
 
 FOUR_BYTES_BF16 = tl.constexpr("""
@@ -91,15 +91,16 @@ FOUR_BYTES_BF16 = tl.constexpr("""
         fma.rn.bf16x2 $1, high, minus, low;
     }
 """)
-"""Four int8 as bfloat16. 0x4300 is 128 and its lowest bits count ones; with the bit of the
-sign it is 256, which is taken off, or else 128. Ampere has no difference of bfloat16, but
-products and sums in one: 0xBF80 is -1."""
+"""Four int8 as bfloat16. The lower seven bits are added to 128 (0x4300). The sign bit selects the
+number to subtract: 256 if it is set, else 128. Ampere has no bfloat16 subtraction, so a fused
+multiply-add with -1 (0xBF80) subtracts."""
 
 
 def _codes_of_bytes(one: int, minus: int, kind: str) -> str:
-    """PTX for the codes of four bytes, low halves first, added to a number, less what is given.
+    """Return PTX that converts the codes of four bytes, low nibbles first, minus a given number.
 
-    `one` is the upper byte of a number whose lowest bits count ones, `minus` the bits of -1.
+    `one` is the upper byte of a number whose lowest bits count in ones. `minus` holds the bits of
+    -1.
     """
     ones = f"0x{one * 0x01010101:08X}"
     return f"""
@@ -126,9 +127,9 @@ def _codes_of_bytes(one: int, minus: int, kind: str) -> str:
 
 
 _CODES_F16 = tl.constexpr(_codes_of_bytes(0x64, 0xBC00, "f16x2"))
-"""Of 1024 + code."""
+"""Codes as float16, offset by 1024."""
 _CODES_BF16 = tl.constexpr(_codes_of_bytes(0x43, 0xBF80, "bf16x2"))
-"""Of 128 + code."""
+"""Codes as bfloat16, offset by 128."""
 _NVFP4_BYTES = tl.constexpr("""
     {
         .reg .b32 low, high, part, a, b, c, d;
@@ -153,13 +154,13 @@ _NVFP4_BYTES = tl.constexpr("""
         mov.b32 $3, d;
     }
 """)
-"""The numbers of four bytes, low halves first, times what is given: sign and, three bits
-lower, the rest of a code make the upper byte of a half that is 2**14 times too small."""
+"""The numbers of four bytes, low nibbles first, times a given factor. The sign and the other
+three bits of a code form the upper byte of a float16 that is 2**14 times too small."""
 
 
 @triton.jit
 def paired(packed, with_each, CODE: tl.constexpr):
-    """Both codes of bytes side by side, as numbers of the type of `with_each`."""
+    """Return both codes of each byte in adjacent columns, in the dtype of `with_each`."""
     low, high = tl.inline_asm_elementwise(
         CODE, "=r,=r,=r,=r,r,r,r", [packed, with_each], dtype=(with_each.dtype, with_each.dtype),
         is_pure=True, pack=4,
@@ -169,7 +170,7 @@ def paired(packed, with_each, CODE: tl.constexpr):
 
 @triton.jit
 def as_dot(tile, DOT: tl.constexpr, PTX: tl.constexpr):
-    """Elements in the type of a dot."""
+    """Convert elements to the dtype of a dot product."""
     if PTX and tile.dtype == tl.int8 and DOT == tl.bfloat16:
         return tl.inline_asm_elementwise(
             FOUR_BYTES_BF16, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4
@@ -183,10 +184,10 @@ def as_dot(tile, DOT: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def by_shared_memory(tile):
-    """The same tile, that the compiler will not load element by element as a dot wants it.
+    """Return the same tile, but force the compiler to load it through shared memory.
 
-    Eight-bit elements of V would be gathered byte by byte, across states; converted where
-    they were loaded and then written to shared memory they are read back in whole matrices.
+    Otherwise 8-bit elements of V would be gathered byte by byte across states. Converted in the
+    layout of the load and written to shared memory, they are read back as whole matrices.
     """
     pairs = tl.reshape(tile, [tile.shape[0], tile.shape[1] // 2, 2])
     even, odd = tl.split(pairs)
@@ -198,7 +199,7 @@ def elements(
     buffer, steps, states, ELEMENT: tl.constexpr, UNIT: tl.constexpr, COUNT: tl.constexpr,
     WIDTH: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr, TILED: tl.constexpr = 0,
 ):  # fmt: skip
-    """Rows of `COUNT` elements as a tile of `WIDTH` columns."""
+    """Load rows of `COUNT` elements as a tile of `WIDTH` columns."""
     column = tl.arange(0, WIDTH)
     rows = row_offsets(steps, states, UNIT)
     columns = column_offsets(column, steps, TILED)
@@ -218,7 +219,7 @@ def elements(
 def column_of(
     buffer, steps, states, ELEMENT: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr
 ):
-    """One element for each state: a scale, a norm or a zero point."""
+    """Load one element per state: a scale, a norm or a zero point."""
     pointers = buffer.to(tl.pointer_type(ELEMENT)) + row_offsets(steps, states, UNIT)
     if MASKED:
         return tl.load(pointers, mask=states.there, other=0)
@@ -229,7 +230,7 @@ def column_of(
 def code_bytes(
     buffer, steps, states, FORMAT: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr
 ):
-    """Rows of codes of 4 bits, two in a byte."""
+    """Load rows of 4-bit codes, two per byte."""
     HALF: tl.constexpr = FORMAT.width // 2
     return elements(
         buffer, steps, states, tl.uint8, FORMAT.unit, FORMAT.dim // 2, HALF, MASKED, EVICT
@@ -238,14 +239,14 @@ def code_bytes(
 
 @triton.jit
 def nibbles(packed):
-    """Codes of 4 bits, the first one of a byte in its low half."""
+    """Unpack 4-bit codes; the first code of a byte is in its low nibble."""
     both = tl.join(packed & 15, packed >> 4)
     return tl.reshape(both, [packed.shape[0], 2 * packed.shape[1]])
 
 
 @triton.jit
 def octals(buffer, steps, states, FORMAT: tl.constexpr, MASKED: tl.constexpr):
-    """Codes of 3 bits: each lies in one byte or across two."""
+    """Load 3-bit codes, each in one byte or across two."""
     LAST: tl.constexpr = (3 * FORMAT.dim + 7) // 8 - 1
     bit = tl.arange(0, FORMAT.width) * 3
     byte = tl.minimum(bit // 8, LAST)
@@ -260,7 +261,7 @@ def octals(buffer, steps, states, FORMAT: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def from_e2m1(codes):
-    """The numbers that e2m1 codes stand for, by way of the bits of a half."""
+    """Convert e2m1 codes to numbers, through the bits of float16."""
     code = codes.to(tl.int16)
     half = ((code & 8) << 12) | ((code & 7) << 9)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * E2M1_UNIT
@@ -268,7 +269,7 @@ def from_e2m1(codes):
 
 @triton.jit
 def level_of(codes, BITS: tl.constexpr):
-    """The levels that codes stand for, out of a table on the chip."""
+    """Convert codes to levels, with a table in registers."""
     place = tl.arange(0, 1 << BITS)
     table = place * 0.0
     for i in tl.static_range(1 << BITS):
@@ -282,7 +283,7 @@ def read(
     buffer, side, states, FORMAT: tl.constexpr, DOT: tl.constexpr, MASKED: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows in the type of the dot, and a factor for each state (or 1)."""
+    """Load a tile of rows in the dtype of the dot product, and a factor per state (or 1)."""
     KIND: tl.constexpr = FORMAT.kind
     DIM: tl.constexpr = FORMAT.dim
     WIDTH: tl.constexpr = FORMAT.width
@@ -331,7 +332,7 @@ def read(
         if KIND == "levels":
             exact = level_of(codes, FORMAT.bits)
             if DIM != WIDTH:
-                # Code 0 stands for a level, which is no part of a row that has ended.
+                # Code 0 is a valid level, so columns past the end of the row need a mask.
                 exact = tl.where((tl.arange(0, WIDTH) < DIM)[None, :], exact, 0.0)
             tile = exact.to(DOT)
             factor = step / tl.sqrt(tl.sum(exact * exact, 1))

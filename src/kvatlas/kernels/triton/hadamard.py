@@ -1,7 +1,7 @@
-"""Hadamard rotations of rows, for caches that keep their rows rotated: one launch for a tensor.
+"""Hadamard rotations of rows, for caches that store rotated rows: one launch per tensor.
 
-A product does not change if both sides are rotated, so that queries are rotated before
-they meet keys; what comes out of values is rotated back.
+A dot product does not change if both sides are rotated, so queries are rotated before the product
+with keys. The output of rotated values is rotated back.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ _ELEMENTS = 2048
 
 
 class RotatedRows(NamedTuple):
-    """What a rotation is compiled for: rows of a program, of a token, and their elements."""
+    """Compile-time constants of a rotation: rows per program, heads per token, elements."""
 
     rows: int
     heads: int
     dim: int
     width: int
     steps: int
-    """2**steps elements are rotated as one."""
+    """Blocks of 2**steps elements are rotated together."""
 
 
 def rotate_queries(rows: torch.Tensor, factor: float) -> torch.Tensor:
-    """`hadamard.rotate_signed` of rows [tokens, heads, D], times a factor; halves of bfloat16 rows.
+    """Apply `hadamard.rotate_signed` to rows [tokens, heads, D], times a factor.
 
-    Dots with 4-bit caches are dots of halves, which keep more of a row than bfloat16.
+    bfloat16 rows become float16: dot products with 4-bit caches use float16, which keeps more
+    precision.
     """
     dtype = torch.float16 if rows.dtype is torch.bfloat16 else rows.dtype
     rotated = torch.empty(rows.shape, dtype=dtype, device=rows.device)
@@ -44,13 +45,13 @@ def rotate_queries(rows: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def rotate_back(rows: torch.Tensor, starts: torch.Tensor) -> None:
-    """`hadamard.rotate_signed_back` of a batch's rows [tokens, heads, D], where they are."""
+    """Apply `hadamard.rotate_signed_back` in place to a batch's rows [tokens, heads, D]."""
     block = block_of(rows)
     _rotate(rows, rows, hadamard.signs(block, rows.device), 1.0 / block, starts)
 
 
 def rotate_without_signs(rows: torch.Tensor) -> torch.Tensor:
-    """`hadamard.rotate` of rows [tokens, heads, D] of a power of two."""
+    """Apply `hadamard.rotate` to rows [tokens, heads, D], where D is a power of two."""
     rotated = torch.empty_like(rows, memory_format=torch.contiguous_format)
     size = rows.shape[-1]
     _rotate(rows, rotated, hadamard.signs(size, rows.device).abs(), size**-0.5)
@@ -58,7 +59,7 @@ def rotate_without_signs(rows: torch.Tensor) -> torch.Tensor:
 
 
 def block_of(rows: torch.Tensor) -> int:
-    """Elements that are rotated as one: the largest power of two that divides a row."""
+    """Return the elements that are rotated together: the largest power of two dividing a row."""
     size = rows.shape[-1]
     return int(size & -size)
 

@@ -10,10 +10,10 @@ from kvatlas.kernels.triton.dependent_launch_device import after_previous, befor
 
 @triton.jit
 def mix(tile, APART: tl.constexpr):
-    """Sums and differences of elements of a tile that are so many apart.
+    """Compute sums and differences of tile elements that are `APART` columns apart.
 
-    What both of a pair have, less the one, is the other: the compiler makes a shuffle of that,
-    or nothing where a thread has both. As integers, which nothing rounds.
+    The partner of an element is the pair's sum minus the element. The compiler turns this into a
+    shuffle, or into nothing if one thread holds both. Integer arithmetic avoids rounding.
     """
     pairs = tl.reshape(tile, [tile.numel // (2 * APART), 2, APART])
     bits = pairs.to(tl.int32, bitcast=True)
@@ -24,7 +24,7 @@ def mix(tile, APART: tl.constexpr):
 
 @triton.jit
 def hadamard(rows, STEPS: tl.constexpr):
-    """The Hadamard transform of each block of 2**STEPS elements, without its factor."""
+    """Apply the unnormalised Hadamard transform to each block of 2**STEPS elements."""
     for i in tl.static_range(STEPS):
         rows = mix(rows, 2**i)
     return rows
@@ -35,9 +35,9 @@ def rotate_rows(
     source, target, signs, starts, last, count, factor, SHAPE: tl.constexpr,
     BACK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rows [tokens, heads, D] under signs and a transform, or under a transform and signs.
+    """Rotate rows [tokens, heads, D]: signs, then a transform, or with `BACK` the inverse order.
 
-    Those that are rotated back are of a batch, whose queries start and end somewhere.
+    With `BACK`, only rows between the batch's first and last `starts` are rotated.
     """
     COUNT: tl.constexpr = SHAPE.rows
     WIDTH: tl.constexpr = SHAPE.width

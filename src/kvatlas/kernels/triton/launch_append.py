@@ -1,8 +1,8 @@
-"""New tokens of sequences into their pages, and all that attention sees out of them, at once.
+"""Append new tokens to the cache and gather all tokens that attention sees, in one launch.
 
-A step of a model does this for layer after layer, and a launch takes the host less time than
-what Python would have to work out for it. So what depends on the step alone is worked out by the
-step's first layer, what depends on the layer in its first step, and a call has the rest.
+A model step repeats this for every layer, and preparing a launch in Python takes longer than the
+launch itself. The first layer of a step computes what depends only on the step, the first step of
+a layer computes what depends only on the layer, and both are cached.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from kvatlas.kernels.triton.append_device import append_rows
 from kvatlas.specs import Attention
 
 _TILE = 4096
-"""Elements of a tile: a program has one of K and one of V."""
+"""Elements per tile. A program processes one tile of K and one of V."""
 _WARPS = 4
 _ROOM = 512
-"""Elements that the room for rows is a multiple of, and where V begins in it."""
+"""Granularity of the output buffer, in elements; V starts at a multiple of it."""
 
 _MOST_SEQUENCES = 65_535
-"""What a device takes as the second axis of its programs."""
+"""Maximum size of the second grid axis on a device."""
 
 RoomView = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Sizes, strides and the beginning of a tensor in some room, in elements."""
+"""Sizes, strides and offset of a tensor in an output buffer, in elements."""
 
 
 class RowStrides(NamedTuple):
-    """Elements between the rows of a batch [sequences, heads, tokens, D]."""
+    """Strides of the rows of a batch [sequences, heads, tokens, D], in elements."""
 
     sequence: int
     head: int
@@ -44,7 +44,7 @@ class RowStrides(NamedTuple):
 
 
 class AppendedRows(NamedTuple):
-    """Where K and V lie in their pool, and how far new rows of each are apart."""
+    """Strides of K and V in their pool, and strides of the new rows of each."""
 
     k: RowSteps
     v: RowSteps
@@ -53,59 +53,59 @@ class AppendedRows(NamedTuple):
 
 
 class AppendShape(NamedTuple):
-    """What the kernel is compiled for besides formats."""
+    """Compile-time constants of the kernel, apart from formats."""
 
     heads: int
     states: int
-    """Of a kernel block."""
+    """States per kernel block."""
     block: int
-    """States of a block of the tables."""
+    """States per block of the tables."""
     tokens: int
-    """Of a tile."""
+    """Tokens per tile."""
     early: bool
 
 
 class LayerAppend(NamedTuple):
-    """What launches of a layer are in any step: kept with the layer."""
+    """Launch parameters of a layer that are the same in every step; cached with the layer."""
 
     sides: tuple[RowSteps, RowSteps]
     dims: tuple[int, int]
-    """Elements of rows of K and of V."""
+    """Elements per row of K and of V."""
     dtype: torch.dtype
     device: torch.device
     shape: AppendShape
     constants: dict[str, Any]
-    """What the kernel is compiled for, in its order."""
+    """Compile-time constants, in the order of the kernel's parameters."""
     options: dict[str, Any]
-    """What Triton compiles with."""
+    """Compiler options for Triton."""
     known: dict[Hashable, tuple[AppendedRows, relaunch.Compiled]]
-    """What was compiled for rows and tables of a kind, which were looked at then."""
+    """Checked strides and compiled kernels, by the kind of rows and tables."""
 
 
 class StepRows(NamedTuple):
-    """What launches of a step are for layers whose rows and blocks are alike."""
+    """Launch parameters of a step, for layers with the same row and block sizes."""
 
     programs: tuple[int, int, int]
     tables: tuple[torch.Tensor, int]
-    """Kernel blocks of each sequence, and their stride."""
+    """Kernel block ids of each sequence, and their stride."""
     tables_kind: relaunch.TensorKind
     new: tuple[int, int, int]
-    """Sequences, heads and new tokens."""
+    """Number of sequences, heads and new tokens."""
     room: int
-    """Elements for K and V in sight."""
+    """Elements of the output buffer for K and V."""
     k_view: RoomView
     v_view: RoomView
 
 
 class TableAppend:
-    """A step of sequences whose blocks are in tables on a GPU: see `kernels.append_step`."""
+    """Append one step for sequences whose block tables are on a GPU; see `kernels.append_step`."""
 
     def __init__(
         self, tables: torch.Tensor, *, block: int, start: int, count: int, first: int, visible: int
     ) -> None:
         checks.integers(tables, "Tables", axes=2)
         if len(tables) > _MOST_SEQUENCES:
-            problem, hint = "There are more sequences than a launch takes", "Append in parts"
+            problem, hint = "One launch supports at most 65,535 sequences", "Append in parts"
             raise checks.no_kernel(problem, len(tables), hint)
         self.tables, self.block = tables, block
         self.numbers = first, start, start + count, visible
@@ -114,7 +114,7 @@ class TableAppend:
     def __call__(
         self, layer: LayerCache, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store K and V of a layer's new tokens, and gather all in sight: one launch."""
+        """Store K and V of a layer's new tokens and gather all visible tokens, in one launch."""
         own: LayerAppend = layer.kept.get(LayerAppend) or _for_any_step(layer)
         rows = self._alike.get((own.shape, own.dims)) or self._for_layers_like(layer, own)
         kind = (
@@ -140,11 +140,11 @@ class TableAppend:
         return keys, values
 
     def _for_layers_like(self, layer: LayerCache, own: LayerAppend) -> StepRows:
-        """What the step has for layers with such rows in such blocks.
+        """Return the step's launch parameters for layers with these row and block sizes.
 
-        Rows grow with every step. Their room is up to an eighth larger, so that memory of that
-        size is at hand from the step before: torch would ask the device for more of it, which
-        takes longer than the step.
+        Rows grow with every step. Their buffer is up to an eighth larger than needed, so that
+        torch can reuse the memory of the previous step. Otherwise torch would allocate from the
+        device, which takes longer than the step.
         """
         check_block(layer, self.block)
         tables = layer.kernel_ids(self.tables)
@@ -181,7 +181,7 @@ def _for_any_step(layer: LayerCache) -> LayerAppend:
     formats.refuse_head(dims[0], "K")
     formats.refuse_head(dims[1], "V")
     if spec.cache != "auto":
-        problem, hint = "Rows of this layer are quantised", "Use write, and read"
+        problem, hint = "append_step does not support quantised layers", "Use write and read"
         raise checks.no_kernel(problem, spec.cache, hint)
     k, v = formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
     device = layer.buffer.device
@@ -207,15 +207,15 @@ def _for_any_step(layer: LayerCache) -> LayerAppend:
 
 
 def _checked(own: LayerAppend, rows: StepRows, k: torch.Tensor, v: torch.Tensor) -> AppendedRows:
-    """Where rows go, refused where they are not the layer's, or not the step's."""
+    """Return the strides of new rows; raise an error if they do not match the layer or step."""
     checks.rows_of(k, "k", (*rows.new, own.dims[0]))
     checks.rows_of(v, "v", (*rows.new, own.dims[1]))
     checks.same_device(own.device, k=k, v=v, tables=rows.tables[0])
     if {k.dtype, v.dtype} != {own.dtype}:
         raise AtlasError(
             Code.BAD_TENSOR,
-            "K and V are not of the dtype in which the layer keeps them",
-            got=f"{k.dtype} and {v.dtype} for {own.dtype}",
-            hint="Use write, and read, which convert",
+            "K and V must have the layer's dtype",
+            got=f"{k.dtype} and {v.dtype}; the layer has {own.dtype}",
+            hint="Convert them, or use write and read, which convert dtypes",
         )
     return AppendedRows(*own.sides, RowStrides(*k.stride()[:3]), RowStrides(*v.stride()[:3]))

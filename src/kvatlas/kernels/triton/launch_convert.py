@@ -1,8 +1,8 @@
-"""Copies between formats whose elements stand for themselves: cast on the way, in one launch.
+"""Copies between element-wise formats, which cast elements during the copy, in one launch.
 
-The model's dtypes and fp8 with one scale for the tensor keep the order of elements, so that
-converting is a copy in which loads and stores have unlike types. Layers, and their K and V,
-that fold alike share a launch; each has a factor, its source's scale over its target's.
+The model's dtypes and fp8 with a per-tensor scale keep the order of elements, so a conversion is
+a copy whose loads and stores have different types. Layers (and K and V) with the same folded
+shape share a launch. Each has a factor: the source scale divided by the target scale.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _ONE = TensorScales()
 
 
 class ConvertShape(NamedTuple):
-    """What a converting copy is compiled for."""
+    """Compile-time constants of a converting copy."""
 
     sizes: tuple[int, int, int]
-    """Of three axes beside the block."""
+    """Sizes of the three axes other than the block axis."""
     source: Any
     target: Any
-    """The types of elements."""
+    """Element types of the source and the target."""
     unit: int
-    """Elements in a unit of the steps."""
+    """Elements per unit of the steps."""
     elements: int
-    """Elements of a row that is contiguous on both ends."""
+    """Elements per row that is contiguous at both ends."""
 
 
 class FoldedConversion(NamedTuple):
-    """How the elements of two placements are converted, wherever they start."""
+    """The conversion between two placements, independent of their base addresses."""
 
     shape: ConvertShape
     source: tuple[int, ...]
-    """Steps of the block and of three axes, in units."""
+    """Steps of the block axis and of three other axes, in units."""
     target: tuple[int, ...]
 
 
 class _Part(NamedTuple):
-    """One field of a layer, or K and V together: where both ends start, and its factor."""
+    """One field of a layer, or K and V together: addresses of both ends, and the factor."""
 
     addresses: tuple[int, int]
     placements: tuple[Placement, Placement]
@@ -62,8 +62,8 @@ class _Part(NamedTuple):
 class BlockConversion:
     """A converting copy of blocks between layers, prepared once and launched with ids.
 
-    Both ends have pages of the same states and heads, in formats whose elements stand for
-    themselves. Scales are by layer.
+    Both ends need pages with the same states and heads, in element-wise formats. Scales are
+    given per layer.
     """
 
     def __init__(
@@ -96,14 +96,15 @@ class BlockConversion:
 
     @property
     def launches(self) -> int:
-        """Kernels that one call launches."""
+        """Number of kernels that one call launches."""
         return len(self._launches)
 
     def __call__(self, ids: torch.Tensor, places: torch.Tensor, **choice: Any) -> None:
-        """Blocks `ids` of the sources into blocks `places` of the targets."""
+        """Convert blocks `ids` of the sources into blocks `places` of the targets."""
         if ids.numel() != places.numel():
-            problem, hint = "There are not as many blocks as places", "Pass lists of one length"
-            got = f"{ids.numel()} blocks for {places.numel()} places"
+            problem = "`ids` and `places` must have the same length"
+            hint = "Pass one place for each block"
+            got = f"{ids.numel()} blocks and {places.numel()} places"
             raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
         for name, chosen, limit in (("ids", ids, 0), ("places", places, 1)):
             checks.integers(chosen, name, axes=1)
@@ -154,7 +155,9 @@ class BlockConversion:
 def fold_conversion(
     source: Placement, target: Placement, one: DType, two: DType, alignment: int = VECTOR
 ) -> FoldedConversion:
-    """How blocks are converted between two placements whose memory starts at `alignment` elements.
+    """Fold the conversion between two placements; both start at multiples of `alignment`.
+
+    `alignment` counts elements.
 
     >>> bf16, fp8 = (DType.of(name) for name in ("bf16", "fp8"))
     >>> page = [("B", 9), ("N", 16), ("H", 8), ("C", 256)]
@@ -166,8 +169,8 @@ def fold_conversion(
     a, b = fold_together(*(end.select("B", 0) for end in ends))
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     if len(axes) > 3:
-        problem = "A conversion would step through more than three axes beside the block"
-        got, hint = f"{source} to {target}", "Convert K and V one by one"
+        problem = "A conversion supports at most three axes in addition to the block axis"
+        got, hint = f"{source} to {target}", "Convert K and V separately"
         raise AtlasError(Code.NOT_FOLDABLE, problem, got=got, hint=hint)
     axes = [(1, 0, 0)] * (3 - len(axes)) + axes
     steps = [(ends[0].stride("B"), ends[1].stride("B")), *((s, t) for _, s, t in axes)]
@@ -182,16 +185,16 @@ def fold_conversion(
 def _parts(
     source: LayerCache, target: LayerCache, src: TensorScales, dst: TensorScales
 ) -> list[_Part]:
-    """What is converted of a layer: each field, or K and V as one where they lie alike."""
+    """Return the parts of a layer to convert: its fields, or K and V as one if possible."""
     held = [
         {f.name: f.sizes for f in layer.page.fields if not f.padding} for layer in (source, target)
     ]
     plain = all(CellFormat(layer.spec).by_element for layer in (source, target))
     if held[0] != held[1] or not plain:
         raise checks.no_kernel(
-            "Elements of these formats share scales or bytes, or are not the same ones",
+            "This kernel converts only element-wise formats with the same fields",
             f"{source.page} and {target.page}",
-            "Read the rows and write them",
+            "Read the rows and write them to the target",
         )
     parts = []
     for name in held[0]:
@@ -211,7 +214,7 @@ def _parts(
 
 
 def _both_sides(source: LayerCache, target: LayerCache, parts: list[_Part]) -> list[_Part] | None:
-    """K and V as one part, where they are equally far apart everywhere and have one factor."""
+    """Return K and V as one part if their distance is constant and they have one factor."""
     if len(parts) != 2 or {"k", "v"} - {f.name for f in source.page.fields}:
         return None
     k, v = parts

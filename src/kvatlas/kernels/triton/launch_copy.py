@@ -1,12 +1,12 @@
-"""Copies between any two placements, blocks scattered on both ends, in one launch.
+"""Copies between any two placements, with scattered blocks at both ends, in one launch.
 
-What moves is folded first: axes that are gapless on both ends become one row of words.
-Rows of 32 bytes and more are copied as they are, whatever orders they lie in; shorter
-ones, where the ends step through memory along unlike axes, in tiles that are transposed on
-the way. Layers whose pages fold alike share a launch, whichever pools they lie in.
+Axes that are contiguous at both ends are first folded into one row of words. Rows of 32 bytes
+or more are copied directly, in any layout. Shorter rows, where the two ends are contiguous along
+different axes, are copied in tiles that are transposed in the kernel. Layers with the same folded
+shape share a launch, also across pools.
 
-One end may be pinned host memory, which a kernel reaches directly: few programs are
-enough to fill the link, and the rest of the chip stays free.
+One end may be pinned host memory, which a kernel accesses directly. A few programs saturate the
+link, and the rest of the GPU stays free.
 """
 
 from __future__ import annotations
@@ -29,75 +29,77 @@ from kvatlas.kernels.triton.copy_device import copy_rows, copy_transposed
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _SHORT = 32
-"""Bytes of a row below which a copy is transposed where it can be."""
+"""Minimum bytes per row for a direct copy; shorter rows are transposed if possible."""
 _HOST_PROGRAMS = 16
-"""Programs of a transposed copy over the link, at most."""
+"""Maximum number of programs of a transposed copy over the link."""
 
 
 class CopyEnd(NamedTuple):
-    """One layer's blocks on one end of a copy: bytes, and where in them the blocks lie."""
+    """One layer's blocks at one end of a copy: a buffer, and the placement of its blocks."""
 
     buffer: torch.Tensor
     placement: Placement
-    """With an axis B, that ids count."""
+    """Must have an axis B, which block ids index."""
 
     @property
     def address(self) -> int:
-        """Where block 0 starts in memory."""
+        """Address of block 0."""
         return self.buffer.data_ptr() + self.placement.offset
 
 
 class CopyShape(NamedTuple):
-    """What a copy is compiled for."""
+    """Compile-time constants of a copy."""
 
     sizes: tuple[int, int, int]
-    """Of three axes beside the block."""
+    """Sizes of the three axes other than the block axis."""
     word: Any
-    """The type of what is loaded at once."""
+    """Type of one word."""
     unit: int
-    """Words in a unit of the steps."""
+    """Words per unit of the steps."""
     words: int
-    """Words of a row that is contiguous on both ends; 0 for a copy that is transposed."""
+    """Words per row that is contiguous at both ends; 0 for a transposed copy."""
     transposed: tuple[int, int] = (1, 1)
-    """Items along the target's innermost axis, and along the source's."""
+    """Items along the target's innermost axis and along the source's innermost axis."""
 
 
 class FoldedCopy(NamedTuple):
-    """How the blocks of two placements are copied, wherever they start."""
+    """The copy between two placements, independent of their base addresses."""
 
     shape: CopyShape
     source: tuple[int, ...]
-    """Steps of the block and the axes, in units; then of a transposed tile's two axes."""
+    """Steps of the block and the axes, then of a transposed tile's two axes, in units."""
     target: tuple[int, ...]
 
 
 class CopyTiling(NamedTuple):
-    """How a launch is cut into tiles: a constant."""
+    """How a launch is divided into tiles; a compile-time constant."""
 
     rows: int
     columns: int
     evict: str = ""
     load: str = ""
-    """Cache modifiers of loads and of stores."""
+    """Cache modifier of loads."""
     store: str = ""
+    """Cache modifier of stores."""
     stages: int = 1
 
 
 class EndAddresses(NamedTuple):
-    """One end of a launch, as kernels take it."""
+    """One end of a launch, in the form that kernels take."""
 
     address: int
     table: torch.Tensor
-    """Addresses of several layers; anything where there is one."""
+    """Addresses of several layers; not used for a single layer."""
     ids: torch.Tensor
     steps: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
 def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> FoldedCopy:
-    """How blocks move between two placements whose memory starts at multiples of `alignment`.
+    """Fold the copy between two placements; both start at multiples of `alignment` bytes.
 
-    State-major to head-major pages: rows of one cell, 512 bytes or 64 words of 8 each.
+    The example copies state-major to head-major pages. A row is one cell: 512 bytes, or 64 words
+    of 8 bytes.
 
     >>> from kvatlas import Layout
     >>> page = {"B": 9, "L": 1, "H": 8, "N": 16, "C": 512}
@@ -116,7 +118,7 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
     if len(axes) > 3:
         raise AtlasError(
             Code.NOT_FOLDABLE,
-            "A copy would step through more than three axes beside the block",
+            "A copy supports at most three axes in addition to the block axis",
             got=f"{a} to {b}",
             hint="Copy the fields one by one",
         )
@@ -140,7 +142,7 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
 def _transposed(
     a: Placement, b: Placement, blocks: tuple[int, int]
 ) -> tuple[tuple[int, int, int], ...] | None:
-    """The target's innermost axis and the source's, where a copy is better transposed."""
+    """Return the innermost axes of target and source if a transposed copy is faster."""
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     across = next((axis for axis in axes if axis[1] == a.item), None)
     down = next((axis for axis in axes if axis[2] == b.item), None)
@@ -151,7 +153,7 @@ def _transposed(
 
 
 class _Launch(NamedTuple):
-    """Layers that fold alike, and tables of where they start on both ends if they are several."""
+    """Layers with the same folded shape, and address tables for both ends if several."""
 
     copy: FoldedCopy
     pairs: list[tuple[CopyEnd, CopyEnd]]
@@ -159,7 +161,7 @@ class _Launch(NamedTuple):
 
 
 class BlockCopy:
-    """A copy of blocks between layers, prepared once and launched with ids.
+    """Copy blocks between layers: prepared once, then launched with ids.
 
     >>> import torch
     >>> page = Placement.packed([("B", 4), ("C", 64)])
@@ -189,12 +191,12 @@ class BlockCopy:
 
     @property
     def launches(self) -> int:
-        """Kernels that one call launches: one for all layers that fold alike."""
+        """Number of kernels that one call launches: one per folded shape."""
         return len(self._launches)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block moves."""
+        """Bytes copied per block, over all layers."""
         return sum(
             source.placement.nbytes // source.placement.size("B")
             for launch in self._launches
@@ -202,15 +204,15 @@ class BlockCopy:
         )
 
     def __call__(self, ids: torch.Tensor, places: torch.Tensor, **choice: Any) -> None:
-        """Blocks `ids` of the sources into blocks `places` of the targets.
+        """Copy blocks `ids` of the sources to blocks `places` of the targets.
 
-        Both lists are on the device that copies. No block may be written twice, or be both
-        read and written. `choice` overrides what the tuner says.
+        Both lists must be on the device that copies. No block may be written twice, or be both
+        read and written. `choice` overrides the tuned settings.
         """
         if ids.numel() != places.numel():
             raise _unlike(
-                "Blocks and their places differ in number",
-                f"{ids.numel()} blocks for {places.numel()} places",
+                "`ids` and `places` must have the same length",
+                f"{ids.numel()} blocks and {places.numel()} places",
             )
         for name, chosen, limit in (("ids", ids, 0), ("places", places, 1)):
             checks.integers(chosen, name, axes=1)
@@ -224,15 +226,17 @@ class BlockCopy:
                     self._run(launch, ids, places, choice)
 
     def _refuse_clash(self, ids: torch.Tensor, places: torch.Tensor) -> None:
-        """Refuse a block that is written twice, or both read and written: programs race."""
+        """Raise an error for a block that is written twice, or both read and written (a race)."""
         twice = torch.unique(places).numel() < places.numel()
         pairs = [pair for launch in self._launches for pair in launch.pairs]
         here = any(a.address == b.address and a.placement == b.placement for a, b in pairs)
         if twice or (here and bool(torch.isin(ids, places).any())):
             raise AtlasError(
                 Code.OVERLAP,
-                "A copy writes a block twice, or reads what it writes",
-                got="a block that is written twice" if twice else "a block, read and written",
+                "A copy must not write a block twice, or read a block that it writes",
+                got="a block that is written twice"
+                if twice
+                else "a block that is read and written",
                 hint="Copy in two steps",
             )
 
@@ -306,7 +310,7 @@ def _copy_rows(
 
 
 def tile_of(words: int, word: int, nbytes: int) -> tuple[int, int]:
-    """Columns and rows of a tile of about `nbytes`, little of it wasted past a row's end.
+    """Return columns and rows of a tile of about `nbytes`, with little waste past a row's end.
 
     >>> tile_of(64, 8, 16384), tile_of(144, 8, 16384), tile_of(8192, 8, 16384), tile_of(3, 8, 64)
     ((64, 32), (16, 128), (2048, 1), (4, 2))
@@ -324,24 +328,24 @@ def copy_blocks(
     places: torch.Tensor,
     **choice: Any,
 ) -> None:
-    """Whole blocks of layers into others', across orders, pools and devices."""
+    """Copy whole blocks between layers, across layouts, pools and devices."""
     between(source, target)(ids, places, **choice)
 
 
 def between(
     source: LayerCache | Sequence[LayerCache], target: LayerCache | Sequence[LayerCache]
 ) -> BlockCopy:
-    """The copy from some layers to as many others, ready to be launched with ids.
+    """Prepare the copy from layers to the same number of other layers.
 
-    Whole cells move where fields lie alike in them; fields by their names where the same
-    fields are packed in another way, or lie flat over pages of another order.
+    Whole cells are copied if fields have the same offsets in them. Fields are copied one by one
+    if the packing differs, or if they span whole pages in another layout.
     """
     sources = [source] if isinstance(source, LayerCache) else list(source)
     targets = [target] if isinstance(target, LayerCache) else list(target)
     if len(sources) != len(targets) or not sources:
         raise _unlike(
-            "Layers cannot be paired: there are none, or not as many on both ends",
-            f"{len(sources)} layers into {len(targets)}",
+            "Both ends must have the same number of layers, at least one",
+            f"{len(sources)} layers to {len(targets)}",
         )
     from_ends, to_ends = [], []
     for a, b in zip(sources, targets, strict=True):
@@ -357,33 +361,33 @@ def between(
     return BlockCopy(from_ends, to_ends)
 
 
-def _unlike(problem: str, got: str, hint: str = "Pass two lists of one length") -> AtlasError:
+def _unlike(problem: str, got: str, hint: str = "Pass two lists of equal length") -> AtlasError:
     return AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
 
 
 def _tiled_like(other: Placement, mine: Placement) -> Placement:
-    """A field whose rows are in tiles where the other end's are."""
+    """Return a field with tiled rows if the other end's rows are tiled."""
     if "c" in other.axes and "c" not in mine.axes:
         return mine.split("C", into=("C", "c"), inner=other.size("c"))
     return mine
 
 
 def _shared_fields(a: LayerCache, b: LayerCache) -> list[str]:
-    """The fields of both, refused where they are not the same numbers."""
+    """Return the field names; raise an error if the fields differ in name, shape or dtype."""
     mine, other = (
         {f.name: (f.dtype, f.sizes) for f in layer.page.fields if not f.padding} for layer in (a, b)
     )
     if mine != other:
         raise _unlike(
-            "The two caches have different fields, or fields of unlike shape or dtype",
+            "Both layers must have the same fields, with the same shapes and dtypes",
             f"{sorted(mine)} of {a.page} and {sorted(other)} of {b.page}",
-            "Convert the cache dtype first; route between unlike block sizes or ranks",
+            "Convert the cache dtype first; use a route for different block sizes or ranks",
         )
     return list(mine)
 
 
 def zero_blocks(layer: LayerCache, ids: torch.Tensor, **choice: Any) -> None:
-    """Clear blocks of a layer: a new owner must not read what the last one left."""
+    """Clear blocks of a layer, so that a new owner cannot read the previous owner's data."""
     end = CopyEnd(layer.buffer, layer.kernel_blocks)
     device = checks.same_device(layer.buffer.device, ids=ids)
     checks.integers(ids, "ids", axes=1)

@@ -1,8 +1,8 @@
-"""Copies between any two addresses of a device, told as starts and spans: one launch.
+"""Copies between any two addresses of a device, described as starts and spans: one launch.
 
-Made for caches of other processes, of which there are addresses and no tensors. Offsets
-are looked up in two short tables and added by the kernel, so that a gigabyte in a million
-runs takes some kilobytes to describe.
+Intended for caches of other processes, which have addresses but no tensors. The kernel looks up
+offsets in two short tables and adds them, so a gigabyte in a million runs needs only a few
+kilobytes of description.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 class RunTables(NamedTuple):
-    """Where runs lie, as a kernel reads it: int64 on the device that copies, in bytes."""
+    """Tables of runs in the form that kernels read: int64 on the copying device, in bytes."""
 
     starts: torch.Tensor
     """[2, starts]: offsets at the source and at the target."""
     spans: torch.Tensor
-    """[3, spans]: offsets at either end, and lengths."""
+    """[3, spans]: source offsets, target offsets and lengths."""
     alignment: int
-    """What all offsets, lengths and addresses are a multiple of; a power of two."""
+    """Power of two that divides all offsets, lengths and addresses."""
     shortest: int
     longest: int
     starts_first: bool
-    """Whether starts that follow each other are nearer than spans that do."""
+    """Whether consecutive starts are closer together than consecutive spans."""
 
 
 class RunTiling(NamedTuple):
-    """How runs are cut into tiles: a constant."""
+    """How runs are divided into tiles; a compile-time constant."""
 
     rows: int
     columns: int
     evict: str
     stages: int
     starts_first: bool
-    """Whether rows that follow each other have starts that do, rather than spans."""
+    """Whether consecutive rows use consecutive starts (rather than spans)."""
     whole: bool
-    """Whether all runs are of one length, which fills their tiles."""
+    """Whether all runs have one length that fills its tiles."""
 
 
 def copy_runs(
     source: int, target: int, tables: RunTables, programs: int = 0, *, stream: Any = None,
     **choice: Any,
 ) -> RunKernel | None:  # fmt: skip
-    """Copy runs between two addresses, on a stream of the tables' device or on its current one.
+    """Copy runs between two addresses, on `stream` or on the current stream of the device.
 
-    `programs` are launched at most, where it is not 0. No byte may be written twice, or be
-    both read and written. Whoever names a stream has made its device the current one. What is
-    returned launches the same again; None where there is no GPU.
+    `programs` limits the number of programs; 0 means no limit. No byte may be written twice, or
+    be both read and written. A caller that passes `stream` must make its device the current one.
+    Returns a kernel that repeats the launch; None without a GPU.
 
     >>> import torch
     >>> memory = torch.arange(48, dtype=torch.uint8)
@@ -94,24 +94,24 @@ def copy_runs(
 
 
 class CastTypes(NamedTuple):
-    """What a converting copy is compiled for."""
+    """Compile-time constants of a converting copy."""
 
     source: Any
     target: Any
-    """The types of elements."""
+    """Element types of the source and the target."""
     unit: int
-    """Elements that offsets, lengths and addresses are a multiple of."""
+    """Power of two that divides offsets, lengths and addresses, in elements."""
     divides: bool
-    """Whether scales of the target are divisors."""
+    """Whether to divide by the target's scales instead of multiplying by their inverses."""
     ptx: bool
-    """Whether the device takes PTX: not where Triton interprets."""
+    """Whether to use PTX; False if Triton interprets."""
 
 
 def convert_runs(
     source: int, target: int, tables: RunTables, cast: ElementCast, scales: PlacedScales,
     programs: int = 0, *, stream: Any = None, **choice: Any,
 ) -> RunKernel | None:  # fmt: skip
-    """The same as `copy_runs` of elements that change their type: all is counted in elements."""
+    """Copy runs like `copy_runs`, and cast their elements; all offsets count elements."""
     device = tables.starts.device
     use = {**tune.choose("convert_runs", device, programs=programs), **choice}
     unit, words = min(tables.alignment, VECTOR), tables.longest
@@ -133,7 +133,7 @@ def convert_runs(
 
 
 def converts(cast: ElementCast, device: torch.device) -> bool:
-    """Whether a device has the types of both ends."""
+    """Whether a device supports the element types of both ends."""
     names = {cast.source.name, cast.target.name}
     if not names <= set(formats.ELEMENTS):
         return False
@@ -145,24 +145,24 @@ def converts(cast: ElementCast, device: torch.device) -> bool:
 
 
 _PLACED_AT_ONCE = 512
-"""Spans that a program places."""
+"""Spans per program of `place_spans`."""
 
 
 class SpanPlaces(NamedTuple):
-    """Where spans lie in blocks whose ids come later."""
+    """Offsets of spans in blocks whose ids arrive later."""
 
     table: torch.Tensor
-    """[7, spans] of int64: what `place_spans` writes, and reads."""
+    """[7, spans] of int64: rows that `place_spans` writes, then rows that it reads."""
     blocks: int
-    """How many blocks the source has."""
+    """Number of blocks at the source."""
     strides: tuple[int, int]
-    """Bytes between blocks, at either end."""
+    """Bytes between consecutive blocks, at both ends."""
 
 
 def place_runs(
     ids: tuple[torch.Tensor, torch.Tensor], places: SpanPlaces, *, stream: Any = None
 ) -> RunKernel | None:
-    """Write where spans lie, from the block ids of either end; the same device as `copy_runs`."""
+    """Compute the offsets of spans from block ids, on the device and stream of `copy_runs`."""
     count = places.table.shape[1]
     arguments = (*ids, places.table, count, places.blocks, *places.strides)
     programs = triton.cdiv(count, _PLACED_AT_ONCE)
@@ -171,18 +171,18 @@ def place_runs(
 
 
 class RunKernel(NamedTuple):
-    """A kernel that was launched, to be launched again with all arguments as they were."""
+    """A kernel that can be launched again with the same arguments."""
 
     run: Callable[..., None]
     arguments: tuple[Any, ...]
 
     def launch(self, stream: int) -> None:
-        """Launch it again: what lies where its arguments say may have changed."""
+        """Launch the kernel again; the content of its argument tensors may have changed."""
         self.run(*self.arguments, stream=stream)
 
 
 class Launch(NamedTuple):
-    """What is launched."""
+    """A kernel with its grid size, arguments and constants."""
 
     kernel: Any
     programs: int
@@ -191,11 +191,11 @@ class Launch(NamedTuple):
 
 
 _compiled: dict[tuple[object, ...], Any] = {}
-"""Kernels that are launched again without being looked up, by all that they depend on."""
+"""Compiled kernels, by everything that their compilation depends on; skips Triton's lookup."""
 
 
 def _launch(what: Launch, warps: int, device: torch.device, stream: Any) -> RunKernel | None:
-    # Numbers are handed over in 32 bits where they fit; nothing else of them matters.
+    # Triton passes integers in 32 bits if they fit; the key depends only on that.
     wide = tuple(one >= 1 << 31 for one in what.arguments if isinstance(one, int))
     key = (what.kernel, device, warps, wide, *what.constants.values())
     kernel = None if stream is None else _compiled.get(key)

@@ -1,4 +1,4 @@
-"""K and V of a batch into the pages that slots name, quantised on the way, in one launch."""
+"""Write K and V of a batch to the pages of their slots, with quantisation, in one launch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvatlas.kernels.triton.write_device import write_rows
 from kvatlas.specs import Attention, LatentAttention
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their bytes."""
+"""Integer dtypes by size in bytes."""
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
-"""Cache dtypes whose elements have one scale for a whole tensor."""
+"""Cache dtypes with only a per-tensor scale."""
 _PER_TENSOR = (*_FP8, "nvfp4")
-"""Those that have one, besides others."""
+"""Cache dtypes with a per-tensor scale, alone or in addition to others."""
 
 
 def write(
@@ -35,10 +35,10 @@ def write(
     v_scale: float = 1.0,
     **choice: Any,
 ) -> None:
-    """K and V [tokens, heads, D] into the states that `slots` name, quantised on the way.
+    """Write K and V [tokens, heads, D] to `slots`, quantised to the layer's cache dtype.
 
-    A slot is block * N + state, as engines number them; a negative one is skipped. K and V
-    may be slices of a fused projection: only their last axis must be contiguous.
+    A slot is block * N + state, as engines number them; negative slots are skipped. K and V may
+    be slices of a fused projection: only their last axis must be contiguous.
     """
     spec = layer.spec_as(Attention)
     scales = (float(k_scale), float(v_scale)) if spec.cache in _PER_TENSOR else (1.0, 1.0)
@@ -54,7 +54,7 @@ def write_latent(
     kv_scale: float = 1.0,
     **choice: Any,
 ) -> None:
-    """Latent and rotary rows [states, elements] into the states that `slots` name."""
+    """Write latent and rotary rows [states, elements] to `slots`."""
     layer.spec_as(LatentAttention)
     checks.rows_of(latent, "latent", (None, None))
     checks.rows_of(rope, "rope", (None, None))
@@ -63,33 +63,33 @@ def write_latent(
 
 
 class WrittenSide(NamedTuple):
-    """New rows of K or of V, and where they go."""
+    """New rows of K or V, and the strides of their destination."""
 
     rows: BatchRows
     at: SideRows
     scale: float
-    """One for the whole tensor."""
+    """The per-tensor scale."""
     table: torch.Tensor
-    """The signs of int4's rotation."""
+    """Sign bits of the int4 rotation."""
 
 
 class WriteLaunch(NamedTuple):
-    """What a layer's launches are, for any batch of rows of one shape: kept with the layer."""
+    """Launch parameters of a layer for batches with one row shape; cached with the layer."""
 
     sides: tuple[StoredSide, StoredSide]
     tables: tuple[torch.Tensor | None, torch.Tensor | None]
-    """The signs of rotations, where rows are rotated under such."""
+    """Sign bits of the rotation, if the format has one."""
     rows_at_once: int
     constants: dict[str, Any]
-    """What the kernel is compiled for, in its order."""
+    """Compile-time constants, in the order of the kernel's parameters."""
     options: dict[str, Any]
-    """What Triton compiles with."""
+    """Compiler options for Triton."""
     compiled: dict[Hashable, relaunch.Compiled]
-    """What was compiled for rows and slots of a kind, which were looked at then."""
+    """Compiled kernels by the kind of rows and slots; these inputs have passed the checks."""
 
 
 class WriteKind(NamedTuple):
-    """All that the kernel is compiled for besides a layer's launch, and all that checks ask."""
+    """Properties of the inputs that affect compilation or checks, apart from the layer's."""
 
     tensors: tuple[relaunch.TensorKind, ...]
     one_row: bool
@@ -97,7 +97,7 @@ class WriteKind(NamedTuple):
 
 
 def write_kind(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> WriteKind:
-    """The kind of rows and slots; their sizes are looked at in each call."""
+    """Return the kind of rows and slots. Their sizes are checked in each call."""
     kinds = relaunch.kind_of(k), relaunch.kind_of(v), relaunch.kind_of(slots)
     return WriteKind(kinds, *relaunch.number_kind(slots.numel()))
 
@@ -120,7 +120,7 @@ def _write(
     if known is None:
         checks.integers(slots, "slots", axes=1)
         checks.same_device(layer.buffer.device, k=k, v=v, slots=slots)
-    # What else there is to say of rows, their launch depends on.
+    # The launch's cache key covers all other properties of the rows.
     if k.shape[0] != count or not checks.last_is_tight(k):
         checks.rows_of(k, "k", (count, None, None))
     if v.shape[0] != count or not checks.last_is_tight(v):
@@ -174,7 +174,7 @@ def _worked_out(
     }
     options = {
         "num_warps": use["warps"],
-        # A fused product and sum rounds once, and codes would differ from torch's.
+        # A fused multiply-add rounds once, so codes would differ from torch's.
         "enable_fp_fusion": k.kind not in ("scaled", "int4"),
         **early,
     }
@@ -185,7 +185,7 @@ def _worked_out(
 def _attention_sides(
     layer: LayerCache, rows: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[StoredSide, StoredSide]:
-    """K and V of an attention layer, refused where new rows are not like them."""
+    """Return K and V of an attention layer; raise an error if new rows do not match them."""
     spec = layer.spec_as(Attention)
     heads, v_dim = layer.place("k").size("H"), spec.v_dim or spec.head_dim
     formats.refuse_head(spec.head_dim, "K")
@@ -193,8 +193,8 @@ def _attention_sides(
     odd = any(n & (n - 1) or n < 16 for n in (spec.head_dim, v_dim))
     if spec.cache.startswith("turboquant") and odd:
         raise checks.no_kernel(
-            "Rows cannot be rotated: their length is no power of two, or less than 16",
-            f"heads of {spec.head_dim} and {v_dim} in {spec.cache}",
+            "A rotation requires a head size that is a power of two, at least 16",
+            f"head sizes {spec.head_dim} and {v_dim} in {spec.cache}",
             "Use another cache dtype",
         )
     for name, new, dim in zip("kv", rows, (spec.head_dim, v_dim), strict=True):
@@ -205,12 +205,14 @@ def _attention_sides(
 def _latent_sides(
     layer: LayerCache, rows: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[StoredSide, StoredSide]:
-    """The latents of an MLA layer and their rotary rows."""
+    """Return the latent and the rotary side of an MLA layer."""
     spec = layer.spec_as(LatentAttention)
     formats.refuse_head(spec.latent, "the latent")
     if not formats.writes_latent(spec):
         raise checks.no_kernel(
-            "Latents have scales by blocks, or are too long", spec.cache, "Use auto or fp8"
+            "This kernel does not support latents with block scales",
+            spec.cache,
+            "Use the cache dtype auto or fp8",
         )
     checks.rows_of(rows[0], "latent", (None, 1, spec.latent))
     checks.rows_of(rows[1], "rope", (None, 1, spec.rope))
@@ -221,7 +223,7 @@ def _latent_sides(
 def _turned_signs(
     form: StorageFormat, rows: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Where int4's rotation turns signs: the bits of -0 in each such column, of rows of a dtype."""
+    """Return a mask per column with the sign bit set where int4's rotation flips signs."""
     if form.kind != "int4":
         return None
     minus = signs(1 << form.rotation, device).repeat(form.width >> form.rotation) < 0

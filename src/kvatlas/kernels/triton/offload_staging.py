@@ -1,7 +1,7 @@
-"""Blocks of layers as contiguous rows on the host, by way of a staging buffer.
+"""Move blocks of layers to and from contiguous rows on the host, through a staging buffer.
 
-The copy engine moves one large stretch at the link's full speed and holds no
-multiprocessor; a kernel gathers the blocks for it, or puts them where they belong.
+The copy engine transfers one large range at the link's full speed without occupying a
+multiprocessor. A kernel gathers the blocks into the buffer, or scatters them from it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvatlas.kernels.triton.launch_copy import BlockCopy, CopyEnd
 
 
 class Staging:
-    """Room on the device for some blocks of some layers, each block one row.
+    """A buffer on the device for blocks of several layers, with one row per block.
 
-    In a row the layers' pages follow each other, head-major whatever order the cache has;
-    pages over which fields lie flat, field by field.
+    A row contains the layers' pages one after the other, in head-major order whatever the cache's
+    layout is. Pages whose fields span the whole page are stored field by field.
     """
 
     def __init__(self, layers: Sequence[LayerCache], blocks: int) -> None:
@@ -40,13 +40,13 @@ class Staging:
         self._gather, self._scatter = BlockCopy(inside, rows), BlockCopy(rows, inside)
 
     def store(self, ids: torch.Tensor, rows: torch.Tensor, **choice: Any) -> None:
-        """Blocks `ids` of the layers into `rows` [blocks, bytes]: pinned, or on the device."""
+        """Copy blocks `ids` of the layers to `rows` [blocks, bytes], pinned or on the device."""
         staged = self._rows(ids, rows)
         self._gather(ids, self.places[: ids.numel()], **choice)
         rows.copy_(staged, non_blocking=True)
 
     def load(self, rows: torch.Tensor, ids: torch.Tensor, **choice: Any) -> None:
-        """Rows back into blocks `ids` of the layers."""
+        """Copy rows back to blocks `ids` of the layers."""
         self._rows(ids, rows).copy_(rows, non_blocking=True)
         self._scatter(self.places[: ids.numel()], ids, **choice)
 
@@ -55,7 +55,7 @@ class Staging:
         if rows.dtype != torch.uint8 or not fits or ids.numel() > self.places.numel():
             raise AtlasError(
                 Code.BAD_TENSOR,
-                "Rows are not contiguous bytes, one row for each block, or more than are staged",
+                "Rows must be contiguous uint8, one row per block, and fit in the staging buffer",
                 got=f"{rows.dtype} of shape {tuple(rows.shape)} for {ids.numel()} blocks",
                 hint=f"Pass at most {self.places.numel()} rows of {self.row_bytes} bytes",
             )
@@ -63,14 +63,14 @@ class Staging:
 
 
 def _placements(layer: LayerCache) -> list[Placement]:
-    """What means the same in every order: cells, or the fields where those lie flat."""
+    """Return placements that are independent of the layout: cells, or fields of flat pages."""
     if not layer.page.lies_flat:
         return [layer.kernel_blocks]
     return [layer.place(field.name) for field in layer.page.fields if not field.padding]
 
 
 def _in_rows(placed: Placement, blocks: int, offset: int, row_bytes: int) -> Placement:
-    """The same axes packed in rows, head-major."""
+    """Return the same axes packed in rows, head-major."""
     axes = sorted(set(placed.axes) - {"B"}, key="HNCc".index)
     sizes = [("B", blocks), *((axis, placed.size(axis)) for axis in axes)]
     return Placement.packed(sizes, offset=offset, item=placed.item, strides={"B": row_bytes})

@@ -1,8 +1,8 @@
-"""Kernels that are launched again without Triton's look at their arguments.
+"""Launch kernels again without Triton's inspection of their arguments.
 
-At each launch Triton asks of every argument whether 16 divides it, and finds what it compiled by
-the answers and by all constants: that takes longer than the launch. Whoever knows that arguments
-are like those of an earlier launch can have what was compiled for these.
+At each launch, Triton checks for every argument whether it is divisible by 16, and looks up the
+compiled kernel by the results and all constants. This takes longer than the launch. A caller that
+knows that its arguments match an earlier launch can reuse the compiled kernel directly.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 _T = TypeVar("_T")
 
 ALIGNED = 16
-"""What Triton asks addresses and numbers to be a multiple of."""
+"""Alignment that Triton checks for addresses and integers."""
 
 Compiled = dict[str, Any]
-"""Kernels that were compiled for arguments that are alike, by their names."""
+"""Compiled kernels for one kind of arguments, by kernel name."""
 _MOST_KEPT = 64
-"""Kinds of arguments that are remembered."""
+"""Maximum number of argument kinds that are cached."""
 
 
 TensorKind = tuple[bool, torch.dtype, torch.device, tuple[int, ...]]
-"""What kernels are compiled for of a tensor, and what checks ask of it besides its sizes: whether
-its address is aligned, its dtype, its device and its strides."""
+"""Properties of a tensor that affect compilation or checks, apart from its sizes: whether its
+address is aligned, its dtype, its device and its strides."""
 
 
 def kind_of(tensor: torch.Tensor) -> TensorKind:
-    """The kind of a tensor.
+    """Return the kind of a tensor.
 
     >>> kind_of(torch.zeros(4, 6))[1:]
     (torch.float32, device(type='cpu'), (6, 1))
@@ -38,7 +38,7 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
 
 
 def number_kind(number: int) -> tuple[bool, bool]:
-    """What kernels are compiled for of a number of 32 bits: whether it is 1, and aligned."""
+    """Return the properties of a 32-bit integer that affect compilation: is 1, is aligned."""
     return number == 1, number % ALIGNED == 0
 
 
@@ -50,10 +50,11 @@ def launch(
     options: dict[str, Any],
     compiled: Compiled,
 ) -> None:
-    """Launch what was compiled for arguments like these; Triton finds or compiles it first.
+    """Launch the compiled kernel for such arguments; let Triton compile it the first time.
 
-    `constants` are in the kernel's order, behind its arguments; the same name is launched with
-    the same constants and options. `options` are Triton's, and may repeat constants.
+    `constants` are in the order of the kernel's parameters, after its arguments. One kernel name
+    must always have the same constants and options. `options` are Triton's, and may repeat
+    constants.
     """
     known = compiled.get(kernel.__name__)
     if known is not None:
@@ -68,10 +69,11 @@ def keep(
     tensors: Iterable[TensorKind | None],
     made: _T,
 ) -> None:
-    """Keep what was launched for a kind, of these tensors and more.
+    """Cache a compiled kernel for a kind of arguments, if that is safe.
 
-    Not where elements along a last axis are apart: whether that is refused depends on sizes. Nor
-    on AMD's chips, for which Triton also asks whether the memory of a tensor is below 2 GiB.
+    Tensors whose last axis is not contiguous are not cached, because the checks then depend on
+    sizes. Nothing is cached on AMD GPUs, where Triton also checks whether a tensor's memory is
+    below 2 GiB.
     """
     if torch.version.hip is None and all(one is None or one[-1][-1:] == (1,) for one in tensors):
         if len(compiled) >= _MOST_KEPT:

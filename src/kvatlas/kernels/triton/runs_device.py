@@ -1,4 +1,4 @@
-"""Device code of copies whose runs lie at sums of two tables: starts, and spans."""
+"""Device code of copies whose runs are the sums of two tables: starts and spans."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def tile_runs(
     tile, starts, spans, first_count, second_count, rows, words, WIDTH: tl.constexpr,
     TILING: tl.constexpr,
 ):  # fmt: skip
-    """Which starts a tile's runs have, where they lie at either end, columns, what is there.
+    """Return a tile's starts, its offsets at both ends, its columns and its mask.
 
-    Offsets are as the tables have them; a run's length there is `WIDTH` for each of its words.
+    Offsets are in the units of the tables; a run's length there is `WIDTH` times its words.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
@@ -40,21 +40,21 @@ def tile_runs(
     return start, at, to, column, mask
 
 
-# One kernel for numbers of every size: what is a multiple of what is told, not guessed.
+# One kernel for all sizes: alignment is passed explicitly, so Triton need not specialise.
 @triton.jit(do_not_specialize=["source", "target", "first_count", "second_count", "rows", "words"])
 def copy_run_grid(
     source, target, starts, spans, first_count, second_count, rows, words,
     WORD: tl.constexpr, UNIT: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
-    """Runs of words, one for every sum of a start and a span.
+    """Copy runs of words, one for every pair of a start and a span.
 
-    `starts` has a row of offsets for either end, `spans` one more for lengths, in bytes.
+    `starts` has one row of offsets per end; `spans` has an additional row of lengths. In bytes.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
     WIDTH: tl.constexpr = WORD.primitive_bitwidth // 8
     ALIGN: tl.constexpr = UNIT * WIDTH
-    # An address of the host may be small, and is then handed over in 32 bits.
+    # Addresses of host memory may be small; Triton then passes them in 32 bits.
     begin = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
     end = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(WORD)), ALIGN)
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(words, COLUMNS)
@@ -62,7 +62,7 @@ def copy_run_grid(
         _, at, to, column, mask = tile_runs(
             tile, starts, spans, first_count, second_count, rows, words, WIDTH, TILING
         )
-        # In units first: a product says what it is a multiple of, a loaded number does not.
+        # Divide and multiply: the compiler infers alignment from a product, not from a load.
         pointers = begin + ((at // ALIGN) * UNIT)[:, None] + column[None, :]
         moved = tl.load(pointers, mask=mask, eviction_policy=TILING.evict)
         pointers = end + ((to // ALIGN) * UNIT)[:, None] + column[None, :]
@@ -71,16 +71,16 @@ def copy_run_grid(
 
 @triton.jit
 def quotient(values, divisor, inverse):
-    """The nearest to values over a divisor, of which the nearest to its inverse is known.
+    """Return values divided by a divisor, correctly rounded, given its rounded inverse.
 
-    A division has branches, and takes three times as long. What is left over by the first guess is
-    exact, so that the second is the nearest (P. Markstein, 1990).
+    A division has branches and takes three times as long. The remainder of the first guess is
+    exact, so the second guess is correctly rounded (P. Markstein, 1990).
     """
     guess = values * inverse
     left = tl.fma(-guess, divisor, values)
     better = tl.fma(left, inverse, guess)
-    # Far less is left over than there was. Else the value is 0, or the guess vanishes or is not
-    # finite, and is good as it is: so is its sign.
+    # The remainder is normally far smaller than the value. Otherwise the value is 0, or the guess
+    # underflows or is not finite; the guess and its sign are then already correct.
     return tl.where(tl.abs(left) < tl.abs(values), better, guess)
 
 
@@ -91,10 +91,10 @@ def convert_run_grid(
     source, target, starts, spans, scales, first_count, second_count, rows, elements,
     CAST: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
-    """Runs of elements that change their type, one for every sum of a start and a span.
+    """Copy runs of elements and convert their type, one for every pair of a start and a span.
 
-    Tables are as in `copy_run_grid`, counted in elements; `scales` has a row of factors, one of
-    divisors and one of their inverse, for every start.
+    Tables are as in `copy_run_grid`, but count elements. `scales` has three rows for every start:
+    factors, divisors and inverses of the divisors.
     """
     FROM: tl.constexpr = CAST.source
     TO: tl.constexpr = CAST.target
@@ -110,8 +110,8 @@ def convert_run_grid(
         )
         pointers = begin + ((at // UNIT) * UNIT)[:, None] + column[None, :]
         values = tl.load(pointers, mask=mask, other=0.0, eviction_policy=TILING.evict)
-        start = tl.minimum(start, first_count - 1)  # of rows that are not there, too
-        # As codecs do it, in two steps: one factor would round some elements another way.
+        start = tl.minimum(start, first_count - 1)  # Rows past the end need a valid index too.
+        # Two steps, as in the codecs: a single combined factor would round differently.
         exact = values.to(tl.float32) * tl.load(scales + start)[:, None]
         inverse = tl.load(scales + 2 * first_count + start)[:, None]
         if CAST.divides:
@@ -128,11 +128,11 @@ def place_spans(
     source_ids, target_ids, table, count, blocks, source_stride, target_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Offsets of spans at either end, from the ids of the blocks that they lie in.
+    """Compute the offsets of spans at both ends from block ids.
 
-    `table` has seven rows: offsets at either end, lengths, and then, for either end, which block
-    id is a span's and where it lies in that block. Ids of the source are anybody's: those that
-    are none of its `blocks` are taken for its first, which is there to be read.
+    `table` has seven rows: offsets at source and target, lengths, then for each end the index of
+    a span's block id, and for each end its offset in the block. Source ids are not trusted: an id
+    outside the source's `blocks` is replaced by 0, which is always readable.
     """
     span = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = span < count

@@ -1,4 +1,4 @@
-"""How a layer's K and V are stored, as kernels take it: where rows lie, and in what format."""
+"""Storage formats of K and V in the form that kernels take: strides of rows, and formats."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ _OF_TORCH: dict[torch.dtype, Any] = {
 }
 _LATENTS = ("auto", "fp8", "fp8_e4m3")
 E4M3_SINCE = (8, 9)
-"""Compute capability of the first chips that convert e4m3."""
+"""First compute capability with e4m3 conversions."""
 WIDEST = 512
-"""Elements of the longest row that a program holds."""
+"""Maximum elements per row that a program can hold."""
 
 
 class StorageFormat(NamedTuple):
-    """How one side is stored: a constant that kernels are compiled for."""
+    """Storage format of one side; a compile-time constant."""
 
     kind: str
-    """How elements are quantised: see `dequantise_device`."""
+    """Quantisation of elements; see `dequantise_device`."""
     element: Any
-    """The type in which rows are loaded: bytes for codes."""
+    """Type in which rows are loaded: uint8 for codes."""
     bits: int
-    """Bits of an element or a code."""
+    """Bits per element or code."""
     dim: int
-    """Elements of a row."""
+    """Elements per row."""
     width: int
-    """Columns of the tile that holds a row: a power of two."""
+    """Columns of the tile that holds a row; a power of two."""
     tile: int
-    """Elements of a tile of a row (`tiled_planes`), or 0."""
+    """Elements per tile of a row (`tiled_planes`), or 0."""
     unit: int
-    """Elements in a unit of the rows' steps; so for scales and for zero points."""
+    """Elements per unit of the rows' steps; the next two are those of scales and zero points."""
     scale_unit: int
     zero_unit: int
     rotation: int
     """Steps of the Hadamard transform: rows are rotated in blocks of 2**rotation elements."""
     ptx: bool
-    """Whether the device takes PTX: not where Triton interprets."""
+    """Whether to use PTX; False if Triton interprets."""
 
 
 class SideRows(NamedTuple):
-    """Where the rows of one side lie, their scales and zero points; rows again where none are."""
+    """Strides of one side's rows, scales and zero points; those of rows if a field is absent."""
 
     rows: RowSteps
     scales: RowSteps
@@ -69,14 +69,14 @@ class SideRows(NamedTuple):
 
 
 class StoredSide(NamedTuple):
-    """One side of a layer: its format, and where it lies."""
+    """One side of a layer: its format and its strides."""
 
     format: StorageFormat
     at: SideRows
 
 
 def width_of(dim: int) -> int:
-    """Columns of the tile that holds rows of so many elements.
+    """Return the columns of the tile that holds rows of `dim` elements.
 
     >>> width_of(8), width_of(96), width_of(128)
     (16, 128, 128)
@@ -85,17 +85,17 @@ def width_of(dim: int) -> int:
 
 
 def dot_of(q: torch.Tensor) -> Any:
-    """The type of a dot's operands for queries like these."""
+    """Return the operand type of dot products for such queries."""
     if q.dtype not in _OF_TORCH:
         raise checks.no_kernel(
-            "Queries are neither float32, bfloat16 nor float16", q.dtype, "Cast them first"
+            "Queries must be float32, bfloat16 or float16", q.dtype, "Cast the queries first"
         )
-    # The interpreter, which is what runs on CPU tensors, has no dot of bfloat16.
+    # The interpreter, which runs CPU tensors, has no bfloat16 dot product.
     return _OF_TORCH[q.dtype] if q.is_cuda else tl.float32
 
 
 def stored_side(layer: LayerCache, side: str) -> StoredSide:
-    """One side of an attention layer, as kernels take it."""
+    """Return one side of an attention layer, in the form that kernels take."""
     spec = layer.spec_as(Attention)
     check_chip(layer)
     kind, bits = _kind(spec.cache, spec.dtype, side)
@@ -104,7 +104,7 @@ def stored_side(layer: LayerCache, side: str) -> StoredSide:
 
 
 def stored_latent(layer: LayerCache, name: str) -> StoredSide:
-    """The latent or the rotary rows of an MLA layer, whose elements stand for themselves."""
+    """Return the latent or rotary rows of an MLA layer, which are stored element by element."""
     spec = layer.spec_as(LatentAttention)
     check_chip(layer)
     dim = spec.latent if name == "latent" else spec.rope
@@ -135,20 +135,20 @@ def _stored(
 
 
 def check_chip(layer: LayerCache) -> None:
-    """Refuse e4m3 that the chip cannot convert."""
+    """Raise an error if a layer stores e4m3 and the GPU cannot convert it."""
     if not takes_ptx(layer) or all(f.dtype.name != "e4m3" for f in layer.page.fields):
         return
     capability = tune.capability(layer.buffer.device)
     if capability < E4M3_SINCE:
         raise checks.no_kernel(
-            "This chip cannot convert e4m3, which needs compute capability 8.9",
+            "Caches with e4m3 elements require a GPU of compute capability 8.9 or higher",
             ".".join(str(n) for n in capability),
-            "Use int8_per_token_head, or auto",
+            "Use the cache dtype int8_per_token_head or auto",
         )
 
 
 def writes_latent(spec: LatentAttention) -> bool:
-    """Whether a kernel writes such latents: those that stand for themselves or have one scale.
+    """Whether a kernel writes such latents: the model's dtype, or fp8 with one scale.
 
     >>> writes_latent(LatentAttention()), writes_latent(LatentAttention(cache="fp8_ds_mla"))
     (True, False)
@@ -157,7 +157,7 @@ def writes_latent(spec: LatentAttention) -> bool:
 
 
 def attends_latent(spec: LatentAttention) -> bool:
-    """Whether a kernel attends to such latents: those that one writes, in rows as dots want them.
+    """Whether a kernel attends to such latents: writable ones with power-of-two row lengths.
 
     >>> attends_latent(LatentAttention()), attends_latent(LatentAttention(latent=448))
     (True, False)
@@ -167,18 +167,18 @@ def attends_latent(spec: LatentAttention) -> bool:
 
 
 def takes_ptx(layer: LayerCache) -> bool:
-    """Whether kernels on a layer's device may be written in PTX."""
+    """Whether kernels on a layer's device may use PTX."""
     return device_takes_ptx(layer.buffer.device)
 
 
 def device_takes_ptx(device: torch.device) -> bool:
-    """Whether kernels on a device may be written in PTX: not where Triton interprets."""
+    """Whether kernels on a device may use PTX; False if Triton interprets, and on AMD."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 @lru_cache(maxsize=256)
 def _kind(cache: str, dtype: str, side: str) -> tuple[str, int]:
-    """How a side of a cache dtype is quantised, and the bits of its elements or codes."""
+    """Return the quantisation kind of one side, and the bits of its elements or codes."""
     both = sides(cache, DType.of(dtype), 128, 128)
     data = (both.k if side == "k" else both.v)[0].dtype
     if cache == "int4_per_token_head":
@@ -193,10 +193,10 @@ def _kind(cache: str, dtype: str, side: str) -> tuple[str, int]:
 
 
 def refuse_head(dim: int, name: str) -> None:
-    """Refuse rows that no tile is wide enough for."""
+    """Raise an error for rows that exceed the widest tile."""
     if not 1 <= dim <= WIDEST:
         raise checks.no_kernel(
-            f"A row of {name} is longer than {WIDEST} elements",
+            f"Rows of {name} must have 1 to {WIDEST} elements",
             f"{dim} elements",
-            "Split the head, or attend with the CPU's kernels",
+            "Split the head, or use the kernels for the CPU",
         )

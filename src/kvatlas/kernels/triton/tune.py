@@ -1,8 +1,8 @@
-"""Launch parameters: measured for a chip and kept in a file, or a sane default.
+"""Launch parameters: measured per GPU architecture and stored in a file, or defaults.
 
-`tuned_launches.json` has, for each chip architecture and each kernel, a list of rules. The first
-rule whose `when` agrees with the facts of a launch gives its parameters: a number there
-is the most that a fact may be, anything else must be equal.
+`tuned_launches.json` contains a list of rules for each architecture and kernel. The first rule
+whose `when` matches the facts of a launch supplies its parameters. In `when`, a number is an upper
+bound for the fact; any other value must be equal to it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Choice = dict[str, Any]
 
 
 class LaunchRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters to use for launches whose facts agree with `when`."""
+    """Parameters for launches whose facts match `when`."""
 
     use: Choice
     when: Facts = {}
 
 
 Rules = dict[str, dict[str, list[LaunchRule]]]
-"""By chip architecture and kernel."""
+"""Rules by GPU architecture and kernel."""
 
 _HERE: AbstractContextManager[Any] = nullcontext()
 
@@ -42,7 +42,7 @@ SHIPPED = Path(__file__).with_name("tuned_launches.json")
 
 @lru_cache(maxsize=1)
 def _rules() -> Rules:
-    """The shipped rules, with those of `KVATLAS_TUNE` before them."""
+    """Return the shipped rules, preceded by those of `KVATLAS_TUNE`."""
     rules = _read(SHIPPED)
     own = os.environ.get("KVATLAS_TUNE")
     if own and Path(own).exists():
@@ -53,7 +53,7 @@ def _rules() -> Rules:
 
 
 def _read(path: Path) -> Rules:
-    """The rules in a file, refused where it is anything else."""
+    """Return the rules in a file; raise an error if it cannot be read or decoded."""
     try:
         if not path.is_file():
             raise ValueError("not a plain file")
@@ -61,15 +61,15 @@ def _read(path: Path) -> Rules:
     except (OSError, ValueError) as problem:
         raise AtlasError(
             Code.UNREADABLE,
-            "A file of launch parameters cannot be read, or does not hold rules",
+            "The file of launch parameters cannot be read, or contains no valid rules",
             got=f"{path}: {problem}",
-            hint="Measure them again, or unset KVATLAS_TUNE",
+            hint="Measure the parameters again, or unset KVATLAS_TUNE",
         ) from problem
 
 
 @lru_cache(maxsize=16)
 def architecture(device: torch.device) -> str:
-    """The chip architecture whose rules a device takes: `hopper`, or `any`.
+    """Return the architecture whose rules apply to a device: `hopper` or `any`.
 
     >>> architecture(torch.device("cpu"))
     'any'
@@ -81,13 +81,13 @@ def architecture(device: torch.device) -> str:
 
 @lru_cache(maxsize=16)
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of an NVIDIA chip."""
+    """Return the compute capability of an NVIDIA GPU."""
     return torch.cuda.get_device_capability(device)
 
 
 @lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 4 where a CPU interprets."""
+    """Return the number of multiprocessors of a device; 4 if a CPU interprets."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return 4
@@ -95,7 +95,7 @@ def processors(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def shared_memory(device: torch.device) -> float:
-    """Bytes of shared memory that a program may hold; no limit where a CPU interprets."""
+    """Return the shared memory per program in bytes; no limit if a CPU interprets."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
@@ -103,7 +103,7 @@ def shared_memory(device: torch.device) -> float:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a device the current one, which is where Triton launches."""
+    """Make a device the current one, because Triton launches there."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return _HERE
     return torch.cuda.device(device)
@@ -111,7 +111,7 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 @lru_cache(maxsize=16)
 def dependent_launch(device: torch.device) -> dict[str, Any]:
-    """What a kernel is launched with that waits for the one before by itself.
+    """Return the launch options of a kernel that waits on the device for the previous one.
 
     >>> dependent_launch(torch.device("cpu"))
     {'EARLY': False}
@@ -122,7 +122,7 @@ def dependent_launch(device: torch.device) -> dict[str, Any]:
 
 
 def choose(kernel: str, device: torch.device, **facts: Any) -> Choice:
-    """Parameters of a launch.
+    """Return the parameters of a launch.
 
     >>> choose("copy", torch.device("cpu"))["tile"] > 0
     True
@@ -142,7 +142,7 @@ def _choose(kernel: str, chip: str, facts: tuple[tuple[str, Any], ...]) -> Choic
 
 
 def _agrees(when: Facts, facts: Facts) -> bool:
-    """Whether facts are within a rule.
+    """Whether facts match a rule.
 
     >>> _agrees({"dim": 128, "cache": "fp8"}, {"dim": 64, "cache": "fp8"})
     True
@@ -160,7 +160,7 @@ def _agrees(when: Facts, facts: Facts) -> bool:
 
 
 def remember(path: Path, chip: str, kernel: str, when: Facts, use: Choice) -> None:
-    """Put a measured choice into a file of rules, before those that it has."""
+    """Insert a measured choice into a file of rules, before the existing ones."""
     rules = _read(path) if path.exists() else {}
     mine = rules.setdefault(chip, {}).setdefault(kernel, [])
     mine[:] = [LaunchRule(use, when), *(rule for rule in mine if rule.when != when)]

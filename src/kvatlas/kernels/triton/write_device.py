@@ -1,4 +1,4 @@
-"""Device code that quantises rows and puts them into pages: `dequantise_device`, inverted."""
+"""Device code that quantises rows and writes them to pages: the inverse of `dequantise_device`."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from kvatlas.kernels.triton.quantise_device import (
 
 @triton.jit
 def unaligned(offsets):
-    """The same offsets, in PTX, of which the compiler does not know that they are aligned.
+    """Return the same offsets, but hide their alignment from the compiler (in PTX).
 
-    What it knows to be aligned it stores 16 bytes at a time, and first moves it to other threads
-    through shared memory, which for few bytes costs more than stores of 4 bytes do.
+    The compiler stores aligned data 16 bytes at a time, and first exchanges it between threads
+    through shared memory. For a few bytes, this costs more than 4-byte stores.
     """
     return tl.inline_asm_elementwise(
         "mov.b64 $0, $1;", "=l,l", [offsets], dtype=tl.int64, is_pure=True, pack=1
@@ -59,9 +59,9 @@ def put_elements(
     buffer, steps, states, values, ELEMENT: tl.constexpr, UNIT: tl.constexpr, COUNT: tl.constexpr,
     TILED: tl.constexpr = 0, IN_PLACE: tl.constexpr = False,
 ):  # fmt: skip
-    """Tiles of rows in parts, of which `COUNT` columns are stored.
+    """Store tiles of rows in parts, `COUNT` columns of each row.
 
-    Those in place are stored one by one by the threads that have them: see `unaligned`.
+    With `IN_PLACE`, each thread stores its own elements without an exchange; see `unaligned`.
     """
     PARTS: tl.constexpr = values.shape[1]
     PART: tl.constexpr = values.shape[2]
@@ -79,14 +79,14 @@ def put_elements(
 
 @triton.jit
 def put_column(buffer, steps, states, values, ELEMENT: tl.constexpr, UNIT: tl.constexpr):
-    """One element for each row."""
+    """Store one element per row."""
     pointers = buffer.to(tl.pointer_type(ELEMENT)) + row_offsets(steps, states, UNIT)
     tl.store(pointers, values, mask=states.there)
 
 
 @triton.jit
 def together(codes, BITS: tl.constexpr, PER: tl.constexpr):
-    """So many neighbours, up to eight, as one number, the first one in its lowest bits."""
+    """Combine `PER` neighbours, up to eight, into one number, the first in the lowest bits."""
     for i in tl.static_range(3):
         if PER > 2**i:
             first, second = by_twos(codes)
@@ -96,7 +96,7 @@ def together(codes, BITS: tl.constexpr, PER: tl.constexpr):
 
 @triton.jit
 def words_of(codes, FORMAT: tl.constexpr):
-    """Codes of 4 bits as words: rows lie at multiples of a unit of bytes, or of four."""
+    """Pack 4-bit codes into words as wide as the alignment of rows permits, up to 4 bytes."""
     PER: tl.constexpr = 8 if FORMAT.unit % 4 == 0 else 2 * FORMAT.unit
     WORD: tl.constexpr = tl.int32 if PER == 8 else tl.int16 if PER == 4 else tl.int8
     if FORMAT.ptx and PER == 8:
@@ -106,7 +106,7 @@ def words_of(codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def put_words(buffer, steps, states, words, FORMAT: tl.constexpr):
-    """Words of codes of 4 bits, in rows."""
+    """Store words of 4-bit codes, in rows."""
     BYTES: tl.constexpr = words.dtype.primitive_bitwidth // 8
     IN_PLACE: tl.constexpr = FORMAT.kind == "int4" and FORMAT.ptx
     put_elements(
@@ -117,12 +117,12 @@ def put_words(buffer, steps, states, words, FORMAT: tl.constexpr):
 
 @triton.jit
 def put_codes(buffer, steps, states, codes, FORMAT: tl.constexpr):
-    """Codes of 4 or 3 bits, the first one of a byte in its lowest bits."""
+    """Store codes of 4 or 3 bits; the first code of a byte is in its lowest bits."""
     DIM: tl.constexpr = FORMAT.dim
     if FORMAT.bits == 4:
         put_words(buffer, steps, states, words_of(codes, FORMAT), FORMAT)
     else:
-        # Sixteen codes are three words of 16 bits: rows and cells of such have an even length.
+        # Sixteen codes are three 16-bit words; rows and cells of 3-bit codes have an even length.
         tl.static_assert(FORMAT.unit % 2 == 0)
         COUNT: tl.constexpr = codes.shape[0]
         PARTS: tl.constexpr = codes.shape[1]
@@ -140,11 +140,11 @@ def put_codes(buffer, steps, states, codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def int4_scale(low, high, PTX: tl.constexpr):
-    """The step of rows of such ranges, its inverse, and their zero point."""
+    """Return the step of rows with these ranges, its inverse, and their zero point."""
     low = tl.minimum(low, 0.0)
     span = larger(high, 0.0) - low
-    # Without a division's look at the ends of the range, which no step is near; rows of 8 bits
-    # are written more slowly so.
+    # A step is never close to the limits of float32, so the cheaper division without range checks
+    # is safe. For 8-bit rows it would be slower.
     step = nan_unless_finite(tl.maximum(fifteenth_of(span, PTX), LEAST), span)
     inverse = quick_inverse(step) if PTX else inverse_of(step)
     share = corrected(-low * inverse, -low, step, inverse) if PTX else tl.div_rn(-low, step)
@@ -153,9 +153,9 @@ def int4_scale(low, high, PTX: tl.constexpr):
 
 @triton.jit
 def put_int4(buffer, steps, states, rotated, ELEMENT: tl.constexpr, FORMAT: tl.constexpr):
-    """Rotated rows as codes of 4 bits; their steps and zero points.
+    """Store rotated rows as 4-bit codes; return their steps and zero points.
 
-    They are rounded to the model's own type first, as the torch kernels do it.
+    Rows are first rounded to the model's dtype, as in the torch kernels.
     """
     if FORMAT.ptx and FORMAT.unit % 4 == 0:
         even, odd = by_twos(rotated)
@@ -168,7 +168,7 @@ def put_int4(buffer, steps, states, rotated, ELEMENT: tl.constexpr, FORMAT: tl.c
             low, high = range_of(exact, FORMAT.ptx)
             even, odd = by_twos(exact)
         step, inverse, zero = int4_scale(low, high, FORMAT.ptx)
-        # Half a step more is rounded down. One sum gives the codes that two would give.
+        # Adding half a step and rounding down gives the same codes with one sum instead of two.
         half = zero.to(tl.float32)[:, None, None] + 0.5
         factor = inverse[:, None, None]
         words = whole_words(even * factor + half, odd * factor + half)
@@ -186,7 +186,7 @@ def put_int4(buffer, steps, states, rotated, ELEMENT: tl.constexpr, FORMAT: tl.c
 
 @triton.jit
 def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.constexpr):
-    """Rows of one side, with their scales, as their format wants them."""
+    """Store rows of one side with their scales, in their format."""
     KIND: tl.constexpr = FORMAT.kind
     ELEMENT: tl.constexpr = FORMAT.element
     UNIT: tl.constexpr = FORMAT.unit
@@ -211,11 +211,11 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
     elif KIND == "int4":
         rotated = hadamard(signed(rows, side.table, FORMAT.ptx), ROTATION)
         step, zero = put_int4(buffer, at.rows, states, rotated, rows.dtype, FORMAT)
-        # The zero point rides in the scale's lowest bits.
+        # The zero point is stored in the lowest bits of the scale.
         word = (step.to(tl.int32, bitcast=True) & -16) | zero
         if FORMAT.ptx:
-            # Laid out as the words of a part, of which the first is stored: a row's scale and its
-            # address are then with the threads that have its codes, and nothing is exchanged.
+            # Broadcast to the shape of a part, of which only the first word is stored. The threads
+            # that hold a row's codes then also hold its scale and address: no exchange is needed.
             words = tl.broadcast_to(word[:, None, None], [word.shape[0], 1, SHARED_PART // 8])
             put_elements(buffer, at.scales, states, words, tl.int32, SCALE_UNIT, 1, 0, True)
         else:
@@ -240,7 +240,7 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         PER_HALF: tl.constexpr = words.shape[2] // BLOCKS
         words = tl.permute(tl.reshape(words, [COUNT, 2, BLOCKS, PER_HALF]), (0, 2, 1, 3))
         words = tl.reshape(words, [COUNT, BLOCKS, 2 * PER_HALF])
-        # Blocks without a scale, or with none that is a number, are stored as zeros.
+        # Blocks whose scale is zero or NaN are stored as zeros.
         words = words & tl.where(exact > 0.0, -1, 0).to(words.dtype)[:, :, None]
         put_words(buffer, at.rows, states, words, FORMAT)
         step = tl.reshape(step, [COUNT, 1, BLOCKS])
@@ -249,8 +249,8 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         exact = rows.to(tl.float32)
         norm = tl.sqrt_rn(tl.sum(tl.sum(exact * exact, 1), 1))
         length = tl.maximum(norm, TINY)
-        # A rotation of rows of norm 1 has elements of variance 1 / D: sqrt(D) cancels. Sums of
-        # squares differ with their order, so that a quotient need not be rounded as one.
+        # Elements of a rotated row of norm 1 have variance 1 / D, so sqrt(D) cancels. The sum of
+        # squares depends on its order anyway, so the quotient need not be correctly rounded.
         unit = hadamard(exact, ROTATION) * inverse_of(length)[:, None, None]
         put_codes(buffer, at.rows, states, level_codes(unit, FORMAT.bits), FORMAT)
         half = nan_unless_finite(tl.minimum(norm, HALF_MAX), norm).to(tl.float16)
@@ -273,12 +273,13 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
 
 @triton.jit
 def get_rows(batch, token, head, tokens, FORMAT: tl.constexpr):
-    """Rows of a batch [tokens, heads, D], as an engine has them, in parts: [rows, parts, part].
+    """Load rows of a batch [tokens, heads, D] in parts: [rows, parts, part].
 
-    With the first part of all rows first, few threads share a row, whose maximum and whose
-    scale each of them computes. What needs neither is not parted. Parts of nvfp4 are the first
-    and the second halves of blocks, so that a thread has whole blocks. Programs of int4, which
-    wait for instructions more than for memory, load without masks: past the end, the last token.
+    With the first part of all rows first, few threads share a row, and each of them computes its
+    maximum and scale. Formats without a scale have a single part. The parts of nvfp4 are the
+    first and second halves of blocks, so that a thread holds whole blocks. int4 is limited by
+    instructions more than by memory, so it loads without masks: rows past the end repeat the last
+    token.
     """
     NVFP4: tl.constexpr = FORMAT.kind == "nvfp4"
     MOST: tl.constexpr = FORMAT.width // 2 if NVFP4 else SHARED_PART
@@ -307,18 +308,18 @@ def write_rows(
     HEADS: tl.constexpr, STATES: tl.constexpr, COUNT: tl.constexpr, PER_TENSOR: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program takes `COUNT` rows of K and of V; a negative slot is skipped."""
+    """Write `COUNT` rows of K and V per program; negative slots are skipped."""
     after_previous(EARLY)
     before_next(EARLY)
     row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     token = row // HEADS
     head = row % HEADS
-    # Rows are read before it is known whether their slot wants them: no load waits for another.
+    # Rows are loaded even if their slot is negative, so that no load waits for another.
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
     k_rows = get_rows(k.rows, token, head, tokens, K_FORMAT)
     v_rows = get_rows(v.rows, token, head, tokens, V_FORMAT)
     if K_FORMAT.kind == "int4":
-        # Unsigned, a division needs no look at signs; where a negative slot leads nobody stores.
+        # Unsigned division is cheaper; the page of a negative slot is never stored to.
         place = slot.to(tl.uint64)
         page, state = (place // STATES).to(tl.uint32), (place % STATES).to(tl.uint32)
     else:

@@ -1,4 +1,4 @@
-"""What a call of attention is, all of it decided before a kernel is launched."""
+"""Arguments and parameters of an attention call, computed before a kernel is launched."""
 
 from __future__ import annotations
 
@@ -16,105 +16,106 @@ from kvatlas.kernels.triton.storage_formats import SideRows, StorageFormat, Stor
 from kvatlas.specs import Attention, LatentAttention, Visibility
 
 _MOST_ROWS = 64
-"""Rows of queries that one decoding program holds, at most."""
+"""Maximum query rows per decode program."""
 _FEW_ROWS = 8
-"""Rows up to which 16-bit caches are walked with states as the rows of the dots.
+"""Maximum query rows for which 16-bit caches are walked with states as the rows of dot products.
 
-With more, Triton 3.6 takes other matrix instructions, whose operands it lays out wrongly
-where a tile is transposed and was not copied to shared memory by the pipeline.
+With more rows, Triton 3.6 selects other matrix instructions. It gives their operands a wrong
+layout if a tile is transposed and the pipeline did not copy it to shared memory.
 """
 _WORDS_WIDTH = 128
-"""Elements of rows of nvfp4 and turboquant that are walked as words."""
+"""Row length for which nvfp4 and turboquant are walked as words, in elements."""
 _NEAR = 1 << 20
-"""Bytes that an instruction can add to an address, less than it can."""
+"""Maximum distance of K and V in bytes; below the limit of an instruction's address offset."""
 _SCALE = 4
-"""Bytes of a row's own scale."""
+"""Bytes of a per-row scale."""
 _FEW_PARTIALS = 16
-"""Partials of a row that one warp has registers for."""
+"""Maximum partials of a row that fit in the registers of one warp."""
 _LEAST = 16
-"""States, or rows of queries, in the smallest tile."""
+"""States, or query rows, in the smallest tile."""
 _LEAST_CONVERTED = 32
-"""States in the smallest tile of elements that are converted.
+"""States in the smallest tile of converted elements.
 
-Triton 3.6 spreads narrow elements over more states than a smaller one has, and errs.
+With smaller tiles, Triton 3.6 distributes narrow elements over more states than the tile has,
+and produces wrong results.
 """
 
 
 class OutputShape(NamedTuple):
-    """Rows of the output: a constant."""
+    """Shape of the output rows; a compile-time constant."""
 
     group: int
-    """Query heads that share a kv head."""
+    """Query heads per kv head."""
     dim: int
-    """Elements of a row."""
+    """Elements per row."""
     width: int
     """Columns of the tile that holds a row."""
     sink_logits: bool
-    """Whether every head has a sink's logit."""
+    """Whether every head has a sink logit."""
 
 
 class AttentionShape(NamedTuple):
-    """What kernels of attention are compiled for."""
+    """Compile-time constants of attention kernels."""
 
     k: StorageFormat
-    """K, or the latent."""
+    """Format of K, or of the latent."""
     v: StorageFormat
-    """V, or the rotary rows of a latent."""
+    """Format of V, or of the rotary rows of a latent."""
     k_dot: Any
-    """The type of the operands of dots with K; below, of those with V."""
+    """Operand type of dot products with K; `v_dot` is that of V."""
     v_dot: Any
     precision: str
     out: OutputShape
     states: int
-    """States in a page."""
+    """States per page."""
     latent: bool
-    """Absorbed MLA: values are the latents."""
+    """Absorbed MLA: the latents are the values."""
     mask: str
     softcap: bool
 
 
 class Tiling(NamedTuple):
-    """How a launch is cut into tiles: a constant."""
+    """How a launch is divided into tiles; a compile-time constant."""
 
     rows: int
-    """Query rows of a program."""
+    """Query rows per program."""
     tile: int
-    """States in a tile."""
+    """States per tile."""
     fit: str
-    """How tiles meet pages, of `fit_of`."""
+    """How tiles align with pages; see `fit_of`."""
     align: int
-    """What states a walk starts at multiples of."""
+    """A walk starts at a state that is a multiple of this."""
     stages: int
-    """Tiles that are loaded ahead."""
+    """Number of tiles to prefetch."""
     evict: str
     programs: int
-    """Programs of a worker: kv heads, times the tiles of their query rows."""
+    """Programs per worker: kv heads times the tiles of their query rows."""
     row_tiles: int = 1
-    """Tiles of rows that the query heads of a kv head are split into."""
+    """Row tiles per kv head, over its query heads."""
     together: int = 1
-    """Tiles that are walked together: a worker's share is a multiple of them."""
+    """Number of tiles that are walked together; a worker's share is a multiple of it."""
     lead: int = 0
-    """Bytes before V from which on Hopper's prefill reads it; decode's are in its words."""
+    """Bytes before V at which Hopper's prefill starts to read; decode uses `PackedWords`."""
 
 
 class PackedWords(NamedTuple):
-    """How K and V are walked as words of 16 bits, where they are: a constant."""
+    """How K and V are walked as 16-bit words, if they are; a compile-time constant."""
 
     packed: bool = False
     delta: int = 0
     """Bytes from a row of K to that of V."""
     lead: int = 0
-    """Bytes before V from which on it is read."""
+    """Bytes before V at which reads start."""
     wrap: int = 0
-    """Elements of a row of V that are last, and come first in sums."""
+    """Number of elements at the end of a row of V that come first in sums."""
     step: int = 0
-    """Units between the rows of K of neighbouring states, where a kernel is compiled for them."""
+    """Units between the K rows of adjacent states, if the kernel is compiled for it; else 0."""
     scales: tuple[int, int] = (0, 0)
-    """Bytes from a row of K to its scale and to that of V, where a kernel is compiled for them."""
+    """Bytes from a row of K to its scale and to V's scale, if compiled in; else zeros."""
 
 
 class PagedCache(NamedTuple):
-    """The pool of a layer, where K and V lie in it, and block tables."""
+    """The pool of a layer, the strides of K and V in it, and block tables."""
 
     buffer: torch.Tensor
     k: SideRows
@@ -128,25 +129,25 @@ class BatchSequences(NamedTuple):
 
     lengths: torch.Tensor
     ends: torch.Tensor
-    """Where their queries end, their tiles of decode, and those of prefill: rows, one after the
-    other, of one number more than there are sequences."""
+    """Cumulative ends of queries, of decode tiles and of prefill tiles: three consecutive rows,
+    each with one entry more than there are sequences."""
     sequences: int
 
 
 class Scoring(NamedTuple):
-    """What logits are scaled, capped and masked by; logits are in base 2."""
+    """Scale, cap and mask of logits; logits are in base 2."""
 
     scale: float
     softcap: float
     v_scale: float
     size: int
-    """Window or chunk."""
+    """Size of the window or chunk."""
     sink_tokens: int
     sink_logits: torch.Tensor | None
 
 
 def mask_of(visibility: Visibility) -> tuple[str, int, int]:
-    """What queries see, as kernels take it: a mask, the size of its window or chunk, sink tokens.
+    """Return the visibility as kernels take it: mask, size of window or chunk, sink tokens.
 
     >>> mask_of(Visibility()), mask_of(Visibility(window=128, sink_tokens=4))
     (('causal', 0, 0), ('sinks', 128, 4))
@@ -162,26 +163,26 @@ def mask_of(visibility: Visibility) -> tuple[str, int, int]:
 
 
 class LaunchKey(NamedTuple):
-    """What the parameters of launches depend on."""
+    """Everything that launch parameters depend on."""
 
     device: torch.device
     group: int
-    """Query heads that share a kv head."""
+    """Query heads per kv head."""
     dim: int
     """Elements of the longest row."""
     cache: str
-    """What rules call a cache dtype."""
+    """Name of the cache dtype in launch rules."""
     latent: bool
     query: int
-    """Bytes of a query."""
+    """Bytes per query."""
     stored: int
-    """Bytes of a state's K and V, as they are loaded."""
+    """Bytes of K and V per state, as they are loaded."""
     converted: int
-    """Bytes of them as dots take them, where that is something else."""
+    """Bytes of K and V per state in the type of dot products; 0 if no conversion is needed."""
 
 
 def launch_key(layer: LayerCache, query_heads: int, dtype: torch.dtype) -> LaunchKey:
-    """The key of a layer's launches, for queries of a dtype."""
+    """Return the launch key of a layer, for queries of a dtype."""
     spec = layer.spec
     if isinstance(spec, LatentAttention):
         rows, heads = [("latent", spec.latent + spec.rope)], 1
@@ -204,7 +205,7 @@ def launch_key(layer: LayerCache, query_heads: int, dtype: torch.dtype) -> Launc
 
 
 def parameters(kernel: str, key: LaunchKey, rows: int, choice: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of a launch: stages and tiles that were chosen, or fewer, so that they fit."""
+    """Return launch parameters, with fewer stages or smaller tiles if shared memory is short."""
     facts = {"dim": key.dim, "cache": key.cache, "latent": key.latent}
     if kernel == "decode":
         facts["rows"] = rows
@@ -223,15 +224,15 @@ def parameters(kernel: str, key: LaunchKey, rows: int, choice: dict[str, Any]) -
             use["rows"] //= 2
         else:
             raise checks.no_kernel(
-                "Queries and the smallest tile exceed the shared memory of the chip",
-                f"{wanted} bytes of {limit}",
-                "Pass fewer query heads in one call",
+                "Queries and the smallest tile must fit in the GPU's shared memory",
+                f"{wanted} bytes; the limit is {limit}",
+                "Pass fewer query heads per call",
             )
     return use
 
 
 def _shared(use: dict[str, Any], key: LaunchKey, rows: int) -> int:
-    """Bytes of shared memory that a program holds, at most."""
+    """Return an upper bound of a program's shared memory, in bytes."""
     states = use["tile"] * (use["stages"] * key.stored + key.converted)
     return int(use.get("rows", rows) * key.query + states)
 
@@ -244,10 +245,10 @@ def split_of(
     max_queries: int | None = None,
     **choice: Any,
 ) -> WorkSplit:
-    """How the work of such layers is split, for `schedule` to be called once in a step.
+    """Return how the work of a layer is split, to call `schedule` once per step.
 
-    The schedule serves every layer of the same kind, with queries of the same `dtype` and
-    with the same `max_queries`.
+    The schedule applies to every layer of the same kind, with the same query `dtype` and the same
+    `max_queries`.
     """
     key = launch_key(layer, query_heads, dtype)
     states = layer.kernel_blocks.size("N")
@@ -261,7 +262,7 @@ def work_split(
     max_queries: int | None,
     choice: dict[str, Any],
 ) -> WorkSplit:
-    """The split of layers with such a key, with so many states in a page."""
+    """Return the work split for layers with this key and `states` states per page."""
     few = rows_for(key.group, max_queries)
     tile = parameters("decode", key, few, choice)["tile"]
     rows = parameters("prefill", key, 0, choice)["rows"]
@@ -271,7 +272,7 @@ def work_split(
 
 
 def rows_for(group: int, max_queries: int | None) -> int:
-    """Rows of a decoding program: the heads of one query, or of several where few are.
+    """Return the rows of a decode program: the heads of one query, or of several small ones.
 
     >>> rows_for(4, 1), rows_for(4, None), rows_for(8, 4), rows_for(128, 1)
     (8, 16, 32, 64)
@@ -279,17 +280,18 @@ def rows_for(group: int, max_queries: int | None) -> int:
     wanted = group * max(1, max_queries or 1)
     if wanted > _MOST_ROWS:
         wanted = group
-    # Where a batch may have anything, sequences of a few queries are still decoded.
+    # Without `max_queries`, sequences with a few queries should still be decoded.
     least = 16 if max_queries is None else 8
     return max(least, min(_MOST_ROWS, int(triton.next_power_of_2(wanted))))
 
 
 def merged_together(workers: int, sequences: int, width: int) -> tuple[int, int]:
-    """Partials of a row that a merge loads together, and the warps that do.
+    """Return how many partials of a row a merge loads together, and its number of warps.
 
-    Workers share out sequences of like lengths so that each is left in few partials, if there
-    are many of them: programs that have room for more are fewer at once. Batches whose
-    numbers of sequences have as many bits are alike, as they are to `batch_kind`.
+    In a batch of many sequences of similar length, each sequence has few partials, because
+    workers divide the tiles evenly. Programs that reserve registers for more partials run with
+    lower occupancy. Sequence counts with the same number of bits give the same result, as in
+    `batch_kind`.
 
     >>> merged_together(66, 64, 128), merged_together(66, 1, 128), merged_together(132, 64, 512)
     ((16, 1), (64, 4), (8, 4))
@@ -301,7 +303,7 @@ def merged_together(workers: int, sequences: int, width: int) -> tuple[int, int]
 
 
 def stored_as(cache: str) -> str:
-    """What rules call a cache dtype: 8-bit floats of one scale are alike.
+    """Return the name of a cache dtype in launch rules; fp8 variants with one scale share one.
 
     >>> stored_as("fp8_e5m2"), stored_as("turboquant_4bit_nc"), stored_as("auto")
     ('fp8', 'turboquant', 'auto')
@@ -312,10 +314,10 @@ def stored_as(cache: str) -> str:
 
 
 def dot_for(own: Any, side: StoredSide, *, values: bool) -> Any:
-    """The type of a dot: elements of 8 and 4 bits are exact as halves, and get there fast.
+    """Return the operand type of a dot product.
 
-    Values with a scale for each row are exact as bfloat16 too, as which weights times any scale
-    are in range.
+    Elements of 8 and 4 bits are exact in float16, and converting to it is fast. Values with a
+    scale per row are exact in bfloat16 too, whose range covers weights times any scale.
     """
     if values and own != tl.float32 and side.format.kind in ("scaled", "int4"):
         return tl.bfloat16
@@ -327,7 +329,7 @@ def dot_for(own: Any, side: StoredSide, *, values: bool) -> Any:
 def words_of(
     layer: LayerCache, shape: AttentionShape, sides: tuple[SideRows, SideRows], rows: int
 ) -> PackedWords:
-    """How K and V are walked as words of 16 bits, where rows of queries are so many."""
+    """Return how K and V are walked as 16-bit words, for `rows` query rows."""
     k, v = shape.k, shape.v
     bits = k.bits
     suits = (
@@ -354,10 +356,10 @@ def words_of(
 
 
 def _most_rows(form: StorageFormat) -> int:
-    """Rows of queries up to which elements are walked as words.
+    """Return the maximum query rows for which elements are walked as words.
 
-    nvfp4 and turboquant only where a chip was seen to be right: in rows of 128 elements, and
-    with no more rows of queries than one warp has room for.
+    For nvfp4 and turboquant, only configurations whose results were verified on a GPU are
+    enabled: rows of 128 elements, and no more query rows than fit in one warp.
     """
     if form.kind in ("nvfp4", "levels", "range"):
         return 2 * _FEW_ROWS if form.width == _WORDS_WIDTH else 0
@@ -365,10 +367,10 @@ def _most_rows(form: StorageFormat) -> int:
 
 
 def lead_of(layer: LayerCache, shape: AttentionShape) -> int:
-    """Bytes before V from which on it can be read in pieces as wide as those of K.
+    """Return the bytes before V at which it can be read in pieces as wide as those of K.
 
-    A row with its own scale is 264 bytes, say: K, its scale, V, its scale, without a gap. V
-    starts at a multiple of 4 alone, its neighbours' scales at one of 8.
+    For example, a row with its own scales may be 264 bytes: K, its scale, V, its scale, without
+    a gap. V is then aligned only to 4 bytes, but the scale before it is aligned to 8.
     """
     k, v = shape.k, shape.v
     if not all(form.kind == "scaled" for form in (k, v)):

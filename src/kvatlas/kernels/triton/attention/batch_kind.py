@@ -1,4 +1,4 @@
-"""What kernels are compiled for of a batch: batches of a kind share what was compiled for one."""
+"""Kinds of batches: batches of the same kind share compiled kernels."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from kvatlas.kernels.triton.relaunch import TensorKind, kind_of, number_kind
 
 
 class BatchKind(NamedTuple):
-    """All that kernels are compiled for besides a layer's launches, and all that checks ask.
+    """Properties of a batch that affect compilation or checks, apart from the layer's.
 
-    Triton compiles for whether 16 divides an address or a number, whether a number is 1, and how
-    many bits it takes: strides say that of themselves. Sizes of tensors are looked at in each call.
+    Triton specialises on whether 16 divides an address or an integer, whether an integer is 1,
+    and how many bits it has; strides are part of the tensors' kinds. Sizes of tensors are checked
+    in each call.
     """
 
     tensors: tuple[TensorKind | None, ...]
     one_sequence: bool
     aligned_count: bool
     bits: int
-    """Of the number of sequences, which decides how many are counted together."""
+    """Bits of the number of sequences, which determine how many partials are merged together."""
 
 
 def batch_kind(
@@ -31,7 +32,7 @@ def batch_kind(
     starts: torch.Tensor | None,
     prepared: Schedule | None,
 ) -> BatchKind:
-    """The kind of a call's batch."""
+    """Return the kind of a call's batch."""
     sinks, ends = call.sink_logits, None if prepared is None else prepared.ends
     tensors = (
         kind_of(call.q),

@@ -1,4 +1,4 @@
-"""Batches that are refused before a kernel is launched: sequences that do not fit together."""
+"""Checks of a batch before a launch: sequences must be consistent with each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_kinds(
     starts: torch.Tensor | None,
     prepared: Schedule | None,
 ) -> None:
-    """Refuse tensors of another device, dtype or number of axes than kernels take."""
+    """Raise an error for tensors on another device, or with an unsupported dtype or rank."""
     checks.same_device(
         call.layer.buffer.device, q=call.q, out=call.out, tables=call.tables,
         lengths=call.lengths, queries=queries, starts=starts, sink_logits=call.sink_logits,
@@ -37,7 +37,7 @@ def check_counts(
     max_queries: int | None,
     prepared: bool,
 ) -> None:
-    """Refuse sequences that do not fit together; ids and lengths in debug mode alone."""
+    """Raise an error for inconsistent sequences; ids and lengths are checked in debug mode."""
     if call.sink_logits is not None:
         checks.rows_of(call.sink_logits, "sink_logits", (call.q.shape[1],))
     count = call.lengths.shape[0]
@@ -52,15 +52,15 @@ def check_counts(
         room = call.tables.shape[1] * call.launch.shape.states
         raise AtlasError(
             Code.BAD_TENSOR,
-            "Tables, lengths and queries do not fit together",
+            "Tables, lengths and queries must describe the same sequences",
             got=f"{count} lengths, {call.tables.shape[0]} tables, {_counts(queries, starts)} counts"
-            f" of queries, {call.q.shape[0]} rows, room for {room}",
-            hint="Pass queries or starts, one of them; queries are the last tokens",
+            f" of queries, {call.q.shape[0]} rows, tables for {room} tokens",
+            hint="Pass either queries or starts; queries are the last tokens of each sequence",
         )
 
 
 def _counts(queries: torch.Tensor | None, starts: torch.Tensor | None) -> int | None:
-    """Sequences whose queries are counted, one way or the other; None where it is neither or both.
+    """Return the number of sequences in `queries` or `starts`; None for neither or both.
 
     >>> _counts(torch.ones(3), None), _counts(None, torch.ones(3)), _counts(None, None)
     (3, 2, None)
@@ -76,7 +76,7 @@ def _debug_batch(
     starts: torch.Tensor | None,
     max_queries: int | None,
 ) -> bool:
-    """Whether lengths and counts are wrong; block ids within reach are looked at too."""
+    """Whether lengths or counts are wrong; also checks the visible block ids."""
     visibility, states = call.layer.spec.visibility, call.launch.shape.states
     lengths, rows = call.lengths, call.q.shape[0]
     if starts is not None:
@@ -89,7 +89,7 @@ def _debug_batch(
     wrong |= visibility.causal and bool((counts > lengths).any())
     wrong |= bool(((counts > 0) & (lengths < 1)).any()) or int(lengths.max()) > room
     wrong |= max_queries is not None and int(counts.max()) > max_queries
-    # Only blocks within reach count: what a window has left behind may hold anything.
+    # Entries outside a window may have any value, so only visible blocks are checked.
     first = torch.arange(call.tables.shape[1], device=call.tables.device) * states
     low = visibility.first(lengths - counts)
     reached = (first > (low - states)[:, None]) | (first < visibility.sink_tokens)
@@ -99,11 +99,11 @@ def _debug_batch(
 
 
 def refuse_schedule(given: Schedule, split: WorkSplit, count: int) -> None:
-    """Refuse a schedule of other batches or layers: rows would be left unwritten."""
+    """Raise an error for a schedule of another batch or split: rows would stay unwritten."""
     if given.split != split or given.sequences != count:
         raise AtlasError(
             Code.BAD_TENSOR,
-            "The schedule is of another batch, or of layers whose work is split otherwise",
+            "The schedule must be made for this batch and this kind of layer",
             got=f"{given.split} of {given.sequences} sequences for {split} of {count}",
-            hint="Make it by split_of() of such a layer, with the same max_queries",
+            hint="Pass split_of() of such a layer to schedule(), with the same max_queries",
         )

@@ -1,13 +1,14 @@
-"""Device code for sequences with few queries, as flash-decoding does it: work in equal shares.
+"""Device code for sequences with few queries, similar to flash-decoding: work in equal shares.
 
-All tiles of all sequences stand in one row. Each worker takes an equal stretch of it,
-wherever that begins and ends; a worker is one program for each kv head (or for each tile
-of its query rows), so that programs that run at once read neighbouring bytes. A sequence
-that one worker walks to its end is written by it; of others the workers leave partials,
-at most two each, that `merge` puts together.
+All tiles of all sequences form one list. Each worker takes an equal range of the list, wherever it
+begins and ends. A worker consists of one program per kv head (or per tile of its query rows), so
+that concurrent programs read adjacent bytes. If one worker processes a whole sequence, it writes
+the output. For other sequences, workers store partial results, at most two each, and `merge`
+combines them.
 
-`decode` itself is not launched early: beside programs of a kernel before it, its own would
-be placed unevenly, and there is one for each place. `merge` is, once all of them are placed.
+`decode` launches as many programs as the GPU can run at once. It is not launched early, because
+next to programs of a previous kernel its own programs would be distributed unevenly over the
+multiprocessors. `merge` is launched early, once all programs of `decode` have started.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def decode(
     q, out, cache, batch, partials, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A worker's stretch of tiles, sequence by sequence."""
+    """Process a worker's range of tiles, sequence by sequence."""
     MASK: tl.constexpr = SHAPE.mask
     GROUP: tl.constexpr = SHAPE.out.group
     TILE: tl.constexpr = TILING.tile
     OUT: tl.constexpr = SHAPE.out
-    before_next(EARLY)  # `merge` reads the schedule at once: this kernel must not be launched early
+    before_next(EARLY)  # `merge` reads the schedule early, so `decode` must not be launched early.
     program = tl.program_id(0) % TILING.programs
     worker = tl.program_id(0) // TILING.programs
     head = program // TILING.row_tiles
@@ -72,7 +73,7 @@ def decode(
             begin = (tile - first) * TILE
             end = (until - first) * TILE
             if MASK == "sinks":
-                # Tiles of sink tokens come first; the window's begin at `origin`.
+                # The tiles of sink tokens come first; the window's tiles begin at `origin`.
                 sinks = tl.minimum(scoring.sink_tokens, low)
                 ahead = tl.cdiv(sinks, TILE) * TILE
                 softmax = some_states(
@@ -87,7 +88,7 @@ def decode(
             end += origin
             whole = begin
             if WORDS.packed and (MASK == "causal" or MASK == "full"):
-                # Tiles that every query sees whole need no mask.
+                # Tiles that every query sees entirely need no mask.
                 whole += tl.maximum(tl.minimum(sure, end) - begin, 0) // TILE * TILE
                 softmax = some_states(
                     softmax, queries, Stretch(table, head, begin, whole, low, length), cache,
@@ -100,7 +101,7 @@ def decode(
             if (tile == first) & (until == last):
                 put_output(out, softmax, scoring, start, row, valid, head, OUT, WORDS.wrap)
             else:
-                # A worker leaves one partial of a sequence that began before it, one of the last.
+                # A worker stores at most two partials: of its first and of its last sequence.
                 number = 2 * worker + (tile == first).to(tl.int32)
                 places = (number * TILING.programs + program) * TILING.rows
                 places += tl.arange(0, TILING.rows)
@@ -120,7 +121,7 @@ def some_states(
     softmax, queries, stretch, cache, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     WORDS: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A walk over a stretch, by words or as elements are."""
+    """Walk over a range of states, as words or as elements."""
     if WORDS.packed:
         softmax = walk_words(
             softmax, queries, stretch, cache, scoring, SHAPE, TILING, WORDS, MASK, MASKED

@@ -1,6 +1,6 @@
-"""Device code that takes codes of K and V apart on Hopper: words of 32 bits, row by row.
+"""Device code that unpacks codes of K and V on Hopper: 32-bit words, row by row.
 
-Elements stay in their order, since what is written to shared memory is multiplied as it lies.
+Elements keep their order, because the result is multiplied in this order in shared memory.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _E4M3_BF16 = gl.constexpr("""
 
 
 def _codes(one: int, minus: int, kind: str) -> str:
-    """PTX for the eight codes of a word, added to a number, less what is given.
+    """Return PTX that converts the eight codes of a word, minus a given number.
 
-    `one` is the upper byte of a number whose lowest bits count ones, `minus` the bits of -1.
+    `one` is the upper byte of a number whose lowest bits count in ones. `minus` holds the bits of
+    -1.
     """
     ones = f"0x{one * 0x01010101:08X}"
     parts = "".join(
@@ -58,9 +59,9 @@ def _codes(one: int, minus: int, kind: str) -> str:
 
 
 _CODES_F16 = gl.constexpr(_codes(0x64, 0xBC00, "f16x2"))
-"""Of 1024 + code."""
+"""Codes as float16, offset by 1024."""
 _CODES_BF16 = gl.constexpr(_codes(0x43, 0xBF80, "bf16x2"))
-"""Of 128 + code."""
+"""Codes as bfloat16, offset by 128."""
 _NVFP4 = gl.constexpr("""
     {
         .reg .b32 low, high, part, first, last;
@@ -83,8 +84,8 @@ _NVFP4 = gl.constexpr("""
         mul.f16x2 $3, $3, $5;
     }
 """)
-"""Sign and, three bits lower, the rest of a code make the upper byte of a half that is 2**14
-times too small."""
+"""The sign and the other three bits of a code form the upper byte of a float16 that is 2**14 times
+too small."""
 _TWICE = gl.constexpr("""
     {
         .reg .b16 code, first, second;
@@ -95,12 +96,12 @@ _TWICE = gl.constexpr("""
         mov.b32 $0, {first, first};
     }
 """)
-"""An e4m3 as two halves."""
+"""Converts an e4m3 to two equal float16."""
 
 
 @gluon.jit
 def pairs_of(words, CODE: gl.constexpr):
-    """Words of four elements as words of two, twice as many."""
+    """Convert words of four elements to twice as many words of two elements."""
     a, b = gl.inline_asm_elementwise(
         CODE, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
@@ -109,7 +110,7 @@ def pairs_of(words, CODE: gl.constexpr):
 
 @gluon.jit
 def eights_of(words, with_each, CODE: gl.constexpr):
-    """Words of eight codes as words of two elements, four times as many."""
+    """Convert words of eight codes to four times as many words of two elements."""
     a, b, c, d = gl.inline_asm_elementwise(
         CODE, "=r,=r,=r,=r,r,r", [words, with_each],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
@@ -120,7 +121,7 @@ def eights_of(words, with_each, CODE: gl.constexpr):
 
 @gluon.jit
 def bytes_apart(words, ELEMENT: gl.constexpr, DOT: gl.constexpr):
-    """Words of four int8 or e4m3, in the type of a dot."""
+    """Unpack words of four int8 or e4m3 to the type of a dot product."""
     if ELEMENT == gl.int8 and DOT == gl.float16:
         return pairs_of(words, FOUR_BYTES)
     if ELEMENT == gl.int8:
@@ -132,7 +133,7 @@ def bytes_apart(words, ELEMENT: gl.constexpr, DOT: gl.constexpr):
 
 @gluon.jit
 def int4_apart(words, zeros, DOT: gl.constexpr):
-    """Words of eight codes, each less the zero point of its row, in the type of a dot."""
+    """Unpack words of eight codes, minus their row's zero point, to the type of a dot product."""
     zeros = (zeros + (0x6400 if DOT == gl.float16 else 0x4300)) * 0x10001
     zeros = gl.expand_dims(zeros, 1) + words * 0
     if DOT == gl.float16:
@@ -142,7 +143,7 @@ def int4_apart(words, zeros, DOT: gl.constexpr):
 
 @gluon.jit
 def nvfp4_apart(words, steps):
-    """Words of eight e2m1, each times the step of its sixteen, as halves 2**14 times too small."""
+    """Unpack words of eight e2m1, times the step of their block, as float16 times 2**-14."""
     steps = gl.inline_asm_elementwise(
         _TWICE, "=r,r", [steps.to(gl.int32)], dtype=gl.int32, is_pure=True, pack=1
     )

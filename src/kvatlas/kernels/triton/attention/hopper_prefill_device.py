@@ -1,7 +1,7 @@
-"""Device code of prefill on Hopper, in Gluon: loads and matrix products run by themselves.
+"""Device code of prefill on Hopper, in Gluon, with asynchronous loads and matrix products.
 
-It does what `prefill` does, for rows of 128 elements of 16, 8 and 4 bits and 128 query rows a
-program, and takes the same arguments; `hopper_prefill_groups_device` has the groups of warps
+It computes the same as `prefill` and takes the same arguments, for rows of 128 elements of 16, 8
+and 4 bits and 128 query rows per program. `hopper_prefill_groups_device` describes the warp groups
 that share the work.
 """
 
@@ -29,19 +29,19 @@ from kvatlas.kernels.triton.attention.hopper_prefill_load_device import load_key
 from kvatlas.kernels.triton.attention.latent_groups_device import LOWEST, barrier
 
 ROWS = gl.constexpr(64)
-"""Query rows of a group."""
+"""Query rows per group."""
 
 
 @gluon.jit
 def row_offsets(rows, work, row, GROUP: gl.constexpr):
-    """Elements from a batch's start to rows of the work's sequence, heads of its tokens."""
+    """Return the elements from a batch's start to rows (token, head) of the work's sequence."""
     token = (work.start + row // GROUP).to(gl.int64)
     return token * rows.token + (work.head * GROUP + row % GROUP).to(gl.int64) * rows.head
 
 
 @gluon.jit
 def load_queries(q, work, row, room, WHO: gl.constexpr, GROUP: gl.constexpr):
-    """A group's query rows into shared memory; rows past the last are the last."""
+    """Load a group's query rows into shared memory; rows past the last repeat the last one."""
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     DIM: gl.constexpr = room.query.shape[2]
     to = room.query.index(WHO)
@@ -49,7 +49,7 @@ def load_queries(q, work, row, room, WHO: gl.constexpr, GROUP: gl.constexpr):
     column = gl.arange(0, DIM, layout=gl.SliceLayout(0, LOADS))
     at = row_offsets(q, work, row, GROUP)
     loaded = gl.load(q.tensor + at[:, None] + column[None, :])
-    barrier()  # the products of the work before are done in all warps
+    barrier()  # All warps have finished the products of the previous work.
     to.store(loaded.to(to.dtype))
     fence_async_shared()
     barrier()
@@ -64,7 +64,7 @@ def wait_for(there, tiles):
 
 @gluon.jit
 def begin_logits(room, tiles, WHO: gl.constexpr, LAYOUT: gl.constexpr):
-    """The products of a group's queries and the keys of tile number `tiles`, under way."""
+    """Start the products of a group's queries and the keys of tile number `tiles`."""
     STAGES: gl.constexpr = room.k.shape[0]
     TILE: gl.constexpr = room.k.shape[1]
     logits = gl.zeros([ROWS, TILE], gl.float32, layout=LAYOUT)
@@ -76,7 +76,7 @@ def begin_logits(room, tiles, WHO: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def begin_values(acc, weights, room, tiles):
-    """Sums with the products of weights and the values of tile number `tiles`, under way."""
+    """Start to add the products of weights and the values of tile number `tiles`."""
     STAGES: gl.constexpr = room.v.shape[0]
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     weights = gl.convert_layout(weights.to(room.v.dtype), WEIGHTS)
@@ -85,7 +85,7 @@ def begin_values(acc, weights, room, tiles):
 
 @gluon.jit
 def release(free, tiles):
-    """Let the room of tile number `tiles` be loaded anew, as far as this group goes."""
+    """Release the buffer of tile number `tiles` on behalf of this group."""
     STAGES: gl.constexpr = free.shape[0]
     barrier()
     mbarrier.arrive(free.index(tiles % STAGES), count=1)
@@ -93,9 +93,9 @@ def release(free, tiles):
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr):
-    """Weights of a tile's states, and the maximum that they are relative to; `scale` > 0.
+    """Return the weights of a tile's states, and the maximum that they are relative to.
 
-    They are 2**LIFT times too large.
+    `scale` must be positive. The weights are multiplied by 2**LIFT.
     """
     TILE: gl.constexpr = logits.shape[1]
     position, earliest = seen
@@ -108,7 +108,7 @@ def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr):
 
 @gluon.jit
 def factored(rows, factors, tiles, FACTORS: gl.constexpr):
-    """Logits or weights of tile number `tiles`, times the factors of its states."""
+    """Multiply logits or weights of tile number `tiles` by the factors of its states."""
     SLOTS: gl.constexpr = factors.shape[0]
     if FACTORS:
         each = factors.index(tiles % SLOTS).load(gl.SliceLayout(0, rows.type.layout))
@@ -121,7 +121,7 @@ def multiply(
     q, out, batch, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """A group that multiplies: the rows of each piece of work, from the last tile to the first."""
+    """Run a multiplying group: process each piece of work from its last tile to its first."""
     DIM: gl.constexpr = SHAPE.out.width
     OUT: gl.constexpr = SHAPE.out
     GROUP: gl.constexpr = OUT.group
@@ -133,7 +133,7 @@ def multiply(
     V_FACTORS: gl.constexpr = has_factors(SHAPE.v.kind)
     K_LIFT: gl.constexpr = lift_of(SHAPE.k.kind)
     V_LIFT: gl.constexpr = lift_of(SHAPE.v.kind)
-    # Rows of V that are read early come with their factors, for which weights wait.
+    # If V is read from the scale before it, its factors arrive with it, and weights wait for them.
     V_FIRST: gl.constexpr = TILING.lead > 0
     WRAP: gl.constexpr = TILING.lead * 8 // SHAPE.v.bits
     scale = scoring.scale * 2.0**K_LIFT
@@ -206,8 +206,8 @@ def multiply(
 
 @gluon.jit
 def put_zeros(out, work, first, OUT: gl.constexpr):
-    """What a group's rows attend to where their sequence has no states: batches are padded so."""
-    DIM: gl.constexpr = OUT.width  # Triton 3.6 takes shapes of constexprs alone
+    """Write zeros for a group's rows whose sequence has no states (padding of the batch)."""
+    DIM: gl.constexpr = OUT.width  # Triton 3.6 requires shapes to be constexprs.
     STORES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORES))
     column = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORES))
@@ -218,7 +218,7 @@ def put_zeros(out, work, first, OUT: gl.constexpr):
 
 @gluon.jit
 def put_rows(out, acc, total, work, first, scoring, OUT: gl.constexpr, WRAP: gl.constexpr):
-    """A group's rows of the output, whose last `WRAP` elements come first in sums."""
+    """Write a group's rows of the output; their last `WRAP` elements come first in the sums."""
     DIM: gl.constexpr = OUT.width
     GROUP: gl.constexpr = OUT.group
     WIDE: gl.constexpr = WRAP if WRAP else 8
@@ -239,7 +239,7 @@ def put_rows(out, acc, total, work, first, scoring, OUT: gl.constexpr, WRAP: gl.
 
 @gluon.jit
 def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """Rows are (query, head of the group); the longest walks come first."""
+    """Compute prefill. Rows are (query, head of the group); the longest walks come first."""
     DIM: gl.constexpr = SHAPE.out.width
     STAGES: gl.constexpr = TILING.stages
     FACTORS: gl.constexpr = TILING.tile if has_factors(SHAPE.k.kind) else 1

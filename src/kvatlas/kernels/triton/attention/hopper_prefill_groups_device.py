@@ -1,12 +1,13 @@
-"""Device code that prefill's groups of warps on Hopper share: their work, and what they exchange.
+"""Device code shared by the warp groups of prefill on Hopper: their work and their signals.
 
-| group | what it does |
+| group | task |
 |---|---|
-| two that multiply | each has 64 of a program's 128 query rows, and all of their softmax |
-| one that loads | tiles of K and of V, as soon as both groups are done with those before |
+| two that multiply | each has 64 of a program's 128 query rows, and computes their softmax |
+| one that loads | loads tiles of K and V as soon as both groups have released the previous ones |
 
-While one group is at its softmax the other's products run: they take turns to begin products,
-each the keys of a tile and the values of the one before. FlashAttention-3's ping-pong.
+While one group computes its softmax, the products of the other run. The groups take turns in
+starting products: the keys of one tile and the values of the previous one. This is the ping-pong
+schedule of FlashAttention-3.
 """
 
 from __future__ import annotations
@@ -26,31 +27,32 @@ class PrefillRoom(NamedTuple):
     k: Any
     v: Any
     k_factors: Any
-    """What logits of a tile's states are multiplied by, and below their weights: in twice as many
-    stages, since they are needed after the keys, with which both come, or those of V with V."""
+    """Factors of the logits of a tile's states. These and the factors of weights (`v_factors`)
+    have twice as many stages as tiles, because they are needed longer than the keys. Both arrive
+    with K, or those of V arrive with V."""
     v_factors: Any
 
 
 class PrefillSignals(NamedTuple):
-    """Barriers in shared memory: of each stage, and of each of the groups that multiply."""
+    """Barriers in shared memory, one per stage, or one per multiplying group."""
 
     there_k: Any
     there_v: Any
     free_k: Any
     free_v: Any
     turn: Any
-    """It is a group's turn to begin products."""
+    """Signals that a group may start products."""
 
 
 class Work(NamedTuple):
-    """A tile of query rows, packed heads of some tokens of a sequence, and what it sees."""
+    """A tile of query rows (heads of some tokens of a sequence), and the states it sees."""
 
     sequence: Any
     head: Any
     start: Any
     """The sequence's first query in the batch."""
     rows: Any
-    """Rows of the sequence; none where there is no work."""
+    """Rows of the sequence; 0 if there is no work."""
     row: Any
     """The tile's first row in the sequence."""
     before: Any
@@ -58,40 +60,40 @@ class Work(NamedTuple):
     high: Any
     """States 0 .. high - 1 may be read."""
     end: Any
-    """States 0 .. end - 1 are walked, in whole tiles; none where the tile sees nothing."""
+    """States 0 .. end - 1 are walked, in whole tiles; 0 if the tile sees nothing."""
 
 
 @gluon.constexpr_function
 def has_factors(kind):
-    """Whether rows of a format are left to be multiplied by factors of their own."""
+    """Whether unpacked rows of a format still need a factor per row."""
     return kind in ("scaled", "int4")
 
 
 @gluon.constexpr_function
 def loading_warps(kind, element, halves):
-    """Warps of the group that loads: eight where four have too few registers.
+    """Return the warps of the loading group: eight if four have too few registers, else four.
 
-    That is where whole tiles of e4m3 that become bf16 wait in them, and not halves. Nowhere
-    else: they take turns with the warps that multiply, and were slower.
+    Four are too few if whole tiles of e4m3 wait in registers to become bfloat16 (half tiles fit).
+    In all other cases eight were slower, because they compete with the multiplying warps.
     """
     return 8 if kind == "scaled" and element == gl.float8e4nv and not halves else 4
 
 
 @gluon.constexpr_function
 def powers(begin, end):
-    """Powers of two from one to before another."""
+    """Return the powers of two from `begin` (inclusive) to `end` (exclusive)."""
     return [1 << i for i in range(begin.bit_length() - 1, end.bit_length() - 1)]
 
 
 @gluon.constexpr_function
 def lift_of(kind):
-    """The power of two that rows of a format, taken apart, are too small by."""
+    """Return the exponent of the power of two by which unpacked rows are too small."""
     return 14.0 if kind == "nvfp4" else 0.0
 
 
 @gluon.jit
 def prefill_signals(STAGES: gl.constexpr):
-    """Fresh barriers for the groups of a program."""
+    """Create the barriers for the groups of a program."""
     return PrefillSignals(
         barriers(STAGES, THREADS), barriers(STAGES, THREADS), barriers(STAGES, 2),
         barriers(STAGES, 2), barriers(2, 1),
@@ -100,7 +102,7 @@ def prefill_signals(STAGES: gl.constexpr):
 
 @gluon.jit
 def rounds_of(batch, TILING: gl.constexpr):
-    """Pieces of work that a program has, at most."""
+    """Return an upper bound of the pieces of work per program."""
     ends = batch.ends + 2 * (batch.sequences + 1)
     units = gl.load(ends + batch.sequences)
     return gl.cdiv(units * TILING.programs, gl.num_programs(0))
@@ -108,7 +110,7 @@ def rounds_of(batch, TILING: gl.constexpr):
 
 @gluon.jit
 def find(ends, count, wanted):
-    """The sequence that unit number `wanted` belongs to; `ends` starts with 0."""
+    """Return the sequence that contains unit number `wanted`; `ends` starts with 0."""
     low = 0
     high = count
     while low < high:
@@ -122,9 +124,9 @@ def find(ends, count, wanted):
 
 @gluon.jit
 def work_of(batch, turn, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """A program's piece of work number `turn`: the longest walks come first.
+    """Return a program's piece of work number `turn`; the longest walks come first.
 
-    Programs take pieces forwards and backwards by turns, so that all have walked as far.
+    Programs alternate between ascending and descending order, which balances their work.
     """
     GROUP: gl.constexpr = SHAPE.out.group
     TILE: gl.constexpr = TILING.tile

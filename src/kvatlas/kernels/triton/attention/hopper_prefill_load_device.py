@@ -1,9 +1,9 @@
-"""Device code of the group of warps that loads tiles of K and V on Hopper, from pages in any order.
+"""Device code of the warp group that loads tiles of K and V on Hopper, from any page layout.
 
-Rows of 16 bits are copied to shared memory as they are, by copies that signal their own end.
-Others are loaded ahead into registers, and taken apart on their way from there; what is left
-to multiply by, for each state, goes with the tile of K. Rows with their own scales beside them
-have a way of their own: `hopper_prefill_scaled_device`.
+16-bit rows are copied to shared memory unchanged, by asynchronous copies that signal completion.
+Other rows are prefetched into registers and unpacked from there; the remaining factors per state
+are stored with the tile of K. Rows with adjacent scales are loaded separately, in
+`hopper_prefill_scaled_device`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from kvatlas.kernels.triton.attention.latent_load_device import (
 
 @gluon.constexpr_function
 def loads_of(wide, count, bits, tile, warps):
-    """Who loads which words of rows that are taken apart.
+    """Return the layout in which threads load the words of rows that are unpacked.
 
-    Threads load `wide` words each at a time, and store these as elements of 16 bits. Four share a
-    row, or eight where it has elements of 8 bits that are loaded in small pieces: a warp takes as
-    many turns at the cache as it loads rows at once. Rows of a warp are in an order in which
-    threads that store at once have banks of their own.
+    Each thread loads `wide` words at a time, and stores them as 16-bit elements. Four threads
+    share a row; eight if 8-bit elements are loaded in small pieces, because a warp needs one cache
+    access per row that it loads. The rows of a warp are ordered so that threads that store at the
+    same time use different banks.
     """
     lanes = 8 if bits == 8 and wide < 4 else 4
     across = lanes * wide
@@ -58,21 +58,21 @@ def loads_of(wide, count, bits, tile, warps):
 
 @gluon.jit
 def states_of(begin, work, TILE: gl.constexpr, LAYOUT: gl.constexpr):
-    """A tile's states; the first or the last that may be read beyond the ends."""
+    """Return a tile's states, clamped to the range that may be read."""
     states = begin + gl.arange(0, TILE, layout=LAYOUT)
     return gl.maximum(gl.minimum(states, work.high - 1), 0)
 
 
 @gluon.jit
 def starts_of(steps, table, states, head, STATES: gl.constexpr, UNIT: gl.constexpr):
-    """Where rows of states start, in elements from the pool's start."""
+    """Return where rows of states start, in elements from the pool's start."""
     rows = row_starts(steps, gl.load(table + states // STATES), states % STATES, UNIT)
     return rows + head.to(gl.int64) * steps.head * UNIT
 
 
 @gluon.jit
 def copy_rows(side, elements, pages, places, head, to, there, FORMAT: gl.constexpr):
-    """Begin to copy a tile's rows of K or V as they are."""
+    """Start to copy a tile's rows of K or V unchanged."""
     LOADS: gl.constexpr = pages.type.layout.parent
     rows = row_starts(side.rows, pages, places, FORMAT.unit)
     rows += head.to(gl.int64) * side.rows.head * FORMAT.unit
@@ -82,7 +82,7 @@ def copy_rows(side, elements, pages, places, head, to, there, FORMAT: gl.constex
 
 @gluon.jit
 def copy_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
-    """Load the tiles of a piece of work as they are, the last one first."""
+    """Copy the tiles of a piece of work unchanged, the last tile first."""
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LOADS)
     K: gl.constexpr = SHAPE.k
@@ -94,7 +94,7 @@ def copy_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
     states = states_of(work.end - TILE, work, TILE, ROWS)
     pages = gl.load(table + states // STATES)
     for n in range(0, work.end, TILE):
-        # Pages are looked up a tile ahead, since copies wait for them.
+        # Pages are looked up one tile ahead, because copies depend on them.
         places = states % STATES
         states = states_of(work.end - 2 * TILE - n, work, TILE, ROWS)
         next_pages = gl.load(table + states // STATES)
@@ -114,7 +114,7 @@ def copy_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
 @gluon.jit
 def load_apart(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                FORMAT: gl.constexpr):  # fmt: skip
-    """Words of a tile's rows of K or V, and what it takes to take them apart."""
+    """Load the words of a tile's rows of K or V, and the data needed to unpack them."""
     UNIT: gl.constexpr = FORMAT.unit // 4
     COUNT: gl.constexpr = FORMAT.dim * FORMAT.bits // 32
     WIDE: gl.constexpr = min(UNIT, 4)
@@ -140,7 +140,7 @@ def load_apart(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.c
 
 @gluon.jit
 def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
-    """Words of a tile's rows into shared memory, in the type of a dot."""
+    """Unpack words of a tile's rows into shared memory, in the type of the dot product."""
     if FORMAT.kind == "int4":
         to.store(int4_apart(words, with_rows, DOT))
     elif FORMAT.kind == "nvfp4":
@@ -152,7 +152,7 @@ def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
 @gluon.jit
 def load_factors(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                  FORMAT: gl.constexpr):  # fmt: skip
-    """What is left to multiply by, for each state of a tile."""
+    """Load the remaining factor of each state of a tile."""
     WARPS: gl.constexpr = loading_warps(FORMAT.kind, FORMAT.element, False)
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     states = states_of(begin, work, TILE, EACH)
@@ -165,7 +165,7 @@ def load_factors(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl
 
 @gluon.jit
 def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
-    """Load the tiles of a piece of work and take them apart, the last one first."""
+    """Load and unpack the tiles of a piece of work, the last tile first."""
     K: gl.constexpr = SHAPE.k
     V: gl.constexpr = SHAPE.v
     K_DOT: gl.constexpr = SHAPE.k_dot
@@ -209,7 +209,7 @@ def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr)
 
 @gluon.jit
 def load_keys_and_values(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """The group that loads: the tiles of each piece of work."""
+    """Run the loading group: load the tiles of each piece of work."""
     tiles = 0
     for turn in range(rounds_of(batch, TILING)):
         work = work_of(batch, turn, SHAPE, TILING)

@@ -1,9 +1,9 @@
-"""Device code that loads tiles of 8-bit rows with their own scales for prefill on Hopper.
+"""Device code that loads tiles of 8-bit rows with their own scales, for prefill on Hopper.
 
-A row of K and V is 264 bytes: 128 of K, a scale, 128 of V, a scale. K starts at a multiple of 8
-bytes and V at one of 4, so V is read from the scale before it on, in pieces as wide as those of
-K. Its last four elements come with its own scale, in the piece behind, and take the place of the
-scale in front: rows of V are turned by four elements until the output is stored.
+A row of K and V is 264 bytes: 128 of K, a scale, 128 of V, a scale. K is aligned to 8 bytes and V
+only to 4, so V is read from the preceding scale on, in pieces as wide as those of K. The next
+piece contains the last four elements of V and V's scale. These four elements replace the scale in
+front, so rows of V are rotated by four elements until the output is stored.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvatlas.kernels.triton.attention.latent_load_device import announce, row_st
 
 @gluon.constexpr_function
 def pairs_of_rows(count, rows, each):
-    """Who loads which of the `count` words of rows, in pairs: eight threads share a row.
+    """Return the layout in which threads load `count` words per row in pairs; eight share a row.
 
-    A thread has `each` rows, which are neighbours, so that they lie in one page where pages
-    have a multiple of so many.
+    A thread has `each` adjacent rows, so that they are in one page if the page size is a multiple
+    of `each`.
     """
     return gl.DistributedLinearLayout(
         [[0, 1], *([0, n] for n in powers(16, count)), *([n, 0] for n in powers(1, each))],
@@ -33,7 +33,7 @@ def pairs_of_rows(count, rows, each):
 
 @gluon.constexpr_function
 def runs_of_rows(run, rows, each):
-    """The rows of threads of `pairs_of_rows`, as runs of neighbours in one page."""
+    """Return the layout of `pairs_of_rows`' rows as runs of adjacent rows in one page."""
     return gl.DistributedLinearLayout(
         [[n // run, n % run] for n in powers(1, each)],
         [[0, 0], [0, 0], [0, 0], [each // run, 0], [2 * each // run, 0]],
@@ -43,7 +43,7 @@ def runs_of_rows(run, rows, each):
 
 @gluon.jit
 def first_of_runs(begin, work, RUNS: gl.constexpr):
-    """The first state of each run; the first or the last that may be read beyond the ends."""
+    """Return the first state of each run, clamped to the range that may be read."""
     RUN: gl.constexpr = RUNS.shape[1]
     first = begin + RUN * gl.arange(0, RUNS.shape[0], layout=gl.SliceLayout(1, RUNS))
     return gl.maximum(gl.minimum(first, work.high - 1), 0)
@@ -51,16 +51,16 @@ def first_of_runs(begin, work, RUNS: gl.constexpr):
 
 @gluon.jit
 def load_pages(table, begin, work, STATES: gl.constexpr, RUNS: gl.constexpr):
-    """The page of each run."""
+    """Load the page of each run."""
     return gl.load(table + first_of_runs(begin, work, RUNS) // STATES)
 
 
 @gluon.jit
 def load_rows(cache, steps, pages, begin, work, SHAPE: gl.constexpr, UNIT: gl.constexpr,
               LOADS: gl.constexpr, BEHIND: gl.constexpr):  # fmt: skip
-    """Words of half a tile's rows from where `steps` lead, and what is behind, a `BEHIND` each.
+    """Load the words of half a tile's rows at `steps`, and one `BEHIND` value after each row.
 
-    Steps count `UNIT` pairs of words. The page of each run is known.
+    Steps count `UNIT` pairs of words. `pages` holds the page of each run.
     """
     RUNS: gl.constexpr = pages.type.layout.parent
     RUN: gl.constexpr = RUNS.shape[1]
@@ -83,21 +83,21 @@ def load_rows(cache, steps, pages, begin, work, SHAPE: gl.constexpr, UNIT: gl.co
 
 @gluon.jit
 def load_k(cache, pages, begin, work, SHAPE: gl.constexpr, LOADS: gl.constexpr):
-    """Rows of K, and the scale behind each."""
+    """Load rows of K, each with the scale that follows it."""
     UNIT: gl.constexpr = SHAPE.k.unit // 8
     return load_rows(cache, cache.k.rows, pages, begin, work, SHAPE, UNIT, LOADS, gl.int32)
 
 
 @gluon.jit
 def load_v(cache, pages, begin, work, SHAPE: gl.constexpr, LOADS: gl.constexpr):
-    """Rows of V from the scales of K on; behind each, its last word and its own scale."""
+    """Load rows of V from K's scale on, each with V's last word and scale, which follow."""
     UNIT: gl.constexpr = SHAPE.k.scale_unit // 2
     return load_rows(cache, cache.k.scales, pages, begin, work, SHAPE, UNIT, LOADS, gl.int64)
 
 
 @gluon.jit
 def put_k(loaded, to, factors, SHAPE: gl.constexpr):
-    """Rows of K and their scales into shared memory."""
+    """Store rows of K and their scales in shared memory."""
     words, scales = loaded
     to.store(bytes_apart(words, SHAPE.k.element, SHAPE.k_dot))
     factors.store(scales.to(gl.float32, bitcast=True))
@@ -105,7 +105,7 @@ def put_k(loaded, to, factors, SHAPE: gl.constexpr):
 
 @gluon.jit
 def put_v(loaded, to, factors, SHAPE: gl.constexpr):
-    """Rows of V and their scales into shared memory; the last word of a row comes first."""
+    """Store rows of V and their scales in shared memory; the last word of a row comes first."""
     words, behind = loaded
     columns = gl.arange(0, words.shape[1], layout=gl.SliceLayout(0, words.type.layout))
     words = gl.where((columns == 0)[None, :], behind.to(gl.int32)[:, None], words)
@@ -115,10 +115,10 @@ def put_v(loaded, to, factors, SHAPE: gl.constexpr):
 
 @gluon.jit
 def convert_halves(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
-    """Load the tiles of a piece of work by halves and take them apart, the last one first.
+    """Load and unpack the tiles of a piece of work in halves, the last tile first.
 
-    Halves of K are loaded while those of V are taken apart, and the other way round, so that
-    registers hold two of them at a time: a tile of each would not fit.
+    Halves of K are loaded while those of V are unpacked, and vice versa, so that registers hold
+    two halves at a time. A whole tile of each would not fit.
     """
     STAGES: gl.constexpr = room.k.shape[0]
     TILE: gl.constexpr = room.k.shape[1]
@@ -140,7 +140,7 @@ def convert_halves(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr
     right_k = load_k(cache, right, begin + PART, work, SHAPE, LOADS)
     for n in range(0, work.end, TILE):
         begin = work.end - TILE - n
-        # Pages are looked up a tile ahead, since loads wait for them.
+        # Pages are looked up one tile ahead, because loads depend on them.
         next_left = load_pages(table, begin - TILE, work, STATES, RUNS)
         next_right = load_pages(table, begin - PART, work, STATES, RUNS)
         stage = tiles % STAGES

@@ -1,9 +1,9 @@
-"""Device code of MLA's decode on Hopper, in Gluon: loads and matrix products run by themselves.
+"""Device code of MLA decode on Hopper, in Gluon, with asynchronous loads and matrix products.
 
-It does what `decode` does, for latents of 512 + 64 elements and 64 query rows a program, and
-takes the same arguments; `latent_groups_device` has the groups of warps that share the work.
-Sums of 64 x 256 fill half of a group's registers. Weights lie where the tile's rotary part was,
-which nobody needs by then: shared memory has no room besides.
+It computes the same as `decode` and takes the same arguments, for latents of 512 + 64 elements and
+64 query rows per program. `latent_groups_device` describes the warp groups that share the work.
+Sums of 64 x 256 fill half of a group's registers. Weights overwrite the tile's rotary part, which
+is no longer needed by then; shared memory has no space for both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LOGITS: gl.constexpr):
-    """The products of queries and the keys of a group's tile, under way as halves arrive."""
+    """Start the products of queries and the keys of a group's tile as its halves arrive."""
     latents = room.latents.index(WHO + zero)
     query = room.query.index(zero)
     query_rope = room.query_rope.index(zero)
@@ -63,17 +63,18 @@ def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LOGITS: gl.const
 
 @gluon.jit
 def has_grown(room, OF: gl.constexpr):
-    """Whether a row's maximum has grown too far for its sums, by what each warp has found."""
+    """Whether any row's maximum has grown too far for its sums, over all warps."""
     EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     return gl.max(room.growth.index(OF).load(EACH), 0) > GROWTH
 
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale, room, WHO: gl.constexpr):
-    """Weights of a tile's states, and what they are relative to: a row's maximum when it last grew.
+    """Return the weights of a tile's states, and the row maxima that they are relative to.
 
-    `scale` is positive. Only the last tiles have states that some query does not see. No warp
-    waits for another's maxima: whether any has grown is read later.
+    A row's maximum is updated only if it grew by more than `GROWTH`. `scale` must be positive.
+    Only the last tiles have states that some query does not see. No warp waits for the maxima of
+    another: the growth is read later.
     """
     limit, least = seen
     if begin + TILE > least:
@@ -82,14 +83,14 @@ def weigh(logits, top, begin, seen, scale, room, WHO: gl.constexpr):
     higher = gl.max(logits, 1) * scale
     growth = higher - top
     higher = gl.where(growth > GROWTH, higher, top)
-    barrier()  # the logits' products are done in all warps: weights may take the keys' place
+    barrier()  # All warps have finished the logits, so weights may overwrite the keys.
     room.growth.index(WHO).store(gl.max(growth.reshape([4, ROWS // 4]), 1))
     return gl.exp2(logits * scale - higher[:, None]), higher
 
 
 @gluon.jit
 def scaled_down(acc, total, top, higher):
-    """Sums and totals that are relative to a higher maximum."""
+    """Rescale sums and totals to a higher maximum."""
     shrink = gl.exp2(top - higher)
     SUMS: gl.constexpr = acc.type.layout
     return acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None], total * shrink
@@ -97,7 +98,7 @@ def scaled_down(acc, total, top, higher):
 
 @gluon.jit
 def publish(rated, top, room, signals, WHO: gl.constexpr):
-    """A tile's weights, for both groups, and what they are relative to."""
+    """Share a tile's weights, and the maxima they are relative to, with both groups."""
     room.weights.index(WHO).store(rated.to(room.weights.dtype))
     room.tops.index(WHO).store(top)
     fence_async_shared()
@@ -107,14 +108,14 @@ def publish(rated, top, room, signals, WHO: gl.constexpr):
 
 @gluon.jit
 def begin_values(acc, room, WHO: gl.constexpr, OF: gl.constexpr):
-    """Add the products of a tile's weights and a group's half of its values."""
+    """Start to add the products of a tile's weights and a group's half of its values."""
     values = room.latents.index(OF).slice(WHO * HALF, HALF, dim=1)
     return warpgroup_mma(room.weights.index(OF), values, acc, is_async=True)
 
 
 @gluon.jit
 def add_values(acc, total, top, room, signals, phase, WHO: gl.constexpr, OF: gl.constexpr):
-    """Sums with those of the other group's tile; begun, not done."""
+    """Start to add the values of the other group's tile."""
     mbarrier.wait(signals.weighed.index(OF), phase)
     if has_grown(room, OF):
         higher = room.tops.index(OF).load(top.type.layout)
@@ -128,7 +129,7 @@ def multiply(
     q, out, batch, partials, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """A group that multiplies: its tiles' logits, its columns' sums."""
+    """Run a multiplying group: compute the logits of its tiles and the sums of its columns."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     GROUP: gl.constexpr = SHAPE.out.group
@@ -163,7 +164,7 @@ def multiply(
                 phase = pairs & 1
                 if WHO == 1:
                     mbarrier.wait(signals.turn.index(0), phase)
-                zero = n >> 31  # what compilers know to be 0 they keep descriptors of, and spill
+                zero = n >> 31  # Hides a constant 0: compilers would keep descriptors and spill.
                 logits = begin_logits(room, signals, phase, zero, WHO, LOGITS)
                 if WHO == 0:
                     mbarrier.arrive(signals.turn.index(0), count=1)
@@ -208,7 +209,7 @@ def put(
     out, partials, scoring, softmax, where, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """What a worker has of a sequence: its output where it has all, else partials for `merge`."""
+    """Write the output of a sequence that the worker processed entirely, else its partials."""
     acc, top, total = softmax
     start, count, begun, ended = where
     GROUP: gl.constexpr = SHAPE.out.group
@@ -244,7 +245,7 @@ def decode_latent(
     q, out, cache, batch, partials, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr,
     WORDS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """A worker's stretch of tiles, sequence by sequence."""
+    """Process a worker's range of tiles, sequence by sequence."""
     gl.static_assert(not WORDS.packed)
     DTYPE: gl.constexpr = SHAPE.k_dot
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

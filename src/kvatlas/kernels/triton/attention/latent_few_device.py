@@ -1,8 +1,8 @@
-"""Device code of MLA's decode on Hopper for few query rows, which memory bounds.
+"""Device code of MLA decode on Hopper for few query rows, which is limited by memory bandwidth.
 
-As `latent_decode_device`, with the same groups of warps, and both products the other way
-round: states are the rows of the logits and latent columns those of the sums, since the matrix
-units take 64 rows and no fewer, but as few as 8 columns.
+Like `latent_decode_device`, with the same warp groups, but both products are transposed: states
+are the rows of the logits, and latent columns are the rows of the sums. The matrix units need 64
+rows, but accept as few as 8 columns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvatlas.kernels.triton.attention.latent_load_device import load_tiles
 
 @gluon.jit
 def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LAYOUT: gl.constexpr):
-    """The products of the keys of a group's tile and queries, under way as halves arrive."""
+    """Start the products of the keys of a group's tile and queries as its halves arrive."""
     ROWS: gl.constexpr = room.query.shape[1]
     latents = room.latents.index(WHO + zero)
     query = room.query.index(zero)
@@ -57,9 +57,10 @@ def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LAYOUT: gl.const
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale):
-    """Weights of a tile's states, and what they are relative to: a row's maximum when it last grew.
+    """Return weights of a tile's states, the row maxima they are relative to, and the growth.
 
-    `scale` is positive. The last is how far any maximum has grown.
+    A row's maximum is updated only if it grew by more than `GROWTH`. The growth is the largest of
+    any row. `scale` must be positive.
     """
     limit, least = seen
     if begin + TILE > least:
@@ -73,14 +74,14 @@ def weigh(logits, top, begin, seen, scale):
 
 @gluon.jit
 def scaled_down(acc, parts, top, higher):
-    """Sums and weights that are relative to a higher maximum."""
+    """Rescale sums and weights to a higher maximum."""
     shrink = gl.exp2(top - higher)
     return acc * shrink[None, :], parts * shrink[None, :]
 
 
 @gluon.jit
 def publish(rated, top, growth, room, signals, WHO: gl.constexpr):
-    """A tile's weights, for both groups, and what they are relative to."""
+    """Share a tile's weights, and the maxima they are relative to, with both groups."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     room.weights.index(WHO).store(rated.to(room.weights.dtype))
     room.tops.index(WHO).store(top)
@@ -92,14 +93,14 @@ def publish(rated, top, growth, room, signals, WHO: gl.constexpr):
 
 @gluon.jit
 def begin_values(acc, room, zero, WHO: gl.constexpr, OF: gl.constexpr):
-    """Add the products of a group's half of a tile's values and the weights."""
+    """Start to add the products of a group's half of a tile's values and the weights."""
     values = room.latents.index(OF + zero).slice(WHO * HALF, HALF, dim=1).permute((1, 0))
     return warpgroup_mma(values, room.weights.index(OF + zero), acc, is_async=True)
 
 
 @gluon.jit
 def add_values(acc, parts, top, room, signals, turns, WHO: gl.constexpr, OF: gl.constexpr):
-    """Sums with those of the other group's tile; begun, not done."""
+    """Start to add the values of the other group's tile."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     phase, zero = turns
     mbarrier.wait(signals.weighed.index(OF), phase)
@@ -115,7 +116,7 @@ def multiply_few(
     q, out, batch, partials, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """A group that multiplies: its tiles' logits, its columns' sums."""
+    """Run a multiplying group: compute the logits of its tiles and the sums of its columns."""
     ROWS: gl.constexpr = TILING.rows
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     GROUP: gl.constexpr = SHAPE.out.group
@@ -147,7 +148,7 @@ def multiply_few(
             mbarrier.wait(signals.ready.index(0), turn & 1)
             for n in range(begin, end, 2 * TILE):
                 phase = pairs & 1
-                zero = n >> 31  # what compilers know to be 0 they keep descriptors of, and spill
+                zero = n >> 31  # Hides a constant 0: compilers would keep descriptors and spill.
                 logits = begin_logits(room, signals, phase, zero, WHO, LAYOUT)
                 if WHO == 1:
                     acc, parts, top = add_values(
@@ -195,7 +196,7 @@ def put(
     out, partials, scoring, softmax, where, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """What a worker has of a sequence: its output where it has all, else partials for `merge`."""
+    """Write the output of a sequence that the worker processed entirely, else its partials."""
     acc, top, total = softmax
     start, count, begun, ended = where
     GROUP: gl.constexpr = SHAPE.out.group
@@ -225,7 +226,7 @@ def decode_latent_few(
     q, out, cache, batch, partials, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr,
     WORDS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """A worker's stretch of tiles, sequence by sequence."""
+    """Process a worker's range of tiles, sequence by sequence."""
     gl.static_assert(not WORDS.packed)
     gl.static_assert(TILING.programs == 1)
     ROWS: gl.constexpr = TILING.rows

@@ -1,13 +1,14 @@
-"""Device code that MLA's kernels on Hopper share: three groups of warps, and what they exchange.
+"""Device code shared by the MLA kernels on Hopper: three warp groups and their signals.
 
-| group | what it does |
+| group | task |
 |---|---|
 | two that multiply | each has the logits of every other tile, and 256 of the sums' 512 columns |
-| one that loads | the next tile's half, as soon as the group that had it is done with it |
+| one that loads | loads the next half tile as soon as the group that used it has released it |
 
-Shared memory holds the queries and two tiles. While one group is at its tile's softmax the
-other's products run, and each adds both tiles' values to its columns: weights go to the other
-group through shared memory, and what they are relative to goes with them. FlashMLA's schedule.
+Shared memory holds the queries and two tiles. While one group computes the softmax of its tile,
+the products of the other run, and each group adds the values of both tiles to its columns.
+Weights, and the maxima that they are relative to, pass to the other group through shared memory.
+This is the schedule of FlashMLA.
 """
 
 from __future__ import annotations
@@ -19,60 +20,60 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-"""By another name in later releases of Triton than 3.6."""
+"""Named `barrier` in Triton releases after 3.6."""
 
 LOWEST = gl.constexpr(-1.0e30)
 GROWTH = gl.constexpr(8.0)
-"""Powers of two that a weight may grow by before sums are scaled down."""
+"""Maximum growth of a weight, as a power of two, before sums are scaled down."""
 LATENT = gl.constexpr(512)
 HALF = gl.constexpr(256)
-"""Columns of the sums that a group has."""
+"""Columns of the sums per group."""
 ROPE = gl.constexpr(64)
 TILE = gl.constexpr(64)
 THREADS = gl.constexpr(128)
-"""Of a group."""
+"""Threads per group."""
 AT_ONCE = gl.constexpr(512)
-"""Sequences whose ends are loaded together."""
+"""Number of sequences whose ends are loaded together."""
 
 
 class Room(NamedTuple):
-    """Shared memory. Of two tiles, the second index is the group whose logits they are for."""
+    """Shared memory. An index of two tiles selects the group that computes their logits."""
 
     query: Any
     query_rope: Any
     latents: Any
     ropes: Any
-    """Rotary parts."""
+    """Rotary parts of the tiles."""
     weights: Any
-    """Of a tile's states; may lie where its rotary part was."""
+    """Weights of a tile's states; may overwrite the tile's rotary part."""
     tops: Any
-    """What a tile's weights are relative to."""
+    """Maxima that a tile's weights are relative to."""
     totals: Any
-    """Of the weights of each group, at the end."""
+    """Final sums of the weights of each group."""
     growth: Any
-    """How far maxima have grown with a tile, in each warp."""
+    """Growth of the maxima with a tile, per warp."""
 
 
 class Signals(NamedTuple):
     """Barriers in shared memory, for each of two tiles or groups."""
 
     there: Any
-    """Left and right half are loaded: 2 * tile + half."""
+    """A left or right half is loaded; index 2 * tile + half."""
     free: Any
-    """A group is done with its half: 2 * tile + half."""
+    """A group has released its half; index 2 * tile + half."""
     weighed: Any
-    """Weights and tops are written."""
+    """Weights and maxima are written."""
     ready: Any
     """A group has loaded its part of the queries."""
     turn: Any
-    """The first group's logits are about done, so that the second's do not slow them down."""
+    """The first group's logits are nearly done; the second group then does not slow them down."""
     ended: Any
     """Totals are written."""
 
 
 @gluon.jit
 def barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """Barriers in shared memory, for so many arrivals each."""
+    """Create `count` barriers in shared memory, each for `arrivals` arrivals."""
     some = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
         mbarrier.init(some.index(i), count=arrivals)
@@ -81,7 +82,7 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def signals_of():
-    """Fresh barriers for the groups of a program."""
+    """Create the barriers for the groups of a program."""
     return Signals(
         barriers(4, THREADS), barriers(4, 1), barriers(2, 1), barriers(1, 2), barriers(1, 1),
         barriers(2, 1),
@@ -90,9 +91,9 @@ def signals_of():
 
 @gluon.jit
 def after_previous(EARLY: gl.constexpr):
-    """Wait for the kernel before, and let the next one be placed.
+    """Wait for the previous kernel, and permit the launch of the next one.
 
-    A program has a multiprocessor to itself, so that none displaces another.
+    Each program occupies a multiprocessor alone, so programs do not displace each other.
     """
     if EARLY:
         gl.inline_asm_elementwise(
@@ -103,7 +104,7 @@ def after_previous(EARLY: gl.constexpr):
 
 @gluon.jit
 def load_ends(ends, begin, count):
-    """Ends of some sequences' tiles; past the last no tile comes."""
+    """Load the tile ends of several sequences; entries past the last are the largest int32."""
     SOME: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     at = begin + gl.arange(0, AT_ONCE, layout=SOME)
     return gl.load(ends + 1 + at, mask=at < count, other=0x7FFFFFFF)
@@ -111,9 +112,9 @@ def load_ends(ends, begin, count):
 
 @gluon.jit
 def stretch_of(batch, TILING: gl.constexpr):
-    """The tiles of this program's worker, and the sequence that the first belongs to.
+    """Return the range of tiles of this program's worker, and the sequence of the first tile.
 
-    All ends are looked at, many at once: a search would wait for one load after the other.
+    All ends are loaded, many at once; a binary search would wait for one load after another.
     """
     ends = batch.ends + batch.sequences + 1
     some = load_ends(ends, 0, batch.sequences)
@@ -130,14 +131,14 @@ def stretch_of(batch, TILING: gl.constexpr):
 
 @gluon.jit
 def release(signals, WHO: gl.constexpr, OF: gl.constexpr):
-    """Let a tile's half be loaded anew."""
+    """Release a half tile, so that it can be loaded again."""
     barrier()
     mbarrier.arrive(signals.free.index(2 * OF + WHO), count=1)
 
 
 @gluon.jit
 def load_query(q, start, count, program, room, WHO: gl.constexpr, GROUP: gl.constexpr):
-    """A group's half of the query rows into shared memory; rows past the last are the last."""
+    """Load a group's half of the query rows into shared memory; rows past the last repeat it."""
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     COUNT: gl.constexpr = room.query.shape[1]
     row = program * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(1, LOADS))

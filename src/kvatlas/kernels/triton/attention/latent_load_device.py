@@ -1,7 +1,7 @@
-"""Device code of the group of warps that loads MLA's tiles on Hopper, from pages in any order.
+"""Device code of the warp group that loads MLA's tiles on Hopper, from any page layout.
 
-Latents of 16 bits are copied to shared memory as they are, by copies that signal their own end.
-Those of 8 bits are loaded ahead into registers, and become halves on their way from there.
+16-bit latents are copied to shared memory unchanged, by asynchronous copies that signal
+completion. 8-bit latents are prefetched into registers and converted to float16 from there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvatlas.kernels.triton.attention.latent_groups_device import (
     stretch_of,
 )
 
-# By other names in later releases of Triton than 3.6.
+# These have other names in Triton releases after 3.6.
 _memory = gl.shared_memory_descriptor
 seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -40,25 +40,25 @@ E4M3_AS_HALVES = gl.constexpr("""
 
 @gluon.jit
 def states_of(begin, last, LOADS: gl.constexpr):
-    """A tile's states; the last one past the end."""
+    """Return a tile's states; those past the end are replaced by the last one."""
     return gl.minimum(begin + gl.arange(0, TILE, layout=gl.SliceLayout(1, LOADS)), last)
 
 
 @gluon.jit
 def load_pages(table, begin, last, STATES: gl.constexpr, LOADS: gl.constexpr):
-    """The blocks of a tile's states: asked for early, since loads wait for them."""
+    """Load the blocks of a tile's states; called early, because loads depend on them."""
     return gl.load(table + states_of(begin, last, LOADS) // STATES)
 
 
 @gluon.jit
 def row_starts(at, pages, places, UNIT: gl.constexpr):
-    """Elements from the pool's start to the rows of states at places in pages."""
+    """Return the elements from the pool's start to the rows at `places` in pages."""
     return (at.first + pages.to(gl.int64) * at.block + places * at.state) * UNIT
 
 
 @gluon.jit
 def row_pointers(elements, rows, FROM: gl.constexpr, COUNT: gl.constexpr, LOADS: gl.constexpr):
-    """Where columns of rows lie, 16 bytes a thread."""
+    """Return pointers to columns of rows, 16 bytes per thread."""
     WIDE: gl.constexpr = LOADS.size_per_thread[1]
     columns = FROM + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LOADS))
     offsets = rows[:, None] + columns[None, :]
@@ -67,7 +67,7 @@ def row_pointers(elements, rows, FROM: gl.constexpr, COUNT: gl.constexpr, LOADS:
 
 @gluon.jit
 def copy_tile(cache, pages, places, room, signals, phase, TO: gl.constexpr, SHAPE: gl.constexpr):
-    """Begin to load a tile as it is, each half when its group is done with the one before."""
+    """Start to copy a tile unchanged, each half once its group has released the previous one."""
     LOADS: gl.constexpr = pages.type.layout.parent
     elements = cache.buffer.to(gl.pointer_type(SHAPE.k.element), bitcast=True)
     rows = row_starts(cache.k.rows, pages, places, SHAPE.k.unit)
@@ -83,7 +83,7 @@ def copy_tile(cache, pages, places, room, signals, phase, TO: gl.constexpr, SHAP
 
 @gluon.jit
 def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
-    """Load a sequence's tiles as they are, by twos."""
+    """Copy a sequence's tiles unchanged, two at a time."""
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     STATES: gl.constexpr = SHAPE.states
     begin, end, last = states
@@ -103,7 +103,7 @@ def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr)
 
 @gluon.jit
 def as_halves(words):
-    """Words of four e4m3 as words of two halves each, twice as many."""
+    """Convert words of four e4m3 to twice as many words of two float16."""
     pairs = gl.inline_asm_elementwise(
         E4M3_AS_HALVES, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
@@ -112,9 +112,9 @@ def as_halves(words):
 
 @gluon.jit
 def announce(there):
-    """Say that what the group has written can be multiplied.
+    """Signal that the group's writes can be multiplied.
 
-    Those who multiply fence it: a fence here would wait for the loads that are under way.
+    The multiplying groups issue the fence; a fence here would wait for the loads in flight.
     """
     barrier()
     mbarrier.arrive(there, count=THREADS)
@@ -122,7 +122,7 @@ def announce(there):
 
 @gluon.jit
 def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
-    """Load a sequence's tiles and convert them: halves wait in registers until there is room."""
+    """Load and convert a sequence's tiles; halves wait in registers until their buffer is free."""
     LOADS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     UNIT: gl.constexpr = SHAPE.k.unit // 4
@@ -163,7 +163,7 @@ def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constex
 
 @gluon.jit
 def load_tiles(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """The group that loads: a worker's tiles by twos, sequence by sequence."""
+    """Run the loading group: load a worker's tiles two at a time, sequence by sequence."""
     ends = batch.ends + batch.sequences + 1
     tile, stop, sequence = stretch_of(batch, TILING)
     phase = 0

@@ -1,9 +1,9 @@
-"""Paged attention: decode and prefill in one batch, over pages in any order.
+"""Paged attention: decode and prefill in one batch, for pages in any layout.
 
-Sequences with few queries share out all of their tiles evenly over the chip; those with
-many take a program for each tile of queries. Both read K and V where they lie, through
-the block table, and dequantise on the way. Nothing waits for the host: a call can be
-captured in a graph, which then replays with whatever lengths and tables hold.
+The tiles of sequences with few queries are distributed evenly over the GPU; sequences with many
+queries use one program per tile of queries. Both read K and V in place, through the block table,
+and dequantise while they read. Nothing waits for the host, so a call can be captured in a CUDA
+graph. The graph replays with the current content of lengths and tables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvatlas.kernels.triton.attention.schedule import Schedule, scheduled
 from kvatlas.specs import Attention, LatentAttention
 
 MERGED_AT_ONCE = 2048
-"""Programs of a merge: what a chip holds at once. More cost time where nothing is to be merged."""
+"""Maximum programs of a merge: as many as a GPU runs at once. More only add launch cost."""
 
 
 def attend(
@@ -51,13 +51,12 @@ def attend(
     prepared: Schedule | None = None,
     **choice: Any,
 ) -> torch.Tensor:
-    """Attention of `q` [tokens, query heads, D] over each sequence's cache.
+    """Compute attention of `q` [tokens, query heads, D] over each sequence's cache.
 
-    As `kvatlas.kernels.attend`, and what engines have at hand besides: `starts`
-    [sequences + 1] in place of counts of queries, `out` to write into, `max_queries` that
-    no sequence exceeds (1 leaves out what prefill needs), and a `prepared` schedule, which
-    all layers of a kind share in a step. `choice` overrides what the tuner says. With 8-bit
-    and 4-bit caches queries become halves: none may be beyond 65504.
+    The arguments are those of `kvatlas.kernels.attend`, plus a `prepared` schedule, which all
+    layers of a kind can share in a step, and `choice`, which overrides the tuned settings.
+    `max_queries=1` skips the launch for prefill. With 8-bit and 4-bit caches, queries are
+    converted to float16, so they must not exceed 65504.
     """
     layer.spec_as(Attention)
     scores = Scores(scale, softcap, k_scale, v_scale, sink_logits is not None)
@@ -84,9 +83,9 @@ def attend_latent(
     prepared: Schedule | None = None,
     **choice: Any,
 ) -> torch.Tensor:
-    """Absorbed MLA: `q` [tokens, heads, latent + rope] over rows that all heads share.
+    """Compute absorbed MLA: `q` [tokens, heads, latent + rope] over rows that all heads share.
 
-    What comes back is [tokens, heads, latent], before the value projection.
+    Returns [tokens, heads, latent], before the value projection.
     """
     layer.spec_as(LatentAttention)
     scores = Scores(scale, None, kv_scale, kv_scale, sink_logits is not None)
@@ -98,8 +97,8 @@ def attend_latent(
 
 
 def _out(launch: LayerLaunch, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Where rows of the output go: memory of its own, unless it is given."""
-    # What else there is to say of queries, their launches depend on.
+    """Return the output tensor: `out` after checks, or a new one."""
+    # The launch's cache key covers all other properties of the queries.
     if not checks.last_is_tight(q):
         checks.rows_of(q, "q", (None, None, None))
     tokens, heads, _ = q.shape
@@ -112,7 +111,7 @@ def _out(launch: LayerLaunch, q: torch.Tensor, out: torch.Tensor | None) -> torc
 
 
 def _rotated(q: torch.Tensor, kind: str) -> torch.Tensor:
-    """Queries for keys that are kept rotated: a product does not change if both are."""
+    """Rotate queries if keys are stored rotated, which leaves their products unchanged."""
     if kind == "levels":
         return hadamard.rotate_without_signs(q)
     if kind == "int4":

@@ -1,8 +1,8 @@
-"""What a layer's launches are, for any batch: worked out at the first call, kept with the layer.
+"""Launches of a layer, prepared at the first call and cached with the layer.
 
-An engine calls a layer's attention at every step with queries of one shape and dtype. All
-that follows from these and from where the layer's pages lie is a `LayerLaunch`; what is left
-of a call is to look at its tensors and to launch.
+An engine calls a layer's attention at every step with queries of one shape and dtype. A
+`LayerLaunch` contains everything that follows from these and from the placement of the layer's
+pages. A call only checks its tensors and launches.
 """
 
 from __future__ import annotations
@@ -28,84 +28,84 @@ from kvatlas.kernels.triton.storage_formats import SideRows, StoredSide
 from kvatlas.specs import Attention, LatentAttention
 
 _PER_TENSOR = ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
-"""Cache dtypes with a scale for the whole of K and of V."""
+"""Cache dtypes with per-tensor scales for K and V."""
 
 
 _GLUON = (3, 6), (3, 9)
-"""Releases of Triton with whose Gluon the kernel for latents was compiled: it changes its names."""
+"""Supported Triton releases for Gluon kernels; other releases may have different names."""
 
 
 _FEW_LATENT_ROWS = 16
-"""Query rows up to which products with latents are turned round."""
+"""Maximum query rows for which products with latents are transposed."""
 
 
 _ANY_NUMBER = 1 << 31
-"""Of programs."""
+"""No limit on the number of programs."""
 
 
 MOST_KEPT = 64
-"""Launches that a layer remembers: scales and the most queries may differ from call to call."""
+"""Launches cached per layer; scales and `max_queries` may differ from call to call."""
 
 
 class Scores(NamedTuple):
-    """What a caller says of logits, besides the spec; hashable."""
+    """Scoring arguments of a call, in addition to the spec; hashable."""
 
     scale: float | None
     softcap: float | None
     k_scale: float
     v_scale: float
     sink_logits: bool
-    """Whether there are any."""
+    """Whether sink logits are given."""
 
 
 class DecodeLaunch(NamedTuple):
-    """How sequences of few queries are launched."""
+    """Launch parameters for sequences with few queries."""
 
     kernel: Any
     tiling: calls.Tiling
     words: calls.PackedWords
     workers: int
     programs: int
-    """Of a worker."""
+    """Programs per worker."""
     depth: int
-    """Rows of a tile that may be in use."""
+    """Maximum number of rows in use per tile."""
     rows_of_partials: int
     options: dict[str, Any]
-    """What Triton compiles with."""
+    """Compiler options for Triton."""
 
 
 class PrefillLaunch(NamedTuple):
-    """How sequences of many queries are launched."""
+    """Launch parameters for sequences with many queries."""
 
     kernel: Any
     tiling: calls.Tiling
     options: dict[str, Any]
     most: int
-    """Programs at most for a batch of one sequence, whose tiles they share out beforehand."""
+    """Maximum programs for a batch of one sequence, whose tiles are distributed statically."""
 
 
 class LayerLaunch(NamedTuple):
     """The launches of a layer for queries of one shape and dtype."""
 
     heads: int
-    """Kv heads."""
+    """Number of kv heads."""
     k: SideRows
     v: SideRows
     shape: calls.AttentionShape
     scoring: calls.Scoring
-    """Without sinks, which are tensors."""
+    """Scoring parameters without sink logits, which are tensors."""
     split: WorkSplit
     decode: DecodeLaunch
     prefill: PrefillLaunch | None
-    """None where no sequence has so many queries."""
+    """None if no sequence has that many queries."""
     early: dict[str, Any]
-    """What a kernel is launched with that waits for the one before by itself."""
+    """Launch options of a kernel that waits on the device for the previous one."""
     compiled: dict[Hashable, Compiled]
-    """What was compiled for batches of a kind, whose tensors were looked at then."""
+    """Compiled kernels by kind of batch; these inputs have passed the checks."""
 
 
 class AttentionCall(NamedTuple):
-    """One call: what a layer's launches have been worked out to be, and a batch."""
+    """One call: the prepared launches of a layer, and a batch."""
 
     layer: LayerCache
     launch: LayerLaunch
@@ -117,7 +117,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def cache(self) -> calls.PagedCache:
-        """The layer and the block tables, as kernels take them."""
+        """The layer and the block tables, in the form that kernels take."""
         launch = self.launch
         return calls.PagedCache(
             self.layer.buffer, launch.k, launch.v, self.tables, self.tables.stride(0)
@@ -125,7 +125,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def scoring(self) -> calls.Scoring:
-        """As kernels take it: where there are no sinks any tensor will do, since none is read."""
+        """Scoring parameters for kernels; without sink logits, `q` is an unused placeholder."""
         sinks = self.q if self.sink_logits is None else self.sink_logits
         return calls.Scoring(*self.launch.scoring[:-1], sinks)
 
@@ -137,7 +137,7 @@ def layer_launch(
     max_queries: int | None,
     choice: dict[str, Any],
 ) -> LayerLaunch:
-    """The launches of a layer for queries like these, worked out at the first call."""
+    """Return the launches of a layer for the shape and dtype of `q`; prepared at the first call."""
     key = (q.shape[1:], q.dtype, q.is_cuda, scores, max_queries, tuple(choice.items()))
     kept: LayerLaunch | None = layer.kept.get(key)
     if kept is None:
@@ -179,7 +179,7 @@ def _worked_out(
 
 
 def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, StoredSide]:
-    """K and V of an attention layer, refused where no kernel has queries for them."""
+    """Return K and V of an attention layer; raise an error if no kernel supports the queries."""
     spec = layer.spec_as(Attention)
     formats.refuse_head(spec.head_dim, "K")
     formats.refuse_head(spec.v_dim or spec.head_dim, "V")
@@ -187,22 +187,22 @@ def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, St
     heads = layer.place("k").size("H")
     if q.shape[1] % heads or not q.shape[1]:
         raise checks.no_kernel(
-            "Query heads do not share kv heads evenly",
-            f"{q.shape[1]} query heads for {heads}",
-            "Pass the heads that this rank holds",
+            "The number of query heads must be a multiple of the kv heads",
+            f"{q.shape[1]} query heads for {heads} kv heads",
+            "Pass the query heads that this rank holds",
         )
     return formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
 
 
 def _latent_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, StoredSide]:
-    """The latents of an MLA layer and their rotary rows."""
+    """Return the latent and the rotary side of an MLA layer."""
     spec = layer.spec_as(LatentAttention)
     formats.refuse_head(spec.latent, "the latent")
     if not formats.attends_latent(spec):
         raise checks.no_kernel(
-            "Latents have scales by blocks, or rows that are no power of two",
+            "This kernel supports latents without block scales and with power-of-two row lengths",
             f"{spec.cache} of {spec.latent} + {spec.rope}",
-            "Use auto or fp8",
+            "Use the cache dtype auto or fp8",
         )
     checks.rows_of(q, "q", (None, None, spec.latent + spec.rope))
     return formats.stored_latent(layer, "latent"), formats.stored_latent(layer, "rope")
@@ -230,7 +230,7 @@ def _shape(
 
 
 def _scoring(layer: LayerCache, scores: Scores) -> calls.Scoring:
-    """Logits in base 2: their scale has the factor, unless a softcap turns them there itself."""
+    """Return scoring parameters. The scale includes log2(e), unless a softcap applies it."""
     spec = layer.spec
     scale, k_scale, v_scale = scores.scale, scores.k_scale, scores.v_scale
     if isinstance(spec, LatentAttention):
@@ -280,7 +280,7 @@ def _decode(
 
 
 def _has_hopper_kernels(key: calls.LaunchKey, shape: calls.AttentionShape) -> bool:
-    """Whether this chip and this Triton run Hopper's own kernels, and the logits are plain ones."""
+    """Whether the GPU and Triton release support the Hopper kernels, and logits are plain."""
     return (
         tune.architecture(key.device) == "hopper"
         and _GLUON[0] <= _release(triton.__version__) <= _GLUON[1]
@@ -294,7 +294,7 @@ def _has_hopper_kernels(key: calls.LaunchKey, shape: calls.AttentionShape) -> bo
 def on_hopper(
     launch: DecodeLaunch, key: calls.LaunchKey, shape: calls.AttentionShape
 ) -> DecodeLaunch:
-    """The same by Hopper's own kernels for latents, where these can be had and take them."""
+    """Return the launch with Hopper's kernels for latents if they support it, else unchanged."""
     suits = (
         _has_hopper_kernels(key, shape)
         and shape.latent
@@ -337,9 +337,9 @@ def prefill_on_hopper(
     sides: tuple[SideRows, SideRows],
     lead: int,
 ) -> PrefillLaunch:
-    """The same by Hopper's own kernel, where it can be had and takes such rows.
+    """Return the launch with Hopper's kernel if it supports such rows, else unchanged.
 
-    Rows of 8 bits are loaded with V `lead` bytes early.
+    For 8-bit rows, reads of V start `lead` bytes before it.
     """
     suits = (
         _has_hopper_kernels(key, shape)
@@ -362,7 +362,7 @@ def prefill_on_hopper(
 
 
 def _hopper_loads(form: formats.StorageFormat, at: SideRows, dot: Any) -> bool:
-    """Whether Hopper's own prefill loads rows of a format: in vectors as they are, or in words."""
+    """Whether Hopper's prefill can load rows of a format, as vectors or as words."""
     if form.tile or at.rows.element != 1:
         return False
     if form.element == dot:
@@ -374,7 +374,7 @@ def _hopper_loads(form: formats.StorageFormat, at: SideRows, dot: Any) -> bool:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version.
+    """Return the first two numbers of a version.
 
     >>> _release("3.6.0+git1")
     (3, 6)

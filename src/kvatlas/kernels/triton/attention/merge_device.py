@@ -1,4 +1,4 @@
-"""Device code that puts a sequence together from the partials that several workers left of it."""
+"""Device code that combines the partial results of a sequence from several workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def merge(
     DEPTH: tl.constexpr, FEW: tl.constexpr, WRAP: tl.constexpr, AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one sequence, where it wants any; `DEPTH` rows of a tile may be in use.
+    """Merge some rows of one sequence, if needed; at most `DEPTH` rows of a tile are in use.
 
-    `AT_ONCE` partials are loaded together, since each load is waited for.
+    `AT_ONCE` partials are loaded together, because each load has to be waited for.
     """
     WIDTH: tl.constexpr = OUT.width
     GROUP: tl.constexpr = OUT.group
@@ -31,9 +31,9 @@ def merge(
     share = tl.maximum(tl.cdiv(share, TILING.together) * TILING.together, 1)
     walked = first // share, (last - 1) // share
     split = (first < last) & (walked[0] != walked[1])
-    # A sequence without states attends to nothing: batches are padded with such.
+    # A sequence without states (padding of a batch) produces zeros.
     empty = (first == last) & (count * GROUP <= FEW)
-    # Ends were there before the kernel ahead of this one began: partials alone are waited for.
+    # The ends were written before the previous kernel began, so only partials need the wait.
     after_previous(EARLY)
     before_next(EARLY)
     if split | empty:
@@ -60,7 +60,7 @@ def merge_row(
     pointers, partials, scoring, walked, where, OUT: tl.constexpr, TILING: tl.constexpr,
     WRAP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One row, from what the first to the last worker left of it."""
+    """Merge one row from the partials of its first to its last worker."""
     WIDTH: tl.constexpr = OUT.width
     begin, until = walked
     program, place, query_head = where

@@ -1,10 +1,10 @@
-"""Device code of decode: few queries over many states, the elements of a row in 16-bit words.
+"""Device code of decode: few queries over many states, with elements packed in 16-bit words.
 
-States are the rows of the dots and queries their columns, of which a tile needs 8 where
-it would need 16 rows. Shared memory hands out matrices of 16-bit words: loaded as words,
-K and V go straight into the registers of a dot, and are taken apart there into their
-first, second, ... elements, with a dot for each (`packed_words_device`). Loaded as bytes they
-would be gathered one by one, or be written to shared memory a second time.
+States are the rows of the dot products and queries their columns: a tile needs only 8 columns,
+but at least 16 rows. Shared memory is read as matrices of 16-bit words. Loaded as words, K and V
+go directly into the registers of a dot product. There they are unpacked into their first, second,
+... elements, with one dot product for each (`packed_words_device`). Loaded as bytes, they would be
+gathered one by one, or written to shared memory a second time.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from kvatlas.kernels.triton.dequantise_device import (
 )
 
 CLEARED_BITS = tl.constexpr(0x21800000)
-"""Bits of 2**-60, a scale that is as good as 0."""
+"""Bit pattern of 2**-60, a scale that is effectively 0."""
 HEADROOM = tl.constexpr(8.0)
-"""Powers of 2 that weights may grow before sums are scaled down, which most tiles spare."""
+"""Maximum growth of weights, as a power of 2, before sums are rescaled; rare for most tiles."""
 
 
 class ValueScales(NamedTuple):
     """The scales of rows of V that have their own."""
 
     power: Any
-    """Their logarithms."""
+    """Base-2 logarithms of the scales."""
     inverse: Any
-    """What takes them out of weights again."""
+    """Inverse scales, which remove the scales from the weights again."""
     zero: Any
-    """The code that stands for 0, for codes."""
+    """The code of 0, for formats with codes."""
     last: Any
-    """The last elements of rows that are read early, and the scale behind them: one number."""
+    """The last elements of rows that are read early, and their scale, as one integer."""
 
 
 @triton.jit
 def above_zero(scale):
-    """Scales, or one that is as good as 0 where they are: blocks that were cleared have such.
+    """Replace scales of 0, which cleared blocks have, by a tiny positive one.
 
-    No sum survives the logarithm of 0. As unsigned numbers the bits of scales are in the same
-    order, and NaN of either sign is above them all: it stays.
+    The logarithm of 0 would make all sums infinite. As unsigned integers, the bit patterns of
+    scales keep their order, and NaN of either sign is above all of them, so NaN is kept.
     """
     bits = scale.to(tl.uint32, bitcast=True)
     return tl.maximum(bits, CLEARED_BITS).to(tl.float32, bitcast=True)
@@ -71,7 +71,7 @@ def above_zero(scale):
 
 @triton.jit
 def power_of(scale, PTX: tl.constexpr):
-    """The logarithms of scales, of base 2, and their inverses, both to within a millionth."""
+    """Return base-2 logarithms and inverses of scales, both to within a millionth."""
     if PTX:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $2;\nrcp.approx.ftz.f32 $1, $2;", "=f,=f,f", [scale],
@@ -82,19 +82,20 @@ def power_of(scale, PTX: tl.constexpr):
 
 @triton.jit
 def eights(tile):
-    """A tile [rows, queries] as [rows / 8, 8, queries].
+    """Reshape a tile [rows, queries] to [rows / 8, 8, queries].
 
-    A thread of a dot has every eighth row of its queries: to reduce the first axis asks no other.
+    Each thread of a dot product holds every eighth row of its queries, so a reduction over the
+    first axis needs no exchange between threads.
     """
     return tl.reshape(tile, [tile.shape[0] // 8, 8, tile.shape[1]])
 
 
 @triton.jit
 def grows(logits, top):
-    """Whether a logit is so far above its query's maximum that sums must be scaled down.
+    """Whether a logit exceeds its query's maximum by so much that sums must be rescaled.
 
-    Each thread looks at its own; the largest integer of a warp is one instruction, where the
-    maximum of each query would be exchanged between threads for every tile.
+    Each thread checks its own logits. The integer maximum of a warp is one instruction; the
+    maximum of each query would need an exchange between threads for every tile.
     """
     highest = tl.max(eights(logits), 0)
     above = (highest > (top + HEADROOM)[None, :]).to(tl.int32)
@@ -103,9 +104,9 @@ def grows(logits, top):
 
 @triton.jit
 def word_offsets(steps, states, UNIT: tl.constexpr, STEP: tl.constexpr):
-    """`row_offsets` of a tile's rows of K, whose states are `STEP` units apart, or what steps say.
+    """Return `row_offsets` of a tile's rows of K, with `STEP` units between states.
 
-    Multiples of a constant become parts of the instructions that load.
+    A `STEP` of 0 uses `steps`. Multiples of a constant become part of the load instructions.
     """
     if STEP == 0:
         return row_offsets(steps, states, UNIT)
@@ -117,9 +118,9 @@ def word_offsets(steps, states, UNIT: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def scale_word(buffer, steps, states, rows, GAP: tl.constexpr, UNIT: tl.constexpr):
-    """A scale of four bytes for each state, `GAP` bytes behind its row of K, or where steps say.
+    """Load a 4-byte scale for each state, `GAP` bytes after its row of K.
 
-    `rows` point at rows of K, as words of two bytes.
+    A `GAP` of 0 uses `steps`. `rows` point at rows of K, as 2-byte words.
     """
     if GAP:
         return tl.load((rows + GAP // 2).to(tl.pointer_type(tl.int32)))
@@ -128,7 +129,7 @@ def scale_word(buffer, steps, states, rows, GAP: tl.constexpr, UNIT: tl.constexp
 
 @triton.jit
 def first_of(tile, SIZE: tl.constexpr):
-    """The first columns of a tile, a power of two of them."""
+    """Return the first `SIZE` columns of a tile; `SIZE` is a power of two."""
     stretches = tl.reshape(tile, [tile.shape[0], tile.shape[1] // SIZE, SIZE])
     whose = tl.arange(0, tile.shape[1] // SIZE)[None, :, None]
     return tl.sum(tl.where(whose == 0, stretches, 0.0), 1)
@@ -136,7 +137,7 @@ def first_of(tile, SIZE: tl.constexpr):
 
 @triton.jit
 def two_pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.constexpr):
-    """The blocks of a tile; where there are two, as numbers that all threads share."""
+    """Load the blocks of a tile; if there are two, as scalars that all threads share."""
     if FIT == "pages in tile" and TILE == 2 * STATES:
         page = pages(stretch, begin, STATES, STATES, "tile in page")
         after = pages(stretch, begin + STATES, STATES, STATES, "tile in page")
@@ -148,7 +149,7 @@ def two_pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.
 
 @triton.jit
 def scored(k, columns, sums, cache, states, k_rows, scale, SHAPE: tl.constexpr, GAP: tl.constexpr):
-    """Logits of a tile of K, times the scale: states are rows, queries columns."""
+    """Return the scaled logits of a tile of K; states are rows, queries are columns."""
     K: tl.constexpr = SHAPE.k
     DOT: tl.constexpr = SHAPE.k_dot
     PRECISION: tl.constexpr = SHAPE.precision
@@ -165,7 +166,7 @@ def scored(k, columns, sums, cache, states, k_rows, scale, SHAPE: tl.constexpr, 
     if K.kind == "nvfp4":
         logits = logits * (scale * E2M1_UNIT)
     elif K.kind == "levels":
-        # A row of levels is as long as its norm says.
+        # A row of levels is normalised; its norm is stored separately.
         norm = column_of(cache.buffer, cache.k.scales, states, tl.float16, K.scale_unit, False)
         lengths = squares(rows, logits.shape[1], PRECISION)
         logits = logits * (norm.to(tl.float32) * scale)[:, None] * tl.rsqrt(lengths)
@@ -174,7 +175,7 @@ def scored(k, columns, sums, cache, states, k_rows, scale, SHAPE: tl.constexpr, 
     else:
         word = scale_word(cache.buffer, cache.k.scales, states, k_rows, GAP, K.scale_unit)
         if K.kind == "int4":
-            # The zero point stays in the scale's lowest bits: less than two millionths of it.
+            # The zero point remains in the lowest bits of the scale, a relative error below 2e-6.
             logits = logits - (word & 15).to(tl.float32)[:, None] * sums.whole[None, :]
         logits = logits * (word.to(tl.float32, bitcast=True) * scale)[:, None]
     return logits
@@ -184,7 +185,7 @@ def scored(k, columns, sums, cache, states, k_rows, scale, SHAPE: tl.constexpr, 
 def value_scales(
     cache, states, k_rows, v_rows, V: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The scales of rows of V, which start `v_rows` words into the pool; `k_rows` point at K's."""
+    """Load the scales of rows of V; rows start `v_rows` words into the pool, K's at `k_rows`."""
     LEAD: tl.constexpr = WORDS.lead
     COUNT: tl.constexpr = 16 // V.bits
     last = v_rows
@@ -220,10 +221,10 @@ def walk_words(
     softmax, queries, stretch, cache, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     WORDS: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What `walk` does, for rows of K and V that are `WORDS.delta` bytes apart.
+    """Walk over states like `walk`, for rows of K and V that are `WORDS.delta` bytes apart.
 
-    With `WORDS.lead` V is read that many bytes early, in pieces as wide as those of K. Its last
-    elements come from a tile of their own and take the places of the first.
+    With `WORDS.lead`, reads of V start that many bytes early, in pieces as wide as those of K. Its
+    last elements are loaded as a separate tile and replace the first ones.
     """
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v
@@ -248,7 +249,7 @@ def walk_words(
     columns, sums = query_columns(q, K, K.kind == "int4")
     if UNIT != 1.0:
         acc = acc / UNIT
-    # Threads add up the rows of tiles that they have; who has which is looked at behind the last.
+    # Threads accumulate their own rows of each tile; the exchange happens after the last tile.
     parts = tl.zeros([8, q.shape[0]], tl.float32)
     if CODES:
         shift = tl.zeros([8, q.shape[0]], tl.float32)
@@ -275,7 +276,7 @@ def walk_words(
         k_pointers = words + k_rows[:, None] + tl.arange(0, K.width // COUNT)[None, :]
         v_pointers = words + v_rows[None, :] + tl.arange(0, V_WIDTH // COUNT)[:, None]
         k = tl.load(k_pointers, eviction_policy=EVICT)
-        # What nobody wrote may be no number, which no weight hides.
+        # Memory that was never written may contain NaN, which a weight of 0 does not mask.
         if MASKED and NO_NUMBERS:
             v = tl.load(v_pointers, mask=there[None, :], other=0, eviction_policy=EVICT)
         else:
@@ -286,9 +287,9 @@ def walk_words(
         if SHAPE.softcap:
             logits = capped(logits, scoring.softcap)
         if V_SCALED:
-            # Scales of V are part of the weights. They are added to the logits, so that the
-            # largest weight is near 1 whatever the scales are, and halves are wide enough for
-            # the others; the total takes them out again.
+            # The scales of V become part of the weights. Their logarithms are added to the logits,
+            # so that the largest weight is near 1 for any scales, and the others fit in float16.
+            # The total divides by the scales again.
             scales = value_scales(cache, states, words + k_rows, v_rows, V, WORDS, MASKED)
             logits = logits + scales.power[:, None]
         if MASKED:
@@ -322,7 +323,7 @@ def walk_words(
             parts += tl.sum(eights(weights), 0)
         weights = weights.to(DOT)
         if CODES:
-            # Of weights as the dots see them: what was added must cancel.
+            # Uses the rounded weights of the dot product, so that the offsets cancel exactly.
             raised = weights.to(tl.float32) * (scales.zero + CODE_RAISE)[:, None]
             shift += tl.sum(eights(raised), 0)
         steps = v

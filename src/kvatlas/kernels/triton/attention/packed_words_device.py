@@ -1,17 +1,17 @@
-"""Device code that takes 16-bit words of K and V apart into the elements that dots multiply.
+"""Device code that unpacks 16-bit words of K and V into the elements of dot products.
 
-| elements | in a word | what the dot sees |
+| elements | per word | operand of the dot product |
 |---|---|---|
 | 16 bits | 1 | the element |
-| 8 bits | 2 | the element, as a half; int8 of K with 1152 added |
-| int4 of K | 4 | 1024 + code, or 1024 + 16 codes; queries are 16 times smaller there |
+| 8 bits | 2 | the element, as float16; for int8 of K with an offset of 1152 |
+| int4 of K | 4 | 1024 + code, or 1024 + 16 codes; queries are divided by 16 there |
 | int4 of V, and the codes of a range | 4 | 1 + code / 16 |
 | nvfp4 | 4 | the number, times 2**-14 |
 | codes of levels | 4 | the level |
 
-What is added is known, and taken out again from sums: of the queries for K, of the
-weights for V. Sums over a row of K may begin with much more than the row, sums over all states
-may not: what they are rounded by would show.
+The offsets are known and are subtracted from sums: sums of the queries for K, sums of the weights
+for V. An offset may be much larger than the row in a sum over one row of K. In sums over all states
+it may not, because the rounding error would be visible.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _E5M2 = tl.constexpr("""
         prmt.b32 $1, $2, 0, 0x3414;
     }
 """)
-"""The upper byte of a half."""
+"""An e5m2 is the upper byte of a float16."""
 _INT8_RAISED = tl.constexpr("""
     {
         .reg .b32 raised;
@@ -55,8 +55,8 @@ _INT8_RAISED = tl.constexpr("""
         prmt.b32 $1, raised, 0x64646464, 0x4341;
     }
 """)
-"""0x6400 is 1024 and its lowest bits count ones, so that a byte put there with its sign
-turned is 1024 + 128 + the number."""
+"""0x6400 is 1024, and its lowest bits count in ones. A byte inserted there with its sign bit
+flipped yields 1024 + 128 + the number."""
 _INT8 = tl.constexpr("""
     {
         .reg .b32 raised, excess;
@@ -81,7 +81,7 @@ _CODES = tl.constexpr("""
         lop3.b32 $3, d, 0x03C003C0, 0x3C003C00, 0xEA;
     }
 """)
-"""0x3C00 is 1; a code in the uppermost bits of its fraction counts sixteenths."""
+"""0x3C00 is 1; a code in the highest bits of its fraction counts sixteenths."""
 _CODES_IN_PLACE = tl.constexpr("""
     {
         .reg .b32 upper;
@@ -92,7 +92,7 @@ _CODES_IN_PLACE = tl.constexpr("""
         lop3.b32 $3, upper, 0x00F000F0, 0x64006400, 0xEA;
     }
 """)
-"""0x6400 is 1024, whose lowest bits count ones: a code is left where it is, or four bits up."""
+"""0x6400 is 1024, and its lowest bits count in ones: a code stays in place, or four bits higher."""
 _NVFP4 = tl.constexpr("""
     {
         .reg .b32 even, odd, part, step, a, b, c, d;
@@ -117,12 +117,12 @@ _NVFP4 = tl.constexpr("""
         mul.f16x2 $3, d, step;
     }
 """)
-"""Signs of codes and, three bits lower, the rest make upper bytes of halves: the numbers
-times 2**-14. With a scale these are 24 bits after the point at most, which halves have."""
+"""The signs and the other three bits of codes form the upper bytes of float16: the numbers times
+2**-14. With a scale, they need at most 24 fractional bits, which float16 has."""
 
 
 def _level_bytes(which: int) -> str:
-    """The eight positive levels' lower or upper bytes as halves: two 32-bit numbers."""
+    """Return the lower or upper bytes of the eight positive levels in float16, as two integers."""
     halves = [struct.pack("<e", level)[which] for level in normal_levels(4)[8:]]
     first, second = (int.from_bytes(bytes(halves[i : i + 4]), "little") for i in (0, 4))
     return f"0x{first:08X}, 0x{second:08X}"
@@ -159,25 +159,25 @@ _LEVELS = tl.constexpr(f"""
         mov.b32 $3, d;
     }}
 """)
-"""Levels are symmetric: codes from 8 on are those of the positive ones, which two tables of
-bytes hold; below 8 the lower three bits are turned, and the sign is set."""
+"""Levels are symmetric. Two tables of bytes hold the positive levels, which are codes 8 to 15. For
+codes below 8, the lower three bits are inverted and the sign is set."""
 INT8_RAISE = tl.constexpr(1152.0)
 CODE_RAISE = tl.constexpr(16.0)
 IN_PLACE_RAISE = tl.constexpr(1024.0)
 
 
 class QuerySums(NamedTuple):
-    """Sums over queries, for what keys are raised by."""
+    """Sums over queries that compensate the offsets of keys."""
 
     raised: Any
-    """Of a query with all that is added to a key."""
+    """Product of a query with the offsets of a key."""
     whole: Any
-    """Of a query with a key of ones."""
+    """Product of a query with a key of ones."""
 
 
 @triton.jit
 def pairs(words, ELEMENT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr, PTX: tl.constexpr):
-    """The even and the odd elements of words that hold two."""
+    """Return the even and the odd elements of words that hold two."""
     if PTX:
         CODE: tl.constexpr = (
             _E4M3 if ELEMENT == tl.float8e4nv else _E5M2 if ELEMENT == tl.float8e5
@@ -194,7 +194,7 @@ def pairs(words, ELEMENT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr,
 
 @triton.jit
 def numbers_of(codes, steps, KIND: tl.constexpr):
-    """What codes of 4 bits stand for in a dot, where no PTX is taken and none is left in place."""
+    """Convert 4-bit codes to operands of a dot product, without PTX."""
     if KIND == "nvfp4":
         step = steps.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         return from_e2m1(codes) * step.to(tl.float32) / E2M1_UNIT
@@ -205,7 +205,7 @@ def numbers_of(codes, steps, KIND: tl.constexpr):
 
 @triton.jit
 def quarters(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr):
-    """The four codes of words as dots see them; `steps` are those of `block_steps`."""
+    """Unpack the four codes of words to operands; `steps` is the result of `block_steps`."""
     KIND: tl.constexpr = FORMAT.kind
     if RAISED and not FORMAT.ptx:
         a = IN_PLACE_RAISE + (words & 0xF).to(tl.float32)
@@ -235,10 +235,10 @@ def quarters(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.c
 
 @triton.jit
 def block_steps(buffer, scales, states, FORMAT: tl.constexpr, MASKED: tl.constexpr):
-    """The scales of rows of nvfp4, one for each word: bytes of e4m3.
+    """Load the scales of nvfp4 rows, one e4m3 byte per word.
 
-    A scale is that of 16 elements, four words. Nothing here but a load and its shape: what
-    comes from elsewhere would keep the compiler from loading them where a dot wants them.
+    A scale covers 16 elements, which are four words. This must remain a plain load and reshape:
+    other operations would prevent the compiler from loading in the layout of the dot product.
     """
     BLOCKS: tl.constexpr = FORMAT.width // 16
     steps = elements(
@@ -250,7 +250,7 @@ def block_steps(buffer, scales, states, FORMAT: tl.constexpr, MASKED: tl.constex
 
 @triton.jit
 def apart(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr):
-    """The first, second, ... elements of words; past as many as there are whatever comes."""
+    """Return the first, second, ... elements of words; unused results are arbitrary."""
     COUNT: tl.constexpr = 16 // FORMAT.bits
     if COUNT == 4:
         a, b, c, d = quarters(words, steps, FORMAT, DOT, RAISED)
@@ -265,7 +265,7 @@ def apart(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.cons
 
 @triton.jit
 def columns_apart(tile, COUNT: tl.constexpr):
-    """Columns by their place in a word."""
+    """Split columns by their position in a word."""
     a, b, c, d = tile, tile, tile, tile
     if COUNT == 4:
         last = tl.reshape(tile, [tile.shape[0], tile.shape[1] // 4, 2, 2])
@@ -280,7 +280,7 @@ def columns_apart(tile, COUNT: tl.constexpr):
 
 @triton.jit
 def columns_together(a, b, c, d, COUNT: tl.constexpr):
-    """`columns_apart`, undone."""
+    """Invert `columns_apart`."""
     tile = a
     if COUNT == 4:
         tile = tl.join(tl.join(a, c), tl.join(b, d))
@@ -291,7 +291,7 @@ def columns_together(a, b, c, d, COUNT: tl.constexpr):
 
 @triton.jit
 def query_columns(q, K: tl.constexpr, RAISED: tl.constexpr):
-    """Queries as columns, by their place in a word, for keys of a format; and their sums."""
+    """Return queries as columns, by their position in a word, and their sums."""
     COUNT: tl.constexpr = 16 // K.bits
     a, b, c, d = columns_apart(q, COUNT)
     whole = tl.sum(q.to(tl.float32), 1)
@@ -299,7 +299,7 @@ def query_columns(q, K: tl.constexpr, RAISED: tl.constexpr):
     if RAISED and COUNT == 4:
         b = (b.to(tl.float32) / 16.0).to(q.dtype)
         d = (d.to(tl.float32) / 16.0).to(q.dtype)
-        # Of queries as the dots see them: what was added must cancel.
+        # Uses the rounded queries of the dot product, so that the offsets cancel exactly.
         ones = tl.sum(a.to(tl.float32), 1) + tl.sum(c.to(tl.float32), 1)
         sixteenths = tl.sum(b.to(tl.float32), 1) + tl.sum(d.to(tl.float32), 1)
         raised = (ones + sixteenths) * IN_PLACE_RAISE
@@ -310,7 +310,7 @@ def query_columns(q, K: tl.constexpr, RAISED: tl.constexpr):
 
 @triton.jit
 def dots(rows, queries, start, COUNT: tl.constexpr, PRECISION: tl.constexpr):
-    """What sums start with, and the products of all elements of words."""
+    """Add the products of all elements of words to `start`."""
     total = tl.dot(rows[0], queries[0], start, input_precision=PRECISION)
     if COUNT >= 2:
         total = tl.dot(rows[1], queries[1], total, input_precision=PRECISION)
@@ -322,7 +322,7 @@ def dots(rows, queries, start, COUNT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def squares(rows, QUERIES: tl.constexpr, PRECISION: tl.constexpr):
-    """The sums of the squares of rows of codes, once for each query."""
+    """Return the sums of squares of rows of codes, repeated for each query."""
     ones = tl.full([rows[0].shape[1], QUERIES], 1.0, rows[0].dtype)
     squared = rows[0] * rows[0], rows[1] * rows[1], rows[2] * rows[2], rows[3] * rows[3]
     none = tl.zeros([rows[0].shape[0], QUERIES], tl.float32)

@@ -1,4 +1,4 @@
-"""Device code for sequences with many queries: a program for each tile of them."""
+"""Device code for sequences with many queries: one program per tile of queries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvatlas.kernels.triton.attention.walk_device import (
 
 @triton.jit
 def prefill(q, out, cache, batch, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr):
-    """Rows are (query, head of the group); the longest walks come first."""
+    """Compute prefill. Rows are (query, head of the group); the longest walks come first."""
     MASK: tl.constexpr = SHAPE.mask
     OUT: tl.constexpr = SHAPE.out
     GROUP: tl.constexpr = OUT.group
@@ -52,14 +52,14 @@ def prefill(q, out, cache, batch, scoring, SHAPE: tl.constexpr, TILING: tl.const
         table = cache.tables + sequence.to(tl.int64) * cache.table_stride
         whole = low // TILING.align * TILING.align
         if MASK == "causal" or MASK == "full":
-            # Tiles that every query of the program sees whole need no mask.
+            # Tiles that every query of the program sees entirely need no mask.
             whole = (earliest + 1) // TILE * TILE
             softmax = walk(
                 softmax, queries, Stretch(table, head, 0, whole, low, high), cache, scoring,
                 SHAPE, TILING, MASK, False,
             )  # fmt: skip
         if MASK == "sinks":
-            # Sink tokens that lie before the window's states.
+            # Sink tokens before the window's states.
             sinks = tl.minimum(scoring.sink_tokens, low)
             softmax = walk(
                 softmax,

@@ -1,7 +1,7 @@
-"""What every layer of a step shares: where queries start, and how much work there is.
+"""Schedule of a step, which all its layers share: query offsets and the amount of work.
 
-A kernel of one program reads lengths and query counts on the device, so that nothing
-waits for the host and a captured graph replays with other lengths.
+A kernel with one program reads lengths and query counts on the device. Nothing waits for the host,
+and a captured graph can be replayed with other lengths.
 """
 
 from __future__ import annotations
@@ -15,50 +15,49 @@ from kvatlas.kernels.triton.attention.schedule_device import count_tiles
 
 
 class WorkSplit(NamedTuple):
-    """How the work of a batch is split: what the kernels that follow take for granted."""
+    """How the work of a batch is split; the subsequent kernels depend on it."""
 
     group: int
-    """Query heads that share a kv head."""
+    """Query heads per kv head."""
     few: int
-    """Rows up to which a sequence is decoded; with more it is prefilled."""
+    """Maximum rows for which a sequence is decoded; with more rows it is prefilled."""
     tile: int
-    """States in a tile of a decoded sequence."""
+    """States per tile of a decoded sequence."""
     rows: int
-    """Rows in a tile of a prefilled one."""
+    """Rows per tile of a prefilled sequence."""
     align: int
-    """What states a walk starts at multiples of."""
+    """A walk starts at a state that is a multiple of this."""
     mask: str = "causal"
-    """What queries see: `causal`, `window`, `chunk`, `sinks` or `full`."""
+    """Visibility of queries: `causal`, `window`, `chunk`, `sinks` or `full`."""
     size: int = 0
-    """Window or chunk."""
+    """Size of the window or chunk."""
     sink_tokens: int = 0
 
 
 class Partials(NamedTuple):
-    """Room for what workers leave of sequences that others walk on: flash-decoding's partials."""
+    """Buffer for the partial results of sequences that several workers share."""
 
     room: torch.Tensor
-    """Sums of each row, then a maximum and a total of each."""
+    """Sums of each row, then a maximum and a total of each row."""
     tops: int
-    """Where the second begin."""
+    """Offset of the maxima and totals."""
 
 
 class Schedule:
-    """The work of a batch, on the device: what all layers of a kind share in a step.
+    """The work of a batch, on the device, shared by all layers of a kind in a step.
 
-    It also has the room in which their workers leave partial sums: layers that share a
-    schedule are attended to one after the other, on one stream. A captured graph needs it as
-    long as it is replayed.
+    It also holds the buffer for partial sums, so layers that share a schedule must run one after
+    the other, on one stream. A captured graph needs the schedule as long as it is replayed.
     """
 
     def __init__(self, ends: torch.Tensor, split: WorkSplit) -> None:
-        """`ends` [3, sequences + 1] of int32: of queries, and of tiles of decode and of prefill."""
+        """`ends` [3, sequences + 1] of int32: ends of queries, decode tiles and prefill tiles."""
         self.ends, self.split = ends, split
         self.sequences = ends.shape[1] - 1
         self._partials: dict[tuple[int, int], Partials] = {}
 
     def partials(self, rows: int, width: int) -> Partials:
-        """Room for so many rows; the same at every call."""
+        """Return a buffer for `rows` rows; cached, so every call returns the same one."""
         kept = self._partials.get((rows, width))
         if kept is None:
             count = rows * (width + 2)
@@ -68,7 +67,7 @@ class Schedule:
 
 
 def fit_of(states: int, tile: int) -> tuple[str, int]:
-    """How tiles of states meet pages, and what states a walk starts at multiples of.
+    """Return how tiles align with pages, and the alignment of the first state of a walk.
 
     >>> fit_of(16, 64), fit_of(64, 64), fit_of(256, 64), fit_of(24, 64)
     (('pages in tile', 16), ('tile in page', 64), ('tile in page', 64), ('neither', 16))
@@ -86,14 +85,14 @@ def schedule(
     queries: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> Schedule:
-    """The work of a batch, from counts of queries or from where they start."""
+    """Compute the work of a batch on the device, from query counts or query starts."""
     device = lengths.device
     with tune.on(device):
         return scheduled(split, lengths, queries, starts, tune.dependent_launch(device), {})
 
 
 def sequences_at_once(count: int) -> int:
-    """Sequences whose tiles are counted together, in a batch of so many.
+    """Return how many sequences are counted together, in a batch of `count`.
 
     >>> [sequences_at_once(count) for count in (0, 1, 16, 17, 9000)]
     [16, 16, 16, 32, 1024]
@@ -109,14 +108,14 @@ def scheduled(
     early: dict[str, Any],
     compiled: relaunch.Compiled,
 ) -> Schedule:
-    """The same on the current device, by a launch with such options."""
+    """Like `schedule`, on the current device and with the given launch options."""
     count = lengths.shape[0]
     ends = torch.empty((3, count + 1), dtype=torch.int32, device=lengths.device)
     span = sequences_at_once(count)
     relaunch.launch(
         count_tiles, (1, 1, 1), (lengths, queries if starts is None else starts, ends, count),
         {"SPLIT": split, "STARTS": starts is not None, "SPAN": span, "EARLY": early["EARLY"]},
-        # One warp sums without waiting for others.
+        # A single warp sums without synchronisation.
         {"num_warps": 1 if span <= 128 else 4, **early}, compiled,
     )  # fmt: skip
     return Schedule(ends, split)

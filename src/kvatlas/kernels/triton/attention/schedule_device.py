@@ -1,4 +1,4 @@
-"""Device code of a schedule: how many tiles each sequence of a batch has."""
+"""Device code of a schedule: the number of tiles of each sequence of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ def count_tiles(
     lengths, queries, ends, sequences, SPLIT: tl.constexpr, STARTS: tl.constexpr,
     SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Ends of queries, decode tiles and prefill tiles; `queries` are counts or `STARTS`."""
+    """Compute the ends of queries, decode tiles and prefill tiles.
+
+    `queries` holds counts, or with `STARTS` the starts of queries.
+    """
     MASK: tl.constexpr = SPLIT.mask
     after_previous(EARLY)
     before_next(EARLY)

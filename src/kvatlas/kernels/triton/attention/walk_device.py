@@ -1,4 +1,4 @@
-"""Device code of attention: the walk over a sequence's states that decode and prefill share.
+"""Device code of attention: the walk over a sequence's states, shared by decode and prefill.
 
 Softmax is online: a running maximum, a running total and an unscaled sum, all in base 2.
 """
@@ -18,12 +18,12 @@ from kvatlas.kernels.triton.dequantise_device import (
 )
 
 LOWEST = tl.constexpr(-1.0e30)
-"""A maximum below all logits that still can be subtracted from minus infinity."""
+"""A maximum below all logits, but finite, so that it can be subtracted from minus infinity."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Softmax(NamedTuple):
-    """An online softmax: for each query the sum of values so far, the maximum and the total."""
+    """An online softmax: for each query the running sum of values, maximum and total."""
 
     acc: Any
     top: Any
@@ -31,14 +31,14 @@ class Softmax(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The query rows of a program: packed heads of some tokens."""
+    """The query rows of a program: (token, head) pairs of several tokens."""
 
     rows: Any
     rope: Any
-    """The rotary elements of latent attention; otherwise the rows again."""
+    """The rotary elements for latent attention; otherwise unused, the same as `rows`."""
     position: Any
     least: Any
-    """The earliest state that each query sees, sink tokens aside."""
+    """The earliest state that each query sees, apart from sink tokens."""
 
 
 class Stretch(NamedTuple):
@@ -54,10 +54,10 @@ class Stretch(NamedTuple):
 
 @triton.jit
 def first_seen(position, size, MASK: tl.constexpr):
-    """The earliest state that a query at `position` sees: of its window, of its chunk, or 0.
+    """Return the earliest state that a query at `position` sees: of its window or chunk, or 0.
 
-    A mask is `causal`, `window`, `chunk`, `sinks` (a window, and the sink tokens besides) or
-    `full`, for queries that see states after their own. `size` is that of a window or chunk.
+    A mask is `causal`, `window`, `chunk`, `sinks` (a window and the sink tokens) or `full` (queries
+    also see later states). `size` is that of the window or chunk.
     """
     if MASK == "window" or MASK == "sinks":
         return tl.maximum(position - size + 1, 0)
@@ -68,7 +68,7 @@ def first_seen(position, size, MASK: tl.constexpr):
 
 @triton.jit
 def seen_by(states, position, least, sink_tokens, MASK: tl.constexpr):
-    """Which states queries see, where both have the axes of the result."""
+    """Return which states queries see; both inputs broadcast to the result."""
     seen = states <= position
     if MASK == "sinks":
         seen = seen & ((states >= least) | (states < sink_tokens))
@@ -79,7 +79,7 @@ def seen_by(states, position, least, sink_tokens, MASK: tl.constexpr):
 
 @triton.jit
 def find(ends, count, wanted):
-    """The sequence that unit number `wanted` belongs to; `ends` starts with 0."""
+    """Return the sequence that contains unit number `wanted`; `ends` starts with 0."""
     low = 0
     high = count
     while low < high:
@@ -93,7 +93,7 @@ def find(ends, count, wanted):
 
 @triton.jit
 def row_pointers(batch, start, row, head, GROUP: tl.constexpr):
-    """Where packed rows of a batch begin: `GROUP` heads of each token."""
+    """Return pointers to packed rows of a batch: `GROUP` heads of each token."""
     token = (start + row // GROUP).to(tl.int64)
     heads = (head * GROUP + row % GROUP).to(tl.int64)
     return batch.tensor + token * batch.token + heads * batch.head
@@ -103,7 +103,7 @@ def row_pointers(batch, start, row, head, GROUP: tl.constexpr):
 def query_rows(
     pointers, valid, FROM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr
 ):
-    """Elements FROM .. FROM + DIM - 1 of query rows."""
+    """Load elements FROM .. FROM + DIM - 1 of query rows."""
     column = tl.arange(0, WIDTH)
     mask = valid[:, None] & (column < DIM)[None, :]
     return tl.load(pointers[:, None] + (FROM + column)[None, :], mask=mask, other=0.0).to(DOT)
@@ -111,7 +111,7 @@ def query_rows(
 
 @triton.jit
 def load_queries(q, start, row, valid, head, position, least, SHAPE: tl.constexpr):
-    """The query rows of a program, and what they see."""
+    """Load the query rows of a program, with their positions."""
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v
     pointers = row_pointers(q, start, row, head, SHAPE.out.group)
@@ -124,7 +124,7 @@ def load_queries(q, start, row, valid, head, position, least, SHAPE: tl.constexp
 
 @triton.jit
 def no_states(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The softmax of queries that have seen nothing yet."""
+    """Return the initial softmax, before any state."""
     return Softmax(
         tl.zeros([ROWS, WIDTH], tl.float32),
         tl.full([ROWS], LOWEST, tl.float32),
@@ -134,7 +134,7 @@ def no_states(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.constexpr):
-    """The block of each state of a tile; past the ends the last one that may be looked up."""
+    """Load the block of each state of a tile; indices are clamped to the readable range."""
     if FIT == "tile in page":
         at = begin // STATES
     elif FIT == "pages in tile":
@@ -147,7 +147,7 @@ def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.cons
 
 @triton.jit
 def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
-    """The places in their pages of the states of a tile that begins at `n`: a start, and more."""
+    """Return the indices of a tile's states in their pages: a common start, and the rest."""
     if FIT == "tile in page":
         return n % STATES, offset
     if FIT == "pages in tile":
@@ -157,7 +157,7 @@ def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
 
 @triton.jit
 def within(states, stretch, reach, sink_tokens, MASK: tl.constexpr):
-    """Which states some query may see."""
+    """Return which states any query may see."""
     there = (states >= stretch.low) & (states < stretch.high)
     if MASK == "sinks":
         there = there & ((states >= reach) | (states < sink_tokens))
@@ -166,7 +166,7 @@ def within(states, stretch, reach, sink_tokens, MASK: tl.constexpr):
 
 @triton.jit
 def capped(logits, softcap):
-    """Softcap * tanh(logits / softcap), in base 2: tanh is 1 - 2 / (exp(2 x) + 1)."""
+    """Compute softcap * tanh(logits / softcap) in base 2, with tanh x = 1 - 2 / (exp(2 x) + 1)."""
     folded = tl.exp2(logits * (2.0 * LOG2E / softcap))
     return softcap * LOG2E * (1.0 - 2.0 / (folded + 1.0))
 
@@ -176,11 +176,10 @@ def walk(
     softmax, queries, stretch, cache, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The softmax after the states of a stretch, tile by tile; not `MASKED` if all are seen."""
-    # Pages are looked up a tile ahead: a load that waits for another would halve the
-    # loads that the compiler keeps in flight. Keys out of reach are read all the same, in
-    # pages that are within reach, and masked as logits; values would be multiplied by 0,
-    # which is no mask for what is not a number.
+    """Update the softmax with the states of a stretch, tile by tile; `MASKED` applies the mask."""
+    # Pages are looked up one tile ahead: a load that waits for another would halve the loads in
+    # flight. Keys outside the range are still read, in readable pages, and masked as logits.
+    # Values need a mask on load, because a weight of 0 does not remove NaN.
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v
     STATES: tl.constexpr = SHAPE.states
@@ -189,7 +188,7 @@ def walk(
     EVICT: tl.constexpr = TILING.evict
     PRECISION: tl.constexpr = SHAPE.precision
     V_SCALED: tl.constexpr = V.kind == "scaled" or V.kind == "int4"
-    # What values are too small by, weights are too large by.
+    # Weights are scaled up by as much as values are scaled down.
     LIFT: tl.constexpr = 14.0 if V.kind == "nvfp4" else 0.0
     acc, top, total = softmax.acc, softmax.top, softmax.total
     offset = tl.arange(0, TILE)
@@ -205,7 +204,7 @@ def walk(
         k, k_factor = read(
             cache.buffer, cache.k, states, K, SHAPE.k_dot, MASKED and SHAPE.latent, EVICT
         )
-        # Rotary parts come first where nothing is converted, last where it is: either is faster.
+        # The fastest order: rotary parts first without conversion, last with conversion.
         if SHAPE.latent and K.element == SHAPE.k_dot:
             rope, _ = read(cache.buffer, cache.v, states, V, SHAPE.k_dot, False, EVICT)
             logits = tl.dot(queries.rope, tl.trans(rope), input_precision=PRECISION)
@@ -229,7 +228,7 @@ def walk(
                 scoring.sink_tokens, MASK,
             )  # fmt: skip
             if MASK == "sinks":
-                # Sink tokens that lie before the window's states had a walk of their own.
+                # Sink tokens before the window's states have a separate walk.
                 seen = seen & there[None, :]
             logits = tl.where(seen, logits, float("-inf"))
         if SHAPE.latent:
@@ -253,9 +252,9 @@ def walk(
 @triton.jit
 def put_output(out, softmax, scoring, start, row, valid, head, OUT: tl.constexpr,
                WRAP: tl.constexpr):  # fmt: skip
-    """Attention of finished rows, where their queries were; the first `WRAP` elements come last.
+    """Write the output of finished rows; the first `WRAP` elements of a sum come last.
 
-    A sink's logit takes part in the total alone.
+    A sink logit contributes to the total only.
     """
     acc, top, total = softmax.acc, softmax.top, softmax.total
     if OUT.sink_logits:
