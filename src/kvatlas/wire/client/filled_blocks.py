@@ -19,8 +19,8 @@ _KEPT = 128
 """Shapes that are kept; the least recently used is dropped first."""
 
 _Key = tuple[tuple[int, int], Lengths]
-_Entries = tuple[tuple[int, slice | Int64s], ...]
-"""The entries of each group's table that are filled."""
+_Entries = dict[int, list[tuple[int, slice | Int64s]]]
+"""The entries of each group's table that are filled, by pool."""
 
 
 class FilledBlocks:
@@ -51,7 +51,10 @@ class FilledBlocks:
         filled = incoming.filled_blocks(
             dst_rank=self._rank, dst_blocks=blocks, tokens=tokens, layers=layers
         )
-        entries = tuple((group, _as_slice(own)) for group, own in filled.items())
+        entries = {}
+        for group, own in filled.items():
+            pool = incoming.dst.groups[group].pool
+            entries.setdefault(pool, []).append((group, _as_slice(own)))
         if layers is None:
             with self._lock:
                 self._kept[key] = entries
@@ -60,8 +63,13 @@ class FilledBlocks:
         return self._claim(request, tables, entries)
 
     def _claim(self, request: str, tables: Mapping[int, Int64s], entries: _Entries) -> BlockClaim:
-        blocks = {group: tables[group][own] for group, own in entries}
-        return self._ledger.claim("filling", request, self._ledger.by_pool(blocks))
+        blocks = {}
+        for pool, groups in entries.items():
+            # A copy, because the caller may reuse its arrays.
+            ids = blocks[pool] = np.concatenate([tables[group][own] for group, own in groups])
+            if len(ids) and ids.min() < 0:
+                raise IndexError
+        return self._ledger.claim("filling", request, blocks)
 
 
 def _as_slice(entries: Int64s) -> slice | Int64s:
