@@ -137,7 +137,8 @@ class Config:
         for value in self._required_listing(name):
             known = isinstance(value, int) and not isinstance(value, bool)
             if not known or not first <= value < first + depth:
-                raise bad(f"{name} must contain layers {first} to {first + depth - 1}", value)
+                last = first + depth - 1
+                raise bad(f"{name} must contain only layer numbers from {first} to {last}", value)
             chosen.add(value - first)
         return chosen
 

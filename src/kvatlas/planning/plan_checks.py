@@ -52,15 +52,16 @@ def check_plan(plan: PlanData) -> None:
     for pool in plan.pools:
         claimed[pool.stage] += pool.nbytes
     if max(claimed.values()) > plan.memory:
-        raise _bad(f"pools of {max(claimed.values())} bytes in {plan.memory} bytes of memory")
+        got = f"pools of {max(claimed.values())} bytes, more than the memory of {plan.memory}"
+        raise _bad(got)
     viewed: set[tuple[object, ...]] = set()
     placed_in_group: dict[tuple[int, int], dict[str, Placement]] = {}
     placed_in_pool: dict[tuple[int, int], list[tuple[Region, Placement]]] = {}
     for region in plan.regions:
         if not 0 <= region.group < len(plan.groups) or not region.layers:
             raise _bad(
-                f"a region of {len(region.layers)} layers in group {region.group} of "
-                f"{len(plan.groups)}"
+                f"a region with {len(region.layers)} layers in group {region.group}, where groups "
+                f"are 0..{len(plan.groups) - 1}"
             )
         home = (region.stage, plan.groups[region.group].pool)
         if home not in pools:
@@ -82,7 +83,7 @@ def check_plan(plan: PlanData) -> None:
 def _check_numbers(plan: PlanData) -> None:
     """Check that counts are in range, and small enough that the other checks are fast."""
     if not plan.pools or not plan.groups or not plan.regions:
-        raise _bad("no pools, no groups or no regions")
+        raise _bad("a plan without pools, groups or regions")
     pages = sum(len(region.layers) for region in plan.regions)
     parts = max(len(plan.groups), len(plan.pools), len(plan.regions))
     if parts > MOST_REGIONS or pages > MOST_PAGES:
@@ -96,7 +97,8 @@ def _check_numbers(plan: PlanData) -> None:
     if not 1 <= min(counts) <= max(counts) <= INT64_MAX or not 0 <= min(naturals) <= _FAR:
         raise _bad(f"a count that is out of range among {sorted({*counts, *naturals})[:4]}")
     if plan.tp * plan.pp > MOST_RANKS or plan.tp % plan.dcp or max(naturals) > _FAR:
-        raise _bad(f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}")
+        ranks = f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}"
+        raise _bad(f"{ranks}: too many ranks, or a dcp that does not divide tp")
     if not all(0 <= pool.stage < plan.pp for pool in plan.pools):
         raise _bad(f"a pool on a stage outside 0..{plan.pp - 1}")
 
@@ -104,18 +106,19 @@ def _check_numbers(plan: PlanData) -> None:
 def _check_region(plan: PlanData, region: Region) -> None:
     group = plan.groups[region.group]
     if region.kernel_block < 1 or region.block < 1 or region.block % region.kernel_block:
-        raise _bad(f"a block of {region.block} tokens, kernel blocks of {region.kernel_block}")
+        raise _bad(f"a block of {region.block} tokens, not a multiple of {region.kernel_block}")
     if region.block != group.block:
         raise _bad(f"blocks of {region.block} tokens in a group with blocks of {group.block}")
     if region.splits < 1 or region.splits * plan.tp > MOST_RANKS:
-        raise _bad(f"states split into {region.splits} parts at tp {plan.tp}")
+        got = f"states split into {region.splits} parts at tp {plan.tp}"
+        raise _bad(f"{got}, outside 1..{MOST_RANKS} in all")
     if region.splits > 1 and group.kind != "recurrent":
         raise _bad(f"{group.kind} split into {region.splits} parts: only states can be split")
     if len(region.parts) != (len(region.layers) if region.splits > 1 else 0):
         raise _bad(f"a region with {len(region.parts)} parts for {len(region.layers)} pages")
     page, split = region.first_page(plan.tp), region.block // region.kernel_block
     if split > 1 and region.page_bytes != page.nbytes * split:
-        got = f"a page of {region.page_bytes} bytes for {split} kernel pages of {page.nbytes}"
+        got = f"a page of {region.page_bytes} bytes instead of {split} x {page.nbytes}"
         raise _bad(got)
     for index in _unlike_layers(region):
         name, spec = region.layers[index].name, region.layers[index].spec
@@ -141,9 +144,9 @@ def _may_join(kind: Kind, group: Kind) -> bool:
 def _check_tokens(plan: PlanData, group: Group, layer: str, replicas: int) -> None:
     """Check that decode context parallelism leaves every token of a layer on some rank."""
     if group.kind in LOCAL_KINDS:
-        raise _bad(f"dcp {plan.dcp} with layer {layer} of kind {group.kind}")
+        raise _bad(f"dcp {plan.dcp}, which layer {layer} of kind {group.kind} does not support")
     if group.kind != "recurrent" and replicas < plan.dcp:
-        raise _bad(f"dcp {plan.dcp} with {replicas} replica(s) of layer {layer}")
+        raise _bad(f"dcp {plan.dcp}, more than the {replicas} replica(s) of layer {layer}")
 
 
 def _check_views(
@@ -191,7 +194,7 @@ def _check_layers(plan: PlanData) -> None:
         if any((region.stage, region.splits, other) != same for _, region, other in found):
             raise _bad(f"layer {name} with parts that differ in stage, split or spec")
         if not 0 <= layer.index <= _FAR:
-            raise _bad(f"layer {name} with index {layer.index}")
+            raise _bad(f"layer {name} with index {layer.index}, which is out of range")
     if len({found[0][2].spec for found in homes.values()}) > MOST_SPECS:
         raise _bad(f"more than {MOST_SPECS} different specs")
 
@@ -229,7 +232,8 @@ def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -
         split = region.block // region.kernel_block
         kept = keeps_to_its_blocks(whole, cell // split, blocks * split)
         if region.block_stride != cell or not kept:
-            raise _bad(f"blocks of {region.layers[0].name} that overlap other blocks of a group")
+            name = region.layers[0].name
+            raise _bad(f"blocks of {name} that overlap blocks of another group with another id")
 
 
 _HINT = "Create plans with kvatlas.plan(), not by hand"

@@ -144,10 +144,11 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
                 Code.OUT_OF_RANGE,
                 "The layer's state has no such part",
                 got=f"part {part} of {layer}",
-                hint="Plan.parts returns the number of parts",
+                hint="Use a part below Plan.parts(layer)",
             )
         if layer not in self._homes:
-            hint = f"This plan has {len(self._homes)} layers: {', '.join(self.layers[:2])}, ..."
+            names = ", ".join(self.layers[:2])
+            hint = f"Use one of the plan's {len(self._homes)} layers: {names}, ..."
             raise AtlasError(Code.UNKNOWN_LAYER, got=repr(layer), hint=hint)
         return self._homes[layer][part]
 

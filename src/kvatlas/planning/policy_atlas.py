@@ -227,10 +227,10 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
         if not hybrid.can_pack or not 1 <= request.pack <= len(attention):
             raise AtlasError(
                 Code.BAD_PACK,
-                "This model and layout do not support this pack",
+                "The model or the layout does not support this pack",
                 got=f"pack {request.pack} of {len(attention)} attention layers in {hybrid.layout}",
-                hint="Use pack auto. A pack needs 1 to all attention layers, identical in page, "
-                "and a layout in which blocks or pages are contiguous",
+                hint=f"Use pack auto. A pack is 1 to {len(attention)}; it needs attention layers "
+                "of one kind, states of one kind, and a layout with contiguous pages or blocks",
             )
         return make_plan(request, _packed(hybrid, request.pack), policy="atlas")
     if request.states == "apart" or request.requests is not None:

@@ -1,4 +1,4 @@
-"""`PlanRequest`: the arguments of a plan; and parsing of sizes such as 60GiB and 32k."""
+"""`PlanRequest`, the arguments of a plan, and parsers for sizes such as 60GiB and 32k."""
 
 from __future__ import annotations
 
