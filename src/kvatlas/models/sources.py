@@ -28,7 +28,7 @@ LONGEST_SILENCE = 0.8
 """Seconds to wait for an answer from the hub before it counts as unreachable."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HINT = "Pass the path of its config.json"
+_HINT = "Pass the path of the model's config.json"
 
 
 class Source(NamedTuple):

@@ -155,10 +155,11 @@ def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
     tables = {name: index for index, names in enumerate(groups) for name in names}
     missing = [one.layer.name for one in seen if one.layer.name not in tables]
     if missing or len(tables) != len(seen):
+        got = f"{len(tables)} layers in groups for {len(seen)} tensors"
         raise AtlasError(
             Code.BAD_PLAN,
             "The groups must list exactly the layers that have tensors",
-            got=f"{len(tables)} layers in groups for {len(seen)} tensors, without {missing[:3]}",
+            got=f"{got}, without {missing[:3]}" if missing else got,
             hint="List each layer in one group",
         )
     for one in seen:

@@ -111,7 +111,7 @@ def _check_region(plan: PlanData, region: Region) -> None:
         raise _bad(f"blocks of {region.block} tokens in a group with blocks of {group.block}")
     if region.splits < 1 or region.splits * plan.tp > MOST_RANKS:
         got = f"states split into {region.splits} parts at tp {plan.tp}"
-        raise _bad(f"{got}, outside 1..{MOST_RANKS} in all")
+        raise _bad(f"{got}, where tp x parts must be in 1..{MOST_RANKS}")
     if region.splits > 1 and group.kind != "recurrent":
         raise _bad(f"{group.kind} split into {region.splits} parts: only states can be split")
     if len(region.parts) != (len(region.layers) if region.splits > 1 else 0):
