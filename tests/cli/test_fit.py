@@ -36,7 +36,7 @@ def test_which_models_fit_and_for_how_many_users() -> None:
     text = " ".join(shown("fit", *SIX, "--gpu", "8xH100", "--max-len", "128K").split())
     fitting = sum(fit["refused"] is None for fit in fits)
     assert text.startswith(f"{fitting} of 6 models fit 8 x H100 at 131,072 tokens.")
-    assert "past the 40,960 that the model itself allows" in text  # Qwen3-8B
+    assert "but the model supports only 40,960" in text  # Qwen3-8B
 
 
 def test_any_model_of_the_catalogue_can_be_asked() -> None:
@@ -94,7 +94,7 @@ def test_answers_come_first_and_layers_are_layers() -> None:
     assert said("models", "DeepSeek-V3.2")["layers"] == {"mla_attention": 61}
     told = " ".join(shown("explain", "DeepSeek-V3.2").split())
     assert "61 mla_attention layers with 122 caches" in told
-    assert "Left over after whole blocks:" in told
+    assert "Memory left over after whole blocks:" in told
     table = shown("plan", "Nemotron-3-Nano-30B-A3B", "--memory", "60GiB").splitlines()
     (states,) = [line for line in table if "recurrent" in line]
     assert " 23 " in states
@@ -104,7 +104,7 @@ def test_a_length_past_the_models_own_is_noted_everywhere() -> None:
     longest = Model.load("Gemma-2-2b").max_len
     assert longest == 8192
     args = ("Gemma-2-2b", "--max-len", "32K")
-    note = "32,768 tokens are past the 8,192 that the model itself allows."
+    note = "max_len is 32,768 tokens, but the model supports only 8,192."
     for command in ("plan", "explain"):
         assert note in " ".join(shown(command, *args).split())
         assert note in said(command, *args)["warnings"]

@@ -151,7 +151,7 @@ def test_a_refused_architecture_says_what_is_missing_and_what_speaks_against_it(
         Model.load({"architectures": ["NewModel"], "mamba_d_state": 16, "hidden_size": 8})
     assert refusal.value.got == (
         "NewModel: it lacks num_hidden_layers, num_attention_heads; "
-        "mamba_d_state say that it caches more than K and V"
+        "mamba_d_state imply caches other than K and V"
     )
 
 

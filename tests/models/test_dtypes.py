@@ -89,7 +89,7 @@ def test_a_checkpoint_says_what_its_cache_is_kept_in(
 def test_an_unknown_scheme_is_named_and_left() -> None:
     values = FAMILIES["llama"] | {"quantization_config": {"kv_cache_quant_algo": "FP3"}}
     assert Model.load(values).warnings == (
-        "the checkpoint's cache scheme 'FP3' is not known: auto assumed",
+        "unknown cache scheme 'FP3' in the checkpoint: using auto",
     )
 
 

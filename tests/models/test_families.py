@@ -237,18 +237,18 @@ def test_a_wrapper_leaves_out_its_text_models_defaults() -> None:
     inner = {"num_hidden_layers": 34, "hidden_size": 2560, "sliding_window": 1024}
     model = Model.load(nested("Gemma3ForConditionalGeneration", "gemma3_text", inner))
     assert model.layers[5].spec == FullAttention(heads=4, head_dim=256)
-    assert "num_key_value_heads is absent: 4 as by default" in model.warnings
+    assert "num_key_value_heads is missing: using the default, 4" in model.warnings
 
 
 def test_a_plain_decoder_nobody_knows_is_read_with_its_assumptions() -> None:
     model = Model.load(config("BrandNewForCausalLM", 2, GQA, num_key_value_heads=None))
     assert [layer.spec for layer in model.layers] == [FullAttention(heads=8, head_dim=128)] * 2
     assert model.warnings == (
-        "BrandNewForCausalLM is not known: read as a plain decoder",
-        "num_key_value_heads is absent: as many as query heads",
-        "head_dim is absent: hidden size / query heads",
-        "layer_types and sliding_window are absent: every layer is full attention",
-        "every layer keeps its own cache, called as in Llama",
+        "unknown architecture BrandNewForCausalLM: read as a plain decoder",
+        "num_key_value_heads is missing: using the number of query heads",
+        "head_dim is missing: using hidden size / query heads",
+        "layer_types and sliding_window are missing: assuming full attention",
+        "assuming one cache per layer, named as in Llama",
     )
 
 

@@ -147,4 +147,4 @@ def test_full_precision_checkpoints_are_served_in_16_bits() -> None:
 
 def test_a_config_without_a_dtype_says_what_was_assumed() -> None:
     model = Model.load(FAMILIES["llama"] | {"dtype": None})
-    assert model.warnings == ("dtype is absent: bf16 assumed",)
+    assert model.warnings == ("dtype is missing: using bf16",)

@@ -35,13 +35,17 @@ def test_a_hybrids_plan_says_which_way_it_took(name: str) -> None:
     made = plan(name, memory="60GiB")
     told = made.explain()
     assert len(made.pools) == 1
-    if "This is vLLM's own plan" in told:
+    if "This is vLLM's plan" in told:
         assert made.regions == plan(name, memory="60GiB", policy="vllm").regions
     else:
-        assert "vLLM's block is" in told
-        assert "Here a block holds" in told
+        assert "vLLM's block size is" in told
+        assert "In this plan a block holds" in told
         assert "of the requests that vLLM's plan fits" in told
-    rules = ("Kernels take no smaller", "No smaller block holds", "Every smaller block fits fewer")
+    rules = (
+        "support no block smaller",
+        "No smaller block can hold",
+        "Every smaller block fits fewer",
+    )
     assert any(rule in told for rule in rules)
 
 
@@ -51,7 +55,7 @@ def test_pools_apart_are_for_those_who_ask(name: str) -> None:
     for ask in asks:
         made = plan(name, memory="140GiB", tp=2, max_len=4096, **ask)
         assert len(made.pools) == 2
-        assert "pool of their own" in made.explain()
+        assert "in a separate pool" in made.explain()
         assert "neither pool can borrow" in made.explain()
 
 
@@ -86,7 +90,7 @@ def test_kernel_blocks_in_block_outermost_orders() -> None:
     ask = {"memory": "40GiB", "block_size": 256, "backend": "FLASHINFER", "layout": "BLHNC"}
     vllm = plan("Llama-3.1-8B", policy="vllm", **ask)  # type: ignore[arg-type]
     assert vllm.regions[0].kernel_block == 256
-    assert any("cannot be split" in warning for warning in vllm.warnings)
+    assert any("cannot split its blocks" in warning for warning in vllm.warnings)
     atlas = plan("Llama-3.1-8B", **ask)  # type: ignore[arg-type]
     assert atlas.regions[0].kernel_block == 64
     assert not atlas.warnings

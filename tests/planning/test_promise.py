@@ -140,7 +140,7 @@ def test_vllms_own_plan_is_taken_only_where_no_smaller_block_keeps_the_promise(
     memory = 60 << 30
     made, vllm = plan(name, memory=memory, tp=tp), plan(name, memory=memory, tp=tp, policy="vllm")
     assert made.regions == vllm.regions
-    assert "vLLM's own plan" in made.explain()
+    assert "This is vLLM's plan" in made.explain()
 
     @cache
     def theirs(length: int) -> float:

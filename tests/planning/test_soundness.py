@@ -135,7 +135,7 @@ def test_states_apart_hold_what_was_asked() -> None:
     held = next(group.held for group in made.groups if group.kind == "recurrent")
     assert made.pools[1].blocks == 50 * held + 1
     assert made.block_size == 16
-    assert any("pool of their own" in reason for reason in made.reasons)
+    assert any("in a separate pool" in reason for reason in made.reasons)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

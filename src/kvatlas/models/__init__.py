@@ -1,12 +1,12 @@
-"""Models: from a config to what each layer caches.
+"""Models: read a model's config and list what each layer caches.
 
 `Model.load` takes a config in any form, or a name from the built-in catalogue, and
-lists a model's caches in the order in which an engine registers them. A reader
-reads a family, not a model; families differ in patterns and in sizes, and every
-size is checked by the spec that it ends in.
+lists the model's caches in the order in which an engine registers them. Each reader
+handles a whole family of models. Families differ in layer patterns and sizes; the spec
+of each layer checks the sizes that it is given.
 
-`Weights.load` takes the same, and counts parameters and their bytes; `memory_for_cache` says
-what they leave of a GPU.
+`Weights.load` takes the same sources and counts parameters and bytes. `memory_for_cache`
+returns the GPU memory that is left for caches after the weights are loaded.
 """
 
 from kvatlas.models.cache_identity import CacheIdentity, config_identity

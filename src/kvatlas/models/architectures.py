@@ -1,8 +1,9 @@
-"""Which reader reads which architecture, and how its caches are called.
+"""The table of model families: which reader handles which architecture.
 
-A row is a family: the reader, the architectures and model types that it reads, and
-vLLM's names where they are not `model.layers.N.self_attn.attn`. An architecture
-that nobody listed is read as a plain decoder if it looks like one, and says so.
+A row lists the reader, the architectures and model types that it handles, and vLLM's
+names for the caches where they differ from `model.layers.N.self_attn.attn`. An
+architecture that is not in the table is read as a plain decoder if it looks like one;
+`Model.warnings` then records the assumptions.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ Reader = Callable[[Decoder], Iterator[Layer]]
 
 
 class Family(NamedTuple):
-    """A reader, what it reads, and the names of the caches that it yields."""
+    """A reader, the models that it handles, and the names of the caches that it yields."""
 
     reader: Reader
     names: str = ""
-    """Architectures and model types, as configs give them."""
+    """Architectures and model types as configs spell them, separated by spaces."""
     layers: str = "model.layers"
     attention: str = "self_attn.attn"
 
@@ -54,14 +55,14 @@ _PLAIN = """
 
 
 def _full_every(interval: int) -> Reader:
-    """Each `interval`-th layer is full, and the others slide."""
+    """Return a reader in which every `interval`-th layer is full attention, the others sliding."""
     return partial(dense.dense, every=interval)
 
 
 _FAMILIES: tuple[Family, ...] = (
     Family(dense.dense, _PLAIN),
     Family(_full_every(2), "Gemma2ForCausalLM gemma2 VaultGemmaForCausalLM vaultgemma"),
-    # gpt-oss's sinks are learned logits, not rows: they take no cache.
+    # gpt-oss's sinks are learned logits, not cached rows.
     Family(_full_every(2), "GptOssForCausalLM gpt_oss", attention="attn.attn"),
     Family(_full_every(6), "Gemma3ForCausalLM gemma3_text Gemma3nForCausalLM gemma3n_text"),
     Family(_full_every(4), "Olmo3ForCausalLM olmo3 Exaone4ForCausalLM exaone4"),
@@ -106,7 +107,7 @@ _FAMILIES: tuple[Family, ...] = (
         partial(hybrids.delta_net, dtype_key="mamba_ssm_dtype"),
         "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM qwen3_5_text qwen3_5_moe_text",
     ),
-    # vLLM calls both kinds of Kimi's layers by the module that holds them.
+    # vLLM names both kinds of Kimi layers after the module that contains them.
     Family(hybrids.kimi_delta, "KimiLinearForCausalLM kimi_linear", attention="self_attn"),
     Family(
         hybrids.lightning,
@@ -138,7 +139,7 @@ _FAMILIES: tuple[Family, ...] = (
 FAMILIES: dict[str, Family] = {
     name: family for family in _FAMILIES for name in family.names.split()
 }
-"""A family by the architecture or the model type that a config gives."""
+"""Families by architecture and by model type."""
 
 PREFIXES = {
     "Qwen2VLForConditionalGeneration": "language_model.",
@@ -150,9 +151,9 @@ PREFIXES = {
     "DeepseekVLV2ForCausalLM": "language.",
     "Lfm2VlForConditionalGeneration": "language.",
 }
-"""What a multimodal wrapper puts before its text model's names, where it is not the usual word."""
+"""Prefixes of the text model's layer names in multimodal wrappers, if not `language_model.`."""
 
-# A wrapper's file leaves out what its text model's config class has as default.
+# A multimodal config may omit values that equal the defaults of its text model's config class.
 _DEFAULTS: dict[str, dict[str, int]] = {
     "gemma3_text": {
         "num_attention_heads": 8,
@@ -163,7 +164,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
     "llama": {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32},
 }
 
-# Words in the keys of configs whose caches are not plain K and V.
+# Config keys that match this pattern indicate caches other than plain K and V.
 _SIGNS = re.compile(
     r"lora_rank|ssm|mamba|linear_|conv_|_conv|compress|index_|indexer|rwkv|recurrent|lightning"
     r"|state_size|block_type|hybrid|sparse_attention|attn_type|delta|retention|kda|cross_attention"
@@ -172,9 +173,9 @@ _SIGNS = re.compile(
 
 
 def find_family(config: Config, *candidates: str | None) -> Family | None:
-    """The family of the first candidate that is listed.
+    """Return the family of the first candidate that is in the table.
 
-    A DeepSeek or GLM that has an indexer is sparse, whatever it calls itself.
+    A DeepSeek or GLM config that has an indexer is read as sparse, regardless of its name.
     """
     family = next((FAMILIES[name] for name in candidates if name in FAMILIES), None)
     if family and family.reader is latent.latent and config.has("index_topk"):
@@ -183,15 +184,15 @@ def find_family(config: Config, *candidates: str | None) -> Family | None:
 
 
 def with_defaults(config: Config, model_type: str | None, warnings: list[str]) -> Config:
-    """A nested text config with its class's defaults, each named in `warnings`."""
+    """Fill a nested text config with its class's defaults; report each one in `warnings`."""
     defaults = _DEFAULTS.get(model_type or "", {})
     absent = {name: value for name, value in defaults.items() if not config.has(name)}
-    warnings += [f"{name} is absent: {value} as by default" for name, value in absent.items()]
+    warnings += [f"{name} is missing: using the default, {value}" for name, value in absent.items()]
     return config.under(absent)
 
 
 def plain_family(config: Config, architecture: str, warnings: list[str]) -> Family:
-    """A plain decoder of unknown architecture: what is assumed goes into `warnings`."""
+    """Treat an unknown architecture as a plain decoder; report assumptions in `warnings`."""
     signs = sorted(key for key in config.filled_keys() if _SIGNS.search(key))
     needed = {
         "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -201,19 +202,19 @@ def plain_family(config: Config, architecture: str, warnings: list[str]) -> Fami
     lacking = [name for name, names in needed.items() if not config.has(*names)]
     if signs or lacking:
         why = [f"it lacks {', '.join(lacking)}"] if lacking else []
-        why += [f"{', '.join(signs)} say that it caches more than K and V"] if signs else []
+        why += [f"{', '.join(signs)} imply caches other than K and V"] if signs else []
         raise AtlasError(
             Code.UNKNOWN_ARCHITECTURE,
-            "The architecture is unknown, and does not look like a plain decoder",
+            "The architecture is unknown and does not look like a plain decoder",
             got=f"{architecture or 'no architecture'}: {'; '.join(why)}",
-            hint="Add a reader for it, or give the config of a related model that is known",
+            hint="Add a reader for this architecture, or pass the config of a similar known model",
         )
-    warnings.append(f"{architecture or 'no architecture'} is not known: read as a plain decoder")
+    warnings.append(f"unknown architecture {architecture or '(none)'}: read as a plain decoder")
     if not config.has("num_key_value_heads", "num_kv_heads", "n_head_kv"):
-        warnings.append("num_key_value_heads is absent: as many as query heads")
+        warnings.append("num_key_value_heads is missing: using the number of query heads")
     if not config.has("head_dim"):
-        warnings.append("head_dim is absent: hidden size / query heads")
+        warnings.append("head_dim is missing: using hidden size / query heads")
     if not config.has("layer_types", "sliding_window"):
-        warnings.append("layer_types and sliding_window are absent: every layer is full attention")
-    warnings.append("every layer keeps its own cache, called as in Llama")
+        warnings.append("layer_types and sliding_window are missing: assuming full attention")
+    warnings.append("assuming one cache per layer, named as in Llama")
     return Family(dense.dense)

@@ -1,8 +1,8 @@
-"""Cache dtypes: what a checkpoint asks for, and a layer's spec under another one.
+"""Cache dtypes: read the one that a checkpoint requests, and apply one to a layer's spec.
 
-The dtype of a cache is not the dtype of the weights: a checkpoint in 4 bits mostly
-keeps its cache in bf16. Only the quantisation section's own words about the cache
-count.
+The dtype of the cache is independent of the dtype of the weights: a checkpoint with
+4-bit weights usually has a bf16 cache. Only the cache settings in the config's
+quantisation section matter here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ S = TypeVar("S", bound=AnySpec)
 
 
 def checkpoint_cache(root: Config, text: Config, warnings: list[str]) -> str:
-    """The cache dtype that a checkpoint asks for: `auto` where it says nothing.
+    """Return the cache dtype that a checkpoint requests, or `auto` if it requests none.
 
     >>> scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     >>> checkpoint_cache(Config({"quantization_config": scheme}), Config({}), [])
@@ -34,7 +34,7 @@ def checkpoint_cache(root: Config, text: Config, warnings: list[str]) -> str:
     if section is None:
         return "auto"
     scheme = section.get("kv_cache_scheme")
-    # ModelOpt writes a word, at the top or one level down; others write a small object.
+    # ModelOpt writes a string, at the top or one level down; other tools write an object.
     inner = section.get("quantization")
     word = section.get("kv_cache_quant_algo")
     if word is None and isinstance(inner, dict):
@@ -48,12 +48,12 @@ def checkpoint_cache(root: Config, text: Config, warnings: list[str]) -> str:
         return "auto"
     dtype = _ALGORITHMS.get(algorithm.lower()) if isinstance(algorithm, str) else None
     if dtype is None:
-        warnings.append(f"the checkpoint's cache scheme {algorithm!r} is not known: auto assumed")
+        warnings.append(f"unknown cache scheme {algorithm!r} in the checkpoint: using auto")
     return dtype or "auto"
 
 
 def check_cache(kv_dtype: object) -> str:
-    """`kv_dtype` where some layer could be cached so, with its usual spelling."""
+    """Return the canonical name of `kv_dtype`; raise if no layer can be cached in it."""
     known = (*ATTENTION_CACHES, *LATENT_CACHES)
     if kv_dtype in known:
         return str(kv_dtype)
@@ -64,7 +64,7 @@ def check_cache(kv_dtype: object) -> str:
     if name not in _ELEMENTS:
         raise AtlasError(
             Code.UNKNOWN_DTYPE,
-            "No layer can be kept in this cache dtype",
+            "Unknown cache dtype",
             got=repr(kv_dtype),
             hint=f"Use one of {', '.join(dict.fromkeys((*known, *_ELEMENTS)))}",
         )
@@ -72,13 +72,14 @@ def check_cache(kv_dtype: object) -> str:
 
 
 def cached(spec: S, cache: str, *, sparse: bool = False) -> S:
-    """`spec` kept in `cache`; what is not attention, or fixed by its kernel, stays.
+    """Return `spec` with its cache dtype set to `cache`.
 
-    `sparse` is latent attention that an indexer chooses from: its kernels read fp8
-    in a format of their own, and DeepSeek-V4's read nothing else.
+    Specs other than attention are returned unchanged. `sparse` marks latent attention
+    whose states an indexer selects: its kernels use a separate fp8 format,
+    `fp8_ds_mla`, which is the only format that DeepSeek-V4's kernels support.
     """
     if isinstance(spec, Attention):
-        # The spec knows which packing its cache dtype wants.
+        # None makes the spec choose the packing that the new cache dtype requires.
         packing: dict[str, Any] = {"packing": None, "scales": None}
     elif isinstance(spec, LatentAttention):
         packing = {}

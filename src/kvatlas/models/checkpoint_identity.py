@@ -1,4 +1,4 @@
-"""Which weights a checkpoint has: caches of unlike weights are never mixed."""
+"""Identify a checkpoint's weights, so that caches of different weights are never mixed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from kvatlas.errors import AtlasError, Code
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""The name of a file in the hub's cache: a digest of what is in it."""
+"""A file name in the hub's cache: a digest of the file's content."""
 _SMALL = 64 << 20
-"""Files up to here are read whole."""
+"""Files of up to this many bytes are hashed completely."""
 _SAMPLE = 4096
 _APART = 256 << 10
-"""Bytes from one sample of a file to the next, where nothing is known of its tensors."""
+"""Bytes between samples in a file without a readable safetensors header."""
 _OF_A_TENSOR = 4
-"""Samples of each tensor, where a file says where they are."""
+"""Samples per tensor in a file with a safetensors header."""
 _LONGEST_HEADER = 256 << 20
 
 
 def weights_identity(folder: Path) -> str:
-    """A digest of a checkpoint's files: their names, sizes, and bytes sampled from every tensor.
+    """Return a digest of a checkpoint's files: names, sizes and bytes sampled from every tensor.
 
-    Of files in the hub's cache, whose names there are digests of them, the names are enough. An
-    index alone never is: fine-tunes share it.
+    For a file in the hub's cache, the file name is used instead of samples, because it is
+    already a digest of the content. An index file alone would not be enough: fine-tunes
+    share the index of their base model.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -42,11 +43,9 @@ def weights_identity(folder: Path) -> str:
     """
     files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
     if not files:
-        problem = (
-            "It cannot be told which weights these are, and caches of unlike ones must not mix"
-        )
-        got = f"no file of weights in {folder}"
-        hint = "Name the weights yourself, with a name that no others have: weights_identity"
+        problem = "The folder has no weight files, so its weights cannot be identified"
+        got = f"{folder}"
+        hint = "Set weights_identity to a name that is unique to these weights"
         raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint)
     digest = blake2b(digest_size=16)
     for path in files:
@@ -61,7 +60,7 @@ def weights_identity(folder: Path) -> str:
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    """All of a small file; of a large one, samples of every tensor, or all along it."""
+    """Yield a small file whole; sample a large one in every tensor, or at regular intervals."""
     nbytes = path.stat().st_size
     with path.open("rb") as file:
         if nbytes <= _SMALL:
@@ -73,7 +72,7 @@ def _samples(path: Path) -> Iterator[bytes]:
 
 
 def _tensor_places(file: BinaryIO, nbytes: int) -> list[int]:
-    """Where to look into each tensor of a safetensors file; nowhere in one of another kind."""
+    """Return the offsets to sample in a safetensors file; empty if it has no valid header."""
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= min(_LONGEST_HEADER, nbytes - 8):
         return []

@@ -1,8 +1,8 @@
-"""What a reader works with: a text model's config, and the dtypes decided around it.
+"""`Decoder`: the input of a family's reader.
 
-A family's reader knows patterns and shapes. What it must not know is who asks:
-which engine, which cache dtype the checkpoint wants, how the layers are called
-inside a multimodal wrapper. That is here, once.
+It combines a text model's config with everything that does not depend on the family:
+the dtypes, which depend on the engine and the checkpoint, and the layer name prefixes,
+which depend on the multimodal wrapper. Readers handle only patterns and shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kind = Literal["full", "sliding", "chunked"]
 
 
 class StateDtypes(NamedTuple):
-    """Who decides what recurrent states are kept in: the engine, unless the caller does."""
+    """The dtypes of recurrent states: the caller's if given, otherwise the engine's default."""
 
     engine: Engine = "vllm"
     ssm: str | None = None
@@ -31,7 +31,7 @@ class StateDtypes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A text model that is being read.
+    """A text model's config, dtypes and layer names.
 
     >>> sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     >>> decoder = Decoder(Config(sizes), dtype="bf16", cache="auto", states=StateDtypes())
@@ -48,20 +48,20 @@ class Decoder:
 
     @property
     def depth(self) -> int:
-        """Decoder layers."""
+        """The number of decoder layers."""
         return self.config.depth()
 
     @property
     def conv_dtype(self) -> str:
-        """What a convolution's inputs are kept in: the model's dtype in every engine."""
+        """The dtype of cached convolution inputs: in every engine, the model's by default."""
         return self.states.conv or self.dtype
 
     def ssm_dtype(self, *, config: str | None = None, default: str | None = None) -> str:
-        """What a recurrent state is kept in.
+        """Return the dtype of recurrent states.
 
-        The caller's word goes first. SGLang then keeps fp32. vLLM keeps what the `config`
-        says in the families where it reads that, else the family's `default`, else the
-        same as the convolution.
+        A dtype given by the caller wins. Otherwise SGLang uses fp32, and vLLM uses the first
+        of these that is set: `config`, the family's `default`, the convolution's dtype.
+        `config` is the value in the model's config, for families where vLLM reads it.
         """
         if self.states.ssm is not None:
             return self.states.ssm
@@ -72,12 +72,12 @@ class Decoder:
         return default or self.conv_dtype
 
     def layer(self, index: int, spec: AnySpec, name: str | None = None) -> Layer:
-        """A cache of decoder layer `index`, called `name` inside it: attention's if none."""
+        """Return a cache of decoder layer `index`; `name` defaults to the attention's name."""
         full_name = f"{self.layers}.{index}.{name or self.attention_name}"
         return Layer(name=full_name, index=index, spec=spec)
 
     def every_layer(self, spec: AnySpec, name: str | None = None) -> Iterator[Layer]:
-        """The same cache in all decoder layers."""
+        """Yield the same cache for all decoder layers."""
         return (self.layer(index, spec, name) for index in range(self.depth))
 
     def attention(
@@ -89,7 +89,7 @@ class Decoder:
         v_dim: int | None = None,
         window: int | None = None,
     ) -> FullAttention | SlidingAttention | ChunkedAttention:
-        """Attention of one kind, with the model's own sizes where none are given."""
+        """Return the spec of one kind of attention; sizes default to the model's."""
         head_dim = head_dim or self.config.head_dim()
         sizes: dict[str, Any] = {
             "heads": heads or self.config.key_heads(),

@@ -1,8 +1,8 @@
-"""Decoders whose layers keep K and V for each head.
+"""Readers for decoders that cache K and V for each head.
 
-One family in the end: Llama and everything that differs from it in which layers
-slide, which share a cache, and how large a row is in which kind of layer. The
-readers below differ in one of these each.
+These models are variations of Llama. They differ in which layers use a sliding window,
+which layers share a cache, and the head sizes of each kind of layer. Each reader below
+handles one such difference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvatlas.specs import Indexer
 
 
 class Sizes(TypedDict, total=False):
-    """What one kind of layer has instead of the model's own sizes; None for those."""
+    """Sizes of one kind of layer; None stands for the model's size."""
 
     heads: int | None
     head_dim: int | None
@@ -33,10 +33,11 @@ def dense(
     kinds: list[Kind] | None = None,
     sizes: Mapping[str, Sizes] | None = None,
 ) -> Iterator[Layer]:
-    """Attention in every layer that does not share another's cache.
+    """Yield an attention cache for each layer that does not share another layer's cache.
 
-    Each `every`-th layer is full where the config has no pattern; `kinds` says it of each
-    layer. `sizes` are those of kinds that have their own.
+    `kinds` lists the kind of each layer; by default it is read from the config. If the
+    config has no pattern, every `every`-th layer is full attention. `sizes` overrides the
+    model's sizes for some kinds of layers.
     """
     kinds = kinds or attention_kinds(decoder.config, every=every)
     own = sizes or {}
@@ -46,19 +47,19 @@ def dense(
 
 
 def cohere(decoder: Decoder) -> Iterator[Layer]:
-    """Cohere-2: each fourth layer is full, and a window counts the tokens before the current."""
+    """Cohere-2: every fourth layer is full; the config's window excludes the current token."""
     window = decoder.config.size("sliding_window")
     sizes: dict[str, Sizes] = {"sliding": {"window": window + 1}} if window else {}
     return dense(decoder, every=4, sizes=sizes)
 
 
 def llama4(decoder: Decoder) -> Iterator[Layer]:
-    """Llama 4: three layers in chunks, then one that sees everything."""
+    """Llama 4: three layers of chunked attention, then one of full attention."""
     return dense(decoder, kinds=chunked_kinds(decoder.config))
 
 
 def gemma4(decoder: Decoder) -> Iterator[Layer]:
-    """Gemma-4: full layers have longer rows, and fewer heads where K and V are one projection."""
+    """Gemma-4: full layers have larger heads, and fewer of them if K and V share a projection."""
     config = decoder.config
     shared = config.flag("attention_k_eq_v")
     full: Sizes = {
@@ -69,9 +70,9 @@ def gemma4(decoder: Decoder) -> Iterator[Layer]:
 
 
 def mimo(decoder: Decoder) -> Iterator[Layer]:
-    """MiMo-V2: sliding layers have sizes of their own, and V rows are shorter than K's.
+    """MiMo-V2: sliding layers have separate sizes, and V rows are shorter than K rows.
 
-    Its `attention_chunk_size` is a leftover: no layer is chunked.
+    Its config has an unused `attention_chunk_size`: no layer is chunked.
     """
     config = decoder.config
     pattern = config.per_layer("hybrid_layer_pattern", config.depth())
@@ -89,7 +90,10 @@ def mimo(decoder: Decoder) -> Iterator[Layer]:
 
 
 def step(decoder: Decoder) -> Iterator[Layer]:
-    """Step-3.5: one kind of layer may have heads of its own; without a list even layers slide."""
+    """Step-3.5: one kind of layer may have different heads.
+
+    Without `layer_types`, even layers use the sliding window.
+    """
     config = decoder.config
     other = config.section("attention_other_setting")
     sizes: dict[str, Sizes] = {}
@@ -104,12 +108,12 @@ def step(decoder: Decoder) -> Iterator[Layer]:
 
 
 def pruned(decoder: Decoder) -> Iterator[Layer]:
-    """DeciLM and Nemotron-NAS: some layers lost their attention to a search, others some heads."""
+    """DeciLM and Nemotron-NAS: architecture search removed attention or heads from some layers."""
     config = decoder.config
     for index, block in enumerate(config.per_layer("block_configs", config.depth())):
         if not isinstance(block, dict) or not isinstance(block.get("attention"), dict):
-            problem = "One of block_configs does not say what its attention is"
-            raise bad(problem, block, "Add its attention")
+            problem = "An entry of block_configs has no attention section"
+            raise bad(problem, block, "Add an attention object to each entry")
         attention = Config(block["attention"])
         if attention.flag("no_op") or attention.flag("replace_with_linear"):
             continue
@@ -119,14 +123,14 @@ def pruned(decoder: Decoder) -> Iterator[Layer]:
 
 
 def falcon(decoder: Decoder) -> Iterator[Layer]:
-    """Falcon: one cached head in the first generation, whatever num_kv_heads says."""
+    """Falcon: the first generation caches one head, regardless of num_kv_heads."""
     config = decoder.config
     single = config.flag("multi_query") and not config.flag("new_decoder_architecture")
     return decoder.every_layer(decoder.attention(heads=1 if single else None))
 
 
 def dbrx(decoder: Decoder) -> Iterator[Layer]:
-    """DBRX keeps its heads in a section of their own."""
+    """DBRX: the number of KV heads is in the config section `attn_config`."""
     section = decoder.config.section("attn_config")
     if section is None:
         raise missing("attn_config")
@@ -134,7 +138,7 @@ def dbrx(decoder: Decoder) -> Iterator[Layer]:
 
 
 def block_sparse(decoder: Decoder) -> Iterator[Layer]:
-    """MiniMax-M3: attention in every layer; the sparse ones keep an indexer's keys before it."""
+    """MiniMax-M3: attention in every layer; sparse layers also cache an indexer's keys."""
     section, depth = decoder.config.section("sparse_attention_config"), decoder.depth
     marks = section.per_layer("sparse_attention_freq", depth) if section else [0] * depth
     spec = decoder.attention()

@@ -1,7 +1,8 @@
-"""GPUs by name: the memory that a process can have of each, and what is left for caches.
+"""GPUs by name: their usable memory, and the memory left for caches.
 
-What is sold is not what a process gets: firmware, error correction and page tables take their
-part first. The figures are what CUDA or ROCm reports as the device's total, rounded down.
+A process can use less memory than the advertised size, because firmware, error correction
+and page tables take some. The figures here are the totals that CUDA or ROCm reports,
+rounded down.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from kvatlas.geometry import size
 GIB = 2**30
 
 OVERHEAD = 3 * GIB
-"""Bytes of a rank that are neither weights nor cache: about 1 GiB for the CUDA context and
-NCCL's buffers, about 2 GiB for the activations of 8,192 tokens in flight and CUDA graphs."""
+"""Bytes per rank for everything except weights and cache: about 1 GiB for the CUDA context and
+NCCL buffers, about 2 GiB for CUDA graphs and the activations of 8,192 tokens in flight."""
 
 MOST_GPUS = 1024
-"""More than any engine deals one model out to."""
+"""Limit on the number of GPUs that serve one model."""
 
 
 class Gpu(NamedTuple):
@@ -32,8 +33,9 @@ class Gpu(NamedTuple):
 
     name: str
     memory: int
-    """Bytes that a process can have."""
+    """Bytes that a process can use."""
     sold: str
+    """The advertised size."""
 
 
 _TABLE = (
@@ -56,7 +58,7 @@ _TABLE = (
 )
 
 GPUS = {name: Gpu(name, int(gib * GIB), sold) for name, gib, sold, _ in _TABLE}
-"""Every GPU that is known, by name."""
+"""All known GPUs by name."""
 
 
 def _key(name: str) -> str:
@@ -69,7 +71,9 @@ _BY_KEY = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU called `name`, in any case and however it is hyphenated, or as its driver says.
+    """Return a GPU by its name or its driver's name for it.
+
+    Case, spaces and hyphens do not matter.
 
     >>> find_gpu("NVIDIA H100 80GB HBM3").name, find_gpu("NVIDIA A100-SXM4-40GB").name
     ('H100', 'A100-40GB')
@@ -85,7 +89,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def find_gpus(text: str) -> tuple[int, Gpu]:
-    """How many GPUs, and which: `8xH100`, or one where no number is given.
+    """Parse a number of GPUs and their kind, such as `8xH100`; the number defaults to 1.
 
     >>> number, gpu = find_gpus("8xH100")
     >>> number, gpu.name
@@ -100,17 +104,18 @@ def find_gpus(text: str) -> tuple[int, Gpu]:
         return 1, find_gpu(text)
     number = int(match["number"])
     if not 1 <= number <= MOST_GPUS:
-        hint = f"Write a number from 1 to {MOST_GPUS:,}, as in 8xH100"
-        raise AtlasError(Code.BAD_QUANTITY, "There is no such number of GPUs", got=text, hint=hint)
+        problem = f"The number of GPUs must be between 1 and {MOST_GPUS:,}"
+        hint = "Write a number and a GPU, as in 8xH100"
+        raise AtlasError(Code.BAD_QUANTITY, problem, got=text, hint=hint)
     return number, find_gpu(match["name"])
 
 
 def memory_for_cache(
     gpu: Gpu, weights: int, *, utilization: float = 0.9, overhead: int = OVERHEAD
 ) -> int:
-    """Bytes of a rank that are left for caches: a part of the GPU, less weights and overhead.
+    """Return the bytes per rank left for caches: `utilization` x memory - weights - overhead.
 
-    `weights` are those of the rank that holds the most (`Weights.per_rank`).
+    `weights` is the size in bytes on the rank that holds the most (`Weights.per_rank`).
 
     >>> memory_for_cache(find_gpu("H100"), 16_060_522_496) // GIB
     53
@@ -122,11 +127,13 @@ and 3 GiB of overhead for 19.8 GiB, 90% of an L4. Use more ranks, a larger GPU o
 weights. [weights_too_large]
     """
     if not 0 < utilization <= 1:
-        hint = "Write a part of the GPU's memory, such as 0.9"
-        problem = "The utilization is not above 0 and at most 1"
+        hint = "Pass the fraction of the GPU's memory to use, such as 0.9"
+        problem = "utilization must be greater than 0 and at most 1"
         raise AtlasError(Code.BAD_QUANTITY, problem, got=utilization, hint=hint)
     if min(weights, overhead) < 0:
-        raise AtlasError(Code.NEGATIVE, got=f"{min(weights, overhead)} bytes", hint="Use 0 or more")
+        problem = "weights and overhead must not be negative"
+        got = f"{min(weights, overhead)} bytes"
+        raise AtlasError(Code.NEGATIVE, problem, got=got, hint="Use 0 or more")
     usable = int(gpu.memory * utilization)
     left = usable - weights - overhead
     if left > 0:

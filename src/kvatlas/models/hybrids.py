@@ -1,7 +1,7 @@
-"""Hybrids whose recurrent layers are not Mamba, and models that only recur or listen.
+"""Readers for hybrids whose recurrent layers are not Mamba, for RWKV-7 and for Whisper.
 
-Gated delta net (Qwen3-Next, Qwen3.5), Kimi delta attention, lightning attention,
-short convolutions, RWKV-7; and Whisper, whose decoder keeps the encoder's rows too.
+The hybrids use gated delta net (Qwen3-Next, Qwen3.5), Kimi delta attention, lightning
+attention or short convolutions. Whisper's decoder also caches the encoder's rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvatlas.specs import (
 def delta_net(decoder: Decoder, *, dtype_key: str | None = None) -> Iterator[Layer]:
     """Qwen3-Next: three layers of gated delta net, then one of attention.
 
-    For Qwen3.5 vLLM keeps states in what the config says under `dtype_key`.
+    For Qwen3.5, vLLM reads the dtype of states from the config key `dtype_key`.
     """
     config = decoder.config
     recurrent = GatedDeltaNet(
@@ -46,8 +46,9 @@ def delta_net(decoder: Decoder, *, dtype_key: str | None = None) -> Iterator[Lay
 def kimi_delta(decoder: Decoder) -> Iterator[Layer]:
     """Kimi-Linear and Kimi-K3: KDA in the layers that the config lists, counted from 1.
 
-    A checkpoint has a section for it. transformers spreads the section out when it reads
-    one, and then says of each layer what it is.
+    A checkpoint's config has these settings in the section `linear_attn_config`.
+    transformers flattens that section into keys with the prefix `linear_` and a
+    `layer_types` list.
     """
     config, depth = decoder.config, decoder.depth
     section = config.section("linear_attn_config")
@@ -72,7 +73,7 @@ def kimi_delta(decoder: Decoder) -> Iterator[Layer]:
 
 
 def lightning(decoder: Decoder) -> Iterator[Layer]:
-    """MiniMax-Text-01: seven layers of lightning attention, then one of softmax."""
+    """MiniMax-Text-01: seven layers of lightning attention, then one of softmax attention."""
     config = decoder.config
     recurrent = LightningAttention(
         heads=config.query_heads(), head_dim=config.head_dim(), ssm_dtype=decoder.ssm_dtype()
@@ -98,7 +99,7 @@ def short_conv(decoder: Decoder) -> Iterator[Layer]:
 
 
 def rwkv(decoder: Decoder) -> Iterator[Layer]:
-    """RWKV-7: a matrix for each head, and two shifts; nothing grows."""
+    """RWKV-7: one matrix per head and two shift rows; nothing grows with the tokens."""
     config = decoder.config
     hidden, head_dim = config.hidden(), config.count("head_dim", "head_size", default=64)
     spec = Rwkv7(
@@ -112,7 +113,7 @@ def rwkv(decoder: Decoder) -> Iterator[Layer]:
 
 
 def whisper(decoder: Decoder) -> Iterator[Layer]:
-    """Whisper's decoder: its own tokens, and the encoder's rows, written once."""
+    """Whisper's decoder: self-attention, and cross-attention over the encoder's rows."""
     config = decoder.config
     heads = config.count("decoder_attention_heads")
     head_dim = config.quotient(config.hidden(), heads, "decoder_attention_heads")

@@ -1,11 +1,11 @@
-"""The built-in catalogue: models that load by name, without a file or a network.
+"""The built-in catalogue: models that load by name, without a file or network access.
 
-An entry is a config in its family's own keys, cut down to what decides a cache, so
-that it goes through the same readers as a file. Its source and confidence travel
-with the model.
+An entry contains the keys of the model's config that determine its caches and weights. It
+goes through the same readers as a config file. The loaded model includes the entry's source
+and confidence.
 
-Lists with an entry for each layer are written as runs: `["mamba*5", "attention"]`
-stands for six words.
+Lists with one entry per layer are run-length encoded: `["mamba*5", "attention"]` expands
+to six entries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 
 class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model: its hub id, where its numbers come from, and its config.
+    """One model: its hub id, the source of its numbers, and its config.
 
     >>> entry = catalogue()["Granite-4.0-h-small"]
     >>> entry.config["layer_types"][:3], len(entry.expanded()["layer_types"])
@@ -35,13 +35,13 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     note: str = ""
 
     def expanded(self) -> dict[str, Any]:
-        """The config with its runs written out."""
+        """Return the config with its run-length encoded lists expanded."""
         return {key: _expand(value) for key, value in self.config.items()}
 
 
 @functools.cache
 def catalogue() -> Mapping[str, CatalogueEntry]:
-    """All entries by name.
+    """Return all entries by name.
 
     >>> catalogue()["Qwen3.5-397B-A17B"].repo
     'Qwen/Qwen3.5-397B-A17B'
@@ -52,7 +52,7 @@ def catalogue() -> Mapping[str, CatalogueEntry]:
 
 
 def find(name: str) -> CatalogueEntry | None:
-    """The entry called `name`, or of the hub repository `name`, in any case.
+    """Return the entry with this name or hub repository, ignoring case; None if there is none.
 
     >>> find("google/gemma-2-2b").name
     'Gemma-2-2b'
@@ -70,7 +70,7 @@ def _expand(value: Any) -> Any:
 
 
 def _run(item: Any) -> list[Any]:
-    """`word*count` as that many words, or numbers where the word is one."""
+    """Expand `word*count` into a list; a word of digits becomes a number."""
     word, star, count = item.rpartition("*") if isinstance(item, str) else ("", "", "")
     if not (star and count.isdigit()):
         return [_expand(item)]

@@ -1,4 +1,4 @@
-"""Latent attention: DeepSeek's MLA, its sparse kin, and DeepSeek-V4's compressed caches."""
+"""Readers for latent attention: MLA, sparse MLA, and DeepSeek-V4's compressed caches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ V4_RATIOS = (0, 4, 128)
 
 
 def latent(decoder: Decoder) -> Iterator[Layer]:
-    """MLA: one latent row for each state; K and V where the config has no latent rank."""
+    """MLA: one latent row per state; dense K and V if the config has no `kv_lora_rank`."""
     if not decoder.config.has("kv_lora_rank"):
         return dense(decoder)
     return decoder.every_layer(latent_attention(decoder))
 
 
 def latent_attention(decoder: Decoder, *, sparse: bool = False) -> LatentAttention:
-    """One MLA layer. Rotary elements are cached even where a model does not rotate them."""
+    """Return the spec of an MLA layer.
+
+    The rotary elements are cached even if the model does not rotate them.
+    """
     config = decoder.config
     spec = LatentAttention(
         latent=config.count("kv_lora_rank"),
@@ -34,10 +37,10 @@ def latent_attention(decoder: Decoder, *, sparse: bool = False) -> LatentAttenti
 
 
 def sparse_latent(decoder: Decoder) -> Iterator[Layer]:
-    """DeepSeek-V3.2 and GLM-5: an indexer's keys before the latent rows of a layer.
+    """DeepSeek-V3.2 and GLM-5: MLA with an indexer; its keys come before the latent rows.
 
-    From GLM-5.2 on only some layers choose states anew; the others go by what the
-    last one chose, and keep no keys.
+    Since GLM-5.2 only some layers have an indexer. The others reuse the selection of the
+    last layer that has one, and cache no keys.
     """
     spec = latent_attention(decoder, sparse=True)
     keys = Indexer(head_dim=decoder.config.count("index_head_dim"))
@@ -63,7 +66,7 @@ def _layers_that_choose(decoder: Decoder) -> list[bool]:
 
 
 def compressed(decoder: Decoder) -> Iterator[Layer]:
-    """DeepSeek-V4: windows, compressed states, an indexer, and compressors' running sums."""
+    """DeepSeek-V4: sliding windows, compressed states, an indexer, and compressor states."""
     config, depth = decoder.config, decoder.depth
     rows = config.per_layer("compress_ratios", depth, extra=max(1, config.predictors()))
     cache = "fp8_ds_mla" if decoder.cache in ("auto", "fp8", "fp8_e4m3") else decoder.cache
@@ -77,7 +80,7 @@ def compressed(decoder: Decoder) -> Iterator[Layer]:
     caches = {}
     for index, ratio in enumerate(rows):
         if type(ratio) is not int or ratio not in V4_RATIOS:
-            raise bad("A compress ratio is none of 0, 4 and 128", ratio, "Check compress_ratios")
+            raise bad("Compression ratios must be 0, 4 or 128", ratio, "Check compress_ratios")
         if ratio not in caches:
             caches[ratio] = compressed_latent(
                 ratio,

@@ -1,4 +1,4 @@
-"""`Layer`: one cache of a model, the value that readers of configs produce."""
+"""`Layer`: one cache of a model, as the config readers yield it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvatlas.specs import AnySpec
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One cache: its name, the decoder layer that owns it, and what it keeps.
+    """One cache: its name, the index of its decoder layer, and its spec.
 
     >>> from kvatlas.specs import FullAttention
     >>> name = "model.layers.7.self_attn.attn"

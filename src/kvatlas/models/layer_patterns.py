@@ -1,9 +1,8 @@
-"""Which layer is of which kind: the many ways in which configs write a pattern.
+"""Layer patterns: determine the kind of each layer from a config.
 
-A pattern is a list of words, a string of letters, an interval, a list of layers
-counted from 0 or from 1, or a rule of the family that the config leaves out. Each
-becomes one word for each layer here, so that readers ask "what is layer 7" and
-nothing else.
+Configs write a pattern as a list of words, a string of letters, an interval, or a list of
+layers counted from 0 or from 1; some omit it and rely on the family's rule. The functions
+here convert every form into a list with one word per layer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SPELLINGS: dict[Kind, str] = {
 }
 _KINDS = {word: kind for kind, words in _SPELLINGS.items() for word in words.split()}
 
-# Words for the layers of hybrids; "linear_attention" is transformers' word for any recurrence.
+# Layer types of hybrids; transformers writes "linear_attention" for any recurrent layer.
 _ATTENDS = ("attention", "full_attention")
 _RECURS = ("mamba", "linear_attention")
 CONVOLVES = ("conv", "short_conv")
@@ -32,10 +31,9 @@ _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
 def attention_kinds(config: Config, *, every: int | None = None) -> list[Kind]:
-    """Full, sliding or chunked for each layer.
+    """Return the kind of each layer: full, sliding or chunked.
 
-    `every` is the family's interval where the config has no pattern: each
-    `every`-th layer is full.
+    `every` applies if the config has no pattern: every `every`-th layer is full.
 
     >>> attention_kinds(Config({"num_hidden_layers": 3, "sliding_window": 8}), every=3)
     ['sliding', 'sliding', 'full']
@@ -56,13 +54,13 @@ def attention_kinds(config: Config, *, every: int | None = None) -> list[Kind]:
     if config.flag("use_sliding_window"):
         first = config.size("max_window_layers") or 0
         return ["sliding" if i >= first else "full" for i in range(depth)]
-    # A window that no request can fill never slides.
+    # A window as long as the context never slides.
     longest = config.maybe("max_position_embeddings")
     return ["full" if longest and window >= longest else "sliding"] * depth
 
 
 def chunked_kinds(config: Config) -> list[Kind]:
-    """Llama 4: layers with rotary positions are chunked, each fourth has none and is full."""
+    """Llama 4: layers with rotary positions are chunked; every fourth has none and is full."""
     depth = config.depth()
     if not config.size("attention_chunk_size"):
         return ["full"] * depth
@@ -76,12 +74,12 @@ def chunked_kinds(config: Config) -> list[Kind]:
 
 
 def gemma4_kinds(config: Config) -> list[Kind]:
-    """Gemma-4: each sixth layer is full, and the last whatever the pattern says."""
+    """Gemma-4: every sixth layer is full, and so is the last, regardless of the pattern."""
     return [*attention_kinds(config, every=6)[:-1], "full"]
 
 
 def block_kinds(config: Config) -> list[str]:
-    """The words of a hybrid: from its list, its letters, its interval or its list of layers.
+    """Return a hybrid's layer types from its list, letters, interval or attention indices.
 
     >>> block_kinds(Config({"hybrid_override_pattern": "M*-E"}))
     ['mamba', 'attention', 'mlp', 'moe']
@@ -92,10 +90,10 @@ def block_kinds(config: Config) -> list[str]:
     letters = config.get("hybrid_override_pattern")
     if isinstance(letters, str):
         if unknown := set(letters) - set(_LETTERS):
-            problem = "hybrid_override_pattern has unknown letters"
-            raise bad(problem, "".join(sorted(unknown)), f"Write it in {' '.join(_LETTERS)}")
+            problem = "hybrid_override_pattern contains unknown letters"
+            raise bad(problem, "".join(sorted(unknown)), f"Use only {' '.join(_LETTERS)}")
         if len(letters) != depth:
-            problem = "hybrid_override_pattern does not have one letter for each layer"
+            problem = "hybrid_override_pattern must have one letter per layer"
             raise bad(problem, f"{len(letters)} letters for {depth} layers")
         return [_LETTERS[letter] for letter in letters]
     for name in ("layers_block_type", "layer_types"):
@@ -124,7 +122,11 @@ def hybrid_layers(
     without_cache: tuple[str, ...] = (),
     recurs: tuple[str, ...] = _RECURS,
 ) -> Iterator[Layer]:
-    """A hybrid's caches: `recurrent`, called `name`, in the layers that are not attention."""
+    """Yield a hybrid's caches.
+
+    Attention layers get the spec that `attention` returns. Layers whose kind is in `recurs`
+    get `recurrent`, under `name`. Layers whose kind is in `without_cache` get none.
+    """
     attends = cache(attention or decoder.attention)
     for index, kind in enumerate(kinds):
         if kind in _ATTENDS:
@@ -133,28 +135,32 @@ def hybrid_layers(
             yield decoder.layer(index, recurrent, name)
         elif kind not in without_cache:
             known = (*_ATTENDS, *recurs, *without_cache)
-            raise bad("A hybrid has a layer of an unknown kind", kind, f"Use {', '.join(known)}")
+            problem = "Unknown layer type in a hybrid's pattern"
+            raise bad(problem, kind, f"Use one of {', '.join(known)}")
 
 
 def owns_cache(config: Config) -> int:
-    """Layers up to the first that reads another's cache, as in Gemma-3n and some Gemma-4."""
+    """Return the number of leading layers that have a cache.
+
+    In Gemma-3n and some Gemma-4 models, the last layers share the cache of earlier ones.
+    """
     depth, shared = config.depth(), config.size("num_kv_shared_layers") or 0
     if shared >= depth:
-        got = f"num_kv_shared_layers {shared} of {depth} layers"
-        raise bad("No layer is left that owns a cache", got)
+        got = f"{shared} of {depth} layers"
+        raise bad("num_kv_shared_layers must be less than the number of layers", got)
     return depth - shared
 
 
 def _kind(word: object) -> Kind:
     if not isinstance(word, str) or word not in _KINDS:
-        problem = "A layer is neither full, sliding nor chunked attention"
+        problem = "Unknown attention type in layer_types"
         raise bad(problem, word, f"Use one of {', '.join(_KINDS)}")
     return _KINDS[word]
 
 
 def _lettered(pattern: str, depth: int) -> list[Kind]:
-    """`LLLG`: local and global, repeated."""
+    """Repeat a pattern such as `LLLG` (L: sliding, G: full) over all layers."""
     if not pattern or set(pattern) - {"L", "G"}:
-        problem = "sliding_window_pattern is neither a number nor letters L and G"
-        raise bad(problem, pattern, "Check it")
+        problem = "sliding_window_pattern must be a number or a string of L and G"
+        raise bad(problem, pattern, "Write it as in 6 or LLLG")
     return ["sliding" if pattern[i % len(pattern)] == "L" else "full" for i in range(depth)]

@@ -1,8 +1,8 @@
-"""Mamba in all its company: alone, between attention layers, and beside attention.
+"""Readers for Mamba models and for hybrids of Mamba and attention.
 
-The sizes have five spellings and one meaning, so one function reads them. The
-width of a mixer is heads x head size: `expand` x hidden size is often something
-else, and is used only where nothing better is there.
+One function reads the sizes in all of their spellings. The width of a mixer is
+heads x head size. `expand` x hidden size often differs from it, and is used only if the
+config has no head size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvatlas.specs import AnySpec, Mamba1, Mamba2
 
 
 def mamba2(decoder: Decoder, *, ssm_dtype: str | None = None) -> Mamba2:
-    """A Mamba-2 mixer."""
+    """Return the spec of a Mamba-2 mixer."""
     config = decoder.config
     heads = config.count("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads")
     return Mamba2(
@@ -46,7 +46,11 @@ def _expanded(config: Config) -> int:
 
 
 def mamba1(decoder: Decoder) -> Mamba1:
-    """A Mamba mixer. The config's `intermediate_size` is an MLP's in hybrids, the mixer's alone."""
+    """Return the spec of a Mamba-1 mixer.
+
+    In a pure Mamba model `intermediate_size` is the width of the mixer; in a hybrid it is
+    the width of the MLP, so it is not read there.
+    """
     config = decoder.config
     inner = None if config.has("mamba_expand") else config.maybe("intermediate_size", "d_inner")
     return Mamba1(
@@ -59,7 +63,7 @@ def mamba1(decoder: Decoder) -> Mamba1:
 
 
 def mamba_alone(decoder: Decoder) -> Iterator[Layer]:
-    """Mamba in every layer."""
+    """Mamba-1 in every layer."""
     return decoder.every_layer(mamba1(decoder), "mixer")
 
 
@@ -69,9 +73,9 @@ def mamba2_alone(decoder: Decoder) -> Iterator[Layer]:
 
 
 def nemotron(decoder: Decoder) -> Iterator[Layer]:
-    """Nemotron-H: a layer is one of Mamba-2, attention, or an MLP that keeps nothing.
+    """Nemotron-H: each layer is Mamba-2, attention, or an MLP without a cache.
 
-    vLLM keeps its states in fp32 unless the config says otherwise.
+    vLLM stores its recurrent states in fp32 unless the config sets another dtype.
     """
     said = decoder.config.text("mamba_ssm_cache_dtype")
     states = decoder.ssm_dtype(config=said, default="fp32")
@@ -84,7 +88,7 @@ def mamba2_hybrid(decoder: Decoder) -> Iterator[Layer]:
 
 
 def jamba(decoder: Decoder) -> Iterator[Layer]:
-    """Jamba: Mamba in most layers, attention in one of eight."""
+    """Jamba: Mamba-1 in most layers, attention in one of eight."""
     return _mixed(decoder, mamba1(decoder))
 
 
@@ -101,10 +105,10 @@ def _mixed(decoder: Decoder, mixer: AnySpec) -> Iterator[Layer]:
 
 
 def side_by_side(decoder: Decoder) -> Iterator[Layer]:
-    """Falcon-H1: each layer keeps attention and Mamba-2.
+    """Falcon-H1: each layer has both attention and a Mamba-2 mixer.
 
-    vLLM numbers the mixers on from the attention layers, and leaves `layers` out of
-    their names.
+    In vLLM's names, the numbers of the mixers continue after those of the attention layers,
+    and the names do not contain `layers`.
     """
     depth, top = decoder.depth, decoder.layers.removesuffix(".layers")
     attention, mixer = decoder.attention(), mamba2(decoder)
@@ -114,10 +118,10 @@ def side_by_side(decoder: Decoder) -> Iterator[Layer]:
 
 
 def zamba(decoder: Decoder) -> Iterator[Layer]:
-    """Zamba-2: Mamba-2 everywhere, and a few attention blocks whose weights take turns.
+    """Zamba-2: Mamba-2 in every layer, and attention blocks with shared weights in some.
 
-    The weights are shared, the caches are not: each place where a block is used
-    keeps its own. vLLM registers all attention first, block by block.
+    The layers that use the same attention block share its weights, but each has a separate
+    cache. vLLM registers all attention caches first, block by block.
     """
     config, depth = decoder.config, decoder.depth
     top = decoder.layers.removesuffix(".layers")
@@ -127,7 +131,7 @@ def zamba(decoder: Decoder) -> Iterator[Layer]:
         words = config.per_layer("layers_block_type", depth)
         places = [index for index, word in enumerate(words) if word == "hybrid"]
     blocks = config.count("num_mem_blocks", default=1)
-    # Attention reads the hidden row and the embedding beside it.
+    # Attention reads the hidden row concatenated with the embedding, hence the factor of 2.
     own = config.maybe("attention_head_dim")
     head_dim = own or 2 * config.hidden() // config.query_heads()
     attention = decoder.attention(head_dim=head_dim)

@@ -1,12 +1,12 @@
-"""`Model`: what a whole model caches, layer by layer, without a word about memory.
+"""`Model`: the caches of a whole model, layer by layer, independent of memory.
 
-A model is a name, a few numbers that topologies must respect, and one `Layer` for
-each cache that it keeps. A decoder layer may keep several caches (attention and an
-indexer, attention and Mamba side by side) or none (an MLP, a layer that shares
-another's cache), so layers are named by their cache, as engines name them.
+A model has a name, a few numbers that limit its topology, and one `Layer` for each cache.
+A decoder layer may have several caches (attention and an indexer, attention and Mamba) or
+none (an MLP, a layer that shares another layer's cache). Therefore a `Layer` has the name
+of a cache, as engines spell it.
 
-`Model.load` goes one way, whatever it is given: find the config, the text model in it,
-and its family; the family's reader lists the caches.
+`Model.load` finds the config, the text model in it, and the family of that model. The
+family's reader then lists the caches.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ _BY_ENGINE = StateDtypes()
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a model caches.
-
-    `layers` are in the order in which an engine registers them.
+    """The caches of a model, in the order in which an engine registers them.
 
     >>> model = Model.load("gpt-oss-20b")
     >>> model.layers[0].name, model.layers[0].spec.window
@@ -48,21 +46,25 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     architecture: str
     layers: tuple[Layer, ...]
     depth: int
-    """Decoder layers, those without a cache included: what pipeline stages divide."""
+    """Decoder layers, including those without a cache. Pipeline stages divide these."""
     attention_heads: int
-    """Query heads, which tensor parallelism must divide; 0 where there are none."""
+    """Query heads, which tensor parallelism must divide; 0 if there are none."""
     repeats_heads: bool = True
-    """Whether vLLM's implementation repeats kv heads where there are more ranks."""
+    """Whether vLLM replicates KV heads when there are more ranks than KV heads."""
     output_groups: int | None = None
-    """Groups of the output projection, where it has such: vLLM deals them out to ranks."""
+    """Groups of the output projection, which vLLM distributes over ranks; None if it has none."""
     dtype: str = "bf16"
+    """The dtype in which the model is served."""
     max_len: int | None = None
+    """The longest context, in tokens; None if the config does not specify it."""
     cache: str = "auto"
-    """The cache dtype that the checkpoint asks for."""
+    """The cache dtype that the checkpoint requests."""
     source: str = ""
+    """The origin of the config: a path, a hub id or a catalogue source."""
     confidence: str = ""
+    """For a catalogue model, how reliable its numbers are."""
     warnings: tuple[str, ...] = ()
-    """What was assumed where the config did not say."""
+    """Assumptions made for values that the config lacks."""
 
     @classmethod
     def load(
@@ -74,13 +76,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         conv_dtype: str | None = None,
         engine: Engine = "vllm",
     ) -> Model:
-        """What the model of `source` caches.
+        """Load a model from its config and list its caches.
 
         `source` is a path to a config.json or its folder, a dict, a transformers config,
-        a catalogue name or entry, a hub id, or a model, which is returned as it is.
-        `dtype` is what the model is served in, where that is not what its config says: fp32
-        checkpoints are served in 16 bits unless it asks for fp32. Recurrent states are kept in
-        what `engine` keeps them in, unless `ssm_dtype` or `conv_dtype` say otherwise.
+        a catalogue name or entry, a hub id, or a `Model`, which is returned unchanged.
+        `dtype` overrides the dtype in which the model is served. Without it, that is the
+        config's dtype, or bf16 for an fp32 checkpoint. `ssm_dtype` and `conv_dtype`
+        override the dtypes in which `engine` stores recurrent states.
 
         >>> model = Model.load("Qwen3-Next-80B-A3B", engine="sglang")
         >>> model.layers[0].name, model.layers[0].spec.ssm_dtype
@@ -98,17 +100,17 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if states != StateDtypes() or served not in (None, source.dtype):
             raise AtlasError(
                 Code.UNREADABLE,
-                "The dtypes of a loaded model are settled: its config is no longer there",
+                "The engine and dtypes of a loaded model cannot be changed",
                 got=f"model {source.name} with {states}, {served}",
-                hint="Load the model's config, path or name with these options",
+                hint="Pass these options when you load the model from its config, path or name",
             )
         return source
 
     def with_cache(self, kv_dtype: str) -> Model:
-        """The same model with its attention kept in `kv_dtype`.
+        """Return the model with its attention cached in `kv_dtype`.
 
-        Recurrent states, indexers and compressors keep what they have: engines
-        choose those apart from the cache dtype.
+        The dtypes of recurrent states, indexers and compressors do not change, because
+        engines configure them separately.
 
         >>> Model.load("Llama-3.1-8B").with_cache("fp8").layers[0].spec.page(16).content
         256
@@ -122,7 +124,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | None = None) -> Model:
-    """What the model of a config caches."""
+    """Read a model from a config."""
     root, warnings = Config(source.values), list[str]()
     text = text_of(root)
     nested = text is not root
@@ -148,7 +150,7 @@ def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | No
         layers=tuple(family.reader(decoder)),
         depth=decoder.depth,
         attention_heads=text.maybe(*QUERY_HEADS) or 0,
-        # vLLM's gpt-oss divides its kv heads and stops there.
+        # vLLM's gpt-oss divides its KV heads but never replicates them.
         repeats_heads=architecture != "GptOssForCausalLM",
         output_groups=text.maybe("o_groups"),
         dtype=decoder.dtype,
@@ -161,7 +163,7 @@ def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | No
 
 
 def text_of(root: Config) -> Config:
-    """The text model's own config, which multimodal models nest once or twice."""
+    """Return the text model's config, which multimodal configs nest once or twice."""
     text = root
     for _ in range(3):
         text = text.section(*_TEXT) or text
@@ -171,14 +173,14 @@ def text_of(root: Config) -> Config:
 def _architecture(config: Config) -> str | None:
     names = config.listing("architectures") or []
     if names and not isinstance(names[0], str):
-        raise bad("architectures is not a list of words", names[0], "Write them in quotes")
+        raise bad("architectures must be a list of strings", names[0], "Write them in quotes")
     return names[0] if names else None
 
 
 def _dtype(root: Config, text: Config, warnings: list[str]) -> str:
     given = root.get("dtype", "torch_dtype") or text.get("dtype", "torch_dtype")
     if given is None or given == "auto":
-        warnings.append("dtype is absent: bf16 assumed")
+        warnings.append("dtype is missing: using bf16")
         return "bf16"
     name = DType.of(given).name
     # Engines serve fp32 checkpoints in 16 bits.

@@ -1,7 +1,6 @@
-"""Where a model's config comes from: whatever its owner has at hand.
+"""Load a config from a path, a dict, a transformers config, a catalogue name or a hub id.
 
-A path, a dict, a transformers object, a catalogue name and a hub id all become one
-mapping here, with a name and a word about its origin.
+All become a `Source`: a mapping, with a name and its origin.
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.models.known_models import CatalogueEntry, catalogue, find
 
 LARGEST_FILE = 16 * 2**20
-"""Bytes of the largest config that is read; real ones have a few thousand."""
+"""Limit on the bytes of a config; real configs have a few thousand."""
 
 LARGEST_INDEX = 128 * 2**20
-"""Bytes of the largest index of tensors: half a million names of a thousand experts' parts."""
+"""Limit on the bytes of a safetensors index; the largest models list half a million tensors."""
 
 LONGEST_SILENCE = 0.8
-"""Seconds in which a hub says something, or is taken to be out of reach."""
+"""Seconds to wait for an answer from the hub before it counts as unreachable."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HINT = "Pass the path of its config.json"
+_HINT = "Pass the path of the model's config.json"
 
 
 class Source(NamedTuple):
-    """A config as a mapping, and where it comes from."""
+    """A config as a mapping, and its origin."""
 
     values: Mapping[str, Any]
     name: str = ""
     origin: str = ""
     confidence: str = ""
     path: Path | None = None
-    """The config's file, where it is one: a checkpoint's other files lie beside it."""
+    """The config's file, if it was read from one. The checkpoint's other files are next to it."""
 
 
 def find_config(source: Any) -> Source:
-    """The config of a path, a mapping, a transformers object, a catalogue name or a hub id.
+    """Find the config of a path, a mapping, a transformers config, a catalogue name or a hub id.
 
     >>> find_config("google/gemma-2-2b").name
     'Gemma-2-2b'
@@ -58,7 +57,7 @@ def find_config(source: Any) -> Source:
         return Source(values)
     raise AtlasError(
         Code.UNREADABLE,
-        "This is no path, mapping, transformers config, catalogue name or hub id",
+        "A model must be a path, mapping, transformers config, catalogue name or hub id",
         got=type(source).__name__,
         hint=_HINT,
     )
@@ -76,7 +75,7 @@ def _from_name(source: str | os.PathLike[str]) -> Source:
     close = difflib.get_close_matches(text, list(catalogue()), n=3, cutoff=0.4)
     raise AtlasError(
         Code.UNKNOWN_MODEL,
-        "No model of that name in the catalogue, and no such file",
+        "There is no such file, and no model of that name in the catalogue",
         got=repr(text),
         hint=f"Did you mean {', '.join(close)}?" if close else _HINT,
     )
@@ -95,7 +94,7 @@ def _from_entry(entry: CatalogueEntry) -> Source:
 
 
 def _from_file(path: Path) -> Source:
-    """The mapping in a config.json, or in the one of a folder, and a name for it."""
+    """Read a config.json, or the one in a folder, and derive a name from the path."""
     if path.is_dir():
         path = path / "config.json"
     values = _json_object(path)
@@ -104,16 +103,16 @@ def _from_file(path: Path) -> Source:
 
 
 def _json_object(path: Path, largest: int = LARGEST_FILE) -> dict[str, Any]:
-    """The mapping in a JSON file that a stranger may have written."""
+    """Read an untrusted JSON file that must contain one object."""
     try:
         if path.exists() and not path.is_file():
-            raise _unreadable(path, "not a plain file", "Pass a config.json")
+            raise _unreadable(path, "not a regular file", "Pass a config.json")
         with path.open("rb") as file:
             text = file.read(largest + 1)
         if len(text) > largest:
             limit = f"more than {largest >> 20} MiB"
-            raise _unreadable(path, limit, "Pass the config.json alone")
-        # The standard library's reader takes the Infinity that some real configs hold.
+            raise _unreadable(path, limit, "Check that the path is a config.json")
+        # The standard library's parser accepts Infinity, which some real configs contain.
         values = json.loads(text)
     except AtlasError:
         raise
@@ -122,14 +121,14 @@ def _json_object(path: Path, largest: int = LARGEST_FILE) -> dict[str, Any]:
         raise _unreadable(path, reason, "Check the path") from error
     except (ValueError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise _unreadable(path, reason[:200], "Fetch the file again") from error
+        raise _unreadable(path, reason[:200], "Download the file again") from error
     if not isinstance(values, dict):
-        raise _unreadable(path, f"a {type(values).__name__}", "Pass a config.json, not its parts")
+        raise _unreadable(path, f"a {type(values).__name__}", "Pass a whole config.json")
     return values
 
 
 def _with_quantisation(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """A config with what ModelOpt wrote into a file of its own, where it says nothing itself."""
+    """Add ModelOpt's hf_quant_config.json if the config has no quantisation section."""
     beside = _sibling(path, "hf_quant_config.json")
     if beside is None or values.get("quantization_config") is not None:
         return values
@@ -138,7 +137,7 @@ def _with_quantisation(values: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def checkpoint_bytes(source: Source) -> int | None:
-    """The bytes of all tensors, where a safetensors index beside the config gives them."""
+    """Return the bytes of all tensors if a safetensors index next to the config records them."""
     beside = _sibling(source.path, "model.safetensors.index.json") if source.path else None
     if beside is None:
         return None
@@ -150,28 +149,29 @@ def checkpoint_bytes(source: Source) -> int | None:
 
 
 def _sibling(path: Path, name: str) -> Path | None:
-    """The file called `name` beside a config.json, `X_name` beside `X_config.json`."""
+    """Return the file `name` next to config.json, or `X_name` next to `X_config.json`."""
     beside = path.with_name(path.name.removesuffix("config.json") + name)
     return beside if path.name.endswith("config.json") and beside.is_file() else None
 
 
 def _unreadable(path: Path, reason: str, hint: str) -> AtlasError:
-    problem = "A config cannot be read, or is not one JSON object"
+    problem = "The file cannot be read, or does not contain a JSON object"
     return AtlasError(Code.UNREADABLE, problem, got=f"{path}: {reason}", hint=hint)
 
 
 def _silence(name: str) -> Exception | None:
-    """Why the hub gives no answer at all, if so: its own library tries for half a minute.
+    """Return the reason why the hub is unreachable, or None if it answers.
 
-    Whatever it answers is an answer. The question is asked in a thread, since looking up an
-    address cannot be given a time.
+    Any answer counts, even an error. This check exists because huggingface_hub retries an
+    unreachable hub for half a minute. It runs in a thread, because a DNS lookup has no
+    timeout.
     """
     import urllib.error
-    import urllib.request  # slow to load, and only a hub id asks for it
+    import urllib.request  # slow to import, and only needed for a hub id
 
     address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     if not address.startswith(("https://", "http://")):
-        return ValueError("HF_ENDPOINT is no web address")
+        return ValueError("HF_ENDPOINT is not a web address")
     url = f"{address.rstrip('/')}/{name}/resolve/main/config.json"
     question = urllib.request.Request(url, method="HEAD")  # noqa: S310
     failures: list[Exception] = []
@@ -180,7 +180,7 @@ def _silence(name: str) -> Exception | None:
         try:
             urllib.request.urlopen(question, timeout=LONGEST_SILENCE).close()  # noqa: S310
         except urllib.error.HTTPError:
-            return  # refused by somebody who is there
+            return  # the hub answered, if only with an error
         except Exception as error:
             failures.append(error)
 
@@ -193,22 +193,23 @@ def _silence(name: str) -> Exception | None:
 
 
 def _from_hub(name: str) -> Path:
-    hint = "Download its config.json and pass the path"
+    hint = "Download the model's config.json and pass its path"
     try:
         hub = importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise AtlasError(
             Code.NO_HUB,
             "huggingface_hub is not installed",
-            got=f"{name!r}, which is no path and not in the catalogue",
-            hint=f"Install huggingface_hub, or: {hint.lower()}",
+            got=f"{name!r}, which is neither a path nor in the catalogue",
+            hint="Install huggingface_hub, or download the model's config.json and pass its path",
         ) from error
     silence = _silence(name)
     try:
-        # Out of reach, what was downloaded before is still there.
+        # If the hub is unreachable, use a config that was downloaded before.
         return Path(hub.hf_hub_download(name, "config.json", local_files_only=silence is not None))
     except Exception as error:
-        # Its errors have many bases: whatever it raises, the config did not come.
+        # Its errors have no common base class; any of them means that there is no config.
         cause = silence or error
         reason = f"{type(cause).__name__}: {str(cause)[:200]}"
-        raise AtlasError(Code.NO_HUB, got=f"{name!r}: {reason}", hint=hint) from error
+        problem = "" if silence else "The model hub did not return the config"
+        raise AtlasError(Code.NO_HUB, problem, got=f"{name!r}: {reason}", hint=hint) from error

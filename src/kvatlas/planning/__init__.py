@@ -1,8 +1,8 @@
-"""Plans: from what layers cache to where every byte lies.
+"""Plans: compute where every byte of a model's caches is stored.
 
-`plan()` takes a model, memory and a topology, and a policy: `atlas` (the default),
-`vllm` (vLLM 0.32's answer to the byte) or `uniform` (vLLM without its hybrid
-manager). The result is a `Plan`: pure data.
+`plan()` takes a model, memory, a topology and a policy: `atlas` (the default), `vllm`
+(the plan of vLLM 0.32, byte for byte) or `uniform` (vLLM without its hybrid manager).
+It returns a `Plan`, which is pure data.
 """
 
 from kvatlas.geometry import size

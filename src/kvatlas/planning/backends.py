@@ -1,12 +1,12 @@
-"""Attention backends as data: which blocks, orders and cache dtypes each takes.
+"""Attention backends as data: the block sizes, layouts and cache dtypes that each supports.
 
-A plan never calls a backend; it only has to know what one will accept. The
-defaults are those that vLLM picks on a Hopper GPU, and `backend=` names another
-for the layers of its family.
+Planning never calls a backend; it only needs to know what the backend accepts. The
+defaults are the backends that vLLM selects on a Hopper GPU. `backend=` selects another
+one for the layers of its family.
 
-A block size is taken where it is a multiple of any size listed. A kernel reads
-blocks of exactly a listed size, or of any multiple where the backend says so;
-larger blocks are then split into kernel blocks.
+A backend supports a block size that is a multiple of one of its `sizes`. Its kernels read
+blocks of exactly such a size or, if `multiples` is set, of any multiple. Larger blocks are
+split into kernel blocks.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from kvatlas.specs import (
 Family = Literal["dense", "latent", "sparse", "indexer", "other"]
 
 ANY_ORDER = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
-"""What a backend without a preference of its own takes, in vLLM's order of preference."""
+"""Layouts of a backend that declares none, in vLLM's order of preference."""
 
 
 EVERY_ORDER = (
     *ANY_ORDER,
     *sorted({"".join(axes) + "C" for axes in permutations("LBHN")} - {*ANY_ORDER}),
 )
-"""All orders in which the bytes of a cell are neighbours, as every kernel wants them: what
-policy atlas plans for such a backend, whose kernels take strides."""
+"""All layouts in which the bytes of a cell are contiguous, as every kernel requires. Policy
+atlas may use them for a backend that declares no layouts, because its kernels take strides."""
 
 
 class Backend(msgspec.Struct, frozen=True):
-    """What one backend takes.
+    """The block sizes, layouts and cache dtypes that one backend supports.
 
     >>> BACKENDS["FLASHMLA"].takes(128), BACKENDS["FLASHMLA"].kernel_block(128)
     (True, 64)
@@ -55,26 +55,26 @@ class Backend(msgspec.Struct, frozen=True):
     sizes: tuple[int, ...]
     """Kernel block sizes, in tokens."""
     multiples: bool = True
-    """Any multiple of a size is a kernel block too."""
+    """Whether any multiple of a size is also a kernel block size."""
     layouts: tuple[str, ...] = ()
-    """Orders it declares, best first; none declared means any."""
+    """Supported layouts, the preferred one first; empty if it supports any."""
     caches: tuple[str, ...] | None = None
-    """Cache dtypes it reads; None for whatever the specs can hold."""
+    """Supported cache dtypes; None if it supports all that the specs allow."""
     whole_rows: bool = False
-    """Blocks must lie a whole number of rows apart: sparse kernels index rows."""
+    """Whether the block stride must be a multiple of the row size: sparse kernels index rows."""
     packing: Packing | None = None
-    """Where its kernels keep K and V in a page; None for what the cache dtype wants."""
+    """The packing of K and V in a page; None for the default of the cache dtype."""
 
     def takes(self, block: int) -> bool:
-        """A block of that many tokens can be served."""
+        """Whether the backend supports blocks of `block` tokens, possibly by splitting them."""
         return any(block % size == 0 for size in self.sizes)
 
     def reads(self, block: int) -> bool:
-        """A block of that many tokens is a kernel block as it is."""
+        """Whether the kernels read blocks of `block` tokens without splitting them."""
         return self.takes(block) if self.multiples else block in self.sizes
 
     def kernel_block(self, block: int) -> int | None:
-        """The largest kernel block that divides `block`, or None."""
+        """Return the largest kernel block that divides `block`, or None if none does."""
         if self.reads(block):
             return block
         return max((size for size in self.sizes if block % size == 0), default=None)
@@ -122,14 +122,14 @@ BACKENDS: dict[str, Backend] = {
         Backend("COMPRESSOR", "other", (1,)),
     )
 }  # fmt: skip
-"""Every backend that plans know, by name."""
+"""All known backends by name."""
 
 
 def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | None]:
-    """The backend of each layer by its name; None for recurrent layers.
+    """Return the backend of each layer, by layer name; None for recurrent layers.
 
-    Sparse and compressed attention bring backends of their own, which `chosen`
-    does not replace.
+    `chosen` replaces only backends of its own family. Sparse and compressed attention always
+    use their specific backends.
     """
     named = BACKENDS.get(str(chosen).upper())
     if chosen is not None and named is None:
@@ -150,22 +150,24 @@ def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | 
             Code.UNKNOWN_BACKEND,
             "No layer of the model uses this backend",
             got=f"{named.name} for {model.architecture}",
-            hint=f"Its layers use {used or 'none'}",
+            hint=f"Leave backend out; the model's layers use {used or 'no backend'}",
         )
     for layer in model.layers:
         backend, cache = backends[layer.name], getattr(layer.spec, "cache", "auto")
         if backend and backend.caches is not None and cache not in backend.caches:
             raise AtlasError(
                 Code.BACKEND_REFUSES,
-                f"{backend.name} reads only {', '.join(backend.caches)}",
-                got=f"cache dtype {cache} in {layer.name}",
+                f"{backend.name} supports only the cache dtypes {', '.join(backend.caches)}",
+                got=f"{cache} in {layer.name}",
                 hint="Choose another cache dtype or another backend",
             )
     return backends
 
 
 def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
-    """The model with K and V where its layers' backends keep them, unless its specs say where.
+    """Return the model with the packing of K and V that its layers' backends require.
+
+    A packing that a spec sets explicitly is kept.
 
     >>> model = Model.load("Llama-3.1-8B")
     >>> packed_for(model, backends_of(model, "CPU_ATTN")).layers[0].spec.packing
@@ -181,7 +183,7 @@ def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
 
 
 def _default(spec: Spec, *, sparse: bool) -> str:
-    """What vLLM picks on Hopper for a layer, or nothing for a recurrent one."""
+    """Return the backend that vLLM selects on Hopper; empty for a recurrent layer."""
     if isinstance(spec, Attention):
         if sparse:
             return "MINIMAX_M3_SPARSE"
@@ -210,7 +212,7 @@ def _default(spec: Spec, *, sparse: bool) -> str:
 
 
 def smallest_common_block(backends: list[Backend], wanted: int) -> int:
-    """The block size that all backends take: `wanted` if they do, else the smallest.
+    """Return `wanted` if all backends support it, else the smallest block size that they do.
 
     >>> smallest_common_block([BACKENDS["FLASHMLA"]], 16)
     64

@@ -1,9 +1,9 @@
-"""How large a block is.
+"""Determine the block size.
 
-The block is the smallest that all backends take. A hybrid's block is inflated until
-one attention page holds a recurrent state, since both share pages: with a state of
-`m` bytes and `a` bytes of attention for each token and layer, and kernels that want
-multiples of `k` tokens, that is k * ceil(m / (k * a)).
+The block size is the smallest that all backends support. For a hybrid, vLLM increases it
+until an attention page can hold a recurrent state, because both share pages. For a state of
+`m` bytes, `a` bytes of attention per token and layer, and kernels that need multiples of `k`
+tokens, that is k * ceil(m / (k * a)).
 """
 
 from __future__ import annotations
@@ -25,46 +25,47 @@ _LATENT_MULTIPLE = 128
 
 
 class BlockSize(msgspec.Struct, frozen=True):
-    """A block size, what state pages are padded to, and why."""
+    """A block size in tokens, and the reasons for it."""
 
     tokens: int
     state_padding: int | None = None
+    """Bytes that pages of recurrent states are padded to; None if they are not padded."""
     reasons: tuple[str, ...] = ()
 
 
 def used_backends(request: PlanRequest) -> list[Backend]:
-    """The attention backends of a model's layers, each once."""
+    """Return the attention backends of a model's layers, without duplicates."""
     return list({b.name: b for b in request.backends.values() if b}.values())
 
 
 def kernel_size(request: PlanRequest) -> BlockSize:
-    """The block that kernels take, before any state inflates it."""
+    """Return the block size that kernels need, before recurrent states increase it."""
     used = used_backends(request)
     if request.block_size is None:
         if not used:
             return BlockSize(DEFAULT_BLOCK)
         block = smallest_common_block(used, DEFAULT_BLOCK)
         names = [backend.name for backend in used]
-        why = f"{names[0]}'s smallest"
+        why = f"the smallest that {names[0]} supports"
         if len(used) > 1 or block != min(used[0].sizes):
-            why = f"the smallest from {DEFAULT_BLOCK} on for {' and '.join(names)}"
-        return BlockSize(block, reasons=(f"Block: {block} tokens, {why}.",))
+            why = f"the smallest from {DEFAULT_BLOCK} up that suits {', '.join(names)}"
+        return BlockSize(block, reasons=(f"Block size: {block} tokens, {why}.",))
     block = positive(request.block_size, "the block size")
     for backend in used:
-        # Backends that come with a model are not chosen by their block size.
+        # vLLM does not check the block size of model-specific backends.
         if backend.family != "other" and not backend.takes(block):
             raise AtlasError(
                 Code.BACKEND_REFUSES,
-                f"{backend.name} takes only blocks of a multiple of "
+                f"{backend.name} needs a block size that is a multiple of "
                 f"{' or '.join(map(str, backend.sizes))} tokens",
-                got=f"a block of {block}",
-                hint="Choose a multiple, or another backend",
+                got=f"a block size of {block}",
+                hint="Choose such a block size, or another backend",
             )
-    return BlockSize(block, reasons=(f"Block: {block} tokens, as requested.",))
+    return BlockSize(block, reasons=(f"Block size: {block} tokens, as requested.",))
 
 
 def block_size(request: PlanRequest) -> BlockSize:
-    """The block of a model, as vLLM sizes it."""
+    """Return the block size that vLLM uses for a model."""
     plain = kernel_size(request)
     block, reasons = plain.tokens, plain.reasons
     state = state_bytes(request.model, request.tp)
@@ -76,9 +77,9 @@ def block_size(request: PlanRequest) -> BlockSize:
     inflated = round_up(step * ceil_div(state, step * token), least)
     if inflated > block:
         reasons += (
-            f"Grown to {inflated} tokens, a multiple of {step}: an attention page ({token:,} "
-            f"bytes per token and layer) must hold a recurrent state of {state:,} bytes, "
-            "since both share pages.",
+            f"Increased to {inflated} tokens, a multiple of {step}: attention and recurrent "
+            f"states share pages, so an attention page ({token:,} bytes per token and layer) "
+            f"must be large enough for a recurrent state of {state:,} bytes.",
         )
         block = inflated
     page = block * token
@@ -86,7 +87,10 @@ def block_size(request: PlanRequest) -> BlockSize:
 
 
 def kernel_multiple(request: PlanRequest, block: int) -> int:
-    """Tokens that a hybrid's block is a multiple of, where kernels take `block`."""
+    """Return the multiple, in tokens, to which a hybrid's block size is rounded up.
+
+    `block` is the block size that kernels need.
+    """
     sizes = [min(backend.sizes) for backend in used_backends(request)[:1]]
     if any(isinstance(layer.spec, LatentAttention) for layer in request.model.layers):
         sizes.append(_LATENT_MULTIPLE)
@@ -94,13 +98,13 @@ def kernel_multiple(request: PlanRequest, block: int) -> int:
 
 
 def state_bytes(model: Model, tp: int) -> int:
-    """Bytes of the largest recurrent state of one layer on one rank; 0 without."""
+    """Return the bytes of the largest recurrent state of a layer on one rank; 0 if none."""
     specs = {layer.spec for layer in model.layers if kind_of(layer.spec) == "recurrent"}
     return max((page_of(spec, 1, tp).unpadded for spec in specs), default=0)
 
 
 def token_bytes(model: Model, tp: int) -> int:
-    """Bytes that attention keeps for one token in one layer on one rank; 0 without."""
+    """Return the bytes of attention per token, layer and rank; 0 if there is no attention."""
     for layer in model.layers:
         if kind_of(layer.spec) != "recurrent":
             return page_of(layer.spec, layer.spec.tokens_per_state or 1, tp).unpadded

@@ -1,9 +1,9 @@
-"""How many requests a draft of a plan fits, at every length, beside another draft.
+"""Compare how many requests two drafts of a plan fit, for every request length.
 
-The promise of policy atlas is kept here: for every length, while
-prefilling and while decoding, a plan fits at least `PROMISE` of the requests that vLLM's
-plan fits. Every length is looked at, by those at which a request takes one more block:
-between two of them it takes no more here, and no less there.
+This module enforces the promise of policy atlas: for every request length, while prefilling
+and while decoding, a plan fits at least `PROMISE` of the requests that vLLM's plan fits. It
+is enough to compare the lengths at which a request of the plan takes one more block. Between
+two such lengths, a request takes no more blocks in this plan, and no fewer in vLLM's.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from kvatlas.planning.plan_parts import Group, blocks_taken
 from kvatlas.planning.request import PlanRequest
 
 PROMISE = 0.99
-"""Share of vLLM's requests that a plan fits at least."""
+"""The minimum share of vLLM's requests that a plan must fit."""
 LENGTHS = 32_768
-"""The promise is kept up to this length at least."""
+"""The promise holds at least up to this request length, even if `max_len` is shorter."""
 MOST_LENGTHS = 1 << 20
-"""Up to this length every step is looked at."""
+"""Up to this request length every step is compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Groups, and the blocks of each pool that they draw from."""
+    """The groups of a plan, and the number of blocks in each pool."""
 
     groups: tuple[Group, ...]
     blocks: tuple[int, ...]
     dcp: int = 1
 
     def requests(self, lengths: NDArray[np.int64], in_flight: int) -> NDArray[np.float64]:
-        """How many requests fit at once, for each of these lengths."""
+        """Return how many requests fit at once, for each length."""
         taken = blocks_taken(self.groups, lengths, in_flight=in_flight, dcp=self.dcp)
-        with np.errstate(divide="ignore"):  # encoders that give no tokens take no blocks
+        with np.errstate(divide="ignore"):  # without encoder tokens, cross attention has no blocks
             fits = [self.blocks[pool] / blocks for pool, blocks in taken.items()]
         fewest: NDArray[np.float64] = np.min(fits, axis=0)
         return fewest
 
 
 def steps(groups: Iterable[Group], request: PlanRequest) -> NDArray[np.int64]:
-    """Every length at which a request takes one more block of a group, up to the greatest.
+    """Return every length at which a request takes one more block of a group.
 
-    A plan for short requests is asked about longer ones, too: up to `LENGTHS` at least. Past
-    `MOST_LENGTHS` only the greatest is looked at: nothing but tokens is left to pay for there.
+    Lengths range up to `max_len`, and at least up to `LENGTHS`. Above `MOST_LENGTHS` only
+    `max_len` is included, because fixed costs no longer matter there.
     """
     longest = min(max(request.max_len, LENGTHS), MOST_LENGTHS)
     sizes = {group.block * request.dcp for group in groups if group.kind != "recurrent"}
@@ -58,7 +58,7 @@ def steps(groups: Iterable[Group], request: PlanRequest) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The least share of another plan's requests that a plan fits, and where."""
+    """The minimum share of another plan's requests that a plan fits, and the length it is at."""
 
     share: float
     length: int
@@ -66,19 +66,19 @@ class Share:
 
     @property
     def keeps_promise(self) -> bool:
-        """Whether it is large enough."""
+        """Whether the share is at least `PROMISE`."""
         return self.share >= PROMISE
 
 
 def capacity_of(request: PlanRequest, draft: PlanDraft) -> Capacity:
-    """What a draft fits, without making a plan of it."""
+    """Compute the capacity of a draft without making a plan from it."""
     stages = draft.stages(request)
     blocks = divide_memory(request, draft.pools, stages)
     return Capacity(draft.groups, tuple(blocks), request.dcp)
 
 
 def least_share(mine: Capacity, theirs: Capacity, request: PlanRequest) -> Share:
-    """The least share of `theirs` that `mine` fits, over all lengths, prefilling or decoding."""
+    """Return the minimum of `mine` / `theirs` over all lengths, prefilling and decoding."""
     lengths = steps(mine.groups, request)
     found = []
     for in_flight in {request.in_flight, DECODING}:

@@ -1,9 +1,10 @@
-"""What fits on GPUs: weights first, then caches, on the topology that serves the most users.
+"""Fit a model on GPUs: find the topology that serves the most users.
 
-`fit()` takes a model and GPUs, `8xH100` say. Every way to deal the model out to all of them is
-a topology: `tp` ranks, on each of `pp` stages, in each of `dp` replicas. Pipelines are looked
-at only where nothing fits without. A model of experts may also deal its experts out to the
-ranks of all replicas (`ep`), as engines do where attention is replicated.
+`fit()` takes a model and GPUs, such as `8xH100`. A topology distributes the model over all of
+them: `dp` replicas, each with `pp` pipeline stages of `tp` ranks. The weights are placed
+first; caches get the rest of the memory. Pipelines are tried only if nothing fits without
+them. A mixture-of-experts model can also distribute its experts over the ranks of all replicas
+(`ep`), as engines do when attention is replicated.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kvatlas.planning.topology import (
 
 
 class Topology(msgspec.Struct, frozen=True, order=True):
-    """How a model is dealt out to GPUs.
+    """How a model is distributed over GPUs.
 
     >>> print(Topology(tp=4, dp=2), Topology(tp=4, dp=2).gpus)
     tp 4, dp 2 8
@@ -49,7 +50,7 @@ class Topology(msgspec.Struct, frozen=True, order=True):
 
     @property
     def gpus(self) -> int:
-        """GPUs that it takes: those of dcp and ep are among them."""
+        """The number of GPUs: tp x pp x dp. dcp and ep reuse these GPUs."""
         return self.tp * self.pp * self.dp
 
     def __str__(self) -> str:
@@ -58,22 +59,23 @@ class Topology(msgspec.Struct, frozen=True, order=True):
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A model on GPUs: what its weights take, and what its caches have."""
+    """A model on GPUs in one topology: its weights per rank, and the plan of its caches."""
 
     model: str
     gpu: str
     topology: Topology
     weights: int = 0
-    """Bytes of the rank that holds the most."""
+    """Bytes on the rank that holds the most."""
     weights_source: str = ""
+    """The origin of that figure, as in `Weights.source`."""
     overhead: int = OVERHEAD
     utilization: float = 0.9
     plan: Plan | None = None
     refusal: AtlasError | None = None
-    """Why there is no plan."""
+    """The error if there is no plan."""
 
     def users(self, length: int | None = None, *, decoding: bool = True) -> int:
-        """Requests of a length that all replicas serve at once."""
+        """Return how many requests of a length all replicas serve at once."""
         if self.plan is None:
             return 0
         each = self.plan.requests(length, in_flight=DECODING if decoding else None)
@@ -81,17 +83,18 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def rank(self) -> tuple[Any, ...]:
-        """Less is better: no pipeline, many users, then few replicas.
+        """Sort key; the smallest is the best fit.
 
-        Where nothing fits, the least weights: the nearest to fitting says why it does not. A
-        topology that cannot be has none.
+        A fit with a plan comes first, ranked by few pipeline stages, many users, then few
+        replicas. Fits without a plan are ranked by few weight bytes per rank, so that the error
+        of the closest attempt is reported. Invalid topologies, which have no weights, come last.
         """
         if self.plan is None:
             return (True, not self.weights, self.weights)
         return (False, self.topology.pp, -self.users(), self.topology.dp)
 
     def as_dict(self) -> dict[str, Any]:
-        """What machines read."""
+        """Return the fit as a JSON object."""
         refused = self.refusal and {"code": str(self.refusal.code), "message": str(self.refusal)}
         return {
             "model": self.model,
@@ -113,9 +116,9 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Fitting:
-    """A model whose weights are known, to be fitted on GPUs in one topology or another.
+    """A model and a kind of GPU, for fitting in several topologies.
 
-    `options` are those of `plan()`, but for the memory and the topology.
+    `options` are passed to `plan()`; memory and topology are not among them.
     """
 
     def __init__(
@@ -136,7 +139,7 @@ class Fitting:
         self.overhead = quantity(overhead, "the overhead")
 
     def on(self, topology: Topology) -> Fit:
-        """The model in one topology, or why it does not fit."""
+        """Fit the model in one topology; if it does not fit, the result has an error."""
         held = 0
         try:
             check_topology(self.model, topology.tp, topology.pp, topology.dcp)
@@ -158,7 +161,7 @@ class Fitting:
         return self._fit(topology, held, made=made)
 
     def best(self, gpus: int) -> Fit:
-        """The topology of so many GPUs that serves the most users."""
+        """Return the fit on `gpus` GPUs that serves the most users."""
         found, gpus = list[Fit](), positive(gpus, "the number of GPUs")
         for pp in (n for n in range(1, min(gpus, MOST_RANKS) + 1) if gpus % n == 0):
             found += [self.on(topology) for topology in self._topologies(gpus // pp, pp)]
@@ -167,7 +170,7 @@ class Fitting:
         return min(found, key=lambda fit: fit.rank)
 
     def suggestions(self, topology: Topology) -> Iterator[Fit]:
-        """Where ranks hold copies of the cache: the topologies that would not."""
+        """Yield fits that store fewer copies of the cache than `topology`, if it has copies."""
         copies = self._copies(topology.tp)
         for dcp in sorted((n for n in range(2, copies + 1) if topology.tp % n == 0), reverse=True):
             fit = self.on(msgspec.structs.replace(topology, dcp=dcp))
@@ -184,12 +187,12 @@ class Fitting:
     def _topologies(self, gpus: int, pp: int) -> Iterator[Topology]:
         for tp in (n for n in range(min(gpus, MOST_RANKS), 0, -1) if gpus % n == 0):
             dp = gpus // tp
-            # Experts that are dealt out to all replicas take no more than those that are repeated.
+            # Distributing experts over all replicas never takes more memory than replicating them.
             deal = dp > 1 and pp == 1 and self._has_experts
             yield Topology(tp=tp, pp=pp, dp=dp, ep=gpus if deal else 1)
 
     def _copies(self, tp: int) -> int:
-        """Ranks that hold the same cache."""
+        """Return the number of ranks that hold the same cache."""
         kept = [layer.spec for layer in self.model.layers if kind_of(layer.spec) != "recurrent"]
         heads = max((getattr(spec, "heads", 1) for spec in kept), default=tp)
         return tp // heads if tp % heads == 0 else 1
@@ -237,11 +240,11 @@ def fit(
     ep: int = 1,
     **options: Any,
 ) -> Fit:
-    """A model on GPUs (`8xH100`), on the topology that serves the most users, or on a given one.
+    """Fit a model on GPUs such as `8xH100`, in a given topology or the one with the most users.
 
-    `model` is what `Model.load` takes, but for a `Model`: its weights are needed, too. Options
-    are `utilization` of the GPU's memory (0.9), `overhead` in bytes that are neither weights nor
-    cache, and those of `plan()`.
+    `model` is anything that `Weights.load` takes; a `Model` is not enough, because it has no
+    weights. Options are `utilization`, the fraction of GPU memory to use (0.9 by default),
+    `overhead`, the bytes for everything except weights and cache, and the options of `plan()`.
 
     >>> found = fit("Llama-3.1-8B", "2xH100", max_len="32K")
     >>> print(found.topology, found.users())
@@ -263,9 +266,9 @@ def given_topology(
     dcp: int = 1,
     ep: int = 1,
 ) -> Topology:
-    """The topology of so many GPUs: tp is what pp and dp leave, unless it is given.
+    """Return the topology of `gpus` GPUs; `tp` defaults to the GPUs divided by pp and dp.
 
-    A single GPU names only its kind: then there are as many as the topology takes.
+    If `gpus` is 1, only its kind matters: the topology may use any number of them.
 
     >>> print(given_topology(8, dp=2), "/", given_topology(1, tp=4))
     tp 4, dp 2 / tp 4
@@ -277,15 +280,15 @@ def given_topology(
     if gpus > 1 and topology.gpus != gpus:
         raise AtlasError(
             Code.CONTRADICTORY,
-            "The topology does not take the GPUs that are there",
-            got=f"{topology} for {gpus} GPUs",
-            hint="Leave tp out, or give sizes whose product is the number of GPUs",
+            f"tp x pp x dp must be the number of GPUs, {gpus}",
+            got=f"{topology}, which is {topology.gpus} GPUs",
+            hint="Leave tp out, or change the sizes or the number of GPUs",
         )
     if topology.ep > topology.gpus:
         raise AtlasError(
             Code.BAD_TOPOLOGY,
-            "There are more ranks for experts than ranks",
-            got=f"ep {ep} of {topology.gpus} GPUs",
+            "ep must not exceed the number of GPUs",
+            got=f"ep {ep} with {topology.gpus} GPUs",
             hint=f"Use an ep of at most {topology.gpus}",
         )
     return topology

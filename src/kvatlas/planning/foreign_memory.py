@@ -1,9 +1,9 @@
-"""A `Plan` of memory that kvatlas did not plan: what a running engine hands a connector.
+"""Describe memory that kvatlas did not plan as a `Plan`.
 
-An engine has tensors: a shape, strides, a place in some storage, and (known to whoever
-wrote it, not to the tensor) what each axis means. With axes named, each layer's tensor
-is a `Placement`, and the plan that would have put it there is found and checked against
-it byte by byte. What no plan can say is refused.
+A connector receives tensors from a running engine. A tensor has a shape, strides and an
+offset, but no axis names; the connector has to add these. Each layer's tensor is then a
+`Placement`. `foreign` finds the plan that has the same placements and checks it byte by
+byte. Memory that no plan can describe raises an error.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ def foreign(
     packing: Packing | None = None,
     full: Collection[str] = (),
 ) -> Plan:
-    """The plan behind an engine's own tensors, one placement for each layer of a rank.
+    """Return the plan of an engine's own tensors.
 
-    Placements have axes B, H, N and C (those that a layer has no use for may be left
-    out), C in elements; with pipeline stages, pass one mapping for each. `groups` lists
-    the layers of each block table, otherwise layers of a kind share one. `blocks` is the
-    tokens of a block, by layer or for all, where a tensor counts smaller kernel blocks or
-    keeps one state for each block. Offsets count from one base address for each pool;
-    `pools` numbers the pool of each group, without it groups with equally many blocks
-    share one. `packing` says where K and V sit in a page. A group that has one of the layers
-    in `full` keeps all tokens, also where its layers see a window alone.
+    - `layers`: the placement of each layer on one rank, or one such mapping per pipeline
+      stage. Placements have the axes B, H, N and C, with C in elements; axes that a layer
+      does not need may be omitted. Offsets are relative to one base address per pool.
+    - `groups`: the layers of each block table. By default, layers of the same kind share one.
+    - `blocks`: tokens per block, for all layers or by layer. Needed if the tensor's B axis
+      counts smaller kernel blocks, or if a layer has one state per block.
+    - `pools`: the pool index of each group. By default, groups with the same number of blocks
+      share a pool.
+    - `packing`: where K and V are in a page.
+    - `full`: layers whose groups keep all tokens, even if the layers see only a window.
 
     >>> import numpy as np
     >>> model = Model.load("Qwen3-8B")
@@ -68,9 +70,9 @@ def foreign(
     if unknown or len(set(named)) < len(named) or not named:
         raise AtlasError(
             Code.UNKNOWN_LAYER,
-            "Tensors are not of the model's own layers, or name one twice",
+            "Tensors must have the names of the model's layers, each at most once",
             got=f"{unknown[:3] or named[:3]} for {loaded.name}",
-            hint=f"It has layers such as {next(iter(known), '-')}",
+            hint=f"Use names such as {next(iter(known), '-')}",
         )
     tp = positive(tp, "tp")
     longest = loaded.max_len or 32768 if max_len is None else max_len
@@ -102,12 +104,12 @@ def foreign(
         groups=tables,
         pools=owned,
         regions=tuple(regions),
-        reasons=("Somebody else's memory: described, not planned.",),
+        reasons=("This plan describes an engine's memory; kvatlas did not choose it.",),
     )
 
 
 class _Seen:
-    """One layer's tensor, and the region that is the same bytes."""
+    """One layer's tensor, with its page and block size."""
 
     group = 0
 
@@ -115,32 +117,34 @@ class _Seen:
         self, stage: int, layer: Layer, placed: Placement, block: int | None, tp: int, most: int
     ) -> None:
         if not isinstance(placed, Placement):
-            raise _unlike(layer.name, f"{type(placed).__name__} instead of a Placement")
+            raise _unlike(layer.name, f"a {type(placed).__name__} instead of a Placement")
         self.stage, self.layer, self.placed = stage, layer, _in_bytes(placed)
         size, per_state = self.placed.size, layer.spec.tokens_per_state
         self.kernel_block = (block or most) if per_state is None else size("N") * per_state
         self.block = block or self.kernel_block
         if self.block % self.kernel_block:
-            raise _unlike(layer.name, f"blocks of {self.block} over {self.kernel_block} states")
+            got = f"a block of {self.block} tokens, not a multiple of {self.kernel_block}"
+            raise _unlike(layer.name, got)
         self.page: Page = page_of(layer.spec, self.kernel_block, tp)
         self.split = self.block // self.kernel_block
         self.blocks = size("B") // self.split
         if not self.blocks:
-            raise _unlike(layer.name, f"{size('B')} kernel blocks for one block of {self.split}")
+            got = f"{size('B')} kernel blocks, fewer than the {self.split} of one block"
+            raise _unlike(layer.name, got)
         sizes = [size(axis) for axis in "HNC"]
         if sizes != [self.page.heads, self.page.states, self.page.content]:
             page = f"{self.page.heads} heads, {self.page.states} states, {self.page.content} bytes"
-            raise _unlike(layer.name, f"H, N, C of {sizes} for a page with {page}")
+            raise _unlike(layer.name, f"sizes {sizes} of H, N, C for a page with {page}")
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """Equal for layers that one region may hold, if their pages step evenly."""
+        """A key that is equal for layers that can share a region if their offsets step evenly."""
         placed = self.placed.shift(-self.placed.offset)
         return (self.group, self.stage, self.block, self.page, placed)
 
 
 def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
-    """Say of each layer which group it is in: of `groups`, or one for each kind."""
+    """Set the group of each layer: from `groups`, or one group per kind of layer."""
     if groups is None:
         kinds: dict[tuple[Any, ...], int] = {}
         for one in seen:
@@ -151,18 +155,19 @@ def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
     tables = {name: index for index, names in enumerate(groups) for name in names}
     missing = [one.layer.name for one in seen if one.layer.name not in tables]
     if missing or len(tables) != len(seen):
+        got = f"{len(tables)} layers in groups for {len(seen)} tensors"
         raise AtlasError(
             Code.BAD_PLAN,
-            "A layer is in no group, or a group lists one without a tensor",
-            got=f"{len(tables)} grouped of {len(seen)}, without {missing[:3]}",
-            hint="List each layer of the tensors in one of the groups",
+            "The groups must list exactly the layers that have tensors",
+            got=f"{got}, without {missing[:3]}" if missing else got,
+            hint="List each layer in one group",
         )
     for one in seen:
         one.group = tables[one.layer.name]
 
 
 def _table(members: list[_Seen], pool: int, full: Collection[str]) -> Group:
-    """The group of some layers: it keeps all tokens where one of them wants them."""
+    """Return the group of some layers; it keeps all tokens if one of the layers needs them."""
     kinds = {kind_of(one.layer.spec) for one in members}
     kind, kept = kind_of(members[0].layer.spec), [k for k in FULL_KINDS if k in kinds]
     if kept or any(one.layer.name in full for one in members):
@@ -172,29 +177,30 @@ def _table(members: list[_Seen], pool: int, full: Collection[str]) -> Group:
 
 
 def _homes(first: dict[int, _Seen], pools: Sequence[int] | None) -> dict[int, int]:
-    """The pool of each group, by one of the group's layers."""
+    """Return the pool index of each group; `first` has one layer of each group."""
     if pools is None:
         counts = list(dict.fromkeys(one.blocks for one in first.values()))
         return {group: counts.index(one.blocks) for group, one in first.items()}
     if isinstance(pools, str | Mapping) or max(first) >= len(pools):
         raise AtlasError(
             Code.BAD_PLAN,
-            "A group has no pool, or pools are not in a row",
-            got=f"pools {pools!r:.100} for group {max(first)}",
-            hint="Pass one pool number for each group",
+            "`pools` must be a list with a pool index for each group",
+            got=f"{pools!r:.100} for {max(first) + 1} groups",
+            hint="Pass one index per group, or leave pools out",
         )
     return {group: natural(pools[group], "the number of a pool") for group in first}
 
 
 def _pools(seen: list[_Seen], homes: dict[int, int]) -> tuple[Pool, ...]:
-    """The pools of all stages, as large as the tensors reach."""
+    """Return the pools of all stages; each extends to the end of its last tensor."""
     reach: dict[tuple[int, int], int] = defaultdict(int)
     counts: dict[tuple[int, int], int] = {}
     for one in seen:
         home = (one.stage, homes[one.group])
         reach[home] = max(reach[home], one.placed.stop)
         if counts.setdefault(home, one.blocks) != one.blocks:
-            raise _unlike(one.layer.name, f"{one.blocks} blocks where others have {counts[home]}")
+            got = f"{one.blocks} blocks in a pool whose other layers have {counts[home]}"
+            raise _unlike(one.layer.name, got)
     return tuple(
         Pool(stage=s, index=i, blocks=counts[s, i], block_bytes=ceil_div(n, counts[s, i]))
         for (s, i), n in sorted(reach.items())
@@ -202,7 +208,7 @@ def _pools(seen: list[_Seen], homes: dict[int, int]) -> tuple[Pool, ...]:
 
 
 def _regions(seen: list[_Seen], tp: int) -> list[Region]:
-    """As few regions as hold the tensors: layers at even steps through memory share one."""
+    """Return regions for the tensors; layers at evenly spaced offsets share a region."""
     families: dict[object, list[_Seen]] = defaultdict(list)
     for one in seen:
         families[one.alike].append(one)
@@ -217,15 +223,15 @@ def _regions(seen: list[_Seen], tp: int) -> list[Region]:
         for one in family:
             region = _region([one], 0, tp)
             if region is None:
-                raise _unlike(one.layer.name, f"{one.placed} in no order of its axes")
+                raise _unlike(one.layer.name, f"{one.placed}, which matches no layout")
             regions.append(region)
     return regions
 
 
 def _region(family: list[_Seen], step: int, tp: int) -> Region | None:
-    """The region that has layers, `step` bytes apart, where their tensors are; None without."""
+    """Return the region of layers that are `step` bytes apart; None if no layout matches."""
     one = family[0]
-    # An axis with one coordinate has no stride and may be anywhere, so it goes outermost.
+    # An axis of size 1 has no stride, so its position is free; put it outermost.
     strides = {axis: one.placed.stride(axis) or _FAR for axis in "BHN"}
     strides["L"] = step or 2 * _FAR
     region = Region(
@@ -261,7 +267,7 @@ def _block(blocks: Mapping[str, int] | int | None, name: str) -> int | None:
 
 
 def _in_bytes(placed: Placement) -> Placement:
-    """The same memory over all axes of a page, C in bytes; axes left out have one coordinate."""
+    """Return the placement with all axes of a page and C in bytes; add missing axes as size 1."""
     missing = [axis for axis in "BHNC" if axis not in placed.axes]
     whole = Placement(
         (*placed.axes, *missing, "byte"),
@@ -275,7 +281,7 @@ def _in_bytes(placed: Placement) -> Placement:
 def _unlike(layer: str, got: str) -> AtlasError:
     return AtlasError(
         Code.BAD_TENSOR,
-        f"The tensor of {layer} does not hold pages of what it keeps, in any order",
+        f"The tensor of {layer} does not match the layer's pages in any layout",
         got=got,
-        hint="Name the axes as the engine means them, and say the packing and the block size",
+        hint="Check the axis names, the packing and the block size",
     )

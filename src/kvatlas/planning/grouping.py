@@ -1,13 +1,14 @@
-"""Which layers share a block table, as vLLM 0.32 decides it.
+"""Group layers that share a block table, by the rules of vLLM 0.32.
 
-Layers of one group share a block table; groups overlay one pool, so their pages
-must fit together. The rules are tried in order and the first that fits is taken:
+Groups overlay each other in one pool, so their pages must fit together. The first rule that
+applies is used:
 
-1. all layers alike: one group;
-2. all layers need the same tokens, though their pages differ: one mixed group;
-3. in block-outermost orders, unlike pages are packed side by side into blocks;
-4. otherwise pages are made equal (larger blocks, or padding), and layers of a kind
-   are dealt into groups of equally many.
+1. All layers have the same kind of page: one group.
+2. All layers need the same tokens but have different pages: one mixed group.
+3. The layout is block-outermost and pages differ in size: the different pages of a group are
+   packed next to each other in its blocks.
+4. Otherwise all pages are made the same size, by larger blocks or padding, and the layers of
+   each kind are divided into groups of equal size.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from kvatlas.planning.sized_layers import (
 from kvatlas.specs import Attention
 
 STRETCH = 1.5
-"""A group is widened to the largest kind while that is less than this times the smallest."""
+"""If the most frequent kind has fewer than this times the layers of the rarest kind, a group has
+room for all layers of the most frequent kind; otherwise for those of the rarest."""
 
 
 _PROMOTED: dict[Kind, Kind] = {
@@ -37,31 +39,31 @@ _PROMOTED: dict[Kind, Kind] = {
     "chunked_local_attention": "full_attention",
     "sliding_window_mla": "mla_attention",
 }
-"""What local attention is called where it is kept at full length."""
+"""The kind of a local attention layer whose cache keeps all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupDraft:
-    """A group in the making. Mixed groups keep each layer's own page."""
+    """The layers of a group; the pages of a `mixed` group differ."""
 
     layers: tuple[SizedLayer, ...]
     mixed: bool
 
     @property
     def regions(self) -> list[tuple[SizedLayer, ...]]:
-        """Layers that lie in one region of memory: alike, in order of appearance."""
+        """The layers of each region, in order of appearance; a region has one kind of page."""
         if not self.mixed:
             return [self.layers] if self.layers else []
         return [tuple(layers) for layers in _by(attrgetter("key"), self.layers).values()]
 
 
 def dealt(layers: Sequence[SizedLayer], groups: int) -> list[GroupDraft]:
-    """Layers dealt into groups of alike pages, the first to each in turn."""
+    """Distribute layers with the same kind of page over `groups` groups, round-robin."""
     return [GroupDraft(tuple(layers[i::groups]), mixed=False) for i in range(groups)]
 
 
 def group_layers(layers: list[SizedLayer], layout: Layout) -> list[GroupDraft]:
-    """The groups of a model's layers."""
+    """Return the groups of a model's layers."""
     if not layers:
         return []
     if alike(layers):
@@ -74,12 +76,12 @@ def group_layers(layers: list[SizedLayer], layout: Layout) -> list[GroupDraft]:
 
 
 def alike(layers: list[SizedLayer]) -> bool:
-    """One block table and one kind of page serve all of them."""
+    """Whether one block table and one kind of page suit all layers."""
     return len({_merged(layer) for layer in layers}) == 1
 
 
 def same_tokens(layers: list[SizedLayer]) -> bool:
-    """All need blocks for the same tokens, so one block table serves them, whatever their pages."""
+    """Whether all layers need blocks for the same tokens, so that they can share a block table."""
     first = layers[0]
     if len({layer.block for layer in layers}) > 1:
         return False
@@ -94,7 +96,7 @@ def same_tokens(layers: list[SizedLayer]) -> bool:
 
 
 def promote(layers: list[SizedLayer]) -> list[SizedLayer]:
-    """Windows and chunks kept at full length, as without a hybrid manager."""
+    """Make windows and chunks keep all tokens, as vLLM does without its hybrid manager."""
     if alike(layers) or same_tokens(layers):
         return layers
     full = {layer.block for layer in layers if layer.kind in FULL_KINDS}
@@ -111,15 +113,15 @@ def promote(layers: list[SizedLayer]) -> list[SizedLayer]:
     if not (alike(promoted) or same_tokens(promoted)):
         raise AtlasError(
             Code.PAGES_NOT_UNIFIED,
-            "One group cannot serve all layers",
-            got=f"layers of kinds {sorted({layer.kind for layer in layers})}",
+            "Policy uniform needs layers that can share one block table",
+            got=f"layers of the kinds {', '.join(sorted({layer.kind for layer in layers}))}",
             hint="Use policy vllm or atlas",
         )
     return promoted
 
 
 def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
-    """All pages as large as the largest: by larger blocks where they fit, else by padding."""
+    """Make all pages as large as the largest: by larger blocks if possible, else by padding."""
     largest = max(layer.nbytes for layer in layers)
     unified = []
     for layer in layers:
@@ -131,9 +133,9 @@ def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
         elif layer.kind == "mla_attention":
             raise AtlasError(
                 Code.PAGES_NOT_UNIFIED,
-                "Latent pages are whole rows and cannot be padded to another page's size",
-                got=f"{layer.name} with a page of {layer.nbytes} beside one of {largest}",
-                hint="Use a block-outermost order such as BLHNC, or policy atlas",
+                "Pages of latent attention cannot be padded to the size of other pages",
+                got=f"{layer.name} with a page of {layer.nbytes} bytes, others with {largest}",
+                hint="Use a block-outermost layout such as BLHNC, or policy atlas",
             )
         else:
             unified.append(replace(layer, padded=largest))
@@ -141,7 +143,7 @@ def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
 
 
 def deal_equal_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
-    """Layers of each kind dealt into groups of equally many."""
+    """Divide the layers of each kind into groups of equal size."""
     kinds = _by(_merged, layers).values()
     counts = [len(kind) for kind in kinds]
     width = max(counts) if max(counts) < STRETCH * min(counts) else min(counts)
@@ -149,11 +151,12 @@ def deal_equal_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
 
 
 def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
-    """Groups whose unlike pages lie side by side in a block.
+    """Return groups whose blocks contain pages of different sizes next to each other.
 
-    Kinds that need the same tokens are kept together. Where such a set repeats a
-    pattern, one layer of each page size, it is cut into groups of as many repeats as
-    leave the least unused; states are cut further, so as not to widen the block.
+    Kinds of layers that need the same tokens form a set. A set that has the same number of
+    layers of each page size can be divided into groups; the number of groups is chosen so
+    that the fewest pages are unused. Recurrent states are divided further, so that they do
+    not make the block larger.
     """
     sets = [list(group.layers) for group in by_tokens(layers)]
     by_page = [_by(attrgetter("nbytes"), members) for members in sets]
@@ -189,20 +192,20 @@ def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
     if sum(len(group.layers) for group in groups) < len(layers):
         raise AtlasError(
             Code.PAGES_NOT_UNIFIED,
-            "Layers that need the same tokens do not repeat a pattern of page sizes",
-            got=f"{[len(members) for members in sets]} layers in sets of unlike pages",
-            hint="Use policy atlas, which gives each set one group",
+            "Layers with different page sizes cannot be divided evenly into groups",
+            got=f"sets of {[len(members) for members in sets]} layers",
+            hint="Use policy atlas, which makes one group of each set",
         )
     return [group for group in groups if group.layers]
 
 
 def kinds_of(layers: Iterable[SizedLayer]) -> list[list[SizedLayer]]:
-    """Layers that one block table and one kind of page serve, together."""
+    """Group layers that can share a block table and a kind of page."""
     return list(_by(_merged, layers).values())
 
 
 def by_tokens(layers: list[SizedLayer]) -> list[GroupDraft]:
-    """One group for all layers that need the same tokens, whatever their pages."""
+    """Make one group of all layers that need the same tokens, even if their pages differ."""
     sets: list[list[SizedLayer]] = []
     homes: dict[tuple[object, ...], list[SizedLayer]] = {}
     for layer in layers:
@@ -219,7 +222,7 @@ def by_tokens(layers: list[SizedLayer]) -> list[GroupDraft]:
 
 
 def _merged(layer: SizedLayer) -> tuple[object, ...]:
-    """A layer's key, but for windows that are kept at full length anyway."""
+    """Return a layer's key, ignoring the window of a layer that keeps all tokens."""
     spec = layer.spec
     if layer.kind != "full_attention" or not isinstance(spec, Attention):
         return layer.key
@@ -231,7 +234,7 @@ def _merged(layer: SizedLayer) -> tuple[object, ...]:
 def _by(
     key: Callable[[SizedLayer], Any], layers: Iterable[SizedLayer]
 ) -> dict[Any, list[SizedLayer]]:
-    """Layers of equal keys together, in order of appearance."""
+    """Group layers by key, in order of appearance."""
     together: dict[Any, list[SizedLayer]] = {}
     for layer in layers:
         together.setdefault(key(layer), []).append(layer)
@@ -243,7 +246,7 @@ def _width(pages: dict[int, list[SizedLayer]], groups: int) -> int:
 
 
 def _fewest_unused(counts: list[int], floor: int) -> int:
-    """Repeats in each group so that rounding up leaves the fewest unused; the larger of equals."""
+    """Return the group size that leaves the fewest unused pages; of equals, the largest."""
     if not floor:
         return 0
     tried = range(floor, max([floor, *counts]) + 1)

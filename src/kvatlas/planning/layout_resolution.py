@@ -1,9 +1,8 @@
-"""Which memory order a plan uses: resolved once, here, for all layers.
+"""Choose the layout of a plan, one for all layers.
 
-Backends declare orders, or none. What all of them take is a candidate, unless a field
-could not be viewed in it, or the model's pages differ in shape: then only orders in which
-a page is one stretch can hold them side by side. The first candidate is used, or the one
-that the caller chose.
+A layout is a candidate if all backends support it and every field can be a view in it. If
+the model's pages differ in shape, a page must also be contiguous. The plan uses the layout
+that the caller requested if it is a candidate, and by default the first candidate.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from kvatlas.planning.sized_layers import SizedLayer, page_of
 def supported_orders(
     backends: list[Backend], undeclared: tuple[str, ...] = ANY_ORDER
 ) -> tuple[str, ...]:
-    """Orders that every backend takes, the most preferred first; `undeclared` where none says.
+    """Return the layouts that all backends support, the most preferred first.
+
+    If no backend declares layouts, return `undeclared`.
 
     >>> from kvatlas.planning.backends import BACKENDS
     >>> supported_orders([BACKENDS["FLASHINFER_SM100"], BACKENDS["FLASH_ATTN"]])
@@ -40,7 +41,7 @@ def supported_orders(
 
 
 def viewable_orders(orders: tuple[str, ...], layers: list[SizedLayer]) -> tuple[str, ...]:
-    """Those orders in which every field of every layer is a view.
+    """Return the layouts in which every field of every layer can be a view.
 
     >>> from kvatlas.planning import plan
     >>> plan("Qwen3-8B", memory="60GiB", kv_dtype="nvfp4").accepted_layouts  # whole pages
@@ -48,14 +49,14 @@ def viewable_orders(orders: tuple[str, ...], layers: list[SizedLayer]) -> tuple[
     """
     kinds = {(layer.spec, layer.block, layer.tp) for layer in layers}
     pages = {page_of(*kind) for kind in kinds}
-    # Padding is the pool's business: another page's size may bring it or spare it.
+    # Ignore padding: it depends on the other pages in the pool.
     flat = {page.padded(page.unpadded) for page in pages if not page.in_cells}
     return tuple(order for order in orders if all(_can_view(page, order) for page in flat))
 
 
 @lru_cache(maxsize=4096)
 def _can_view(page: Page, order: str) -> bool:
-    """Whether every field of a page is a view where pages lie in that order."""
+    """Whether every field of a page can be a view in this layout."""
     try:
         placed = page.place(order, pages=2, blocks=2)
         for field in page.fields:
@@ -66,7 +67,7 @@ def _can_view(page: Page, order: str) -> bool:
 
 
 def candidate_orders(layers: list[SizedLayer]) -> tuple[str, ...]:
-    """Orders that can hold the pages of all layers."""
+    """Return the layouts that suit the backends and pages of all layers."""
     declared = supported_orders([layer.backend for layer in layers if layer.backend])
     orders = viewable_orders(declared, layers)
     shapes = {(layer.page.heads, layer.page.states, layer.nbytes) for layer in layers}
@@ -76,10 +77,10 @@ def candidate_orders(layers: list[SizedLayer]) -> tuple[str, ...]:
 
 
 def resolve_order(candidates: tuple[str, ...], chosen: str | None) -> Layout:
-    """The order that was chosen, if it is a candidate; else the first."""
+    """Return the layout `chosen`, or the first candidate; raise if it is not a candidate."""
     layout = Layout(next(iter(candidates), "LBNHC") if chosen is None else chosen)
     if layout.order not in candidates:
-        got, hint = "backends that share no order", "Choose another backend"
+        got, hint = "backends without a common layout", "Choose another backend"
         if candidates:
             got, hint = str(layout), f"Use one of {', '.join(candidates)}"
         raise AtlasError(Code.LAYOUT_REFUSED, got=got, hint=hint)

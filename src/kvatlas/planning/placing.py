@@ -1,7 +1,6 @@
-"""From groups to a plan: memory divided into pools, and where every group lies in its pool.
+"""Make a plan from groups: divide memory into pools and place each group in its pool.
 
-The last step of every policy. Groups that overlay each other share a pool; a stage has
-as many pools as there are such sets of groups.
+This is the last step of every policy. Groups that overlay each other share a pool.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from kvatlas.planning.request import PlanRequest
 from kvatlas.planning.sized_layers import LOCAL_KINDS, SizedLayer, page_of
 
 _FORGOTTEN_UNIT = 1_000
-"""Bytes of memory so few that a unit was probably forgotten."""
+"""With fewer bytes of memory than this, the caller probably forgot a unit."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,16 @@ class PoolDraft:
     groups: tuple[GroupDraft, ...]
     layout: Layout
     pack: int = 1
-    """Attention layers in a page."""
+    """Attention layers per page."""
     page: int = 0
-    """Bytes of such a page, where attention layers and states share them."""
+    """Bytes of a page that attention layers and states share; 0 if they do not share pages."""
     states: bool = False
-    """A pool of recurrent states, sized by the number of requests."""
+    """Whether this is a separate pool of recurrent states, sized by the number of requests."""
     interleaved: bool = True
-    """Kernel blocks of all layers may lie one after the other, so that they have one stride."""
+    """Whether the kernel blocks of all layers may be interleaved, to give them one stride."""
 
     def on(self, stages: dict[str, int], stage: int) -> PoolDraft:
-        """What of it lies on a pipeline stage."""
+        """Return the pool with only the layers of one pipeline stage."""
         groups = tuple(
             GroupDraft(tuple(x for x in group.layers if stages[x.name] == stage), group.mixed)
             for group in self.groups
@@ -61,7 +60,7 @@ class PoolDraft:
 
     @cached_property
     def width(self) -> int:
-        """Bytes of a block: of the widest group, since groups overlay; 0 where nothing is kept."""
+        """Bytes of a block, which is as wide as the widest group; 0 if there are no layers."""
         filled = [group.layers for group in self.groups if group.layers]
         if not filled:
             return 0
@@ -75,7 +74,7 @@ class PoolDraft:
         return round_up(widest, lcm(*(layer.alignment for layers in filled for layer in layers)))
 
     def needed(self, request: PlanRequest) -> int:
-        """Blocks that a request of the greatest length holds."""
+        """Return the blocks that a request of `max_len` tokens holds."""
         needed = 0
         for group in self.groups:
             first = group.layers[0]
@@ -86,22 +85,22 @@ class PoolDraft:
 
 @dataclass(frozen=True)
 class PlanDraft:
-    """Pools with their groups, from which a plan is made."""
+    """The pools and block size from which a plan is made."""
 
     pools: tuple[PoolDraft, ...]
     size: BlockSize
     orders: tuple[str, ...]
-    """Those that suit backends and pages."""
+    """Layouts that suit the backends and pages."""
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The groups of all pools, in their order."""
+        """The groups of all pools, in order."""
         return tuple(
             _group(group, index) for index, pool in enumerate(self.pools) for group in pool.groups
         )
 
     def stages(self, request: PlanRequest) -> list[tuple[PoolDraft, ...]]:
-        """What of the pools lies on each pipeline stage."""
+        """Return the pools of each pipeline stage."""
         if request.pp == 1:
             return [self.pools]
         return [
@@ -111,7 +110,7 @@ class PlanDraft:
 
 
 class Spot(NamedTuple):
-    """Alike layers of a group, where they lie in its pool."""
+    """Layers of a group with the same kind of page, and their position in the pool."""
 
     layers: Sequence[SizedLayer]
     position: PoolPosition
@@ -120,14 +119,14 @@ class Spot(NamedTuple):
 
 
 def blocks_held(layer: SizedLayer, request: PlanRequest, block: int | None = None) -> int:
-    """Blocks that a request of the greatest length holds at most of a layer.
+    """Return the most blocks of a layer that a request of `max_len` tokens holds.
 
-    `block` asks about blocks of another size than its own.
+    `block` is the block size in tokens; it defaults to the layer's.
     """
     if request.dcp > 1 and layer.kind in LOCAL_KINDS:
         raise AtlasError(
             Code.BAD_TOPOLOGY,
-            "Decode context parallelism cannot divide the tokens of a window or a chunk",
+            "Decode context parallelism does not support windows or chunks",
             got=f"dcp {request.dcp} with {layer.kind} in {layer.name}",
             hint="Use dcp 1 for this model",
         )
@@ -137,17 +136,20 @@ def blocks_held(layer: SizedLayer, request: PlanRequest, block: int | None = Non
 
 
 def make_plan(request: PlanRequest, draft: PlanDraft, *, policy: str) -> Plan:
-    """The plan whose groups lie in these pools."""
+    """Make the plan of a draft."""
     drafts, stages = draft.pools, draft.stages(request)
     counts = divide_memory(request, drafts, stages)
     warnings = list(request.model.warnings)
     longest = request.model.max_len
     if longest and request.max_len > longest:
         warnings.append(
-            f"{request.max_len:,} tokens are past the {longest:,} that the model itself allows."
+            f"max_len is {request.max_len:,} tokens, but the model supports only {longest:,}."
         )
     if request.requests and policy == "atlas" and not any(pool.states for pool in drafts):
-        warnings.append("requests= sizes a pool of recurrent states, and this plan has none.")
+        warnings.append(
+            "requests= has no effect: it sizes a separate pool of recurrent states, and this "
+            "plan has none."
+        )
     pools: list[Pool] = []
     regions: list[Region] = []
     for stage, parts in enumerate(stages):
@@ -186,9 +188,9 @@ def make_plan(request: PlanRequest, draft: PlanDraft, *, policy: str) -> Plan:
 def divide_memory(
     request: PlanRequest, drafts: Sequence[PoolDraft], stages: Sequence[Sequence[PoolDraft]]
 ) -> list[int]:
-    """Blocks of each pool: what requests of the greatest length would use of each.
+    """Return the blocks of each pool, in proportion to the needs of requests of `max_len` tokens.
 
-    The null block, which engines never hand out, is counted to every pool.
+    Every pool also has a null block, which engines never allocate.
     """
     needs = [draft.needed(request) for draft in drafts]
     named = [request.requests if draft.states else None for draft in drafts]
@@ -210,12 +212,12 @@ def divide_memory(
 
 
 def _least_blocks(needs: Sequence[int], named: Sequence[int | None]) -> list[int]:
-    """One request and the null block for every pool, or as many requests as were named."""
+    """Return the blocks for one request, or for the given number, plus the null block."""
     return [need * (many or 1) + 1 for need, many in zip(needs, named, strict=True)]
 
 
 def least_memory(request: PlanRequest, draft: PlanDraft) -> int:
-    """Bytes of each rank that one request of the greatest length needs."""
+    """Return the bytes per rank that one request of `max_len` tokens needs."""
     needs = [pool.needed(request) for pool in draft.pools]
     least = _least_blocks(needs, [request.requests if p.states else None for p in draft.pools])
     return max(
@@ -225,16 +227,19 @@ def least_memory(request: PlanRequest, draft: PlanDraft) -> int:
 
 
 def not_enough(request: PlanRequest, needed: int, *, states: bool = False) -> AtlasError:
-    """The refusal where so many bytes are needed at least."""
-    what = f"one request of {request.max_len:,} tokens"
+    """Return the error for too little memory; `needed` is the minimum in bytes per rank."""
+    what = f"one request of {request.max_len:,} tokens needs"
     if states:
-        what += f" and the states of {request.requests:,}"
-    hint = f"Give at least {needed:,} bytes, or a shorter max_len"
+        what = (
+            f"one request of {request.max_len:,} tokens and the states of "
+            f"{request.requests:,} requests need"
+        )
+    hint = f"Provide at least {needed:,} bytes per rank, or reduce max_len"
     if request.memory < _FORGOTTEN_UNIT:
         hint = f"Did you mean {request.memory}GB?"
     return AtlasError(
         Code.NOT_ENOUGH_MEMORY,
-        f"Not enough memory: {what} needs {size(needed)} per rank",
+        f"Not enough memory: {what} {size(needed)} per rank",
         got=size(request.memory),
         hint=hint,
     )
@@ -243,7 +248,7 @@ def not_enough(request: PlanRequest, needed: int, *, states: bool = False) -> At
 def place_group(
     pool: PoolDraft, group: GroupDraft, blocks: int, warnings: list[str]
 ) -> Iterator[Spot]:
-    """Where the layers of a group lie in the pool of a stage, set by set of alike ones."""
+    """Yield the positions of a group's layers in the pool of a stage, one per kind of page."""
     layout, width, sets = pool.layout, pool.width, group.regions
     if pool.page and group.layers:
         yield from _place_packed(pool, group.layers, blocks, warnings)
@@ -270,7 +275,7 @@ def place_group(
 def _place_packed(
     pool: PoolDraft, layers: Sequence[SizedLayer], blocks: int, warnings: list[str]
 ) -> Iterator[Spot]:
-    """Packs of attention layers, or one state, in each page of a block."""
+    """Yield the positions of packed attention layers, or of states, one state per page."""
     layout, width, first = pool.layout, pool.width, layers[0]
     shared = shared_pages(layout, pool.page, blocks=blocks, width=width)
     if first.kind == "recurrent":
@@ -286,28 +291,28 @@ def _place_packed(
 
 
 def _kernel_blocks(layer: SizedLayer) -> int:
-    """Kernel blocks in a block of a layer."""
+    """Return the number of kernel blocks in a block of a layer."""
     if layer.backend is None or layer.padded:
         return 1
     return layer.block // (layer.backend.kernel_block(layer.block) or layer.block)
 
 
 def kernels_read(backends: Mapping[str, Backend | None], plan: Plan) -> bool:
-    """Whether the backend of every layer reads the kernel blocks that its region has."""
+    """Whether every layer's backend supports the kernel block size of its region."""
     read = [(backends[x.name], r.kernel_block) for r in plan.regions for x in r.layers]
     return all(backend is None or backend.reads(block) for backend, block in read)
 
 
 def _kernel_block(layer: SizedLayer, warnings: list[str], *, dense: bool) -> int:
-    """Tokens that a layer's kernel reads at once; the whole block where it cannot be split."""
+    """Return the kernel block size of a layer in tokens; the block size if it is not split."""
     if layer.backend is None or layer.backend.reads(layer.block):
         return layer.block
     kernel = layer.backend.kernel_block(layer.block)
     if kernel is None or not dense or layer.padded:
         warnings.append(
             f"{layer.backend.name} reads blocks of {' or '.join(map(str, layer.backend.sizes))} "
-            f"tokens, and blocks of {layer.block} cannot be split where pages are not dense: "
-            "engines refuse to bind this plan."
+            f"tokens, but this plan cannot split its blocks of {layer.block} tokens: engines "
+            "will refuse to bind it."
         )
         return layer.block
     return kernel

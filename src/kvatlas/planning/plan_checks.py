@@ -1,8 +1,8 @@
-"""The one validator of plans: run whenever a plan is made or read.
+"""Validate a plan, whenever one is made or read.
 
-Counts are in range, every layer is there with all its parts and tokens, groups keep what
-their layers say, regions lie in bounds and apart, every field can be viewed where it lies,
-and groups overlay each other block by block only.
+The checks: counts are in range; every layer is present, with all of its parts and tokens;
+groups match the specs of their layers; regions are in bounds and do not overlap; every field
+can be a view; and groups overlay each other only block by block.
 """
 
 from __future__ import annotations
@@ -27,41 +27,45 @@ from kvatlas.planning.topology import MOST_RANKS
 from kvatlas.specs import Spec
 
 MOST_PAGES = 16_384
-"""Pages of a block, over all layers, parts and stages: real models have a few hundred."""
+"""Limit on the pages of a block, over all layers, parts and stages; real models have hundreds."""
 
 MOST_REGIONS = 2048
-"""Regions of all stages and groups: real models have a few hundred, however they are split."""
+"""Limit on the regions of all stages and groups; real models have a few hundred."""
 
 MOST_SPECS = 256
-"""Different specs of layers: real models have fewer than ten."""
+"""Limit on different specs; real models have fewer than ten."""
 
 _FAR = 1 << 62
 _ELEMENT = 64
-"""A multiple of the size of every element."""
+"""A multiple of the size of every element, in bytes."""
 _PARTIAL = (*LOCAL_KINDS, "cross_attention")
-"""Kinds that keep other tokens than all of the request's: which ones, their specs say."""
+"""Kinds that do not keep exactly the tokens of the request; their specs define which they keep."""
 
 
 def check_plan(plan: PlanData) -> None:
-    """Refuse a plan whose parts do not fit together, in bounds and apart."""
+    """Raise an error if the parts of a plan overlap, are out of bounds or contradict each other."""
     _check_numbers(plan)
     pools = plan.pools_by_stage
     if len(pools) < len(plan.pools):
-        raise _bad("two pools with one index at one stage")
+        raise _bad("two pools with the same index on one stage")
     claimed: Counter[int] = Counter()
     for pool in plan.pools:
         claimed[pool.stage] += pool.nbytes
     if max(claimed.values()) > plan.memory:
-        raise _bad(f"pools of {max(claimed.values())} bytes in {plan.memory}")
+        got = f"pools of {max(claimed.values())} bytes, more than the memory of {plan.memory}"
+        raise _bad(got)
     viewed: set[tuple[object, ...]] = set()
     placed_in_group: dict[tuple[int, int], dict[str, Placement]] = {}
     placed_in_pool: dict[tuple[int, int], list[tuple[Region, Placement]]] = {}
     for region in plan.regions:
         if not 0 <= region.group < len(plan.groups) or not region.layers:
-            raise _bad(f"a region of group {region.group} out of {len(plan.groups)}")
+            raise _bad(
+                f"a region with {len(region.layers)} layers in group {region.group}, where groups "
+                f"are 0..{len(plan.groups) - 1}"
+            )
         home = (region.stage, plan.groups[region.group].pool)
         if home not in pools:
-            raise _bad(f"group {region.group} in pool {home[1]} at stage {region.stage}")
+            raise _bad(f"group {region.group} in pool {home[1]}, which stage {region.stage} lacks")
         _check_region(plan, region)
         placed = region.placement(plan.tp, pools[home].blocks)
         _check_views(plan, region, placed, viewed)
@@ -77,77 +81,80 @@ def check_plan(plan: PlanData) -> None:
 
 
 def _check_numbers(plan: PlanData) -> None:
-    """Counts are counts, and few enough that nothing from outside costs much."""
+    """Check that counts are in range, and small enough that the other checks are fast."""
     if not plan.pools or not plan.groups or not plan.regions:
-        raise _bad("no pools, no groups or no regions")
+        raise _bad("a plan without pools, groups or regions")
     pages = sum(len(region.layers) for region in plan.regions)
     parts = max(len(plan.groups), len(plan.pools), len(plan.regions))
     if parts > MOST_REGIONS or pages > MOST_PAGES:
-        raise _bad("more groups, pools or layers than any model has")
+        raise _bad(f"{parts:,} groups, pools or regions with {pages:,} pages: too many")
     if Layout(plan.layout).order not in {region.layout for region in plan.regions}:
-        raise _bad(f"layout {plan.layout}, in which no region lies")
+        raise _bad(f"layout {plan.layout}, which no region has")
     counts = [plan.tp, plan.pp, plan.dcp, plan.max_len, plan.block_size, plan.memory, plan.pack]
     counts += [n for pool in plan.pools for n in (pool.blocks, pool.block_bytes)]
     counts += [n for group in plan.groups for n in (group.block, group.held, group.window or 1)]
     naturals = [plan.in_flight, *(group.source for group in plan.groups)]
     if not 1 <= min(counts) <= max(counts) <= INT64_MAX or not 0 <= min(naturals) <= _FAR:
-        raise _bad(f"a count outside 1..2**63 among {sorted({*counts})[:4]}")
+        raise _bad(f"a count that is out of range among {sorted({*counts, *naturals})[:4]}")
     if plan.tp * plan.pp > MOST_RANKS or plan.tp % plan.dcp or max(naturals) > _FAR:
-        raise _bad(f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}")
+        ranks = f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}"
+        raise _bad(f"{ranks}: too many ranks, or a dcp that does not divide tp")
     if not all(0 <= pool.stage < plan.pp for pool in plan.pools):
-        raise _bad(f"a pool at a stage that is none of {plan.pp}")
+        raise _bad(f"a pool on a stage outside 0..{plan.pp - 1}")
 
 
 def _check_region(plan: PlanData, region: Region) -> None:
     group = plan.groups[region.group]
     if region.kernel_block < 1 or region.block < 1 or region.block % region.kernel_block:
-        raise _bad(f"a block of {region.block} in kernel blocks of {region.kernel_block}")
+        raise _bad(f"a block of {region.block} tokens, not a multiple of {region.kernel_block}")
     if region.block != group.block:
-        raise _bad(f"a region with blocks of {region.block} in a group with {group.block}")
+        raise _bad(f"blocks of {region.block} tokens in a group with blocks of {group.block}")
     if region.splits < 1 or region.splits * plan.tp > MOST_RANKS:
-        raise _bad(f"states split into {region.splits} at tp {plan.tp}")
+        got = f"states split into {region.splits} parts at tp {plan.tp}"
+        raise _bad(f"{got}, where tp x parts must be in 1..{MOST_RANKS}")
     if region.splits > 1 and group.kind != "recurrent":
-        raise _bad(f"{group.kind} split into {region.splits}: only recurrent states are")
+        raise _bad(f"{group.kind} split into {region.splits} parts: only states can be split")
     if len(region.parts) != (len(region.layers) if region.splits > 1 else 0):
-        raise _bad(f"{len(region.layers)} pages of {len(region.parts)} parts")
+        raise _bad(f"a region with {len(region.parts)} parts for {len(region.layers)} pages")
     page, split = region.first_page(plan.tp), region.block // region.kernel_block
     if split > 1 and region.page_bytes != page.nbytes * split:
-        raise _bad(f"a page of {region.page_bytes} bytes for {split} of {page.nbytes}")
+        got = f"a page of {region.page_bytes} bytes instead of {split} x {page.nbytes}"
+        raise _bad(got)
     for index in _unlike_layers(region):
         name, spec = region.layers[index].name, region.layers[index].spec
         own = page_of(spec, region.kernel_block, plan.tp * region.splits)
         if (own.heads, own.states, own.content) != (page.heads, page.states, page.content):
-            raise _bad(f"layer {name} in a region of unlike pages")
+            raise _bad(f"layer {name} in a region whose pages have another shape")
         kind = kind_of(spec)
         if not _may_join(kind, group.kind):
-            raise _bad(f"layer {name} of kind {kind} in a group of {group.kind}")
+            raise _bad(f"layer {name} of kind {kind} in a group of kind {group.kind}")
         if group.kind in _PARTIAL and spec.visibility != group.visibility:
-            raise _bad(f"layer {name}, whose window or source is not its group's")
+            raise _bad(f"layer {name}, whose window or source differs from its group's")
         if plan.dcp > 1:
             _check_tokens(plan, group, name, spec.replicas(plan.tp))
 
 
 def _may_join(kind: Kind, group: Kind) -> bool:
-    """Whether a layer may be in a group: windows and chunks are also kept at full length."""
+    """Whether a layer may be in a group; windows and chunks may be in a group of full attention."""
     if group in FULL_KINDS:
         return kind in (*FULL_KINDS, *LOCAL_KINDS)
     return kind == group or (kind, group) == ("sliding_window_mla", "sliding_window")
 
 
 def _check_tokens(plan: PlanData, group: Group, layer: str, replicas: int) -> None:
-    """Every token of a layer is on some rank, where decode context parallelism divides them."""
+    """Check that decode context parallelism leaves every token of a layer on some rank."""
     if group.kind in LOCAL_KINDS:
-        raise _bad(f"dcp {plan.dcp} with {group.kind} in layer {layer}")
+        raise _bad(f"dcp {plan.dcp}, which layer {layer} of kind {group.kind} does not support")
     if group.kind != "recurrent" and replicas < plan.dcp:
-        raise _bad(f"dcp {plan.dcp} where {replicas} rank(s) hold the same of layer {layer}")
+        raise _bad(f"dcp {plan.dcp}, more than the {replicas} replica(s) of layer {layer}")
 
 
 def _check_views(
     plan: PlanData, region: Region, placed: Placement, viewed: set[tuple[object, ...]]
 ) -> None:
-    """Every field can be a view where its cells lie, its elements at multiples of their size.
+    """Check that every field of a region can be a view with aligned elements.
 
-    `viewed` are regions that were looked at: alike ones elsewhere are as good.
+    `viewed` records the regions checked so far, so that equivalent ones are not checked again.
     """
     specs = tuple(dict.fromkeys(layer.spec for layer in region.layers))
     size, first = (region.page_bytes, region.kernel_block, region.splits), placed.offset % _ELEMENT
@@ -165,7 +172,7 @@ def _check_views(
 
 
 def _unlike_layers(region: Region) -> Iterator[int]:
-    """Indices of the first layer of each spec."""
+    """Yield the index of the first layer of each spec."""
     first: dict[Spec, int] = {}
     for index, layer in enumerate(region.layers):
         first.setdefault(layer.spec, index)
@@ -173,7 +180,7 @@ def _unlike_layers(region: Region) -> Iterator[int]:
 
 
 def _check_layers(plan: PlanData) -> None:
-    """Every layer is there once, with all parts of its state, on one stage."""
+    """Check that every layer is on one stage and has each part of its state once."""
     homes: dict[str, list[tuple[int, Region, Layer]]] = {}
     for region in plan.regions:
         for index, layer in enumerate(region.layers):
@@ -182,18 +189,18 @@ def _check_layers(plan: PlanData) -> None:
         parts = sorted(part for part, _, _ in found)
         _, first, layer = found[0]
         if parts != list(range(first.splits)):
-            raise _bad(f"layer {name} with parts {parts[:8]} of {first.splits}, each once")
+            raise _bad(f"layer {name} with parts {parts[:8]} instead of 0..{first.splits - 1}")
         same = (first.stage, first.splits, layer)
         if any((region.stage, region.splits, other) != same for _, region, other in found):
-            raise _bad(f"layer {name} with parts that differ")
+            raise _bad(f"layer {name} with parts that differ in stage, split or spec")
         if not 0 <= layer.index <= _FAR:
-            raise _bad(f"layer {name} with index {layer.index}")
+            raise _bad(f"layer {name} with index {layer.index}, which is out of range")
     if len({found[0][2].spec for found in homes.values()}) > MOST_SPECS:
-        raise _bad("more kinds of layers than any model has")
+        raise _bad(f"more than {MOST_SPECS} different specs")
 
 
 def _check_groups(plan: PlanData) -> None:
-    """What groups say of tokens is what one of their layers says."""
+    """Check that the window, source and held blocks of each group match its layers."""
     members: dict[int, list[Region]] = {}
     for region in plan.regions:
         members.setdefault(region.group, []).append(region)
@@ -205,17 +212,17 @@ def _check_groups(plan: PlanData) -> None:
         if group.window not in {v.window or v.chunk for v in seen}:
             raise _bad(f"group {index} with a window of {group.window}, which no layer has")
         if group.source not in {v.source or 0 for v in seen}:
-            raise _bad(f"group {index} with {group.source} tokens of an encoder")
+            raise _bad(f"group {index} with {group.source} encoder tokens, which no layer has")
         held = 1 + max(checkpoints(spec, prefix_caching=plan.prefix_caching) for spec in specs)
         if group.held != held and (group.held, plan.policy) != (1, "foreign"):
-            raise _bad(f"group {index} with {group.held} blocks held, not {held}")
+            raise _bad(f"group {index} with {group.held} held blocks instead of {held}")
 
 
 def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -> None:
-    """Refuse groups that overlay each other in a pool other than block by block.
+    """Raise an error if groups do not overlay each other block by block.
 
-    A block id belongs to one group at a time, so a block of one group must not touch
-    another block of another.
+    A block id belongs to one group at a time. Therefore a block of one group must not overlap
+    a block with a different id of another group.
     """
     if len({region.group for region, _ in regions}) < 2:
         return
@@ -225,10 +232,11 @@ def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -
         split = region.block // region.kernel_block
         kept = keeps_to_its_blocks(whole, cell // split, blocks * split)
         if region.block_stride != cell or not kept:
-            raise _bad(f"{region.layers[0].name} in blocks that other groups also use")
+            name = region.layers[0].name
+            raise _bad(f"blocks of {name} that overlap blocks of another group with another id")
 
 
-_HINT = "Plans are made by kvatlas.plan(), not by hand"
+_HINT = "Create plans with kvatlas.plan(), not by hand"
 
 
 def _bad(got: str) -> AtlasError:

@@ -1,4 +1,4 @@
-"""What a plan consists of, which pools a rank has, and how much fits."""
+"""`PlanData`: the fields of a plan, its ranks and pools, and its capacity."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvatlas.geometry import natural, positive
 from kvatlas.planning.plan_parts import Group, Pool, Region, blocks_taken
 
 DECODING = 1
-"""Tokens that a request which decodes has in flight."""
+"""Tokens in flight of a request that decodes."""
 
 
 class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """The data of a plan, not yet checked: `Plan` is what to use."""
+    """The unchecked data of a plan. Use `Plan`, which validates it."""
 
     model: str
     policy: str
@@ -24,30 +24,35 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pp: int
     dcp: int
     memory: int
+    """Bytes available per rank."""
     block_size: int
+    """Tokens per block."""
     max_len: int
+    """Tokens of the longest request."""
     in_flight: int
+    """Tokens that an engine schedules at once, which windows must also cover."""
     groups: tuple[Group, ...]
     pools: tuple[Pool, ...]
     regions: tuple[Region, ...]
     backends: tuple[str, ...] = ()
     accepted_layouts: tuple[str, ...] = ()
-    """Orders of engines that suit its backends and pages, and its own."""
+    """Layouts that suit the plan's backends and pages: those of engines, and the plan's own."""
     pack: int = 1
+    """Attention layers per page (or per block) in a hybrid."""
     prefix_caching: bool = True
     reasons: tuple[str, ...] = ()
-    """Why the block is as large as it is, and what was traded for it."""
+    """The reasons for the block size, and its trade-offs."""
     warnings: tuple[str, ...] = ()
 
     # -- ranks ----------------------------------------------------------------------
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are: those of tensor parallelism on every pipeline stage."""
+        """The number of ranks: tp x pp."""
         return self.tp * self.pp
 
     def split_rank(self, rank: int) -> tuple[int, int]:
-        """(pipeline stage, tensor-parallel rank) of a rank; stages count slowest.
+        """Return (pipeline stage, tensor-parallel rank) of a rank; ranks of a stage are adjacent.
 
         >>> from kvatlas.planning import plan
         >>> plan("gpt-oss-20b", memory="40GiB", tp=2, pp=2).split_rank(3)
@@ -55,16 +60,16 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.ranks:
             got = f"rank {rank!r} of tp {self.tp} x pp {self.pp}"
-            raise AtlasError(Code.BAD_RANK, got=got, hint=f"Ranks are 0..{self.ranks - 1}")
+            raise AtlasError(Code.BAD_RANK, got=got, hint=f"Use a rank in 0..{self.ranks - 1}")
         return divmod(rank, self.tp)
 
     def rank_pools(self, rank: int) -> dict[int, Pool]:
-        """The pools of a rank by their index: those of its pipeline stage."""
+        """Return the pools of a rank (those of its pipeline stage) by index."""
         stage, _ = self.split_rank(rank)
         return {pool.index: pool for pool in self.pools if pool.stage == stage}
 
     def pool(self, rank: int, group: int) -> Pool:
-        """The pool that a group draws blocks from on a rank.
+        """Return the pool that provides a group's blocks on a rank.
 
         >>> from kvatlas.planning import plan
         >>> plan("gpt-oss-20b", memory="40GiB").pool(rank=0, group=1).blocks
@@ -77,7 +82,7 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 Code.OUT_OF_RANGE,
                 f"Rank {rank} has no pool for group {group}",
                 got=f"pools {sorted(self.rank_pools(rank))} on stage {stage}",
-                hint="None of the group's layers lie on that stage",
+                hint="Use a rank whose stage has layers of this group",
             )
         return pool
 
@@ -94,7 +99,7 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the first pool, one of which engines keep as the null block."""
+        """Blocks of the first pool, including the null block that engines reserve."""
         return self._first_pool.blocks
 
     @property
@@ -105,16 +110,17 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def blocks_per_request(
         self, length: int | None = None, *, in_flight: int | None = None
     ) -> dict[int, int]:
-        """Blocks that a request of `length` tokens takes of each pool, by the pool's index."""
+        """Return the blocks of each pool that a request of `length` tokens takes, by pool index."""
         tokens = self.max_len if length is None else positive(length, "the length")
         under_way = self.in_flight if in_flight is None else natural(in_flight, "in_flight")
         return blocks_taken(self.groups, tokens, in_flight=under_way, dcp=self.dcp)
 
     def requests(self, length: int | None = None, *, in_flight: int | None = None) -> float:
-        """How many requests of `length` tokens fit at once.
+        """Return how many requests of `length` tokens fit at once.
 
-        Windows also cover tokens in flight: as many as the plan was made for, which is a
-        prefill of every request at once, or `in_flight`, `DECODING` where all of them decode.
+        Windows must also cover the tokens in flight. By default these are the plan's, which
+        assumes that all requests prefill at once. Pass `in_flight=DECODING` for requests that
+        decode.
 
         >>> from kvatlas.planning import plan
         >>> made = plan("gpt-oss-20b", memory="40GiB", max_len="128K")
@@ -129,5 +135,5 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit in requests of the greatest length."""
+        """Tokens that fit in requests of `max_len` tokens."""
         return int(self.requests() * self.max_len)

@@ -18,23 +18,23 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     kind: Kind
     block: int
-    """Tokens in a block."""
+    """Tokens per block."""
     pool: int
-    """Which pool of its stage it draws blocks from."""
+    """The index of the pool that provides its blocks."""
     window: int | None = None
-    """Tokens of its window or chunk, where it keeps no more."""
+    """Tokens of its window or chunk; None if it has none."""
     held: int = 1
-    """Blocks that a request holds whatever its length, where the kind has such."""
+    """For recurrent layers, the blocks that a request holds, regardless of its length."""
     source: int = 0
-    """Tokens of the encoder, for cross attention."""
+    """For cross attention, the tokens of the encoder."""
     mixed: bool = False
-    """Its layers have unlike pages."""
+    """Whether its layers have different pages."""
 
     @classmethod
     def of(
         cls, kind: Kind, spec: Spec, *, block: int, pool: int, held: int = 1, mixed: bool = False
     ) -> Group:
-        """A group of layers that keep what `spec` says, as `kind`."""
+        """Create a group of `kind`, with the window and source of `spec`."""
         seen = spec.visibility
         return cls(
             kind=kind,
@@ -48,7 +48,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def visibility(self) -> Visibility:
-        """Which tokens it keeps: windows and chunks may also be kept at full length.
+        """The tokens that the group keeps. A group of full attention ignores its window.
 
         >>> Group(kind="sliding_window", block=16, pool=0, window=128).visibility.first(1000)
         873
@@ -62,9 +62,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return Visibility()
 
     def blocks(self, length: Whole, *, in_flight: int = 0, dcp: int = 1) -> Whole:
-        """Blocks that a request of `length` tokens holds at most; for many lengths at once, too.
+        """Return the most blocks that a request of `length` tokens holds.
 
-        A window must also cover the tokens that are scheduled but not settled.
+        `length` may be an array. A window must also cover the tokens in flight.
         """
         if self.kind == "recurrent":
             return length * 0 + self.held
@@ -78,16 +78,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.kind == "chunked_local_attention":
             if self.window % self.block == 0:
                 return ceil_div(at_most(length, kept), self.block)
-            # A chunk may start in the middle of a block: one more, if there are as many.
+            # A chunk may start in the middle of a block, which takes one more block.
             return at_most(ceil_div(length, self.block), ceil_div(kept - 1, self.block) + 1)
-        # A window may start in the middle of a block: one more.
+        # A window may start in the middle of a block, which takes one more block.
         return ceil_div(at_most(length, kept - 1), self.block) + 1
 
 
 def blocks_taken(
     groups: Iterable[Group], length: Whole, *, in_flight: int, dcp: int
 ) -> dict[int, Whole]:
-    """Blocks that a request of `length` tokens takes of each pool, by the pool's index."""
+    """Return the blocks of each pool that a request of `length` tokens takes, by pool index."""
     taken: dict[int, Whole] = {}
     for group in groups:
         blocks = group.blocks(length, in_flight=in_flight, dcp=dcp)
@@ -100,9 +100,11 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     stage: int
     index: int = 0
-    """Which pool of its stage this is: what groups refer to."""
+    """The pool's index, to which groups refer."""
     blocks: int
+    """The number of blocks."""
     block_bytes: int
+    """Bytes per block."""
 
     @property
     def nbytes(self) -> int:
@@ -111,38 +113,42 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where alike layers of a group lie in a pool."""
+    """The position in a pool of layers of a group that have the same kind of page."""
 
     stage: int
     group: int
     layers: tuple[Layer, ...]
     block: int
+    """Tokens per block."""
     kernel_block: int
-    """Tokens that a kernel reads as one block; pages are laid out for these."""
+    """Tokens per kernel block; a page is laid out for one kernel block."""
     page_bytes: int
-    """Bytes of a page with its padding, for a whole block."""
+    """Bytes of a layer's page for a whole block, including padding."""
     layout: str
     offset: int
+    """Bytes from the start of the pool to the first page."""
     page_stride: int
+    """Bytes between the pages of two layers."""
     block_stride: int
+    """Bytes between two blocks."""
     splits: int = 1
-    """Parts that a layer's state is split into by heads, each in a page of its own."""
+    """Parts into which a layer's state is split by heads; each part has a separate page."""
     parts: tuple[int, ...] = ()
-    """Which part of its layer's state each page along L holds, where states are split."""
+    """If states are split, the part of the state that each page along L holds."""
 
     def part(self, index: int) -> int:
-        """Which part of its layer's state the page at `index` along L holds."""
+        """Return the part of its layer's state that the page at `index` along L holds."""
         return self.parts[index] if self.parts else 0
 
     def page(self, tp: int, rank: int = 0, index: int = 0) -> Page:
-        """The page of one kernel block of a layer, or of a part of it, on one rank.
+        """Return the page of one kernel block of a layer, or of one part of it, on one rank.
 
-        A part is what one of `splits` times as many ranks would hold.
+        A part has the same page as a whole state would have with tp x `splits` ranks.
         """
         return self._page(tp, index, rank * self.splits + self.part(index))
 
     def first_page(self, tp: int, index: int = 0) -> Page:
-        """The page of a layer's first part on rank 0: all others are laid out alike."""
+        """Return the page of a layer's first part on rank 0; all others have the same layout."""
         return self._page(tp, index, 0)
 
     def _page(self, tp: int, index: int, shard: int) -> Page:
@@ -150,7 +156,10 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return page_of(self.layers[index].spec, self.kernel_block, tp * self.splits, shard, padded)
 
     def placement(self, tp: int, blocks: int) -> Placement:
-        """The cells of all its layers: axes L, B, H, N, C, and k for several kernel blocks."""
+        """Return the placement of all layers' cells.
+
+        The axes are L, B, H, N, C, and k if a block has several kernel blocks.
+        """
         split = self.block // self.kernel_block
         placed = _placed(
             self.first_page(tp),
@@ -164,5 +173,5 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @lru_cache(maxsize=1024)
 def _placed(page: Page, layout: str, pages: int, blocks: int, at: PoolPosition) -> Placement:
-    """Where pages lie, remembered: a plan has many groups that lie alike."""
+    """Place pages, with a cache, because many groups of a plan have the same placement."""
     return page.place(layout, pages=pages, blocks=blocks, **at._asdict())

@@ -1,4 +1,4 @@
-"""`plan()`: a model, memory and a topology in; a `Plan` out."""
+"""`plan()`: make a `Plan` from a model, memory and a topology."""
 
 from __future__ import annotations
 
@@ -43,13 +43,15 @@ def plan(
     requests: int | None = None,
     states: Literal["auto", "shared", "apart"] = "auto",
 ) -> Plan:
-    """Where a model's caches lie in `memory` bytes of each rank.
+    """Plan where a model's caches are stored in `memory` bytes per rank.
 
-    `model` is a `Model` or whatever `Model.load` takes. `in_flight` are the tokens
-    that an engine schedules before it settles them, which windows must also cover.
-    For hybrids under policy atlas, `states` says whether recurrent states share blocks
-    with attention even where that pads more than vLLM, or lie in a pool of their own,
-    which `requests` sizes.
+    `model` is a `Model` or anything that `Model.load` takes. `max_len` is the length of the
+    longest request in tokens. `in_flight` is the number of tokens that an engine schedules
+    before they are computed; windows must also cover these.
+
+    For hybrids under policy atlas, `states` controls where recurrent states are stored:
+    `shared` with attention, in the same blocks; `apart`, in a separate pool whose size
+    `requests` sets; or `auto`, which is `shared` if possible.
 
     >>> made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm")
     >>> made.block_size, made.num_blocks
@@ -60,14 +62,14 @@ def plan(
     _check_word("states", states, ("auto", "shared", "apart"))
     loaded = Model.load(model)
     if not loaded.layers:
-        got = f"{loaded.name} without layers that cache"
-        raise AtlasError(Code.NO_CACHE, got=got, hint="There is nothing to plan")
+        got = f"{loaded.name}, which has no layers with a cache"
+        raise AtlasError(Code.NO_CACHE, got=got, hint="Check the model's config")
     if pack != "auto":
         pack = integer(pack, "the pack")
     if policy != "atlas" and pack not in ("auto", 1):
         raise AtlasError(
             Code.BAD_PACK,
-            "Only policy atlas packs attention layers",
+            "Only policy atlas supports pack",
             got=f"pack {pack} with policy {policy}",
             hint="Leave pack out, or use policy atlas",
         )
@@ -80,7 +82,7 @@ def plan(
     if max_len is None:
         max_len = default_length(loaded)
     if in_flight is None:
-        # Two batches are under way at once, and one more for each further stage.
+        # Two batches are in flight at once, and one more for each additional stage.
         in_flight = _BATCHED_TOKENS * (pp + 1)
     backends = backends_of(loaded, backend)
     loaded = packed_for(loaded, backends)
@@ -110,7 +112,7 @@ def plan(
 
 
 def default_length(model: Model) -> int:
-    """Tokens of the longest request where none are given: what the model allows, up to a bound.
+    """Return the default `max_len`: the model's limit, but at most `DEFAULT_LENGTH` tokens.
 
     >>> default_length(Model.load("Gemma-2-2b")), default_length(Model.load("Qwen3-8B"))
     (8192, 32768)
@@ -129,28 +131,29 @@ _UNSOUND = {
     Code.PAGE_TOO_SMALL,
     Code.UNDECIDED,
 }
-"""What it means that pages do not fit together in an order."""
+"""Codes of errors that mean that the pages do not fit together in the layout."""
 
 
 def _order_refused(
     request: PlanRequest, maker: Callable[[PlanRequest], Plan], refusal: AtlasError
 ) -> AtlasError:
-    """The refusal of an order, with those that do work: each was tried."""
+    """Return the error for a layout, with a hint that lists the layouts that work."""
     orders = []
     for order in EVERY_ORDER:
         with suppress(AtlasError):
             maker(msgspec.structs.replace(request, layout=order))
             orders.append(order)
-    got = f"layout {request.layout or 'by default'}: {refusal.problem} ({refusal.got})"
+    problem, layout = "", request.layout or "the default layout"
+    got = f"{layout}: {refusal.problem} ({refusal.got})"
     if refusal.code is Code.LAYOUT_REFUSED:
-        got = str(refusal.got)
-    hint = "None works: use another block size, backend or policy"
+        problem, got = refusal.problem, str(refusal.got)
+    hint = "No layout works: use another block size, backend or policy"
     if orders:
         hint = f"Use one of {', '.join(orders)}"
-    return AtlasError(Code.LAYOUT_REFUSED, got=got, hint=hint)
+    return AtlasError(Code.LAYOUT_REFUSED, problem, got=got, hint=hint)
 
 
 def _check_word(option: str, word: object, words: tuple[str, ...]) -> None:
     if not isinstance(word, str) or word not in words:
-        problem, hint = f"This is no word for {option}", f"Use one of {', '.join(words)}"
+        problem, hint = f"Unknown value for {option}", f"Use one of {', '.join(words)}"
         raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(word), hint=hint)

@@ -1,14 +1,14 @@
-"""`Plan`: groups, pools and regions of every rank, as data that travels.
+"""`Plan`: the groups, pools and regions of every rank, as data.
 
-A plan holds no tensor and no device. It prints, compares, hashes, goes to JSON and
-back, and is checked whenever it is made or read.
+A plan has no tensor and no device. It can be printed, compared, hashed and converted to
+JSON and back, and it is validated whenever it is made or read.
 
-- A **group** is the layers that share one block table.
-- A **pool** is one allocation of a pipeline stage; the groups in it overlay each
-  other, since a block id belongs to one of them at a time.
-- A **region** is where alike layers of a group lie in a pool: an order, an offset,
-  and the strides of pages and blocks. Every tensor-parallel rank of a stage has the
-  same regions; they differ in which heads and rows those hold.
+- A **group** is a set of layers that share one block table.
+- A **pool** is one allocation on the ranks of a pipeline stage. The groups in it overlay each
+  other, because a block id belongs to one group at a time.
+- A **region** is the position in a pool of layers of a group that have the same kind of page:
+  a layout, an offset, and the strides of pages and blocks. Every tensor-parallel rank of a
+  stage has the same regions, with different heads and rows in them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from kvatlas.planning.plan_parts import Pool, Region
 from kvatlas.specs import Spec
 
 LARGEST_JSON = 4 << 20
-"""Bytes of the largest plan that is read; those of real models have at most 150,000."""
+"""Limit on the bytes of a plan in JSON; plans of real models have at most 150,000."""
 
 VERSION = 1
-"""The version of plans as JSON that is written and read. Version 1 says nothing of itself, so that
-the same plan has the same bytes, and the same hash, for all who know it; later ones do, in a field
-`version`, where they have something that an older reader must not overlook."""
+"""The version of the JSON format. Version 1 has no `version` field, so that the same plan has the
+same bytes and the same hash in every release that reads it. Later versions record their number in
+`version` if they contain something that an older reader must not ignore."""
 
 
 class _PlanVersion(msgspec.Struct):
@@ -48,13 +48,13 @@ class _RegionOutline(msgspec.Struct):
 
 
 class _PlanOutline(msgspec.Struct):
-    """As much of a plan as says how much there is to read."""
+    """The part of a plan that shows how much there is to read."""
 
     regions: list[_RegionOutline]
 
 
 class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """Where everything that a model caches lies, on every rank.
+    """The position of everything that a model caches, on every rank.
 
     >>> from kvatlas.planning import plan
     >>> print(plan("gpt-oss-20b", memory="40GiB"))  # doctest: +NORMALIZE_WHITESPACE
@@ -66,7 +66,10 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         self.validate()
 
     def validate(self) -> None:
-        """Refuse a plan whose parts do not fit together, in bounds and apart."""
+        """Raise an error if the plan's parts overlap, are out of bounds or contradict each other.
+
+        The constructor and `from_json` call this.
+        """
         check_plan(self)
 
     def __str__(self) -> str:
@@ -84,20 +87,20 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
     # -- travel ---------------------------------------------------------------------
 
     def to_json(self) -> bytes:
-        """The plan as JSON."""
+        """Return the plan as JSON."""
         return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Plan:
-        """A plan from JSON, checked as if it were made here; `unlike_versions` for a newer one's.
+        """Read a plan from untrusted JSON and validate it.
 
-        What no real plan comes near is refused before it costs anything: `LARGEST_JSON`
-        bytes, `MOST_PAGES` layers or parts of layers in `MOST_REGIONS` regions, `MOST_SPECS`
-        kinds of layers.
+        A plan in a newer format raises an error with code `unlike_versions`. A plan above the
+        limits (`LARGEST_JSON` bytes, `MOST_PAGES` layers or parts of layers, `MOST_REGIONS`
+        regions, `MOST_SPECS` different specs) raises an error before it is decoded.
         """
         try:
             if isinstance(text, bytes | str) and len(text) > LARGEST_JSON:
-                raise _too_large(f"{len(text):,} bytes, where {LARGEST_JSON:,} are read")
+                raise _too_large(f"{len(text):,} bytes, where at most {LARGEST_JSON:,} are read")
             said = check_plan_version(text)
             _check_outline(text)
             if said is None:
@@ -106,16 +109,16 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
             del fields["version"]
             return msgspec.convert(fields, type=cls)
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as problem:
-            hint = "Make it again with the same version of kvatlas"
+            hint = "Make the plan again with the same version of kvatlas"
             cause = problem.__cause__
-            got = str(problem)
+            what, got = "", str(problem)
             if isinstance(problem, AtlasError):
                 if problem.code is Code.UNLIKE_VERSIONS:
                     raise
                 cause = problem
             if isinstance(cause, AtlasError) and cause.code is Code.BAD_PLAN:
-                got = str(cause.got)  # msgspec wraps what the validator raised
-            raise AtlasError(Code.BAD_PLAN, got=got, hint=hint) from problem
+                what, got = cause.problem, str(cause.got)  # msgspec wraps the validator's error
+            raise AtlasError(Code.BAD_PLAN, what, got=got, hint=hint) from problem
 
     # -- geometry -------------------------------------------------------------------
 
@@ -131,44 +134,48 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of all layers that keep a cache."""
+        """Names of all layers that have a cache."""
         return tuple(self._homes)
 
     def region_of(self, layer: str, part: int = 0) -> tuple[Region, int]:
-        """The region of a layer, or of one part of it, and its index along L there."""
+        """Return the region of a layer, or of one part of it, and its index along L."""
         if part and not 0 < part < len(self._homes.get(layer, ())):
             raise AtlasError(
                 Code.OUT_OF_RANGE,
                 "The layer's state has no such part",
                 got=f"part {part} of {layer}",
-                hint="Plan.parts says how many there are",
+                hint="Use a part below Plan.parts(layer)",
             )
         if layer not in self._homes:
-            hint = f"This plan has {len(self._homes)} layers: {', '.join(self.layers[:2])}, ..."
+            names = ", ".join(self.layers[:2])
+            hint = f"Use one of the plan's {len(self._homes)} layers: {names}, ..."
             raise AtlasError(Code.UNKNOWN_LAYER, got=repr(layer), hint=hint)
         return self._homes[layer][part]
 
     def parts(self, layer: str) -> int:
-        """How many parts a layer's state is split into: 1 unless the plan says otherwise."""
+        """Return the number of parts into which the plan splits a layer's state, usually 1."""
         self.region_of(layer)
         return len(self._homes[layer])
 
     def page(self, layer: str, rank: int = 0, part: int = 0) -> Page:
-        """A layer's page, for one kernel block, on one tensor-parallel rank."""
+        """Return a layer's page for one kernel block on one tensor-parallel rank."""
         region, index = self.region_of(layer, part)
         return region.page(self.tp, rank, index)
 
     def placement(self, layer: str, part: int = 0) -> Placement:
-        """Where a layer's cells lie in its pool: axes B, H, N, C, and k for kernel blocks."""
+        """Return the placement of a layer's cells in its pool.
+
+        The axes are B, H, N, C, and k if a block has several kernel blocks.
+        """
         region, index = self.region_of(layer, part)
         return region.placement(self.tp, self.pool_of(layer).blocks).select("L", index)
 
     def view(self, layer: str, field: str, part: int = 0) -> Placement:
-        """Where one field of a layer lies in its pool."""
+        """Return the placement of one field of a layer in its pool."""
         return self.page(layer, part=part).view(self.placement(layer, part), field)
 
     def spec(self, layer: str) -> Spec:
-        """What a layer caches.
+        """Return the spec of a layer.
 
         >>> from kvatlas.planning import plan
         >>> plan("gpt-oss-20b", memory="40GiB").spec("model.layers.0.attn.attn").visibility.window
@@ -178,17 +185,18 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         return region.layers[index].spec
 
     def pool_of(self, layer: str) -> Pool:
-        """The pool that a layer lies in."""
+        """Return the pool that contains a layer."""
         region, _ = self.region_of(layer)
         return self.pools_by_stage[region.stage, self.groups[region.group].pool]
 
     @cached_property
     def groups_to_clear(self) -> tuple[int, ...]:
-        """Groups whose blocks are zeroed when they take them.
+        """Groups whose blocks must be zeroed when they are allocated.
 
-        Recurrent states are read before they are written. And where groups of one pool keep
-        unlike numbers, the bytes that one leaves can be NaN to the other, whose kernels read
-        whole blocks: what a mask multiplies by zero is then NaN all the same.
+        Recurrent states are read before they are written. Groups with different dtypes in one
+        pool are the other case: bytes that one group leaves in a block may be NaN in the dtype
+        of another. Kernels read whole blocks, and masking a NaN by multiplying with zero gives
+        NaN.
 
         >>> from kvatlas.planning import plan
         >>> plan("gpt-oss-20b", memory="40GiB").groups_to_clear
@@ -209,61 +217,63 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
     # -- in words -------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """What an operator asks first, as one JSON object."""
+        """Return the main figures of the plan as one JSON object."""
         return report.summary(self)
 
     def explain(self) -> str:
-        """The reason for the block size and for each byte of waste, in sentences."""
+        """Explain the block size, the capacity and all unused bytes, in sentences."""
         return report.explain(self)
 
 
 def check_plan_version(text: bytes | str) -> int | None:
-    """The version that a plan's JSON says it is of, if any; one that is not read is refused.
+    """Return the version field of a plan's JSON, or None; raise if it is too new to read.
 
     >>> check_plan_version('{"version": 2, "pools_on": "another planet"}')
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: The plan is in a version that this kvatlas does not read. \
-Got version 2 where versions up to 1 are read. \
-Upgrade the kvatlas that reads it, or make the plan again here. [unlike_versions]
+    kvatlas.errors.AtlasError: The plan's format is too new for this version of kvatlas. \
+Got version 2 where versions up to 1 are supported. \
+Upgrade kvatlas, or make the plan again with this version. [unlike_versions]
     """
     said = msgspec.json.decode(text, type=_PlanVersion).version
     if said is not None and said > VERSION:
-        problem = "The plan is in a version that this kvatlas does not read"
-        hint = "Upgrade the kvatlas that reads it, or make the plan again here"
-        got = f"version {said} where versions up to {VERSION} are read"
+        problem = "The plan's format is too new for this version of kvatlas"
+        hint = "Upgrade kvatlas, or make the plan again with this version"
+        got = f"version {said} where versions up to {VERSION} are supported"
         raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
     return said
 
 
 def checked_plan(given: Any) -> Plan:
-    """A plan from outside, or a refusal.
+    """Return the argument if it is a `Plan`; otherwise raise an error.
 
     >>> checked_plan("Qwen3-8B")  # doctest: +NORMALIZE_WHITESPACE
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: This is not a plan. Got a str. Make one with kvatlas.plan, or
-    describe memory with kvatlas.planning.foreign. [bad_plan]
+    kvatlas.errors.AtlasError: The argument must be a Plan. Got a str. Make one with
+    kvatlas.plan, or describe an engine's memory with kvatlas.planning.foreign. [bad_plan]
     """
     if not isinstance(given, Plan):
-        hint = "Make one with kvatlas.plan, or describe memory with kvatlas.planning.foreign"
+        hint = "Make one with kvatlas.plan, or describe an engine's memory with "
+        hint += "kvatlas.planning.foreign"
         got = f"a {type(given).__name__}"
-        raise AtlasError(Code.BAD_PLAN, "This is not a plan", got=got, hint=hint)
+        raise AtlasError(Code.BAD_PLAN, "The argument must be a Plan", got=got, hint=hint)
     return given
 
 
 def _check_outline(text: bytes | str) -> None:
-    """Refuse a text that would take long to read, by what can be counted quickly."""
+    """Raise an error if a plan has too many layers, regions or specs to decode."""
     regions = msgspec.json.decode(text, type=_PlanOutline).regions
     specs = [bytes(layer.spec) for region in regions for layer in region.layers]
     if len(specs) > MOST_PAGES or len(regions) > MOST_REGIONS:
-        raise _too_large(f"{len(specs):,} layers in {len(regions):,} regions")
+        raise _too_large(f"{len(specs):,} pages in {len(regions):,} regions")
     if len(set(specs)) > MOST_SPECS:
-        raise _too_large(f"{len(set(specs)):,} kinds of layers")
+        raise _too_large(f"{len(set(specs)):,} specs, where at most {MOST_SPECS} are read")
 
 
 def _too_large(got: str) -> AtlasError:
-    return AtlasError(Code.BAD_PLAN, got=f"{got}: more than any model has", hint="Plan it again")
+    problem = "The plan is too large to read"
+    return AtlasError(Code.BAD_PLAN, problem, got=got, hint="Make the plan again")
 
 
-# msgspec crashes where two threads are the first to decode a type: the first is this one.
+# msgspec crashes if two threads are the first to decode a type, so create the decoders here.
 for _kind in (_PlanVersion, _PlanOutline, Plan):
     msgspec.json.Decoder(_kind)

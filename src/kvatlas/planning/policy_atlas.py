@@ -1,22 +1,22 @@
 """Policy `atlas`, the default: never worse than vLLM's plan, with the smallest blocks.
 
-Its promise: at every length, while prefilling and while decoding, it fits at least 99% of
-the requests that vLLM's plan fits, which is always among the candidates. Plans differ where
-vLLM inflates or refuses:
+The promise: for every request length, while prefilling and while decoding, the plan fits at
+least 99% of the requests that vLLM's plan fits. vLLM's plan is always a candidate. The plans
+differ in three cases:
 
-- **Hybrids.** vLLM makes a page of one attention layer hold a whole recurrent state, so a
-  block is thousands of tokens. Here a block holds many attention layers of few tokens, or
-  several states, or parts of states split by heads. Of the blocks that keep the promise the
-  smallest is taken, then the one with the least padding. Attention and states share one
-  pool: a pool of states by itself is a bet on the number of requests, made only where the
-  caller asks for it (`states="apart"`, `requests=`), or where no block can hold both.
-  `pack=N` packs just N attention layers into each page instead.
-- **Orders.** Groups with unlike pages overlay each other in any block-outermost order,
-  because a block id belongs to one group at a time. Where an order that was asked for would
-  interleave the blocks of unlike pages, each group gets a pool of its own.
-- **Kernel blocks.** Where a backend reads smaller blocks, block-outermost orders lay
-  out kernel blocks of all layers one after the other, so that both the block and its
-  kernel blocks have one stride.
+- **Hybrids.** vLLM makes a page of one attention layer large enough for a whole recurrent
+  state, so a block has thousands of tokens. Here a block holds either many attention layers
+  for few tokens, or several states, or parts of states that are split by heads. Of the block
+  sizes that keep the promise, the smallest is used; of equals, the one with the least padding.
+  Attention and states share one pool. A separate pool of states would fix the number of
+  requests, so it is used only if the caller asks for it (`states="apart"`, `requests=`) or no
+  block can hold both. `pack=N` packs N attention layers into each page instead.
+- **Layouts.** Groups with different pages can overlay each other in any block-outermost
+  layout, because a block id belongs to one group at a time. If the caller requests a layout
+  that would interleave the blocks of different pages, each group gets a separate pool.
+- **Kernel blocks.** If a backend reads smaller blocks, a block-outermost layout stores the
+  first kernel block of all layers, then the second, and so on. Blocks and kernel blocks then
+  each have a single stride.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from kvatlas.planning.sized_layers import SizedLayer, size_layers
 from kvatlas.planning.topology import check_vllm_topology
 
 _MOST_TRIES = 16
-"""Shared blocks of which a plan is made before vLLM's own is taken."""
+"""Shared blocks to try before the planner falls back to vLLM's plan."""
 
 
 def plan_atlas(request: PlanRequest) -> Plan:
-    """The plan of policy atlas."""
+    """Make the plan of policy atlas."""
     size = kernel_size(request)
     layers = size_layers(request, block=size.tokens)
     orders = viewable_orders(supported_orders(used_backends(request), EVERY_ORDER), layers)
@@ -77,13 +77,13 @@ def plan_atlas(request: PlanRequest) -> Plan:
     if request.pack not in ("auto", 1):
         raise AtlasError(
             Code.BAD_PACK,
-            "Only hybrids can be packed: attention layers share pages with recurrent states",
+            "Only hybrids support pack: it makes attention layers share pages with states",
             got=f"pack {request.pack} for {request.model.name}",
             hint="Leave pack out",
         )
     draft = PlanDraft(tuple(_pools(layers, layout)), size, orders)
     if request.layout is None:
-        theirs = Yardstick(request, layers)  # no state inflates vLLM's block: it is this one
+        theirs = Yardstick(request, layers)  # without states, vLLM has the same block size
         if theirs.draft and not theirs.share(draft).keeps_promise:
             draft = theirs.draft
     return make_plan(request, draft, policy="atlas")
@@ -92,10 +92,10 @@ def plan_atlas(request: PlanRequest) -> Plan:
 def _layout(
     request: PlanRequest, orders: tuple[str, ...], layers: list[SizedLayer], *, hybrid: bool
 ) -> Layout:
-    """The order that was asked for, or the first in which all groups share a pool."""
+    """Return the requested layout, or the first in which all groups share a pool."""
     preferred = request.layout
     if preferred is None and hybrid and request.pack == "auto":
-        # Block by block, states and attention fit together whatever their shapes.
+        # In a block-outermost layout, pages of any shape can share blocks.
         preferred = next((order for order in orders if Layout(order).block_outermost), None)
     elif preferred is None:
         one = (order for order in orders if len(_pools(layers, Layout(order))) == 1)
@@ -104,7 +104,7 @@ def _layout(
 
 
 def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
-    """Groups that can overlay each other in one pool, or each in a pool of its own."""
+    """Return one pool if all groups can overlay each other, otherwise one pool per group."""
     for order in (layout, Layout("BLHNC")):
         try:
             groups = group_layers(layers, order)
@@ -114,7 +114,7 @@ def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
                 raise
     else:
         groups = by_tokens(layers)
-    # A page in one stretch overlays any other of its size; stripes of heads only their like.
+    # A contiguous page can overlay any page of the same size; others need the same shape.
     shapes = {
         layer.nbytes
         if layout.page_contiguous
@@ -122,7 +122,7 @@ def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
         for group in groups
         for layer in group.layers
     }
-    # Outside all blocks, stripes of heads or states are as long as their group is wide.
+    # If heads or states are outside of blocks and layers, strides depend on the group's width.
     apart = not layout.block_outermost and not layout.layer_compact
     if len(groups) == 1 or layout.block_outermost or (len(shapes) == 1 and not apart):
         return [PoolDraft(tuple(groups), layout)]
@@ -130,7 +130,7 @@ def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
 
 
 class Yardstick:
-    """The plan of vLLM, which no other may fall behind."""
+    """The plan of vLLM, with which other plans are compared."""
 
     def __init__(self, request: PlanRequest, layers: list[SizedLayer] | None = None) -> None:
         self.request = request
@@ -143,7 +143,7 @@ class Yardstick:
 
     @cached_property
     def capacity(self) -> Capacity | None:
-        """What it fits; nothing where there is no such plan, or memory too small for it."""
+        """The capacity of vLLM's plan; None if there is no plan or too little memory for it."""
         try:
             return capacity_of(self.request, self.draft) if self.draft else None
         except AtlasError as refusal:
@@ -152,7 +152,7 @@ class Yardstick:
             return None
 
     def share(self, draft: PlanDraft) -> Share:
-        """The least share of its requests that a draft fits."""
+        """Return the minimum share of vLLM's requests that a draft fits."""
         mine = capacity_of(self.request, draft)
         if self.capacity is None:
             return Share(1.0, self.request.max_len, DECODING)
@@ -160,28 +160,28 @@ class Yardstick:
 
     @property
     def block(self) -> int:
-        """Tokens of its block; 0 without a plan."""
+        """The block size of vLLM in tokens; 0 without a plan."""
         return self.draft.size.tokens if self.draft else 0
 
     @property
     def sentence(self) -> str:
-        """What it is, for people."""
+        """A sentence on the block size of vLLM."""
         if self.draft is None:
             code = self.refusal.code if self.refusal else ""
-            return f"vLLM has no plan to compare with ({code})."
+            return f"vLLM has no plan for this model, so there is nothing to compare with ({code})."
         try:
             check_vllm_topology(self.request.model, self.request.tp, self.request.dcp)
         except AtlasError as refusal:
             return (
-                f"vLLM refuses this topology: {refusal.got}. By its other rules a block would "
-                f"have {self.block:,} tokens."
+                f"vLLM does not support this topology: {refusal.got}. Otherwise its block size "
+                f"would be {self.block:,} tokens."
             )
-        return f"vLLM's block is {self.block:,} tokens."
+        return f"vLLM's block size is {self.block:,} tokens."
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """A model with both attention and recurrent layers, and what is decided of its plan."""
+    """A model with both attention and recurrent layers, and the settings of its plan."""
 
     request: PlanRequest
     attention: list[SizedLayer]
@@ -189,16 +189,16 @@ class Hybrid:
     layout: Layout
     orders: tuple[str, ...]
     size: BlockSize
-    """The block that kernels take, before states are looked at."""
+    """The block size that kernels need, regardless of states."""
 
     @cached_property
     def theirs(self) -> Yardstick:
-        """What vLLM plans."""
+        """The plan of vLLM."""
         return Yardstick(self.request)
 
     @cached_property
     def search(self) -> SharedBlockSearch:
-        """The search for blocks that attention and states share."""
+        """The search for blocks that attention and states can share."""
         request = self.request
         step = request.block_size or smallest_common_block(used_backends(request), DEFAULT_BLOCK)
         layers, theirs = [*self.attention, *self.states], self.theirs.draft
@@ -213,11 +213,11 @@ class Hybrid:
 
     @property
     def token(self) -> int:
-        """Bytes that an attention layer keeps for a token."""
+        """Bytes per token of an attention layer."""
         return self.attention[0].page.unpadded // self.attention[0].block
 
     def draft(self, pools: list[PoolDraft], tokens: int, *reasons: str) -> PlanDraft:
-        """Pools with blocks of so many tokens."""
+        """Return a draft with these pools and a block size of `tokens`."""
         return PlanDraft(tuple(pools), BlockSize(tokens, reasons=reasons), self.orders)
 
 
@@ -227,14 +227,14 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
         if not hybrid.can_pack or not 1 <= request.pack <= len(attention):
             raise AtlasError(
                 Code.BAD_PACK,
-                "Only one to all attention layers can be packed, all alike, in an order that "
-                "keeps the bytes of a block together",
+                "The model or the layout does not support this pack",
                 got=f"pack {request.pack} of {len(attention)} attention layers in {hybrid.layout}",
-                hint="Use pack auto",
+                hint=f"Use pack auto. A pack is 1 to {len(attention)}; it needs attention layers "
+                "of one kind, states of one kind, and a layout with contiguous pages or blocks",
             )
         return make_plan(request, _packed(hybrid, request.pack), policy="atlas")
     if request.states == "apart" or request.requests is not None:
-        return make_plan(request, _states_apart(hybrid, "As asked"), policy="atlas")
+        return make_plan(request, _states_apart(hybrid, "As requested"), policy="atlas")
     tried = []
     for draft in islice(_shared_drafts(hybrid), _MOST_TRIES):
         made = _sound(hybrid, draft)
@@ -250,16 +250,16 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
     if request.states == "shared":
         raise AtlasError(
             Code.PAGES_NOT_UNIFIED,
-            "No block can hold both attention and recurrent states",
+            "Attention and recurrent states cannot share blocks in this layout",
             got=f"{request.model.name} in {hybrid.layout}",
-            hint="Use a block-outermost order such as BLNHC, or states apart",
+            hint="Use a block-outermost layout such as BLNHC, or states='apart'",
         )
-    why = f"In {hybrid.layout} no block can hold both attention and states"
+    why = f"Because no block can hold both attention and states in layout {hybrid.layout}"
     return make_plan(request, _states_apart(hybrid, why), policy="atlas")
 
 
 def _sound(hybrid: Hybrid, draft: PlanDraft) -> Plan | None:
-    """The plan of a draft, if it can be made, kernels can read it, and it keeps the promise."""
+    """Make the plan of a draft; None if it fails, breaks the promise, or kernels cannot use it."""
     request = hybrid.request
     try:
         share = hybrid.theirs.share(draft)
@@ -277,14 +277,15 @@ def _sound(hybrid: Hybrid, draft: PlanDraft) -> Plan | None:
 def _promise(request: PlanRequest, share: Share) -> str:
     longest = max(request.max_len, LENGTHS)
     text = (
-        f"At every length up to {longest:,} tokens, prefilling or decoding, it fits at least "
-        f"{share.share:.1%} of the requests that vLLM's plan fits"
+        f"For every request length up to {longest:,} tokens, prefilling or decoding, this plan "
+        f"fits at least {share.share:.1%} of the requests that vLLM's plan fits"
     )
-    return f"{text} (least at {share.length:,} tokens)." if share.share < 1 else f"{text}."
+    where = f" (the minimum is at {share.length:,} tokens)" if share.share < 1 else ""
+    return f"{text}{where}."
 
 
 def _shared_drafts(hybrid: Hybrid) -> Iterator[PlanDraft]:
-    """Drafts in which attention and states share blocks, the preferred first."""
+    """Yield drafts in which attention and states share blocks, the preferred first."""
     if not hybrid.layout.block_outermost:
         yield from _packs(hybrid)
         return
@@ -297,13 +298,13 @@ def _shared_drafts(hybrid: Hybrid) -> Iterator[PlanDraft]:
 
 
 def _largest(hybrid: Hybrid) -> int:
-    """Tokens that one attention layer needs to hold a state: no larger block is of use."""
+    """Return the largest useful block size: one attention layer's page can hold a state."""
     state = max(layer.nbytes for layer in hybrid.states)
     return hybrid.search.step * ceil_div(state, hybrid.search.step * hybrid.token)
 
 
 def _vllms_own(hybrid: Hybrid) -> PlanDraft | None:
-    """The plan of vLLM, in the order that was asked for; nothing where it refuses."""
+    """Return the draft of vLLM's plan in the requested layout; None if vLLM has none."""
     request, theirs = hybrid.request, hybrid.theirs
     draft = theirs.draft
     if request.layout is not None:
@@ -313,57 +314,71 @@ def _vllms_own(hybrid: Hybrid) -> PlanDraft | None:
             return None
     if draft is None:
         return None
-    own = f"This is vLLM's own plan. {_what_stopped(hybrid, theirs.block)}"
+    own = f"This is vLLM's plan. {_what_stopped(hybrid, theirs.block)}"
     reasons = (*draft.size.reasons, own)
     return replace(draft, size=BlockSize(draft.size.tokens, draft.size.state_padding, reasons))
 
 
 def _shared(hybrid: Hybrid, block: SharedBlock) -> PlanDraft:
-    """A pool whose blocks hold attention or states."""
+    """Return a draft with one pool whose blocks hold either attention or states."""
     tokens, splits, theirs = block.tokens, block.splits, hybrid.theirs
     groups = hybrid.search.groups_of(block)
     pack = max(len(g.layers) for g in groups if g.layers[0].kind != "recurrent")
     fit = max(len(g.layers) for g in groups if g.layers[0].kind == "recurrent")
     tables = sum(g.layers[0].kind != "recurrent" for g in groups)
-    what = "states" if splits == 1 else f"parts of states, each state split by heads into {splits}"
-    price = "" if splits == 1 else ", and kernels that are called once for each part"
+    what, price = f"{fit} recurrent {_plural(fit, 'state')}", ""
+    if splits > 1:
+        what = (
+            f"{fit} {_plural(fit, 'part')} of recurrent states, each state split by heads into "
+            f"{splits} parts"
+        )
+        price = ", and a separate kernel call for each part of a state"
     reasons = (
         theirs.sentence,
-        f"Here a block holds {pack} of {len(hybrid.attention)} attention layers for {tokens:,} "
-        f"tokens, or {fit} {what}: {tables} block table(s) for attention and "
-        f"{len(groups) - tables} for the {len(hybrid.states)} recurrent layers. "
-        f"The price is the number of tables{price}.",
+        f"In this plan a block holds either {pack} of {len(hybrid.attention)} attention layers "
+        f"for {tokens:,} tokens, or {what}. Attention uses {tables} block "
+        f"{_plural(tables, 'table')}, and the {len(hybrid.states)} recurrent layers use "
+        f"{len(groups) - tables}. The cost is the number of block tables{price}.",
         _what_stopped(hybrid, tokens),
     )
     pool = PoolDraft(groups, hybrid.layout, pack=pack)
     return hybrid.draft([pool], tokens, *reasons)
 
 
+def _plural(number: int, word: str) -> str:
+    return word if number == 1 else f"{word}s"
+
+
 def _what_stopped(hybrid: Hybrid, tokens: int) -> str:
-    """Why blocks are not smaller than so many tokens."""
+    """Return the reason why the block size is not less than `tokens`."""
     if tokens <= hybrid.search.step:
-        return f"Kernels take no smaller block than {hybrid.search.step} tokens."
+        return f"The kernels support no block smaller than {hybrid.search.step} tokens."
     if min(hybrid.search.tried, default=tokens) >= tokens:
         return (
-            "No smaller block holds a state, or an even part of one, with "
-            f"{MOST_TABLES} block tables or fewer."
+            "No smaller block can hold a state, or an equal part of one, with at most "
+            f"{MOST_TABLES} block tables."
         )
-    return f"Every smaller block fits fewer than {PROMISE:.0%} of its requests at some length."
+    if hybrid.theirs.draft is None:
+        return "Every smaller block has more padding."
+    return (
+        f"Every smaller block fits fewer than {PROMISE:.0%} of the requests of vLLM's plan at "
+        "some request length."
+    )
 
 
 def _packs(hybrid: Hybrid) -> Iterator[PlanDraft]:
-    """Drafts whose pages hold one attention layer or more, the smallest blocks first."""
+    """Yield drafts whose pages hold one or more attention layers, the smallest blocks first."""
     if not hybrid.can_pack:
         return
     drafts: dict[int, PlanDraft] = {}
     for pack in range(1, len(hybrid.attention) + 1):
         draft = _packed(hybrid, pack)
-        drafts.setdefault(draft.size.tokens, draft)  # of equal blocks the smallest pack
+        drafts.setdefault(draft.size.tokens, draft)  # of equal block sizes, keep the smallest pack
     yield from (drafts[tokens] for tokens in sorted(drafts))
 
 
 def _packed(hybrid: Hybrid, pack: int) -> PlanDraft:
-    """`pack` attention layers in each page; a page holds a recurrent state too."""
+    """Return a draft whose pages hold either `pack` attention layers or a recurrent state."""
     request, attention, states = hybrid.request, hybrid.attention, hybrid.states
     step = kernel_multiple(request, request.block_size or DEFAULT_BLOCK)
     state = max(layer.nbytes for layer in states)
@@ -371,10 +386,10 @@ def _packed(hybrid: Hybrid, pack: int) -> PlanDraft:
     pages, page = ceil_div(len(attention), pack), pack * block * hybrid.token
     groups = ceil_div(len(states), pages)
     reason = (
-        f"{pack} of {len(attention)} attention layers share a page of {page:,} bytes, which also "
-        f"holds a recurrent state of {states[0].nbytes:,}: blocks of {block} tokens. The "
-        f"{len(states)} recurrent layers form {groups} groups of up to {pages}, so a request "
-        f"takes {groups} blocks for each set of states."
+        f"A page of {page:,} bytes holds either {pack} of {len(attention)} attention layers or "
+        f"one recurrent state of {states[0].nbytes:,} bytes; this gives blocks of {block} tokens. "
+        f"The {len(states)} recurrent layers form {groups} {_plural(groups, 'group')} of up to "
+        f"{pages}, so one state of every layer takes {groups} {_plural(groups, 'block')}."
     )
     drafts = (
         *dealt([layer.cut(block) for layer in attention], 1),
@@ -388,11 +403,12 @@ def _states_apart(hybrid: Hybrid, why: str) -> PlanDraft:
     states, size = hybrid.states, hybrid.size
     nbytes, blocks = sum(layer.nbytes for layer in states), blocks_held(states[0], hybrid.request)
     price = (
-        f"{why}, recurrent states have a pool of their own: {nbytes:,} bytes for all {len(states)} "
-        f"layers in one block, {blocks} blocks for each request, no "
-        "padding. The price: that pool is sized by the number of requests, and neither pool can "
-        "borrow from the other: more requests cannot run at once when they are short, and saved "
-        "prefixes take from the same pool. `requests` sizes it."
+        f"{why}, recurrent states are in a separate pool, without padding. One block of "
+        f"{nbytes:,} bytes holds the states of all {len(states)} layers, and a request takes "
+        f"{blocks} {_plural(blocks, 'block')}. The cost: the pool's size, which `requests` sets, "
+        "limits the number of requests, and neither pool can borrow from the other. Even if "
+        "requests are short, no more of them can run at once, and saved prefixes compete with "
+        "running requests for the same pool."
     )
     rows = PoolDraft((GroupDraft(tuple(states), mixed=True),), Layout("BLHNC"), states=True)
     pools = [*_pools(hybrid.attention, hybrid.layout), rows]

@@ -1,7 +1,7 @@
-"""Policies `vllm` and `uniform`: vLLM 0.32's own answer, to the byte.
+"""Policies `vllm` and `uniform`: the plans of vLLM 0.32, byte for byte.
 
-`uniform` is what vLLM does with its hybrid manager off: windows and chunks are kept
-at full length, so that one block table serves all layers.
+`uniform` is the plan of vLLM without its hybrid manager: layers with windows and chunks keep
+all tokens, so that all layers share one block table.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from kvatlas.planning.sized_layers import SizedLayer, size_layers
 
 
 def plan_vllm(request: PlanRequest) -> Plan:
-    """The plan that vLLM 0.32 makes."""
+    """Make the plan of vLLM 0.32."""
     return make_plan(request, draft_vllm(request), policy="vllm")
 
 
 def plan_uniform(request: PlanRequest) -> Plan:
-    """The plan that vLLM 0.32 makes without its hybrid manager."""
+    """Make the plan of vLLM 0.32 without its hybrid manager."""
     return make_plan(request, draft_vllm(request, uniform=True), policy="uniform")
 
 
 def draft_vllm(
     request: PlanRequest, *, uniform: bool = False, layers: list[SizedLayer] | None = None
 ) -> PlanDraft:
-    """Groups and the pool of vLLM's plan; `uniform` keeps windows at full length.
+    """Return the draft of vLLM's plan; with `uniform`, windows keep all tokens.
 
-    `layers` are those at its block size, where they are at hand.
+    `layers` are the model's layers at vLLM's block size, if the caller has them already.
     """
     size = block_size(request)
     if layers is None:
@@ -47,14 +47,14 @@ def draft_vllm(
 
 
 def _refuse_unlike_pages(groups: list[GroupDraft], layout: Layout) -> None:
-    """Pages of unlike size lie side by side in blocks, or one group owns the pool."""
+    """Raise an error if the layout does not allow groups with different page sizes."""
     pages = {layer.nbytes for group in groups for layer in group.layers}
     if len(pages) > 1 and (
         not layout.page_contiguous or (len(groups) > 1 and layout.layer_compact)
     ):
         raise AtlasError(
             Code.LAYOUT_REFUSED,
-            "Groups with unlike pages cannot overlay each other in this layout",
+            "Groups with different page sizes cannot overlay each other in this layout",
             got=f"{layout} with pages of {sorted(pages)} bytes",
             hint="Use BLHNC or BLNHC, or policy atlas",
         )

@@ -1,4 +1,4 @@
-"""What a plan says of itself: figures for machines, sentences for people."""
+"""Report on a plan: figures as JSON, and explanations as sentences."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from kvatlas.planning.sized_layers import FULL_KINDS, page_of
 
 
 class Padding(msgspec.Struct, frozen=True):
-    """Bytes that a request of some length claims, and what of them means nothing."""
+    """The bytes that a request claims, and how many of them are padding."""
 
     claimed: int
+    """Bytes of all blocks of the request."""
     pages: int
-    """Behind pages that are smaller than what they share a page with."""
+    """Padding at the end of pages, which makes different pages the same size."""
     empty: int
-    """Pages of a block that the group does not fill, and rounding of the block."""
+    """Parts of blocks for which the group has no page, and padding at the end of blocks."""
 
     @property
     def share(self) -> float:
-        """Padding as a share of what is claimed."""
+        """Padding as a fraction of the claimed bytes."""
         return (self.pages + self.empty) / self.claimed if self.claimed else 0.0
 
 
 def padding(plan: PlanData, length: int | None = None) -> Padding:
-    """Padding in the blocks of a request of `length` tokens, over all stages."""
+    """Return the padding in the blocks of a request of `length` tokens, over all stages."""
     tokens = plan.max_len if length is None else length
     blocks = [g.blocks(tokens, in_flight=plan.in_flight, dcp=plan.dcp) for g in plan.groups]
-    # A block id is taken on every stage, also where its group has no layer there.
+    # A block id is allocated on every stage, even on stages without layers of its group.
     claimed = sum(
         count * pool.block_bytes
         for pool in plan.pools
@@ -41,14 +42,14 @@ def padding(plan: PlanData, length: int | None = None) -> Padding:
     pages = used = 0
     for region in plan.regions:
         count, nbytes = blocks[region.group], region.page_bytes * len(region.layers)
-        page = page_of(region.layers[0].spec, region.block, plan.tp)  # of a whole state
+        page = page_of(region.layers[0].spec, region.block, plan.tp)  # of a whole, unsplit state
         pages += count * (nbytes - page.unpadded * len(region.layers) // region.splits)
         used += count * nbytes
     return Padding(claimed, pages, claimed - used)
 
 
 def bytes_per_request(plan: PlanData, index: int) -> tuple[int, float]:
-    """(fixed bytes, bytes for each further token) that a request takes of a group, per rank."""
+    """Return (fixed bytes, bytes per token) that a request takes of a group, per rank."""
     group = plan.groups[index]
     width = max(pool.block_bytes for pool in plan.pools if pool.index == group.pool)
     if group.kind in FULL_KINDS:
@@ -57,7 +58,7 @@ def bytes_per_request(plan: PlanData, index: int) -> tuple[int, float]:
 
 
 def summary(plan: PlanData) -> dict[str, Any]:
-    """One JSON object with what an operator asks first."""
+    """Return the main figures of a plan as one JSON object."""
     plainly = (
         "tp", "pp", "dcp", "pack", "memory", "max_len", "in_flight", "block_size", "num_blocks",
     )  # fmt: skip
@@ -81,7 +82,7 @@ def summary(plan: PlanData) -> dict[str, Any]:
 
 
 def _pool(plan: PlanData, pool: Pool) -> dict[str, Any]:
-    """A pool, and how many requests it has blocks for."""
+    """Return the figures of a pool, with the number of requests for which it has blocks."""
     prefilling, decoding = (
         pool.blocks / taken if (taken := plan.blocks_per_request(in_flight=n)[pool.index]) else None
         for n in (plan.in_flight, DECODING)
@@ -146,7 +147,7 @@ def _member(plan: PlanData, group: Group, region: Region) -> dict[str, Any]:
 
 
 def capacity_sentence(plan: PlanData) -> str:
-    """How much fits, in one sentence.
+    """Return the number of requests that fit, in one sentence.
 
     >>> from kvatlas.planning import plan
     >>> fits = capacity_sentence(plan("gpt-oss-20b", memory="40GiB"))
@@ -165,7 +166,7 @@ def capacity_sentence(plan: PlanData) -> str:
 
 
 def explain(plan: PlanData) -> str:
-    """The reason for the block size and for each byte of waste, in sentences."""
+    """Explain the block size, the capacity and all unused bytes, in sentences."""
     ranks = f"tp {plan.tp}" + (f", pp {plan.pp}" if plan.pp > 1 else "")
     where = "over all pipeline stages" if plan.pp > 1 else "on each rank"
     waste = padding(plan)
@@ -179,33 +180,35 @@ def explain(plan: PlanData) -> str:
         f"{claim}, {waste.share:.2%} of it padding" + (":" if waste.share else "."),
     ]
     if waste.pages:
-        lines.append(f"  {size(waste.pages)} at the end of pages, to make them equally large.")
+        lines.append(f"  {size(waste.pages)} at the end of pages, to make them the same size.")
     if waste.empty:
-        lines.append(f"  {size(waste.empty)} of blocks that their group has no pages for.")
+        lines.append(f"  {size(waste.empty)} in parts of blocks for which a group has no page.")
     for stage in range(plan.pp):
         idle = plan.memory - sum(pool.nbytes for pool in plan.pools if pool.stage == stage)
         name = f" on stage {stage}" if plan.pp > 1 else ""
         lines.append(
-            f"Left over after whole blocks{name}: {size(idle)} ({idle / plan.memory:.2%})."
+            f"Memory left over after whole blocks{name}: {size(idle)} ({idle / plan.memory:.2%})."
         )
     return "\n".join([*lines, *(f"Note: {warning}" for warning in plan.warnings)])
 
 
 def _group_lines(plan: PlanData) -> list[str]:
-    """A sentence for each group, neighbours that say the same thing told together."""
+    """Return a sentence for each group; groups with the same sentence share a line."""
     told: dict[str, list[int]] = {}
     for index, group in enumerate(plan.groups):
         fixed, each = bytes_per_request(plan, index)
         regions = [region for region in plan.regions if region.group == index]
         pages = sum(len(region.layers) for region in regions)
         layers = len({layer.index for region in regions for layer in region.layers})
-        what = f"{layers} {group.kind} layers"
+        what, having = f"{layers} {group.kind} layers", list[str]()
         if any(region.splits > 1 for region in regions):
             what = f"{pages} parts of {group.kind} layers"
         elif pages > layers:
-            what += f" with {pages} caches"
+            having.append(f"{pages} caches")
         if group.window:
-            what += f" with a window of {group.window:,} tokens"
+            having.append(f"a window of {group.window:,} tokens")
+        if having:
+            what += f" with {' and '.join(having)}"
         takes = f"{size(each)} per token" if each else f"{size(fixed)} at most"
         if group.window and not each:
             takes += f" with {plan.in_flight:,} tokens in flight"

@@ -1,4 +1,4 @@
-"""What a plan is to be of: its values, and texts such as 60GiB and 32k read."""
+"""`PlanRequest`, the arguments of a plan, and parsers for sizes such as 60GiB and 32k."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _QUANTITY = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,9}))?\s*([KMGT]?I?)(B?)\s*", re
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan is to be of, checked and filled in: what policies work from."""
+    """The arguments of `plan()`, checked and with defaults filled in; the input of policies."""
 
     model: Model
     backends: dict[str, Backend | None]
-    """By layer; None for recurrent ones."""
+    """The backend of each layer; None for recurrent layers."""
     memory: int
     max_len: int
     stages: dict[str, int] = {}
@@ -40,7 +40,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quantity(value: int | str, what: str = "the memory") -> int:
-    """Bytes from a number or a text such as 60GiB or 80GB.
+    """Parse bytes from a number or a string such as 60GiB or 80GB.
 
     >>> quantity("60GiB"), quantity("80GB"), quantity(1024)
     (64424509440, 80000000000, 1024)
@@ -49,7 +49,7 @@ def quantity(value: int | str, what: str = "the memory") -> int:
 
 
 def length(value: int | str) -> int:
-    """Tokens from a number or a text: 32k is 32,000, and 32K or 32Ki 32,768, as engines read them.
+    """Parse tokens from a number or a string; as in engines, 32k is 32,000 and 32K is 32,768.
 
     >>> length("32k"), length("32K"), length("1.5k"), length(4096)
     (32000, 32768, 1500, 4096)
@@ -59,7 +59,7 @@ def length(value: int | str) -> int:
         units |= {unit[0]: size, unit.capitalize(): size}
     tokens = _parse(value, units, cased=True)
     if isinstance(tokens, int) and tokens < 1:
-        problem, hint = "A request has at least one token", "Write 32k or 32768"
+        problem, hint = "A length must be at least one token", "Write 32k or 32768"
         raise AtlasError(Code.BAD_SIZE, problem, got=value, hint=hint)
     return positive(tokens, "the length")
 

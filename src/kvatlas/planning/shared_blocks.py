@@ -1,10 +1,10 @@
-"""Blocks that attention and recurrent states of a hybrid share: the search for the smallest.
+"""Search for the smallest block that attention and recurrent states of a hybrid can share.
 
-A block id belongs to one group at a time, so a block holds some attention layers for some
-tokens, or some states, or parts of states that are split by heads. Once its tokens and its
-bytes are chosen, the rest follows: how many layers of each kind it holds, and so how many
-groups, each with a block table, there are. Blocks are tried from the smallest on; those are
-found whose requests claim so little that the plan keeps its promise against vLLM's.
+A block id belongs to one group at a time. Therefore a block holds either some attention layers
+for some tokens, or some states, or parts of states that are split by heads. The tokens and
+bytes of a block determine how many layers of each kind it holds. That determines the number of
+groups, each of which has a block table. The search starts at the smallest block and yields the
+blocks that keep the promise of policy atlas (see `capacity`).
 """
 
 from __future__ import annotations
@@ -27,54 +27,57 @@ from kvatlas.planning.request import PlanRequest
 from kvatlas.planning.sized_layers import SizedLayer, page_of
 
 _SPLITS = (1, 2, 4, 8)
-"""Parts that a state may be split into: each is one more call of its kernel."""
+"""Numbers of parts into which a state may be split; each part is a separate kernel call."""
 _MOST_SIZES = 1024
-"""Block sizes that are tried, from the smallest on; real states leave at most a few hundred."""
+"""Limit on the block sizes to try; real models need at most a few hundred."""
 _BATCH = 16
 MOST_TABLES = 64
-"""Block tables that an engine may be asked to keep for a request."""
+"""Limit on the block tables per request."""
 _ALIGNMENT = 128
-"""Bytes that blocks start at multiples of, as kernels like it."""
+"""Alignment of blocks in bytes, as kernels prefer it."""
 
 Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBlock:
-    """A block that holds either some attention layers or some states, or parts of them."""
+    """A block that holds either attention layers, or states or parts of states."""
 
     tokens: int
     nbytes: int
     splits: int
-    """Parts that a state is split into, by heads."""
+    """Parts into which a state is split by heads."""
     groups: tuple[int, ...]
-    """Groups, each with a block table, for each kind of layers: attention, then states."""
+    """The number of groups of each kind of layer; each group has a block table."""
     padding: float
-    """Share of what a request of the greatest length claims that is padding."""
+    """Padding as a fraction of the bytes that a request of `max_len` tokens claims."""
 
     @property
     def preference(self) -> tuple[float, ...]:
-        """Less is better: small blocks, little padding (to a percent), few parts, few tables."""
+        """Sort key; the smallest is the best.
+
+        Compares the block size, then padding (rounded to a percent), parts and block tables.
+        """
         return (self.tokens, round(self.padding, 2), self.splits, sum(self.groups))
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that one block table and one kind of page can serve."""
+    """Layers that can share a block table and a kind of page."""
 
     layers: Sequence[SizedLayer]
 
     @property
     def recurrent(self) -> bool:
-        """Whether they keep states."""
+        """Whether the layers are recurrent."""
         return self.layers[0].kind == "recurrent"
 
     def parts(self, splits: int) -> int:
-        """Pages of them all, where states are split into so many parts."""
+        """Return the pages of all layers if states are split into `splits` parts."""
         return len(self.layers) * (splits if self.recurrent else 1)
 
     def nbytes(self, tokens: Whole, splits: int) -> Whole:
-        """Bytes of such a page; 0 where heads do not divide so far."""
+        """Return the bytes of a page; 0 if the heads cannot be split into `splits` parts."""
         first = self.layers[0]
         if not self.recurrent:
             return tokens * (first.page.unpadded // first.block)
@@ -85,25 +88,25 @@ class LayerKind:
 
     @cached_property
     def held(self) -> int:
-        """Blocks of states that a request holds."""
+        """Blocks of a recurrent group that a request holds."""
         return 1 + max(layer.checkpoints for layer in self.layers)
 
     def group(self, tokens: int) -> Group:
-        """A group of them, with blocks of so many tokens."""
+        """Return a group of these layers with blocks of `tokens` tokens."""
         first = self.layers[0]
         return Group.of(first.kind, first.spec, block=tokens, pool=0, held=self.held)
 
     def dealt(self, tokens: int, splits: int, groups: int) -> list[GroupDraft]:
-        """Their pages dealt into so many groups."""
+        """Distribute the layers' pages over `groups` groups."""
         cuts = splits if self.recurrent else 1
         sized = [layer.cut(tokens, cuts, part) for layer in self.layers for part in range(cuts)]
         return dealt(sized, groups)
 
 
 class SharedBlockSearch:
-    """The search through block sizes, beside what vLLM's plan claims for a request.
+    """A search through block sizes, compared with vLLM's plan.
 
-    Where vLLM has no plan, the blocks with the least padding are found instead.
+    If vLLM has no plan, the search finds the blocks with the least padding instead.
     """
 
     def __init__(
@@ -117,10 +120,10 @@ class SharedBlockSearch:
         self.request, self.step, self.theirs = request, step, theirs
         self.kinds = [LayerKind(alike) for alike in kinds_of(layers)]
         self.tried: set[int] = set()
-        """Sizes, in tokens, for which there was any block at all."""
+        """Block sizes, in tokens, at which a block can hold every kind of layer."""
 
     def blocks(self, largest: int) -> Iterator[SharedBlock]:
-        """Blocks of up to `largest` tokens, the preferred first."""
+        """Yield blocks of up to `largest` tokens, the preferred first."""
         sizes = np.arange(self.step, largest + 1, self.step)[:_MOST_SIZES]
         if self.theirs is None:
             found = list(self._tried(sizes))
@@ -128,14 +131,15 @@ class SharedBlockSearch:
             tight = [block for block in found if round(block.padding, 2) == least]
             yield from sorted(tight, key=lambda block: block.preference)
             return
-        # One size at a time would be slow, and the smallest is often among the first.
+        # Trying one size at a time would be slow; trying all would be wasteful, because a small
+        # size is often good enough.
         for some in np.split(sizes, range(_BATCH, len(sizes), _BATCH)):
             for block in sorted(self._tried(some), key=lambda block: block.preference):
                 if self._keeps_promise(block):
                     yield block
 
     def groups_of(self, block: SharedBlock) -> tuple[GroupDraft, ...]:
-        """The layers of each group."""
+        """Return the groups of a block, with their layers."""
         return tuple(
             group
             for kind, count in zip(self.kinds, block.groups, strict=True)
@@ -143,17 +147,17 @@ class SharedBlockSearch:
         )
 
     def preference(self, draft: PlanDraft) -> tuple[float, ...]:
-        """A draft of another making, as `SharedBlock.preference` has it."""
+        """Return the sort key of any draft, comparable with `SharedBlock.preference`."""
         claimed = int(_claimed(draft, self.request, self._longest, self.request.in_flight)[0])
         return (draft.size.tokens, round(1 - self._useful / claimed, 2), 1, len(draft.groups))
 
     def _tried(self, tokens: Numbers) -> Iterator[SharedBlock]:
-        """Blocks of these sizes that keep the promise at a few lengths."""
+        """Yield blocks of these sizes that keep the promise at a few sampled lengths."""
         held = {n: self._held(tokens, n) for n in (DECODING, self.request.in_flight)}
         for splits in _SPLITS:
             at, counts, nbytes = self._ways_to_deal(tokens, splits)
             self.tried |= set(tokens[at].tolist())
-            # Most fail at the greatest length already, where attention is nearly all there is.
+            # Most blocks already fail at `max_len`, where attention dominates.
             for last in (True, False):
                 lengths = slice(-1, None) if last else slice(None)
                 shares, claims = np.full(len(at), np.inf), np.empty((len(at), 0))
@@ -170,7 +174,7 @@ class SharedBlockSearch:
                 yield SharedBlock(int(tokens[at[i]]), int(nbytes[i]), splits, groups, waste)
 
     def _held(self, tokens: Numbers, in_flight: int) -> Numbers:
-        """Blocks that a request holds: for each size, of a group of each kind, at few lengths."""
+        """Return the blocks that a request holds, by block size, kind of layer and length."""
         lengths, dcp = self._few_lengths, self.request.dcp
         held = np.empty((len(tokens), len(self.kinds), len(lengths)), dtype=np.int64)
         for k, kind in enumerate(self.kinds):
@@ -182,7 +186,7 @@ class SharedBlockSearch:
         return held
 
     def _ways_to_deal(self, tokens: Numbers, splits: int) -> tuple[Numbers, Numbers, Numbers]:
-        """(which size, groups of each kind, bytes) of all blocks that layers or states fill."""
+        """Return all possible blocks, as arrays: index of the size, groups of each kind, bytes."""
         parts = np.array([kind.parts(splits) for kind in self.kinds])
         sizes = np.stack([kind.nbytes(tokens, splits) for kind in self.kinds], axis=1)
         if not sizes.all():
@@ -192,13 +196,13 @@ class SharedBlockSearch:
         counts = -(-parts // np.maximum(fits, 1))
         sound = (fits > 0).all(axis=2) & (counts.sum(axis=2) <= MOST_TABLES)
         at, counts = np.nonzero(sound)[0], counts[sound]
-        # Layers are dealt evenly: the fullest group says how large a block is.
+        # Layers are distributed evenly, and the fullest group determines the bytes of a block.
         nbytes = (-(-parts // counts) * sizes[at]).max(axis=1)
         aligned = nbytes % _ALIGNMENT == 0
         return at[aligned], counts[aligned], nbytes[aligned]
 
     def _keeps_promise(self, block: SharedBlock) -> bool:
-        """Whether it fits enough at every length."""
+        """Whether a block keeps the promise at every length."""
         if self.theirs is None:
             return True
         groups = self._groups(block.tokens)
@@ -220,9 +224,9 @@ class SharedBlockSearch:
 
     @cached_property
     def _few_lengths(self) -> Numbers:
-        """Lengths that most blocks fail at which fail at all: where vLLM's blocks are full.
+        """Sampled lengths at which a bad block is most likely to fail: vLLM's blocks are full.
 
-        The request's greatest is the last: padding is that of its claim.
+        The last one is `max_len`, at which padding is measured.
         """
         greatest = self.request.max_len
         longest = max(greatest, LENGTHS)
@@ -233,7 +237,7 @@ class SharedBlockSearch:
 
     @cached_property
     def _theirs(self) -> dict[int, Numbers]:
-        """Bytes that vLLM's plan claims at those lengths, by the tokens in flight."""
+        """Bytes that vLLM's plan claims at the sampled lengths, by tokens in flight."""
         request, lengths = self.request, self._few_lengths
         if self.theirs is None:
             boundless = np.full(len(lengths), np.iinfo(np.int64).max)
@@ -244,7 +248,7 @@ class SharedBlockSearch:
 
     @cached_property
     def _useful(self) -> int:
-        """Bytes that a request of the greatest length fills."""
+        """Bytes that a request of `max_len` tokens uses, without padding."""
         request, nbytes = self.request, 0
         for kind in self.kinds:
             blocks = kind.group(self.step).blocks(
@@ -255,7 +259,7 @@ class SharedBlockSearch:
 
 
 def _claimed(draft: PlanDraft, request: PlanRequest, lengths: Numbers, in_flight: int) -> Numbers:
-    """Bytes that a request of each length claims."""
+    """Return the bytes that a request of each length claims."""
     taken = blocks_taken(draft.groups, lengths, in_flight=in_flight, dcp=request.dcp)
     claimed: Numbers = np.sum([taken[i] * pool.width for i, pool in enumerate(draft.pools)], axis=0)
     return claimed

@@ -1,8 +1,7 @@
-"""Layers at a block size: the numbers that grouping and placing work with.
+"""`SizedLayer`: a layer at a given block size on one rank, the input of grouping and placing.
 
-A `SizedLayer` is a layer at a block size on one rank: how large its page is, how it may
-be padded, and what its backend asks for. Two are alike when one block table and one
-region of memory can serve both.
+It has the layer's page, its padding and the requirements of its backend. Two layers have the
+same `key` if they can share a block table and a region of memory.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ SLIDING_KINDS = ("sliding_window", "sliding_window_mla")
 LOCAL_KINDS = (*SLIDING_KINDS, "chunked_local_attention")
 
 _WINDOW_BLOCK = 64
-"""DeepSeek-V4 keeps its sliding window in blocks of 64, whatever the others use."""
+"""DeepSeek-V4's sliding window uses blocks of 64 tokens, regardless of the other layers."""
 
 
 @lru_cache(maxsize=4096)
 def page_of(spec: Spec, block: int, tp: int, rank: int = 0, padded: int | None = None) -> Page:
-    """`spec.page`, remembered: layers share specs, and plans ask again and again."""
+    """Return `spec.page`, with a cache, because plans request the same pages repeatedly."""
     if padded is not None:
         return page_of(spec, block, tp, rank).padded(padded)
     if block > 1 and isinstance(spec, Recurrent):
@@ -64,15 +63,15 @@ def page_of(spec: Spec, block: int, tp: int, rank: int = 0, padded: int | None =
 
 @lru_cache(maxsize=4096)
 def heads_on_rank(heads: int, tp: int) -> int:
-    """Heads of so many that one rank of `tp` holds."""
+    """Return how many of `heads` heads one of `tp` ranks holds."""
     return Sharding.by_heads(heads).size(tp)
 
 
 @lru_cache(maxsize=4096)
 def _alike(spec: Spec, tp: int) -> tuple[Any, ...]:
-    """What of a spec decides whether two layers can share a region, on a rank of `tp`.
+    """Return the part of a spec that decides whether two layers can share a region.
 
-    Engines compare what a rank holds: 8 and 4 kv heads are alike at tp 8.
+    Engines compare the heads on one rank: at tp 8, layers with 8 and with 4 KV heads are equal.
     """
     if not isinstance(spec, Attention):
         return (spec,)
@@ -83,37 +82,36 @@ def _alike(spec: Spec, tp: int) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SizedLayer:
-    """A layer at a block size, on one rank of `tp`."""
+    """A layer at a given block size, on one of `tp` ranks."""
 
     layer: Layer
     kind: Kind
     block: int
     tp: int
     padded: int | None
-    """Bytes that the page is padded to, where something asks for it."""
+    """Bytes that the page is padded to; None if it is not padded."""
     backend: Backend | None
     leader: bool = False
-    """Latent attention with an indexer of its own: engines keep such layers apart."""
+    """Whether this is latent attention with an indexer; engines group such layers separately."""
     checkpoints: int = 0
-    """Further blocks that a recurrent layer keeps while it saves prefixes."""
+    """Additional blocks that a recurrent layer holds for prefix caching."""
     splits: int = 1
-    """Parts that a state is cut into by heads, each with a page of its own."""
+    """Parts into which a state is split by heads; each part has a separate page."""
     part: int = 0
-    """Which of them this is."""
+    """The index of this part."""
     page: Page = field(init=False, compare=False)
-    """Its page, with what padding it asks for."""
+    """The page, including padding."""
     nbytes: int = field(init=False, compare=False)
-    """Bytes of its page."""
+    """Bytes of the page."""
 
     def __post_init__(self) -> None:
-        # A part of a rank's state is what one of `splits` times as many ranks would hold, and
-        # all of them hold equally much.
+        # A part has the same size as a whole state would have with tp x `splits` ranks.
         page = page_of(self.layer.spec, self.block, self.tp * self.splits, 0, self.padded)
         object.__setattr__(self, "page", page)
         object.__setattr__(self, "nbytes", page.nbytes)
 
     def cut(self, block: int, splits: int = 1, part: int = 0) -> SizedLayer:
-        """The same layer with blocks of so many tokens, or one part of its state."""
+        """Return the layer with blocks of `block` tokens, or one of `splits` parts of its state."""
         return SizedLayer(
             self.layer,
             self.kind,
@@ -134,12 +132,12 @@ class SizedLayer:
 
     @property
     def spec(self) -> Spec:
-        """What the layer caches."""
+        """The layer's spec."""
         return self.layer.spec
 
     @property
     def alignment(self) -> int:
-        """Bytes that the distance between blocks must be a multiple of."""
+        """Bytes of which the block stride must be a multiple."""
         if self.apart is None:
             return 1
         unit, size = self.apart
@@ -150,18 +148,18 @@ class SizedLayer:
 
     @property
     def spread(self) -> int:
-        """Its page rounded up to that alignment."""
+        """Bytes of the page, rounded up to `alignment`."""
         return round_up(self.nbytes, self.alignment)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for layers that one block table and one region can serve."""
+        """A key that is equal for layers that can share a block table and a region."""
         spec = _alike(self.spec, self.tp)
         return (self.kind, spec, self.block, self.padded, self.apart, self.leader)
 
     @property
     def apart(self) -> tuple[str, int] | None:
-        """What its backend asks of the distance between blocks, as engines compare it."""
+        """The unit of which its backend needs the block stride to be a multiple, and its size."""
         if self.backend is None:
             return None
         if self.backend.whole_rows and getattr(self.spec, "cache", "auto") == "auto":
@@ -172,7 +170,7 @@ class SizedLayer:
 
 
 def kind_of(spec: Spec) -> Kind:
-    """What engines call a layer's cache."""
+    """Return the engines' name for the kind of a layer's cache."""
     return _kind_of_class(type(spec))
 
 
@@ -194,10 +192,10 @@ def _kind_of_class(spec: type[Spec]) -> Kind:
 
 
 def checkpoints(spec: Spec, *, prefix_caching: bool) -> int:
-    """Further blocks that a request holds of a recurrent layer while prefixes are saved.
+    """Return the additional blocks of a recurrent layer that a request holds for prefix caching.
 
-    A state is written to a new block and the old one kept; Mamba-2 also saves one in the
-    middle of a prefill.
+    Each new state is written to a new block while the old one is kept. Mamba-2 also saves a
+    state in the middle of a prefill.
     """
     if not prefix_caching or kind_of(spec) != "recurrent":
         return 0
@@ -205,10 +203,10 @@ def checkpoints(spec: Spec, *, prefix_caching: bool) -> int:
 
 
 def own_block(spec: Spec, backend: Backend | None, block: int) -> int:
-    """The block that a layer uses when the model's is `block`.
+    """Return the block size of a layer if the model's block size is `block`.
 
-    DeepSeek-V4's small caches have fixed blocks, and a sliding window takes the
-    largest block that its kernel reads, rather than have it split.
+    DeepSeek-V4's small caches have fixed block sizes. A sliding window uses the largest block
+    that its kernel reads without splitting.
     """
     if isinstance(spec, SlidingLatentAttention):
         return _WINDOW_BLOCK
@@ -225,7 +223,7 @@ def own_block(spec: Spec, backend: Backend | None, block: int) -> int:
 def size_layers(
     request: PlanRequest, *, block: int, state_padding: int | None = None
 ) -> list[SizedLayer]:
-    """Every layer at a block size, in the order in which an engine registers them."""
+    """Return every layer at a block size, in the order in which an engine registers them."""
     indexed = {layer.index for layer in request.model.layers if isinstance(layer.spec, Indexer)}
     sized = []
     for layer in request.model.layers:
@@ -235,7 +233,7 @@ def size_layers(
         if kind == "recurrent":
             padded = state_padding
             if not request.prefix_caching:
-                tokens = request.max_len  # one state, never saved on the way
+                tokens = request.max_len  # one block per request: states are not saved midway
         page = page_of(spec, tokens, request.tp)
         leads = type(spec) is LatentAttention and spec.compress == 1 and layer.index in indexed
         sized.append(

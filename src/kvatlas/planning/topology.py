@@ -1,4 +1,4 @@
-"""Topologies: which a model allows, which vLLM refuses besides, and who holds which layer."""
+"""Topologies: check them against a model and vLLM, and assign layers to pipeline stages."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from kvatlas.models import Model
 from kvatlas.specs import Attention, Mamba2
 
 MOST_RANKS = 1024
-"""Ranks that a plan may have: no engine deals one model out to nearly as many."""
+"""Limit on the ranks of a plan, well above what engines use for one model."""
 
 
 def stage_layers(depth: int, pp: int) -> list[int]:
-    """Layers of each pipeline stage: equal shares, the rest before the last stage.
+    """Return the number of layers of each pipeline stage.
 
-    A remainder goes to the stages from the last but one backwards, since the last
-    also computes the logits.
+    Stages get equal shares. A remainder goes to the second-to-last stage and those before it,
+    one layer each, because the last stage also computes the logits.
 
     >>> stage_layers(61, 4)
     [15, 15, 16, 15]
     """
     if positive(pp, "pp") > MOST_RANKS:
-        problem = "There are more stages than any engine deals a model out to"
-        raise _refused(problem, f"pp {pp}", f"Use at most {MOST_RANKS:,} stages")
+        problem = f"A plan may have at most {MOST_RANKS:,} pipeline stages"
+        raise _refused(problem, f"pp {pp}", "Use a smaller pp")
     shares = [natural(depth, "the number of layers") // pp] * pp
     for extra in range(depth % pp):
         shares[-2 - extra] += 1
@@ -30,7 +30,7 @@ def stage_layers(depth: int, pp: int) -> list[int]:
 
 
 def stages_of(model: Model, pp: int) -> dict[str, int]:
-    """The pipeline stage of each layer."""
+    """Return the pipeline stage of each layer."""
     shares = stage_layers(model.depth, pp)
     ends = [sum(shares[: stage + 1]) for stage in range(pp)]
     return {
@@ -40,57 +40,57 @@ def stages_of(model: Model, pp: int) -> dict[str, int]:
 
 
 def check_topology(model: Model, tp: int, pp: int, dcp: int) -> None:
-    """Refuse a topology that the model's heads, groups or layers do not allow."""
+    """Raise an error if the model's heads or layers do not allow a topology."""
     query, kv = model.attention_heads, _kv_heads(model)
     if tp * pp > MOST_RANKS:
-        problem = "There are more ranks than any engine deals a model out to"
-        raise _refused(problem, f"tp {tp} x pp {pp}", f"Use at most {MOST_RANKS:,} ranks")
+        problem = f"A plan may have at most {MOST_RANKS:,} ranks"
+        raise _refused(problem, f"tp {tp} x pp {pp}", "Use a smaller tp or pp")
     if query % tp:
-        problem = "Tensor parallelism does not divide the query heads"
+        problem = "tp must divide the number of query heads"
         raise _refused(problem, f"{query} heads over tp {tp}", f"Use a tp that divides {query}")
     if pp > model.depth:
-        problem = "There are more pipeline stages than layers"
+        problem = "pp must not exceed the number of layers"
         got = f"{model.depth} layers over pp {pp}"
         raise _refused(problem, got, f"Use a pp of at most {model.depth}")
     if tp % dcp:
-        problem = "Decode context parallelism does not divide the tensor-parallel group"
-        raise _refused(problem, f"dcp {dcp} within tp {tp}", "Use a dcp that divides tp")
+        problem = "dcp must divide tp"
+        raise _refused(problem, f"dcp {dcp} with tp {tp}", "Use a dcp that divides tp")
     if dcp > 1 and kv and tp // kv < dcp:
-        problem = "Too few ranks hold the same heads to divide tokens over them"
-        got = f"dcp {dcp} with {kv} kv heads at tp {tp}"
-        raise _refused(problem, got, f"Use a tp of at least {dcp * kv}")
+        problem = "dcp must not exceed the number of ranks that hold the same KV heads"
+        got = f"dcp {dcp} with {kv} KV heads at tp {tp}"
+        raise _refused(problem, got, f"Use a tp of at least {dcp * kv}, or a smaller dcp")
 
 
 def check_vllm_topology(model: Model, tp: int, dcp: int) -> None:
-    """Refuse what vLLM refuses though the bytes would allow it.
+    """Raise an error for a topology that vLLM does not support, even if a plan is possible.
 
     >>> check_vllm_topology(Model.load("Zamba2-7B"), tp=8, dcp=1)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: vLLM cannot divide these Mamba-2 groups evenly. ... [bad_topology]
+    kvatlas.errors.AtlasError: vLLM cannot divide the Mamba-2 groups evenly. ... [bad_topology]
     """
     query, kv = model.attention_heads, _kv_heads(model)
     if dcp > 1 and kv and query // kv % dcp:
-        problem = "vLLM cannot divide the query heads of each kv head over context-parallel ranks"
-        got = f"{query} query and {kv} kv heads with dcp {dcp}"
+        problem = "In vLLM, dcp must divide the number of query heads per KV head"
+        got = f"{query} query heads and {kv} KV heads with dcp {dcp}"
         raise _refused(problem, got, "Use a dcp that divides their ratio, or policy atlas")
     mamba = {layer.spec.groups for layer in model.layers if isinstance(layer.spec, Mamba2)}
     if uneven := [groups for groups in mamba if groups % tp and groups != 1]:
-        problem = "vLLM cannot divide these Mamba-2 groups evenly"
+        problem = "vLLM cannot divide the Mamba-2 groups evenly"
         got = f"{uneven[0]} groups over tp {tp}"
-        raise _refused(problem, got, "Use policy atlas, which repeats groups evenly")
+        raise _refused(problem, got, "Use policy atlas, which replicates groups")
     groups = model.output_groups
     if groups and tp > groups:
-        problem = "vLLM has fewer groups of the output projection than ranks"
+        problem = "In vLLM, tp must not exceed the number of groups of the output projection"
         got = f"{groups} groups over tp {tp}"
         raise _refused(problem, got, f"Use a tp of at most {groups}, or policy atlas")
     if not model.repeats_heads and 0 < kv < tp:
-        problem = "vLLM does not repeat this model's kv heads"
-        got = f"{kv} kv heads over tp {tp}"
-        raise _refused(problem, got, "Use policy atlas, which repeats them")
+        problem = "vLLM does not replicate this model's KV heads"
+        got = f"{kv} KV heads over tp {tp}"
+        raise _refused(problem, got, "Use policy atlas, which replicates them")
 
 
 def _kv_heads(model: Model) -> int:
-    """Heads of K and V in the layer that has the most; 0 without attention by heads."""
+    """Return the KV heads of the layer that has the most; 0 without multi-head attention."""
     return max((x.spec.heads for x in model.layers if isinstance(x.spec, Attention)), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Weights: a model's parameters and bytes, from its config, and what each rank holds."""
+"""Weights: a model's parameters and bytes, counted from its config, in total and per rank."""
 
 from kvatlas.models.weights.counted import ClassTotal, Weights
 from kvatlas.models.weights.tensor import Tensor, TensorClass

@@ -1,8 +1,8 @@
-"""`Weights`: a model's parameters by class, their bytes and where the figure comes from.
+"""`Weights`: a model's parameters and bytes, by class and per rank.
 
-Parameters are counted from the config, exactly. Bytes follow from what the checkpoint says
-of its format, with the scales; where a safetensors index lies beside the config, its total is
-the truth, and the classes are scaled to it. What had to be assumed is said in `warnings`.
+Parameters are counted exactly, from the config. Bytes follow from the checkpoint's format and
+include scales. If a safetensors index is next to the config, its total is used, and the
+classes are scaled to match it. `warnings` lists all assumptions.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvatlas.models.weights.tensor import Tensor, TensorClass, linear, norm
 from kvatlas.models.weights.towers import tower
 
 VOCABULARY_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this before it is cut over ranks."""
+"""vLLM pads the vocabulary to a multiple of this before it divides it over ranks."""
 
 Stored = tuple[Tensor, Format]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a model's weights are, layer by layer, and what they take.
+    """The weights of a model, layer by layer, and their bytes.
 
     >>> weights = Weights.load("Llama-3.1-8B")
     >>> weights.parameters, weights.bytes
@@ -45,26 +45,30 @@ class Weights:
 
     name: str
     first: tuple[Stored, ...]
-    """Before the layers: the embedding, and a tower."""
+    """Weights before the layers: the embedding and a tower."""
     layers: tuple[tuple[Stored, ...], ...]
     last: tuple[Stored, ...]
-    """After the layers: a norm, and lm_head where it is not the embedding."""
+    """Weights after the layers: a norm, and lm_head if it is not tied to the embedding."""
     predictors: tuple[Stored, ...]
-    """Layers that predict further tokens (MTP): in checkpoints, served only when asked for."""
+    """Multi-token-prediction (MTP) layers. They are in the checkpoint; serving them is opt-in."""
     tied: bool
+    """Whether lm_head shares the embedding's weights."""
     label: str
+    """The format of the weights, in words."""
     assumed: bool
-    """Whether the dtype, or the family's shape, is a guess."""
+    """Whether the dtype or the shape of the layers is an assumption."""
     index_total: int | None = None
+    """Bytes of all tensors according to a safetensors index, if there is one."""
     warnings: tuple[str, ...] = ()
+    """Assumptions, and parts of the model that are not counted."""
 
     @classmethod
     def load(cls, source: Any) -> Weights:
-        """The weights of a path, a mapping, a transformers config, a catalogue name or a hub id."""
+        """Load from a path, a mapping, a transformers config, a catalogue name or a hub id."""
         if isinstance(source, Model):
             raise AtlasError(
                 Code.UNREADABLE,
-                "A loaded model knows its caches only: its config is no longer there",
+                "A Model holds caches only, so its weights cannot be counted",
                 got=f"model {source.name}",
                 hint="Load the weights from the model's config, path or name",
             )
@@ -72,7 +76,7 @@ class Weights:
 
     @cached_property
     def classes(self) -> dict[TensorClass, ClassTotal]:
-        """Parameters and bytes of each class of tensors; MTP layers are one of their own."""
+        """Parameters and bytes of each class of tensors; MTP layers are a separate class."""
         totals: dict[TensorClass, ClassTotal] = {}
         for tensor, format_ in self._all():
             had = totals.get(tensor.kind, ClassTotal(0, 0))
@@ -82,7 +86,7 @@ class Weights:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, a tower included, MTP layers not."""
+        """Parameters of the whole model, including a tower but not MTP layers."""
         return sum(tensor.elements for tensor, _ in self._served())
 
     @property
@@ -92,12 +96,12 @@ class Weights:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the checkpoint, MTP layers included where it has them."""
+        """Bytes of the checkpoint, including MTP layers if it has them."""
         return self.index_total or self._derived
 
     @property
     def source(self) -> str:
-        """Where the bytes come from."""
+        """The origin of the figure in `bytes`."""
         if self.index_total is not None:
             return "safetensors index"
         return f"assumed {self.label}" if self.assumed else f"config, {self.label}"
@@ -110,11 +114,12 @@ class Weights:
         stage_layers: Sequence[int] | None = None,
         mtp: bool = False,
     ) -> int:
-        """Bytes of the rank that holds the most.
+        """Return the bytes on the rank that holds the most.
 
-        `ep` ranks deal out whole experts, which are else cut over `tp`; replicas (dp) hold the
-        same, and count only in `ep`. `stage_layers` are the layers of each pipeline stage.
-        `mtp` has the layers that predict further tokens on the last stage.
+        With `ep` > 1, whole experts are distributed over `ep` ranks; otherwise each expert is
+        divided over `tp`. Data-parallel replicas hold the same bytes and count only in `ep`.
+        `stage_layers` is the number of layers in each pipeline stage. `mtp` adds the MTP layers
+        to the last stage.
 
         >>> weights = Weights.load("Llama-3.1-8B")
         >>> [weights.per_rank(tp=tp) >> 20 for tp in (1, 2, 8)]
@@ -125,9 +130,9 @@ class Weights:
         if tp * ep == 0 or sum(shares) != len(self.layers):
             raise AtlasError(
                 Code.BAD_TOPOLOGY,
-                "Ranks and stages do not cover the layers",
-                got=f"tp {tp}, ep {ep}, stages of {shares} layers for {len(self.layers)}",
-                hint="Use sizes from 1 on, and stages that add up to the model's layers",
+                "tp and ep must be at least 1, and the stages must add up to the model's layers",
+                got=f"tp {tp}, ep {ep}, stages {shares} for {len(self.layers)} layers",
+                hint="Check tp, ep and stage_layers",
             )
         held: dict[tuple[Stored, ...], float] = {}
         stages, start = [], 0
@@ -141,7 +146,7 @@ class Weights:
             start += share
         stages[0] += _held(self.first, tp, ep)
         stages[-1] += _held(self.last, tp, ep)
-        if self.tied and len(stages) > 1:  # the last stage needs the embedding as its lm_head
+        if self.tied and len(stages) > 1:  # the last stage uses the embedding as its lm_head
             stages[-1] += _held([x for x in self.first if x[0].kind == "embedding"], tp, ep)
         if mtp:
             stages[-1] += _held(self.predictors, tp, ep)
@@ -175,7 +180,7 @@ class ClassTotal:
 
 
 def _held(stored: Sequence[Stored], tp: int, ep: int) -> float:
-    """Bytes of one rank; the vocabulary is padded where it is cut."""
+    """Return the bytes on one rank, with the vocabulary padded as in vLLM."""
     total = 0.0
     for tensor, format_ in stored:
         if tensor.kind in ("embedding", "lm_head"):
@@ -225,18 +230,18 @@ def _read(source: Source) -> Weights:
 
 
 def _described_type(root: Config, text: Config, architecture: str) -> str:
-    """The first word for the family that somebody described: its model type, or its class."""
+    """Return the first known family name among the model types and the class name."""
     class_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.partition("For")[0]).lower()
     types = [text.text("model_type") or "", root.text("model_type") or "", class_name]
     return next((word for word in types if word in FAMILIES), types[0] or class_name)
 
 
 def _doubt(model_type: str, config: Config) -> list[str]:
-    """Why a count could be wrong, where nothing else confirms it."""
+    """Return warnings for a count that was not verified."""
     if model_type not in FAMILIES:
-        return [f"{model_type or 'this family'} is not described: counted like Llama"]
+        return [f"unknown family {model_type or '(none)'}: counted like Llama"]
     if model_type in UNVERIFIED or config.has("attn_res_block_size"):  # Kimi-K3
-        return ["counted from the config alone: no other implementation confirms it"]
+        return ["this count was not checked against another implementation"]
     return []
 
 
@@ -264,7 +269,7 @@ def _tied(root: Config, text: Config, traits: Traits) -> bool:
 
 
 def _first_tensors(text: Text) -> list[Tensor]:
-    """What the small Gemma-4 have before their layers: an embedding for each layer."""
+    """Return the per-layer embeddings of the small Gemma-4 models."""
     config, width = text.config, text.config.size("hidden_size_per_layer_input")
     if not width:
         return []
@@ -277,7 +282,7 @@ def _first_tensors(text: Text) -> list[Tensor]:
 
 
 def _last_tensors(text: Text) -> list[Tensor]:
-    """What DeepSeek-V4 has after its last layer: a mix of its residual streams."""
+    """Return the weights with which DeepSeek-V4 mixes its residual streams after the layers."""
     ways = text.config.maybe("hc_mult")
     if not ways:
         return []
@@ -291,7 +296,7 @@ def _predictors(
     scheme: Quantisation | None,
     element: Format,
 ) -> tuple[Stored, ...]:
-    """Layers like the last, each with a projection of two rows into one and three norms."""
+    """Return the MTP layers: copies of the last layer, each with a projection and three norms."""
     number, hidden = text.config.predictors(), text.hidden
     if not number or text.traits.mtp == "none":
         return ()
@@ -303,6 +308,6 @@ def _predictors(
     for index in range(number):
         named = _stored(each, scheme, element, f"layers.{text.depth + index}")
         also = _stored(each, scheme, element, f"mtp.layers.{index}")
-        # Both are names in use: what either leaves out is left out.
+        # Checkpoints use both names: a tensor is unquantised if either name is ignored.
         made += [a if a[1].bits >= b[1].bits else b for a, b in zip(named, also, strict=True)]
     return tuple((tensor._replace(kind="mtp"), format_) for tensor, format_ in made)

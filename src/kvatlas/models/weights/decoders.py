@@ -1,8 +1,8 @@
-"""Which tensors a decoder's layers have.
+"""The tensors of a decoder's layers.
 
-The mixers come from what a layer caches, which is read already: heads, recurrences, indexers.
-`Traits` say the rest. Most families are a stack of such layers; the few that are not (Gemma-4,
-DeepSeek-V4, Zamba-2, Whisper) have a function each.
+The mixers of a layer follow from the specs of its caches (attention, recurrent, indexer);
+`Traits` provide the rest. Most families are a stack of such layers. The others (such as
+Gemma-4, DeepSeek-V4, Zamba-2 and Whisper) have a function each.
 """
 
 from __future__ import annotations
@@ -34,40 +34,42 @@ from kvatlas.specs import (
 )
 
 Predictors = Literal["none", "bare", "embeds"]
-"""Layers that predict further tokens are left out, come alone, or with their vocabulary."""
+"""MTP layers in checkpoints: `none`, `bare`, or `embeds` for layers with a separate vocabulary."""
 
 Gate = Literal["none", "head", "element"]
+"""The gate of an attention's output: none, one per head, or one per element."""
 
 
 class Traits(NamedTuple):
-    """What a family's config does not say, or what it says by default."""
+    """Properties of a family that its config lacks, and defaults for its config."""
 
     norms: int = 2
-    """Norms of the hidden size in a layer."""
+    """Norms of the hidden size per layer."""
     norm_bias: bool = False
     qk_norm: QkNorm = "none"
     qkv_bias: bool | None = None
-    """None where the config's attention_bias says it."""
+    """Whether the Q, K and V projections have biases; None to read it from attention_bias."""
     out_bias: bool | None = None
+    """Whether the output projection has a bias; None to read it from attention_bias."""
     gated: bool = True
-    """Whether an MLP multiplies what goes up by a gate."""
+    """Whether the MLP has a gate."""
     mlp_bias: bool | None = None
     expert_bias: bool = False
     shared_gate: bool = False
     sinks: bool = False
     gate: Gate = "none"
-    """What gates the output of attention where the config does not say otherwise."""
+    """The default gate of an attention's output."""
     tied: bool = False
-    """Whether embedding and lm_head are one where the config does not say."""
+    """Whether lm_head shares the embedding's weights by default."""
     mixer: str = "self_attn"
     feed_forward: str = "mlp"
     mtp: Predictors = "none"
-    """Whether checkpoints ship the layers that predict further tokens, and with what."""
+    """The MTP layers that checkpoints contain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text model that is being counted: its config, and what each layer caches."""
+    """A text model's config, traits, and the specs of each layer's caches."""
 
     config: Config
     traits: Traits
@@ -75,16 +77,16 @@ class Text:
 
     @property
     def hidden(self) -> int:
-        """Elements of a hidden row."""
+        """The hidden size."""
         return self.config.hidden()
 
     @property
     def depth(self) -> int:
-        """Decoder layers."""
+        """The number of decoder layers."""
         return len(self.caches)
 
     def norms(self) -> list[Tensor]:
-        """The norms of one layer that are as wide as a hidden row."""
+        """Return the norms of one layer that have the hidden size."""
         bias = self.traits.norm_bias
         return [norm("layernorm", self.hidden, bias=bias) for _ in range(self.traits.norms)]
 
@@ -93,7 +95,7 @@ Layers = Callable[[Text], Iterator[list[Tensor]]]
 
 
 def stacked(text: Text) -> Iterator[list[Tensor]]:
-    """Norms, a mixer and an MLP or experts in every layer."""
+    """Yield norms, mixers, and an MLP or experts for every layer."""
     sparse = sparse_layers(text.config, text.depth)
     for index in range(text.depth):
         mixed = [t for spec in text.caches[index] for t in mixer(text, spec, index)]
@@ -101,7 +103,7 @@ def stacked(text: Text) -> Iterator[list[Tensor]]:
 
 
 def feed_forward(text: Text, *, sparse: bool) -> list[Tensor]:
-    """The second half of a layer."""
+    """Return the feed-forward part of a layer: experts if it is `sparse`, otherwise an MLP."""
     config, traits = text.config, text.traits
     if sparse:
         return experts(
@@ -113,7 +115,7 @@ def feed_forward(text: Text, *, sparse: bool) -> list[Tensor]:
 
 
 def mixer(text: Text, spec: AnySpec, index: int) -> list[Tensor]:
-    """The tensors behind one cache of a layer."""
+    """Return the tensors of the mixer that fills a cache with this spec."""
     config, hidden, name = text.config, text.hidden, text.traits.mixer
     match spec:
         case Attention():
@@ -143,7 +145,7 @@ def mixer(text: Text, spec: AnySpec, index: int) -> list[Tensor]:
         case Mamba1():
             rank = config.get("mamba_dt_rank", "time_step_rank")
             rank = rank if isinstance(rank, int) else -(-hidden // 16)
-            normed = config.has("mamba_dt_rank")  # Jamba's
+            normed = config.has("mamba_dt_rank")  # only Jamba has this key
             return mixers.mamba1(hidden, spec, name="mamba", rank=rank, normed=normed)
         case ShortConv():
             return mixers.short_conv(hidden, spec.width, spec.kernel)
@@ -157,7 +159,7 @@ def _indexer(config: Config) -> list[Tensor]:
 
 
 def attention_options(text: Text, spec: Attention) -> dict[str, Any]:
-    """What an attention layer is made of, beyond the sizes of its cache."""
+    """Return the arguments of `mixers.attention` for a layer."""
     config, traits = text.config, text.traits
     said = config.flag("attention_bias")
     sliding = isinstance(spec, SlidingAttention)
@@ -189,7 +191,7 @@ def attention_options(text: Text, spec: Attention) -> dict[str, Any]:
 
 
 def one_or_the_other(text: Text) -> Iterator[list[Tensor]]:
-    """Nemotron-H: a layer is a mixer, an MLP or experts, behind one norm."""
+    """Nemotron-H: each layer is one norm followed by a mixer, an MLP or experts."""
     for index, kind in enumerate(block_kinds(text.config)):
         mixed = [t for spec in text.caches[index] for t in mixer(text, spec, index)]
         rest = feed_forward(text, sparse=kind == "moe") if kind in ("mlp", "moe") else []
@@ -197,13 +199,13 @@ def one_or_the_other(text: Text) -> Iterator[list[Tensor]]:
 
 
 def mixers_alone(text: Text) -> Iterator[list[Tensor]]:
-    """Mamba: a mixer behind one norm."""
+    """Mamba: each layer is one norm followed by a mixer."""
     for index in range(text.depth):
         yield [*text.norms(), *(t for s in text.caches[index] for t in mixer(text, s, index))]
 
 
 def with_shared_mlp(text: Text) -> Iterator[list[Tensor]]:
-    """Granite-4: an MLP that all tokens share stands beside the experts, or alone."""
+    """Granite-4: a shared MLP in every layer, with or without experts."""
     width = shared_width(text.config)
     sparse = sparse_layers(text.config, text.depth)
     for index in range(text.depth):
@@ -213,14 +215,14 @@ def with_shared_mlp(text: Text) -> Iterator[list[Tensor]]:
 
 
 def llama4(text: Text) -> Iterator[list[Tensor]]:
-    """Llama 4: one expert is shared, as wide as the others."""
+    """Llama 4: one shared expert, as wide as the others."""
     width = text.config.count("intermediate_size")
     shared = text.config.under({"shared_expert_intermediate_size": width})
     return stacked(Text(shared, text.traits, text.caches))
 
 
 def gemma4(text: Text) -> Iterator[list[Tensor]]:
-    """Gemma-4: experts beside the MLP; keys that are values; layers that share a cache."""
+    """Gemma-4: experts in addition to the MLP, K that serves as V, and shared caches."""
     config, hidden = text.config, text.hidden
     owners: dict[bool, Attention] = {}
     for kind, caches in zip(gemma4_kinds(config), text.caches, strict=True):
@@ -231,7 +233,7 @@ def gemma4(text: Text) -> Iterator[list[Tensor]]:
         options = attention_options(text, owners[sliding])
         values = sliding or not config.flag("attention_k_eq_v")
         attention = mixers.attention(config, **options, values=values)
-        if not caches:  # only queries are its own
+        if not caches:  # a layer that shares another's cache only projects queries
             theirs = ("k_proj", "v_proj", "k_norm")
             attention = [tensor for tensor in attention if not tensor.name.endswith(theirs)]
         wide = 2 if config.flag("use_double_wide_mlp") and not caches else 1
@@ -252,7 +254,7 @@ def _gemma4_experts(config: Config) -> list[Tensor]:
 
 
 def _gemma4_inputs(config: Config, hidden: int) -> list[Tensor]:
-    """What a layer does with its own embedding of each token, in the small models."""
+    """Return the weights that apply a layer's own token embedding, in the small models."""
     width = config.size("hidden_size_per_layer_input")
     if not width:
         return []
@@ -279,7 +281,7 @@ def deepseek_v4(text: Text) -> Iterator[list[Tensor]]:
 
 
 def zamba(text: Text) -> Iterator[list[Tensor]]:
-    """Zamba-2: Mamba-2 in every layer; a few layers share attention blocks and adapt them."""
+    """Zamba-2: Mamba-2 in every layer; some layers share attention blocks through adapters."""
     config, hidden = text.config, text.hidden
     blocks, used = config.count("num_mem_blocks", default=1), 0
     rank = config.count("adapter_rank", default=128)
@@ -303,7 +305,7 @@ def zamba(text: Text) -> Iterator[list[Tensor]]:
 
 
 def whisper(text: Text) -> Iterator[list[Tensor]]:
-    """Whisper's decoder: two attentions, of which keys have no bias."""
+    """Whisper's decoder: self-attention and cross-attention in each layer."""
     for caches in text.caches:
         tensors = [*text.norms(), *mlp(text.config, gated=False, bias=True)]
         for spec in caches:
@@ -313,7 +315,7 @@ def whisper(text: Text) -> Iterator[list[Tensor]]:
 
 
 def listener(config: Config, *, heads: int, head_dim: int) -> list[Tensor]:
-    """Attention as Whisper has it, on both of its sides."""
+    """Return Whisper's attention, in encoder and decoder: all projections but K have a bias."""
     made = mixers.attention(
         config, heads=heads, kv_heads=heads, head_dim=head_dim, qkv_bias=True, out_bias=True
     )
@@ -321,7 +323,7 @@ def listener(config: Config, *, heads: int, head_dim: int) -> list[Tensor]:
 
 
 def pruned(text: Text) -> Iterator[list[Tensor]]:
-    """DeciLM and Nemotron-NAS: a search left each layer its own heads and its own MLP, or none."""
+    """DeciLM and Nemotron-NAS: heads and MLP widths differ by layer, and some layers lack them."""
     config, hidden = text.config, text.hidden
     blocks = config.per_layer("block_configs", text.depth)
     for index, caches in enumerate(text.caches):
@@ -331,7 +333,7 @@ def pruned(text: Text) -> Iterator[list[Tensor]]:
         if section.flag("replace_with_linear"):
             tensors += linear("mlp", "mlp.linear", hidden, hidden)
         elif not section.flag("no_op"):
-            # 2/3 of a multiple of the hidden size, in whole multiples of 256.
+            # 2/3 of ffn_mult x hidden size, rounded up to a multiple of 256.
             width = int(2 * float(section.get("ffn_mult") or 0) * hidden / 3)
             tensors += mlp(config, width=max(256, -(-width // 256) * 256))
             tensors += [norm("layernorm", hidden)]
@@ -339,10 +341,10 @@ def pruned(text: Text) -> Iterator[list[Tensor]]:
 
 
 def rwkv(text: Text) -> Iterator[list[Tensor]]:
-    """RWKV-7: time mixing, then channel mixing with a shift of its own."""
+    """RWKV-7: time mixing, then channel mixing with a separate token shift."""
     for index, caches in enumerate(text.caches):
         mixed = [t for spec in caches for t in mixer(text, spec, index)]
-        # The first layer norms the embedding too.
+        # The first layer also normalises the embedding.
         extra = [norm("pre_norm", text.hidden, bias=True)] if index == 0 else []
         shift = Tensor("mlp", "ffn.x_k", text.hidden)
         yield [*text.norms(), *extra, *mixed, shift, *mlp(text.config, gated=False)]

@@ -1,7 +1,7 @@
-"""A row per family: what its decoder is, and the traits that its config does not say.
+"""The table of model families: how to count their layers, and the traits that configs omit.
 
-How many norms a layer has, whether queries and keys are normed, which projections have biases,
-whether an MLP has a gate.
+Traits are, for example, the number of norms in a layer, whether queries and keys are
+normalised, which projections have biases, and whether an MLP has a gate.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _FAMILIES: tuple[tuple[str, Layers, Traits], ...] = (
 FAMILIES: dict[str, tuple[Layers, Traits]] = {
     name: (layers, traits) for names, layers, traits in _FAMILIES for name in names.split()
 }
-"""How a model type's layers are counted, and its traits."""
+"""For each model type, the function that lists its layers' tensors, and its traits."""
 
 UNVERIFIED = frozenset(("rwkv7", "mimo", "nemotron-nas", "deci", "mimo_v2"))
-"""Model types whose counts no other implementation at hand confirms."""
+"""Model types whose counts were not checked against another implementation."""

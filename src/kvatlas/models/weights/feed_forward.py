@@ -1,7 +1,8 @@
-"""What follows the mixing of tokens in a layer: an MLP, or experts with a router.
+"""The feed-forward part of a layer: an MLP, or experts with a router.
 
-Families agree on the arithmetic and on nothing else: each of the few numbers (experts, their
-width, what all tokens share, which layers have them) has several spellings, listed once here.
+All families use the same arithmetic but spell its numbers differently: the number of
+experts, their width, the shared experts, and the layers that have experts. This module
+lists all spellings.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def mlp(
     bias: bool = False,
     copies: int = 1,
 ) -> list[Tensor]:
-    """Two matrices, or three where a gate multiplies what goes up."""
+    """Return the matrices of an MLP: up, down, and a gate if it is `gated`."""
     hidden, width = hidden or config.hidden(), width or mlp_width(config)
     tensors = []
     for way in ("gate", "up") if gated else ("up",):
@@ -47,8 +48,9 @@ def mlp(
 
 
 def mlp_width(config: Config) -> int:
-    """Rows of a dense layer's MLP."""
-    if config.flag("block_auto_adjust_ff_dim"):  # LFM2: 2/3 of it, in whole multiples
+    """Return the width of a dense layer's MLP."""
+    # LFM2 takes 2/3 of the width in its config, rounded up to a multiple.
+    if config.flag("block_auto_adjust_ff_dim"):
         width = 2 * config.count("block_ff_dim", "intermediate_size") // 3
         scale, unit = config.get("block_ffn_dim_multiplier"), config.count("block_multiple_of")
         width = int((1 if scale is None else scale) * width)
@@ -64,7 +66,7 @@ def experts(
     bias: bool = False,
     shared_gate: bool = False,
 ) -> list[Tensor]:
-    """A router, the experts it chooses from, and the experts that all tokens share."""
+    """Return the weights of a router, its experts and the shared experts."""
     hidden, number = config.hidden(), _expert_count(config)
     inner = config.maybe("moe_latent_size", "routed_expert_hidden_size") or hidden
     width = config.count(*_EXPERT_WIDTH)
@@ -73,7 +75,7 @@ def experts(
         config, kind="experts", name=f"{name}.experts.0", width=width, hidden=inner,
         gated=gated, bias=bias, copies=number,
     )  # fmt: skip
-    if inner != hidden:  # latent experts work on shorter rows
+    if inner != hidden:  # latent experts are narrower than the hidden size
         tensors += linear("shared_experts", f"{name}.fc1_latent_proj", inner, hidden)
         tensors += linear("shared_experts", f"{name}.fc2_latent_proj", hidden, inner)
     if shared := shared_width(config):
@@ -85,7 +87,7 @@ def experts(
 
 
 def shared_width(config: Config) -> int:
-    """Rows of the experts that every token goes through; 0 where there are none."""
+    """Return the total width of the shared experts; 0 if there are none."""
     number = next((config.natural(name) for name in _SHARED if config.has(name)), 1)
     width = next((config.natural(name) for name in _SHARED_WIDTH if config.has(name)), None)
     if width is None and any(config.has(name) for name in _SHARED):
@@ -94,7 +96,7 @@ def shared_width(config: Config) -> int:
 
 
 def sparse_layers(config: Config, depth: int) -> list[bool]:
-    """Which layers have experts, however the config says it.
+    """Return for each layer whether it has experts.
 
     >>> sizes = {"n_routed_experts": 8, "first_k_dense_replace": 1}
     >>> sparse_layers(Config(sizes), 3)
@@ -105,7 +107,8 @@ def sparse_layers(config: Config, depth: int) -> list[bool]:
     marks = config.get("mlp_layer_types", "moe_layer_freq")
     if isinstance(marks, list):
         if len(marks) < depth:
-            raise bad("A list of layers with experts is too short", f"{len(marks)} of {depth}")
+            got = f"{len(marks)} entries for {depth} layers"
+            raise bad("mlp_layer_types or moe_layer_freq must have one entry per layer", got)
         return [mark in ("sparse", "moe", 1, True) for mark in marks[:depth]]
     if named := config.text("moe_layers_enum"):
         chosen = set(named.split(","))

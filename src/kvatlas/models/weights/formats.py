@@ -1,9 +1,9 @@
-"""How a checkpoint keeps its weights: bits of an element, and what its scales take.
+"""Weight formats: the bits of an element and of its scales.
 
-Everybody who quantises writes down what was left out, each in another place and with other
-patterns: names, globs, regular expressions, words inside names. A `Quantisation` answers one
-question, which `Format` a tensor of this name has. Embeddings, routers, lm_head, norms and
-convolutions are never quantised unless a checkpoint names them.
+Quantisation tools record which tensors they skipped, each under a different key and with
+different patterns: names, globs, regular expressions, or words in a name. `Quantisation`
+returns the `Format` of a tensor, given its name. Embeddings, routers, lm_head, norms and
+convolutions are not quantised unless the checkpoint names them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvatlas.models.weights.tensor import Tensor
 
 
 class Format(NamedTuple):
-    """Bits of an element, the block of elements that shares a scale, and the scale's bits.
+    """Bits per element, the block of elements that shares a scale, and bits per scale.
 
     >>> FP8_BLOCKS = Format("fp8, blocks of 128 x 128", 8, (128, 128), 32)
     >>> FP8_BLOCKS.bytes_of(Tensor("mlp", "mlp.up_proj", 256, 256))
@@ -27,11 +27,11 @@ class Format(NamedTuple):
     label: str
     bits: int
     block: tuple[int, int] = (0, 0)
-    """Rows and columns that share a scale; 0 is all of them."""
+    """Rows and columns that share a scale; 0 means all."""
     scale_bits: int = 0
 
     def bytes_of(self, tensor: Tensor) -> int:
-        """Bytes of a tensor and of its scales."""
+        """Return the bytes of a tensor, including its scales."""
         elements = tensor.rows * tensor.columns
         rows, columns = self.block[0] or tensor.rows, self.block[1] or tensor.columns
         scales = -(-tensor.rows // rows) * -(-tensor.columns // columns)
@@ -40,23 +40,23 @@ class Format(NamedTuple):
 
 
 def plain(dtype: str) -> Format:
-    """A dtype without scales."""
+    """Return the format of an unquantised dtype."""
     return Format(dtype, 32 if dtype == "fp32" else 16)
 
 
 class Quantisation(NamedTuple):
-    """Which tensors a checkpoint quantises, and how."""
+    """The quantisation scheme of a checkpoint: a format for each quantised tensor."""
 
     label: str
     default: Format | None
-    """For matrices that nothing else is said of; None where only `chosen` are quantised."""
+    """For matrices that match no other rule; None if only `chosen` ones are quantised."""
     chosen: tuple[tuple[NamePatterns, Format], ...] = ()
     ignored: NamePatterns | None = None
     experts: Format | None = None
-    """For experts, where they have a format of their own."""
+    """For experts, if they have a separate format."""
 
     def format_of(self, name: str, tensor: Tensor) -> Format | None:
-        """The format of the tensor called `name` in the whole model; None is unquantised."""
+        """Return the format of a tensor with the full name `name`; None if it is unquantised."""
         if not tensor.linear:
             return None
         for patterns, format_ in self.chosen:
@@ -77,7 +77,7 @@ _ALGORITHMS = {"fp8": _FP8_TENSOR, "nvfp4": _NVFP4, "mxfp4": _MXFP4, "mxfp8": _M
 
 
 def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisation | None:
-    """What a config says of its weights' format; None where it says nothing.
+    """Read the quantisation scheme of a config; None if it has none or the scheme is unknown.
 
     >>> section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     >>> quantisation(Config({"quantization_config": section}), Config({}), []).label
@@ -87,7 +87,7 @@ def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisatio
     section = root.section(*names) or text.section(*names)
     if section is None:
         return None
-    # ModelOpt's own file has everything one level down.
+    # ModelOpt's separate file nests all settings one level deeper.
     section = section.section("quantization") or section
     method = (section.text("quant_method", "quant_algo") or "").lower()
     ignored = _ignored(section)
@@ -98,21 +98,22 @@ def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisatio
         return made
     default = _method(method, section)
     if default is None:
-        warnings.append(f"the checkpoint's quantisation {method!r} is not known: 16 bits assumed")
+        warnings.append(f"unknown quantisation {method!r} in the checkpoint: assuming 16 bits")
         return None
     if method == "mxfp4":  # gpt-oss
         experts = NamePatterns(["*.experts.*"])
         return Quantisation(f"experts {default.label}", None, ((experts, default),))
     fp4 = _MXFP4 if text.text("expert_dtype") == "fp4" else None  # DeepSeek-V4
     if algorithm := section.text("moe_quant_algo"):
-        # The experts were quantised further: what this left out has the format of the rest.
+        # A second pass quantised only the experts; its ignore list applies to that pass, and
+        # the tensors in it keep the format of the first pass.
         fp4, ignored = _ALGORITHMS.get(algorithm.lower()), NamePatterns(())
     label = default.label + (f"; experts {fp4.label}" if fp4 else "")
     return Quantisation(label, default, ignored=ignored, experts=fp4)
 
 
 def _ignored(section: Config) -> NamePatterns:
-    """What a checkpoint leaves out: parts by a word of their name, or modules by their own."""
+    """Return the patterns of the tensors that a checkpoint does not quantise."""
     if parts := section.listing("modules_to_not_convert", "ignored_layers"):
         return NamePatterns(parts, inside=True)
     return NamePatterns(section.listing("ignore", "exclude_modules") or ())
@@ -133,7 +134,7 @@ def _method(method: str, section: Config) -> Format | None:
         bits = section.count("bits", "w_bit", default=4)
         group = section.get("group_size", "q_group_size")
         size = group if isinstance(group, int) and group > 0 else 0
-        # A scale of 16 bits and a zero point for each group.
+        # Each group has a 16-bit scale and a zero point.
         return Format(
             f"{method} {bits} bits, groups of {size or 'a row'}", bits, (1, size), 16 + bits
         )
@@ -144,12 +145,12 @@ def _method(method: str, section: Config) -> Format | None:
             else Format("int8", 8, (1, 0), 32)
         )
     if method == "fbgemm_fp8":
-        return Format("fp8, a scale for each row", 8, (1, 0), 32)
+        return Format("fp8, one scale per row", 8, (1, 0), 32)
     return _ALGORITHMS.get(algorithm)
 
 
 def _mixed(layers: Config, section: Config) -> Quantisation:
-    """ModelOpt's mixed precision: a name and an algorithm for each part."""
+    """Read ModelOpt's mixed precision, which lists an algorithm for each module."""
     named: dict[str, list[str]] = {}
     for name in layers.filled_keys():
         part = layers.section(name)
@@ -161,14 +162,14 @@ def _mixed(layers: Config, section: Config) -> Quantisation:
         if algorithm in _ALGORITHMS
     )
     label = " and ".join(format_.label for _, format_ in chosen)
-    # What is not named keeps the format of the checkpoint that was quantised further.
+    # Modules that are not listed keep the format of the checkpoint that ModelOpt started from.
     method = (section.text("quant_method") or "").lower()
     rest = _method("fp8", section) if method == "fp8" and section.has("weight_block_size") else None
     return Quantisation(label, rest, chosen)
 
 
 def _grouped(groups: Config, ignored: NamePatterns) -> Quantisation | None:
-    """compressed-tensors: groups of targets, each with bits, a kind and a strategy."""
+    """Read compressed-tensors' groups; each has targets, bits, a type and a strategy."""
     chosen, default, labels = [], None, []
     for key in groups.filled_keys():
         group = groups.section(key)
@@ -196,20 +197,20 @@ def _strategy(weights: Config) -> Format:
     if len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return Format(f"{name}, blocks of {block[0]} x {block[1]}", bits, (block[0], block[1]), 32)
     if group:
-        # Floats of 4 bits have scales of 8 (nvfp4, mxfp4), whole numbers of 16.
+        # 4-bit floats (nvfp4, mxfp4) have 8-bit scales; integers have 16-bit scales.
         scale = 8 if kind == "float" and bits == 4 else 16
         scale += 0 if weights.flag("symmetric", default=True) else bits  # a zero point
         return Format(f"{name}, groups of {group}", bits, (1, group), scale)
     if strategy == "channel":
-        return Format(f"{name}, a scale for each row", bits, (1, 0), 32)
+        return Format(f"{name}, one scale per row", bits, (1, 0), 32)
     return Format(name, bits, (0, 0), 64)
 
 
 class NamePatterns:
-    """Names, globs, `re:` expressions and parts of names, matched against a tensor's name.
+    """A set of patterns for tensor names: names, globs, `re:` expressions and single words.
 
-    Wrappers put words before a layer's name, and families call the same part otherwise: both
-    are levelled first. `inside` has a plain name stand for all that it holds too.
+    Prefixes of wrappers are removed first, and spellings that differ between families are
+    unified. With `inside`, a plain name also matches all tensors inside that module.
 
     >>> patterns = NamePatterns(["lm_head", "model.layers.0.self_attn*", "re:.*experts.*"])
     >>> names = ("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.experts.0")
@@ -229,7 +230,7 @@ class NamePatterns:
         self._expression = re.compile("|".join(parts)) if parts else None
 
     def match(self, name: str) -> bool:
-        """Whether `name`, what holds it, or a word of it is among the patterns."""
+        """Whether a pattern matches `name`, a word in it or, with `inside`, its parent module."""
         words = name.split(".")
         shortest = 1 if self._inside else len(words)
         if any(".".join(words[:end]) in self._exact for end in range(shortest, len(words) + 1)):
@@ -245,7 +246,7 @@ _CALLED = {
     "ffn": "mlp", "block_sparse_moe": "mlp", "attn": "self_attn", "head": "lm_head",
     "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
 }  # fmt: skip
-# Repetition of single characters only: names are short, so that even many of them end soon.
+# Allows only repetitions of single characters: on short names these cannot take long to match.
 _SAFE = re.compile(r"(?:\\d[+*]?|\\.|\.\*|\[[\w-]+\][+*]?|\(\?:\\\.\.\*\)\?|[\w:,/-]|[.^$|()])*")
 _SHARED = ("shared_expert", "share_expert", "shared_mlp")
 
@@ -256,7 +257,7 @@ def _level(name: str) -> str:
 
 
 def _expression(pattern: str) -> str:
-    """A pattern as a regular expression; one that could take for ever matches nothing."""
+    """Convert a pattern to a regular expression; one that could be slow matches nothing."""
     if pattern.startswith("re:"):
         expression = pattern[3:]
     else:

@@ -1,8 +1,7 @@
-"""What mixes tokens: attention in its kinds, and recurrences. Each as a list of tensors.
+"""The weights of token mixers: all kinds of attention and of recurrent layers.
 
-The sizes are those that decide a layer's cache, so where a reader of caches has a spec,
-the spec is read here too; what caches do not need (ranks of projections, gates, biases)
-is read from the config.
+Each function returns a list of tensors. Sizes come from the spec of the layer's cache where
+it has them. The config provides the rest: ranks of projections, gates, biases.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from kvatlas.models.weights.tensor import Tensor, TensorClass, linear, norm
 from kvatlas.specs import GatedDeltaNet, KimiDelta, Mamba1, Mamba2
 
 QkNorm = Literal["none", "head", "row"]
-"""Queries and keys are normed not at all, head by head, or as whole rows."""
+"""How queries and keys are normalised: not at all, per head, or over all heads."""
 
 
 def attention(
@@ -33,10 +32,11 @@ def attention(
     sinks: bool = False,
     values: bool = True,
 ) -> list[Tensor]:
-    """Attention by heads, with the model's own sizes where none are given.
+    """Return the weights of multi-head attention; sizes default to the model's.
 
-    `gate` is the number of gates of a head (as many as elements, or 1), computed beside its
-    query; `width` is of the rows that are read. Without `values`, keys are values too.
+    `width` is the size of the input rows. `gate` is the number of gates per head (0, 1 or the
+    head size); the query projection computes them too. If `values` is false, the keys serve as
+    values, and there is no V projection.
     """
     hidden = config.hidden()
     width = width or hidden
@@ -68,7 +68,7 @@ def attention(
 
 
 def latent(config: Config, *, gate: bool = False) -> list[Tensor]:
-    """MLA: the down-projections are repeated on every rank, what they feed is cut by heads."""
+    """MLA: down-projections are replicated on every rank, the others are divided by heads."""
     hidden, heads, name = config.hidden(), config.query_heads(), "self_attn"
     rope, rank = config.count("qk_rope_head_dim"), config.count("kv_lora_rank")
     nope, v_dim = config.count("qk_nope_head_dim"), config.count("v_head_dim")
@@ -95,7 +95,7 @@ def latent(config: Config, *, gate: bool = False) -> list[Tensor]:
 
 
 def latent_indexer(config: Config) -> list[Tensor]:
-    """The indexer of DeepSeek-V3.2 and GLM-5, whole on every rank."""
+    """The indexer of DeepSeek-V3.2 and GLM-5, replicated on every rank."""
     hidden, name = config.hidden(), "self_attn.indexer"
     heads, head_dim = config.count("index_n_heads"), config.count("index_head_dim")
     return [
@@ -107,7 +107,7 @@ def latent_indexer(config: Config) -> list[Tensor]:
 
 
 def block_indexer(config: Config, section: Config) -> list[Tensor]:
-    """MiniMax-M3's indexer of blocks: a few heads beside attention's."""
+    """MiniMax-M3's block indexer, which has separate query and key projections."""
     heads, head_dim = section.count("sparse_num_index_heads"), section.count("sparse_index_dim")
     name = "self_attn.indexer"
     return [
@@ -119,7 +119,7 @@ def block_indexer(config: Config, section: Config) -> list[Tensor]:
 
 
 def compressed_attention(config: Config, ratio: int) -> list[Tensor]:
-    """DeepSeek-V4: one latent row for keys and values, grouped outputs, and a compressor."""
+    """DeepSeek-V4: one latent row for K and V, a grouped output projection, and a compressor."""
     hidden, heads, head_dim = config.hidden(), config.query_heads(), config.head_dim()
     low, groups = config.count("q_lora_rank"), config.count("o_groups")
     out = groups * config.count("o_lora_rank")
@@ -136,7 +136,7 @@ def compressed_attention(config: Config, ratio: int) -> list[Tensor]:
     ]
     if ratio:
         tensors += _compressor("attention", f"{name}.compressor", hidden, head_dim, ratio)
-    if ratio == 4:  # the compressed states are many, and an indexer chooses among them
+    if ratio == 4:  # at this ratio there are many compressed states, so an indexer selects some
         name = f"{name}.indexer"
         index_heads, index_dim = config.count("index_n_heads"), config.count("index_head_dim")
         tensors += _compressor("indexer", f"{name}.compressor", hidden, index_dim, ratio)
@@ -148,7 +148,7 @@ def compressed_attention(config: Config, ratio: int) -> list[Tensor]:
 def _compressor(
     kind: TensorClass, name: str, hidden: int, head_dim: int, ratio: int
 ) -> list[Tensor]:
-    # Short windows overlap: each state is summed over two of them.
+    # At ratio 4 windows overlap: each state is a sum over two windows.
     width = head_dim * (2 if ratio == 4 else 1)
     return [
         Tensor(kind, f"{name}.ape", ratio, width),
@@ -159,7 +159,7 @@ def _compressor(
 
 
 def delta_net(hidden: int, spec: GatedDeltaNet) -> list[Tensor]:
-    """Gated delta net: q, k, v, an output gate, and two numbers for each value head."""
+    """Gated delta net: q, k, v, an output gate, and two scalars per value head."""
     keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
     name, parts, heads = "linear_attn", spec.key_heads, spec.value_heads
     return [
@@ -176,7 +176,7 @@ def delta_net(hidden: int, spec: GatedDeltaNet) -> list[Tensor]:
 
 
 def kimi_delta(hidden: int, spec: KimiDelta, *, full_gate: bool) -> list[Tensor]:
-    """Kimi delta attention: q, k, v, and gates of low rank unless one is `full_gate`."""
+    """Kimi delta attention: q, k, v and gates; the output gate is low-rank or a full matrix."""
     heads, head_dim = spec.heads, spec.head_dim
     width, name = heads * head_dim, "self_attn"
     tensors = [
@@ -218,7 +218,7 @@ def mamba2(
     conv_bias: bool = True,
     normed: bool = True,
 ) -> list[Tensor]:
-    """A Mamba-2 mixer: z, x and dt are cut by heads, B and C by groups."""
+    """A Mamba-2 mixer: z, x and dt are divided by heads, B and C by groups."""
     heads, groups = spec.heads, spec.groups
     inner, shared = heads * spec.head_dim, 2 * groups * spec.state_size
     conv = spec.kernel + conv_bias
@@ -236,7 +236,7 @@ def mamba2(
 
 
 def mamba1(hidden: int, spec: Mamba1, *, name: str, rank: int, normed: bool) -> list[Tensor]:
-    """A Mamba mixer; `rank` is of the projection that gives each channel its step."""
+    """A Mamba-1 mixer; `rank` is the rank of the time-step (dt) projection."""
     inner, states = spec.inner, spec.state_size
     tensors = [
         *linear("recurrent", f"{name}.in_proj", 2 * inner, hidden, parts=inner),
@@ -259,11 +259,11 @@ def short_conv(hidden: int, width: int, kernel: int) -> list[Tensor]:
 
 
 def rwkv7(config: Config, *, first: bool) -> list[Tensor]:
-    """RWKV-7's time mixing: four projections, and four low-rank ones with biases."""
+    """RWKV-7's time mixing: four projections and four low-rank ones; the first layer has three."""
     hidden, name = config.hidden(), "attn"
     heads = hidden // config.count("head_dim", "head_size", default=64)
     tensors = [
-        # Six shifts of the row before, three weights of keys, the groups' norm.
+        # Six token-shift weights, three key weights, and the group norm.
         Tensor("recurrent", f"{name}.x_r, x_w, x_k, x_v, x_a, x_g", hidden, 6),
         Tensor("recurrent", f"{name}.k_k, k_a, r_k", hidden, 3, parts=heads),
         norm(f"{name}.g_norm", hidden, bias=True, parts=heads),

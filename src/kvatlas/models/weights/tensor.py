@@ -1,9 +1,9 @@
-"""`Tensor`: one weight, and how ranks divide it.
+"""`Tensor`: one weight, and how tensor parallelism divides it.
 
-A weight is known by its shape, by the class it belongs to, and by the number of parts that
-tensor parallelism can divide it into: heads of an attention projection, rows of an MLP, 1 for
-what every rank repeats. That one number says how query heads are cut, how kv heads are cut
-until one is left, and that norms, routers and latent down-projections are not cut at all.
+A weight has a shape, a class, and the number of parts into which tensor parallelism can
+divide it: the heads of an attention projection, the rows of an MLP, or 1 for a weight that is
+replicated on every rank. This number covers all cases: query heads are divided, KV heads are
+divided until each rank has one, and norms, routers and latent down-projections are replicated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TensorClass = Literal[
     "embedding", "lm_head", "attention", "indexer", "recurrent", "mlp", "experts",
     "shared_experts", "router", "norm", "tower", "mtp",
 ]  # fmt: skip
-"""What a weight is for. A tower sees or hears; mtp layers predict further tokens."""
+"""The class of a weight. `tower` is a vision or audio encoder; `mtp` is multi-token prediction."""
 
 
 class Tensor(NamedTuple):
@@ -27,23 +27,23 @@ class Tensor(NamedTuple):
 
     kind: TensorClass
     name: str
-    """Inside its layer, as checkpoints call it."""
+    """The name inside its layer, as checkpoints spell it."""
     rows: int
     columns: int = 1
     copies: int = 1
-    """Experts, each with a matrix of this shape."""
+    """The number of weights of this shape, such as one for each expert."""
     parts: int = 1
-    """What tensor parallelism divides; 1 is repeated on every rank."""
+    """Parts that tensor parallelism divides; a weight with 1 part is replicated on every rank."""
     linear: bool = False
-    """Whether it is a matrix that quantisation may take."""
+    """Whether it is a matrix that can be quantised."""
 
     @property
     def elements(self) -> int:
-        """Parameters."""
+        """The number of parameters."""
         return self.copies * self.rows * self.columns
 
     def share(self, tp: int = 1, ep: int = 1) -> float:
-        """The part of it that the rank with the most holds."""
+        """Return the fraction of the weight that is on the rank that holds the most."""
         if self.kind == "experts" and ep > 1:
             return -(-self.copies // ep) / self.copies
         return -(-self.parts // tp) / self.parts
@@ -60,7 +60,9 @@ def linear(
     bias: bool = False,
     whole_bias: bool = False,
 ) -> list[Tensor]:
-    """A matrix and its bias; `whole_bias` is one that is added after the ranks' sum.
+    """Return a matrix and its bias.
+
+    `whole_bias` marks a bias that is added after the all-reduce, so that it is not divided.
 
     >>> [t.elements for t in linear("mlp", "mlp.up_proj", 8, 4, bias=True)]
     [32, 8]
@@ -73,10 +75,10 @@ def linear(
 
 
 def norm(name: str, width: int, *, bias: bool = False, parts: int = 1) -> Tensor:
-    """A norm's weights, and its bias where it has one."""
+    """Return a norm's weight, including its bias if it has one."""
     return Tensor("norm", name, width, 2 if bias else 1, parts=parts)
 
 
 def count(tensors: list[Tensor]) -> int:
-    """Parameters of all of them."""
+    """Return the total number of parameters."""
     return sum(tensor.elements for tensor in tensors)
