@@ -90,6 +90,19 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         """Return the plan as JSON."""
         return msgspec.json.encode(self)
 
+    def without_notes(self) -> Plan:
+        """Return the plan without its reasons and warnings, which describe no bytes.
+
+        Peers and files compare plans in this form, because the notes are prose that changes
+        from one release to the next.
+
+        >>> from kvatlas.planning import plan
+        >>> noted = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2)
+        >>> len(noted.reasons) > 0, noted.without_notes().reasons
+        (True, ())
+        """
+        return msgspec.structs.replace(self, reasons=(), warnings=())
+
     @classmethod
     def from_json(cls, text: bytes | str) -> Plan:
         """Read a plan from untrusted JSON and validate it.

@@ -85,7 +85,7 @@ class TierFile:
                 lock_file(self._fd, path)
             with refusals(path):
                 self.plan, self.identity, self.extent = read_plan(self._fd, path)
-            if plan is not None and plan.to_json() != self.plan.to_json():
+            if plan is not None and plan.without_notes() != self.plan.without_notes():
                 problem = "The tier's file was made for another plan"
                 got = f"{plan}, not {self.plan}"
                 hint = "Leave the plan out, or use another path"

@@ -106,7 +106,7 @@ def check_plan_size(plan: bytes) -> None:
 
 def plan_hash(plan: Plan) -> bytes:
     """The hash that stands for a plan which the peer has seen."""
-    return hashlib.sha256(plan.to_json()).digest()
+    return hashlib.sha256(plan.without_notes().to_json()).digest()
 
 
 def conversion_terms(plan: Plan, convert: str | None, scales: Scales) -> ConversionTerms | None:

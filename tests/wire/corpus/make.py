@@ -30,7 +30,7 @@ def plan_json(made: Plan) -> Json:
 def hello(made: Plan | None = None, plan: bytes | None = None, **changed: Any) -> Json:
     """A good hello, but for what is changed."""
     made = made or small("dense", tp=2)
-    text = made.to_json() if plan is None else plan
+    text = made.without_notes().to_json() if plan is None else plan
     said: Json = {
         "type": "hello",
         "version": VERSION,

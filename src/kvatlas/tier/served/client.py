@@ -77,9 +77,9 @@ class TierClient:
         self._attachment: Attachment | None = None
         self.metrics = Metrics()
         self._nothing = TierStorage({}, None, verify_always=False)
-        self._plan_text: bytes | None = None
+        self._known_plan: Plan | None = None
         self.plan = plan = self._attach().plan
-        self._plan_text = plan.to_json()
+        self._known_plan = plan.without_notes()
         self._ingests = Ingests(plan)
         self._routes = TierRoutes(plan)
         self._plans: dict[Plan, tuple[bytes, bytes]] = {}
@@ -339,7 +339,7 @@ class TierClient:
                 if refusal.code is not Code.PEER_LOST or time.monotonic() > until:
                     raise
             time.sleep(_LOOK_AGAIN)
-        if self._plan_text not in (None, made.plan.to_json()):
+        if self._known_plan not in (None, made.plan.without_notes()):
             made.close()
             raise peer_lost(f"a tier of another plan at {self.path}")
         return made

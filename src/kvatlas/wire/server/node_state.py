@@ -158,7 +158,7 @@ class NodeState:
 
     def check_plan_travels(self) -> None:
         """Refuse a plan that is too large to be told: it goes whole, in one message."""
-        plan = self.plan.to_json()
+        plan = self.plan.without_notes().to_json()
         try:
             check_plan_size(plan)
             encode(Welcome(hello=self.hello(with_plan=True), session=self.incarnation))
@@ -177,7 +177,7 @@ class NodeState:
             incarnation=self.incarnation,
             fingerprint=fingerprint(self.plan),
             plan_hash=self.plan_hash,
-            plan=self.plan.to_json() if with_plan else None,
+            plan=self.plan.without_notes().to_json() if with_plan else None,
             rank=self.rank,
             memory=tuple(RegisteredMemory.of(*one) for one in self.transport.reachable.items()),
             transport=self.transport.name,
