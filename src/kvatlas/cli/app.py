@@ -1,4 +1,4 @@
-"""The app that every command belongs to, and how a command answers."""
+"""The typer application, and the function that prints a command's answer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import kvatlas
 from kvatlas.cli.failures import guarded
 from kvatlas.cli.tables import show
 
+_HELP = "Plan, explain, draw and move the KV caches of large language models."
+
 app = typer.Typer(
     name="kvatlas",
-    help="What of a model's KV cache fits, where every byte lies, and why.",
+    help=_HELP,
     epilog="[dim]Example[/]  kvatlas plan Qwen3.5-397B-A17B --tp 2 --memory 60GiB",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -23,11 +25,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A guarded command of the app, with examples below its help."""
+    """Register a command, with examples below its help. Errors become messages and exit codes."""
     lines = ("[dim]Examples[/]", *(f"  kvatlas {line}" for line in examples))
     register = app.command(epilog="\n".join(lines))
     return lambda function: register(guarded(function))
@@ -40,9 +42,9 @@ def _version(wanted: bool) -> None:
 
 
 def answer(as_json: bool, value: object, *parts: RenderableType) -> None:
-    """Print `value` as JSON, or `parts`, which say the same to people."""
+    """Print `value` as JSON, or `parts`, which show the same data to people."""
     if as_json:
-        # Bytes, so that the encoding of the terminal cannot make it something else than JSON.
+        # Bytes bypass the encoding of the terminal, so the output is always valid JSON.
         typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
     else:
         show(*parts)
@@ -55,4 +57,4 @@ def root(
         typer.Option("--version", help="Show the version.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
-    """What of a model's KV cache fits, where every byte lies, and why."""
+    """Plan, explain, draw and move the KV caches of large language models."""

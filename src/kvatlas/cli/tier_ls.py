@@ -1,4 +1,4 @@
-"""`kvatlas tier ls`: whose rows a store has."""
+"""`kvatlas tier ls`: list the namespaces of a store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvatlas.planning import size
 
 
 def ls(where: Where, as_json: Json = False) -> None:
-    """Namespaces of a store: tenant, model, rows and bytes of each."""
+    """List the namespaces of a store, with tenant, model, rows and bytes."""
     from kvatlas.tier import summaries
 
     with opened(where) as store:
