@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Annotated
 
@@ -31,8 +32,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command, with examples below its help. Errors become messages and exit codes."""
     lines = ("[dim]Examples[/]", *(f"  kvatlas {line}" for line in examples))
-    register = app.command(epilog="\n".join(lines))
-    return lambda function: register(guarded(function))
+    epilog = "\n".join(lines)
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        return app.command(epilog=epilog, help=help_text(function))(guarded(function))
+
+    return register
+
+
+def help_text(function: Callable[..., None]) -> str:
+    """Join the lines of each paragraph of a docstring, so that typer wraps them itself."""
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def _version(wanted: bool) -> None:

@@ -175,8 +175,16 @@ def explain(options: PlanOptions, as_json: Json = False) -> None:
     "check Qwen3-8B --from kv-dtype=fp8 --to kv-dtype=bf16 --convert 'fp8->bf16'",
 )
 def check(
-    first: Annotated[str, typer.Argument(metavar="MODEL|PLAN", show_default=False)],
-    second: Annotated[str | None, typer.Argument(metavar="[PLAN]", show_default=False)] = None,
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|PLAN", help="A model, or the source's plan file.", show_default=False
+        ),
+    ],
+    second: Annotated[
+        str | None,
+        typer.Argument(metavar="PLAN", help="The destination's plan file.", show_default=False),
+    ] = None,
     source: Annotated[
         str | None, typer.Option("--from", help="Options of the source: tp=2,layout=LBHNC")
     ] = None,
@@ -212,8 +220,18 @@ def check(
     "doctor prefill.json decode.json --json",
 )
 def doctor(
-    first: Annotated[str, typer.Argument(metavar="MODEL|ENGINE", show_default=False)],
-    second: Annotated[str | None, typer.Argument(metavar="[ENGINE]", show_default=False)] = None,
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|ENGINE",
+            help="A model, or the prefill engine's file.",
+            show_default=False,
+        ),
+    ],
+    second: Annotated[
+        str | None,
+        typer.Argument(metavar="ENGINE", help="The decode engine's file.", show_default=False),
+    ] = None,
     source: Annotated[
         str | None, typer.Option("--from", help="The prefill engine: tp=2,kv-cache-dtype=fp8")
     ] = None,

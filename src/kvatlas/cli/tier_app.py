@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvatlas.cli.app import help_text
 from kvatlas.cli.failures import guarded
 
 if TYPE_CHECKING:
@@ -30,8 +31,12 @@ Where = Annotated[
 def tier_command(name: str, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command of the group. Errors become messages and exit codes."""
     lines = ("[dim]Examples[/]", *(f"  kvatlas tier {line}" for line in examples))
-    register = tier_app.command(name, epilog="\n".join(lines))
-    return lambda function: register(guarded(function))
+    epilog = "\n".join(lines)
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        return tier_app.command(name, epilog=epilog, help=help_text(function))(guarded(function))
+
+    return register
 
 
 @contextmanager
