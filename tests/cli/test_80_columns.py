@@ -67,6 +67,10 @@ def test_no_two_columns_have_one_name() -> None:
     (header,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["memory"]]
     assert len(set(header)) == len(header)
     assert "total: cache memory of all ranks" in " ".join(text.split())
+    for axis in ("states", "pack"):
+        text = shown("plan", "Qwen3.5-397B-A17B", "--compare", axis)
+        (header,) = [line.split() for line in text.splitlines() if line.split()[:1] == [axis]]
+        assert len(set(header)) == len(header)
 
 
 def test_equal_notes_are_printed_once() -> None:

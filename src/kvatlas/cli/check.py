@@ -54,7 +54,8 @@ def changes(text: str, where: str) -> dict[str, Any]:
         if not given or name not in (*_NUMBERS, *_WORDS):
             known = ", ".join(word.replace("_", "-") for word in (*_NUMBERS, *_WORDS))
             raise typer.BadParameter(
-                f"{plain(part)!r} is not name=value with a name out of {known}.", param_hint=where
+                f"{plain(part)!r} is not name=value with one of the names {known}.",
+                param_hint=where,
             )
         options[name] = value.strip()
         if name in _NUMBERS:

@@ -20,6 +20,7 @@ from kvatlas.cli.record_events import events
 from kvatlas.cli.simulate import simulate
 from kvatlas.cli.tables import (
     COMPARISON_LEGEND,
+    HYBRID_LEGEND,
     comparison,
     headline,
     notes,
@@ -107,7 +108,8 @@ def _compare(options: PlanOptions, texts: list[str], *, as_json: bool) -> None:
     shown = (comparison(axis, plans) for axis, plans in rows.items())
     every = [row for plans in rows.values() for row in plans]
     noted = dict.fromkeys(note for row in every for note in row["warnings"] or ())
-    legend = Text(COMPARISON_LEGEND, style="dim")
+    hybrid = HYBRID_LEGEND if any(row["way"] for row in every) else ""
+    legend = Text(COMPARISON_LEGEND + hybrid, style="dim")
     answer(as_json, {"rows": every}, title, *shown, *notes(noted), legend)
 
 

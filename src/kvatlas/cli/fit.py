@@ -19,7 +19,7 @@ from kvatlas.models import Model, Weights, find_gpus
 from kvatlas.planning import Fit, Fitting, Plan, length, size
 
 _NARROWER = ((2, 5), (2, 2), (1, 2), (1, 1))
-"""Gaps between columns and sizes of a topology per line, from wide tables to narrow ones."""
+"""(gap between columns, sizes of a topology per line) to try, from wide tables to narrow ones."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def fit_parts(fits: list[Fit], gpus: str, max_len: str | None) -> list[Renderabl
         "weights, cache: memory on each GPU. prefill, decode: requests of the greatest length "
         "that all replicas serve at once while all of them prefill, or all decode."
     )
-    shown = [Text(answer), indented(made), *told]
+    shown: list[RenderableType] = [Text(answer), indented(made), *told]
     return [*shown, *labelled_notes(warnings), Text(legend, style="dim")]
 
 

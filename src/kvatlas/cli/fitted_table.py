@@ -10,7 +10,7 @@ from rich.table import Table
 
 _UNLIMITED = 10_000
 _NARROWEST = 8
-"""Columns that a column of words keeps even if its longest word has to be broken."""
+"""Least width of a column that may wrap, even if its words have to be broken."""
 
 
 class FittedTable(Table):
@@ -36,7 +36,7 @@ class FittedTable(Table):
         return sum(widest) + gap * (len(widest) - 1)
 
     def _needs(self, console: Console) -> tuple[list[int], list[int]]:
-        """Return the widths of all columns without wrapping, and with as much as is allowed."""
+        """Return the width of each column without wrapping, and its least width with wrapping."""
         wide = console.options.update(width=_UNLIMITED)
         widest, least = [], []
         for column in self.columns:

@@ -40,7 +40,7 @@ class Question:
     trace: Trace
     replay: ReplayOptions
     over_memory: bool = False
-    """Whether curves are drawn. Then a memory that is too small is left out, not an error."""
+    """Whether to draw curves. If so, a memory size that is too small is skipped, not an error."""
 
 
 def axes_of_hits(texts: list[str]) -> Axes:
@@ -131,7 +131,7 @@ def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
         raise contradictory("--compare tier without a tier", hint)
     for value in values:
         if value not in ("none", "shared") and not (value.isdecimal() and 0 < int(value) < 100):
-            problem = f"{value!r} is not none, shared, or a percentage from 1 to 99."
+            problem = f"tier must be none, shared or a percentage from 1 to 99, not {value!r}."
             raise typer.BadParameter(problem, param_hint="'--compare'")
 
 

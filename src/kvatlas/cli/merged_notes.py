@@ -31,14 +31,14 @@ def merged_notes(messages: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _differences(texts: list[str]) -> int:
-    """Return how many numbers differ; more than are allowed if the words differ."""
+    """Count the numbers that differ. If the words differ, return more than the limit."""
     if len({_NUMBER.sub("0", text) for text in texts}) > 1:
         return _MOST_DIFFERENCES + 1
     return sum(len(set(values)) > 1 for values in _numbers(texts))
 
 
 def _numbers(texts: list[str]) -> list[tuple[str, ...]]:
-    """Return the values of the first number of all texts, of the second, and so on."""
+    """Return a tuple for each number in the texts, with its value in every text."""
     return list(zip(*(_NUMBER.findall(text) for text in texts), strict=True))
 
 

@@ -237,7 +237,7 @@ def _spread(
     instead: dict[str, inspect.Parameter],
     made: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., None]:
-    """Replace the first parameter of a command by options, and compute it from them by `made`."""
+    """Make a command that takes options, and passes `made(options)` as the first argument."""
     own = inspect.signature(command, eval_str=True)
     named = inspect.signature(PlanOptions, eval_str=True).parameters
     options = [instead.get(name, parameter) for name, parameter in named.items()]

@@ -39,8 +39,8 @@ class ReplayOptions:
         str | None,
         typer.Option(
             help="Where to keep states and windows for reuse: every-block, vllm-default, "
-            "prompt-end, branch-points, every-4096. Append within-25 to limit them to a quarter "
-            "of the memory. [dim]By default branch-points.[/]",
+            "prompt-end, branch-points, every-4096. Append -within-25 to limit them to a "
+            "quarter of the memory. [dim]By default branch-points.[/]",
             autocompletion=completer(*CHECKPOINTS),
             rich_help_panel=_REPLAY,
         ),

@@ -146,7 +146,7 @@ def plan_details(summary: dict[str, Any]) -> list[RenderableType]:
 
 
 def _groups(groups: list[dict[str, Any]]) -> Table:
-    """Show identical groups in one row, and each page size of a mixed group in a row."""
+    """Show a row for each kind of group; a group with several page sizes takes several rows."""
     columns = ("group", "layers", "block", "page bytes", "padding", "per request")
     made = table(*columns, wraps=(0,))
     alike: dict[tuple[str, ...], list[float]] = {}
@@ -212,16 +212,17 @@ COMPARISON_LEGEND = (
     "prefill, decode: requests that fit while all of them prefill, or all decode. "
     "ratio: decode, relative to the first plan."
 )
+HYBRID_LEGEND = " hybrid: attention layers that share a page with a recurrent state, or apart."
 
 
 def comparison(axis: str, rows: list[Row]) -> Group:
-    """Show plans side by side, with the reasons of those that were refused below.
+    """Show plans side by side, and below them why some were refused.
 
     The row that fits the most requests while decoding is highlighted.
     """
     ways = any(row["way"] for row in rows)
     columns = (axis, "block", "tokens", "prefill", "decode", "ratio", "padding")
-    made = table(*columns, *(["states"] if ways else []), words=(0, 7), wraps=(0,))
+    made = table(*columns, *(["hybrid"] if ways else []), words=(0, 7), wraps=(0,))
     best = max((row["requests_decoding"] or 0 for row in rows), default=0)
     reasons = []
     for row in rows:
@@ -242,5 +243,8 @@ def comparison(axis: str, rows: list[Row]) -> Group:
             *([(row["way"] or "").removeprefix("states ")] if ways else []),
             style="bold green" if row["requests_decoding"] == best else "",
         )
-    told = [indented(Text(reason, style="yellow")) for reason in merged_notes(reasons)]
-    return Group(indented(made), *([Text(), *told] if told else []))
+    told: list[RenderableType] = [
+        indented(Text(reason, style="yellow")) for reason in merged_notes(reasons)
+    ]
+    parts: list[RenderableType] = [indented(made)]
+    return Group(*parts, *([Text(), *told] if told else []))

@@ -41,7 +41,7 @@ def tier_command(name: str, *examples: str) -> Callable[[Callable[..., None]], C
 
 @contextmanager
 def opened(where: str, *, create: bool = False) -> Iterator[ObjectStore]:
-    """Open the store at an address and close it at the end. Makes a folder only if `create`."""
+    """Open the store at an address, and close it at the end. `create` makes a missing folder."""
     from kvatlas.tier import open_store
 
     store = open_store(where, create=create)

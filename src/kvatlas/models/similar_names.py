@@ -15,7 +15,7 @@ _MOST = 3
 
 
 class _Name(NamedTuple):
-    """A model's name in parts: `qwen`, `3`, 235 billion parameters, and all of its words."""
+    """A parsed name: family `qwen`, version `3`, size 235 (billion parameters), and all parts."""
 
     family: str
     version: str
@@ -57,7 +57,7 @@ def _parsed(name: str) -> _Name:
 
 
 def _sizes(parts: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return number and unit of the parts that are sizes; `a22b` counts active parameters."""
+    """Return number and unit of each size. Active parameters, such as `a22b`, do not count."""
     return [found.groups() for part in parts if (found := _SIZE.fullmatch(part))]  # type: ignore[misc]
 
 
