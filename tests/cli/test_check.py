@@ -26,7 +26,7 @@ def test_a_model_between_two_topologies() -> None:
     dst = plan("Qwen3-8B", memory="80GiB", tp=4, layout="BHLNC")
     assert answer["descriptors"] == check(src, dst, tokens=1024).descriptors
     text = shown("check", "Qwen3-8B", *ends, "--tokens", "1024")
-    assert "Yes: 1,024 tokens are 144 MiB" in text
+    assert "Yes: 1,024 tokens take 144 MiB" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -65,13 +65,13 @@ def test_unlike_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("Qwen3-8B", "--from", "tq=3"), "'tq=3' is none of"),
-        (("Qwen3-8B", "--from", "tp=two"), "tp is a number"),
+        (("Qwen3-8B", "--from", "tq=3"), "'tq=3' is not name=value"),
+        (("Qwen3-8B", "--from", "tp=two"), "tp must be a number"),
         (("Qwen3-8B", "--to", "tp=3"), "bad_topology"),
         (("Qwen3-8B", "--tokens", "0"), "bad_size"),
         (("Qwen3-8B", "--tokens", "999999"), "bad_tokens"),
         (("nothing.json", "nowhere.json"), "unreadable"),
-        (("a.json", "b.json", "--from", "tp=1"), "nothing to change"),
+        (("a.json", "b.json", "--from", "tp=1"), "need a model"),
         (("no-such-model",), "unknown_model"),
     ],
 )

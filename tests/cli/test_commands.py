@@ -109,7 +109,7 @@ def test_compare_varies_one_thing(axis: str) -> None:
     assert max(len(line) for line in table.splitlines()) <= 80
     assert table.startswith("Qwen3.5-397B-A17B")
     assert axis == "max-len" or "requests of 32,768 tokens" in table
-    assert axis == "memory" or "80GiB a rank" in table
+    assert axis == "memory" or "80GiB per rank" in table
     decoding = [row["requests_decoding"] for row in rows if not row["refused"]]
     for row in rows:
         assert str(row["value"]) in table

@@ -39,7 +39,7 @@ def verdicts(one: Any, other: Any) -> dict[str, str]:
 def test_engines_of_unlike_topology_understand_each_other() -> None:
     out = shown("doctor", "Qwen3-8B", "--from", "tp=2,block-size=64", "--to", "layout=HND")
     assert out.splitlines()[-1] == "These two understand each other."
-    assert "1,000 tokens are 141 MiB in" in out
+    assert "1,000 tokens take 141 MiB in" in out
     answer = said("doctor", "gpt-oss-20b", "--from", "tp=2", "--to", "tp=8", "--tokens", "500")
     assert answer["ok"]
     assert answer["moves"]["tokens"] == 500
@@ -145,7 +145,7 @@ def test_engines_from_files(tmp_path: Path) -> None:
         (("Qwen3-8B", "--from", "tp=two"), "bad_config"),
         (("Qwen3-8B", "--to", "whatever"), "name=value"),
         (("no", "files"), "unreadable"),
-        (("a", "b", "--from", "tp=1"), "nothing to change"),
+        (("a", "b", "--from", "tp=1"), "need a model"),
         (("Qwen3-8B", "--tokens", "0"), "bad_size"),
     ],
 )

@@ -85,7 +85,7 @@ def test_an_interrupt_ends_a_recording_that_says_what_it_lacks(tmp_path: Path) -
                 text = shown("events", events, "-o", str(path))
         finally:
             signal.signal(signal.SIGINT, before)
-    assert "Ctrl-C ends it" in text
+    assert "Press Ctrl-C to stop" in text
     assert "missing at 1 place" in text
 
 

@@ -50,7 +50,7 @@ def test_a_plan_on_gpus_says_where_its_memory_comes_from() -> None:
     assert (answer["gpu"]["gpus"], answer["dp"]) == (8, 4)
     assert answer["memory"] == answer["gpu"]["memory"]
     text = " ".join(shown("plan", "Qwen3-8B", "--gpu", "H100", "--tp", "2", "--dp", "4").split())
-    assert "for caches on each of 8 H100: 90% of its memory, less" in text
+    assert "for caches on each of 8 H100: 90% of its memory, minus" in text
     assert "of weights (config, bf16) and 3 GiB of overhead" in text
     assert f"4 replicas: {answer['gpu']['users_prefilling']} users prefilling" in text
 

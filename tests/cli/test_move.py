@@ -44,7 +44,7 @@ def test_content_is_converted_on_the_way_and_people_get_a_table() -> None:
     ends = ("--from", "kv-dtype=fp8", "--to", "kv-dtype=bf16,tp=2", "--convert", "fp8->bf16")
     result = process("move", "Qwen3-8B", *ends, "--tokens", "16", "--transport", "shm")
     assert result.returncode == 0, result.stderr
-    assert "Every byte arrived over shm, and no other was touched." in result.stdout
+    assert "All bytes arrived correctly over shm; no other byte changed." in result.stdout
     assert result.stdout.count("staged") == 2, "cells are converted in buffers"
 
 
@@ -54,11 +54,11 @@ def test_content_is_converted_on_the_way_and_people_get_a_table() -> None:
         (("move", "Qwen3-8B", "--how", "sideways"), "auto, direct or staged"),
         (
             ("move", "Qwen3-8B", "--transport", "pigeon"),
-            "'pigeon' is none of nixl, mooncake, tcp, shm",
+            "'pigeon' is not one of nixl, mooncake, tcp, shm",
         ),
         (
             ("move", "Qwen3-8B", "--transport", "memory"),
-            "'memory' is none of nixl, mooncake, tcp, shm",
+            "'memory' is not one of nixl, mooncake, tcp, shm",
         ),
         (("move", "Qwen3-8B", "--to", "kv-dtype=fp8", "--tokens", "16"), "unlike_dtypes"),
         (
@@ -66,7 +66,7 @@ def test_content_is_converted_on_the_way_and_people_get_a_table() -> None:
             "unknown_dtype",
         ),
         (("move", "no-such-model"), "unknown_model"),
-        (("bench", "nothing"), "only wire"),
+        (("bench", "nothing"), "the only benchmark is wire"),
     ],
 )
 def test_refusals(arguments: tuple[str, ...], words: str) -> None:

@@ -30,7 +30,7 @@ def test_a_table_says_why() -> None:
     text = shown(*HYBRID)
     assert "branch-points" in text
     assert "vllm, as vLLM runs it" in text
-    assert "any memory 63.0%" in " ".join(text.split())
+    assert "Unlimited memory would serve 63.0%" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
 
 

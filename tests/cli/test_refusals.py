@@ -193,4 +193,4 @@ def test_a_pipe_is_no_plan(tmp_path: Path) -> None:
     for path in (str(pipe), "/dev/zero", str(tmp_path)):
         result = kvatlas("check", path, path)
         assert result.exit_code == 2
-        assert "not a plain file" in result.output
+        assert "not a regular file" in result.output

@@ -88,7 +88,7 @@ def test_curves_over_memory_are_a_page_without_a_network(tmp_path: Path) -> None
         assert f"<td>{row['hit_rate']:.1%}</td>" in text
     assert text.count('class="curve') == 2 * 2  # in the picture and in the legend
     assert text.count("<circle") == 4
-    assert "any memory 63.0%" in text
+    assert "unlimited memory 63.0%" in text
     assert "prefers-color-scheme: dark" in text
     for word in ("http:", "https:", "<script", "url(", "@import"):
         assert word not in text

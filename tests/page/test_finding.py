@@ -87,7 +87,7 @@ def test_a_search_combines_layer_head_and_token_and_says_what_is_not_there(
         assert browser.do("return document.querySelector('[data-kind=layer]').innerText") == (
             "one layer, 3"
         )
-    assert "token 4 of block 6, where a request fills" in find(browser, "token 100")
+    assert "token 4 of block 6, if a request fills" in find(browser, "token 100")
     assert browser.do("return [view.level, view.block, paint.follow.value]") == ["block", 6, 4]
     assert "Token 4: " in browser.do("return byId('followed').textContent")
     browser.do("change({ tpRank: 0 })")
@@ -169,11 +169,11 @@ def test_other_orders_are_counted_for_the_plan_shown_and_knobs_say_what_they_cha
     assert browser.do(followed).endswith("Runs in other orders: BHLNC 1, BLNHC 576 (block 16).")
     browser.do(turn + ".click()", "order", "BHLNC")
     assert "Runs in other orders: LBNHC 1,152, BLNHC 576 (block 16)." in browser.do(followed)
-    grey = "Grey: no plan of it with the other values was drawn, so choosing it changes them, too."
+    grey = "Grey: the page has no plan of this value with the others; choosing it changes them."
     assert browser.do(note) == grey
     marked = "return [...document.querySelectorAll('#knobs .apart')].map((one) => one.value)"
     assert browser.do(marked) == ["BLNHC", "8"]
-    said = "No plan of tp 8 with order BHLNC, block 32 was drawn: this one has order LBNHC, block"
+    said = "The page has no plan of tp 8 with order BHLNC, block 32; showing order LBNHC, block"
     assert browser.do("return " + turn + ".title", "tp", "8") == f"{said} 16."
     browser.do(turn + ".click()", "tp", "8")
     assert browser.do(note) == f"{said} 16."
@@ -204,9 +204,9 @@ def test_packs_are_seen_in_the_order_of_axes_and_rows_of_one_layer_told_apart(
         "return byId('followed').textContent"
     )
     assert browser.do("return new Set(drawn.labels).size === drawn.labels.length")
-    assert "the first padding of block 0 as recurrent holds it" in find(browser, "padding")
+    assert "the first padding of block 0, used by recurrent" in find(browser, "padding")
     facts = browser.do(FACTS)
-    assert "57,344 bytes behind the page" in facts["padding"]
+    assert "57,344 bytes after the page" in facts["padding"]
     assert facts["address"] == f"{4_325_376 - 57_344:,}"
     assert browser.complaints() == []
 

@@ -73,7 +73,7 @@ def test_a_million_blocks_and_thousands_of_layers_are_a_sample_that_says_so(
         said = browser.do("return byId('caption').textContent")
         assert ("A sample: 159 of 10,000 rows, every 63rd." in said) == (order == "LBNHC")
         browser.do("go({ level: 'pool' })")
-        assert "of 1,000,000; the others lie alike" in browser.do(
+        assert "of 1,000,000; the others have the same layout" in browser.do(
             "return byId('caption').textContent"
         )
         browser.do("byId('query').value = 'layers.9999'; byId('search').requestSubmit()")
@@ -239,9 +239,9 @@ def test_the_page_says_why_something_lies_in_so_many_runs(browser: Browser, tmp_
     orders = two_orders("Qwen3-8B")
     half, times = "Heads 0\N{EN DASH}3:", "36 \N{MULTIPLICATION SIGN} 16 = 576 runs"
     outside = f"{half} {times} because in LBNHC layers and tokens are outside of heads: "
-    outside += "every token of every layer has a piece of its own."
-    nothing = f"{half} one run because in BHLNC nothing of a block is outside of heads: "
-    nothing += "it lies together."
+    outside += "every token of every layer has a separate piece."
+    nothing = f"{half} one run because in BHLNC no axis of a block is outside of heads, "
+    nothing += "so it is contiguous."
     cases = {
         "LBNHC": ([orders[0], orders[1]], f"{outside} Runs in other orders: BHLNC 1."),
         "BHLNC": ([orders[1], orders[0]], f"{nothing} Runs in other orders: LBNHC 576."),
@@ -252,7 +252,7 @@ def test_the_page_says_why_something_lies_in_so_many_runs(browser: Browser, tmp_
         ),
         "cut up": (
             [plan("DeepSeek-V4-Pro", memory="80GiB")],
-            " because each page is cut up inside, by padding.",
+            " because each page is divided by padding.",
         ),
     }
     for name, ((first, *others), told) in cases.items():

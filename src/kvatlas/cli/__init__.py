@@ -1,7 +1,7 @@
 """The command line: `kvatlas plan`, `explain`, `check`, `move`, `bench`, `models`, ...
 
-The one room that knows of typer and rich. They are optional, so nothing here
-imports them until a command runs.
+The only package that uses typer and rich. Both are optional, so they are imported when a
+command runs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ _UNAVAILABLE = 69
 
 
 def main() -> None:
-    """Run the command line; the entry point of the `kvatlas` script."""
+    """Run the command line. This is the entry point of the `kvatlas` script."""
     try:
         from kvatlas.cli.commands import run
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in _EXTRAS:
             raise
-        sys.stderr.write(f"kvatlas: {missing.name} is missing. Try: pip install 'kvatlas[cli]'\n")
+        sys.stderr.write(
+            f"kvatlas: {missing.name} is not installed. Try: pip install 'kvatlas[cli]'\n"
+        )
         raise SystemExit(_UNAVAILABLE) from None
     run()

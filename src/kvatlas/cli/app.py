@@ -1,7 +1,8 @@
-"""The app that every command belongs to, and how a command answers."""
+"""The typer application, and the function that prints a command's answer."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Annotated
 
@@ -13,9 +14,11 @@ import kvatlas
 from kvatlas.cli.failures import guarded
 from kvatlas.cli.tables import show
 
+_HELP = "Plan, explain, draw and move the KV caches of large language models."
+
 app = typer.Typer(
     name="kvatlas",
-    help="What of a model's KV cache fits, where every byte lies, and why.",
+    help=_HELP,
     epilog="[dim]Example[/]  kvatlas plan Qwen3.5-397B-A17B --tp 2 --memory 60GiB",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -23,14 +26,24 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A guarded command of the app, with examples below its help."""
+    """Register a command, with examples below its help. Errors become messages and exit codes."""
     lines = ("[dim]Examples[/]", *(f"  kvatlas {line}" for line in examples))
-    register = app.command(epilog="\n".join(lines))
-    return lambda function: register(guarded(function))
+    epilog = "\n".join(lines)
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        return app.command(epilog=epilog, help=help_text(function))(guarded(function))
+
+    return register
+
+
+def help_text(function: Callable[..., None]) -> str:
+    """Join the lines of each paragraph of a docstring, so that typer wraps them itself."""
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def _version(wanted: bool) -> None:
@@ -40,9 +53,9 @@ def _version(wanted: bool) -> None:
 
 
 def answer(as_json: bool, value: object, *parts: RenderableType) -> None:
-    """Print `value` as JSON, or `parts`, which say the same to people."""
+    """Print `value` as JSON, or `parts`, which show the same data to people."""
     if as_json:
-        # Bytes, so that the encoding of the terminal cannot make it something else than JSON.
+        # Bytes bypass the encoding of the terminal, so the output is always valid JSON.
         typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
     else:
         show(*parts)
@@ -55,4 +68,4 @@ def root(
         typer.Option("--version", help="Show the version.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
-    """What of a model's KV cache fits, where every byte lies, and why."""
+    """Plan, explain, draw and move the KV caches of large language models."""

@@ -1,4 +1,4 @@
-"""`kvatlas bench wire`: what each transport gives between two processes of this host."""
+"""`kvatlas bench wire`: throughput of each transport between two processes of this host."""
 
 from __future__ import annotations
 
@@ -41,24 +41,25 @@ _SEED = 7
 
 @dataclass(frozen=True)
 class TransportRate:
-    """Gigabytes a second of one transport at one run size, beside a plain copy in that run."""
+    """Throughput of one transport at one run size, and that of memcpy, in GB/s."""
 
     transport: str
     run: int
     gigabytes: float
     memcpy: float
     refused: str = ""
+    """Why the transport was not measured; empty if it was."""
 
 
 def transport_rates() -> Iterator[TransportRate]:
-    """Measure each transport that runs here; the others say why they do not."""
+    """Measure each transport. One that cannot run here yields the reason instead."""
     for name in TRANSPORTS:
         transport = None
         try:
             transport = make_transport(name)
             yield from _rates(name, transport)
         except AtlasError as refusal:
-            # A transport may be missing; what all of them need may not.
+            # A missing transport is skipped. A library that all of them need is an error.
             if transport is not None and refusal.code is Code.MISSING_EXTRA:
                 raise
             yield TransportRate(name, 0, 0.0, 0.0, f"{refusal.code}: {refusal.got}")
@@ -94,7 +95,7 @@ def _plan() -> Plan:
 
 
 def _scattered(run: int, room: int) -> Copy:
-    """Runs in a random order at both ends, none beside the one before."""
+    """Copy runs of one size, in a random order at both ends."""
     rng = np.random.default_rng(run)
     many, places = _MOVED // run, room // run
     src, dst = (rng.permutation(places)[:many].astype(np.int64) * run for _ in range(2))
@@ -108,7 +109,7 @@ def _read(link: Link, copy: Copy) -> None:
 def _compare(copy: Copy, source: Bytes, here: Bytes) -> None:
     for start, to, length in zip(copy.src, copy.dst, copy.length, strict=True):
         if not np.array_equal(source[start : start + length], here[to : to + length]):
-            raise RuntimeError("bytes that arrived are not those that were sent")
+            raise RuntimeError("the received bytes differ from the bytes that were sent")
 
 
 def _best(act: Callable[[], object]) -> float:
@@ -121,12 +122,12 @@ def _best(act: Callable[[], object]) -> float:
 
 
 def bench_parts(rates: list[TransportRate]) -> list[RenderableType]:
-    """The rates for people."""
-    made = table("transport", "runs of", "GB/s", "memcpy here", "of memcpy", words=(0,))
+    """Show the rates as a table."""
+    made = table("transport", "run size", "GB/s", "memcpy GB/s", "of memcpy", words=(0,))
     notes = []
     for rate in rates:
         if rate.refused:
-            notes.append(Text(f"{rate.transport} does not run here: {rate.refused}", style="dim"))
+            notes.append(Text(f"{rate.transport} was not measured: {rate.refused}", style="dim"))
             continue
         made.add_row(
             rate.transport,
@@ -135,5 +136,5 @@ def bench_parts(rates: list[TransportRate]) -> list[RenderableType]:
             f"{rate.memcpy:.2f}",
             f"{rate.gigabytes / rate.memcpy:.0%}",
         )
-    legend = f"{size(_MOVED)} in scattered runs, read from another process of this host."
+    legend = f"Reads {size(_MOVED)} in scattered runs from another process of this host."
     return [made, *notes, Text(legend, style="dim")]

@@ -1,4 +1,4 @@
-"""What is known by name: models, orders, and hybrids beside vLLM's plans."""
+"""The commands `models`, `layouts` and `hybrids`: lists of what kvatlas supports."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvatlas.models import Model, catalogue
 from kvatlas.planning import BACKENDS, size
 
 _NARROW = 16
-"""Columns that a table of 80 has left for a list of kinds."""
+"""Width of the column of layer kinds in a terminal of 80 columns."""
 
 
 def models(name: Annotated[str | None, MODEL] = None, as_json: Json = False) -> None:
-    """The catalogue; or one model, with what each of its layers caches."""
+    """List the known models, or show what each layer of one model caches."""
     if name is not None:
         _one_model(Model.load(name), as_json=as_json)
         return
@@ -38,8 +38,8 @@ def models(name: Annotated[str | None, MODEL] = None, as_json: Json = False) -> 
             fact["confidence"],
         )
     legend = (
-        "fixed: windows and one state of a request, however long; "
-        "trust: how sure the numbers are. All at tp 1."
+        "B/token: bytes that each token adds. fixed: bytes that a request takes at any length, "
+        "for windows and recurrent states. trust: confidence in the numbers. All at tp 1."
     )
     answer(as_json, {"models": facts}, made, Text(legend, style="dim"))
 
@@ -48,15 +48,15 @@ def _one_model(model: Model, *, as_json: bool) -> None:
     facts, layers = model_facts(model), layer_facts(model)
     title = Text(plain(model.name), style="bold")
     title.append(f"  {plain(model.architecture)}, {model.depth} layers", style="not bold dim")
-    columns = ("layers", "number", "B/token", "fixed", "what each keeps")
+    columns = ("layers", "count", "B/token", "fixed", "cache of each layer")
     made = table(*columns, words=(0, 4), wraps=(0, 4))
     specs = dict.fromkeys(layer.spec for layer in model.layers)
     for row, spec in zip(layers, specs, strict=True):
         made.add_row(row["layers"], str(row["num_layers"]), *_sizes(row), _spec(spec))
-    length = f"{model.max_len:,} tokens at most" if model.max_len else "any length"
-    total = f"{facts['bytes_per_token']:,} bytes for each token, "
-    total += f"{facts['fixed_bytes_per_request']:,} for each request; {length}."
-    source = [Text(f"From {plain(model.source)}", style="dim")] if model.source else []
+    length = f"at most {model.max_len:,} tokens" if model.max_len else "any length"
+    total = f"{facts['bytes_per_token']:,} bytes per token, "
+    total += f"{facts['fixed_bytes_per_request']:,} bytes per request; {length}."
+    source = [Text(f"Source: {plain(model.source)}", style="dim")] if model.source else []
     parts = (title, indented(made), Text(total), *notes(model.warnings), *source)
     answer(as_json, {**facts, "caches": layers}, *parts)
 
@@ -73,12 +73,12 @@ def _kinds(layers: dict[str, int]) -> str:
         for long, brief in short:
             kind = kind.replace(long, brief)
         words.append(f"{number} {kind}")
-    # One line where it is short, else a line each, rather than a break inside a name.
+    # One kind per line if they do not fit on one line, so that no name is broken.
     return (" " if len(" ".join(words)) <= _NARROW else "\n").join(words)
 
 
 def _spec(spec: Any) -> str:
-    """What a spec says beyond its defaults, in words that break between lines."""
+    """Format the fields of a spec that differ from their defaults."""
     fields = msgspec.structs.fields(spec)
     values = [(field.name, getattr(spec, field.name), field.default) for field in fields]
     said = [f"{name} {value}" for name, value, default in values if value != default]
@@ -86,25 +86,25 @@ def _spec(spec: Any) -> str:
 
 
 def layouts(as_json: Json = False) -> None:
-    """The orders that a cache can have in memory, and the backends that take them."""
+    """List the memory layouts, and the attention backends that accept each."""
     facts = layout_facts()
     words = ("block outermost", "layer compact", "page contiguous", "heads outside pages")
-    # Two lines in the head, so that the table stays narrow.
+    # Headers of two lines keep the table narrow.
     heads = ("layout", "alias", *(word.replace(" ", "\n", 1) for word in words))
     made = table(*heads, words=range(6))
     for fact in facts:
         marks = ("yes" if fact[word.replace(" ", "_")] else "-" for word in words)
         made.add_row(Text(fact["order"], style="bold"), fact["alias"] or "", *marks)
-    takes = table("backend", "orders it takes", words=(0, 1), wraps=(1,))
+    takes = table("backend", "accepted layouts", words=(0, 1), wraps=(1,))
     for backend in BACKENDS.values():
         if backend.layouts:
             takes.add_row(backend.name, ", ".join(backend.layouts))
-    takes.add_row("every other", "all six")
+    takes.add_row("all others", "all six")
     legend = "Axes, outermost first: L page, B block, H head, N state, C content."
     parts = (indented(made), indented(takes), Text(legend, style="dim"))
     answer(as_json, {"layouts": facts}, *parts)
 
 
 def hybrids() -> None:
-    """Markdown: every hybrid of the catalogue, vLLM's plan beside atlas's."""
+    """Print a Markdown table that compares vLLM's and atlas's plans of all hybrids."""
     typer.echo(hybrids_page(), nl=False)

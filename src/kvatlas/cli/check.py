@@ -1,4 +1,7 @@
-"""`kvatlas check`: two plans, from files or made of a model, and whether one fills the other."""
+"""`kvatlas check`: whether caches can be copied from one plan to another.
+
+The plans are read from files, or made from one model with different options.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +27,22 @@ _OTHERS = ("model", "prefix_caching", *_GPUS, *_NUMBERS)
 _WORDS = tuple(f.name for f in dataclasses.fields(PlanOptions) if f.name not in _OTHERS)
 
 
-_ERROR_NOTE = "error: the most that a row changes, relative, in the 2-norm."
+_ERROR_NOTE = "error: the largest relative change of a row, in the 2-norm."
 
 
 def two_plans(first: str, second: str | None, source: str | None, target: str | None) -> list[Plan]:
-    """Both ends: two files, or one model with what each end changes."""
+    """Read two plan files, or plan one model twice with the options of each end."""
     if second is not None:
         if source is not None or target is not None:
-            raise typer.BadParameter("two plans leave nothing to change.", param_hint="'--from'")
+            problem = "--from and --to need a model; two plan files were given."
+            raise typer.BadParameter(problem, param_hint="'--from'")
         return [read_plan(first), read_plan(second)]
     ends = (("'--from'", source), ("'--to'", target))
     return [PlanOptions(model=first, **changes(text or "", where)).plan() for where, text in ends]
 
 
 def changes(text: str, where: str) -> dict[str, Any]:
-    """Options of a plan, written as name=value with commas between.
+    """Parse the options of a plan, written as name=value and separated by commas.
 
     >>> changes("tp=2,layout=LBHNC,max-len=4k", "'--from'")
     {'tp': 2, 'layout': 'LBHNC', 'max_len': '4k'}
@@ -50,51 +54,54 @@ def changes(text: str, where: str) -> dict[str, Any]:
         if not given or name not in (*_NUMBERS, *_WORDS):
             known = ", ".join(word.replace("_", "-") for word in (*_NUMBERS, *_WORDS))
             raise typer.BadParameter(
-                f"{plain(part)!r} is none of name=value with {known}.", param_hint=where
+                f"{plain(part)!r} is not name=value with one of the names {known}.",
+                param_hint=where,
             )
         options[name] = value.strip()
         if name in _NUMBERS:
-            problem = f"{plain(name)} is a number, not {plain(value)!r}."
+            problem = f"{plain(name)} must be a number, not {plain(value)!r}."
             options[name] = number(value, problem, where)
     return options
 
 
 def read_plan(path: str) -> Plan:
-    """A plan that `kvatlas plan --save` wrote, checked as if it were made here."""
+    """Read and validate a plan that `kvatlas plan --save` wrote."""
     try:
-        # A pipe would wait for its writer, and a device never end.
+        # Reading a pipe may block, and reading a device may never end.
         if not S_ISREG(Path(path).stat().st_mode):
-            raise OSError(0, "not a plain file")
+            raise OSError(0, "not a regular file")
         with Path(path).open("rb") as file:
             text = file.read(LARGEST_JSON + 1)
-    except (OSError, ValueError) as problem:  # a ValueError is a name that no file can have
+    except (OSError, ValueError) as problem:  # a ValueError is an invalid file name
         reason = problem.strerror if isinstance(problem, OSError) else problem
-        got, hint = f"{path}: {reason}", "Save one, or name a model with --from and --to"
-        raise AtlasError(Code.UNREADABLE, got=got, hint=hint) from problem
+        got = f"{path}: {reason}"
+        hint = "Write a plan with `kvatlas plan --save`, or name a model with --from and --to"
+        problem_text = "The plan file cannot be read"
+        raise AtlasError(Code.UNREADABLE, problem_text, got=got, hint=hint) from problem
     try:
         return Plan.from_json(text)
-    except AtlasError as problem:  # of two files, which?
+    except AtlasError as problem:  # add which of the two files it is
         got = f"{path}: {problem.got}"
         raise AtlasError(problem.code, problem.problem, got=got, hint=problem.hint) from problem
 
 
 def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
-    """The answer for people: yes with its price, or no with every reason."""
+    """Show the answer: yes with its cost, or no with all reasons."""
     head = both_ends(src, dst)
     if not answer.ok:
         no = Text("No.", style="bold red")
-        why = table("code", "what is unlike", words=(0, 1), wraps=(1,))
+        why = table("code", "difference", words=(0, 1), wraps=(1,))
         for reason in answer.reasons:
             why.add_row(str(reason.code), plain(reason.got))
         hints = dict.fromkeys(reason.hint for reason in answer.reasons if reason.hint)
         return [head, no, indented(why), *(Text(f"{plain(hint)}.", style="dim") for hint in hints)]
     yes = Text("Yes: ", style="bold green")
     yes.append(
-        f"{answer.tokens:,} tokens are {size(answer.nbytes)} in {answer.descriptors:,} "
-        "descriptors, blocks scattered.",
+        f"{answer.tokens:,} tokens take {size(answer.nbytes)} in {answer.descriptors:,} "
+        "descriptors if blocks are scattered.",
         style="not bold default",
     )
-    columns = ("from rank", "to rank", "bytes", "descriptors", "median", "largest", "better")
+    columns = ("from rank", "to rank", "bytes", "descriptors", "median", "largest", "faster")
     made = table(*columns, words=(6,))
     for pair in answer.pairs:
         report = pair.report
@@ -107,7 +114,7 @@ def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
             size(report.largest),
             "staged" if report.stage or answer.conversion else "direct",
         )
-    note = "direct: a descriptor for every run; staged: gather, send large pieces, scatter."
+    note = "direct: one descriptor per run. staged: gather, send large pieces, scatter."
     shown: list[RenderableType] = [head, yes, indented(made), Text(note, style="dim")]
     if answer.conversion:
         shown += [_conversion_table(answer), Text(_ERROR_NOTE, style="dim")]
@@ -115,8 +122,8 @@ def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
 
 
 def _conversion_table(answer: Check) -> RenderableType:
-    """What is converted on the way, where, and what that costs a row."""
-    made = table("converts", "layers", "by", "at the", "error", "with outliers", words=(0, 2, 3))
+    """Show each conversion, the end that performs it, and its error."""
+    made = table("conversion", "layers", "by", "at the", "error", "with outliers", words=(0, 2, 3))
     for change in answer.conversion:
         errors = (f"{error:.2g}" for error in change.error)
         made.add_row(str(change), str(change.layers), change.way, change.at, *errors)

@@ -1,4 +1,4 @@
-"""The commands. Each asks another room and shows the answer; none computes."""
+"""The commands. Each calls another package and prints the result."""
 
 from __future__ import annotations
 
@@ -8,27 +8,36 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from kvatlas.cli.app import Json, answer, app, command
 from kvatlas.cli.catalogue_commands import hybrids, layouts, models
 from kvatlas.cli.compare import AXES, axes_of, compared_plans, compared_title
-from kvatlas.cli.failures import no_traceback, plain
+from kvatlas.cli.failures import REFUSED, no_traceback, plain, report
 from kvatlas.cli.fit import fit_models, fit_parts, plan_on
 from kvatlas.cli.options import MODEL, MODELS, PlanOptions, completer, takes_plan_options
 from kvatlas.cli.record_events import events
 from kvatlas.cli.simulate import simulate
-from kvatlas.cli.tables import comparison, headline, notes, sentences
+from kvatlas.cli.tables import (
+    COMPARISON_LEGEND,
+    HYBRID_LEGEND,
+    comparison,
+    headline,
+    notes,
+    sentences,
+    show,
+    written,
+)
 from kvatlas.cli.tier_commands import tier_app
 from kvatlas.cli.traffic import plan_for_trace
-from kvatlas.planning import size
 
 __all__ = ["app", "run"]
 
 
 def run() -> None:
-    """Run the command line of this process."""
+    """Run the command line with the arguments of this process."""
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character is no reason to fail.
+        # Escape characters that the terminal cannot show instead of failing.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     with no_traceback():
@@ -49,8 +58,8 @@ def plan(
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help="Plans side by side over policy, kv-dtype, tp, max-len, ...; or over values "
-            "of one: tp=1,3,8. Commas, or repeated.",
+            help="Compare plans over one option or several: policy,tp. Add values to "
+            "choose them: tp=1,3,8. May be repeated.",
             autocompletion=completer(*AXES),
             show_default=False,
         ),
@@ -58,28 +67,28 @@ def plan(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Choose blocks, pack and checkpoints by simulating this trace, and say why. "
+            help="Choose block size, pack and checkpoints by simulating this trace. "
             "See `kvatlas simulate`.",
             show_default=False,
         ),
     ] = None,
     trace_block: Annotated[
         int | None,
-        typer.Option(help="Tokens of an id of the trace. See `kvatlas simulate`."),
+        typer.Option(help="Tokens per id of the trace. See `kvatlas simulate`."),
     ] = None,
-    save: Annotated[
-        Path | None, typer.Option(help="Write the whole plan to a file, as JSON.")
-    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the whole plan to a JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """What fits: blocks, tokens, requests, and the groups of layers behind them."""
+    """Plan a model's cache: blocks, tokens and requests that fit, and groups of layers."""
     if trace_block is not None and trace is None:
-        raise typer.BadParameter("there is no trace.", param_hint="'--trace-block'")
+        raise typer.BadParameter("it needs --trace.", param_hint="'--trace-block'")
     if compare:
         if save:
-            raise typer.BadParameter("one plan is saved, not several.", param_hint="'--save'")
+            problem = "--compare makes several plans; --save writes one."
+            raise typer.BadParameter(problem, param_hint="'--save'")
         if trace:
-            raise typer.BadParameter("a trace chooses one plan.", param_hint="'--trace'")
+            problem = "--compare makes several plans; --trace chooses one."
+            raise typer.BadParameter(problem, param_hint="'--trace'")
         _compare(options, compare, as_json=as_json)
         return
     chosen = plan_for_trace(options, trace, trace_block) if trace else None
@@ -89,7 +98,8 @@ def plan(
     facts = planned.facts()
     if chosen:
         facts |= {"tried": chosen.facts(), "unseen": chosen.trace.unseen}
-    answer(as_json, facts, *planned.parts(), *(chosen.parts() if chosen else ()))
+    wrote = [written(save)] if save else []
+    answer(as_json, facts, *planned.parts(), *(chosen.parts() if chosen else ()), *wrote)
 
 
 def _compare(options: PlanOptions, texts: list[str], *, as_json: bool) -> None:
@@ -98,7 +108,9 @@ def _compare(options: PlanOptions, texts: list[str], *, as_json: bool) -> None:
     shown = (comparison(axis, plans) for axis, plans in rows.items())
     every = [row for plans in rows.values() for row in plans]
     noted = dict.fromkeys(note for row in every for note in row["warnings"] or ())
-    answer(as_json, {"rows": every}, title, *shown, *notes(noted))
+    hybrid = HYBRID_LEGEND if any(row["way"] for row in every) else ""
+    legend = Text(COMPARISON_LEGEND + hybrid, style="dim")
+    answer(as_json, {"rows": every}, title, *shown, *notes(noted), legend)
 
 
 @command(
@@ -107,24 +119,36 @@ def _compare(options: PlanOptions, texts: list[str], *, as_json: bool) -> None:
 )
 def fit(
     models: Annotated[list[str], MODELS],
-    gpu: Annotated[str, typer.Option(help="The GPUs of one machine or more: 8xH100, H200.")],
-    max_len: Annotated[str | None, typer.Option(help="Tokens of the longest request.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Cache dtype: fp8, ...")] = None,
+    gpu: Annotated[str, typer.Option(help="Number and type of the GPUs: 8xH100, H200.")],
+    max_len: Annotated[
+        str | None, typer.Option(help="Tokens of the longest request: 128K.")
+    ] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Cache dtype: fp8, nvfp4, ...")] = None,
     in_flight: Annotated[
-        int | None, typer.Option(help="Tokens of a request in flight while it prefills.")
+        int | None, typer.Option(help="Tokens in flight of each prefilling request.")
     ] = None,
     utilization: Annotated[
-        float, typer.Option(help="Part of a GPU's memory that an engine takes.")
+        float, typer.Option(help="Share of the GPU memory that the engine may use.")
     ] = 0.9,
     overhead: Annotated[
-        str, typer.Option(help="Memory of a GPU that is neither weights nor cache.")
+        str, typer.Option(help="GPU memory that is neither weights nor cache.")
     ] = "3GiB",
     as_json: Json = False,
 ) -> None:
-    """Which models fit, weights and caches, on which topology, and for how many users."""
+    """Find the topology on which each model serves the most users.
+
+    A model that cannot be loaded is reported on stderr. The others are fitted, and the exit
+    code is 2.
+    """
     options = {"kv_dtype": kv_dtype, "max_len": max_len, "in_flight": in_flight}
-    found = fit_models(models, gpu, utilization=utilization, overhead=overhead, **options)
-    answer(as_json, {"fits": [one.as_dict() for one in found]}, *fit_parts(found, gpu, max_len))
+    found, failed = fit_models(models, gpu, utilization=utilization, overhead=overhead, **options)
+    if found or as_json:
+        fits = [one.as_dict() for one in found]
+        answer(as_json, {"fits": fits}, *fit_parts(found, gpu, max_len))
+    for refusal in failed:
+        report(refusal)
+    if failed:
+        raise typer.Exit(REFUSED)
 
 
 def _save(path: Path, content: bytes) -> None:
@@ -139,11 +163,11 @@ def _save(path: Path, content: bytes) -> None:
 @command("explain Qwen3.5-397B-A17B --tp 2 --policy vllm", "explain Nemotron-H-8B --memory 20GiB")
 @takes_plan_options
 def explain(options: PlanOptions, as_json: Json = False) -> None:
-    """Why: the reason for the block size and for each byte of waste, in sentences."""
+    """Explain a plan: the reasons for its block size and its padding."""
     planned = plan_on(options)
     lines = planned.plan.explain().splitlines()
     facts = {**planned.facts(), "explain": [line.strip() for line in lines]}
-    # The first two sentences say what the headline has just said.
+    # The headline already contains the first two sentences.
     answer(as_json, facts, headline(facts), *planned.machine(), sentences(lines[2:]))
 
 
@@ -153,26 +177,34 @@ def explain(options: PlanOptions, as_json: Json = False) -> None:
     "check Qwen3-8B --from kv-dtype=fp8 --to kv-dtype=bf16 --convert 'fp8->bf16'",
 )
 def check(
-    first: Annotated[str, typer.Argument(metavar="MODEL|PLAN", show_default=False)],
-    second: Annotated[str | None, typer.Argument(metavar="[PLAN]", show_default=False)] = None,
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|PLAN", help="A model, or the source's plan file.", show_default=False
+        ),
+    ],
+    second: Annotated[
+        str | None,
+        typer.Argument(metavar="PLAN", help="The destination's plan file.", show_default=False),
+    ] = None,
     source: Annotated[
-        str | None, typer.Option("--from", help="What the source changes: tp=2,layout=LBHNC")
+        str | None, typer.Option("--from", help="Options of the source: tp=2,layout=LBHNC")
     ] = None,
     target: Annotated[
-        str | None, typer.Option("--to", help="What the destination changes: tp=4,block-size=32")
+        str | None, typer.Option("--to", help="Options of the destination: tp=4,block-size=32")
     ] = None,
     many: Annotated[
-        int | None, typer.Option("--tokens", help="Tokens of the request to count for.")
+        int | None, typer.Option("--tokens", help="Tokens of the request to copy.")
     ] = None,
     convert: Annotated[
-        str | None, typer.Option(help="Convert unlike formats, by name: 'fp8->bf16'")
+        str | None, typer.Option(help="Convert the cache dtype on the way: 'fp8->bf16'")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Whether one plan's caches can go to another, and with how many descriptors.
+    """Check whether caches can be copied from one plan to another, and at what cost.
 
     Takes a model with --from and --to, or two plans that `kvatlas plan --save` wrote.
-    Exits with 1 where they cannot.
+    Exits with 1 if they cannot be copied.
     """
     from kvatlas.cli.check import check_parts, two_plans
     from kvatlas.routing import check as check_route
@@ -190,8 +222,18 @@ def check(
     "doctor prefill.json decode.json --json",
 )
 def doctor(
-    first: Annotated[str, typer.Argument(metavar="MODEL|ENGINE", show_default=False)],
-    second: Annotated[str | None, typer.Argument(metavar="[ENGINE]", show_default=False)] = None,
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|ENGINE",
+            help="A model, or the prefill engine's file.",
+            show_default=False,
+        ),
+    ],
+    second: Annotated[
+        str | None,
+        typer.Argument(metavar="ENGINE", help="The decode engine's file.", show_default=False),
+    ] = None,
     source: Annotated[
         str | None, typer.Option("--from", help="The prefill engine: tp=2,kv-cache-dtype=fp8")
     ] = None,
@@ -199,21 +241,21 @@ def doctor(
         str | None, typer.Option("--to", help="The decode engine: tp=1,block-size=128")
     ] = None,
     many: Annotated[
-        int, typer.Option("--tokens", help="Tokens of the request to count for.")
+        int, typer.Option("--tokens", help="Tokens of the request to transfer.")
     ] = 1000,
     as_json: Json = False,
 ) -> None:
-    """Whether two vLLM engines will understand each other, before either is started.
+    """Check whether two vLLM engines can exchange caches, before either is started.
 
-    An engine is a file: its command line, its arguments as JSON, or a saved plan; or a model with
-    --from and --to. Exits with 1 where they will not.
+    An engine is a file that contains its command line, its arguments as JSON, or a saved plan.
+    Or pass a model with --from and --to. Exits with 1 if the engines are incompatible.
     """
     from kvatlas.cli.doctor import doctor_parts, two_engines
     from kvatlas.cli.move import quiet
     from kvatlas.engines.vllm import diagnose
 
     engines = two_engines(first, second, source, target)
-    with quiet("Looking at two engines ..."):
+    with quiet("Comparing two engines ..."):
         found = diagnose(*engines, tokens=many)
     answer(as_json, found.as_dict(), *doctor_parts(found))
     if not found.ok:
@@ -231,37 +273,38 @@ def doctor(
 def map(  # noqa: A001 - the command's name
     options: PlanOptions,
     source: Annotated[
-        str | None, typer.Option("--from", help="What the source changes: tp=2,layout=LBHNC")
+        str | None, typer.Option("--from", help="Options of the source: tp=2,layout=LBHNC")
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option("--to", help="Draw the route to a saved plan, or to tp=4,layout=BHLNC"),
+        typer.Option("--to", help="Draw the route to a saved plan, or to tp=4,layout=BHLNC."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The file. [dim]By default map.html.[/]")
+        Path | None,
+        typer.Option("-o", "--output", help="The output file. [dim]By default map.html.[/]"),
     ] = None,
-    svg: Annotated[bool, typer.Option("--svg", help="A picture for documents.")] = False,
-    text: Annotated[bool, typer.Option("--text", help="Letters for a terminal.")] = False,
-    opened: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Draw an SVG picture.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Draw with characters.")] = False,
+    opened: Annotated[bool, typer.Option("--open", help="Open the file in the browser.")] = False,
     many: Annotated[
-        int | None, typer.Option("--tokens", help="Tokens of the request to count a route for.")
+        int | None, typer.Option("--tokens", help="Tokens of the request to route.")
     ] = None,
 ) -> None:
-    """A page that shows where every byte lies; with --to, the route between two plans.
+    """Draw where every byte of a cache is stored; with --to, the route between two plans.
 
-    Takes a model, or a plan that `kvatlas plan --save` wrote. The page needs no network.
+    Takes a model, or a plan that `kvatlas plan --save` wrote. The page works offline.
     """
     from kvatlas.cli.draw import draw
 
     if svg and text:
-        raise typer.BadParameter("one of --svg and --text.", param_hint="'--svg'")
+        raise typer.BadParameter("choose either --svg or --text.", param_hint="'--svg'")
     drawn = draw(options, source, target, tokens=many, knobs=not (svg or text))
     if (svg or text) and output is None and not opened:
         typer.echo(drawn.svg() if svg else drawn.text(), nl=False)
         return
     form = "svg" if svg else "txt" if text else "html"
     path = drawn.save(output or Path(f"map.{form}"), form=form)
-    typer.echo(f"Wrote {plain(path)}, {size(path.stat().st_size)}.")  # a path is not wrapped
+    show(written(path))
     if opened:
         typer.launch(path.absolute().as_uri())
 
@@ -273,24 +316,25 @@ def map(  # noqa: A001 - the command's name
 )
 def move(
     model: Annotated[str, MODEL],
-    source: Annotated[str, typer.Option("--from", help="The source: tp=2,layout=LBNHC")] = "",
-    target: Annotated[str, typer.Option("--to", help="The destination: block-size=32")] = "",
+    source: Annotated[str, typer.Option("--from", help="Options of the source: tp=2")] = "",
+    target: Annotated[str, typer.Option("--to", help="Options of the destination.")] = "",
     many: Annotated[int, typer.Option("--tokens", help="Tokens of the request.")] = 512,
     transport: Annotated[
-        str | None, typer.Option(help="nixl, mooncake or shm. [dim]By default the first here.[/]")
+        str | None,
+        typer.Option(help="nixl, mooncake, tcp or shm. [dim]By default the best available.[/]"),
     ] = None,
-    how: Annotated[str, typer.Option(help="auto, direct or staged.")] = "auto",
+    how: Annotated[str, typer.Option(help="How to send: auto, direct or staged.")] = "auto",
     convert: Annotated[
-        str | None, typer.Option(help="Convert unlike formats, by name: 'fp8->bf16'")
+        str | None, typer.Option(help="Convert the cache dtype on the way: 'fp8->bf16'")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Move a request between two processes with unlike plans, and compare every byte."""
+    """Move a request between two processes with different plans, and verify every byte."""
     from kvatlas.cli.check import changes
     from kvatlas.cli.move import choose_transport, move_parts, move_request, quiet, small_plan
 
     if how not in ("auto", "direct", "staged"):
-        raise typer.BadParameter("it is auto, direct or staged.", param_hint="'--how'")
+        raise typer.BadParameter("choose auto, direct or staged.", param_hint="'--how'")
     with quiet("Moving a request between two processes ..."):
         chosen = choose_transport(transport)
         ends = (("'--from'", source), ("'--to'", target))
@@ -307,15 +351,15 @@ def move(
 
 @command("bench wire", "bench wire --json")
 def bench(
-    what: Annotated[str, typer.Argument(metavar="wire", help="What to measure.")],
+    what: Annotated[str, typer.Argument(metavar="wire", help="The benchmark to run.")],
     as_json: Json = False,
 ) -> None:
-    """What the transports give between two processes of this host."""
+    """Measure the throughput of all transports between two processes of this host."""
     from kvatlas.cli.bench import bench_parts, transport_rates
     from kvatlas.cli.move import quiet
 
     if what != "wire":
-        raise typer.BadParameter("only wire can be measured here.", param_hint="'WHAT'")
+        raise typer.BadParameter("the only benchmark is wire.", param_hint="'WHAT'")
     with quiet("Measuring transports between two processes ..."):
         rates = list(transport_rates())
     answer(as_json, {"rates": rates}, *bench_parts(rates))

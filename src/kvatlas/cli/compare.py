@@ -1,4 +1,4 @@
-"""Plans beside each other: one option varies, all others stay."""
+"""Compare plans that differ in one option."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AXES = {
         "backend", "block-size", "states",
     )
 }  # fmt: skip
-"""What can vary: its name on the command line and in `plan()`."""
+"""Options that can be compared: their names on the command line and in `plan()`."""
 _NUMBERS = ("tp", "dcp", "dp", "pp", "block-size")
 
 _USUAL = {
@@ -44,7 +44,7 @@ _USUAL = {
     "block-size": ("16", "32", "64", "128", "256"),
     "states": ("shared", "apart"),
 }
-"""Values that are worth a look where none are given."""
+"""Values to compare if none are given."""
 _DENSE = (
     "auto", "fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4", "turboquant_4bit_nc",
 )  # fmt: skip
@@ -56,14 +56,14 @@ _FIGURES = (
     "bytes_per_block", "tokens", "requests_at_max_len", "requests_decoding", "padding_share",
     "warnings",
 )  # fmt: skip
-"""What a row takes from a plan's summary."""
+"""Keys that a row takes from a plan's summary."""
 
 Row = dict[str, Any]
-"""One of the plans, or why there is none: what varies, `_FIGURES`, `way` and `refused`."""
+"""One compared plan: `compare`, `value`, the `_FIGURES`, `way`, and `refused` if it failed."""
 
 
 def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
-    """Axes to vary, and the values of those that were given some.
+    """Parse the axes to compare, each with its values if some were given.
 
     >>> axes_of(["policy,tp", "pack=1,3"])
     {'policy': (), 'tp': (), 'pack': ('1', '3')}
@@ -75,16 +75,16 @@ def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
         for one in (part.strip().lower().replace("_", "-") for part in names):
             if one not in AXES:
                 raise typer.BadParameter(
-                    f"{one!r} is none of {', '.join(AXES)}.", param_hint="'--compare'"
+                    f"{one!r} is not one of {', '.join(AXES)}.", param_hint="'--compare'"
                 )
             axes[one] = tuple(v.strip() for v in values.split(",") if v.strip())
     return axes
 
 
 def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()) -> list[Row]:
-    """A plan, or a refusal, for each value of an axis; `ratio` is to the first that fits."""
+    """Plan each value of an axis. `ratio` is relative to the first plan that fits."""
     if axis == "memory" and options.gpu is not None:
-        hint = "Compare memory without --gpu, or one GPU after the other"
+        hint = "Leave out --gpu to compare memory sizes"
         raise contradictory("--compare memory and --gpu", hint)
     model = options.load()
     rows = [_compared(options, model, axis, value) for value in values or usual(model, axis)]
@@ -95,11 +95,11 @@ def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()
 
 
 def compared_title(options: PlanOptions, model: Model, *axes: str) -> Text:
-    """What all of them have in common: the model, its ranks, memory and length."""
+    """Format the options that all plans share: model, ranks, memory and length."""
     sizes = {name: getattr(options, name) for name in ("tp", "pp", "dp", "dcp") if name not in axes}
     parts = [f"{name} {n}" for name, n in sizes.items() if n and (n > 1 or name == "tp")]
     if "memory" not in axes:
-        parts.append(options.gpu or f"{options.memory or DEFAULT_MEMORY} a rank")
+        parts.append(options.gpu or f"{options.memory or DEFAULT_MEMORY} per rank")
     if "max-len" not in axes:
         longest = length(options.max_len) if options.max_len else default_length(model)
         parts.append(f"requests of {longest:,} tokens")
@@ -108,7 +108,7 @@ def compared_title(options: PlanOptions, model: Model, *axes: str) -> Text:
 
 
 def usual(model: Model, axis: str) -> tuple[str, ...]:
-    """The values that are worth a look where none are given."""
+    """Return the values of an axis to compare if none are given."""
     if axis == "backend":
         families = {used.family for used in backends_of(model).values() if used} - {"other"}
         return tuple(name for name, known in BACKENDS.items() if known.family in families)
@@ -116,12 +116,12 @@ def usual(model: Model, axis: str) -> tuple[str, ...]:
         return _USUAL[axis]
     latent = any("mla" in kind_of(layer.spec) for layer in model.layers)
     known = _LATENT if latent else _DENSE
-    # A checkpoint that asks for a dtype is compared from there.
+    # A dtype that the checkpoint specifies comes first.
     return known if model.cache in known else (model.cache, *known)
 
 
 def way_of(plan: Plan) -> str | None:
-    """How a hybrid's states and attention live together; None for other models."""
+    """Describe how a hybrid stores states and attention; None for other models."""
     states = {group.pool for group in plan.groups if group.kind == "recurrent"}
     others = {group.pool for group in plan.groups if group.kind != "recurrent"}
     if not states or not others:
@@ -133,7 +133,7 @@ def _compared(options: PlanOptions, model: Model, axis: str, value: str) -> Row:
     problem = f"{value!r} is not a number."
     shown = number(value, problem, "'--compare'") if axis in _NUMBERS else value
     row: Row = {"compare": axis, "value": shown, **dict.fromkeys(_FIGURES)}
-    ranks = options.tp or (None if options.gpu else 1)  # what the GPUs leave, where one is named
+    ranks = options.tp or (None if options.gpu else 1)  # with --gpu, the number of GPUs decides
     row |= {"policy": options.policy, "tp": ranks, "way": None, "refused": None}
     row |= {axis: shown} if axis in ("policy", "tp") else {}
     changed = {AXES[axis]: shown}

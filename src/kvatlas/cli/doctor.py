@@ -1,4 +1,4 @@
-"""`kvatlas doctor`: two vLLM engines, and whether they will understand each other."""
+"""`kvatlas doctor`: whether two vLLM engines can exchange caches."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Engines = tuple[EngineArguments | Plan, EngineArguments | Plan]
 
 
 def two_engines(first: str, second: str | None, prefill: str | None, decode: str | None) -> Engines:
-    """Both engines: two files, or one model with what each is started with."""
+    """Read two engine files, or make two engines from one model and its options."""
     if second is not None:
         if prefill is not None or decode is not None:
-            raise typer.BadParameter("two files leave nothing to change.", param_hint="'--from'")
+            problem = "--from and --to need a model; two engine files were given."
+            raise typer.BadParameter(problem, param_hint="'--from'")
         return _read(first), _read(second)
     return (
         EngineArguments.of_changes(first, prefill or ""),
@@ -35,17 +36,22 @@ def two_engines(first: str, second: str | None, prefill: str | None, decode: str
 def _read(path: str) -> EngineArguments | Plan:
     try:
         if not S_ISREG(Path(path).stat().st_mode):
-            raise OSError(0, "not a plain file")
+            raise OSError(0, "not a regular file")
         with Path(path).open("rb") as file:
             return read_engine(file.read(LARGEST_JSON + 1))
     except (OSError, ValueError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else problem
-        hint = "Write a command line of vllm serve into a file, or save a plan"
-        raise AtlasError(Code.UNREADABLE, got=f"{path}: {reason}", hint=hint) from problem
+        hint = "Pass a file with a vllm serve command line, or a plan from `kvatlas plan --save`"
+        raise AtlasError(
+            Code.UNREADABLE,
+            "The engine file cannot be read",
+            got=f"{path}: {reason}",
+            hint=hint,
+        ) from problem
 
 
 def doctor_parts(found: Diagnosis) -> list[RenderableType]:
-    """What was found, for people: a table, what moves, and the answer in a last line."""
+    """Show the findings in a table, the transfer that was counted, and the answer."""
     made = table("", "prefill", "decode", "", "", words=range(5), wraps=(1, 2, 4))
     for one in found.findings:
         verdict = Text(one.verdict, style=_STYLES[one.verdict])
@@ -54,11 +60,12 @@ def doctor_parts(found: Diagnosis) -> list[RenderableType]:
     moves = found.moves
     if moves is not None:
         staged = any(pair.report.stage for pair in moves.pairs)
+        pairs = "1 pair of ranks" if len(moves.pairs) == 1 else f"{len(moves.pairs)} pairs of ranks"
         parts.append(
             Text(
-                f"{moves.tokens:,} tokens are {size(moves.nbytes)} in {moves.descriptors:,} runs "
-                f"between {len(moves.pairs)} pair(s) of ranks, blocks scattered; "
-                f"{'gathered' if staged else 'run by run'} is faster."
+                f"{moves.tokens:,} tokens take {size(moves.nbytes)} in {moves.descriptors:,} runs "
+                f"between {pairs} if blocks are scattered; "
+                f"a {'staged' if staged else 'direct'} transfer is faster."
             )
         )
     style = "bold green" if found.ok else "bold red"

@@ -1,4 +1,4 @@
-"""`kvatlas map`: the plans that a map is made of, from a model or from files."""
+"""`kvatlas map`: make the plans to draw, from a model or from files."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _VARIED: dict[str, tuple[object, ...]] = {
     "kv_dtype": ("auto", "fp8"),
     "pack": ("auto", "1"),
 }
-"""What the page's knobs offer, each beside the options that were given."""
+"""Values that the controls of the page offer, in addition to the given options."""
 _MOST_DRAWN = 150_000
-"""What plans of one page may weigh together, as `_weight` counts it: it stays under a megabyte."""
+"""Limit on the total `_weight` of the plans of one page, which keeps it under a megabyte."""
 
 
 def draw(
@@ -36,10 +36,11 @@ def draw(
     tokens: int | None,
     knobs: bool,
 ) -> Map:
-    """The map of these options: of a plan's file where the model is one, else of a new plan."""
+    """Draw a saved plan if the model is a plan file, else a new plan of these options."""
     if _is_plan(options.model):
         if source is not None or options != PlanOptions(model=options.model):
-            raise typer.BadParameter("a saved plan leaves nothing to change.", param_hint="'MODEL'")
+            problem = "a saved plan is drawn as it is; leave out --from and the plan options."
+            raise typer.BadParameter(problem, param_hint="'MODEL'")
         to = None if target is None else _end(options, target)
         return Map(read_plan(options.model), to, tokens=tokens)
     if source:
@@ -51,17 +52,17 @@ def draw(
 
 
 def _end(options: PlanOptions, target: str) -> Plan:
-    """The other end of a route: a saved plan, or the same model with some options changed."""
+    """Read the destination plan, or plan the same model with some options changed."""
     if "=" not in target and target:
         return read_plan(target)
     if _is_plan(options.model):
-        problem = "a saved plan goes to a saved plan: name its file."
+        problem = "the source is a saved plan, so the destination must be one, too."
         raise typer.BadParameter(problem, param_hint="'--to'")
     return dataclasses.replace(options, **changes(target, "'--to'")).plan()
 
 
 def _others(options: PlanOptions, shown: Plan) -> list[Plan]:
-    """Plans with one option changed, and with another order besides, where they are possible."""
+    """Plan with one option changed, and with one option and the layout changed."""
     made: dict[str, dict[object, Plan]] = {}
     for name, values in _VARIED.items():
         planned = ((value, _planned(options, {name: value})) for value in values)
@@ -83,12 +84,12 @@ def _others(options: PlanOptions, shown: Plan) -> list[Plan]:
 
 
 def _weight(plan: Plan) -> int:
-    """How much a plan adds to a page: a region is about as much as forty numbers of layers."""
+    """Estimate how much a plan adds to a page. A region counts as 40, a layer as 1."""
     return sum(40 + len(region.layers) for region in plan.regions)
 
 
 def _planned(options: PlanOptions, changed: dict[str, object]) -> Plan | None:
-    """A plan with some options changed; None where the model or its backends refuse."""
+    """Plan with some options changed; None if the model or a backend does not support them."""
     try:
         return options.plan(**changed)
     except (AtlasError, typer.BadParameter):
@@ -96,14 +97,14 @@ def _planned(options: PlanOptions, changed: dict[str, object]) -> Plan | None:
 
 
 class _Outline(msgspec.Struct):
-    """What only plans have."""
+    """Keys that a plan has and a model's config does not."""
 
     regions: msgspec.Raw
     pools: msgspec.Raw
 
 
 def _is_plan(path: str) -> bool:
-    """Whether a file is a plan, sound or not, rather than a model's config."""
+    """Return whether a file is a plan, valid or not, rather than a model's config."""
     file = Path(path)
     try:
         if not file.is_file():
@@ -115,8 +116,10 @@ def _is_plan(path: str) -> bool:
         return False
     except msgspec.DecodeError as problem:
         got = f"{path}: {problem}"
-        hint = "Save the plan again, or name a model"
-        raise AtlasError(Code.UNREADABLE, got=got, hint=hint) from problem
+        hint = "Write the plan again with `kvatlas plan --save`, or name a model"
+        raise AtlasError(
+            Code.UNREADABLE, "The file is not valid JSON", got=got, hint=hint
+        ) from problem
     except (OSError, ValueError):
         return False
     return True

@@ -1,12 +1,12 @@
-"""What a user sees when something goes wrong: a message and an exit code, no traceback.
+"""Turn exceptions into messages and exit codes.
 
-- A refusal (`AtlasError`) prints what is wrong, what was got, a hint and its code; exit 2,
-  as for a misspelt option.
-- A library that is not installed is one line with the extra that brings it; exit 69.
-- Anything else is a defect of kvatlas and prints one line; exit 70. With
-  KVATLAS_DEBUG=1 it is raised as it came.
+- An `AtlasError` prints the problem, the value received, a hint and its code. The exit code is
+  2, the same as for an unknown option.
+- A library that is not installed prints one line that names the extra. The exit code is 69.
+- Any other exception is a bug in kvatlas and prints one line. The exit code is 70. With
+  KVATLAS_DEBUG=1 the exception is raised with its traceback.
 
-Ctrl-C (exit 130) and a closed pipe (exit 1) are left to typer and rich.
+typer and rich handle Ctrl-C (exit code 130) and a closed pipe (exit code 1).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ P = ParamSpec("P")
 
 
 def plain(text: object) -> str:
-    r"""Text from outside with whatever could steer a terminal written out.
+    r"""Escape control characters, so that untrusted text cannot control the terminal.
 
     >>> plain("a\x1b[31mb")
     'a\\x1b[31mb'
@@ -44,7 +44,7 @@ def plain(text: object) -> str:
 
 
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """A command that ends in a message where it would end in an exception."""
+    """Wrap a command so that an exception becomes a message and an exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -62,23 +62,33 @@ def no_traceback() -> Iterator[None]:
     except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
         raise
     except AtlasError as refusal:
-        hint = refusal.hint if refusal.hint.endswith("?") else f"{refusal.hint}."
-        if refusal.code is Code.MISSING_EXTRA:
-            _tell(("kvatlas: ", f"{refusal.problem}. {hint}"))
-            raise SystemExit(UNAVAILABLE) from None
-        _tell(
-            ("error: ", f"{refusal.problem}."),
-            ("  got:  ", refusal.got),
-            ("  hint: ", hint),
-            ("  code: ", refusal.code),
-        )
-        raise SystemExit(REFUSED) from None
+        raise SystemExit(report(refusal)) from None
     except Exception as defect:
         if os.environ.get(DEBUG):
             raise
         cause = f"{type(defect).__name__}: {defect}"[:200]
-        _tell(("kvatlas failed: ", f"{cause}. Set {DEBUG}=1 to see where, and please report it."))
+        _tell(
+            (
+                "kvatlas failed: ",
+                f"{cause}. This is a bug; please report it with the output of {DEBUG}=1.",
+            )
+        )
         raise SystemExit(DEFECT) from None
+
+
+def report(refusal: AtlasError) -> int:
+    """Print an error on stderr and return its exit code."""
+    hint = refusal.hint if refusal.hint.endswith("?") else f"{refusal.hint}."
+    if refusal.code is Code.MISSING_EXTRA:
+        _tell(("kvatlas: ", f"{refusal.problem}. {hint}"))
+        return UNAVAILABLE
+    _tell(
+        ("error: ", f"{refusal.problem}."),
+        ("  got:  ", refusal.got),
+        ("  hint: ", hint),
+        ("  code: ", refusal.code),
+    )
+    return REFUSED
 
 
 def _tell(*lines: tuple[str, object]) -> None:

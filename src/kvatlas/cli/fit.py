@@ -1,4 +1,4 @@
-"""`kvatlas fit`, and plans on GPUs: weights first, then what their caches have."""
+"""`kvatlas fit`, and plans on GPUs: weights first, then caches in the memory that is left."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from kvatlas.cli.failures import plain
+from kvatlas.cli.fitted_table import FittedTable
+from kvatlas.cli.merged_notes import merged_notes
 from kvatlas.cli.options import PlanOptions
-from kvatlas.cli.tables import headline, indented, notes, plan_details, table
-from kvatlas.models import find_gpus
+from kvatlas.cli.tables import headline, indented, labelled_notes, plan_details, table
+from kvatlas.errors import AtlasError
+from kvatlas.models import Model, Weights, find_gpus
 from kvatlas.planning import Fit, Fitting, Plan, length, size
+
+_NARROWER = ((2, 5), (2, 2), (1, 2), (1, 1))
+"""(gap between columns, sizes of a topology per line) to try, from wide tables to narrow ones."""
 
 
 @dataclass(frozen=True)
 class PlanOnMachine:
-    """A plan, the GPU whose memory it has where one was named, and what would serve more."""
+    """A plan, its GPUs if they were given, and topologies that would serve more users."""
 
     plan: Plan
     fit: Fit | None
@@ -26,7 +32,7 @@ class PlanOnMachine:
     suggestions: tuple[Fit, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """What machines read."""
+        """Return the data that `--json` prints."""
         facts = self.plan.summary()
         if self.fit is not None:
             facts["gpu"] = self.fit.as_dict()
@@ -34,12 +40,12 @@ class PlanOnMachine:
         return facts | ({"dp": self.dp} if self.dp > 1 else {})
 
     def parts(self) -> list[RenderableType]:
-        """What people read."""
+        """Show the plan as text and tables."""
         facts = self.facts()
         return [headline(facts), *self.machine(), *plan_details(facts)]
 
     def machine(self) -> list[RenderableType]:
-        """Where the memory comes from, what replicas add, and what would serve more."""
+        """Show how the memory is divided, the replicas, and topologies that would serve more."""
         lines = []
         if self.fit is not None:
             lines.append(_memory_line(self.fit, self.plan))
@@ -49,7 +55,7 @@ class PlanOnMachine:
                 f"{self.dp} replicas: {users[0]:,} users prefilling, {users[1]:,} decoding."
             )
         if self.suggestions:
-            lines.append("Ranks hold copies of the cache. Without copies:")
+            lines.append("Ranks hold copies of the cache. These topologies avoid that:")
             lines += [
                 f"  {one.topology}: {one.users(decoding=False):,} users prefilling, "
                 f"{one.users():,} decoding"
@@ -59,7 +65,7 @@ class PlanOnMachine:
 
 
 def plan_on(options: PlanOptions) -> PlanOnMachine:
-    """The plan of these options, on a GPU or in plain memory."""
+    """Plan these options, on GPUs if they were given."""
     found = options.fit()
     if isinstance(found, Plan):
         return PlanOnMachine(found, None, options.dp)
@@ -73,49 +79,84 @@ def plan_on(options: PlanOptions) -> PlanOnMachine:
 def _memory_line(fit: Fit, made: Plan) -> str:
     return (
         f"{size(made.memory)} for caches on each of {fit.topology.gpus} {fit.gpu}: "
-        f"{fit.utilization:.0%} of its memory, less {size(fit.weights)} of weights "
+        f"{fit.utilization:.0%} of its memory, minus {size(fit.weights)} of weights "
         f"({fit.weights_source}) and {size(fit.overhead)} of overhead."
     )
 
 
-def fit_models(models: Sequence[str], gpus: str, **options: Any) -> list[Fit]:
-    """Each model on the topology that serves the most users, the most first."""
+def fit_models(
+    models: Sequence[str], gpus: str, **options: Any
+) -> tuple[list[Fit], list[AtlasError]]:
+    """Fit each model on the topology that serves the most users, and sort by users.
+
+    A model that cannot be loaded does not stop the others: its error is returned.
+    """
     number, gpu = find_gpus(gpus)
-    found = [Fitting(model, gpu, **options).best(number) for model in models]
-    return sorted(found, key=lambda one: (one.plan is None, -one.users()))
+    found, failed = [], []
+    for model in models:
+        try:
+            Model.load(model)
+            Weights.load(model)
+        except AtlasError as refusal:
+            failed.append(refusal)
+            continue
+        found.append(Fitting(model, gpu, **options).best(number))
+    return sorted(found, key=lambda one: (one.plan is None, -one.users())), failed
 
 
 def fit_parts(fits: list[Fit], gpus: str, max_len: str | None) -> list[RenderableType]:
-    """A sentence, and a row for each model."""
+    """Show how many models fit, and a row for each model."""
     number, gpu = find_gpus(gpus)
     fitting = [one for one in fits if one.plan]
-    at = f" at {length(max_len):,} tokens" if max_len else ""
+    lengths = {length(max_len)} if max_len else {one.plan.max_len for one in fits if one.plan}
+    at = f" at {lengths.pop():,} tokens" if len(lengths) == 1 else ""
     answer = f"{len(fitting)} of {len(fits)} models fit {number} x {gpu.name}{at}."
-    columns = ("model", "topology", "weights", "cache", "prefilling", "decoding", "max len")
-    made = table(*columns, words=(0, 1), wraps=(0, 1))
-    reasons = []
+    console = Console()
+    for gap, sizes_per_line in _NARROWER:
+        made = _fit_table(fits, sizes_per_line, lengths=len(lengths) > 1)
+        if made.natural_width(console, gap) + 2 <= console.width:
+            break
+    reasons = [
+        (one.model, f"{why.problem}. Got {why.got}.") for one in fits if (why := one.refusal)
+    ]
+    told = [Text(plain(reason), style="yellow") for reason in merged_notes(reasons)]
+    warnings = [
+        (one.model, warning) for one in fitting if one.plan for warning in one.plan.warnings
+    ]
+    legend = (
+        "weights, cache: memory on each GPU. prefill, decode: requests of the greatest length "
+        "that all replicas serve at once while all of them prefill, or all decode."
+    )
+    shown: list[RenderableType] = [Text(answer), indented(made), *told]
+    return [*shown, *labelled_notes(warnings), Text(legend, style="dim")]
+
+
+def _fit_table(fits: list[Fit], sizes_per_line: int, *, lengths: bool) -> FittedTable:
+    columns = ("model", "topology", "weights", "cache", "prefill", "decode")
+    made = table(*columns, *(["max len"] if lengths else []), words=(0, 1), wraps=(0,))
     for one in fits:
         name = Text(plain(one.model), style="bold")
         if one.plan is None:
-            made.add_row(name, Text("does not fit", style="yellow"), *["-"] * 5)
-            why = one.refusal
-            reasons.append(f"{one.model}: {why.problem}. Got {why.got}." if why else one.model)
+            refused = Text("no fit", style="yellow")
+            made.add_row(name, refused, *["-"] * (len(made.columns) - 2))
             continue
         made.add_row(
             name,
-            str(one.topology),
+            _broken(str(one.topology), sizes_per_line),
             size(one.weights),
             size(one.plan.memory),
             f"{one.users(decoding=False):,}",
             f"{one.users():,}",
-            f"{one.plan.max_len:,}",
+            *([f"{one.plan.max_len:,}"] if lengths else []),
         )
-    legend = (
-        "weights, cache: of each GPU. Users of the greatest length, over all replicas: prefilling "
-        "all at once, or all decoding."
-    )
-    warnings = dict.fromkeys(
-        f"{one.model}: {warning}" for one in fitting if one.plan for warning in one.plan.warnings
-    )
-    told = [Text(plain(reason), style="yellow") for reason in reasons]
-    return [Text(answer), indented(made), *told, *notes(warnings), Text(legend, style="dim")]
+    return made
+
+
+def _broken(topology: str, sizes: int) -> str:
+    r"""Put some sizes of a topology on each line.
+
+    >>> _broken("tp 1, dp 16, ep 16", 2)
+    'tp 1, dp 16,\nep 16'
+    """
+    parts = topology.split(", ")
+    return ",\n".join(", ".join(parts[n : n + sizes]) for n in range(0, len(parts), sizes))

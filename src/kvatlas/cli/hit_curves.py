@@ -1,4 +1,4 @@
-"""Hit rates over memory: rows of `kvatlas simulate` as curves on a page."""
+"""`kvatlas simulate -o`: hit rates over memory, drawn as curves on a page."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ _COLUMNS = (
     "curve", "memory", "block", "found", "mean", "last half", "computed again", "saved", "evicted",
 )  # fmt: skip
 _FOOT = (
-    "found: prompt tokens that need not be computed; mean: over requests; last half: of the last "
-    "half of them. computed again: tokens that an earlier request had computed. saved: seconds of "
-    "prefill, under the cost model of kvatlas simulate. evicted: blocks."
+    "found: share of the prompt tokens that the cache serves. mean: average of this share over "
+    "requests. last half: the share in the last half of the requests. computed again: tokens "
+    "that an earlier request had computed. saved: seconds of prefill, by the cost model of "
+    "kvatlas simulate. evicted: evicted blocks."
 )
 
 
 def curve_name(row: Row) -> str:
-    """What the line of a row is called: its model, and what else varies."""
+    """Name the curve of a row: its model, and the other option that varies."""
     return " ".join(filter(None, (row["model"], row["curve"])))
 
 
 def hits_page(name: str, facts: str, rows: list[Row]) -> str:
-    """The page of rows that were simulated over memory, one line for each curve."""
+    """Draw the page of rows that were simulated over memory."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         point = quantity(row["value"]), row["hit_rate"]
@@ -57,7 +58,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def save_page(path: Path, page: str) -> None:
-    """Write the page, or say why it cannot be."""
+    """Write the page; raise `typer.BadParameter` if the file cannot be written."""
     try:
         path.write_text(page, "utf-8")
     except (OSError, ValueError) as problem:

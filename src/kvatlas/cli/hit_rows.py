@@ -1,4 +1,4 @@
-"""Rows of hit rates: what is compared, and a simulation for each value of it."""
+"""Hit rates of `kvatlas simulate`: one simulation for each compared value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PLAN_AXES = ("policy", "block-size", "memory", "states", "pack", "kv-dtype", "tp")
 SHARES = ("none", "shared", "10", "25", "50", "75")
-"""Ways of a tier: not there; one pool for everything; so many percent for states alone."""
+"""How to use a tier: not at all, one shared pool, or a percentage reserved for states."""
 TIER_SIZES = ("64GiB", "128GiB", "256GiB", "512GiB", "1TiB")
 POOL_AXES = {
     "eviction": EVICTIONS, "checkpoints": CHECKPOINTS, "tier": SHARES, "host-memory": TIER_SIZES,
@@ -35,16 +35,16 @@ Axes = list[tuple[str, tuple[str, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What is simulated, but for the plan."""
+    """The trace and the options of a simulation, without the plan."""
 
     trace: Trace
     replay: ReplayOptions
     over_memory: bool = False
-    """Whether curves are drawn: a memory that is too small is a point that is missing."""
+    """Whether to draw curves. If so, a memory size that is too small is skipped, not an error."""
 
 
 def axes_of_hits(texts: list[str]) -> Axes:
-    """Axes to vary, with their values; one without a name where nothing varies.
+    """Parse the axes to compare with their values; one unnamed axis if nothing is compared.
 
     >>> axes_of_hits(["policy,tier", "memory=1GiB,2GiB"])
     [('policy', ()), ('tier', ()), ('memory', ('1GiB', '2GiB'))]
@@ -56,14 +56,14 @@ def axes_of_hits(texts: list[str]) -> Axes:
             axis = one.strip().lower().replace("_", "-")
             if axis not in (*PLAN_AXES, *POOL_AXES):
                 known = ", ".join((*PLAN_AXES, *POOL_AXES))
-                problem = f"{axis!r} is none of {known}."
+                problem = f"{axis!r} is not one of {known}."
                 raise typer.BadParameter(problem, param_hint="'--compare'")
             found.append((axis, tuple(v.strip() for v in values.split(",") if v.strip())))
     return found or [("", ("",))]
 
 
 def hit_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[Row]:
-    """A row for each value of each axis, or why there is none."""
+    """Yield a row for each value of each axis, with the reason if its plan was refused."""
     cost = _cost(options, question)
     for axis, given in axes:
         if axis == "tier":
@@ -82,7 +82,7 @@ def hit_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[R
 
 
 def curve_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[Row]:
-    """A row for each memory, for every value of what else is compared."""
+    """Yield a row for each memory size and each value of the other axes."""
     memories = next((given for axis, given in axes if axis == "memory"), ())
     others = [(axis, given) for axis, given in axes if axis != "memory"]
     for memory in memories or usual(options.load(), "memory"):
@@ -125,21 +125,21 @@ def _row(
 
 
 def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
-    """Refuse ways that a tier cannot be."""
+    """Raise an error if a value of the `tier` axis is invalid, or if no tier was given."""
     if not (replay.host_memory or replay.disk):
-        hint = "Give --host-memory, --disk or both"
+        hint = "Pass --host-memory, --disk or both"
         raise contradictory("--compare tier without a tier", hint)
     for value in values:
         if value not in ("none", "shared") and not (value.isdecimal() and 0 < int(value) < 100):
-            problem = f"{value!r} is neither none, nor shared, nor a percentage for states."
+            problem = f"tier must be none, shared or a percentage from 1 to 99, not {value!r}."
             raise typer.BadParameter(problem, param_hint="'--compare'")
 
 
 def _cost(options: PlanOptions, question: Question) -> PrefillCost | None:
-    """What a prompt costs; None where nobody says how many parameters a token meets."""
+    """Make the cost model; None if the number of active parameters is unknown."""
     from kvatlas.pool import PrefillCost, active_parameters
 
     given = question.replay.active_params
-    active = quantity(given, "the parameters") if given else None
+    active = quantity(given, "the number of parameters") if given else None
     active = active or active_parameters(Weights.load(options.model))
     return None if active is None else PrefillCost.of(options.load(), active)

@@ -1,4 +1,4 @@
-"""The page `docs/hybrids.md`: vLLM's plan of every hybrid beside atlas's."""
+"""The page `docs/hybrids.md`: vLLM's and atlas's plans of all hybrids."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ USERS_AT = (4096, 32768)
 _PATIENCE = 2.0
 
 _PAGE = f"""\
-# Hybrids: vLLM's plan beside atlas's
+# Hybrids: vLLM's plans and atlas's plans
 
-Every hybrid of the catalogue with {MEMORY} of cache memory on each rank. *Tokens* are those that
-fit in requests of {MAX_LEN:,} tokens, also where a model was trained for fewer; *padding* is
-its share of what such a request claims; *4k* and *32k* are the users that fit while they decode
-at 4,096 and 32,768 tokens. *Way* is how atlas keeps recurrent states: in blocks that otherwise hold
-N attention layers (`pack N`), or as vLLM does where no smaller block fits as many users. A refused
-plan shows the [code of the refusal](errors.md).
+This table lists every hybrid of the catalogue with {MEMORY} of cache memory on each rank.
 
-This page is made by a command, and a test holds it to what the command prints:
+- *Tokens*: tokens that fit in requests of {MAX_LEN:,} tokens, even if the model was trained for
+  fewer.
+- *Padding*: the share of such a request's memory that is padding.
+- *4k* and *32k*: users that fit while they decode, at 4,096 and 32,768 tokens.
+- *Way*: how atlas stores recurrent states. `pack N` means in blocks that otherwise hold N
+  attention layers. Atlas uses vLLM's own plan if no smaller block fits as many users.
+
+A plan that was refused shows its [error code](errors.md). This page is generated, and a test
+compares it with the output of:
 
 ```sh
 kvatlas hybrids > docs/hybrids.md
@@ -47,19 +50,19 @@ T = TypeVar("T")
 
 
 def hybrids_page() -> str:
-    """The whole page, in Markdown."""
+    """Return the page in Markdown."""
     cases = [(name, tp) for name in hybrids() for tp in TP]
     return _PAGE + "".join(_line(name, tp) for name, tp in patiently(cases, "Planning hybrids"))
 
 
 def hybrids() -> list[str]:
-    """Names of the models that have both recurrent states and attention."""
+    """List the models that have both recurrent states and attention."""
     kinds = {name: {kind_of(x.spec) for x in Model.load(name).layers} for name in catalogue()}
     return [name for name, kept in kinds.items() if "recurrent" in kept and len(kept) > 1]
 
 
 def patiently(items: Sequence[T], what: str) -> Iterator[T]:
-    """The items, with a progress bar on a terminal's stderr once two seconds have passed."""
+    """Yield the items. On a terminal, show a progress bar on stderr after two seconds."""
     console = Console(stderr=True)
     progress = Progress(console=console, transient=True)
     task = progress.add_task(what, total=len(items))
@@ -71,7 +74,7 @@ def patiently(items: Sequence[T], what: str) -> Iterator[T]:
             yield item
             progress.advance(task)
     finally:
-        if progress.live.is_started:  # stopping says so, even on no terminal
+        if progress.live.is_started:  # stop() prints even if stderr is not a terminal
             progress.stop()
 
 

@@ -1,4 +1,4 @@
-"""What models and layouts are, apart from any plan: the rows of `models` and `layouts`."""
+"""Properties of models and layouts, independent of a plan: rows of `models` and `layouts`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvatlas.specs import AnySpec, EncoderOnlyAttention
 
 
 def model_facts(model: Model) -> dict[str, Any]:
-    """A model's size in the cache, before any page, block or rank."""
+    """Return a model's cache size for one rank, without the padding of pages and blocks."""
     per_token = sum(grows(layer.spec) for layer in model.layers)
     return {
         "name": model.name,
@@ -36,7 +36,7 @@ def model_facts(model: Model) -> dict[str, Any]:
 
 
 def _layers_by_kind(model: Model) -> dict[str, int]:
-    """Layers that keep a kind of cache; one that keeps two of a kind (an indexer's too) is one.
+    """Count layers by cache kind. A layer with two caches of one kind counts once.
 
     >>> _layers_by_kind(Model.load("DeepSeek-V3.2"))
     {'mla_attention': 61}
@@ -46,7 +46,7 @@ def _layers_by_kind(model: Model) -> dict[str, int]:
 
 
 def grows(spec: AnySpec) -> float:
-    """Bytes that a layer keeps for each further token of a request.
+    """Return the bytes that each further token adds to a layer's cache.
 
     >>> from kvatlas.specs import FullAttention, SlidingAttention
     >>> grows(FullAttention(heads=8, head_dim=128))
@@ -60,7 +60,7 @@ def grows(spec: AnySpec) -> float:
 
 
 def fixed(spec: AnySpec) -> int:
-    """Bytes that a layer keeps of a request at most, however long: a window or a state.
+    """Return the bytes of a layer's window or state, which do not grow with the request.
 
     >>> from kvatlas.specs import SlidingAttention
     >>> fixed(SlidingAttention(heads=8, head_dim=128, window=128))
@@ -81,7 +81,7 @@ def _per_token(spec: AnySpec) -> float:
 
 
 def layer_facts(model: Model) -> list[dict[str, Any]]:
-    """Every kind of cache in a model once, with the layers that keep it."""
+    """List the distinct caches of a model, each with the layers that have it."""
     alike: dict[AnySpec, list[int]] = {}
     for layer in model.layers:
         alike.setdefault(layer.spec, []).append(layer.index)
@@ -99,7 +99,7 @@ def layer_facts(model: Model) -> list[dict[str, Any]]:
 
 
 def layer_runs(indices: list[int]) -> str:
-    """Layer numbers as runs; a long row of runs by its first two and its last.
+    """Format layer numbers as ranges. Many regular ranges are shortened to three.
 
     >>> layer_runs([0, 1, 2, 5, 6]), layer_runs([3, 7, 11, 15]), layer_runs([4])
     ('0-2, 5-6', '3, 7, ... 15', '4')
@@ -118,7 +118,7 @@ def layer_runs(indices: list[int]) -> str:
 
 
 def layout_facts() -> list[dict[str, Any]]:
-    """The orders that engines use, what each is good for, and who takes it."""
+    """List the layouts that engines use, their properties, and the backends that accept them."""
     traits = ("block_outermost", "layer_compact", "page_contiguous", "heads_outside_pages")
     takers = BACKENDS.values()
     return [

@@ -1,4 +1,4 @@
-"""`kvatlas move`: two processes, two topologies, one transport, and every byte compared."""
+"""`kvatlas move`: move a request between two processes and verify every byte."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kvatlas.wire import (
 )
 
 TRANSPORTS = tuple(name for name in TRANSPORT_NAMES if name not in ("cuda", "memory"))
-"""Transports that reach another process, and memory of the host."""
+"""Transports between host memory of different processes."""
 _SEED = 20260
 _LEAST, _MOST = 1 << 26, 1 << 33
 _REQUEST = "moved"
@@ -46,7 +46,7 @@ _REQUEST = "moved"
 
 @dataclass(frozen=True)
 class MovedRank:
-    """What one destination rank received."""
+    """The transfer to one destination rank."""
 
     rank: int
     sources: tuple[int, ...]
@@ -54,12 +54,12 @@ class MovedRank:
     descriptors: int
     seconds: float
     wrong: int
-    """Bytes that are not what they must be, those that nothing should have touched included."""
+    """Bytes with a wrong value, including bytes that the transfer must not change."""
     staged: bool
 
 
 def small_plan(options: PlanOptions, tokens: int) -> Plan:
-    """A plan of real pages in little memory: enough for the request, and some room."""
+    """Plan with the least memory, in powers of two, that holds the request in scattered blocks."""
     memory = _LEAST
     while True:
         try:
@@ -75,10 +75,10 @@ def small_plan(options: PlanOptions, tokens: int) -> Plan:
 
 
 def choose_transport(name: str | None) -> str:
-    """The transport of that name; without one, what reaches furthest of those that run here."""
+    """Validate the name of a transport, or choose the first one that runs on this host."""
     if name is not None and name not in TRANSPORTS:
         raise typer.BadParameter(
-            f"{plain(name)!r} is none of {', '.join(TRANSPORTS)}.", param_hint="'--transport'"
+            f"{plain(name)!r} is not one of {', '.join(TRANSPORTS)}.", param_hint="'--transport'"
         )
     return name or next(filter(_runs_here, TRANSPORTS), "shm")
 
@@ -94,7 +94,7 @@ def _runs_here(name: str) -> bool:
 def move_request(
     src: Plan, dst: Plan, tokens: int, transport: str, how: How, convert: str | None = None
 ) -> Iterator[MovedRank]:
-    """Move one request between two processes, rank by rank, and compare every byte."""
+    """Move one request between two processes, rank by rank, and verify every byte."""
     task = SampleTask(
         plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens,
         convert=convert,
@@ -129,7 +129,7 @@ def move_request(
 
 
 def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
-    """Bytes of a rank that are not what a copy in one process would have made them."""
+    """Count the bytes of a rank that differ from a copy within one process."""
     expected = {i: random_bytes(p.nbytes, _SEED + 1, rank, i) for i, p in pools.items()}
     tables = scattered(way.src, tokens), scattered(way.dst, tokens)
     about = {"src_blocks": tables[0], "dst_blocks": tables[1], "tokens": tokens}
@@ -154,7 +154,7 @@ def _copy_ranges(
     expected: dict[int, Bytes],
     about: dict[str, Any],
 ) -> None:
-    """Copy range by range, as plainly as that can be done."""
+    """Copy one range after the other: a simple reference for the transports."""
     for source, pools in sent.items():
         for copy in way.bind(src_rank=source, dst_rank=rank, **about).copies:
             here, there = pools[copy.src_pool], expected[copy.dst_pool]
@@ -164,7 +164,7 @@ def _copy_ranges(
 
 @contextmanager
 def quiet(doing: str) -> Iterator[None]:
-    """Say on a terminal what takes its time; keep transports from talking over the answer."""
+    """Show a status on a terminal, and keep log messages of transports out of the answer."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     logging.disable(logging.INFO)
@@ -178,7 +178,7 @@ def quiet(doing: str) -> Iterator[None]:
 def move_parts(
     src: Plan, dst: Plan, transport: str, moved: list[MovedRank]
 ) -> list[RenderableType]:
-    """The answer for people."""
+    """Show the transfer of each rank, and whether all bytes are correct."""
     columns = ("to rank", "from ranks", "bytes", "descriptors", "ms", "GB/s", "way", "wrong bytes")
     made = table(*columns, words=(1, 6))
     for one in moved:
@@ -193,7 +193,9 @@ def move_parts(
             str(one.wrong),
         )
     wrong = sum(one.wrong for one in moved)
-    word = Text(f"Every byte arrived over {transport}, and no other was touched.", style="green")
+    word = Text(
+        f"All bytes arrived correctly over {transport}; no other byte changed.", style="green"
+    )
     if wrong:
-        word = Text(f"{wrong:,} bytes are wrong.", style="bold red")
+        word = Text(f"{wrong:,} bytes have a wrong value.", style="bold red")
     return [both_ends(src, dst), indented(made), word]

@@ -1,8 +1,8 @@
 """The options of a plan on the command line, declared once for all commands.
 
-The fields of `PlanOptions` carry their options, and are named like the parameters of
-`kvatlas.plan`. `@takes_plan_options` spreads them over a command's signature, where typer
-looks for them, and hands the command one `PlanOptions`.
+Each field of `PlanOptions` declares one option and has the name of a parameter of
+`kvatlas.plan`. `@takes_plan_options` adds these options to the signature of a command, where
+typer finds them, and passes the command one `PlanOptions`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,22 @@ CACHES = tuple(dict.fromkeys((*ATTENTION_CACHES, *LATENT_CACHES)))
 DEFAULT_MEMORY = "80GiB"
 _TOPOLOGY = ("tp", "pp", "dp", "dcp", "ep")
 _OF_GPUS = {"gpu": None, "utilization": None, "overhead": None, "ep": 1}
-"""Options that mean nothing without a GPU, and their defaults."""
+"""Options that require --gpu, and their defaults."""
+_COUNTS = {
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+    "dp": "replicas",
+    "dcp": "decode-context-parallel ranks",
+    "ep": "expert-parallel ranks",
+    "block_size": "tokens per block",
+    "requests": "requests",
+}
 _MACHINE = "Machine"
 _CACHE = "Cache"
 
 
 def completer(*words: str) -> Callable[[str], list[str]]:
-    """Shell completion over fixed words."""
+    """Make a shell completion from fixed words."""
 
     def complete(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]
@@ -42,12 +51,12 @@ def completer(*words: str) -> Callable[[str], list[str]]:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Catalogue names; the shell completes paths by itself."""
+    """Complete names of the catalogue. The shell completes paths."""
     return completer(*catalogue())(incomplete)
 
 
 def _option(help_text: str, panel: str, *words: str, flag: str | None = None) -> Any:
-    """An option in one of the panels of --help; the shell completes `words`."""
+    """Declare an option in a panel of --help, with `words` for shell completion."""
     return typer.Option(
         *([flag] if flag else []),
         help=help_text,
@@ -59,39 +68,39 @@ def _option(help_text: str, panel: str, *words: str, flag: str | None = None) ->
 
 MODEL = typer.Argument(
     metavar="MODEL",
-    help="A catalogue name, a config.json, or a folder with one.",
+    help="A name from `kvatlas models`, a config.json or its folder, or a hub id.",
     autocompletion=complete_model,
     show_default=False,
 )
 
 MODELS = typer.Argument(
     metavar="MODEL...",
-    help="Catalogue names, config.json files, or folders with one.",
+    help="Names from `kvatlas models`, config.json files or folders, or hub ids.",
     autocompletion=complete_model,
     show_default=False,
 )
 
 _LENGTHS = (
-    "Tokens of the longest request: 32768, 32K for the same, or 32k for 32000. "
-    "[dim]By default 32768, or what the model allows.[/]"
+    "Tokens of the longest request: 32768, 32K (also 32768) or 32k (32000). "
+    "[dim]By default 32768, or the model's maximum if that is less.[/]"
 )
-_MEMORY = "Cache memory of each rank: 60GiB, 80GB or bytes. [dim]By default 80GiB.[/]"
-_GPU = "H100, 8xH100, ...: the memory that weights leave there, in place of --memory."
-_UTILIZATION = "Part of the GPU's memory that an engine takes. [dim]By default 0.9.[/]"
-_OVERHEAD = "Memory of a GPU that is neither weights nor cache. [dim]By default 3GiB.[/]"
-_TP = "Tensor-parallel ranks. [dim]By default 1, or all GPUs that pp and dp leave.[/]"
+_MEMORY = "Cache memory per rank: 60GiB, 80GB or bytes. [dim]By default 80GiB.[/]"
+_GPU = "H100, 8xH100, ...: use the memory that the weights leave free. Replaces --memory."
+_UTILIZATION = "Share of the GPU memory that the engine may use. [dim]By default 0.9.[/]"
+_OVERHEAD = "GPU memory that is neither weights nor cache. [dim]By default 3GiB.[/]"
+_TP = "Tensor-parallel ranks. [dim]By default 1; with --gpu, GPUs / (pp x dp).[/]"
 _IN_FLIGHT = (
-    "Tokens of a request that are scheduled and not yet settled while it prefills. "
-    "[dim]By default 8192 for each batch under way: 16384 without pipelines.[/]"
+    "Tokens of a prefilling request that are scheduled but not finished. "
+    "[dim]By default 8192 per batch in flight: 16384 without pipelines.[/]"
 )
-_REQUESTS = "Requests to keep recurrent states for, in a pool of their own."
+_REQUESTS = "Store recurrent states in a separate pool, sized for this many requests."
 _STATES = "Recurrent states: auto, shared (one pool with attention) or apart."
 _ORDERS = (*(layout.order for layout in ENGINE_LAYOUTS), "NHD", "HND")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """A model and everything that decides its plan."""
+    """A model and all options of its plan."""
 
     model: Annotated[str, MODEL]
     gpu: Annotated[str | None, _option(_GPU, _MACHINE, *GPUS)] = None
@@ -100,9 +109,9 @@ class PlanOptions:
     overhead: Annotated[str | None, _option(_OVERHEAD, _MACHINE)] = None
     tp: Annotated[int | None, _option(_TP, _MACHINE)] = None
     pp: Annotated[int, _option("Pipeline stages.", _MACHINE)] = 1
-    dp: Annotated[int, _option("Replicas, each with a cache of its own.", _MACHINE)] = 1
+    dp: Annotated[int, _option("Data-parallel replicas, each with its own cache.", _MACHINE)] = 1
     dcp: Annotated[int, _option("Decode-context-parallel ranks.", _MACHINE)] = 1
-    ep: Annotated[int, _option("Ranks that whole experts are dealt out to.", _MACHINE)] = 1
+    ep: Annotated[int, _option("Expert-parallel ranks.", _MACHINE)] = 1
     max_len: Annotated[str | None, _option(_LENGTHS, _MACHINE)] = None
     in_flight: Annotated[int | None, _option(_IN_FLIGHT, _MACHINE)] = None
     requests: Annotated[int | None, _option(_REQUESTS, _MACHINE)] = None
@@ -125,26 +134,30 @@ class PlanOptions:
     ] = None
     policy: Annotated[
         str,
-        _option("atlas, vllm (its answer to the byte) or uniform (one group).", _CACHE, *POLICIES),
+        _option("atlas, vllm (vLLM's exact plan) or uniform (one group).", _CACHE, *POLICIES),
     ] = "atlas"
     pack: Annotated[
         str,
         _option(
-            "Attention layers in a page of a hybrid: auto or a number.",
+            "Attention layers that share a page of a hybrid: auto or a number.",
             _CACHE, "auto", "1", "2", "4", "8",
         ),
     ] = "auto"  # fmt: skip
     states: Annotated[str, _option(_STATES, _CACHE, "auto", "shared", "apart")] = "auto"
     block_size: Annotated[
-        int | None, _option("Tokens in a block, before hybrids grow it.", _CACHE)
+        int | None, _option("Tokens per block. Hybrids may enlarge it.", _CACHE)
     ] = None
     prefix_caching: Annotated[
         bool,
-        _option("Keep no states at block ends for reuse.", _CACHE, flag=" /--no-prefix-caching"),
+        _option(
+            "Do not keep states at block ends for prefix caching.",
+            _CACHE,
+            flag=" /--no-prefix-caching",
+        ),
     ] = True
 
     def plan(self, **changes: Any) -> Plan:
-        """The plan, with some options changed."""
+        """Make the plan, with some options changed."""
         found = self.fit(**changes)
         if isinstance(found, Plan):
             return found
@@ -153,7 +166,7 @@ class PlanOptions:
         return found.plan
 
     def fit(self, **changes: Any) -> Plan | Fit:
-        """The plan in the memory that was given, or the model on the GPU that was."""
+        """Plan in the given memory, or fit the model on the given GPUs."""
         options = self._options(changes)
         if options["gpu"] is not None:
             sizes = {name: options[name] for name in _TOPOLOGY}
@@ -161,17 +174,17 @@ class PlanOptions:
             return self.fitting(**changes).on(given_topology(count, **sizes))
         for name, default in _OF_GPUS.items():
             if options.pop(name) != default:
-                raise contradictory(f"--{name} without --gpu", "Give --gpu, or leave it out")
+                raise contradictory(f"--{name} without --gpu", f"Add --gpu, or leave out --{name}")
         positive(options.pop("dp"), "dp")
         options["memory"] = DEFAULT_MEMORY if options["memory"] is None else options["memory"]
         options["tp"] = 1 if options["tp"] is None else options["tp"]
         return plan(options.pop("model"), **options)
 
     def fitting(self, **changes: Any) -> Fitting:
-        """The model with its weights, to be tried on the GPU that was given."""
+        """Load the model and its weights, to be fitted on the given GPU."""
         options = self._options(changes) | {"model": self.model}
         if options.pop("memory") is not None:
-            raise contradictory("--memory and --gpu", "Give one of them")
+            raise contradictory("--memory and --gpu", "Pass only one of them")
         _, gpu = find_gpus(options.pop("gpu"))
         skipped = [name for name in ("utilization", "overhead") if options[name] is None]
         for name in (*_TOPOLOGY, *skipped):
@@ -183,25 +196,32 @@ class PlanOptions:
         pack = options["pack"]
         if pack != "auto":
             options["pack"] = number(pack, f"{pack!r} is neither auto nor a number.", "'--pack'")
+        for name, what in _COUNTS.items():
+            if isinstance(options[name], int) and options[name] < 1:
+                flag = "--" + name.replace("_", "-")
+                hint = f"Pass the number of {what}, at least 1"
+                raise AtlasError(
+                    Code.BAD_SIZE, f"{flag} must be at least 1", got=options[name], hint=hint
+                )
         return options
 
     def load(self) -> Model:
-        """The model, read once where several plans are made of it."""
+        """Load the model."""
         return Model.load(self.model)
 
 
 def contradictory(got: str, hint: str) -> AtlasError:
-    """The refusal of options that cannot be had together."""
-    return AtlasError(Code.CONTRADICTORY, got=got, hint=hint)
+    """Make the error for options that cannot be combined."""
+    return AtlasError(Code.CONTRADICTORY, "These options cannot be combined", got=got, hint=hint)
 
 
 def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that takes `PlanOptions` first, and on the command line its options."""
+    """Pass a command one `PlanOptions`, made from options of the command line."""
     return _spread(command, {}, lambda given: PlanOptions(**given))
 
 
 def takes_models(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that takes a list of `PlanOptions` first: of several models, alike otherwise."""
+    """Pass a command a list of `PlanOptions`: several models with the same options."""
     several = inspect.Parameter(
         "models", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Annotated[list[str], MODELS]
     )
@@ -217,7 +237,7 @@ def _spread(
     instead: dict[str, inspect.Parameter],
     made: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., None]:
-    """A command whose first parameter is `made` of options that the command line takes."""
+    """Make a command that takes options, and passes `made(options)` as the first argument."""
     own = inspect.signature(command, eval_str=True)
     named = inspect.signature(PlanOptions, eval_str=True).parameters
     options = [instead.get(name, parameter) for name, parameter in named.items()]
@@ -232,13 +252,13 @@ def _spread(
 
     spread.__name__, spread.__doc__ = command.__name__, command.__doc__
     spread.__annotations__ = {one.name: one.annotation for one in parameters}
-    # What typer reads: neither name above is known to type checkers as settable.
+    # typer reads `__signature__`, which type checkers do not know as an attribute.
     vars(spread)["__signature__"] = own.replace(parameters=parameters)
     return spread
 
 
 def number(text: str, problem: str, where: str) -> int:
-    """The number that an option's value is; where it is none, say so."""
+    """Parse an option's value as an integer; raise `typer.BadParameter` if it is not one."""
     try:
         return int(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A progress bar for what takes longer than a moment."""
+"""A progress bar for slow commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from rich.progress import Progress
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[float], None] | None]:
-    """A bar on a terminal's stderr, to be told the part that is done; nothing elsewhere."""
+    """Show a progress bar on stderr and yield a function that sets the completed share.
+
+    Yields None if stderr is not a terminal.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None

@@ -1,7 +1,7 @@
-"""How a trace is replayed, as options of the command line.
+"""Options of the command line that control how a trace is replayed.
 
-The fields of `ReplayOptions` carry their options; `@takes_replay_options` spreads them over a
-command's signature, and hands the command one `ReplayOptions` as `replay`.
+Each field of `ReplayOptions` declares one option. `@takes_replay_options` adds them to the
+signature of a command, and passes the command one `ReplayOptions` as `replay`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _REPLAY, _TIERS = "Replay", "Tiers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """Everything that decides what a plan's pools find, but for the plan and the trace."""
+    """Options of a simulation, in addition to the plan and the trace."""
 
     eviction: Annotated[
         str,
         typer.Option(
-            help="What goes first: lru, ...",
+            help="Eviction policy: lru, lfu, s3-fifo, ...",
             autocompletion=completer(*EVICTIONS),
             rich_help_panel=_REPLAY,
         ),
@@ -38,9 +38,9 @@ class ReplayOptions:
     checkpoints: Annotated[
         str | None,
         typer.Option(
-            help="Where states and windows are kept: every-block, vllm-default, prompt-end, "
-            "branch-points, every-4096; within-25 behind it for a quarter of the memory. "
-            "[dim]By default branch-points.[/]",
+            help="Where to keep states and windows for reuse: every-block, vllm-default, "
+            "prompt-end, branch-points, every-4096. Append -within-25 to limit them to a "
+            "quarter of the memory. [dim]By default branch-points.[/]",
             autocompletion=completer(*CHECKPOINTS),
             rich_help_panel=_REPLAY,
         ),
@@ -49,39 +49,39 @@ class ReplayOptions:
         bool,
         typer.Option(
             "--arrivals",
-            help="Requests come at their times, and hold blocks.",
+            help="Replay arrival times: concurrent requests hold their blocks.",
             rich_help_panel=_REPLAY,
         ),
     ] = False
     tflops: Annotated[
         float,
         typer.Option(
-            help="TFLOP/s that a rank sustains while it computes prompts.", rich_help_panel=_REPLAY
+            help="Sustained TFLOP/s of each rank during prefill.", rich_help_panel=_REPLAY
         ),
     ] = 400.0
     active_params: Annotated[
         str | None,
         typer.Option(
-            help="Parameters that a token meets: 5.1G. [dim]By default the model's.[/]",
+            help="Active parameters per token: 5.1G. [dim]By default the model's.[/]",
             rich_help_panel=_REPLAY,
         ),
     ] = None
     host_memory: Annotated[
         str | None,
         typer.Option(
-            help="Host memory that takes what GPUs evict: 512GiB, of all ranks together.",
+            help="Host memory for blocks that GPUs evict, for all ranks together: 512GiB.",
             rich_help_panel=_TIERS,
         ),
     ] = None
     disk: Annotated[
         str | None,
         typer.Option(
-            help="A disk that takes what the tier above it evicts: 4TiB.", rich_help_panel=_TIERS
+            help="Disk space for blocks that the tier above evicts: 4TiB.", rich_help_panel=_TIERS
         ),
     ] = None
 
     def tiers(self, options: PlanOptions) -> dict[str, Plan]:
-        """A plan for each tier below the GPU: the whole model's caches in one place."""
+        """Plan each tier below the GPU. A tier stores the caches of all ranks together."""
         whole: dict[str, Any] = {"gpu": None, "utilization": None, "overhead": None, "ep": 1}
         whole |= {"tp": 1, "pp": 1, "dp": 1, "dcp": 1}
         sizes = {"host": self.host_memory, "disk": self.disk}
@@ -93,7 +93,7 @@ class ReplayOptions:
 
 
 def takes_replay_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that takes a `ReplayOptions` as `replay`, and on the command line its options."""
+    """Pass a command a `ReplayOptions` as `replay`, made from options of the command line."""
     own = inspect.signature(command, eval_str=True)
     named = inspect.signature(ReplayOptions, eval_str=True).parameters
     others = [parameter for name, parameter in own.parameters.items() if name != "replay"]
@@ -103,7 +103,7 @@ def takes_replay_options(command: Callable[..., None]) -> Callable[..., None]:
         command(options, replay=replay, **given)
 
     spread.__name__, spread.__doc__ = command.__name__, command.__doc__
-    # What typer reads. Options without a default come first, in a signature as on a screen.
+    # typer reads this signature. Required options come first, as Python demands.
     first, *rest = others
     rest = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in rest]
     vars(spread)["__signature__"] = own.replace(parameters=[first, *rest, *named.values()])

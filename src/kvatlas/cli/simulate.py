@@ -1,4 +1,4 @@
-"""`kvatlas simulate`: how much of a trace's prompts the pools of a plan find again."""
+"""`kvatlas simulate`: replay a trace and report hit rates of the prefix cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from kvatlas.cli.hit_rows import (
     curve_rows,
     hit_rows,
 )
-from kvatlas.cli.options import PlanOptions, completer, contradictory, takes_models
+from kvatlas.cli.options import PlanOptions, completer, takes_models
 from kvatlas.cli.progress import progress_bar
 from kvatlas.cli.replay_options import ReplayOptions, takes_replay_options
-from kvatlas.cli.tables import indented, notes, table
+from kvatlas.cli.tables import indented, labelled_notes, table, written
+from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import size
 
 if TYPE_CHECKING:
@@ -41,21 +42,21 @@ def simulate(
     trace: Annotated[
         Path,
         typer.Option(
-            help="Mooncake's form or token_ids, one request a line; or conversations of coding "
-            "agents, one a file, or a folder of them; or a recording of `kvatlas events`, or KV "
-            "events as lines of JSON.",
+            help="JSON lines in Mooncake's format or with token_ids, one request per line; a "
+            "conversation of a coding agent, or a folder of them; a recording of `kvatlas "
+            "events`; or KV events as JSON lines.",
             show_default=False,
         ),
     ],
     trace_block: Annotated[
-        int | None, typer.Option(help="Tokens of an id. [dim]By default 512 in Mooncake's form.[/]")
+        int | None, typer.Option(help="Tokens per id. [dim]By default 512 in Mooncake's format.[/]")
     ] = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help="Side by side over policy, block-size, memory, states, eviction, checkpoints, "
-            "host-memory, disk, tier; or over values of one: memory=20GiB,40GiB. Commas, or "
-            "repeated. Of a tier: none, shared, or how many percent of it are for states alone.",
+            help="Compare values of policy, block-size, memory, states, eviction, checkpoints, "
+            "host-memory, disk or tier. Add values to choose them: memory=20GiB,40GiB. May be "
+            "repeated. Values of tier: none, shared, or the percentage reserved for states.",
             autocompletion=completer(*PLAN_AXES, *POOL_AXES),
             show_default=False,
         ),
@@ -65,13 +66,13 @@ def simulate(
         typer.Option(
             "-o",
             "--output",
-            help="Write curves over memory to a page; what else is compared makes more of them.",
+            help="Write a page with hit rates over memory, one curve for each compared value.",
             show_default=False,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """How much of a trace's prompts is found again, and what that saves."""
+    """Replay a trace: how many prompt tokens the cache serves, and the prefill time saved."""
     from kvatlas.pool import read_trace
 
     with progress_bar(f"Reading {plain(trace.name)}") as told:
@@ -82,7 +83,10 @@ def simulate(
     rows = [row for one in options for row in simulated(one, question, axes)]
     if output is not None:
         _save(output, read, rows)
-    answer(as_json, {"rows": rows, "unseen": read.unseen}, *_parts(read, rows))
+    parts = _parts(read, rows)
+    if output is not None:
+        parts.append(written(output))
+    answer(as_json, {"rows": rows, "unseen": read.unseen}, *parts)
 
 
 def _save(path: Path, trace: Trace, rows: list[Row]) -> None:
@@ -90,7 +94,13 @@ def _save(path: Path, trace: Trace, rows: list[Row]) -> None:
 
     found = [row for row in rows if not row["refused_plan"]]
     if not found:
-        raise contradictory("a page without a plan", rows[0]["refused_plan"]["message"])
+        message = rows[0]["refused_plan"]["message"].rpartition(" [")[0].rstrip(".")
+        raise AtlasError(
+            Code.CONTRADICTORY,
+            "No plan fits, so there is nothing to draw",
+            got=message,
+            hint="Pass more memory with --compare memory=..., or a smaller --max-len",
+        )
     facts = f"{len(trace):,} requests, {trace.tokens:,} prompt tokens. Hit rates over memory."
     facts = " ".join([facts, *_unseen(trace)])
     save_page(path, hits_page(trace.name, facts, found))
@@ -100,7 +110,7 @@ def _parts(trace: Trace, rows: list[Row]) -> list[RenderableType]:
     title = Text(plain(trace.name), style="bold")
     facts = f"  {len(trace):,} requests, {trace.tokens:,} prompt tokens"
     parts: list[RenderableType] = [title.append(facts, style="not bold dim")]
-    told = []
+    told: list[tuple[str, str]] = []
     tables: dict[tuple[str, str | None], list[Row]] = {}
     for row in rows:
         heading = " ".join(filter(None, (row["model"] if row["compare"] else "", row["curve"])))
@@ -111,11 +121,22 @@ def _parts(trace: Trace, rows: list[Row]) -> list[RenderableType]:
             parts.insert(len(parts) - 1, Text(plain(model), style="bold"))
     for row in rows:
         if row["refused_plan"]:
-            told.append(f"{row['compare']} {row['value']}: {row['refused_plan']['message']}")
+            told.append((_label(row), row["refused_plan"]["message"]))
         elif row["refused"]:
-            told.append(f"{row['model']} {row['value'] or ''}: {row['refused']:,} never fit.")
+            told.append((_label(row), f"{row['refused']:,} requests are too long for the memory."))
+    told += [("", sentence) for sentence in _unseen(trace)]
     found = [row for row in rows if not row["refused_plan"]]
-    return [*parts, *_tier_table(found), *notes([*told, *_unseen(trace)]), *_legend(found)]
+    if any(row["seconds_saved"] is None for row in found):
+        unknown = "The number of active parameters is unknown. Pass --active-params."
+        models = dict.fromkeys(row["model"] for row in found if row["seconds_saved"] is None)
+        told += [(model, unknown) for model in models]
+    return [*parts, *_tier_table(found), *labelled_notes(told), *_legend(found)]
+
+
+def _label(row: Row) -> str:
+    """Name a row by its model and the options that vary."""
+    varied = f"{row['compare']} {row['value']}" if row["compare"] else None
+    return " ".join(filter(None, (row["model"], row["curve"], varied)))
 
 
 def _unseen(trace: Trace) -> list[str]:
@@ -123,7 +144,7 @@ def _unseen(trace: Trace) -> list[str]:
 
 
 def _tier_table(rows: list[Row]) -> list[RenderableType]:
-    """Where what was found came from, of rows that have tiers below the GPU."""
+    """Show which tier served the tokens, if there are tiers below the GPU."""
     tiers = list(dict.fromkeys(tier for row in rows for tier in row["found_by_tier"]))
     if len(tiers) < 2:
         return []
@@ -136,7 +157,7 @@ def _tier_table(rows: list[Row]) -> list[RenderableType]:
 
 
 def _table(name: str, rows: list[Row], key: str) -> Table:
-    columns = ("block", "memory", "found", "mean", "half", "again", "saved", "evicted")
+    columns = ("block", "total", "found", "mean", "half", "again", "saved", "evicted")
     made = table(name, *columns, words=(0,), wraps=(0,))
     best = max((row.get("hit_rate", 0.0) for row in rows), default=0.0)
     for row in rows:
@@ -166,13 +187,10 @@ def _legend(found: list[Row]) -> list[RenderableType]:
     if not found:
         return []
     text = (
-        f"found: prompt tokens that need not be computed, of {found[0]['ceiling']:.1%} that any "
-        "memory would find; mean: over requests; half: of the last half of them. again: tokens "
-        "computed although an earlier request had them. saved: seconds of prefill, at 2 FLOPs a "
-        "parameter and token, attention, and the rate of --tflops. evicted: blocks."
+        "total: cache memory of all ranks. found: share of the prompt tokens that the cache "
+        f"serves (with unlimited memory {found[0]['ceiling']:.1%}). mean: average of this share "
+        "over requests. half: the share in the last half of the requests. again: tokens that an "
+        "earlier request had computed. saved: seconds of prefill, at 2 FLOPs per parameter and "
+        "token, plus attention, at --tflops. evicted: evicted blocks."
     )
-    lines: list[RenderableType] = [Text(text, style="dim")]
-    if any(row["seconds_saved"] is None for row in found):
-        hint = "A mixture of experts: --active-params says how many parameters a token meets."
-        lines += notes([hint])
-    return lines
+    return [Text(text, style="dim")]

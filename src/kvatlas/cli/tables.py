@@ -1,14 +1,14 @@
-"""Plans and comparisons as tables that are read at 80 columns.
+"""Tables of plans and comparisons that fit a terminal of 80 columns.
 
-Everything here takes what `--json` prints, so that both say the same.
+Every function takes the data that `--json` prints, so that both outputs agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -16,27 +16,35 @@ from rich.text import Text
 
 from kvatlas.cli.compare import Row
 from kvatlas.cli.failures import plain
+from kvatlas.cli.fitted_table import FittedTable
+from kvatlas.cli.merged_notes import merged_notes
 from kvatlas.planning import size
 
 _WIDEST = 96
-"""Columns after which sentences are hard to read."""
+"""Longest line of a paragraph, in columns: longer lines are hard to read."""
 
 
 def show(*parts: RenderableType) -> None:
-    """Print parts with an empty line between them: colourless, and without blanks, when piped."""
+    """Print parts with an empty line between them.
+
+    Output to a pipe has no colours, and no line has trailing blanks.
+    """
     console = Console(highlight=False)
     with console.capture() as captured:
         for number, part in enumerate(parts):
             if number:
                 console.print()
-            console.print(part)
+            console.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
     lines = (line.rstrip() for line in captured.get().splitlines())
     console.out("\n".join(lines), highlight=False)
 
 
-def table(*columns: str, words: Iterable[int] = (0,), wraps: Iterable[int] = ()) -> Table:
-    """A table of numbers, but for the columns of `words`; those of `wraps` may wrap."""
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+def table(*columns: str, words: Iterable[int] = (0,), wraps: Iterable[int] = ()) -> FittedTable:
+    """Make a table of right-aligned numbers.
+
+    The columns in `words` are left-aligned. Those in `wraps` may take several lines.
+    """
+    made = FittedTable()
     for number, column in enumerate(columns):
         made.add_column(
             column,
@@ -49,7 +57,7 @@ def table(*columns: str, words: Iterable[int] = (0,), wraps: Iterable[int] = ())
 
 
 def tokens(count: int) -> str:
-    """A length as `--max-len` takes it, short where it is round.
+    """Format a number of tokens as `--max-len` accepts it, short if it is a multiple of 1024.
 
     >>> tokens(131072), tokens(448)
     ('128Ki', '448')
@@ -57,29 +65,60 @@ def tokens(count: int) -> str:
     return str(count) if count % 1024 else f"{count // 1024}Ki"
 
 
+def requests(count: float) -> str:
+    """Format how many requests fit, to one decimal.
+
+    Halves are rounded down: `count` has been rounded to four decimals before, and must not be
+    rounded up twice.
+
+    >>> requests(79.65), requests(1064.2)
+    ('79.6', '1,064.2')
+    """
+    return f"{count - 1e-6:,.1f}"
+
+
 def indented(part: RenderableType, by: int = 2) -> Padding:
-    """A part moved to the right."""
+    """Indent a part."""
     return Padding(part, (0, 0, 0, by))
 
 
-def both_ends(src: object, dst: object) -> Text:
-    """The two plans of a copy."""
-    text = Text("from  ", style="dim").append(plain(src), style="not dim")
-    return text.append("\nto    ", style="dim").append(plain(dst), style="not dim")
+def both_ends(src: object, dst: object) -> Table:
+    """Describe the source and the destination of a copy."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    grid.add_row("from", Text(plain(src)))
+    grid.add_row("to", Text(plain(dst)))
+    return grid
+
+
+def written(path: Path) -> Text:
+    """Report that a file was written. A long path is not wrapped."""
+    text = f"Wrote {plain(path)}, {size(path.stat().st_size)}."
+    return Text(text, no_wrap=True)
 
 
 def notes(warnings: Iterable[str]) -> list[RenderableType]:
-    """What was assumed, as lines."""
-    return [Text(f"Note: {plain(warning)}", style="yellow") for warning in warnings]
+    """Format warnings as notes, one below the other.
+
+    Notes that are equal or differ in one number are printed once.
+    """
+    return labelled_notes(("", warning) for warning in warnings)
+
+
+def labelled_notes(warnings: Iterable[tuple[str, str]]) -> list[RenderableType]:
+    """Format (label, warning) pairs as notes; equal warnings share one note."""
+    lines = [Text(f"Note: {plain(note)}", style="yellow") for note in merged_notes(warnings)]
+    return [Group(*lines)] if lines else []
 
 
 def headline(summary: dict[str, Any]) -> Group:
-    """The model, its topology, and the figures of its plan."""
+    """Show the model, its topology, and the figures of its plan."""
     title = Text(plain(summary["model"]), style="bold")
     parts = [f"policy {summary['policy']}", f"layout {summary['layout']}"]
     parts += [f"{name} {summary[name]}" for name in ("tp", "pp", "dcp") if summary[name] > 1]
     parts += [f"pack {summary['pack']}"] if summary["pack"] > 1 else []
-    parts += [f"{size(summary['memory'])} a rank"]
+    parts += [f"{size(summary['memory'])} per rank"]
     title.append("  " + ", ".join(parts), style="not bold dim")
     answer = Text(plain(summary["answer"]))
     grid = Table.grid(padding=(0, 2))
@@ -90,16 +129,16 @@ def headline(summary: dict[str, Any]) -> Group:
     grid.add_row("block", f"{summary['block_size']:,}", "tokens")
     grid.add_row("blocks", f"{summary['num_blocks']:,}", f"of {nbytes:,} bytes ({size(nbytes)})")
     grid.add_row("tokens that fit", f"{summary['tokens']:,}", f"in requests of {length}")
-    flying = f"of {length} tokens, {summary['in_flight']:,} of them in flight"
-    grid.add_row("prefilling", f"{summary['requests_at_max_len']:,.1f}", f"requests {flying}")
+    flying = f"requests of {length} tokens, {summary['in_flight']:,} in flight"
+    grid.add_row("prefilling", requests(summary["requests_at_max_len"]), flying)
     decoding = f"requests of {length} tokens"
-    grid.add_row("decoding", f"{summary['requests_decoding']:,.1f}", decoding)
-    grid.add_row("padding", f"{summary['padding_share']:.2%}", "of what such a request claims")
+    grid.add_row("decoding", requests(summary["requests_decoding"]), decoding)
+    grid.add_row("padding", f"{summary['padding_share']:.2%}", "of the memory of such a request")
     return Group(title, answer, Text(), indented(grid))
 
 
 def plan_details(summary: dict[str, Any]) -> list[RenderableType]:
-    """A plan behind its headline: its groups, its pools where there are several, notes."""
+    """Show a plan's groups, its pools if there are several, and its notes."""
     parts: list[RenderableType] = [indented(_groups(summary["groups"]))]
     if len(summary["pools"]) > 1:
         parts.append(indented(_pools(summary["pools"], stages=summary["pp"] > 1)))
@@ -107,8 +146,9 @@ def plan_details(summary: dict[str, Any]) -> list[RenderableType]:
 
 
 def _groups(groups: list[dict[str, Any]]) -> Table:
-    """Groups, alike ones in one row; unlike pages of a group in a row each."""
-    made = table("group", "layers", "block", "page bytes", "padding", "a request takes", wraps=(0,))
+    """Show a row for each kind of group; a group with several page sizes takes several rows."""
+    columns = ("group", "layers", "block", "page bytes", "padding", "per request")
+    made = table(*columns, wraps=(0,))
     alike: dict[tuple[str, ...], list[float]] = {}
     for group in groups:
         members = group.get("members") or [group]
@@ -119,14 +159,14 @@ def _groups(groups: list[dict[str, Any]]) -> Table:
                 f"{member['block_size']:,}",
                 f"{member['page_bytes']:,}",
                 f"{member['page_bytes'] - member['unpadded_page_bytes']:,}",
-                # A group takes whole blocks, whatever its members.
+                # Blocks belong to the group, so its first row shows what a request takes.
                 "" if number else _takes(group),
                 group["first_layer"] if len(members) > 1 else "",
             )
-            # A state that is split lies in several groups: it is one layer all the same.
+            # A split state is stored in several groups, but is still one layer.
             alike.setdefault(row, []).append(member["pages"] / member["splits"])
     for (kind, *figures, takes, _), layers in alike.items():
-        times = f"{len(layers)} x " if len(layers) > 1 else ""
+        times = f"{len(layers)} x " if takes and len(layers) > 1 else ""
         made.add_row(f"{times}{kind}", f"{sum(layers):,.0f}", *figures, f"{times}{takes}")
     return made
 
@@ -139,7 +179,7 @@ def _takes(group: dict[str, Any]) -> str:
 
 def _pools(pools: list[dict[str, Any]], *, stages: bool) -> Table:
     names = ("stage", "pool") if stages else ("pool",)
-    figures = ("blocks", "bytes per block", "in all", "prefilling", "decoding")
+    figures = ("blocks", "bytes per block", "size", "prefilling", "decoding")
     made = table(*names, *figures, words=range(len(names)))
     for pool in pools:
         place = (str(pool["stage"]), str(pool["index"]))[-len(names) :]
@@ -149,7 +189,7 @@ def _pools(pools: list[dict[str, Any]], *, stages: bool) -> Table:
             f"{pool['block_bytes']:,}",
             size(pool["bytes"]),
             *(
-                f"{pool[name]:,.1f}" if pool[name] else "-"
+                requests(pool[name]) if pool[name] else "-"
                 for name in ("requests_at_max_len", "requests_decoding")
             ),
         )
@@ -157,7 +197,7 @@ def _pools(pools: list[dict[str, Any]], *, stages: bool) -> Table:
 
 
 def sentences(lines: list[str]) -> Group:
-    """Sentences as paragraphs, continuations indented below them."""
+    """Show sentences as paragraphs, with continuations indented below them."""
     parts: list[RenderableType] = []
     for line in lines:
         inner = line.startswith(" ")
@@ -168,33 +208,43 @@ def sentences(lines: list[str]) -> Group:
     return Group(Padding(Group(*parts), (0, spare, 0, 0)))
 
 
-def comparison(axis: str, rows: list[Row]) -> Group:
-    """Plans beside each other, with what each fits of the first; a refusal says why.
+COMPARISON_LEGEND = (
+    "prefill, decode: requests that fit while all of them prefill, or all decode. "
+    "ratio: decode, relative to the first plan."
+)
+HYBRID_LEGEND = " hybrid: attention layers that share a page with a recurrent state, or apart."
 
-    The one that fits most while decoding is set off.
+
+def comparison(axis: str, rows: list[Row]) -> Group:
+    """Show plans side by side, and below them why some were refused.
+
+    The row that fits the most requests while decoding is highlighted.
     """
-    columns = ("block", "tokens", "prefilling", "decoding", "ratio", "padding")
-    last = "states" if any(row["way"] for row in rows) else ""
-    made = table(axis, *columns, last, words=(0, 7), wraps=(7,))
-    parts: list[RenderableType] = [indented(made)]
+    ways = any(row["way"] for row in rows)
+    columns = (axis, "block", "tokens", "prefill", "decode", "ratio", "padding")
+    made = table(*columns, *(["hybrid"] if ways else []), words=(0, 7), wraps=(0,))
     best = max((row["requests_decoding"] or 0 for row in rows), default=0)
+    reasons = []
     for row in rows:
         value = plain(row["value"])
         if row["refused"]:
-            code = Text(row["refused"]["code"], style="yellow")
-            made.add_row(value, "-", code, *["-"] * 4, "")
-            reason = Text(f"{value}: {plain(row['refused']['message'])}", style="yellow")
-            parts += [Text(), indented(reason)]
+            refused = Text("refused", style="yellow")
+            made.add_row(value, "-", refused, *["-"] * 4, *([""] if ways else []))
+            reasons.append((value, plain(row["refused"]["message"])))
             continue
         made.add_row(
             value,
             f"{row['block_size']:,}",
             f"{row['tokens']:,}",
-            f"{row['requests_at_max_len']:,.1f}",
-            f"{row['requests_decoding']:,.1f}",
+            requests(row["requests_at_max_len"]),
+            requests(row["requests_decoding"]),
             f"{row['ratio']:.2f}",
             f"{row['padding_share']:.2%}",
-            (row["way"] or "").removeprefix("states "),
+            *([(row["way"] or "").removeprefix("states ")] if ways else []),
             style="bold green" if row["requests_decoding"] == best else "",
         )
-    return Group(*parts)
+    told: list[RenderableType] = [
+        indented(Text(reason, style="yellow")) for reason in merged_notes(reasons)
+    ]
+    parts: list[RenderableType] = [indented(made)]
+    return Group(*parts, *([Text(), *told] if told else []))

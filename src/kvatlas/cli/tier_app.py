@@ -1,4 +1,4 @@
-"""`kvatlas tier`: the group of commands that look after a tier."""
+"""`kvatlas tier`: the group of commands that manage a tier."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvatlas.cli.app import help_text
 from kvatlas.cli.failures import guarded
 
 if TYPE_CHECKING:
     from kvatlas.tier import ObjectStore
 
 tier_app = typer.Typer(
-    name="tier", help="Look after a tier that engines share.", no_args_is_help=True
+    name="tier", help="Inspect, verify and serve a tier that engines share.", no_args_is_help=True
 )
 
 Where = Annotated[
@@ -28,15 +29,19 @@ Where = Annotated[
 
 
 def tier_command(name: str, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A guarded command of the group, with examples below its help."""
+    """Register a command of the group. Errors become messages and exit codes."""
     lines = ("[dim]Examples[/]", *(f"  kvatlas tier {line}" for line in examples))
-    register = tier_app.command(name, epilog="\n".join(lines))
-    return lambda function: register(guarded(function))
+    epilog = "\n".join(lines)
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        return tier_app.command(name, epilog=epilog, help=help_text(function))(guarded(function))
+
+    return register
 
 
 @contextmanager
 def opened(where: str, *, create: bool = False) -> Iterator[ObjectStore]:
-    """The store at an address, until it is let go; who only looks makes no folder."""
+    """Open the store at an address, and close it at the end. `create` makes a missing folder."""
     from kvatlas.tier import open_store
 
     store = open_store(where, create=create)

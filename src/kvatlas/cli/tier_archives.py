@@ -1,4 +1,4 @@
-"""`kvatlas tier export` and `import`: the objects of a store in a tar file, and back."""
+"""`kvatlas tier export` and `import`: copy the objects of a store to a tar file and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Archive = Annotated[Path, typer.Argument(help="The tar file.", show_default=Fals
 
 
 def export(where: Where, archive: Archive, as_json: Json = False) -> None:
-    """Write every sound object of a store into a tar file."""
+    """Write all valid objects of a store to a tar file."""
     from kvatlas.tier import export_objects
 
     with opened(where) as store:
@@ -27,12 +27,12 @@ def export(where: Where, archive: Archive, as_json: Json = False) -> None:
 
 
 def import_archive(where: Where, archive: Archive, as_json: Json = False) -> None:
-    """Put the objects of a tar file into a store. Exit 1 where some are not what they say."""
+    """Store the objects of a tar file. Exits with 1 if some objects are damaged."""
     from kvatlas.tier import import_objects
 
     with opened(where, create=True) as store:
         verdict = import_objects(store, archive)
-    shown = table("objects stored", "refused", words=())
+    shown = table("objects stored", "damaged", words=())
     shown.add_row(f"{verdict.sound:,}", f"{len(verdict.damaged):,}")
     value = {"stored": verdict.sound, "refused": verdict.damaged}
     answer(as_json, value, shown, *map(plain, verdict.damaged[:20]))

@@ -1,4 +1,4 @@
-"""`kvatlas tier gc`: room that nobody has use for."""
+"""`kvatlas tier gc`: free space that no engine uses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from kvatlas.cli.tables import table
 from kvatlas.cli.tier_app import Where, opened
 from kvatlas.planning import size
 
-Tenant = Annotated[str, typer.Option(help="Remove all of a tenant, by its digest of `tier ls`.")]
-Space = Annotated[str, typer.Option(help="Remove a namespace, by its digest of `tier ls`.")]
+Tenant = Annotated[
+    str, typer.Option(help="Remove all objects of this tenant: a digest from `tier ls`.")
+]
+Space = Annotated[str, typer.Option(help="Remove this namespace: a digest from `tier ls`.")]
 
 
 def gc(where: Where, tenant: Tenant = "", namespace: Space = "", as_json: Json = False) -> None:
-    """Remove rows that lack objects, and what dead writers left; or a tenant, or a namespace."""
+    """Remove incomplete rows and leftovers of dead writers; or a tenant, or a namespace."""
     from kvatlas.tier import collect_garbage
 
     with opened(where) as store:

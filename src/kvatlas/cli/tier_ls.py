@@ -1,23 +1,42 @@
-"""`kvatlas tier ls`: whose rows a store has."""
+"""`kvatlas tier ls`: list the namespaces of a store."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
 from kvatlas.cli.app import Json, answer
 from kvatlas.cli.failures import plain
+from kvatlas.cli.fitted_table import FittedTable
 from kvatlas.cli.tables import table
 from kvatlas.cli.tier_app import Where, opened
 from kvatlas.planning import size
 
+if TYPE_CHECKING:
+    from kvatlas.tier import NamespaceSummary
+
+_NAMES, _NUMBERS = ("model", "tenant", "namespace"), ("rows", "incomplete", "objects", "bytes")
+
 
 def ls(where: Where, as_json: Json = False) -> None:
-    """Namespaces of a store: tenant, model, rows and bytes of each."""
+    """List the namespaces of a store, with tenant, model, rows and bytes."""
     from kvatlas.tier import summaries
 
     with opened(where) as store:
         found = summaries(store)
-    shown = table("tenant", "namespace", "model", "rows", "incomplete", "objects", "bytes",
-                  words=(0, 1, 2), wraps=(0, 1))  # fmt: skip
-    for one in found:
-        numbers = (f"{one.rows:,}", f"{one.incomplete:,}", f"{one.objects:,}", size(one.nbytes))
-        shown.add_row(one.tenant, one.namespace, plain(one.model), *numbers)
+    shown, console = _table(found, stacked=False), Console()
+    if shown.natural_width(console, 1) > console.width:
+        shown = _table(found, stacked=True)
     answer(as_json, {"namespaces": found}, shown)
+
+
+def _table(found: list[NamespaceSummary], *, stacked: bool) -> FittedTable:
+    """Make the table. `stacked` puts names below each other, so that no digest is broken."""
+    columns = ("\n".join(_NAMES),) if stacked else _NAMES
+    shown = table(*columns, *_NUMBERS, words=range(len(columns)), wraps=(0,))
+    for one in found:
+        names = (plain(one.model), one.tenant, one.namespace)
+        numbers = (f"{one.rows:,}", f"{one.incomplete:,}", f"{one.objects:,}", size(one.nbytes))
+        shown.add_row(*(["\n".join(names)] if stacked else names), *numbers)
+    return shown

@@ -1,4 +1,4 @@
-"""`kvatlas tier serve`: a process that does nothing but serve a tier's file to engines."""
+"""`kvatlas tier serve`: serve a tier's file to engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from kvatlas.cli.failures import plain
 
 _BLOCK = 64
-"""Tokens of a new tier's blocks, as engines make them."""
+"""Tokens per block of a new tier, the same as engines use."""
 
 
 def serve(
@@ -21,17 +21,21 @@ def serve(
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="Where the file is absent, make it for this model.", show_default=False),
+        typer.Option(
+            help="If the file does not exist, create it for this model.", show_default=False
+        ),
     ] = None,
-    memory: Annotated[str, typer.Option(help="The size of a new file.")] = "4GiB",
-    max_len: Annotated[int | None, typer.Option(help="The longest request of a new file.")] = None,
+    memory: Annotated[str, typer.Option(help="Size of a new file.")] = "4GiB",
+    max_len: Annotated[
+        int | None, typer.Option(help="Tokens of the longest request in a new file.")
+    ] = None,
     durable: Annotated[
-        bool, typer.Option(help="Have what is stored outlive a power cut, too.")
+        bool, typer.Option(help="Sync to disk, so that stored blocks survive a power failure.")
     ] = False,
 ) -> None:
     """Serve a tier's file to all processes of this user on this host, until interrupted.
 
-    Engines that name the same path need no such process: the first of them serves it.
+    This is optional: of the engines that use the same path, the first one serves it.
     """
     from kvatlas.planning import plan
     from kvatlas.tier import Tier, TierServer

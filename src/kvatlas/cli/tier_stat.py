@@ -9,9 +9,9 @@ from kvatlas.planning import size
 
 
 def stat(where: Where, as_json: Json = False) -> None:
-    """Objects and bytes of a store, and how many bytes it could have."""
+    """Show the objects, the bytes and the capacity of a store."""
     with opened(where) as store:
         room = store.capacity()
-    shown = table("objects", "bytes", "room for", words=())
+    shown = table("objects", "bytes", "capacity", words=())
     shown.add_row(f"{room.objects:,}", size(room.used), size(room.total) if room.total else "?")
     answer(as_json, room._asdict(), shown)

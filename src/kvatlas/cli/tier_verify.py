@@ -1,4 +1,4 @@
-"""`kvatlas tier verify`: whether every object of a store is what it should be."""
+"""`kvatlas tier verify`: check the integrity of all objects of a store."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvatlas.cli.failures import plain
 from kvatlas.cli.tables import table
 from kvatlas.cli.tier_app import Where, opened
 
-Remove = Annotated[bool, typer.Option("--remove", help="Remove what is damaged.")]
+Remove = Annotated[bool, typer.Option("--remove", help="Remove damaged objects.")]
 
 
 def verify_objects(where: Where, remove: Remove = False, as_json: Json = False) -> None:
-    """Read every object: its name, header and checksum must agree. Exit 1 where some do not."""
+    """Check name, header and checksum of every object. Exits with 1 if some are damaged."""
     from kvatlas.tier import verify
 
     with opened(where) as store:
         verdict = verify(store, remove=remove)
-    shown = table("sound", "damaged", words=())
+    shown = table("valid", "damaged", words=())
     shown.add_row(f"{verdict.sound:,}", f"{len(verdict.damaged):,}")
     answer(as_json, verdict._asdict(), shown, *map(plain, verdict.damaged[:20]))
     if verdict.damaged:

@@ -1,4 +1,4 @@
-"""`kvatlas plan --trace`: the plan under which a user's own traffic finds the most."""
+"""`kvatlas plan --trace`: choose the plan with the highest hit rate on a trace."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _BLOCKS = (32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Candidates:
-    """Plans that could serve the traffic, by name, and why others could not."""
+    """Plans to try on a trace, by name, and the reasons why others were refused."""
 
     plans: dict[str, Plan]
     changes: dict[str, dict[str, Any]]
-    """The options that make each of them."""
+    """The options that make each plan."""
     refused: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PlanForTrace:
-    """What was tried on a trace, the best first."""
+    """The plans that were tried on a trace, the best first."""
 
     trace: Trace
     tried: list[TriedPlan]
@@ -43,18 +43,18 @@ class PlanForTrace:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What makes the plan that is chosen, beside what was given."""
+        """The options of the chosen plan that differ from the given ones."""
         return self.candidates.changes[self.tried[0].name]
 
     def facts(self) -> list[dict[str, Any]]:
-        """What `--json` prints of each."""
+        """Return the data that `--json` prints for each plan."""
         return [
             {"plan": one.name, "as_vllm_runs_it": one.by_group, **one.rates.as_dict()}
             for one in self.tried
         ]
 
     def parts(self) -> list[RenderableType]:
-        """Why it was chosen, and everything that was compared."""
+        """Show the reason for the choice, and all plans that were compared."""
         best = self.tried[0]
         made = table("plan", "block", "checkpoints", "eviction", "requests", "found", words=(0, 2))
         for one in self.tried:
@@ -66,9 +66,10 @@ class PlanForTrace:
                 name, block, rates.checkpoints, rates.eviction, requests, found, style=style
             )
         legend = (
-            "found: prompt tokens that need not be computed. requests: of the greatest length, "
-            "decoding. Every plan has the same memory; each was tried with checkpoints at branch "
-            "points, and the best and vLLM's with every policy."
+            "found: share of the prompt tokens that the cache serves. requests: requests of the "
+            "greatest length that fit while decoding. All plans use the same memory. Each was "
+            "tried with checkpoints at branch points; the best one and vLLM's were also tried "
+            "with every other policy."
         )
         reason = Text(plain(self.reason()))
         unseen = self.trace.unseen.sentences() if self.trace.unseen else []
@@ -76,20 +77,22 @@ class PlanForTrace:
         return [reason, indented(made), *noted, Text(legend, style="dim")]
 
     def reason(self) -> str:
-        """Why, in two sentences."""
+        """Explain the choice in a few sentences."""
         best = self.tried[0]
         rates = best.rates
         theirs = next((one.rates for one in self.tried if one.by_group), None)
-        beside = f" vLLM's plan and default find {theirs.hit_rate:.1%}," if theirs else ""
+        others = f"Unlimited memory would serve {rates.ceiling:.1%}"
+        if theirs:
+            others += f", vLLM's plan and defaults {theirs.hit_rate:.1%}"
         return (
-            f"{self.trace.name}: {best.name}, blocks of {rates.block:,} tokens, checkpoints "
-            f"{rates.checkpoints}, eviction {rates.eviction} find {rates.hit_rate:.1%} of the "
-            f"prompts' tokens.{beside} any memory {rates.ceiling:.1%}."
+            f"{self.trace.name}: the best plan is {best.name} with blocks of {rates.block:,} "
+            f"tokens, checkpoints {rates.checkpoints} and eviction {rates.eviction}. Its cache "
+            f"serves {rates.hit_rate:.1%} of the prompt tokens. {others}."
         )
 
 
 def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -> PlanForTrace:
-    """Try plans and policies on a trace. A bar tells how far it is."""
+    """Try plans and policies on a trace, with a progress bar."""
     from kvatlas.pool import choose, read_trace
 
     with progress_bar(f"Reading {plain(path.name)}") as told:
@@ -101,7 +104,7 @@ def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -
 
 
 def candidates(options: PlanOptions) -> Candidates:
-    """The plan that was asked for, vLLM's, and other packs or blocks where none was given."""
+    """Make the requested plan, vLLM's, and plans with other packs or block sizes."""
     first = options.plan()
     plans, refused = {options.policy: first}, []
     changes: dict[str, dict[str, Any]] = {options.policy: {}, "vllm": {"policy": "vllm"}}
@@ -116,5 +119,5 @@ def candidates(options: PlanOptions) -> Candidates:
         try:
             plans[name] = options.plan(**change)
         except AtlasError as refusal:
-            refused.append(f"{name} was not tried. {refusal.problem}, got {refusal.got}")
+            refused.append(f"{name} was not tried: {refusal.problem}. Got {refusal.got}.")
     return Candidates(plans, changes, tuple(refused))

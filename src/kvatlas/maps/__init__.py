@@ -1,7 +1,7 @@
-"""Maps: a plan, or a route between two, drawn as a page, a picture and text.
+"""Draw plans, and routes between plans, as HTML pages, SVG pictures and text.
 
-`map(plan)` gives a `Map`: `.html()` is one page that needs no network, `.svg()` a picture for
-documents, `.text()` letters for a terminal. `curves_page` draws hit rates over memory.
+`map(plan)` returns a `Map`: `.html()` is a page that works offline, `.svg()` a picture for
+documents, and `.text()` a drawing for a terminal. `curves_page` draws hit rates over memory.
 """
 
 from kvatlas.maps.curves import Curve, CurveText, curves_page

@@ -1,6 +1,6 @@
-"""What lies at an address of a pool: the field and its coordinates, for many addresses at once.
+"""Find the field and the coordinates at many addresses of a pool at once.
 
-The page has the same few lines in its own language (`geometry.js`).
+`geometry.js` implements the same lookup for the page.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from kvatlas.maps.plan_drawing import Box, PageDrawing
 
 @dataclass(frozen=True)
 class Found:
-    """For each address the number of its field, -1 for none, and its coordinates."""
+    """The field of each address, and its coordinates by axis."""
 
     field: Int64s
+    """Index of the field in the page, -1 for an address outside of all fields."""
     coordinates: dict[str, Int64s]
 
 
 def look_up(page: PageDrawing, addresses: Int64s) -> Found:
-    """Which field of a page's kind each address belongs to.
+    """Find the field of each address, and the coordinates within it.
 
     >>> from kvatlas.maps.plan_drawing import draw_plan
     >>> from kvatlas.planning import plan
     >>> drawn = draw_plan(plan("gpt-oss-20b", memory="40GiB", layout="BLHNC"), {})
-    >>> found = look_up(drawn.pages[0], np.array([65664 + 256]))  # a token on, in layer 2's values
+    >>> found = look_up(drawn.pages[0], np.array([65664 + 256]))  # token 1 of v in layer 2
     >>> page = drawn.pages[0]
     >>> page.fields[found.field[0]].name, {axis: int(n[0]) for axis, n in found.coordinates.items()}
     ('v', {'L': 2, 'B': 0, 'H': 0, 'N': 1, 'C': 0})
@@ -44,7 +45,7 @@ def look_up(page: PageDrawing, addresses: Int64s) -> Found:
 
 
 def _divide(box: Box, addresses: Int64s) -> tuple[np.ndarray, dict[str, Int64s]]:
-    """Divide by the strides, largest first; inside where the rest lies in the item."""
+    """Divide by the strides, largest first. An address is inside if the rest is in the item."""
     rest = addresses - box.offset
     found: dict[str, Int64s] = {}
     for axis, size, stride in sorted(box.axes, key=lambda axis: -axis[2]):

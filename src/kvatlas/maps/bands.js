@@ -1,5 +1,5 @@
-// Two plans and the route between them: both ends as columns of memory, to scale, and a band
-// for every run from one to the other, coloured by its length.
+// The route between two plans: both ends as columns of memory, to scale, and a band for every run,
+// coloured by its length.
 "use strict";
 
 const CLASSES = [[1024, "under 1 KiB"], [16384, "1 to 16 KiB"], [262144, "16 to 256 KiB"], [Infinity, "256 KiB and more"]];
@@ -9,7 +9,7 @@ const STRANDS = {
 };
 
 const FEW = 48, SOME = 400;
-const askForBand = () => say("run-facts", `${byHand("Point at", "Tap")} a band to see which bytes go where.`);
+const askForBand = () => say("run-facts", `${byHand("Point at", "Tap")} a band to see its source and destination.`);
 
 let shownPair = 0;
 let shownRuns = FEW;
@@ -36,13 +36,13 @@ function startRoute() {
   }
   askForBand();
   byId("route-note").textContent =
-    `A request of ${count(check.tokens)} tokens is ${size(check.bytes)} in ${count(check.descriptors)} descriptors, its blocks scattered${sumOfRuns()}. `
-    + `Drawn are its first ${count(tokens)} tokens, both ends to scale: each band is one run, contiguous at both ends, and a gap is memory that stays.`;
+    `A request of ${count(check.tokens)} tokens takes ${size(check.bytes)} in ${count(check.descriptors)} descriptors if its blocks are scattered${sumOfRuns()}. `
+    + `The picture shows its first ${count(tokens)} tokens, both ends to scale: each band is one run, contiguous at both ends. Gaps are memory that is not copied.`;
   showPairs();
   renderRoute();
 }
 
-// How the runs that are drawn make up all descriptors, where all pairs and stretches of the request are alike.
+// Explains the number of descriptors as a product, if all pairs and all parts of the request have equally many runs.
 function sumOfRuns() {
   const { check, tokens, pairs } = data.route, times = check.tokens / tokens;
   const [first] = pairs, alike = check.pairs.length === pairs.length && pairs.every(({ counted }) => counted === first.counted);
@@ -63,7 +63,7 @@ function showPairs() {
   const table = byId("pairs");
   table.replaceChildren();
   const head = make("tr");
-  for (const name of ["from rank", "to rank", "bytes", "descriptors", "median", "largest", "best sent"]) head.append(make("th", name, { scope: "col" }));
+  for (const name of ["from rank", "to rank", "bytes", "descriptors", "median", "largest", "faster"]) head.append(make("th", name, { scope: "col" }));
   table.append(head);
   data.route.check.pairs.forEach((pair, number) => {
     const row = make("tr", null, { tabindex: "0" });
@@ -77,12 +77,12 @@ function showPairs() {
   markPair();
 }
 
-// The line of the pair that is shown; lines are kept, so that who came by keyboard stays on his.
+// Marks the line of the shown pair. Lines are not replaced, so that the keyboard focus stays.
 function markPair() {
   [...byId("pairs").rows].slice(1).forEach((row, number) => row.setAttribute("aria-selected", String(number === shownPair)));
 }
 
-// Stretches of one end that the runs touch, one below the other: [pool, start, stop, y].
+// Returns the ranges of one end that the runs cover, one below the other: { pool, start, stop, y }.
 function columnOf(runs, end, height) {
   const spans = runs.map((run) => [run[end], run[2 + end], run[2 + end] + run[4]]).sort((one, two) => one[0] - two[0] || one[1] - two[1]);
   const joined = [];
@@ -109,7 +109,7 @@ function heightAt(column, pool, address) {
   return one.y + (address - one.start) * column.scale;
 }
 
-// The first runs by their source's addresses: few enough to be seen one by one, or all.
+// Returns the first runs by source address, as many as the reader chose.
 function runsShown(pair) {
   if (!pair.sorted) pair.sorted = [...pair.runs].sort((one, two) => one[0] - two[0] || one[2] - two[2]);
   return pair.sorted.slice(0, shownRuns);
@@ -147,7 +147,7 @@ function renderRoute() {
   showLengths(pair);
 }
 
-// Bands are painted some in each frame: of thousands, the first are seen at once. Paper waits for no frame.
+// Paints some bands in each frame, so that the first of thousands are visible at once. Printing paints all in one go.
 const BANDS_AT_ONCE = 250;
 const bandsLater = later();
 
@@ -169,7 +169,7 @@ function paintBands(brush, first) {
   columns.still.getContext("2d").drawImage(canvas, 0, 0);
 }
 
-// Where a run begins at either end, and how high it is there.
+// Returns the position and the height of a run at both ends.
 function placeOf(run) {
   return columns.ends.map((column, end) => [columns.top + heightAt(column, run[end], run[2 + end]), Math.max(0.8, run[4] * column.scale)]);
 }
@@ -185,19 +185,19 @@ function paintBand(brush, run) {
   brush.fill();
 }
 
-// What a rank of an end sees.
+// Returns the view of the rank at one end.
 function endView(pair, end) {
   const rank = end ? pair.dst_rank : pair.src_rank, { tp } = routeEnds()[end];
   return { stage: Math.floor(rank / tp), tpRank: rank % tp, level: "block" };
 }
 
-// An end: its stretches coloured as the picture above is, with what they hold beside them.
+// Paints one end: its ranges in the colours of the picture above, with labels.
 function paintEnd(brush, column, end) {
   const { top, side, bar, width, pair } = columns, one = routeEnds()[end], own = endView(pair, end);
   const left = end ? width - side : side - bar;
   brush.textAlign = end ? "left" : "right";
   brush.textBaseline = "middle";
-  let painted = -1; // stretches that are thinner than the last pixel that was painted are seen there
+  let painted = -1; // skips ranges within the last painted pixel
   for (const stretch of column.joined) {
     const bytes = stretch.stop - stretch.start, tall = tallness(column, stretch);
     if (Math.floor(stretch.y + tall) === painted) continue;
@@ -221,7 +221,7 @@ function paintEnd(brush, column, end) {
 
 const tallness = (column, { start, stop }) => Math.max(0.7, (stop - start) * column.scale);
 
-// The stretches that have room for words beside them, and where.
+// Returns the ranges that have space for a label, and the position of the label.
 function labelsOf(column) {
   const made = [];
   let free = -Infinity;
@@ -234,7 +234,7 @@ function labelsOf(column) {
   return made;
 }
 
-// What all of a stretch has in common.
+// Labels a range by what its first and last byte have in common.
 function stretchLabel(pair, end, stretch) {
   const own = endView(pair, end);
   const [one, two] = [stretch.start, stretch.stop - 1].map((at) => runPoint(end, own, at, stretch.pool));
@@ -250,7 +250,7 @@ function stretchLabel(pair, end, stretch) {
   return parts.join(", ");
 }
 
-// What lies at an address of the drawn request: its block says which group holds it.
+// Finds the field at an address of the drawn request. The block determines the group.
 function runPoint(end, own, address, pool) {
   const one = routeEnds()[end], tables = data.route.tables[end];
   for (const [group, blocks] of Object.entries(tables)) {
@@ -276,7 +276,7 @@ function showLengths(pair) {
 function runAt(x, y) {
   const { side, width, runs } = columns;
   const share = Math.max(0, Math.min(1, (x - side) / (width - 2 * side)));
-  const eased = share * share * (3 - 2 * share); // as the curve of a band goes
+  const eased = share * share * (3 - 2 * share); // the same easing as the curve of a band
   let best = null, least = 12;
   for (const run of runs) {
     const [[one, oneTall], [two, twoTall]] = placeOf(run);

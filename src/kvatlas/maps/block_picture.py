@@ -1,4 +1,4 @@
-"""One block as rows of coloured stretches: what the picture and the text are made of."""
+"""Sample the fields of one block, row by row, for the SVG picture and the text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvatlas.maps.address_lookup import look_up
 from kvatlas.maps.plan_drawing import Box, PageDrawing, PlanDrawing, RegionDrawing
 
 MOST_ROWS = 16
-"""Rows of a group that are drawn, of each of its regions some; more are alike."""
+"""Limit on the drawn rows of a group. Each region gets a share; its other rows look the same."""
 _WORDS = {
     "L": "layers",
     "packs": "packs of layers",
@@ -24,45 +24,45 @@ _WORDS = {
     "k": "parts",
 }
 _PLAIN = ("attn", "self_attn", "mixer", "linear_attn")
-"""Last words of a layer's name that say no more than its group does; `rows.js` has them too."""
+"""Last parts of layer names that labels omit. `rows.js` has the same list."""
 
 
 class RowSample(NamedTuple):
-    """A row of memory, seen at evenly spaced bytes."""
+    """A row of memory, sampled at evenly spaced bytes."""
 
     start: int
     nbytes: int
     label: str
     field: Int64s
-    """Number of the field at each byte, -1 for padding."""
+    """Index of the field at each sampled byte, -1 for padding."""
     head: Int64s
     page: PageDrawing | None
     goes_on: bool
-    """Whether the row is longer than what is seen of it."""
+    """Whether the row is longer than the part that is drawn."""
     more: int
-    """Rows of the same region behind it that are not drawn."""
+    """Rows of the same region after this one that are not drawn."""
 
 
 class GroupRows(NamedTuple):
-    """A group's block: its rows in the order of memory."""
+    """The rows of a group's block, by address."""
 
     group: int
     times: int
-    """Groups that look the same."""
+    """Number of groups that look the same."""
     rows: list[RowSample]
     each: float
-    """Bytes between two of those that are looked up."""
+    """Bytes between two samples."""
     field: Box
-    """Where the first field of its largest region lies, and of those that are like it."""
+    """Placement of the first field of the largest region, over all identical regions."""
 
     @property
     def heads(self) -> int:
-        """Heads that are seen."""
+        """Number of heads in the drawn rows."""
         return max((int(row.head.max()) + 1 for row in self.rows if row.page), default=1)
 
 
 def short_label(name: str) -> str:
-    """The number that tells a layer from others, where its name has one, and its last word.
+    """Shorten a layer's name to its number and, if it adds information, its last part.
 
     >>> short_label("model.layers.5.self_attn.attn"), short_label("head 3")
     ('layer 5', 'head 3')
@@ -77,7 +77,7 @@ def short_label(name: str) -> str:
 
 
 def nesting(box: Box) -> str:
-    """How a field's axes nest in memory, outermost first.
+    """Format how the axes of a field nest in memory, outermost first.
 
     >>> axes = (("L", 36, 4096), ("B", 100, 147456), ("H", 1, 512), ("N", 8, 512), ("C", 128, 2))
     >>> nesting(Box(0, 2, axes))
@@ -95,9 +95,10 @@ def nesting(box: Box) -> str:
 def sampled_groups(
     drawn: PlanDrawing, names: tuple[str, ...], columns: int, *, piece_columns: int
 ) -> list[GroupRows]:
-    """Every group of the first stage, alike ones once, its rows looked up at `columns` bytes.
+    """Sample all groups of the first stage; identical groups are sampled once.
 
-    The largest piece of a field has `piece_columns` at least: of long rows, the beginning is seen.
+    A row has at most `columns` samples. The largest contiguous piece of a field gets at least
+    `piece_columns`, so only the beginning of a long row is sampled.
     """
     alike: dict[object, GroupRows] = {}
     for number in range(len(drawn.groups)):
@@ -121,7 +122,7 @@ def sampled_groups(
 
 
 def _with_regions(drawn: PlanDrawing, regions: list[RegionDrawing], one: RegionDrawing) -> Box:
-    """A region's first field, with an axis of the regions that are like it where there are some."""
+    """Return the box of a region's first field, with an axis for identical regions."""
 
     def first_field(region: RegionDrawing) -> Box:
         return drawn.pages[region.page].fields[0].box
@@ -147,7 +148,7 @@ class _Row(NamedTuple):
 
 
 def _rows(drawn: PlanDrawing, regions: list[RegionDrawing], unused: tuple[Box, ...]) -> list[_Row]:
-    """Block 0 in the order of memory: some rows of each region, and what is unused."""
+    """Return rows of block 0 by address: some of each region, and the unused bytes."""
     rows: list[_Row] = []
     most = max(2, MOST_ROWS // len(regions))
     for region in regions:
@@ -170,7 +171,7 @@ def _largest_piece(page: PageDrawing) -> int:
 
 
 def _piece(box: Box) -> int:
-    """Bytes of a field that follow each other whatever the head or state."""
+    """Return the contiguous bytes of a field within one head and state."""
     item = box.item
     for axis, size, stride in sorted(box.axes, key=lambda axis: axis[2]):
         if size > 1 and (axis in "LBkHN" or stride != item):
@@ -180,7 +181,7 @@ def _piece(box: Box) -> int:
 
 
 def _starts(drawn: PlanDrawing, region: RegionDrawing) -> Iterator[tuple[int, Box]]:
-    """Where the rows of block 0 start."""
+    """Yield the start of each row of block 0, and the box of the rows."""
     box = drawn.pages[region.page].block_rows
     axes = [(size, stride) for name, size, stride in box.axes if name != "B"]
     for index in product(*(range(size) for size, _ in axes)):

@@ -1,7 +1,7 @@
-// The words around the picture: where one is, what is drawn, and what its colours mean.
+// The text around the picture: position, caption, and legend of the colours.
 "use strict";
 
-// What a plan is, in a sentence.
+// Describes a plan in one sentence.
 function summary() {
   const mine = plan(), pools = mine.pools.filter((pool) => pool.stage === view.stage);
   const blocks = pools.map((pool) => `${count(pool.blocks)} blocks of ${size(pool.block_bytes)}`).join(" and ");
@@ -23,7 +23,7 @@ function renderMinimap() {
     const x = Math.min(width - 2, (row.start / pool.bytes) * width);
     mini.fillRect(x, 1, Math.max(2, (row.nbytes / pool.bytes) * width), 12);
   }
-  say("minimap-note", `pool ${pool.index}, ${size(pool.bytes)}; marked: what the picture shows`);
+  say("minimap-note", `pool ${pool.index}, ${size(pool.bytes)}; marked: the part that the picture shows`);
 }
 
 function renderCaption() {
@@ -32,20 +32,20 @@ function renderCaption() {
   if (view.level === "pool") {
     const first = Math.floor(view.block / BLOCKS_SHOWN) * BLOCKS_SHOWN;
     const last = Math.min(pool.blocks, first + BLOCKS_SHOWN) - 1;
-    const others = pool.blocks > BLOCKS_SHOWN ? "; the others lie alike" : "";
+    const others = pool.blocks > BLOCKS_SHOWN ? "; the others have the same layout" : "";
     notes.push(`Blocks ${count(first)}–${count(last)} of ${count(pool.blocks)}${others}.`);
   }
   if (view.level === "memory") notes.push("One rank's memory, to scale.");
-  else if (view.level === "cell") notes.push(`Each row is ${view.width} bytes at most; each box one element.`);
+  else if (view.level === "cell") notes.push(`Each row is at most ${view.width} bytes; each box is one element.`);
   else notes.push("Each row is contiguous memory, to scale; rows further down have higher addresses.");
-  if (isFine()) notes.push("Fields that are finer than a pixel give it their mean colour.");
+  if (isFine()) notes.push("A pixel that covers several fields has their mean colour.");
   if (drawn.every > 1) notes.push(`A sample: ${count(drawn.rows.length)} of ${count(drawn.of)} rows, every ${ordinal(drawn.every)}.`);
   say("caption", notes.join(" "));
   renderOrder();
   renderLegend();
 }
 
-// Whether one of the fields that are drawn is narrower than a pixel.
+// Returns whether a drawn field is narrower than a pixel.
 function isFine() {
   if (!drawn.place || view.level === "cell") return false;
   const fields = regionsOf(plan(), view).flatMap((region) => plan().pages[region.page].fields);
@@ -58,13 +58,13 @@ function ordinal(number) {
 }
 
 const AXIS_WORDS = {
-  L: "L counts the pages of a block: one for each layer", B: "B counts blocks of the pool", H: "H counts heads on this rank",
-  N: "N counts states of a block: one for each token in plain attention", k: "k counts parts of a block, as kernels take them",
+  L: "L counts the pages of a block: one per layer", B: "B counts blocks of the pool", H: "H counts heads on this rank",
+  N: "N counts states of a block: one per token in plain attention", k: "k counts parts of a block, the blocks that kernels see",
   C: "C is content: the bytes of one cell",
 };
 const AXES = { L: "layers", B: "blocks", H: "heads", N: "tokens", k: "parts of a block", C: "bytes" };
 
-// The field that most of a group's bytes are like.
+// Returns the largest field of the largest region of a group.
 function mainField() {
   const mine = plan(), regions = regionsOf(mine, view);
   const largest = regions.reduce((one, two) => (two.page_bytes * two.layers.length > one.page_bytes * one.layers.length ? two : one));
@@ -73,7 +73,7 @@ function mainField() {
   return { region: largest, field };
 }
 
-// How the axes of what is shown nest. Layers are there twice where several of them lie in each of some alike regions, as packs do.
+// Returns how the axes of the shown field nest. L occurs twice if several identical regions hold several layers each, as packs do.
 function nestingHere() {
   const { region, field } = mainField(), looks = (one) => JSON.stringify([shapeOf(plan().pages[one.page]), one.layers.length]);
   const offsets = regionsOf(plan(), view).filter((one) => looks(one) === looks(region))
@@ -83,7 +83,7 @@ function nestingHere() {
   return axes.sort((one, two) => two[2] - one[2]);
 }
 
-// What the letters of the order say.
+// Shows the axes of the order, outermost first.
 function renderOrder() {
   const box = byId("order"), { region } = mainField(), axes = nestingHere(), alone = axes.filter(([axis]) => axis === "L").length < 2;
   const nameOf = ([axis, , , regions]) => (axis === "N" && region.tokens_per_state !== 1 ? "states" : regions && !alone ? `${regions} of layers` : AXES[axis]);
@@ -123,10 +123,10 @@ function renderLegend() {
   if ((mine.unused[`${view.stage}/${view.group}`] || []).length) legend.append(swatch("var(--hatch-pale)", "unused by this group"));
 }
 
-// How many heads a field has in the whole model.
+// Returns the number of heads of a field in the whole model.
 const headsOf = ({ box, shard, whole }) => (shard === "H" ? whole : axisOf(box, "H")[1]);
 
-// Heads by number where they are few, else from the first to the last of what is coloured.
+// Lists up to 16 heads; otherwise shows the colours from the first to the last value.
 function rampLegend(legend, fields) {
   const heads = headsHere(), whole = Math.max(1, ...fields.filter(({ box }) => axisOf(box, "H")).map(headsOf));
   if (paint.mode === "head" && heads && whole <= 16) {

@@ -1,4 +1,4 @@
-// Knobs, which choose among the plans of the page.
+// Controls that choose among the plans of the page.
 "use strict";
 
 function knob(name, values, current, choose) {
@@ -20,7 +20,7 @@ function knob(name, values, current, choose) {
   return box;
 }
 
-// Shows which value a knob has, and which are grey, with the reason.
+// Marks the current value of a control, and greys out values with the reason.
 function turn(box, values, current) {
   for (const button of box.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.value === String(current)));
   for (const select of box.querySelectorAll("select")) select.value = String(current);
@@ -31,8 +31,8 @@ function turn(box, values, current) {
   });
 }
 
-// The knobs of a box, [name, values, current value, what to do], with values as [value, text, why it is grey]; they are
-// made anew only where they are others, so that the keyboard stays where it is.
+// Shows controls in a box: [name, values, current value, callback], with values as [value, text, reason for grey]. Controls
+// are replaced only if they differ, so that the keyboard focus stays.
 function showIn(box, knobs) {
   const looks = JSON.stringify(knobs.map(([name, values]) => [name, values.map(([value, text]) => [value, text])]));
   if (box.dataset.looks !== looks) box.replaceChildren(...knobs.map((one) => knob(...one)));
@@ -40,7 +40,7 @@ function showIn(box, knobs) {
   box.dataset.looks = looks;
 }
 
-// The plan that has this value, and otherwise most in common with the one that is shown.
+// Returns the plan with this value that has the most in common with the shown one.
 function closest(name, value) {
   const now = plan().knobs;
   let best = -1, most = -1;
@@ -52,9 +52,9 @@ function closest(name, value) {
   return best;
 }
 
-let knobsNote = ""; // what the last turn of a knob has changed besides
+let knobsNote = ""; // other values that changed with the last choice
 
-// Another value of a knob. Not every two values have a plan: what else had to change is said.
+// Chooses a value. Not every combination has a plan, so a note lists other values that had to change.
 function turnTo(name, value) {
   const told = changedBy(name, value);
   change({ plan: closest(name, value) });
@@ -62,15 +62,15 @@ function turnTo(name, value) {
   showKnobs();
 }
 
-// What else changes with a value of a knob, for no plan of it and the others as they are was drawn; "" for nothing.
+// Describes which other values change with a value, because there is no plan of that combination; "" if none do.
 function changedBy(name, value) {
   const now = plan().knobs, next = data.plans[closest(name, value)].knobs;
   const others = Object.keys(now).filter((key) => key !== name && now[key] !== next[key]);
   const list = (knobs) => others.map((key) => `${key} ${knobs[key]}`).join(", ");
-  return others.length ? `No plan of ${name} ${value} with ${list(now)} was drawn: this one has ${list(next)}.` : "";
+  return others.length ? `The page has no plan of ${name} ${value} with ${list(now)}; showing ${list(next)}.` : "";
 }
 
-// What can be chosen among the plans: [name, values, current value, what to do].
+// Returns the controls for the plans: [name, values, current value, callback].
 function planKnobs() {
   const now = plan().knobs, knobs = [];
   for (const name of Object.keys(now)) {
@@ -92,7 +92,7 @@ function showKnobs() {
       (n) => change({ stage: Math.floor(n / plan().tp), tpRank: n % plan().tp })]);
   }
   showIn(byId("knobs"), knobs);
-  say("knobs-note", knobsNote || (grey ? "Grey: no plan of it with the other values was drawn, so choosing it changes them, too." : ""));
+  say("knobs-note", knobsNote || (grey ? "Grey: the page has no plan of this value with the others; choosing it changes them." : ""));
   byId("colours").hidden = view.level === "memory";
   showIn(byId("colours"), [["colour by", modesHere().map((mode) => [mode, mode]), paint.mode, (mode) => { paint.chosen = mode; update(); }]]);
 }

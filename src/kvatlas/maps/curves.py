@@ -1,4 +1,4 @@
-"""Curves over memory: hit rates as a page that needs no network, with the table under them."""
+"""A page that shows hit rates over memory as curves, with a table below. It works offline."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _WIDTH, _HEIGHT = 400, 240
 
 
 class Curve(NamedTuple):
-    """One line: a share for each memory."""
+    """A curve: the hit rate at each memory size."""
 
     name: str
     points: tuple[tuple[int, float], ...]
-    """(bytes, share), ascending."""
+    """(bytes, hit rate) pairs in ascending order."""
 
 
 class CurveText(NamedTuple):
-    """What the page says around its curves."""
+    """The texts and the table of the page."""
 
     title: str
     note: str
@@ -34,7 +34,7 @@ class CurveText(NamedTuple):
 
 
 def curves_page(curves: Sequence[Curve], ceiling: float, text: CurveText) -> str:
-    """One page: the curves, the share that no memory exceeds, and the table.
+    """Make the page: the curves, the hit rate with unlimited memory, and the table.
 
     >>> curve = Curve("a <model>", ((1 << 30, 0.25), (4 << 30, 0.5)))
     >>> page = curves_page([curve], 0.6, CurveText("Hits", "", "", ["memory"], [["1 GiB"]]))
@@ -60,7 +60,7 @@ def curves_page(curves: Sequence[Curve], ceiling: float, text: CurveText) -> str
 
 
 def curves_picture(curves: Sequence[Curve], ceiling: float) -> str:
-    """The curves as SVG: memory doubles from one step to the next."""
+    """Draw the curves as SVG, with memory on a logarithmic axis."""
     sizes = sorted({memory for curve in curves for memory, _ in curve.points})
     highest = max([ceiling, *(share for curve in curves for _, share in curve.points)])
     top = max(ceil(highest * 5) / 5 if highest > 0.2 else ceil(highest * 20) / 20, 0.05)
@@ -81,7 +81,9 @@ def curves_picture(curves: Sequence[Curve], ceiling: float) -> str:
         lines.append(f'<text x="{_LEFT - 4}" y="{at + 3}" text-anchor="end">{label}</text>')
     lines += _memory_labels(sizes, x)
     lines.append(f'<path class="ceiling" d="M{_LEFT} {y(ceiling)}H{_RIGHT}"/>')
-    lines.append(f'<text x="{_LEFT + 3}" y="{y(ceiling) - 3}">any memory {ceiling:.1%}</text>')
+    lines.append(
+        f'<text x="{_LEFT + 3}" y="{y(ceiling) - 3}">unlimited memory {ceiling:.1%}</text>'
+    )
     for place, curve in enumerate(curves):
         path = "L".join(f"{x(memory)} {y(share)}" for memory, share in curve.points)
         lines.append(f'<path class="curve {_style(place)}" d="M{path}"/>')
@@ -90,7 +92,7 @@ def curves_picture(curves: Sequence[Curve], ceiling: float) -> str:
             spot = f'cx="{x(memory)}" cy="{y(share)}"'
             dot = f'<circle class="dot of{place % COLOURS}" {spot} r="2.5">'
             lines.append(f"{dot}<title>{said}</title></circle>")
-    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Tokens found, over memory"'
+    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Hit rates over memory"'
     return f"<svg {box}>{''.join(lines)}</svg>"
 
 
@@ -106,7 +108,7 @@ def _memory_labels(sizes: list[int], x: Callable[[int], float]) -> list[str]:
 
 
 def _style(place: int) -> str:
-    # Every other line is dashed, so that one that lies on another is seen.
+    # Every other curve is dashed, so that curves on top of each other stay visible.
     return f"of{place % COLOURS} dashed{place % 2}"
 
 

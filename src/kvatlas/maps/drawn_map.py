@@ -1,4 +1,4 @@
-"""`Map`: a plan, or two and the route between them, as a page, a picture and text."""
+"""`Map`: a drawing of a plan, or of the route between two plans."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FRAME = (
 
 
 class Map:
-    """A drawing of where every byte of a plan lies.
+    """A drawing that shows where every byte of a plan is stored.
 
     >>> import kvatlas
     >>> drawn = kvatlas.map(kvatlas.plan("gpt-oss-20b", memory="40GiB", layout="BHLNC"))
@@ -75,7 +75,7 @@ class Map:
 
     @cached_property
     def data(self) -> MapData:
-        """What is drawn, as plain data."""
+        """The content of the drawing, as plain data."""
         names: dict[str, int] = {}
         ends = [self.plan] if self.to is None else [self.plan, self.to]
         plans = tuple(draw_plan(one, names) for one in dict.fromkeys((*ends, *self.others)))
@@ -89,11 +89,11 @@ class Map:
         )
 
     def html(self) -> str:
-        """One page that needs nothing else: no file beside it, no network."""
+        """Return a self-contained HTML page that works offline."""
         folder = resources.files("kvatlas.maps")
         page = (folder / "page.html").read_text("utf-8")
         script = "\n".join((folder / name).read_text("utf-8") for name in _SCRIPTS)
-        # Names come from configs: no text of theirs may end the element that holds the data.
+        # Names are untrusted: escape `<`, so that none can close the script element.
         data = msgspec.json.encode(self.data).decode().replace("<", "\\u003c")
         ends = f": {self.plan.layout} to {self.to.layout}" if self.to else ""
         parts = {
@@ -106,28 +106,30 @@ class Map:
         return before + "".join(_filled(part, parts) for part in rest)
 
     def svg(self) -> str:
-        """A picture of one block, for documents."""
+        """Return an SVG picture of one block of each group."""
         return svg_picture(self.data, 0)
 
     def text(self, width: int = 80) -> str:
-        """One block in letters, for a terminal."""
+        """Return one block of each group, drawn with characters for a terminal."""
         return text_picture(self.data, 0, width)
 
     def save(self, path: str | Path, *, form: str = "") -> Path:
-        """Write the page, or the picture or text where `form` or the name's end is svg or txt."""
+        """Write the page. If `form` or the suffix is svg or txt, write the picture or the text."""
         path = Path(path)
         wanted = form or path.suffix.lower().removeprefix(".")
         made = {"svg": self.svg, "txt": self.text}.get(wanted, self.html)()
         try:
             path.write_text(made, "utf-8")
-        except (OSError, ValueError) as problem:  # a ValueError is a name no file can have
+        except (OSError, ValueError) as problem:  # a ValueError is an invalid file name
             reason = problem.strerror if isinstance(problem, OSError) else problem
-            got, hint = f"{path}: {reason}", "Name a file in a folder that can be written"
-            raise AtlasError(Code.UNWRITABLE, got=got, hint=hint) from problem
+            got, hint = f"{path}: {reason}", "Pass a path in an existing, writable folder"
+            raise AtlasError(
+                Code.UNWRITABLE, "The map cannot be written", got=got, hint=hint
+            ) from problem
         return path
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the page in an iframe, for notebooks."""
         title = html.escape(self.plan.model, quote=True)
         return _FRAME.format(title=title, page=html.escape(self.html(), quote=True))
 
@@ -144,12 +146,12 @@ class Map:
 
 
 def _filled(part: str, values: dict[str, str]) -> str:
-    """What follows a `<!--`: a value and the text behind it, or a comment as it was."""
+    """Replace the placeholder at the start of `part` by its value; keep other comments."""
     name, end, text = part.partition("-->")
     return values[name] + text if end and name in values else "<!--" + part
 
 
-def map(  # noqa: A001 - kvatlas.map is what people call it
+def map(  # noqa: A001 - the public name is kvatlas.map
     plan: Plan,
     to: Plan | None = None,
     *,
@@ -157,10 +159,10 @@ def map(  # noqa: A001 - kvatlas.map is what people call it
     fit: Fit | None = None,
     tokens: int | None = None,
 ) -> Map:
-    """A drawing of a plan, and of the route to another.
+    """Draw a plan, or the route from one plan to another.
 
-    `others` are plans of the same model for the page's knobs, `fit` says what else is in the
-    GPU's memory, and `tokens` is the length of the request that the route is counted for. In
-    a notebook the map shows itself.
+    `others` are plans of the same model that the controls of the page select. `fit` describes
+    the rest of the GPU's memory. `tokens` is the length of the request that the route copies.
+    A notebook displays the returned map.
     """
     return Map(plan, to, others=others, fit=fit, tokens=tokens)

@@ -1,4 +1,4 @@
-// What is said of a byte that is pointed at.
+// Details about the byte under the cursor.
 "use strict";
 
 function pointAt(x, y) {
@@ -15,7 +15,7 @@ function pointAt(x, y) {
 
 const layerName = (region, index) => data.names[region.layers[index]];
 
-// Name and value of everything there is to say of a point.
+// Returns names and values of all details of a point.
 function factsOf(point) {
   const mine = plan(), facts = [];
   const add = (name, value) => { if (value !== null && value !== undefined) facts.push([name, String(value)]); };
@@ -28,7 +28,7 @@ function factsOf(point) {
   const { region, at } = point;
   add("layer", layerName(region, at.L) + partName(region, at.L));
   if (point.kind === "padding") {
-    add("padding", point.nbytes ? `${count(point.nbytes)} bytes behind the page` : `field ${point.field.name}`);
+    add("padding", point.nbytes ? `${count(point.nbytes)} bytes after the page` : `field ${point.field.name}`);
     add("block", count(at.B));
     add("address", count(point.address));
     return facts;
@@ -72,7 +72,7 @@ function showTip(point, x, y) {
   tell(parts.filter(Boolean).join(" · "), x, y);
 }
 
-// Words beside the mouse.
+// Shows a tooltip next to the mouse.
 function tell(text, x, y) {
   const tip = byId("tip"), wide = byId("stage").clientWidth;
   tip.textContent = text;
@@ -81,8 +81,8 @@ function tell(text, x, y) {
   tip.style.top = `${y + 18}px`;
 }
 
-// What a GPU's memory holds, for the farthest level.
+// Lists the parts of a GPU's memory, for the outermost level.
 function showMemory() {
-  byId("facts-title").textContent = "What one rank's memory holds";
+  byId("facts-title").textContent = "Memory of one rank";
   byId("facts").replaceChildren(...drawn.memory.flatMap((part) => [make("dt", part.name), make("dd", `${count(part.bytes)} bytes, ${part.more}`)]));
 }

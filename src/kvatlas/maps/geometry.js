@@ -1,16 +1,16 @@
-// Addresses and coordinates. The one formula is offset + index x stride, added up, and its
-// inverse: division by the strides, largest first. Boxes come from Python's Placement:
+// Addresses and coordinates. An address is the offset plus the sum of index x stride. The inverse
+// divides by the strides, largest first. Boxes come from Python's Placement:
 // [offset, item bytes, [[axis, size, stride], ...]].
 "use strict";
 
-// The axes by stride, largest first; kept with the box, which is asked for every pixel.
+// Returns the axes by stride, largest first. Cached in the box, because it is needed for every pixel.
 function axesBySize(box) {
   if (!box[3]) box[3] = [...box[2]].sort((one, two) => two[2] - one[2]);
   return box[3];
 }
 
-// What `divide` needs of a box, kept with it: its bytes from first to last, its axes as a
-// function that gives their coordinates, and numbers to divide by.
+// Returns the values that `divide` needs, cached in the box: its extent in bytes, and the names,
+// last indices and strides of its axes.
 function divisorOf(box) {
   if (!box[4]) {
     const axes = axesBySize(box), zeros = Object.fromEntries([["rest", 0], ...axes.map(([axis]) => [axis, 0])]);
@@ -22,8 +22,8 @@ function divisorOf(box) {
 
 const indices = [];
 
-// The coordinates of an address in a box, or null where it lies outside of its items. Plain
-// loops, and objects of one shape: pictures ask this tens of thousands of times.
+// Returns the coordinates of an address in a box, or null if it is outside of all items. Uses plain
+// loops and objects of one shape, because a picture calls it tens of thousands of times.
 function divide(box, address) {
   const { extent, zeros, names, last, strides } = divisorOf(box);
   let rest = address - box[0];
@@ -40,7 +40,7 @@ function divide(box, address) {
   return at;
 }
 
-// The address of some coordinates; axes that are not named count as 0.
+// Returns the address of some coordinates. Missing axes count as 0.
 function addressOf(box, at) {
   return box[2].reduce((sum, [axis, , stride]) => sum + (at[axis] || 0) * stride, box[0]);
 }
@@ -49,7 +49,7 @@ function axisOf(box, name) {
   return box[2].find(([axis]) => axis === name);
 }
 
-// The axes of a box, smallest stride first, that make one stretch together: its bytes, and they.
+// Returns the innermost axes of a box that are contiguous together: their bytes, and [axis, stride] of each.
 function innermost(box, outer) {
   let nbytes = box[1];
   const inside = [];
@@ -62,13 +62,13 @@ function innermost(box, outer) {
   return [nbytes, inside];
 }
 
-// How the axes of a field nest in memory, outermost first: [axis, size, stride], C in bytes.
+// Returns how the axes of a field nest in memory, outermost first: [axis, size, stride], C in bytes.
 function nesting(field) {
   const axes = axesBySize(field.box).filter(([axis, size]) => size > 1 && "LBkHN".includes(axis));
   return [...axes, ["C", axes.length ? axes[axes.length - 1][2] : field.box[1], 1]];
 }
 
-// The address of every item of a box whose coordinates in `fixed` are given.
+// Yields the address of every item of a box with the coordinates in `fixed`.
 function* starts(box, fixed) {
   const free = box[2].filter(([axis]) => !(axis in fixed)), index = free.map(() => 0);
   let address = addressOf(box, fixed), n = 0;
@@ -84,8 +84,8 @@ function* starts(box, fixed) {
   }
 }
 
-// What lies at an address while its block belongs to a group: a field, padding or nothing.
-// `hint` is the last answer, or has the region to begin with: neighbours mostly lie together.
+// Finds the field, the padding or the unused bytes at an address, if the block belongs to a group.
+// `hint` is the last result, or an object with the region to try first: neighbours are mostly together.
 function find(plan, stage, group, address, hint) {
   const again = hint && hint.region && findIn(plan, hint.region, address, hint.number || 0);
   if (again) return again;
@@ -118,7 +118,7 @@ function findIn(plan, region, address, first) {
   return null;
 }
 
-// The first byte behind the piece that a point lies in, of what `outer` axes tell apart.
+// Returns the first byte after the contiguous piece of a point, within which no `outer` axis changes.
 function pieceEnd(point, outer) {
   const { at, address } = point, box = point.field ? point.field.box : null;
   if (!box) return address - at.rest + point.nbytes;
@@ -128,7 +128,7 @@ function pieceEnd(point, outer) {
 
 const answers = new Map();
 
-// What `make` gives for a thing and a key, remembered: pictures ask the same very often.
+// Returns the cached result of `make` for a thing and a key.
 function remembered(thing, key, make) {
   let known = answers.get(thing);
   if (!known) answers.set(thing, known = new Map());
@@ -137,7 +137,7 @@ function remembered(thing, key, make) {
   return answer;
 }
 
-// Which row of the whole model a rank's own row is: heads, or rows of a convolution.
+// Returns the index in the whole model of a rank's head, or of a row of a convolution.
 function globalRow(region, field, at, tpRank) {
   if (!field.shard || !(field.shard in at)) return null;
   const part = region.parts.length ? region.parts[at.L] : 0;
@@ -148,14 +148,14 @@ function globalRow(region, field, at, tpRank) {
   return null;
 }
 
-// The head of the whole model; null where the field has no heads.
+// Returns the index of the head in the whole model; null if the field has no heads.
 function headOf(point, tpRank) {
   if (point.kind !== "field" || !("H" in point.at)) return null;
   const row = point.field.shard === "H" ? globalRow(point.region, point.field, point.at, tpRank) : null;
   return row === null ? point.at.H : row;
 }
 
-// All tensor-parallel ranks that hold the same row.
+// Returns all tensor-parallel ranks that hold the same row.
 function ranksOf(plan, region, field, at, tpRank) {
   if (!field.shard) return [...Array(plan.tp).keys()];
   const row = globalRow(region, field, at, tpRank);
@@ -167,14 +167,14 @@ function ranksOf(plan, region, field, at, tpRank) {
   return ranks;
 }
 
-// The state of the block that a point belongs to; null for recurrent states.
+// Returns the state within the block; null for recurrent states.
 function stateOf(point) {
   const each = point.region && point.region.tokens_per_state;
   if (!each || !("N" in point.at)) return null;
   return (point.at.k || 0) * axisOf(point.field.box, "N")[1] + point.at.N;
 }
 
-// First and last token of the block that a point's state stands for.
+// Returns the first and the last token of a point's state, within the block.
 function tokensOf(point) {
   const state = stateOf(point);
   if (state === null) return null;
@@ -184,8 +184,8 @@ function tokensOf(point) {
 
 const MOST_RUNS = 200000;
 
-// In how many runs of memory lies what is chosen of block 0, {layer, heads: [first, last], token},
-// and the bytes of the least and the largest. Null where they are too many to count here.
+// Counts the runs of a selection in block 0, {layer, heads: [first, last], token}, with the bytes of
+// the smallest and the largest run. Returns null if there are too many to count.
 function countRuns(plan, stage, group, tpRank, chosen) {
   const boxes = boxesOf(plan, stage, group, tpRank, chosen).sort((one, two) => one[0] - two[0]);
   const many = boxes.reduce((sum, box) => sum + box[2].reduce((all, [, size]) => all * size, 1), 0);
@@ -197,7 +197,7 @@ function countRuns(plan, stage, group, tpRank, chosen) {
   return { many: apart ? many : runs.length, least, most };
 }
 
-// The boxes of what is chosen, those of a page joined where they are neighbours everywhere.
+// Returns the boxes of a selection. Adjacent boxes of a page are joined.
 function boxesOf(plan, stage, group, tpRank, chosen) {
   const boxes = [];
   for (const region of plan.regions) {
@@ -210,13 +210,13 @@ function boxesOf(plan, stage, group, tpRank, chosen) {
   return boxes;
 }
 
-// Layers that are looked at one by one; null stands for all of them at once.
+// Returns the layers to examine one by one; null stands for all layers at once.
 function layersApart(region, chosen) {
   if (chosen.layer !== undefined) return [...region.layers.keys()].filter((index) => region.layers[index] === chosen.layer);
   return region.parts.length ? [...region.layers.keys()] : [null];
 }
 
-// A field in block 0, of one layer or all, cut down to some heads and a token: boxes without B.
+// Selects some heads and a token of a field in block 0, in one layer or in all. Returns boxes without B.
 function narrowed(region, field, index, tpRank, chosen) {
   let boxes = [cut(field.box, "B", 0, 1)];
   if (index !== null) boxes = [cut(boxes[0], "L", index, 1)];
@@ -249,14 +249,14 @@ function cut(box, name, begin, length) {
   return [box[0] + begin * axis[2], box[1], axes];
 }
 
-// The same bytes with longer items: axes that are one stretch together become the item.
+// Returns the same bytes with longer items: contiguous axes become part of the item.
 function folded([offset, item, axes]) {
   const [nbytes, inside] = innermost([offset, item, axes], []);
   const outer = axes.filter(([axis, size]) => size > 1 && !inside.some(([one]) => one === axis));
   return [offset, nbytes, outer];
 }
 
-// Boxes that lie behind each other wherever they are, as one: k and v of a cell, say.
+// Joins boxes that are always adjacent, such as k and v of a cell.
 function joinBoxes(boxes) {
   const made = [];
   for (const box of boxes.map(folded).sort((one, two) => one[0] - two[0])) {
@@ -268,7 +268,7 @@ function joinBoxes(boxes) {
   return made;
 }
 
-// The runs of boxes, [start, bytes] in the order of memory, with neighbours joined.
+// Returns the runs of boxes, [start, bytes] by address. Adjacent runs are joined.
 function joinRuns(boxes) {
   const made = [], runs = boxes.flatMap((box) => [...starts(box, {})].map((start) => [start, box[1]]));
   for (const [start, nbytes] of runs.sort((one, two) => one[0] - two[0])) {

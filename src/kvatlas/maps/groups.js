@@ -1,7 +1,7 @@
 // Groups that lie over the same bytes: a block as each of them holds it, one strip below the other.
 "use strict";
 
-// Groups that look the same, once.
+// Returns the groups; identical ones are listed once.
 function alikeGroups() {
   return remembered(plan(), `alike ${view.stage}`, findAlike);
 }
@@ -20,14 +20,14 @@ function findAlike() {
 
 let stripsShown = "";
 
-// The strips; those that look as before are left as they are, and their elements are kept for the next plan.
+// Shows the strips. Unchanged strips are not redrawn, and their elements are reused for the next plan.
 function showGroups() {
   const mine = plan(), kinds = alikeGroups(), holes = kinds.some((kind) => wasteOf(kind).text);
   byId("sharing").hidden = kinds.length === 1 && !holes;
   if (byId("sharing").hidden) return;
   say("sharing-note", mine.groups.length > 1
-    ? `Groups of layers lie over the same bytes; a block id belongs to one of them at a time. Each strip is block ${count(view.block)}, byte by byte, `
-      + `as one group holds it. Choose one to see it above.${holes ? " Hatched bytes hold nothing; find “padding” to go there." : ""}`
+    ? `Groups of layers share the same bytes; a block id belongs to one group at a time. Each strip is block ${count(view.block)}, byte by byte, `
+      + `as one group uses it. Choose one to see it above.${holes ? " Hatched bytes have no content; search for “padding” to go there." : ""}`
     : "All layers share one block table.");
   const looks = JSON.stringify([view.plan, view.stage, dark, rem(), pictureWidth]);
   if (looks !== stripsShown) makeStrips(kinds);
@@ -49,14 +49,14 @@ function makeStrips(kinds) {
   kinds.forEach((kind, n) => paintStrip(box.children[n].querySelector("canvas"), kind, width));
 }
 
-// How wide strips are: the page's width decides, so the browser, which lays out all of the page to answer, is asked once.
+// Returns the width of the strips. Cached by the page's width, because reading it forces a layout of the whole page.
 function stripWidth() {
   const known = remembered(stripWidth, `${pictureWidth} ${rem()} ${innerWidth}`, () => ({ width: 0 }));
   known.width ||= byId("groups").querySelector("canvas").clientWidth;
   return known.width;
 }
 
-// A strip that says nothing yet. Choosing one again goes on to the next group that looks the same.
+// Makes an empty strip. Another click selects the next identical group.
 function emptyStrip(place) {
   const card = make("button", null, { type: "button", class: "group" }), name = make("span");
   name.append(make("b"), make("small"));
@@ -75,7 +75,7 @@ function describeStrip(card, kind) {
   waste.textContent = wasteOf(kind).text || "no padding";
 }
 
-// The layers of a group: how many, the first and the last.
+// Describes the layers of a group: their number, the first and the last.
 function layersOf(group, regions) {
   const names = [...new Set(regions.flatMap((one) => one.layers.map((layer) => shortName(data.names[layer]).replace("layer ", ""))))];
   const [first, last] = [names[0].split(" "), names[names.length - 1].split(" ")];
@@ -85,7 +85,7 @@ function layersOf(group, regions) {
   return `${which}${parts}; ${count(group.block_size)} tokens${group.window ? `, window ${count(group.window)}` : ""}`;
 }
 
-// Bytes of a block that a group leaves, and in which way.
+// Returns the padding and the unused bytes of a block, and a description.
 function wasteOf({ group, regions, numbers }) {
   const mine = plan(), pool = mine.pools.find((one) => one.stage === view.stage && one.index === group.pool);
   let padding = 0;
@@ -117,9 +117,9 @@ function paintStrip(canvas, { numbers }, width) {
   drawLines(brush, own);
 }
 
-const MOST_HOLES = 16; // stretches of padding in a row: where there are more, pixels are looked up
+const MOST_HOLES = 16; // ranges of padding in a row; rows with more are sampled pixel by pixel
 
-// A row that lies in one page, cut where padding begins and ends: each part is looked up once, for it has one colour.
+// Divides a row within one page where padding begins and ends. Each part has one colour, so one lookup is enough.
 function partsOfRow(own, row) {
   if (!row.region) return [{ ...row, point: { kind: "unused", region: null, at: {} } }];
   const [first, last] = [row.start, row.start + row.nbytes - 1].map((at) => find(plan(), own.stage, own.group, at, row));
@@ -132,7 +132,7 @@ function partsOfRow(own, row) {
 
 const itemsOf = ([, , axes]) => axes.reduce((all, [, many]) => all * many, 1);
 
-// The padding of the page that a row lies in; without what is in many places and no hundredth of the row, which is not seen.
+// Returns the padding of a row's page, without scattered padding of less than a hundredth of the row, which is invisible.
 function holesOf(own, row, { region, at }) {
   const { fields, padding } = plan().pages[region.page];
   const boxes = [...(padding ? [padding] : []), ...fields.filter((field) => field.padding).map(({ box }) => box)];
@@ -140,14 +140,14 @@ function holesOf(own, row, { region, at }) {
     .filter((box) => itemsOf(box) <= MOST_HOLES || itemsOf(box) * box[1] * 100 > row.nbytes);
 }
 
-// A stretch cut at some addresses.
+// Divides a range at some addresses.
 function splitAt({ start, nbytes, region }, edges) {
   const inside = edges.filter((edge) => edge > start && edge < start + nbytes);
   const cuts = [...new Set([start, ...inside, start + nbytes])].sort((one, two) => one - two);
   return cuts.slice(1).map((stop, n) => ({ start: cuts[n], nbytes: stop - cuts[n], region }));
 }
 
-// Rows of a region that follow each other in memory, as one.
+// Joins adjacent rows of a region.
 function joined(rows) {
   const made = [];
   for (const row of rows) {

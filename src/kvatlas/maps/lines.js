@@ -1,16 +1,16 @@
-// Lines of pixels: memory is cut into pieces, a pixel gets the mean colour of what lies on it, and lines wait on a sheet
-// until they are drawn together.
+// Lines of pixels: memory is divided into pieces, a pixel gets the mean colour of its bytes, and lines are collected on a
+// sheet and drawn together.
 "use strict";
 
-// Axes that tell the pieces of a picture apart; at the level of a cell, every element is one, in a strip every page.
+// Axes that separate the pieces of a picture. In a cell every element is a piece, in a strip every page.
 const BY_CELL = ["B", "L", "k", "H", "N"], BY_STATE = ["B", "L", "H", "T"], BY_PAGE = ["B", "L"], BY_ELEMENT = { includes: () => true };
 
 function outerAxes(point, level) {
   return level === "cell" ? BY_ELEMENT : level === "strip" ? BY_PAGE : "N" in point.at ? BY_CELL : BY_STATE;
 }
 
-// The pieces of a stretch: [point, first byte, byte behind, whether it is one piece], bytes counted from its start, so that
-// alike stretches have alike pieces. Of tiny ones, one stands for several.
+// Yields the pieces of a range: [point, first byte, end, whether it is one piece]. Bytes are relative to the start of the
+// range, so that identical ranges have identical pieces. One tiny piece stands for several.
 function* piecesOfRow(plan, view, row, least) {
   const { start, nbytes } = row;
   let hint = row, turn = 0;
@@ -18,7 +18,7 @@ function* piecesOfRow(plan, view, row, least) {
   for (let at = 0; at < nbytes;) {
     const point = find(plan, view.stage, view.group, start + Math.floor(at), hint);
     if (point && point.region) hint = point;
-    turn = (turn + 0.618) % 1; // uneven steps do not fall into step with what is drawn
+    turn = (turn + 0.618) % 1; // uneven steps avoid aliasing with the pattern of the pieces
     const end = point ? pieceEnd(point, outerAxes(point, view.level)) - start : 0, next = at + least * (0.5 + turn);
     const last = Math.min(nbytes, Math.max(end, next));
     yield [point, at, last, end >= next];
@@ -26,8 +26,8 @@ function* piecesOfRow(plan, view, row, least) {
   }
 }
 
-// The pieces of stretches side by side in one line: what each is, where it begins and ends in pixels, whether it is
-// one piece, and how many pixels are left free behind it. `plain` is a line without gaps.
+// Returns the pieces of adjacent ranges in one line: the point, begin and end in pixels, whether it is one piece, and the
+// gap after it in pixels. `plain` omits the gaps.
 function cutLine(brush, plan, view, stretches, { wide, plain }) {
   const ratio = pixelRatio(), pixels = Math.max(1, Math.round(wide * ratio)), pieces = [];
   const each = stretches.reduce((sum, one) => sum + one.nbytes, 0) / pixels;
@@ -42,9 +42,8 @@ function cutLine(brush, plan, view, stretches, { wide, plain }) {
   return { pixels, pieces };
 }
 
-// Colours the pieces of a line, by a function that gives each its colour and light, for all places where it is drawn. A
-// pixel has the mean of the colours of its bytes, so that pieces narrower than pixels make no stripes of their own. It is
-// seen once `drawLines` has drawn what is waiting.
+// Colours the pieces of a line, for all places where it is drawn. `lookOfPiece` returns colour and light of a piece. A pixel
+// has the mean colour of its bytes, so that pieces narrower than a pixel cause no stripes. `drawLines` makes the line visible.
 function paintLine(brush, view, { pixels, pieces }, lookOfPiece, places) {
   const line = emptyLine(pixels), over = [], ratio = pixelRatio();
   for (const piece of pieces) {
@@ -58,7 +57,7 @@ function paintLine(brush, view, { pixels, pieces }, lookOfPiece, places) {
   brush.lines.push({ pixels, places, over });
 }
 
-// Sums of colours and of light for every pixel of a line. One line is summed up at a time, in memory that stays.
+// Sums of colours and of light for every pixel of a line. The memory is reused, because only one line is summed at a time.
 const sums = { colours: new Float32Array(0), lights: new Float32Array(0) };
 
 function emptyLine(pixels) {
@@ -69,7 +68,7 @@ function emptyLine(pixels) {
   return { colours: sums.colours.subarray(0, pixels * 3).fill(0), lights: sums.lights.subarray(0, pixels).fill(0) };
 }
 
-// Adds a colour and its light to the pixels between two places, by the part of each that is covered.
+// Adds a colour and its light to the pixels between two positions, weighted by coverage.
 function blend({ colours, lights }, [red, green, blue], light, from, to) {
   const last = Math.min(lights.length, to);
   for (let n = Math.max(0, Math.floor(from)); n < last; n++) {
@@ -81,14 +80,14 @@ function blend({ colours, lights }, [red, green, blue], light, from, to) {
   }
 }
 
-// Lines wait on a sheet, one below the other, and are given to the browser together: each time costs.
+// Lines are collected on a sheet, one below the other, and drawn together, because each call to the browser is expensive.
 const LINES_AT_ONCE = 16;
-const UNSEEN = { willReadFrequently: true }; // a canvas that is only copied from is kept in plain memory
+const UNSEEN = { willReadFrequently: true }; // keeps a canvas that is only a copy source in main memory
 const strip = document.createElement("canvas"), stripPen = strip.getContext("2d", UNSEEN);
 strip.height = 2 * LINES_AT_ONCE; // lines, and below them their marks
 let sheet = null;
 
-// Writes a line onto the sheet; where something is followed its marks too, as far as pixels are lit.
+// Writes a line to the sheet, and its marks if something is highlighted.
 function writeLine({ lines, paint, mark }, { colours, lights }, pixels) {
   if (strip.width < pixels) strip.width = pixels;
   if (!sheet || sheet.width !== strip.width) sheet = stripPen.createImageData(strip.width, strip.height);
@@ -108,7 +107,7 @@ function writeLine({ lines, paint, mark }, { colours, lights }, pixels) {
   }
 }
 
-// Draws the lines that wait, each as high as its row, then what lies over them.
+// Draws the collected lines, each as high as its row, and then hatching and labels over them.
 function drawLines(brush, view) {
   const { context, lines, paint } = brush;
   if (!lines.length) return;
@@ -125,7 +124,7 @@ function drawLines(brush, view) {
   lines.length = 0;
 }
 
-// Where what is followed has its mark: the lowest pixels of a row.
+// Returns the place of the highlight mark: the lowest pixels of a row.
 function underline(at) {
   const tall = Math.min(3, at.tall);
   return { ...at, y: at.y + at.tall - tall, tall };

@@ -1,4 +1,4 @@
-"""Everything that a map shows, as data."""
+"""The content of a map, as data."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvatlas.maps.route_drawing import RouteDrawing
 
 
 class MapData(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page is given, as JSON."""
+    """The data of a page. It is embedded as JSON."""
 
     title: str
     names: tuple[str, ...]
-    """Layers of all plans, which refer to them by number."""
+    """Names of the layers of all plans. Plans refer to them by index."""
     plans: tuple[PlanDrawing, ...]
-    """The one that is shown first, the other end of the route, then those of the knobs."""
+    """The plan that is shown first, the destination of the route if any, then all others."""
     machine: dict[str, Any] | None
     route: RouteDrawing | None

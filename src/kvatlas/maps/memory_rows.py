@@ -1,7 +1,7 @@
-"""Rows of memory: contiguous stretches that a drawing puts one below the other, to scale.
+"""Divide blocks and pages into rows of contiguous memory for a drawing.
 
-A block is cut along its outermost axes, so that what lies together in memory is drawn in one
-row: layers below each other where pages are outermost, heads where heads are.
+A block is divided along its outermost axes, so that each row is contiguous: one row per layer
+if pages are outermost, one row per head if heads are.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from kvatlas.geometry import Int64s, Page, Placement, join_ranges
 from kvatlas.planning import Plan, Pool, Region
 
 _FEWEST, _MOST = 4, 64
-"""Rows that a page is cut into, where its axes allow."""
+"""Rows per page, if its axes allow it."""
 _ONE_ROW = 1024
-"""Bytes of fields that are drawn in one row, whatever their axes."""
+"""Fields of at most this many bytes are drawn in one row."""
 
 
 class BlockStretch(NamedTuple):
-    """Bytes of block 0, and how far the same bytes of the next block are."""
+    """A range of bytes in block 0, and the distance to the same range in the next block."""
 
     start: int
     nbytes: int
@@ -29,7 +29,7 @@ class BlockStretch(NamedTuple):
 
 
 def block_rows(page: Page, placed: Placement) -> Placement:
-    """The rows of all pages of a block: an item is a row, padding behind pages included.
+    """Divide all pages of a block into rows. An item is a row, including padding after a page.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=8, head_dim=64).page(16)
@@ -45,7 +45,7 @@ def block_rows(page: Page, placed: Placement) -> Placement:
 
 
 def page_rows(page: Page, placed: Placement) -> list[Placement]:
-    """The rows of a single page; of a page without cells, those of its fields.
+    """Divide one page into rows; a page without cells is divided by fields.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=8, head_dim=64).page(16)
@@ -62,7 +62,7 @@ def page_rows(page: Page, placed: Placement) -> list[Placement]:
 
 
 def unused(plan: Plan) -> dict[tuple[int, int], list[BlockStretch]]:
-    """Bytes of a block that a group leaves to others, or to nobody, by (stage, group)."""
+    """Find the bytes of a block that a group does not use, by (stage, group)."""
     taken: dict[tuple[int, int], list[BlockStretch]] = {}
     for region in plan.regions:
         pool = plan.pools_by_stage[region.stage, plan.groups[region.group].pool]
@@ -84,9 +84,10 @@ def unused(plan: Plan) -> dict[tuple[int, int], list[BlockStretch]]:
 
 
 def _rows(placed: Placement, *, keep: tuple[str, ...], fewest: int = _FEWEST) -> Placement:
-    """Cut along the outermost axes, until rows are contiguous and there are enough of them.
+    """Divide along the outermost axes until rows are contiguous and there are enough of them.
 
-    An axis that would make too many is cut into equal parts: `N_131` counts 131 states each.
+    An axis that would make too many rows is divided into equal parts: each item of `N_131` is
+    131 states.
     """
     names = [axis for axis in placed.axes if axis not in keep and placed.size(axis) > 1]
     names.sort(key=placed.stride, reverse=True)
@@ -109,7 +110,7 @@ def _rows(placed: Placement, *, keep: tuple[str, ...], fewest: int = _FEWEST) ->
 
 
 def _together(count: int, most: int) -> int:
-    """How many go into one of at most `most` equal parts.
+    """Return the size of the parts if `count` is divided into at most `most` equal parts.
 
     >>> _together(16, 64), _together(2096, 64)
     (1, 131)
@@ -118,7 +119,7 @@ def _together(count: int, most: int) -> int:
 
 
 def _sections(page: Page, placed: Placement) -> list[Placement]:
-    """Rows of a page that is flat: fields that interleave together, one after the other."""
+    """Divide a contiguous page into rows by fields; interleaved fields share rows."""
     views = [page.view(placed, field.name) for field in page.fields]
     alone = [view.select("B", 0).select("L", 0) for view in views]
     sections: list[list[Placement]] = []
@@ -139,7 +140,7 @@ def _sections(page: Page, placed: Placement) -> list[Placement]:
 
 
 def _width(view: Placement, nbytes: int) -> int:
-    """Bytes of a row: an outer coordinate of the field, or several where there are many."""
+    """Return the bytes of a row: one or several steps of the field's outer axis."""
     steps = sorted((step for step in view.strides if step), reverse=True)
     width = next((step for step in steps if nbytes % step == 0), nbytes)
     return width * _together(nbytes // width, _MOST) if nbytes > _ONE_ROW else nbytes
@@ -159,7 +160,7 @@ def _stretches(plan: Plan, region: Region, pool: Pool) -> list[BlockStretch]:
 
 
 def _without(every: list[BlockStretch], own: list[BlockStretch]) -> list[BlockStretch]:
-    """What `every` has and `own` lacks, each byte once."""
+    """Return the bytes of `every` that are not in `own`, without duplicates."""
     starts, lengths = _joined(own)
     left: list[BlockStretch] = []
     for stretch in sorted(set(every)):
@@ -176,7 +177,7 @@ def _without(every: list[BlockStretch], own: list[BlockStretch]) -> list[BlockSt
 
 
 def _disjoint(stretches: list[BlockStretch]) -> list[BlockStretch]:
-    """The same bytes with none of them twice: groups may leave the same ones."""
+    """Remove overlaps: several groups may leave the same bytes unused."""
     made: list[BlockStretch] = []
     stop = 0
     for stretch in sorted(stretches):

@@ -1,20 +1,20 @@
-// From one plan to another: cells move from where they were to where they are.
+// Animates the change from one plan to another: cells move from their old to their new place.
 "use strict";
 
-const MOST_MOVING = 800; // cells: they are found before the first frame of a motion
+const MOST_MOVING = 800; // cells, because all of them are computed before the first frame
 
 const motionLater = later();
-let motion = 0; // the frame that is asked for, if any was
+let motion = 0; // the requested frame, if any
 let inMotion = false;
 
-// Has cells move from where they were. A motion begins with the picture as it was, so the first frame, for which a reader
-// waits, shows the controls alone.
+// Starts to move cells from their old places. The animation begins with the old picture, so the first frame updates only the
+// controls and is fast.
 function startMotion(from) {
   inMotion = true;
   motionLater(() => animate(from, cellsShown()));
 }
 
-// Ends what goes on from frame to frame: a motion, and rows that are still to be painted.
+// Stops the animation, and the painting of remaining rows.
 function stopMotion() {
   cancelAnimationFrame(motion);
   motion = 0;
@@ -24,7 +24,7 @@ function stopMotion() {
   painting = false;
 }
 
-// Where cells are drawn now, by what they are. One picture is asked twice: when it comes, and when it goes.
+// Returns the places of cells by their identity. Cached, because a picture needs them when it appears and when it goes.
 function cellsShown() {
   drawn.cells ||= view.level === "block" && drawn.place ? findCells() : new Map();
   return drawn.cells;
@@ -35,7 +35,7 @@ function findCells() {
   const fields = regionsOf(mine, view).flatMap((region) => mine.pages[region.page].fields
     .filter((field) => !field.padding).map((field) => ({ region, field, sizes: sizesIn(region, field) })));
   const total = fields.reduce((sum, { sizes }) => sum + sizes.reduce((all, many) => all * many, 1), 0);
-  const skip = Math.ceil(total / MOST_MOVING) | 1; // odd: it does not fall into step with heads or tokens
+  const skip = Math.ceil(total / MOST_MOVING) | 1; // odd, to avoid aliasing with heads or tokens
   for (const { region, field, sizes } of fields) {
     const inner = field.box[2].filter(([axis]) => !"BLkHN".includes(axis));
     const nbytes = inner.reduce((most, [, n, stride]) => most + (n - 1) * stride, field.box[1]);
@@ -58,7 +58,7 @@ function sizesIn(region, field) {
   return [region.layers.length, ...["k", "H", "N"].map((name) => (axisOf(field.box, name) || [name, 1])[1])];
 }
 
-// Every so manieth coordinate of L, k, H and N.
+// Yields every `skip`-th coordinate of L, k, H and N.
 function* everyOf([layers, parts, heads, states], skip) {
   const total = layers * parts * heads * states;
   for (let n = 0; n < total; n += skip) {
@@ -67,7 +67,7 @@ function* everyOf([layers, parts, heads, states], skip) {
   }
 }
 
-// The row that has an address, -1 for none.
+// Returns the index of the row that contains an address, or -1.
 function rowAt(rows, address) {
   let low = 0, high = rows.length - 1;
   while (low < high) {
@@ -85,7 +85,7 @@ function animate(from, to) {
   if (!moving.length) { endMotion(); return; }
   const begin = performance.now(), { width } = drawn.place;
   const step = (now) => {
-    const share = Math.max(0, Math.min(1, (now - begin) / 650)); // a frame's time may lie before what asked for it
+    const share = Math.max(0, Math.min(1, (now - begin) / 650)); // the time of a frame may be earlier than its request
     if (share === 1) { endMotion(); return; }
     const eased = share < 0.5 ? 4 * share ** 3 : 1 - (2 - 2 * share) ** 3 / 2;
     clearPicture(width);

@@ -1,4 +1,4 @@
-// The page: what is looked at (`view`), how it is drawn, and what the reader does.
+// The page: its state (`view`), the drawing, and the events.
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -11,8 +11,8 @@ let paint = { mode: "head", chosen: "", follow: null };
 let drawn = { rows: [], labels: [], place: null, every: 1, of: 0, memory: [] };
 let cursor = null;
 let printing = false;
-let pictureWidth = 0; // asked once for each drawing, for the browser lays out all of the page to answer
-let pictureHeight = 0; // of what is drawn, or about to be
+let pictureWidth = 0; // read once per drawing, because reading it forces a layout of the whole page
+let pictureHeight = 0; // of the current or the next picture
 
 const plan = () => data.plans[view.plan];
 
@@ -25,7 +25,7 @@ function make(tag, text, attributes) {
   return element;
 }
 
-const numerals = new Intl.NumberFormat("en"); // made once: it takes longer than what it writes
+const numerals = new Intl.NumberFormat("en"); // made once, because making it is slower than formatting
 const count = (number) => numerals.format(number);
 
 function size(bytes) {
@@ -35,7 +35,7 @@ function size(bytes) {
   return `${+bytes.toPrecision(3)} ${units[unit]}`;
 }
 
-// Text of an element; the same is not set again, which would have it painted again.
+// Sets the text of an element. Equal text is not set again, because that would repaint it.
 function say(id, text) {
   if (byId(id).textContent !== text) byId(id).textContent = text;
 }
@@ -44,13 +44,13 @@ const words = (kind) => kind.replaceAll("_", " ");
 
 // -- drawing ----------------------------------------------------------------------------------
 
-// Gives a canvas its size, and empties it.
+// Sets the size of a canvas, and clears it.
 function fitCanvas(canvas, width, height) {
   clearCanvas(canvas, width, height);
   canvas.style.height = `${height}px`;
 }
 
-// Empties a canvas of some size. New memory is taken only where the size is another.
+// Clears a canvas of some size. Allocates new memory only if the size differs.
 function clearCanvas(canvas, width, height) {
   const ratio = pixelRatio(), context = canvas.getContext("2d");
   const [across, down] = [Math.round(width * ratio), Math.round(height * ratio)];
@@ -62,15 +62,15 @@ function clearCanvas(canvas, width, height) {
   context.clearRect(0, 0, width, height);
 }
 
-// Empties the picture. Its canvas has room for any other, and as much of it is seen as is drawn: of another size it would
-// be new to the browser, which then paints all of the page anew.
+// Clears the picture. Its canvas is large enough for any picture, and only the drawn part is visible: a canvas of another size
+// would make the browser repaint the whole page.
 function clearPicture(width) {
   clearCanvas(picture, width, printing ? pictureHeight : Math.max(pictureHeight, tallestPicture()));
 }
 
-// Draws the picture; where cells are about to move, it stays as it is until they do.
+// Draws the picture. If cells are about to move, the old picture stays until the animation starts.
 function render(moving) {
-  if (!pictureWidth) return; // in a frame that is not shown
+  if (!pictureWidth) return; // the frame is hidden
   view.width = pictureWidth < 560 ? 16 : 32;
   if (view.level === "memory") renderMemory(pictureWidth);
   else {
@@ -79,7 +79,7 @@ function render(moving) {
   }
 }
 
-// Which rows there are, and where they go.
+// Computes the rows and their places.
 function arrange(width) {
   const { rows, every, of } = rowsOf(plan(), view);
   const labels = rows.map((row) => rowLabel(data, plan(), view, row)).map((label) => (width < 560 ? shorter(label) : label));
@@ -122,14 +122,14 @@ function memoryParts() {
     more: `${count(pool.blocks)} blocks of ${count(pool.block_bytes)} bytes`,
   }));
   const cached = pools.reduce((sum, pool) => sum + pool.bytes, 0);
-  const slack = { name: "slack", bytes: mine.memory - cached, more: "less than a block, or kept apart" };
+  const slack = { name: "slack", bytes: mine.memory - cached, more: "less than a block, or reserved" };
   if (!machine) return [...parts, slack];
   const taken = machine.weights + machine.overhead + mine.memory;
   return [
     { name: "weights", bytes: machine.weights, more: "of the model, on this rank", fill: word(7) },
     ...parts, slack,
     { name: "overhead", bytes: machine.overhead, more: "contexts, activations, graphs", fill: word(3) },
-    { name: "not taken", bytes: Math.max(0, machine.memory - taken), more: "left to others" },
+    { name: "free", bytes: Math.max(0, machine.memory - taken), more: "not used by the engine" },
   ];
 }
 
@@ -169,7 +169,7 @@ function go(changes) {
   byId("tip").hidden = true;
   update();
   if (before.level !== view.level && !stillness()) {
-    picture.animate([{ opacity: 0.25 }, { opacity: 1 }], { duration: 180 }); // without a GPU, scaling takes longer than painting
+    picture.animate([{ opacity: 0.25 }, { opacity: 1 }], { duration: 180 }); // a fade only, because scaling without a GPU is slower than painting
   }
 }
 
@@ -196,7 +196,7 @@ function goOut() {
 
 const stillness = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
-// Another plan, rank, group or block: cells move from where they were to where they are.
+// Shows another plan, rank, group or block. Cells move from their old to their new place.
 function change(changes) {
   const from = stillness() || view.level !== "block" ? null : cellsShown();
   const next = { ...view, ...changes };
@@ -214,16 +214,16 @@ function change(changes) {
   byId("tip").hidden = true;
   forgetNotes();
   const lit = paint.follow && changes.group === undefined ? runsOf(chosenBy(paint.follow)) : { many: 0 };
-  if (lit && !lit.many) paint.follow = null; // what is followed is not in what is shown now
+  if (lit && !lit.many) paint.follow = null; // the highlighted part is not in the new view
   update(Boolean(from));
   if (from) startMotion(from);
 }
 
 // -- events ---------------------------------------------------------------------------------------
 
-// Draws what has changed: the picture and the controls, and in the next frame the words, so that the answer to a
-// click does not wait for them. Until then what is below the picture stays where it is, for moving it means painting
-// it. Who wants stillness gets all at once.
+// Redraws the picture and the controls at once, and the text in the next frame, so that the response to a click does not
+// wait for the text. Until then everything below the picture stays in place, because moving it would repaint it. With
+// reduced motion, all is drawn at once.
 function update(moving) {
   showPicture(moving);
   if (stillness()) { showWords(); return; }
@@ -260,7 +260,7 @@ function showWords() {
   else if (point) showFacts(point);
 }
 
-// The keyboard's place: a row, a share of it, and the byte that is meant where a pixel has several.
+// Sets the keyboard cursor: a row, a position in it from 0 to 1, and the byte if a pixel covers several.
 function setCursor(at) {
   const { rows, place } = drawn;
   if (!place || !rows.length) return;
@@ -273,7 +273,7 @@ function setCursor(at) {
   showCursor();
 }
 
-// Where the keyboard is, while the picture has it: an element of its own, so that nothing is painted anew.
+// Shows the keyboard cursor while the picture has the focus. It is a separate element, so that nothing is repainted.
 function showCursor() {
   const shown = Boolean(cursor && cursor.pixel && drawn.place), { style } = byId("cursor");
   byId("cursor").hidden = !shown;
@@ -309,17 +309,16 @@ byId("theme").addEventListener("click", () => {
   updateAll();
 });
 
-// The colours that say most of a group: of keys and values of a single head, tokens do, and where all heads of a
-// token share a pixel.
+// Chooses what colours show: heads if they are distinguishable, else tokens for keys and values, else fields.
 function bestMode() {
   const heads = headsHere(), fields = regionsOf(plan(), view).flatMap((region) => plan().pages[region.page].fields);
   if (heads && heads[1] > heads[0] && headsAreApart()) return "head";
   return fields.some((field) => axisOf(field.box, "N")) && fields.every((field) => ["k", "v"].includes(field.name)) ? "token" : "field";
 }
 
-const NARROWEST_HEAD = 2.5; // pixels: narrower ones flicker
+const NARROWEST_HEAD = 2.5; // pixels; narrower heads flicker
 
-// Whether the picture of a pool or block is wide enough to tell heads apart.
+// Returns whether the picture of a pool or block is wide enough to distinguish heads.
 function headsAreApart() {
   const heads = axisOf(mainField().field.box, "H"), rows = { pool: poolRows, block: blockRows }[view.level];
   if (!heads || !rows) return true;
@@ -327,7 +326,7 @@ function headsAreApart() {
   return (heads[2] / widest) * pictureWidth > NARROWEST_HEAD;
 }
 
-// What can be coloured by: heads where there are some.
+// Returns the colour modes: heads only if there are some.
 const modesHere = () => MODES.filter((mode) => mode !== "head" || headsHere());
 
 function updateAll() {
@@ -338,7 +337,7 @@ function updateAll() {
 
 let waiting = 0;
 
-// Draws anew once the page has its next size.
+// Redraws after the page has its new size.
 function updateSoon() {
   cancelAnimationFrame(waiting);
   waiting = requestAnimationFrame(updateAll);
@@ -347,7 +346,7 @@ function updateSoon() {
 addEventListener("resize", updateSoon);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", updateAll);
 
-// Paper is light, whatever the screen is.
+// Printing always uses the light theme.
 let theme = "";
 addEventListener("beforeprint", () => {
   theme = document.documentElement.dataset.theme || "";
@@ -365,5 +364,5 @@ for (const one of data.plans) for (const page of one.pages) for (const field of 
 showPicture();
 showWords();
 if (data.route) startRoute();
-// The browser makes a canvas a layer of its own once it is drawn on again: now, and not when the first answer is due.
+// The browser makes a canvas a separate layer when it is drawn on again: do that now, not on the first click.
 later()(() => pen.clearRect(0, 0, 1, 1));

@@ -1,7 +1,7 @@
-// Rows of memory on a canvas: every pixel is an address, and its colour says what lies there.
+// Rows of memory on a canvas: every pixel is an address, coloured by its content.
 "use strict";
 
-// A colour of the style sheet. Asking the browser has it work out all styles: it is asked once for each theme.
+// Returns a colour of the style sheet. Cached per theme, because reading it computes all styles.
 function styled(name) {
   return remembered(styled, `${dark} ${name}`, () => getComputedStyle(document.documentElement).getPropertyValue(name).trim());
 }
@@ -12,7 +12,7 @@ function hatch(strong) {
 
 function hatchNow(strong) {
   const tile = document.createElement("canvas");
-  const wide = Math.max(8, Math.round(rem() / 2)); // large letters are read from further away
+  const wide = Math.max(8, Math.round(rem() / 2)); // large text is read from further away
   tile.width = tile.height = wide;
   const pen = tile.getContext("2d");
   pen.fillStyle = styled("--hatch-ground");
@@ -28,13 +28,13 @@ function hatchNow(strong) {
   return pen.createPattern(tile, "repeat");
 }
 
-// Of the picture, alone or above a route, and of the route's bands: all of the page shall go on one sheet.
+// Sizes for printing the picture, alone or above a route, and the bands, so that the page fits on one sheet.
 const PAPER = { width: 720, height: 240, letters: 11, aboveRoute: 160, bands: 220 };
 
-// Pixels of a canvas for each of the page's: paper has finer ones than screens.
+// Canvas pixels per page pixel. Paper has a higher resolution than screens.
 const pixelRatio = () => (printing ? 2 : window.devicePixelRatio || 1);
 
-// Where rows go on a canvas of some width: their height, the scale, and room for labels.
+// Returns the layout of rows on a canvas of some width: their height, the scale, and the space for labels.
 function layOut(rows, width, left, level) {
   const widest = rows.reduce((most, row) => Math.max(most, row.nbytes), 1);
   const highest = rem() * (level === "cell" ? 2.9 : rows.length < 9 ? 6 : 3.3);
@@ -46,12 +46,11 @@ function layOut(rows, width, left, level) {
 const LOWEST_ROW = 7, ABOVE_ROWS = 5; // pixels
 const roomForRows = () => innerHeight * 0.6;
 
-// How high a picture may be on this screen, whatever it shows.
+// Returns the maximum height of any picture on this screen.
 const tallestPicture = () => Math.ceil(Math.max(roomForRows(), MOST_ROWS * LOWEST_ROW)) + 2 * ABOVE_ROWS;
 
-// How often a pixel's bytes are looked up: an answer within a tenth of a second allows so many lookups, and
-// more than a few of a pixel are not told apart. Where rows are many, pixels share some; a single row is painted
-// in one go, so it has fewer of its own.
+// Limits on lookups, so that a picture is drawn within a tenth of a second. More than FINEST lookups per pixel make no
+// visible difference. With many rows, pixels share lookups. A row is painted in one go, so it has its own limit.
 const FINEST = 4, ROW_LOOKUPS = 4000, MANY_LOOKUPS = 16000, MOST_LOOKUPS = 40000;
 
 function lookupsOfPixel(rows, width) {
@@ -59,7 +58,7 @@ function lookupsOfPixel(rows, width) {
   return Math.min(FINEST, ROW_LOOKUPS / width, Math.max(MANY_LOOKUPS / pixels, Math.min(0.5, MOST_LOOKUPS / pixels)));
 }
 
-// Makes a function that does work once the next frame is on its way. Other work takes its place, null calls it off.
+// Makes a function that runs work after the next frame. New work replaces pending work; null cancels it.
 function later() {
   let turn = 0;
   return (work) => {
@@ -68,17 +67,17 @@ function later() {
   };
 }
 
-// Milliseconds that rows are painted in before the first frame, for which a reader waits, and before each of the next.
+// Milliseconds of painting before the first frame, for which the reader waits, and before each later frame.
 const FIRST_WORK = 10, FRAME_WORK = 24;
 
 const rowsLater = later();
-let painting = false; // whether rows are left for later
+let painting = false; // whether rows remain to be painted
 
-// Rows that look alike are painted together. Those that take longer than a frame has are painted in the next; paper
-// waits for no frame.
+// Paints identical rows together. Rows that exceed the time of a frame are painted in the next one. Printing paints all in
+// one go.
 function paintRows(context, plan, view, rows, place, paint) {
   const brush = brushOf(context, paint), groups = alikeRows(plan, view, rows, place, paint);
-  const cuts = new Set(groups.map(({ shape }) => shape)).size; // what is not cut anew takes a quarter of the time
+  const cuts = new Set(groups.map(({ shape }) => shape)).size; // a row whose shape is known takes a quarter of the time
   brush.finest = lookupsOfPixel(Math.max(cuts, groups.length / 4), place.width * pixelRatio());
   const paintFrom = (first) => {
     const until = printing || stillness() ? Infinity : performance.now() + (first ? FRAME_WORK : FIRST_WORK);
@@ -91,7 +90,7 @@ function paintRows(context, plan, view, rows, place, paint) {
   if (groups.length) paintFrom(0);
 }
 
-// Rows by their looks: one of each, and where they all are.
+// Groups identical rows: one row of each look, and all places.
 function alikeRows(plan, view, rows, place, paint) {
   const groups = new Map();
   rows.forEach((row, n) => {
@@ -103,16 +102,16 @@ function alikeRows(plan, view, rows, place, paint) {
   return [...groups.values()];
 }
 
-const FEW_OVER = 4; // words and hatches that are rather drawn in each row than copied
+const FEW_OVER = 4; // labels and hatches that are drawn in each row instead of copied
 
-// Rows of one look. What has many words is painted once, on a canvas of its own, and copied from there: copying from the
-// picture onto itself would have the browser copy the whole of it for each row.
+// Paints identical rows. A row with many labels is painted once, on a separate canvas, and copied from there: copying within
+// the picture would make the browser copy the whole picture for each row.
 function paintAlike(brush, plan, view, group) {
   const { shape, row, places } = group, [{ wide, tall }] = places;
   const known = brush.cuts.get(shape) || cutLine(brush, plan, view, [row], places[0]);
   const over = known.pieces.filter((piece) => isOver(piece, places[0])).length;
   if (places.length === 1 || over <= FEW_OVER) { paintCut(brush, plan, view, group, known, places); return; }
-  drawLines(brush, view); // the tile's lines wait on the same sheet
+  drawLines(brush, view); // the lines of the tile use the same sheet
   const tile = document.createElement("canvas"), own = { ...brush, context: tile.getContext("2d", UNSEEN), lines: [] };
   fitCanvas(tile, wide, tall);
   paintCut(own, plan, view, group, known, [{ x: 0, y: 0, wide, tall }]);
@@ -120,8 +119,8 @@ function paintAlike(brush, plan, view, group) {
   for (const { x, y } of places) brush.context.drawImage(tile, x, y, wide, tall);
 }
 
-// A row that is cut into pieces. Rows of one shape are cut once: they differ in their layers alone, so for the next of
-// them only each kind of piece is looked at.
+// Paints a row of pieces. Rows of one shape are divided once: they differ only in their layer, so for later rows only one
+// piece of each kind is looked up.
 function paintCut(brush, plan, view, { shape, first }, cut, places) {
   if (!brush.cuts.has(shape)) {
     brush.cuts.set(shape, Object.assign(cut, { first }));
@@ -133,7 +132,7 @@ function paintCut(brush, plan, view, { shape, first }, cut, places) {
   paintLine(brush, view, cut, ({ kind }) => looks[kind], places);
 }
 
-// What is needed to paint rows, asked once for each picture.
+// Collects colours, fonts and caches for painting rows, once per picture.
 function brushOf(context, paint) {
   return {
     context, paint, lines: [], ground: styled("--panel"), gap: rgb(styled("--panel")), mark: rgb(styled("--mark")), finest: FINEST,
@@ -143,7 +142,7 @@ function brushOf(context, paint) {
   };
 }
 
-// The colour of a point as numbers, and whether it is one of those that are followed.
+// Returns the colour of a point as numbers, and whether it is highlighted.
 function lookAt(brush, plan, view, point) {
   const { paint, empty } = brush;
   if (!point || point.kind !== "field") return [empty[point ? point.kind : "unused"], 0];
@@ -156,7 +155,7 @@ function lookAt(brush, plan, view, point) {
 
 const SHARES = { unlit: 0.13, elsewhere: 0.35 };
 
-// A colour that steps back: what is not followed, and other blocks.
+// Returns a faded colour, for parts that are not highlighted and for other blocks.
 function fade({ faded, ground }, kind, colour) {
   const known = faded[kind];
   if (!known.has(colour)) known.set(colour, rgb(mix(ground, colour, SHARES[kind])));
@@ -165,13 +164,13 @@ function fade({ faded, ground }, kind, colour) {
 
 const NARROWEST_HATCH = 3, NARROWEST_WORD = 10, LOWEST_WORD = 15; // pixels
 
-// Whether something may be drawn over a piece.
+// Returns whether a piece is large enough for hatching or a label.
 function isOver({ point, from, to, whole }, { tall, plain }) {
   const hatched = !point || point.kind !== "field";
   return whole && (hatched ? to - from > NARROWEST_HATCH : to - from > NARROWEST_WORD && tall >= LOWEST_WORD && !plain);
 }
 
-// What only wide pieces have room for: hatching, and words.
+// Draws hatching or a label over a piece.
 function paintOver(brush, view, piece, at) {
   const { context, patterns, paint } = brush, { point, colour, wide } = piece, x = at.x + piece.from;
   if (!point || point.kind !== "field") {
@@ -199,14 +198,14 @@ function wordWidth({ context, font, widths }, text) {
   return widths.get(text);
 }
 
-// Dark or light letters, whichever is read better on a colour.
+// Returns dark or light text, whichever is more readable on a colour.
 function inkOn(colour) {
   const [red, green, blue] = colour.map((part) => (part / 255) ** 2.2);
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 ? "#10131a" : "#ffffff";
 }
 
-// What decides how a row looks, and its first byte: rows of one shape differ in their layer, block or region alone, and
-// those of one look not at all.
+// Returns keys for the shape and the look of a row, and its first byte. Rows of one shape differ only in layer, block or
+// region; rows of one look do not differ.
 function lookOf(plan, view, row, paint) {
   const first = row.region && find(plan, view.stage, view.group, row.start, row);
   if (!first) return lookNamed(`unused ${row.nbytes}`, "", null);
@@ -221,14 +220,14 @@ function lookNamed(shape, layer, first) {
   return { shape, look: `${shape} ${layer}`, first };
 }
 
-// What a row's layer changes of its look: its colour, or whether it is followed.
+// Returns how the layer affects the look of a row: its colour, or whether it is highlighted.
 function layerLook(page, view, row, { region, at }, { mode, follow }) {
   const layer = region.layers[at.L], alone = view.level === "page" || (row.block === undefined && axisOf(page.block_rows, "L"));
   if (mode === "layer" || (follow && follow.kind === "layer" && !alone)) return layer;
   return follow && follow.kind === "layer" ? layer === follow.value : "";
 }
 
-// The kinds of pieces that a line has: one point of each, whose number pieces then have.
+// Numbers the kinds of pieces in a line, and returns one point of each kind.
 function kindsOf({ paint }, plan, view, pieces) {
   const numbers = new Map(), points = [];
   for (const piece of pieces) {
@@ -245,7 +244,7 @@ function kindOf(plan, view, point, { mode, follow }) {
   return [point.number, point.at.L, lit, point.at.B === view.block, mode === "layer" ? "" : colourOf(plan, view, point, mode)].join(" ");
 }
 
-// A point of one row as it is in another of the same shape, by the first bytes of both.
+// Translates a point of one row to another row of the same shape, by the first bytes of both.
 function inLayerOf(plan, first, known, point) {
   if (!point || point.kind !== "field") return point;
   const { region } = first, page = plan.pages[region.page], L = point.at.L + first.at.L - known.at.L;
@@ -254,7 +253,7 @@ function inLayerOf(plan, first, known, point) {
 
 let shapes = 0;
 
-// A number for a page's fields and padding wherever it lies: the same for regions that are alike.
+// Returns a number for the fields and padding of a page, independent of its address: equal for identical regions.
 function shapeOf(page) {
   return remembered(page, "shape", () => {
     const boxes = [...page.fields.map((field) => field.box), page.padding].filter(Boolean);

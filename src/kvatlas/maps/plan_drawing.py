@@ -1,7 +1,7 @@
 """A plan as data for a drawing: pools, groups, and every field as an offset with strides.
 
-Whoever draws adds offsets and multiples of strides, and nothing else: rows, padding and the
-bytes that a group leaves unused are placements too. Alike regions share one `PageDrawing`.
+The page computes addresses from offsets and strides alone: rows, padding and unused bytes are
+placements, too. Identical regions share one `PageDrawing`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvatlas.planning import Plan, Region, size
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
-    """A placement as it travels to the page: offset, item, and (name, size, stride) by axis."""
+    """A placement in the JSON of the page: offset, item, and (name, size, stride) of each axis."""
 
     offset: int
     item: int
@@ -25,13 +25,13 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, placed: Placement) -> Box:
-        """The box of a placement."""
+        """Convert a placement."""
         axes = zip(placed.axes, placed.sizes, placed.strides, strict=True)
         return cls(placed.offset, placed.item, tuple(axes))
 
 
 class FieldDrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """A field over all pages and blocks of its region, and which rows each rank has of it."""
+    """A field over all pages and blocks of its region, and the rows that each rank holds."""
 
     name: str
     dtype: str
@@ -40,13 +40,13 @@ class FieldDrawing(msgspec.Struct, frozen=True, kw_only=True):
     shard: str | None
     """The axis that tensor parallelism divides."""
     whole: int
-    """Rows of that axis in the whole model."""
+    """Size of that axis in the whole model."""
     ranges: tuple[tuple[tuple[int, int, int], ...], ...]
-    """For each rank and part of a split state: (local, start, length) of what it holds."""
+    """The (local, start, length) ranges that each rank and each part of a split state holds."""
 
 
 class PageDrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """Where pages of one kind lie: their fields, the rows that they are drawn in, their padding."""
+    """Placements of the pages of a region: fields, padding, and the rows to draw them in."""
 
     fields: tuple[FieldDrawing, ...]
     padding: Box | None
@@ -55,7 +55,7 @@ class PageDrawing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionDrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """A region: its group, its layers by index into the names, and its pages."""
+    """A region: its group, its pages, and its layers as indices into `MapData.names`."""
 
     stage: int
     group: int
@@ -68,7 +68,7 @@ class RegionDrawing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanDrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan for the page: figures and geometry."""
+    """The figures and the geometry of a plan, for the page."""
 
     label: str
     answer: str
@@ -81,11 +81,11 @@ class PlanDrawing(msgspec.Struct, frozen=True, kw_only=True):
     pages: tuple[PageDrawing, ...]
     regions: tuple[RegionDrawing, ...]
     unused: dict[str, tuple[Box, ...]]
-    """What a group's block leaves of its pool, by `stage/group`."""
+    """Bytes of a block that a group does not use, by `stage/group`."""
 
 
 def draw_plan(plan: Plan, names: dict[str, int]) -> PlanDrawing:
-    """What a page needs to draw a plan; new layers are added to `names`."""
+    """Convert a plan for the page. Adds new layers to `names`."""
     pages: dict[PageDrawing, int] = {}
     regions = tuple(_region(plan, region, names, pages) for region in plan.regions)
     summary = plan.summary()
@@ -108,7 +108,7 @@ def draw_plan(plan: Plan, names: dict[str, int]) -> PlanDrawing:
 
 
 def _knobs(plan: Plan) -> dict[str, str | int]:
-    """What tells plans of one model apart."""
+    """Return the properties that distinguish plans of one model."""
     dtypes = dict.fromkeys(
         field.dtype.name
         for region in plan.regions

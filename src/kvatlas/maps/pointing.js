@@ -1,9 +1,9 @@
-// Mouse and fingers on the picture: pointing at a place says what lies there, choosing it goes in.
+// Mouse and touch on the picture: pointing at a place shows its content, choosing it goes in.
 "use strict";
 
 const fingers = matchMedia("(pointer: coarse)");
 
-// Words for who has a mouse, or for who has fingers, which cannot point without touching.
+// Chooses the text for a mouse or for a touch screen, which cannot point without touching.
 const byHand = (mouse, touch) => (fingers.matches ? touch : mouse);
 
 function mouse(event) {
@@ -11,7 +11,7 @@ function mouse(event) {
   return [event.clientX - box.left, event.clientY - box.top];
 }
 
-// The part of memory that is drawn at a place, on the farthest level.
+// Returns the part of memory at a position, on the outermost level.
 const partAt = (x) => drawn.memory.find((one) => x >= one.x && x < one.x + one.wide);
 
 byId("picture").addEventListener("mousemove", (event) => {
@@ -32,10 +32,10 @@ byId("picture").addEventListener("mousemove", (event) => {
 });
 byId("picture").addEventListener("mouseleave", () => { byId("tip").hidden = true; });
 
-const FINGER = 24; // pixels that two taps on one place may lie apart
+const FINGER = 24; // pixels between two taps that count as the same place
 let tapped = { view: null, x: 0, y: 0 };
 
-// Whether a finger was at a place before: its first tap points, as a mouse that moves does, and the second one chooses.
+// Returns whether the place was tapped before: the first tap points, like a mouse, and the second one chooses.
 function wasTapped(x, y) {
   const again = tapped.view === view && Math.hypot(x - tapped.x, y - tapped.y) < FINGER;
   tapped = { view, x, y };
@@ -44,7 +44,7 @@ function wasTapped(x, y) {
 
 byId("picture").addEventListener("click", (event) => {
   const [x, y] = mouse(event), point = pointAt(x, y);
-  const finger = (event.pointerType || byHand("mouse", "touch")) === "touch"; // some browsers do not say with what
+  const finger = (event.pointerType || byHand("mouse", "touch")) === "touch"; // some browsers do not report the pointer type
   if (finger && !wasTapped(x, y)) return;
   if (event.shiftKey && point && point.kind === "field") {
     followKind(paint.follow ? paint.follow.kind : headOf(point, view.tpRank) === null ? "token" : "head", point);
@@ -53,7 +53,7 @@ byId("picture").addEventListener("click", (event) => {
 
 let turned = 0, resting = 0;
 byId("picture").addEventListener("wheel", (event) => {
-  // Who scrolls down the page does not mean the picture: it has to be chosen first.
+  // Scrolling the page must not zoom the picture: the picture needs the focus first.
   if (document.activeElement !== picture && !event.ctrlKey) return;
   const inner = view.level === "cell", outer = view.level === "memory";
   if ((event.deltaY < 0 && inner) || (event.deltaY > 0 && outer)) return;

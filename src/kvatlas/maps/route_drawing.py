@@ -1,6 +1,6 @@
-"""A route as data for a drawing: runs of one request between two ranks, and the table of `check`.
+"""A route as data for a drawing: the runs of a request, and the table of `kvatlas check`.
 
-All runs are counted; those that are drawn are a sample where there are many, and said to be.
+All runs are counted. If there are many, only a sample is drawn, and the page reports that.
 """
 
 from __future__ import annotations
@@ -15,35 +15,36 @@ from kvatlas.planning import Plan
 from kvatlas.routing import Route, check, scattered
 
 MOST_RUNS = 12_000
-"""Runs that a page draws, of all pairs of ranks together."""
+"""Limit on the drawn runs, over all pairs of ranks."""
 MOST_PAIRS = 32
-"""Pairs of ranks whose runs are drawn; the others are in the table alone."""
+"""Limit on the pairs of ranks whose runs are drawn. The table lists all pairs."""
 
 
 class PairDrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs from one rank to another: (source pool, destination pool, from, to, bytes) each."""
+    """The runs from one rank to another."""
 
     src_rank: int
     dst_rank: int
     runs: tuple[tuple[int, int, int, int, int], ...]
+    """(source pool, destination pool, source address, destination address, bytes) of each."""
     counted: int
     nbytes: int
     sizes: dict[int, int]
-    """How many runs have at least so many bytes, and less than twice as many."""
+    """Number of runs by size. The key n counts runs of n to 2n - 1 bytes."""
 
 
 class RouteDrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """The route between two plans of the page, or the reasons why there is none."""
+    """The route between two plans, or the reasons why there is none."""
 
     check: dict[str, Any]
     tokens: int
     tables: tuple[dict[int, list[int]], ...]
-    """Block ids of the drawn request by group, at either end."""
+    """Block ids of the drawn request by group, at the source and at the destination."""
     pairs: tuple[PairDrawing, ...]
 
 
 def draw_route(src: Plan, dst: Plan, *, tokens: int | None = None) -> RouteDrawing:
-    """What a page needs to draw the route: `tokens` are counted, a block or so is drawn."""
+    """Convert a route for the page. Counts the runs of `tokens`, and draws about one block."""
     answer = check(src, dst, tokens=tokens)
     drawn = min(max(src.block_size, dst.block_size), answer.tokens)
     tables = scattered(src, drawn), scattered(dst, drawn)

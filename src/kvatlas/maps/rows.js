@@ -1,26 +1,25 @@
-// Which rows of memory there are to draw, what they are called, and in which colours. A row is
-// one contiguous stretch, drawn to scale from left to right.
+// The rows of memory to draw, their labels and colours. A row is a contiguous range, drawn to scale
+// from left to right.
 "use strict";
 
-// From dark to light through hues, so that colour-blind readers and grey prints keep the order.
+// From dark to light through hues, so that the order is visible to colour-blind readers and in grey prints.
 const RAMPS = {
   light: ["#2b2a6b", "#2b5c8f", "#2a8a8f", "#4bb07a", "#a3cc52", "#f5dd3c"],
   dark: ["#7a74e6", "#5a94dd", "#45bcc2", "#6fd39a", "#b9e06a", "#ffec66"],
 };
-// Okabe and Ito's colours, which colour-blind readers tell apart.
+// Colours by Okabe and Ito, which are distinct for colour-blind readers.
 const WORDS = {
   light: ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a8d00", "#555555"],
   dark: ["#4aa3df", "#f0b429", "#2fc49b", "#e39ac4", "#8fd0f5", "#f07f3c", "#d8d85a", "#a8a8a8"],
 };
-// Pages of a group, one after the other: the page's accent, and a paler one.
+// Alternating colours of the pages of a group: the accent colour, and a paler one.
 const PAGES = { light: ["#0060a0", "#4c90bd"], dark: ["#6cb6f0", "#4a7ea7"] };
 const byId = (id) => document.getElementById(id);
 const BLOCKS_SHOWN = 16;
 const MOST_ROWS = 160;
-const MOST_UNUSED = 12; // rows that unused bytes are wrapped to, where others are much shorter
+const MOST_UNUSED = 12; // maximum rows for unused bytes, if other rows are much shorter
 
-// Whether colours are dark, and how high letters are: asked once for each drawing, for the browser works out all
-// styles to answer.
+// The theme and the font size. Read once per drawing, because reading them computes all styles.
 let dark = false, letterSize = 16;
 
 const rem = () => letterSize;
@@ -71,7 +70,7 @@ function word(number) {
 
 // -- which rows there are ---------------------------------------------------------------------
 
-// The rows of a view, in the order of memory; of very many, every so manieth.
+// Returns the rows of a view by address; a sample if there are very many.
 function rowsOf(plan, view) {
   const made = { pool: poolRows, block: blockRows, page: pageRows, cell: cellRows }[view.level](plan, view);
   made.sort((one, two) => one.start - two.start);
@@ -115,7 +114,7 @@ function pageRows(plan, view) {
   return rows;
 }
 
-// Blocks below each other where they are outermost; else what is outside of them.
+// Returns one row per block if blocks are outermost; else one row per outer coordinate.
 function poolRows(plan, view) {
   const pool = poolOf(plan, view);
   const first = Math.floor(view.block / BLOCKS_SHOWN) * BLOCKS_SHOWN;
@@ -137,7 +136,7 @@ function poolRows(plan, view) {
   return rows;
 }
 
-// The bytes of one cell, a row for every so many; of a recurrent state, one row of its field.
+// Returns the bytes of one cell in rows of equal width; for a recurrent state, one row of its field.
 function cellRows(plan, view) {
   const rows = [];
   const width = view.width;
@@ -164,7 +163,7 @@ function cellRows(plan, view) {
 
 const fieldNames = [];
 
-// A number for each field's name, the same in all plans.
+// Returns a number for a field's name, the same in all plans.
 function fieldNumber(name) {
   if (!fieldNames.includes(name)) fieldNames.push(name);
   return fieldNames.indexOf(name);
@@ -194,12 +193,12 @@ function colourOf(plan, view, point, mode) {
   });
 }
 
-// Fields of one head have one colour: values are paler than keys, scales paler still.
+// Fields of one head share a colour: values are paler than keys, and scales are paler still.
 function paleness(name) {
   return name.includes("scale") ? 0.58 : name.startsWith("v") ? 0.32 : 0;
 }
 
-// Whether a point belongs to what is followed.
+// Returns whether a point belongs to the highlighted part.
 function follows(point, follow, tpRank) {
   if (!follow) return true;
   if (!point || point.kind !== "field") return false;
@@ -211,7 +210,7 @@ function follows(point, follow, tpRank) {
   return tokens !== null && tokens[0] <= follow.value && follow.value <= tokens[1];
 }
 
-// -- words beside the rows --------------------------------------------------------------------
+// -- labels of the rows ------------------------------------------------------------------------
 
 function shortName(name) {
   const parts = name.split(".");
@@ -222,7 +221,7 @@ function shortName(name) {
   return `layer ${parts[number]}${plain ? "" : " " + last}`;
 }
 
-// The last byte of a row that is of a field: padding behind it does not say how far the row goes.
+// Returns the last byte of a row that belongs to a field, ignoring padding at the end of the row.
 function lastOf(plan, view, row) {
   let point = find(plan, view.stage, view.group, row.start + row.nbytes - 1, row);
   while (point && point.kind === "padding" && point.address - point.at.rest > row.start) {
@@ -231,7 +230,7 @@ function lastOf(plan, view, row) {
   return point && point.kind === "field" ? point : null;
 }
 
-// What all of a row has in common, from its first and last byte.
+// Labels a row by what its first and last byte have in common.
 function rowLabel(data, plan, view, row) {
   if (view.level === "pool" && row.block !== undefined) return `block ${count(row.block)}`;
   if (view.level === "cell") {

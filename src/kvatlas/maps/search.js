@@ -1,7 +1,7 @@
-// The search box: what is asked for, and where it is.
+// The search box: parse a query, and go to the place it names.
 "use strict";
 
-// "layer 3, head 5, token 100" in numbers by kind, or null where it is something else.
+// Parses "layer 3, head 5, token 100" to numbers by kind; null if the query is something else.
 function termsOf(query) {
   const term = /(layer|head|token|block|rank)s?\s*(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:[\s,;]+|$)/y, terms = {};
   while (term.lastIndex < query.length) {
@@ -12,7 +12,7 @@ function termsOf(query) {
   return query ? terms : null;
 }
 
-// Goes to what is asked for; whether it is there, and what there is to say of it.
+// Goes to the place of a query. Returns whether it was found, and a message.
 function search(text) {
   const query = text.trim().toLowerCase(), terms = termsOf(query);
   const [, digits] = /^(?:address\s*)?(0x[0-9a-f]+|[\d,]+)$/.exec(query) || [];
@@ -22,14 +22,14 @@ function search(text) {
   if (query === "padding") return goToPadding();
   const name = data.names.findIndex((one) => `.${one.toLowerCase()}.`.includes(query));
   const region = name < 0 ? null : plan().regions.find((one) => one.layers.includes(name));
-  if (!region) return missing(`nothing is called “${text.trim()}”: a layer's name, “head 5”, “token 100”, “block 7”, “padding” or an address is found`);
+  if (!region) return missing(`nothing is called “${text.trim()}”: search for a layer's name, “head 5”, “token 100”, “block 7”, “padding” or an address`);
   return goToTerms({}, { name, region });
 }
 
 const missing = (told) => ({ found: false, told });
 const numbers = (things, last) => `${things} 0 to ${count(last)}`;
 
-// The first layer of a number, and the region that has it.
+// Returns the first layer with a number, and its region.
 function layerOf(number) {
   const name = data.names.findIndex((one) => `.${one}.`.includes(`.${number}.`));
   const region = plan().regions.find((one) => one.layers.includes(name));
@@ -43,7 +43,7 @@ function lastLayer() {
 
 const axesOf = (head, token) => [...(head === undefined ? [] : ["H"]), ...(token === undefined ? [] : ["N"])];
 
-// A field that has heads or tokens, whichever are asked for: of a layer's region, or those of a group.
+// Returns a field with the given axes, in a layer's region or in all regions of a group.
 function fieldWith(axes, own) {
   for (const region of own.region ? [own.region] : regionsOf(plan(), own)) {
     if (axes.includes("N") && !region.tokens_per_state) continue;
@@ -53,23 +53,23 @@ function fieldWith(axes, own) {
   return null;
 }
 
-// What is wrong with a place, else null; the place is completed on the way.
+// Completes the place of a query. Returns a message if there is no such place, else null.
 function settle(terms, own, notes) {
   const mine = plan(), { head, token, block, rank } = terms;
   if (rank !== undefined) {
     if (rank >= mine.ranks) return `no rank ${rank}: ${numbers("ranks", mine.ranks - 1)}`;
-    if (own.region && own.region.stage !== Math.floor(rank / mine.tp)) return `rank ${rank} has no such layer: it is of another stage`;
+    if (own.region && own.region.stage !== Math.floor(rank / mine.tp)) return `rank ${rank} does not have this layer: it belongs to another stage`;
     Object.assign(own, { stage: Math.floor(rank / mine.tp), tpRank: rank % mine.tp });
   }
   const axes = axesOf(head, token);
   const groups = own.region ? [own.region.group] : [own.group, ...mine.groups.keys()];
   const group = groups.find((one) => (axes.length ? fieldWith(axes, { ...own, group: one }) : regionsOf(mine, { ...own, group: one }).length));
-  if (group === undefined) return `no ${axes.map((axis) => ONE[axis]).join(" and ")} here: these layers keep none of their own`;
+  if (group === undefined) return `no ${axes.map((axis) => ONE[axis]).join(" and ")} here: these layers do not have any`;
   own.group = group;
   return (head === undefined ? null : settleHead(head, terms, own, notes)) || settleBlock(token, block, own, notes);
 }
 
-// The rank that has a head of the whole model.
+// Sets the rank that holds a head of the whole model.
 function settleHead(head, { rank }, own, notes) {
   const mine = plan(), { region, field } = fieldWith(["H"], own);
   const whole = field.shard === "H" ? field.whole : axisOf(field.box, "H")[1];
@@ -85,7 +85,7 @@ function settleHead(head, { rank }, own, notes) {
   return null;
 }
 
-// The block of a token. Where none is named, tokens are those of a request that fills blocks from 0 on, in order.
+// Sets the block of a token. If no block is named, the request fills blocks 0, 1, 2, ... in order.
 function settleBlock(token, block, own, notes) {
   const pool = poolOf(plan(), own), each = plan().groups[own.group].block_size;
   if (block !== undefined && block >= pool.blocks) return `no block ${count(block)}: ${numbers("blocks", pool.blocks - 1)}`;
@@ -94,11 +94,11 @@ function settleBlock(token, block, own, notes) {
   if (own.block >= pool.blocks) return `no token ${count(token)}: all blocks together hold ${numbers("tokens", pool.blocks * each - 1)}`;
   if (token === undefined) return null;
   own.token = token % each;
-  if (block === undefined) notes.push(`token ${count(token)} is token ${own.token} of block ${count(own.block)}, where a request fills blocks from 0 on in order`);
+  if (block === undefined) notes.push(`token ${count(token)} is token ${own.token} of block ${count(own.block)}, if a request fills blocks in order from 0 on`);
   return null;
 }
 
-// Goes to a layer, head and token as near as they are known: to a cell, a page, or the pieces of a block.
+// Goes to a layer, head and token: to a cell, a page or a block, depending on how much is known.
 function goToTerms(terms, named) {
   const layer = terms.layer === undefined ? named : layerOf(terms.layer), notes = [];
   if (terms.layer !== undefined && !layer) return missing(`no layer ${terms.layer}: ${numbers("layers", lastLayer())}`);
@@ -113,21 +113,21 @@ function goToTerms(terms, named) {
   if (layer && address !== null) {
     const point = find(plan(), stage, group, address, { region: layer.region });
     const level = head !== undefined && own.token !== undefined ? "cell" : "page";
-    if (level === "cell") paint.follow = null; // all that is shown is it
+    if (level === "cell") paint.follow = null; // the view shows nothing else
     go({ level, region: point.region, index: point.at.L, at: point.at, field: point.field });
   }
   if (address !== null) pointTo(address);
   return { found: true, told: notes.join("; ") };
 }
 
-// What lights up: the finest of what is asked for.
+// Returns what to highlight: the finest part of the query.
 function followed({ head }, found, { token }) {
   if (token !== undefined) return { kind: "token", value: token };
   if (head !== undefined) return { kind: "head", value: head };
   return found ? { kind: "layer", value: found.name } : null;
 }
 
-// The first byte of a head, a token, or both: of a layer, or the first that there is.
+// Returns the first byte of a head, a token or both, in the given layer or else in the first one.
 function placeOfTerms(head, own, layer) {
   const { region, field } = fieldWith(axesOf(head, own.token), own);
   const chosen = { layer: layer ? layer.name : region.layers[0], token: own.token, heads: head === undefined ? null : [head, head] };
@@ -138,13 +138,13 @@ function placeOfTerms(head, own, layer) {
   return null;
 }
 
-// What was said of the last search and knob holds no more.
+// Clears the messages of the last search and the last choice.
 function forgetNotes() {
   say("found", "");
   knobsNote = "";
 }
 
-// Puts the cursor on a byte; where its row is left out of a sample, it is told of all the same.
+// Puts the cursor on a byte. Shows its details even if its row is not part of the sample.
 function pointTo(address) {
   const row = rowAt(drawn.rows, address), point = find(plan(), view.stage, view.group, address);
   if (row >= 0) setCursor({ row, x: (address - drawn.rows[row].start + 0.5) / drawn.rows[row].nbytes, point });
@@ -160,7 +160,7 @@ function goToAddress(address) {
   return { found: true, told: "" };
 }
 
-// The first padding or unused byte of a block as a group holds it.
+// Returns the first padding or unused byte of a block that belongs to a group.
 function paddingOf(group) {
   const mine = plan(), own = { ...view, group }, found = [];
   for (const { page } of regionsOf(mine, own)) {
@@ -181,7 +181,7 @@ function goToPadding() {
   go({ level: "block", group, block });
   pointTo(address);
   const what = cursor.point.kind === "unused" ? "unused byte" : "padding";
-  return { found: true, told: `the first ${what} of block ${count(block)} as ${name} holds it` };
+  return { found: true, told: `the first ${what} of block ${count(block)}, used by ${name}` };
 }
 
 byId("search").addEventListener("submit", (event) => {

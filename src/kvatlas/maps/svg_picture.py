@@ -1,4 +1,4 @@
-"""A block as SVG, for documents: each row is contiguous memory, drawn to scale."""
+"""Draw a block as SVG. Each row is contiguous memory, to scale."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvatlas.maps.plan_drawing import FieldDrawing
 
 _WIDTH, _MARGIN, _ROW, _GAP, _LINE = 960, 20, 22, 4, 20
 _FINE = 4
-"""Columns of a pixel: edges are placed to a quarter."""
+"""Samples per pixel: edges are accurate to a quarter of a pixel."""
 _PIECE = 3
-"""Pixels of a piece at least; of longer rows the beginning is drawn."""
+"""Least width of a piece in pixels. Only the beginning of a longer row is drawn."""
 _LETTER = 6.6
-"""About as wide as a letter is."""
+"""Approximate width of a letter in pixels."""
 _RAMP = ("#2b2a6b", "#2b5c8f", "#2a8a8f", "#4bb07a", "#a3cc52", "#f5dd3c")
-"""Heads, from dark to light: told apart by colour-blind readers, and in grey."""
+"""Colours of heads, from dark to light: distinct for colour-blind readers and in print."""
 _WORDS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a8d00", "#555555")
-"""Fields, in Okabe and Ito's colours; `rows.js` has the same."""
+"""Colours of fields, by Okabe and Ito. `rows.js` has the same."""
 _NO_HEAD = "#b4b8c0"
 _PADDING = "url(#padding)"
 _HATCH = (
@@ -30,7 +30,7 @@ _HATCH = (
 
 
 def svg_picture(data: MapData, plan: int) -> str:
-    """The blocks of a plan's groups, one below the other."""
+    """Draw one block of each group, one below the other."""
     drawn = data.plans[plan]
     longest = max(len(short_label(name)) for name in (*data.names, "unused"))
     left = round(_MARGIN + longest * _LETTER + 8)
@@ -76,20 +76,20 @@ def _group(
             body.append(_text(_WIDTH - _MARGIN + 4, y + 15, "…", "#555"))
         y += _ROW + _GAP
         if row.more:
-            body.append(_text(left, y + 12, f"and {row.more} more rows alike", "#666"))
+            body.append(_text(left, y + 12, f"and {row.more} more rows like this", "#666"))
             y += _LINE
     return body, y + 16
 
 
 def _with_alike(rows: list[RowSample]) -> Iterator[tuple[int, RowSample]]:
-    """Each row, and the number of the first of those before it that look the same."""
+    """Yield each row with the index of the first row that looks the same."""
     looks = [(row.field.tobytes(), row.head.tobytes(), id(row.page)) for row in rows]
     for row, look in zip(rows, looks, strict=True):
         yield looks.index(look), row
 
 
 def _legend(group: GroupRows, fields: dict[str, FieldDrawing], x: int, y: int) -> list[str]:
-    """What the colours mean: heads by number where they are few."""
+    """Draw the legend of the colours; a few heads are listed one by one."""
     heads = group.heads
     if heads == 1:
         entries = [(_WORDS[n % len(_WORDS)], name) for n, name in enumerate(fields)]
@@ -118,7 +118,7 @@ def _text(x: int, y: int, words: str, fill: str, weight: str = "", anchor: str =
 
 
 def _paths(row: RowSample, heads: int, colours: dict[str, int]) -> list[str]:
-    """One path for each colour."""
+    """Draw a row with one path for each colour."""
     shapes: dict[str, list[str]] = {}
     keys = list(zip(row.field.tolist(), row.head.tolist(), strict=True))
     begin = 0
@@ -150,7 +150,7 @@ def _has_heads(field: FieldDrawing) -> bool:
 
 
 def _paleness(name: str) -> float:
-    """Fields of one head have one colour: values are paler than keys, scales paler still."""
+    """Return how much a field is lightened: values a little, scales more, keys not at all."""
     return 0.58 if "scale" in name else 0.32 if name.startswith("v") else 0.0
 
 

@@ -1,4 +1,4 @@
-"""A block in letters: each column is a stretch of bytes, each row contiguous memory."""
+"""Draw a block with characters. Each row is contiguous memory, each character some bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_LABEL = 20
 
 
 def text_picture(data: MapData, plan: int, width: int = 80) -> str:
-    """A plan's blocks for a terminal, readable without colour."""
+    """Draw one block of each group for a terminal without colours."""
     drawn = data.plans[plan]
     labels = [len(short_label(name)) for name in (*data.names, "unused")]
     label = min(_LONGEST_LABEL, max(labels))
@@ -44,14 +44,14 @@ def _group(summary: dict[str, object], group: GroupRows, label: int, width: int)
         lines.append(f"{short_label(first.label)[:label]:>{label}}  {line}")
         more = len(others) + sum(row.more for row in (first, *others))
         if more:
-            lines.append(f"{'':>{label}}  {more} more {'rows' if more > 1 else 'row'} like it")
+            lines.append(f"{'':>{label}}  {more} more {'rows' if more > 1 else 'row'} like this")
     told = ["digits are heads"] if by_head else []
     told += [f"{letter} is {name}" for name, letter in letters.items() if letter != name]
     if any((row.field < 0).any() for row in group.rows):
         told.append("dots are padding or unused")
-    told.append(f"each character stands for {size(group.each)}")
+    told.append(f"each character is {size(group.each)}")
     if any(row.goes_on for row in group.rows):
-        told.append("... goes on")
+        told.append("... means that the row continues")
     indent = " " * (label + 2)
     return lines + wrap(", ".join(told), width, initial_indent=indent, subsequent_indent=indent)
 
@@ -61,7 +61,7 @@ def _has_heads(field: FieldDrawing) -> bool:
 
 
 def _letters(fields: list[FieldDrawing]) -> dict[str, str]:
-    """A letter for each field: one of its name, where no other has taken it."""
+    """Choose a letter for each field, if possible from its name."""
     taken: dict[str, str] = {}
     for field in fields:
         free = [one for one in field.name + ascii_uppercase if one not in taken.values()]
@@ -70,7 +70,7 @@ def _letters(fields: list[FieldDrawing]) -> dict[str, str]:
 
 
 def _alike(rows: list[RowSample], letters: dict[str, str]) -> Iterator[tuple[str, list[RowSample]]]:
-    """Rows that read the same and follow each other, together."""
+    """Group consecutive rows that look the same."""
     for line, same in groupby(rows, key=lambda row: _line(row, letters)):
         yield line, list(same)
 

@@ -1,4 +1,4 @@
-// What a transfer takes of a block: in how many runs, why, and where they are.
+// The runs of a transfer from a block: their number, the reason, and their places.
 "use strict";
 
 const WHOLE = "the whole block";
@@ -10,7 +10,7 @@ function valueOf(point, kind) {
   return tokens && tokens[0];
 }
 
-// The first byte of a field in what is shown: of the page or cell, else of the block.
+// Returns the first byte of a field in the shown page or cell, else in the block.
 function firstPoint() {
   if (["page", "cell"].includes(view.level) && drawn.rows.length) {
     const point = find(plan(), view.stage, view.group, drawn.rows[0].start, drawn.rows[0]);
@@ -25,7 +25,7 @@ function firstPoint() {
   return find(plan(), view.stage, view.group, first);
 }
 
-// First and last head of the whole model that this rank has, of those of the group.
+// Returns the first and the last head, in the whole model, that this rank holds of the group.
 function headsHere() {
   let first = Infinity, last = -1;
   for (const region of regionsOf(plan(), view)) {
@@ -41,9 +41,9 @@ function headsHere() {
   return last < 0 ? null : [first, last];
 }
 
-// -- following --------------------------------------------------------------------------------
+// -- highlighting -----------------------------------------------------------------------------
 
-// Follow what a point has of a kind, or nothing.
+// Highlights the layer, head, heads or token of a point; nothing if it has none.
 function followKind(kind, point) {
   const value = point && kind === "heads" ? firstHalf() : point && valueOf(point, kind);
   paint.follow = value === null || value === undefined ? null : { kind, value, point };
@@ -63,7 +63,7 @@ function runsOf(chosen) {
   return runsIn(plan(), view.group, chosen);
 }
 
-// The runs of what is chosen in a group of a plan that has the same ranks as the one that is shown.
+// Counts the runs of a selection in a group of a plan with the same ranks as the shown one.
 function runsIn(mine, group, chosen) {
   const key = JSON.stringify([view.stage, group, view.tpRank, chosen]);
   return remembered(mine, key, () => countRuns(mine, view.stage, group, view.tpRank, chosen));
@@ -77,10 +77,10 @@ function sizesOf(found) {
 
 // -- the table --------------------------------------------------------------------------------
 
-// What can be taken of a block: name, kind and value of each.
+// Returns the parts of a block that can be transferred: name, kind and selection of each.
 function choices() {
   const made = [{ name: WHOLE, chosen: {} }];
-  // What is followed stays where it was pointed at; a search names a head or token by itself.
+  // A highlighted part keeps its point. A search specifies a head or token without a point.
   const point = (paint.follow && paint.follow.point) || firstPoint();
   const add = (kind, name, value) => {
     if (value === null) return;
@@ -125,11 +125,11 @@ function showTransfer() {
   if (held) for (const button of table.querySelectorAll(`[data-kind="${held}"]`)) button.focus({ preventScroll: true });
   say("followed", told ? why(told) : "");
   say("transfer-note", paint.follow
-    ? "Its runs are underlined in the picture. Choose it again to let go."
-    : `A run is contiguous memory, which moves at once. Choose a line to light up its runs${byHand(", or Shift+click the picture", "")}.`);
+    ? "Its runs are underlined in the picture. Choose it again to undo."
+    : `A run is contiguous memory that moves in one piece. Choose a line to highlight its runs${byHand(", or Shift+click the picture", "")}.`);
 }
 
-// Why something lies in so many runs: the axes that are outside of it break it up.
+// Explains the number of runs: axes outside of the selected one divide it.
 function why({ name, kind, chosen, found }) {
   const number = !found ? "very many runs" : found.many === 1 ? "one run" : `${count(found.many)} runs`;
   const letter = { heads: "H", head: "H", layer: "L", token: "N" }[kind];
@@ -142,7 +142,7 @@ function why({ name, kind, chosen, found }) {
   return `${titled(name)}: ${sum}${number}${because}. ${elsewhere(chosen)}`;
 }
 
-// "half its heads, 0–3" and "one head, 2" as they begin a sentence.
+// Rewrites "half its heads, 0–3" and "one head, 2" for the start of a sentence.
 function titled(name) {
   return name.replace(/^half its heads, (\d+)$/, "Head $1").replace("half its heads,", "Heads")
     .replace(/^one (.)(\w+),/, (_, first, rest) => first.toUpperCase() + rest);
@@ -154,18 +154,18 @@ function causes(outside, product, letter, { many }) {
   const letters = [...new Set(outside.map(([axis]) => axis))], { order } = plan().knobs;
   const names = letters.map((axis) => AXES[axis]).join(" and ");
   const every = letters.map((axis) => `every ${ONE[axis]}`).reverse().join(" of ");
-  const pieces = product > many ? "" : `: ${every} has a piece of its own`;
+  const pieces = product > many ? "" : `: ${every} has a separate piece`;
   const made = [];
   if (outside.length) made.push(`in ${order} ${names} are outside of ${AXES[letter]}${pieces}`);
-  else if (many === 1) made.push(`in ${order} nothing of a block is outside of ${AXES[letter]}: it lies together`);
-  if (product < many) made.push(`each page is cut up inside${isPadded() ? ", by padding" : ""}`);
+  else if (many === 1) made.push(`in ${order} no axis of a block is outside of ${AXES[letter]}, so it is contiguous`);
+  if (product < many) made.push(`each page is divided${isPadded() ? " by padding" : ""}`);
   return made;
 }
 
-// Whether padding lies between the fields of most pages.
+// Returns whether most pages have padding between their fields.
 const isPadded = () => plan().pages[mainField().region.page].fields.some((field) => field.padding);
 
-// The same in the other orders of the page.
+// Counts the runs of the same selection in the other orders of the page.
 function elsewhere(chosen) {
   const told = [], { knobs } = plan();
   for (const order of new Set(data.plans.map((one) => one.knobs.order))) {
@@ -178,9 +178,9 @@ function elsewhere(chosen) {
   return told.length ? `Runs in other orders: ${told.join(", ")}.` : "";
 }
 
-const LABELLED = ["block", "pack"]; // knobs that an order may choose for itself: where they differ, it is said
+const LABELLED = ["block", "pack"]; // values that may differ between orders; differences are shown
 
-// The plan of an order that is compared with the one shown: of the same ranks and dtypes, or there is none.
+// Returns the plan of an order with the same ranks and dtypes as the shown one, or undefined.
 function inOrder(order) {
   const now = plan().knobs, unlike = (one) => LABELLED.filter((name) => one.knobs[name] !== now[name]).length;
   const alike = Object.keys(now).filter((name) => name !== "order" && !LABELLED.includes(name));
@@ -188,7 +188,7 @@ function inOrder(order) {
   return found.sort((one, two) => unlike(one) - unlike(two))[0];
 }
 
-// The number of another plan's group that is like the one shown, with states as whole; -1 where it has none.
+// Returns the index of another plan's group that is equivalent to the shown one, with equally split states; -1 if none is.
 function sameGroup(other) {
   const looks = (mine, number) => {
     const { kind, window, num_layers } = mine.groups[number];

@@ -5,7 +5,6 @@ All become a `Source`: a mapping, with a name and its origin.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 import os
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.models.known_models import CatalogueEntry, catalogue, find
+from kvatlas.models.known_models import CatalogueEntry, find
+from kvatlas.models.similar_names import similar_names
 
 LARGEST_FILE = 16 * 2**20
 """Limit on the bytes of a config; real configs have a few thousand."""
@@ -72,7 +72,7 @@ def _from_name(source: str | os.PathLike[str]) -> Source:
         return _from_entry(entry)
     if _HUB_ID.fullmatch(text):
         return _from_file(_from_hub(text))._replace(name=text, origin=f"hub: {text}")
-    close = difflib.get_close_matches(text, list(catalogue()), n=3, cutoff=0.4)
+    close = similar_names(text)
     raise AtlasError(
         Code.UNKNOWN_MODEL,
         "There is no such file, and no model of that name in the catalogue",
@@ -201,7 +201,8 @@ def _from_hub(name: str) -> Path:
             Code.NO_HUB,
             "huggingface_hub is not installed",
             got=f"{name!r}, which is neither a path nor in the catalogue",
-            hint="Install huggingface_hub, or download the model's config.json and pass its path",
+            hint="Run pip install 'kvatlas[transformers]', which includes huggingface_hub; or "
+            "download the model's config.json and pass its path",
         ) from error
     silence = _silence(name)
     try:

@@ -1,0 +1,80 @@
+"""A table that keeps every header and number whole in a narrow terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+_UNLIMITED = 10_000
+_NARROWEST = 8
+"""Least width of a column that may wrap, even if its words have to be broken."""
+
+
+class FittedTable(Table):
+    """A `rich` table that wraps words and narrows gaps before anything is cut.
+
+    `rich` shortens all columns of a table that is too wide. Here, columns that may wrap shrink
+    to their longest word first. Then the gap between columns goes from two blanks to one. Only
+    if that is not enough are the words of wrapping columns broken.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        self.collapse_padding = True
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Choose the widths for this terminal, then render."""
+        self._choose_widths(console, options.max_width)
+        yield from super().__rich_console__(console, options)
+
+    def natural_width(self, console: Console, gap: int) -> int:
+        """Return the width at which nothing wraps, with `gap` blanks between columns."""
+        widest, _ = self._needs(console)
+        return sum(widest) + gap * (len(widest) - 1)
+
+    def _needs(self, console: Console) -> tuple[list[int], list[int]]:
+        """Return the width of each column without wrapping, and its least width with wrapping."""
+        wide = console.options.update(width=_UNLIMITED)
+        widest, least = [], []
+        for column in self.columns:
+            sizes = [console.measure(x, options=wide) for x in (column.header, *column.cells)]
+            widest.append(max(size.maximum for size in sizes))
+            least.append(
+                widest[-1] if column.no_wrap else max(size.minimum for size in sizes),
+            )
+        return widest, least
+
+    def _choose_widths(self, console: Console, width: int) -> None:
+        widest, least = self._needs(console)
+        gaps = len(widest) - 1
+        for gap in (2, 1):
+            widths = shrink(widest, least, width - gap * gaps)
+            if sum(widths) + gap * gaps <= width:
+                break
+        else:
+            broken = [
+                size if column.no_wrap else min(size, _NARROWEST)
+                for column, size in zip(self.columns, least, strict=True)
+            ]
+            widths = shrink(widths, broken, width - gaps)
+        self.padding = (0, gap - 1)
+        for column, chosen in zip(self.columns, widths, strict=True):
+            column.width = chosen
+
+
+def shrink(widths: Sequence[int], least: Sequence[int], total: int) -> list[int]:
+    """Shrink the widest columns first until all fit, none below its `least`.
+
+    >>> shrink([10, 30, 5], [10, 8, 5], 40), shrink([10, 30], [10, 20], 12)
+    ([10, 25, 5], [10, 20])
+    """
+    made = list(widths)
+    while sum(made) > total:
+        spare = [n for n, width in enumerate(made) if width > least[n]]
+        if not spare:
+            break
+        made[max(spare, key=lambda n: made[n])] -= 1
+    return made

@@ -1,0 +1,81 @@
+"""Suggestions for the name of a model that is not in the catalogue."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from typing import NamedTuple
+
+from kvatlas.models.known_models import catalogue
+
+_PARTS = re.compile(r"a\d+(?:\.\d+)?b(?![a-z])|\d+(?:\.\d+)*[bm]?(?![a-z])|[a-z]+|\d+")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([bm])")
+_MOST = 3
+
+
+class _Name(NamedTuple):
+    """A parsed name: family `qwen`, version `3`, size 235 (billion parameters), and all parts."""
+
+    family: str
+    version: str
+    size: float | None
+    parts: tuple[str, ...]
+
+
+def similar_names(text: str) -> list[str]:
+    """Return catalogue names of the same family, the nearest version and size first.
+
+    Names of the wanted version and size are returned alone. A family that is not in the
+    catalogue falls back to names that are spelled similarly.
+
+    >>> similar_names("Qwen3-235B"), similar_names("Llama-70b")
+    (['Qwen3-235B-A22B'], ['Llama-3.1-70B'])
+    >>> similar_names("Qwen3-14B")
+    ['Qwen3-8B', 'Qwen3-30B-A3B', 'Qwen3-32B']
+    """
+    wanted = _parsed(text.rpartition("/")[2])
+    known = {name: _parsed(name) for name in catalogue()}
+    families = {one.family for one in known.values()}
+    family = difflib.get_close_matches(wanted.family, sorted(families), n=1, cutoff=0.7)
+    related = [name for name, one in known.items() if family and one.family == family[0]]
+    if not related:
+        return difflib.get_close_matches(text, list(known), n=_MOST, cutoff=0.6)
+    related.sort(key=lambda name: _distance(wanted, known[name]))
+    exact = [name for name in related if _is_same(wanted, known[name])]
+    return (exact or related)[:_MOST]
+
+
+def _parsed(name: str) -> _Name:
+    parts = tuple(_PARTS.findall(name.lower()))
+    sizes = [float(n) * (1 if unit == "b" else 1e-3) for n, unit in _sizes(parts)]
+    words = [part for part in parts if part.isalpha()]
+    versions = [part for part in parts if re.fullmatch(r"\d+(?:\.\d+)*", part)]
+    return _Name(
+        words[0] if words else "", versions[0] if versions else "", max(sizes, default=None), parts
+    )
+
+
+def _sizes(parts: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return number and unit of each size. Active parameters, such as `a22b`, do not count."""
+    return [found.groups() for part in parts if (found := _SIZE.fullmatch(part))]  # type: ignore[misc]
+
+
+def _distance(wanted: _Name, known: _Name) -> tuple[float, ...]:
+    """Order names by version, size and shared words."""
+    version = abs(_number(wanted.version) - _number(known.version)) if wanted.version else 0.0
+    size = 0.0
+    if wanted.size:
+        size = abs(math.log(wanted.size / known.size)) if known.size else 10.0
+    shared = len(set(wanted.parts) & set(known.parts))
+    return (version, size, -shared)
+
+
+def _number(version: str) -> float:
+    """Return `3.1` of version 3.1 or 3.1.2; 0 if there is no version."""
+    return float(".".join(version.split(".")[:2]) or 0)
+
+
+def _is_same(wanted: _Name, known: _Name) -> bool:
+    same_version = not wanted.version or wanted.version == known.version
+    return wanted.size is not None and wanted.size == known.size and same_version
