@@ -89,6 +89,11 @@ class BlockLedger:
         self._state = {index: np.zeros(pool.blocks, np.int64) for index, pool in pools.items()}
         """Per block: 0 if free, the generation of an exclusive claim, or minus the readers."""
         self._claims: dict[int, BlockClaim] = {}
+        self._unmarked: BlockClaim | None = None
+        """The only claim, which is not in `_state` until there is a second one.
+
+        A pull into an idle node then costs no pass over its blocks.
+        """
         self._generation = 0
         self._lock = threading.Lock()
 
@@ -108,27 +113,26 @@ class BlockLedger:
         }
 
     def claim(self, use: Use, request: str, blocks: Mapping[int, Int64s]) -> BlockClaim:
-        """BlockClaim blocks by pool, or raise `blocks_in_use`. Each id must exist."""
-        shared = use == "offered"
+        """Claim blocks by pool, or raise `blocks_in_use`. Ids that do not exist are ignored."""
         with self._lock:
-            for pool, ids in blocks.items():
-                state = self._state[pool][ids]
-                if (state > 0).any() if shared else state.any():
-                    raise self._in_use(pool, ids[state > 0 if shared else state != 0])
             self._generation += 1
             claim = BlockClaim(self, self._generation, use, request, blocks)
+            if self._claims:
+                self._mark_first()
+                self._check(claim)
+                self._mark(claim)
+            else:
+                self._unmarked = claim
             self._claims[claim.generation] = claim
-            for pool, ids in blocks.items():
-                if shared:
-                    self._state[pool][ids] -= 1
-                else:
-                    self._state[pool][ids] = claim.generation
         return claim
 
     def release(self, claim: BlockClaim) -> None:
         """End a claim. Nothing happens if it has ended already."""
         with self._lock:
             if self._claims.pop(claim.generation, None) is None:
+                return
+            if self._unmarked is claim:
+                self._unmarked = None
                 return
             for pool, ids in claim.blocks.items():
                 if claim.shared:
@@ -140,6 +144,35 @@ class BlockLedger:
         """Return the number of claims by use."""
         with self._lock:
             return Counter(claim.use for claim in self._claims.values())
+
+    def _mark_first(self) -> None:
+        if self._unmarked is not None:
+            self._mark(self._unmarked)
+            self._unmarked = None
+
+    def _mark(self, claim: BlockClaim) -> None:
+        """Enter a claim in the state of its blocks, so that the next claim sees it."""
+        claim.blocks = {pool: self._existing(pool, ids) for pool, ids in claim.blocks.items()}
+        for pool, ids in claim.blocks.items():
+            if claim.shared:
+                self._state[pool][ids] -= 1
+            else:
+                self._state[pool][ids] = claim.generation
+
+    def _check(self, claim: BlockClaim) -> None:
+        """Raise `blocks_in_use` if another claim conflicts."""
+        for pool, given in claim.blocks.items():
+            ids = self._existing(pool, given)
+            state = self._state[pool][ids]
+            taken = state > 0 if claim.shared else state != 0
+            if taken.any():
+                raise self._in_use(pool, ids[taken])
+
+    def _existing(self, pool: int, ids: Int64s) -> Int64s:
+        """Leave out ids that do not exist; routes refuse those before they use them."""
+        if len(ids) and (ids.min() < 0 or ids.max() >= len(self._state[pool])):
+            return ids[(ids >= 0) & (ids < len(self._state[pool]))]
+        return ids
 
     def _in_use(self, pool: int, ids: Int64s) -> AtlasError:
         """Describe the oldest claim that holds one of these blocks."""

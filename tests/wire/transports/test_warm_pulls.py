@@ -204,16 +204,21 @@ class WarmRanks:
         return [what for what, _ in self.driver.log].count("after_caller")
 
 
-def test_a_block_that_only_another_rank_would_fill_is_refused_before_any_rank_reads() -> None:
+def test_a_block_that_only_another_rank_would_fill_fails_the_pull_and_holds_up_no_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with ExitStack() as stack:
         ends = WarmRanks(stack, "conv hybrid", pp=2)
-        bad = ends.blocks | {1: [10**6] * len(ends.blocks[1])}
-        assert code_of(lambda: ends.pull("bad", bad)) is Code.OUT_OF_RANGE
-        assert ends.begun == 0
+        assert eventually(lambda: not ends.session._follow_ups._looking)
+        monkeypatch.setattr(follow_ups, "_EVERY", 0.1)  # finished by the end of the session
+        transfer = ends.pull("bad", ends.blocks | {1: [10**6] * len(ends.blocks[1])})
+        assert ends.begun == 1, "the second rank's blocks alone are wrong"
         closing = threading.Thread(target=ends.session.close, daemon=True)
         closing.start()
         closing.join(10)
         assert not closing.is_alive()
+        assert code_of(transfer.wait) in (Code.OUT_OF_RANGE, Code.CANCELLED)
+        assert transfer.wait_released(20)
 
 
 def test_ranks_that_nobody_reads_are_told_although_the_session_ends_at_once() -> None:

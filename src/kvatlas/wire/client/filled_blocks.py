@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from kvatlas.errors import AtlasError
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Lengths, Route, table_lengths
 from kvatlas.wire.block_ledger import BlockClaim, BlockLedger
@@ -39,15 +38,15 @@ class FilledBlocks:
         tokens: tuple[int, int],
         layers: Collection[str] | None,
     ) -> BlockClaim:
-        """BlockClaim the blocks that a pull fills, or raise why they cannot be filled."""
+        """Claim the blocks that a pull fills.
+
+        The first pull of a shape checks its tables; the caller checks those of the next ones.
+        """
         tables = plain_tables(blocks)
         key = (tokens, table_lengths(tables))
         entries = self._kept.get(key) if layers is None else None
         if entries is not None:
-            try:
-                return self._claim(request, tables, entries)
-            except (AtlasError, IndexError):
-                pass  # Ids that are in use, or do not exist: the checks below report which.
+            return self._claim(request, tables, entries)
         filled = incoming.filled_blocks(
             dst_rank=self._rank, dst_blocks=blocks, tokens=tokens, layers=layers
         )
@@ -66,9 +65,7 @@ class FilledBlocks:
         blocks = {}
         for pool, groups in entries.items():
             # A copy, because the caller may reuse its arrays.
-            ids = blocks[pool] = np.concatenate([tables[group][own] for group, own in groups])
-            if len(ids) and ids.min() < 0:
-                raise IndexError
+            blocks[pool] = np.concatenate([tables[group][own] for group, own in groups])
         return self._ledger.claim("filling", request, blocks)
 
 
