@@ -91,6 +91,28 @@ def test_a_lease_does_not_end_while_bytes_are_copied_for_it() -> None:
     assert ended.is_set()
 
 
+def test_every_thread_that_ends_a_lease_waits_for_its_copy() -> None:
+    ended: list[Any] = []
+    leases = Leases(ended.append)
+    lease = lease_of(leases, direction="push")
+    drops = [
+        lambda: leases.drop(lease),
+        lambda: leases.drop_request("r", "push"),
+        lambda: leases.drop_all({KEY}),
+    ]
+    with lease.guard:
+        threads = [threading.Thread(target=drop) for drop in drops]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(0.05)
+            assert thread.is_alive(), "it returned while the copy was in progress"
+    for thread in threads:
+        thread.join(5)
+    assert ended == [lease]
+    assert len(leases) == 0
+
+
 # -- transfers ----------------------------------------------------------------------------
 
 STEPS = ["ok", "fail", "cancelled"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+
+import pytest
 
 from kvatlas.errors import Code
 from kvatlas.wire import Session
@@ -97,3 +100,35 @@ def test_blocks_that_are_no_longer_expected_are_not_touched() -> None:
         target.buffers[0].assert_untouched()
         until(lambda: target.nodes[0].staging.free == 4)
         target.assert_idle()
+
+
+def test_forget_waits_for_a_copy_of_a_lease_that_another_thread_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copying, may_copy = threading.Event(), threading.Event()
+    with ends(*pair()) as (source, target):
+        node = target.nodes[0]
+        deliver = node.deliver
+
+        def slow(*given: Any) -> int:
+            copying.set()
+            assert may_copy.wait(20)
+            return deliver(*given)
+
+        monkeypatch.setattr(node, "deliver", slow)
+        node.expect("r", target.blocks, 50, source=source.plan, pushers=["end-1"])
+        with Session(source.nodes[0], target.endpoints) as session:
+            transfer = session.push("r", src_blocks=source.blocks, tokens=50)
+            assert copying.wait(5)
+            others = [threading.Thread(target=node.leases.drop_all)]
+            others += [threading.Thread(target=node.forget, args=("r",))]
+            for thread in others:
+                thread.start()
+                thread.join(0.1)
+                assert thread.is_alive(), "the blocks were freed while bytes were copied to them"
+            assert node.ledger.uses() == {"expected": 1}
+            may_copy.set()
+            assert failure(transfer) is Code.LEASE_EXPIRED
+            for thread in others:
+                thread.join(5)
+        assert node.ledger.uses() == {}

@@ -305,13 +305,16 @@ class Leases:
         return older
 
     def drop(self, lease: Lease) -> None:
-        """End a lease; what is being copied for it is over when this returns."""
-        with self._lock:
+        """End a lease. When this returns, no copy is in progress for it.
+
+        Several threads may drop one lease at once: it stays listed until its copy is over, so
+        that each of them waits for the copy.
+        """
+        lease.over = True
+        with lease.guard, self._lock:
             if self._open.pop(lease.key, None) is None:
                 return
             self._entries -= lease.entries
-        with lease.guard:
-            lease.over = True
         self._ended(lease)
 
     def sweep(self) -> None:

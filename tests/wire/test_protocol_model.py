@@ -1,0 +1,177 @@
+"""The rules of block ownership: complete together, and each one necessary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+
+from tests.wire.protocol_model import (
+    EXPIRED,
+    IN_USE,
+    NEW,
+    NEW_ONE,
+    OK,
+    OLD,
+    ONE,
+    STRANGER,
+    UNKNOWN,
+    Event,
+    Model,
+    Rules,
+    Search,
+    World,
+    search,
+)
+
+DEEP = settings().max_examples > 1000
+"""Whether the `deep` profile of hypothesis is in use."""
+
+PUSHES = World(
+    pushers=(OLD, NEW, ONE), engine=False, faults=frozenset({"stop old", "kill old", "expire one"})
+)
+REPLACED = replace(PUSHES, faults=frozenset({"stop old"}))
+STRANGERS = World(pushers=(OLD, STRANGER, ONE), engine=False)
+PULLS = World(pulls=("a", "b"), offers=True, faults=frozenset({"stop source"}))
+WORLDS = {
+    "pushes": PUSHES,
+    "slow copies": replace(REPLACED, slow_copies=True),
+    "strangers": STRANGERS,
+    "expected twice": World(pushers=(OLD, ONE), expectations=2, faults=frozenset({"expire old"})),
+    "pulls": PULLS,
+    "pushes and pulls": World(pushers=(OLD, ONE), pulls=("b",), rewrites=0),
+}
+DEEP_WORLDS = {
+    "both replaced": replace(
+        PUSHES,
+        pushers=(OLD, NEW, ONE, NEW_ONE),
+        faults=frozenset({"stop old", "stop one"}),
+    ),
+    "all faults": replace(
+        PUSHES,
+        engine=True,
+        faults=frozenset({"stop old", "kill old", "expire old", "stop one", "kill one"}),
+    ),
+    "second attempts": World(pushers=(OLD, ONE), expectations=2, attempts=2),
+    "slow second attempts": replace(REPLACED, attempts=2, slow_copies=True),
+    "second pulls": replace(PULLS, attempts=2, rewrites=2),
+    "everything": World(pushers=(OLD, ONE), pulls=("b",), offers=True),
+}
+
+
+def shown(found: Search) -> list[str]:
+    """Print a trace, so that a failed test shows it, and return its events."""
+    print(found)
+    return [str(event) for event in found.trace]
+
+
+def outcomes(model: Model, *events: str) -> tuple[list[str], list[str]]:
+    """Replay events; return the outcome of each, and the invariants that are broken at the end."""
+    state, seen = model.first, []
+    for event in events:
+        step = Event(*event.split(" ", 1))
+        assert step in set(model.possible(state)), f"{step} is not possible"
+        state, outcome = model.step(state, step)
+        seen.append(outcome)
+    return seen, model.violations(state)
+
+
+@pytest.mark.parametrize("name", [*WORLDS, *(DEEP_WORLDS if DEEP else ())])
+def test_no_reachable_state_breaks_an_invariant(name: str) -> None:
+    found = search(Model((WORLDS | DEEP_WORLDS)[name]))
+    print(found)
+    assert found.violation == ""
+    assert found.states > 300, "the world has too few events to show anything"
+
+
+def test_without_fence_two_processes_fill_one_rank() -> None:
+    found = search(Model(REPLACED, Rules(fence=False)), {"wrong bytes"})
+    trace = shown(found)
+    assert found.violation == "wrong bytes"
+    assert {"stop old", "start new", "continue old", "open old", "open new"} <= set(trace)
+
+
+STOPPED_PUSH = (
+    "expect", "open old", "fetch old", "stop old", "start new", "open new", "fetch new",
+    "read new", "fetch new", "read new", "close new", "continue old", "read old",
+)  # fmt: skip
+PUSH_OF_ONE = ("open one", "fetch one", "read one", "fetch one", "read one", "close one")
+
+
+def test_a_stopped_process_cannot_add_bytes_after_its_replacement() -> None:
+    seen, broken = outcomes(Model(REPLACED), *STOPPED_PUSH, *PUSH_OF_ONE)
+    assert seen == [OK] * 12 + [EXPIRED] + [OK] * 6
+    assert broken == []
+    seen, broken = outcomes(Model(REPLACED, Rules(fence=False)), *STOPPED_PUSH, *PUSH_OF_ONE)
+    assert set(seen) == {OK}
+    assert broken == ["wrong bytes"]
+
+
+def test_without_final_arrivals_an_open_loses_one() -> None:
+    found = search(Model(REPLACED, Rules(arrival_is_final=False)), {"lost arrival"})
+    trace = shown(found)
+    assert found.violation == "lost arrival"
+    assert trace.index("close old") < trace.index("open new"), "the new process resets the arrival"
+    assert "fetch new" not in trace, "a bare open is enough"
+    assert trace[-1] == "close one", "both ranks were told that they are complete"
+
+
+def test_without_named_pushers_a_stranger_makes_a_request_ready() -> None:
+    found = search(Model(STRANGERS, Rules(named_pushers=False)))
+    trace = shown(found)
+    assert found.violation == "unnamed pusher"
+    assert "close stranger" in trace
+    assert outcomes(Model(STRANGERS), "expect", "open stranger") == ([OK, UNKNOWN], [])
+
+
+def test_without_claims_two_pulls_fill_one_block() -> None:
+    world = replace(PULLS, offers=False, engine=False, rewrites=0)
+    found = search(Model(world, Rules(claims=False)), {"wrong bytes"})
+    trace = shown(found)
+    assert found.violation == "wrong bytes"
+    assert {"pull a", "pull b", "land a", "land b"} <= set(trace)
+    assert any(event.startswith("confirm") for event in trace)
+    assert outcomes(Model(world), "pull a", "pull b") == ([OK, IN_USE], [])
+
+
+def test_without_claims_a_pull_changes_an_offered_block() -> None:
+    world = World(pulls=("b",), offers=True, engine=False, rewrites=0)
+    found = search(Model(world, Rules(claims=False)), {"wrong bytes"})
+    trace = shown(found)
+    assert found.violation == "wrong bytes"
+    assert sorted(trace) == ["land b", "offer own", "pull b"]
+    assert outcomes(Model(world), "offer own", "pull b") == ([OK, IN_USE], [])
+    assert outcomes(Model(world), "pull b", "offer own") == ([OK, IN_USE], [])
+
+
+def test_without_claims_a_pull_fills_expected_blocks() -> None:
+    world = World(pushers=(OLD, ONE), pulls=("b",), engine=False, rewrites=0)
+    found = search(Model(world, Rules(claims=False)), {"wrong bytes"})
+    trace = shown(found)
+    assert found.violation == "wrong bytes"
+    assert {"expect", "pull b"} <= set(trace)
+
+
+def test_without_quarantine_a_late_read_reaches_freed_blocks() -> None:
+    found = search(Model(PULLS, Rules(quarantine=False)), {"wrong bytes"})
+    trace = shown(found)
+    assert found.violation == "wrong bytes"
+    assert [event.split()[0] for event in trace] == ["pull", "cancel", "use", "land"]
+
+
+def test_without_confirmation_a_pull_is_ready_with_reused_blocks() -> None:
+    found = search(Model(PULLS, Rules(confirm=False)), {"wrong bytes"})
+    trace = shown(found)
+    assert found.violation == "wrong bytes"
+    assert trace.index("withdraw source") < trace.index("rewrite source")
+    assert trace[-1].startswith("confirm")
+
+
+@pytest.mark.parametrize("broken", ["late write", "wrong bytes"])
+def test_whoever_ends_a_lease_must_wait_for_its_copy(broken: str) -> None:
+    found = search(Model(WORLDS["slow copies"], Rules(drain=False)), {broken})
+    trace = shown(found)
+    assert found.violation == broken
+    ends = "forget" if broken == "late write" else "open new"
+    assert trace.index("read old") < trace.index(ends) < trace.index("copy old")
