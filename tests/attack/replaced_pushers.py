@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
 
 from kvatlas.wire.leases import Expected
 from tests.attack.claims import Attack, Outcome, repeated_in
@@ -39,17 +38,21 @@ def _replaced(scene: SourceRanks, seconds: float) -> tuple[list[str], bool]:
     expected = scene.expect(request)
     codes: dict[str, str] = {}
     steps = [spare, "continue", "rank 1"]
-    rng.shuffle(steps)
+    in_order = rng.random() < 0.4  # each after the one before has ended
+    if not in_order:
+        rng.shuffle(steps)
     if rng.random() < 0.25:  # rank 1 before all others
         steps.remove("rank 1")
         codes["rank 1"] = scene.pushed("rank 1", request)
     scene.push("first", request, checksums=rng.random() < 0.5)
-    scene.wait_for_push(request, 0)
+    if rng.random() < 0.9:  # else it may be stopped before it has opened the push
+        scene.wait_for_push(request, 0)
     time.sleep(rng.uniform(0.0, 0.9) * seconds)
     scene["first"].stop()
     hit = 0 not in expected.arrived
     for step in steps:
-        _take(scene, step, request, codes, seconds)
+        patience = 0.0 if in_order else rng.random()
+        _take(scene, step, request, codes, patience, seconds)
     faults = _ready_bytes(scene, expected)
     for role in ("first", spare, "rank 1"):
         if role not in codes:
@@ -61,15 +64,18 @@ def _replaced(scene: SourceRanks, seconds: float) -> tuple[list[str], bool]:
 
 
 def _take(
-    scene: SourceRanks, step: str, request: str, codes: dict[str, str], seconds: float
+    scene: SourceRanks,
+    step: str,
+    request: str,
+    codes: dict[str, str],
+    patience: float,
+    seconds: float,
 ) -> None:
     """Take one of the steps after the stop, and wait for its end, for a while or not at all."""
-    about: dict[str, Any] = {"checksums": True}
     if step == "continue":
         scene["first"].go_on()
     else:
-        scene.push(step, request, **about)
-    patience = scene.rng.random()
+        scene.push(step, request, checksums=True)
     if patience < 0.4 and step != "continue":
         codes[step] = scene[step].heard()["code"]
     elif patience < 0.8:

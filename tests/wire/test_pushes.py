@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from kvatlas.errors import Code
 from kvatlas.wire import Session
+from kvatlas.wire.leases import Leases
 from tests.wire.faulty import Gate, failure, pair
 from tests.wire.helpers import End, as_it_is, assert_arrived, ends, small, until
 
@@ -97,3 +99,26 @@ def test_blocks_that_are_no_longer_expected_are_not_touched() -> None:
         target.buffers[0].assert_untouched()
         until(lambda: target.nodes[0].staging.free == 4)
         target.assert_idle()
+
+
+def test_every_thread_that_ends_a_lease_waits_for_its_last_copy() -> None:
+    """A sweep and `forget` end a lease at once: neither returns while a piece is copied."""
+    leases = Leases(lambda _: None)
+    lease = leases.grant(
+        10.0, session=b"s", request="r", direction="push", peer_rank=0, complete=True,
+        stream=None, entries=1,
+    )  # fmt: skip
+    threads = [
+        threading.Thread(target=leases.drop_all),
+        threading.Thread(target=leases.drop_request, args=("r", "push")),
+        threading.Thread(target=leases.drop, args=(lease,)),
+    ]
+    with lease.guard:  # a piece is being copied
+        for thread in threads:
+            thread.start()
+            thread.join(0.1)
+        assert all(thread.is_alive() for thread in threads)
+    for thread in threads:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(leases) == 0

@@ -305,13 +305,18 @@ class Leases:
         return older
 
     def drop(self, lease: Lease) -> None:
-        """End a lease; what is being copied for it is over when this returns."""
+        """End a lease; what is being copied for it is over when this returns.
+
+        A lease stays listed until its last copy has ended, so that every thread that ends it
+        waits for that copy, and not only the first.
+        """
+        lease.over = True
+        with lease.guard:
+            pass  # no copy starts for a lease that is over
         with self._lock:
             if self._open.pop(lease.key, None) is None:
                 return
             self._entries -= lease.entries
-        with lease.guard:
-            lease.over = True
         self._ended(lease)
 
     def sweep(self) -> None:
