@@ -64,11 +64,13 @@ class Attack:
 class Destination:
     """The node of this process, into which sources in other processes move requests."""
 
-    def __init__(self, attack: Attack) -> None:
+    def __init__(self, attack: Attack, **node: Any) -> None:
         self.attack, self.wire, self.tokens = attack, attack.wire, attack.tokens
         self.rng = attack.rng
+        self.node = attack.wire.node | node
+        """How nodes are made here."""
         self.dst = target_plan(self.tokens)
-        self.here = Rank(self.dst, self.wire.name, 7, self.tokens, **self.wire.node)
+        self.here = Rank(self.dst, self.wire.name, 7, self.tokens, **self.node)
         self.requests = 0
         self.aborts = 0
         """Processes that the transport's library has ended since the last look."""

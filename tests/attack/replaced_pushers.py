@@ -13,6 +13,8 @@ from tests.wire.helpers import waited
 
 _FIRST, _REPLACEMENT, _OTHER = 1, 2, 3
 """Seeds of the stopped process, of the one that replaces it, and of rank 1."""
+_PIECE = 1 << 18
+"""Bytes of a piece: so few that a push takes many, and a stop comes between two of them."""
 _CAST: dict[str, Json] = {
     "first": {"rank": 0, "seed": _FIRST, "name": "prefill"},
     "same name": {"rank": 0, "seed": _REPLACEMENT, "name": "prefill"},
@@ -23,7 +25,7 @@ _CAST: dict[str, Json] = {
 
 def replaced_pushers(attack: Attack) -> Outcome:
     """A request is ready with the bytes of one process per rank, never with bytes of two."""
-    scene = SourceRanks(attack, _CAST)
+    scene = SourceRanks(attack, _CAST, piece=_PIECE)
     try:
         seconds = scene.typical_push("first")
     except BaseException:
@@ -47,7 +49,7 @@ def _replaced(scene: SourceRanks, seconds: float) -> tuple[list[str], bool]:
     scene.push("first", request, checksums=rng.random() < 0.5)
     if rng.random() < 0.9:  # else it may be stopped before it has opened the push
         scene.wait_for_push(request, 0)
-    time.sleep(rng.uniform(0.0, 0.9) * seconds)
+    time.sleep(rng.uniform(0.0, 0.7) * seconds)
     scene["first"].stop()
     hit = 0 not in expected.arrived
     for step in steps:

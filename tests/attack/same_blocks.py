@@ -177,8 +177,9 @@ def _conflicts(
     """Operations that need blocks which something else uses: all of them, or one."""
     rng, node, tokens = scene.rng, scene.here.node, scene.tokens
     blocks, few = scene.here.blocks, 2 * scene.dst.groups[0].block
-    free = [one for one in range(scene.dst.pools[0].blocks) if one not in blocks]
-    mixed = [free[0], rng.choice(list(blocks))]
+    own = list(blocks[0])
+    free = [one for one in range(scene.dst.pools[0].blocks) if one not in own]
+    mixed = [rng.choice(free), rng.choice(own)]
     rng.shuffle(mixed)
     about: dict[str, Any] = {"seconds": SECONDS, "how": rng.choice(_ALL_HOW)}
     source: dict[str, Any] = {"source": scene.src, "pushers": ["one"]}

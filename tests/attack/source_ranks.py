@@ -30,8 +30,8 @@ class SourceRanks(Destination):
     a rank depend on its seed, so that they show which process they came from.
     """
 
-    def __init__(self, attack: Attack, cast: Mapping[str, Json]) -> None:
-        super().__init__(attack)
+    def __init__(self, attack: Attack, cast: Mapping[str, Json], **node: Any) -> None:
+        super().__init__(attack, **node)
         self.src = source_ranks_plan(self.tokens)
         self.cast = cast
         self.children = {role: self.start(role) for role in cast}
@@ -40,7 +40,7 @@ class SourceRanks(Destination):
 
     def start(self, role: str, **changed: Any) -> Child:
         """Start the process of a role."""
-        about = {"tokens": self.tokens, "settings": self.wire.settings} | self.wire.node
+        about = {"tokens": self.tokens, "settings": self.wire.settings} | self.node
         return Child().start(self.src, self.wire.name, **about | self.cast[role] | changed)
 
     def __getitem__(self, role: str) -> Child:

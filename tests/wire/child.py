@@ -102,6 +102,7 @@ class Rank:
             "leases": len(self.node.leases),
             "buffers": self._buffers - self.node.staging.free,
             "quarantine": len(self.node.quarantine),
+            "claims": len(self.node.ledger) - len(self.node.offers),
         }
 
     def idle(self) -> bool:
