@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from kvatlas import AtlasError
 from kvatlas.wire import Session, Transfer
@@ -61,21 +61,51 @@ class Attack:
         return random.Random(f"{self.seed} {self.wire.label}")  # noqa: S311
 
 
-class Scene:
-    """The node of this process, a source that is struck, and one that is well."""
+class Destination:
+    """The node of this process, into which sources in other processes move requests."""
 
-    def __init__(self, attack: Attack) -> None:
+    def __init__(self, attack: Attack, **node: Any) -> None:
         self.attack, self.wire, self.tokens = attack, attack.wire, attack.tokens
         self.rng = attack.rng
-        self.src, self.dst = source_plan(self.tokens), target_plan(self.tokens)
-        self.struck, self.well = self.source(1), self.source(2)
-        self.here = Rank(self.dst, self.wire.name, 7, self.tokens, **self.wire.node)
-        self.right = {seed: after(self.src, seed, self.dst, 7, self.tokens) for seed in (1, 2)}
-        self.right[7] = contents(self.dst, 7)
-        self.right_source = contents(self.src, 1)
+        self.node = attack.wire.node | node
+        """How nodes are made here."""
+        self.dst = target_plan(self.tokens)
+        self.here = Rank(self.dst, self.wire.name, 7, self.tokens, **self.node)
         self.requests = 0
         self.aborts = 0
         """Processes that the transport's library has ended since the last look."""
+
+    def name(self) -> str:
+        self.requests += 1
+        return f"request {self.requests}"
+
+    def pull(self, session: Session, request: str, **about: Any) -> Transfer:
+        return session.pull(request, dst_blocks=self.here.blocks, tokens=self.tokens, **about)
+
+    def nothing_left(self, seconds: float = 10.0) -> list[str]:
+        """Leases, staging buffers and operations that were given up are all back."""
+        if waited(self.here.idle, seconds):
+            return []
+        return [f"{what} left" for what, many in self.here.left().items() if many]
+
+    def ended(self, code: int | None, words: str) -> list[str]:
+        """How a process ended that nobody killed: by the transport's library, or by a fault."""
+        if self.wire.aborts and code in (-signal.SIGABRT, -signal.SIGSEGV):
+            self.aborts += 1
+            return []
+        return [] if code in (0, -signal.SIGKILL) else [words.format(code)]
+
+
+class Scene(Destination):
+    """The node of this process, a source that is struck, and one that is well."""
+
+    def __init__(self, attack: Attack) -> None:
+        super().__init__(attack)
+        self.src = source_plan(self.tokens)
+        self.struck, self.well = self.source(1), self.source(2)
+        self.right = {seed: after(self.src, seed, self.dst, 7, self.tokens) for seed in (1, 2)}
+        self.right[7] = contents(self.dst, 7)
+        self.right_source = contents(self.src, 1)
         self.seconds = {how: self._typical(how) for how in ("direct", "staged")}
 
     def source(self, seed: int) -> Child:
@@ -97,13 +127,6 @@ class Scene:
         by.ask("offer", request=request, **about)
         return request
 
-    def name(self) -> str:
-        self.requests += 1
-        return f"request {self.requests}"
-
-    def pull(self, session: Session, request: str, **about: Any) -> Transfer:
-        return session.pull(request, dst_blocks=self.here.blocks, tokens=self.tokens, **about)
-
     def refill(self, **about: Any) -> list[str]:
         """The blocks are given to another request, from the source that is well."""
         request = self.offered(self.well)
@@ -118,12 +141,6 @@ class Scene:
         """Every byte is of that source's request, and nothing beside it has changed."""
         return [fault] if self.here.wrong(self.right[seed]) else []
 
-    def nothing_left(self, seconds: float = 10.0) -> list[str]:
-        """Leases, staging buffers and operations that were given up are all back."""
-        if waited(self.here.idle, seconds):
-            return []
-        return [f"{what} left" for what, many in self.here.left().items() if many]
-
     def revived(self) -> list[str]:
         """Every source lives and goes on; those that nobody killed should have lived."""
         faults = []
@@ -133,21 +150,14 @@ class Scene:
             far.go_on()
             time.sleep(0.02)
             if not far.process.is_alive():
-                faults += self._ended(far.close(), "a source died by itself ({})")
+                faults += self.ended(far.close(), "a source died by itself ({})")
                 setattr(self, name, self.source(seed))
         return faults
-
-    def _ended(self, code: int | None, words: str) -> list[str]:
-        """How a process ended that nobody killed: by the transport's library, or by a fault."""
-        if self.wire.aborts and code in (-signal.SIGABRT, -signal.SIGSEGV):
-            self.aborts += 1
-            return []
-        return [] if code in (0, -signal.SIGKILL) else [words.format(code)]
 
     def close(self) -> list[str]:
         self.aborts, faults = 0, list[str]()
         for far in (self.struck, self.well):
-            faults += self._ended(far.close(), "a process ended with {}")
+            faults += self.ended(far.close(), "a process ended with {}")
         self.here.close()
         return faults
 
@@ -161,17 +171,33 @@ def code_of(transfer: Transfer, seconds: float) -> str:
     return "ready"
 
 
+class Struck(Protocol):
+    """A scene as `repeated` sees it."""
+
+    aborts: int
+
+    def revived(self) -> list[str]: ...
+
+    def close(self) -> list[str]: ...
+
+
+S = TypeVar("S", bound=Struck)
 Claim = Callable[[Attack], Outcome]
-Try = Callable[[Scene], tuple[list[str], bool | None]]
+Try = Callable[[S], tuple[list[str], bool | None]]
 """One strike: what was wrong, and whether it met a transfer under way."""
 
 
-def repeated(attack: Attack, one: Try, tries: int | None = None) -> Outcome:
+def repeated(attack: Attack, one: Try[Scene], tries: int | None = None) -> Outcome:
     """Strike again and again; a process that dies of it is a fault, and is replaced.
 
     A try in which the transport's library ended a process is made again, unless bytes were wrong.
     """
-    scene, outcome = Scene(attack), Outcome(noted=attack.noted)
+    return repeated_in(Scene(attack), attack, one, tries)
+
+
+def repeated_in(scene: S, attack: Attack, one: Try[S], tries: int | None = None) -> Outcome:
+    """The same in a scene of the caller, which is closed at the end."""
+    outcome = Outcome(noted=attack.noted)
     wanted = attack.tries if tries is None else tries
     try:
         while outcome.tries < wanted and outcome.aborts <= wanted:

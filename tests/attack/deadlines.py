@@ -5,26 +5,35 @@ from __future__ import annotations
 import time
 
 from kvatlas.routing import route
-from kvatlas.wire import Session, copy_request
+from kvatlas.wire import Session, Transfer, copy_request
 from tests.attack.claims import SLACK, Attack, Outcome, Scene, code_of, repeated
 
-_STUCK = 80
+_STUCK = 66
+"""More than a session carries out at once; each fills a block of its own."""
 _AT_ONCE = 64
 
 
 def behind_stuck_pulls(attack: Attack) -> Outcome:
-    """A pull of one second ends after one second, behind 80 that are stuck."""
+    """A pull of one second ends after one second, behind 66 that are stuck."""
     return repeated(attack, _behind_stuck_pulls, max(1, attack.tries // 10))
 
 
 def _behind_stuck_pulls(scene: Scene) -> tuple[list[str], None]:
-    requests = [scene.offered(scene.struck) for _ in range(_STUCK + 1)]
+    block = scene.dst.block_size
+    request = scene.offered(scene.struck)
     session = Session(scene.here.node, [scene.struck.endpoint])
+
+    def pull(number: int, seconds: float) -> Transfer:
+        """Pull the first tokens into a block that no other pull fills."""
+        return session.pull(
+            request, dst_blocks=[number], tokens=block, seconds=seconds, how="staged"
+        )
+
     scene.struck.stop()
-    stuck = [scene.pull(session, one, seconds=30) for one in requests[1:]]
+    stuck = [pull(number, 30) for number in range(_STUCK)]
     time.sleep(0.2)
     begun = time.monotonic()
-    transfer = scene.pull(session, requests[0], seconds=1)
+    transfer = pull(_STUCK, 1)
     code = code_of(transfer, 1 + SLACK)
     taken = time.monotonic() - begun
     faults = [] if code == "deadline" else [f"it ended in {code}"]
@@ -36,8 +45,7 @@ def _behind_stuck_pulls(scene: Scene) -> tuple[list[str], None]:
     if not all(one.wait_released(20) for one in (transfer, *stuck)):
         faults.append("pulls were not released after 20 s")
     session.close()
-    for request in requests:
-        scene.struck.ask("withdraw", request=request)
+    scene.struck.ask("withdraw", request=request)
     return faults + scene.refill() + scene.nothing_left(), None
 
 

@@ -3,50 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
 
 from kvatlas.wire import Session, protocol
 from tests.attack.claims import Attack, Outcome
+from tests.attack.liar import Liar
 from tests.attack.plans import PIECE, source_plan, target_plan
 from tests.wire.attacked import code_of
 from tests.wire.child import Rank, contents
 from tests.wire.helpers import waited
-from tests.wire.raw import Raw
-
-
-class _Liar:
-    """A peer that was welcomed, and says whatever it likes."""
-
-    def __init__(self, honest: Rank, victim: Rank, **changed: Any) -> None:
-        self.honest, self.victim = honest, victim
-        self.raw = Raw(victim.node.endpoint, victim.node.secret)
-        hello = honest.node.hello(with_plan=True)
-        fields = {name: getattr(hello, name) for name in hello.__struct_fields__}
-        welcome = self.raw.ask(protocol.Hello(**fields | changed))
-        assert isinstance(welcome, protocol.Welcome), welcome
-        self.session = welcome.session
-
-    def open(self, direction: protocol.Direction, request: str) -> Any:
-        blocks = protocol.pack_tables(protocol.by_group(self.honest.blocks))
-        question = protocol.Open(
-            session=self.session, direction=direction, request=request, blocks=blocks,
-            start=0, stop=self.honest.tokens, seconds=5.0,
-        )  # fmt: skip
-        return self.raw.ask(question)
-
-    def close(self, lease: bytes, session: bytes | None = None) -> str:
-        close = protocol.Close(session=session or self.session, lease=lease, complete=True)
-        return code_of(self.raw.ask(close))
-
-    def fetch(self, lease: bytes, start: int, stop: int, **about: Any) -> str:
-        question = protocol.Fetch(
-            session=self.session, lease=lease, start=start, stop=stop, **about
-        )
-        return code_of(self.raw.ask(question))
-
-    def borrow(self, lease: bytes) -> str:
-        question = protocol.Borrow(session=self.session, lease=lease, buffers=1, seconds=1.0)
-        return code_of(self.raw.ask(question))
 
 
 def forged_messages(attack: Attack) -> Outcome:
@@ -58,7 +22,7 @@ def forged_messages(attack: Attack) -> Outcome:
         stack.callback(honest.close)
         victim = Rank(dst, attack.wire.name, 7, tokens, **attack.wire.node)
         stack.callback(victim.close)
-        liar, stranger = _Liar(honest, victim), _Liar(honest, victim, name="stranger")
+        liar, stranger = Liar(honest, victim), Liar(honest, victim, name="stranger")
         stack.callback(liar.raw.close)
         stack.callback(stranger.raw.close)
         clean = contents(dst, 7)
@@ -92,18 +56,18 @@ def _refused(said: str, what: str, *codes: str) -> list[str]:
     return [] if said in codes else [f"{what}: {said} instead of {' or '.join(codes)}"]
 
 
-def _nothing_sent(liar: _Liar, _: _Liar, request: str) -> list[str]:
+def _nothing_sent(liar: Liar, _: Liar, request: str) -> list[str]:
     return _refused(liar.close(liar.open("push", request).lease), "no bytes", "bad_handshake")
 
 
-def _half_sent(liar: _Liar, _: _Liar, request: str) -> list[str]:
+def _half_sent(liar: Liar, _: Liar, request: str) -> list[str]:
     lease = liar.open("push", request).lease
     liar.borrow(lease)
     liar.fetch(lease, 0, PIECE)
     return _refused(liar.close(lease), "half of the bytes", "bad_handshake")
 
 
-def _out_of_order(liar: _Liar, _: _Liar, request: str) -> list[str]:
+def _out_of_order(liar: Liar, _: Liar, request: str) -> list[str]:
     lease = liar.open("push", request).lease
     liar.borrow(lease)
     total = 1 << 62
@@ -116,7 +80,7 @@ def _out_of_order(liar: _Liar, _: _Liar, request: str) -> list[str]:
     return faults + _refused(liar.close(lease), "out of order", "bad_handshake", "lease_expired")
 
 
-def _empty_pieces(liar: _Liar, _: _Liar, request: str) -> list[str]:
+def _empty_pieces(liar: Liar, _: Liar, request: str) -> list[str]:
     lease = liar.open("push", request).lease
     liar.borrow(lease)
     for _again in range(8):
@@ -124,7 +88,7 @@ def _empty_pieces(liar: _Liar, _: _Liar, request: str) -> list[str]:
     return _refused(liar.close(lease), "empty pieces", "bad_handshake")
 
 
-def _by_another(liar: _Liar, stranger: _Liar, request: str) -> list[str]:
+def _by_another(liar: Liar, stranger: Liar, request: str) -> list[str]:
     lease = liar.open("push", request).lease
     faults = _refused(stranger.close(lease), "another's lease", "lease_expired")
     faults += _refused(
@@ -135,7 +99,7 @@ def _by_another(liar: _Liar, stranger: _Liar, request: str) -> list[str]:
     return faults
 
 
-def _not_named(victim: Rank, stranger: _Liar, request: str) -> list[str]:
+def _not_named(victim: Rank, stranger: Liar, request: str) -> list[str]:
     """A reader that the offer does not name neither opens it nor ends it."""
     victim.offer(request, readers=["somebody else"])
     faults = _refused(code_of(stranger.open("pull", request)), "not named", "unknown_request")

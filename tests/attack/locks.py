@@ -21,8 +21,16 @@ _TOKENS, _THREADS = 64, 12
 _REQUESTS = [f"request {number}" for number in range(6)]
 _UNDERSTOOD = {
     "cancelled", "deadline", "lease_expired", "peer_lost", "twice", "unknown_request",
-    "unknown_session", "too_many", "busy",
+    "unknown_session", "too_many", "busy", "blocks_in_use",
 }  # fmt: skip
+
+
+def _landing(rng: random.Random, rank: Rank) -> list[int]:
+    """Blocks that requests come into: few, so that they are often in use, and never offered."""
+    own = list(rank.blocks[0])
+    free = [one for one in range(rank.plan.pools[0].blocks) if one not in own]
+    first = rng.randrange(len(free) // len(own)) * len(own)
+    return free[first : first + len(own)]
 
 
 class _Crowd:
@@ -61,16 +69,13 @@ class _Crowd:
         match way:
             case "pull" | "push":
                 about: Json = {"tokens": _TOKENS, "how": how, "seconds": 10}
-                offered = (request, other.blocks, _TOKENS)
                 if way == "pull":
-                    self._quietly(lambda: other.node.offer(*offered))
-                    transfer = session.pull(request, dst_blocks=mine.blocks, **about)
+                    self._quietly(lambda: other.node.offer(request, other.blocks, _TOKENS))
+                    transfer = session.pull(request, dst_blocks=_landing(rng, mine), **about)
                 else:
-                    self._quietly(
-                        lambda: other.node.expect(
-                            *offered, source=mine.plan, pushers=[mine.node.name]
-                        )
-                    )
+                    into = _landing(rng, other)
+                    pushed: Json = {"source": mine.plan, "pushers": [mine.node.name]}
+                    self._quietly(lambda: other.node.expect(request, into, _TOKENS, **pushed))
                     transfer = session.push(request, src_blocks=mine.blocks, **about)
                 if rng.random() < 0.2:
                     transfer.cancel()
@@ -82,9 +87,9 @@ class _Crowd:
             case "withdraw":
                 mine.node.withdraw(request)
             case "expect":
-                mine.node.expect(
-                    request, mine.blocks, _TOKENS, source=other.plan, pushers=[other.node.name]
-                )
+                into = _landing(rng, mine)
+                expected: Json = {"source": other.plan, "pushers": [other.node.name]}
+                mine.node.expect(request, into, _TOKENS, **expected)
             case "forget":
                 mine.node.forget(request)
             case "sweep":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -88,10 +89,21 @@ def target_plan(tokens: int) -> Plan:
     return made("BLNHC", 32, tokens)
 
 
-def after(src: Plan, seed: int, dst: Plan, dst_seed: int, tokens: int) -> dict[int, Bytes]:
-    """What the destination's pools hold after a request has moved, every byte of them."""
+def source_ranks_plan(tokens: int) -> Plan:
+    """The plan of a source with two ranks, each of which has half of the heads."""
+    return made("LBNHC", 16, tokens, tp=2)
+
+
+def after(
+    src: Plan, seed: int | Sequence[int], dst: Plan, dst_seed: int, tokens: int
+) -> dict[int, Bytes]:
+    """What the destination's pools hold after a request has moved, every byte of them.
+
+    `seed` is that of all source ranks, or of each.
+    """
     into = contents(dst, dst_seed)
-    ranks = {rank: contents(src, seed, rank) for rank in range(src.ranks)}
+    seeds = [seed] * src.ranks if isinstance(seed, int) else seed
+    ranks = {rank: contents(src, own, rank) for rank, own in enumerate(seeds)}
     tables = {"src_blocks": scattered(src, tokens), "dst_blocks": scattered(dst, tokens)}
     copy_request(route(src, dst), ranks, {0: into}, tokens=tokens, **tables)
     return into

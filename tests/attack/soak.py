@@ -250,6 +250,8 @@ class Soak:
     later: list[tuple[float, Callable[[], None]]]
 
     def _ended(self, label: str, target: Worker, slot: int, life: int, code: str) -> None:
+        if code == "blocks_in_use":  # slots are reused only after they were released
+            self.surprises["blocks of a slot that was released are in use"] += 1
         self.codes[code] += 1
         self.by_wire[label][code] += 1
         self.under_way -= 1
@@ -373,7 +375,7 @@ class Soak:
         self.counts["orders without an answer"] += len(left)
 
     def _count(self, _: Worker, said: Json) -> None:
-        for what in ("leases", "buffers", "quarantine"):
+        for what in ("leases", "buffers", "quarantine", "claims"):
             self.counts[f"leaked {what}"] += said[what]
 
     def _count_open(self, worker: Worker, said: Json) -> None:

@@ -273,7 +273,7 @@ class TierNode:
         return {}
 
     def do_state(self) -> Json:
-        return {"leases": 0, "buffers": 0, "quarantine": 0, "wrong": 0}
+        return {"leases": 0, "buffers": 0, "quarantine": 0, "claims": 0, "wrong": 0}
 
     def close(self) -> int:
         self.tier.close()

@@ -22,7 +22,7 @@ _LATE = 0.25
 
 
 @contextmanager
-def _posted() -> Iterator[list[Handle]]:
+def posted() -> Iterator[list[Handle]]:
     """Every read into pools that this process posts meanwhile: staging buffers are kept apart."""
     handles: list[Handle] = []
     read = Link.read
@@ -52,7 +52,7 @@ def _stopped_source(scene: Scene) -> tuple[list[str], bool]:
     request, faults = scene.offered(struck), []
     session = Session(scene.here.node, [struck.endpoint])
     closing = threading.Thread(target=session.close)
-    with _posted() as handles:
+    with posted() as handles:
         transfer = scene.pull(session, request, how=how, seconds=moment + 0.5)
         time.sleep(moment)
         struck.stop()

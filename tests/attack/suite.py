@@ -14,7 +14,11 @@ from tests.attack.deadlines import behind_stuck_pulls, many_at_once, stalled_rep
 from tests.attack.forged import forged_messages
 from tests.attack.kills import killed_peers
 from tests.attack.locks import contended_locks
+from tests.attack.opened_again import opened_again
+from tests.attack.other_weights import other_weights
 from tests.attack.plans import WIRES, Wire
+from tests.attack.replaced_pushers import replaced_pushers
+from tests.attack.same_blocks import owned_blocks, pulls_at_once, quarantined_blocks
 from tests.attack.sessions import thousands_of_sessions
 from tests.attack.stops import stopped_pushers, stopped_sources
 
@@ -52,9 +56,15 @@ CLAIMS: dict[str, Row] = {
     "stopped source, blocks reused: no late byte": Row(stopped_sources, _ALL),
     "stopped pusher, blocks reused: no late byte": Row(stopped_pushers, _ALL),
     "killed peer: no wrong byte, nothing left": Row(killed_peers, _ALL),
+    "different weights are refused": Row(other_weights, _ALL),
+    "a stopped pusher's bytes never reach a ready request": Row(replaced_pushers, _ALL),
+    "an Open by any peer takes nothing away": Row(opened_again),
+    "two pulls into the same blocks: one owner": Row(pulls_at_once, _ALL),
+    "offered and expected blocks are not pulled into": Row(owned_blocks),
+    "quarantined blocks have no new owner": Row(quarantined_blocks, _ALL),
     "forged messages change nothing": Row(forged_messages),
     "locks under contention: everything ends": Row(contended_locks),
-    "a pull of 1 s behind 80 that are stuck": Row(behind_stuck_pulls),
+    "a pull of 1 s behind 66 that are stuck": Row(behind_stuck_pulls),
     "a stalled replica leaves time for another": Row(stalled_replicas),
     "64 pulls at once, right to the byte": Row(many_at_once),
     "long pulls hold up no short one": Row(long_beside_short),

@@ -14,11 +14,15 @@ from kvatlas.geometry import StateSpans
 from kvatlas.routing.compiler import GroupPair
 from kvatlas.routing.request import BoundStates, RequestEnds
 from tests.attack.by_tests import ROOT, PassingTests
-from tests.attack.claims import Attack, Scene, repeated
+from tests.attack.claims import Attack, Claim, Scene, repeated
 from tests.attack.forged import forged_messages
 from tests.attack.long_contexts import thin, wide
+from tests.attack.opened_again import opened_again
+from tests.attack.other_weights import other_weights
 from tests.attack.plans import WIRES
 from tests.attack.proxy import Proxy
+from tests.attack.replaced_pushers import replaced_pushers
+from tests.attack.same_blocks import owned_blocks, pulls_at_once, quarantined_blocks
 from tests.attack.soak import Soak
 from tests.attack.stops import stopped_sources
 from tests.attack.suite import CLAIMS
@@ -27,6 +31,28 @@ from tests.attack.suite import CLAIMS
 def test_blocks_of_a_stopped_source_are_reused() -> None:
     outcome = stopped_sources(Attack(WIRES["shm"], tries=1, tokens=512, seed=1))
     assert (outcome.tries, outcome.held) == (1, 1), outcome.faults
+
+
+def _hold(claim: Claim, tries: int) -> None:
+    outcome = claim(Attack(WIRES["shm"], tries=tries, tokens=512, seed=1))
+    assert (outcome.tries, outcome.held) == (tries, tries), outcome.faults
+
+
+def test_ranks_with_other_weights_exchange_no_byte() -> None:
+    _hold(other_weights, 7)
+
+
+def test_a_request_that_is_ready_has_the_bytes_of_one_process_per_rank() -> None:
+    _hold(replaced_pushers, 3)
+
+
+def test_an_open_takes_no_arrival_away() -> None:
+    _hold(opened_again, 2)
+
+
+@pytest.mark.parametrize("claim", [pulls_at_once, owned_blocks, quarantined_blocks])
+def test_blocks_have_one_owner(claim: Claim) -> None:
+    _hold(claim, 3)
 
 
 def test_processes_that_a_library_ends_are_counted_apart() -> None:

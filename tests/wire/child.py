@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvatlas import AtlasError
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Bytes, Handle, Node, Session, make_transport, memory_of, random_bytes
@@ -101,6 +102,7 @@ class Rank:
             "leases": len(self.node.leases),
             "buffers": self._buffers - self.node.staging.free,
             "quarantine": len(self.node.quarantine),
+            "claims": len(self.node.ledger) - len(self.node.offers),
         }
 
     def idle(self) -> bool:
@@ -116,7 +118,7 @@ class Rank:
 
 
 def _answer(rank: Rank, order: Json) -> Json:
-    about = order["about"]
+    about = _with_identity(order["about"])
     match order["do"]:
         case "offer":
             rank.offer(**about)
@@ -127,9 +129,19 @@ def _answer(rank: Rank, order: Json) -> Json:
             rank.node.expect(blocks=rank.blocks, tokens=rank.tokens, source=source, **about)
         case "move":
             return _moved(rank, **about)
+        case "forget":
+            rank.node.forget(**about)
         case "state":
             return rank.left() | {"released": rank.released}
+        case "changed":
+            return {"bytes": rank.wrong(contents(rank.plan, rank.seed, rank.rank))}
     return {}
+
+
+def _with_identity(about: Json) -> Json:
+    """Make the identity of an order, which travels as JSON, a `CacheIdentity` again."""
+    given = about.get("identity")
+    return about if given is None else about | {"identity": CacheIdentity(**given)}
 
 
 def _moved(rank: Rank, way: str, endpoints: list[str], **about: Any) -> Json:
@@ -169,7 +181,7 @@ def main(told: Connection) -> None:
     os.environ.update(order.pop("settings", {}))
     direct._BATCH = order.pop("batch", direct._BATCH)
     _slow_down(order.pop("slow", 0.0))
-    rank = Rank(Plan.from_json(order.pop("plan").encode()), **order)
+    rank = Rank(Plan.from_json(order.pop("plan").encode()), **_with_identity(order))
     said: Json = {"endpoint": rank.node.endpoint}
     while True:
         try:
@@ -186,6 +198,8 @@ class Child:
     def __init__(self) -> None:
         self.process, self._pipe = forked(main)
         self._endpoint = ""
+        self._due = 0
+        """Answers to orders that nobody has heard yet."""
 
     def start(self, plan: Plan, transport: str, seed: int, **given: Any) -> Child:
         """Have it be this rank; nobody waits for it before it is needed."""
@@ -210,11 +224,18 @@ class Child:
     def tell(self, do: str, **about: Any) -> None:
         assert self.endpoint
         self._send({"do": do, "about": about})
+        self._due += 1
 
     def heard(self, seconds: float = 40.0) -> Json:
         assert self._pipe.poll(seconds), "the child says nothing"
         said: Json = json.loads(self._pipe.recv_bytes())
+        self._due = max(0, self._due - 1)
         return said
+
+    def hear_all(self) -> None:
+        """Receive every answer that is still due, after a test that ended before it."""
+        while self._due:
+            self.heard()
 
     def ask(self, do: str, **about: Any) -> Json:
         self.tell(do, **about)
