@@ -77,6 +77,23 @@ def test_blocks_of_a_direct_read_are_not_released_before_it_is_over(end: str) ->
         works(source, target)
 
 
+def test_a_transfer_that_has_ended_posts_no_further_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvatlas.wire.client.direct._BATCH", 8192)
+    with ends(*pair()) as (source, target):
+        source.offer("r")
+        stalled = target.arounds = Stalled()
+        with Session(target.nodes[0], source.endpoints) as session:
+            transfer = pull(session, target, how="direct", seconds=30.0)
+            assert stalled.posted.wait(5)
+            stalled.reads[0]._done = True  # the worker sees the end of the read first
+            transfer.cancel()
+            stalled.reads[0].arrive()
+            assert transfer.wait_released(5)
+        assert len(stalled.reads) == 1
+        source.nodes[0].withdraw("r")
+        works(source, target)
+
+
 def test_buffers_of_a_staged_read_are_not_lent_before_it_is_over() -> None:
     """The blocks are only ever written here, so nothing late can reach them."""
     with ends(*pair()) as (source, target):

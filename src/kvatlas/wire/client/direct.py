@@ -26,6 +26,7 @@ def pull_direct(lease: RankLease, stream: Stream, behind: int | None) -> None:
         return
     batch = max(4096, min(_BATCH, total * _BATCH_RUNS // max(1, stream.runs_apart)))
     for start in range(0, total, batch):
+        lease.transfer.check_cancelled()
         lease.renew_in_time()
         stop = min(total, start + batch)
         copies = stream.copies(start, stop)
