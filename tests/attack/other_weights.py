@@ -99,8 +99,8 @@ def _push(scene: SourceRanks) -> list[str]:
 
     def push() -> None:
         with Session(here.node, scene.endpoints(*roles)) as session:
-            sent = {"src_blocks": here.blocks, "tokens": scene.tokens, "seconds": SECONDS}
-            session.push(request, how=_how(scene), **sent).wait()
+            sent: Json = {"src_blocks": here.blocks, "tokens": scene.tokens, "how": _how(scene)}
+            session.push(request, seconds=SECONDS, **sent).wait()
 
     faults = _refused(_code(push), "a push to other weights")
     for role in roles:
@@ -135,9 +135,10 @@ def _adapter_pulled(scene: SourceRanks) -> list[str]:
     scene.offer(request, *_OURS, **_identity(mine))
     with Session(scene.here.node, scene.endpoints(*_OURS)) as session:
         about = {"how": _how(scene), "seconds": SECONDS}
-        code = code_of(scene.pull(session, request, identity=other, **about), SECONDS + SLACK)
-        # An offer that is withdrawn or was read before is unknown; this one is neither.
-        faults += _refused(code, "a pull for another adapter")
+        refused = scene.pull(session, request, identity=other, **about)
+        faults += _refused(code_of(refused, SECONDS + SLACK), "a pull for another adapter")
+        if not refused.wait_released(SECONDS):  # its blocks are quarantined until then
+            faults.append("blocks of a refused pull are not released")
         faults += scene.unchanged("bytes of another adapter were pulled")
         code = code_of(scene.pull(session, request, identity=mine, **about), SECONDS + SLACK)
     if code != "ready":

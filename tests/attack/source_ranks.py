@@ -40,8 +40,9 @@ class SourceRanks(Destination):
 
     def start(self, role: str, **changed: Any) -> Child:
         """Start the process of a role."""
-        about = {"tokens": self.tokens, "settings": self.wire.settings} | self.node
-        return Child().start(self.src, self.wire.name, **about | self.cast[role] | changed)
+        given: Json = {"tokens": self.tokens, "settings": self.wire.settings}
+        about = given | self.node | self.cast[role] | changed
+        return Child().start(self.src, self.wire.name, **about)
 
     def __getitem__(self, role: str) -> Child:
         return self.children[role]
