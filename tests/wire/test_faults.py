@@ -13,7 +13,7 @@ import pytest
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.routing import Copy
-from kvatlas.wire import Handle, Session
+from kvatlas.wire import Handle, Session, protocol
 from kvatlas.wire.transports.base import STAGING
 from tests.wire.faulty import Act, Gate, Stuck, failure, pair, pull, pull_block, spoiled, works
 from tests.wire.helpers import assert_arrived, ends, pull_all, until
@@ -245,6 +245,15 @@ def test_one_rank_that_fails_calls_the_others_off() -> None:
     with ends(*pair({"tp": 2}, {"tp": 1})) as (source, target):
         source.nodes[0].offer("r", source.blocks, 50)
         gate = target.arounds = Gate()
+        answer = source.nodes[1].server.answer
+
+        def late(question: Any, caller: Any) -> Any:
+            """Rank 1 refuses the pull once rank 0 is being read."""
+            if isinstance(question, protocol.Open):
+                assert gate.reached.wait(5)
+            return answer(question, caller)
+
+        source.nodes[1].server.answer = late
         with Session(target.nodes[0], source.endpoints) as session:
             transfer = pull(session, target, how="direct")
             assert gate.reached.wait(5)

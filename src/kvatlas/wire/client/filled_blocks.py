@@ -12,7 +12,6 @@ import numpy as np
 from kvatlas.geometry import Int64s
 from kvatlas.routing import Lengths, Route, table_lengths
 from kvatlas.wire.block_ledger import BlockClaim, BlockLedger
-from kvatlas.wire.client.warm_shapes import plain_tables
 
 _KEPT = 128
 """Shapes that are kept; the least recently used is dropped first."""
@@ -35,14 +34,14 @@ class FilledBlocks:
         incoming: Route,
         request: str,
         blocks: Any,
+        tables: Mapping[int, Int64s],
         tokens: tuple[int, int],
         layers: Collection[str] | None,
     ) -> BlockClaim:
-        """Claim the blocks that a pull fills.
+        """Claim the blocks that a pull fills; `tables` are its blocks as arrays.
 
         The first pull of a shape checks its tables; the caller checks those of the next ones.
         """
-        tables = plain_tables(blocks)
         key = (tokens, table_lengths(tables))
         entries = self._kept.get(key) if layers is None else None
         if entries is not None:

@@ -21,7 +21,7 @@ from typing import Any
 from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import duration, natural
+from kvatlas.geometry import Int64s, duration, natural
 from kvatlas.models import CacheIdentity
 from kvatlas.routing import Costs, check_tables, table_arrays, token_range
 from kvatlas.wire.arguments import check_request_name, text_list
@@ -131,13 +131,14 @@ class Session:
             tokens = (start, max(start, stop - natural(recompute, "recompute")))
         started: dict[int, StartedPull] = {}
         incoming = self.node.route_from(self._any_peer())
-        dst_blocks = table_arrays(dst_blocks, "destination")
+        tables = plain_tables(dst_blocks)
         span = token_range(tokens, self.node.plan.max_len)
-        claim = self._filled.claim(incoming, request, dst_blocks, span, layers)
+        claim = self._filled.claim(incoming, request, dst_blocks, tables, span, layers)
         try:
             plain = src_blocks is None and layers is None and how in ("auto", "direct")
             if plain and not checksums and not streamed and identity is None:
-                self._start_warm(started, request, tokens, dst_blocks)
+                self._start_warm(started, request, tokens, tables)
+            dst_blocks = table_arrays(dst_blocks, "destination")
             ranks = incoming.sources(self.node.rank)
             warm = bool(ranks) and len(started) == len(ranks)
             total = started[ranks[0]].total if warm else None
@@ -245,13 +246,13 @@ class Session:
         )
 
     def _start_warm(
-        self, started: dict[int, StartedPull], request: str, tokens: Any, blocks: Any
+        self,
+        started: dict[int, StartedPull],
+        request: str,
+        tokens: Any,
+        tables: Mapping[int, Int64s],
     ) -> None:
         """Begin to read from ranks whose share of such a request was read before."""
-        try:
-            tables = plain_tables(blocks)
-        except AtlasError:
-            return
         for rank, endpoints in self._replicas.items():
             if len(endpoints) == 1:
                 read = StartedPull.begin(self._connections, endpoints[0], request, tokens, tables)
