@@ -94,8 +94,8 @@ bench: $(READY)  ## Figures, each beside a limit measured in the same run; of vL
 	@if test -e $(VLLM)/.installed; then $(MAKE) --no-print-directory bench-vllm; \
 	else echo "What a request costs two vLLM engines: make bench-vllm, which sets vLLM up."; fi
 
-hits: $(READY)  ## docs/hits.md, from the folder TRACES
-	$(PY) -m benchmarks.hit_rates $(TRACES) $(if $(JOBS),--jobs $(JOBS)) > docs/hits.md
+hits: $(READY)  ## docs/reference/data/hits.md, from the folder TRACES
+	$(PY) -m benchmarks.hit_rates $(TRACES) $(if $(JOBS),--jobs $(JOBS)) > docs/reference/data/hits.md
 
 bench-gpu: $(READY)  ## The kernels on a CUDA device, beside its own limits
 	$(PY) -m benchmarks.gpu
@@ -321,8 +321,8 @@ docs: $(DOCS)/.installed  ## The documentation as a site, in site/; a broken lin
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/bin/python -m mkdocs build --strict
 
 docs-pairings: $(READY)  ## The table of pairings with vLLM: every one is moved, byte by byte
-	$(PY) -m tests.routing.pairings_page > docs/vllm_pairings.md.new
-	mv docs/vllm_pairings.md.new docs/vllm_pairings.md
+	$(PY) -m tests.routing.pairings_page > docs/reference/data/vllm_pairings.md.new
+	mv docs/reference/data/vllm_pairings.md.new docs/reference/data/vllm_pairings.md
 
 $(DOCS)/.installed: pyproject.toml
 	test -d $(DOCS) || $(PYTHON) -m venv $(DOCS)

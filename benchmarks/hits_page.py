@@ -1,4 +1,4 @@
-"""What `docs/hits.md` says around its table."""
+"""What `docs/reference/data/hits.md` says around its table."""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REPOSITORY = re.compile(r"https://github\.com/kvatlas/kvatlas/(?:blob|tree)/main/")
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_code_in_docs_runs(page: Path) -> None:
     scope: dict[str, object] = {}
     for kind, code in BLOCK.findall(page.read_text()):

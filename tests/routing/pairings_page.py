@@ -1,4 +1,4 @@
-"""The page `docs/vllm_pairings.md`: what vLLM's own connector and kvatlas make of each pairing.
+"""The page `docs/reference/data/vllm_pairings.md`: 120 pairings under two connectors.
 
 `python -m tests.routing.pairings_page` moves every one, byte by byte, and prints the page.
 """

@@ -1,4 +1,4 @@
-"""The page `docs/hybrids.md`: vLLM's plan of every hybrid beside atlas's."""
+"""The page `docs/reference/data/hybrids.md`: vLLM's plan of every hybrid beside atlas's."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ fit in requests of {MAX_LEN:,} tokens, also where a model was trained for fewer;
 its share of what such a request claims; *4k* and *32k* are the users that fit while they decode
 at 4,096 and 32,768 tokens. *Way* is how atlas keeps recurrent states: in blocks that otherwise hold
 N attention layers (`pack N`), or as vLLM does where no smaller block fits as many users. A refused
-plan shows the [code of the refusal](errors.md).
+plan shows the [code of the refusal](../errors.md).
 
 This page is made by a command, and a test holds it to what the command prints:
 
 ```sh
-kvatlas hybrids > docs/hybrids.md
+kvatlas hybrids > docs/reference/data/hybrids.md
 ```
 
 """
