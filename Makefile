@@ -316,9 +316,11 @@ check-release: $(TOOLS)/.installed  ## TAG=v1.2.3 is the package's version, and 
 # Themes and plugins warn of mkdocs 2, which pyproject.toml does not admit.
 DOCS := .venv-docs
 
-docs: $(DOCS)/.installed  ## The documentation as a site, in site/; a broken link is an error
-	$(DOCS)/bin/python -m doctest tools/docs_examples.py
+docs: $(DOCS)/.installed  ## The documentation as a site, in site/; a broken link or too many words is an error
+	$(DOCS)/bin/python -m doctest tools/docs_examples.py tools/docs_words.py
+	$(DOCS)/bin/python tools/docs_words.py
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/bin/python -m mkdocs build --strict
+	$(DOCS)/bin/python tools/docs_site.py site
 
 docs-pairings: $(READY)  ## The table of pairings with vLLM: every one is moved, byte by byte
 	$(PY) -m tests.routing.pairings_page > docs/reference/data/vllm_pairings.md.new
