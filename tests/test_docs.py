@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,8 @@ REPOSITORY = re.compile(r"https://github\.com/kvatlas/kvatlas/(?:blob|tree)/main
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^\$ kvatlas (.+)\n((?:(?!\$ |```).*\n)+)", re.MULTILINE)
+CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -28,6 +34,32 @@ def test_code_in_docs_runs(page: Path) -> None:
         assert result.failed == 0
         assert result.attempted > 0
         scope = test.globs
+
+
+def _printed(command: str) -> list[str]:
+    """The lines that a command prints on a terminal of 80 columns, without repeated blanks."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "kvatlas", *shlex.split(command)],
+        env=os.environ | {"COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [" ".join(line.split()) for line in ran.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if CONSOLE.search(page.read_text())], ids=lambda p: p.name
+)
+def test_commands_in_docs_print_what_is_shown(page: Path) -> None:
+    """Every line of a `console` block is a line of the command's output; others may be left out."""
+    for block in CONSOLE.findall(page.read_text()):
+        commands = COMMAND.findall(block)
+        assert commands, block
+        for command, shown in commands:
+            printed = _printed(command)
+            for line in shown.splitlines():
+                assert " ".join(line.split()) in printed, f"{command}: {line}"
 
 
 def test_tests_that_docs_name_exist() -> None:
