@@ -18,7 +18,8 @@ REPOSITORY = re.compile(r"https://github\.com/kvatlas/kvatlas/(?:blob|tree)/main
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"^\$ kvatlas (.+)\n((?:(?!\$ |```).*\n)+)", re.MULTILINE)
+FILE = re.compile(r'^```python title="([\w.]+)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^\$ (.+)\n((?:(?!\$ |```).*\n)+)", re.MULTILINE)
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -36,28 +37,39 @@ def test_code_in_docs_runs(page: Path) -> None:
         scope = test.globs
 
 
-def _printed(command: str) -> list[str]:
-    """The lines that a command prints on a terminal of 80 columns, without repeated blanks."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "kvatlas", *shlex.split(command)],
-        env=os.environ | {"COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return [" ".join(line.split()) for line in ran.stdout.splitlines()]
+def _printed(command: str, folder: Path) -> list[str]:
+    """The lines that commands print on a terminal of 80 columns, without repeated blanks."""
+    paths = f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    started = []
+    for one in command.split(" & "):
+        program, *words = shlex.split(one)
+        process = subprocess.Popen(
+            [sys.executable, *(("-m", "kvatlas") if program == "kvatlas" else ()), *words],
+            cwd=folder,
+            env=os.environ | {"COLUMNS": "80", "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+    printed = "".join(process.communicate(timeout=120)[0] for process in started)
+    return [" ".join(line.split()) for line in printed.splitlines()]
 
 
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if CONSOLE.search(page.read_text())], ids=lambda p: p.name
 )
-def test_commands_in_docs_print_what_is_shown(page: Path) -> None:
-    """Every line of a `console` block is a line of the command's output; others may be left out."""
+def test_commands_in_docs_print_what_is_shown(page: Path, tmp_path: Path) -> None:
+    """Every line of a `console` block is a line of the command's output; others may be left out.
+
+    Code blocks with a title are files in the folder where the commands run.
+    """
+    for name, code in FILE.findall(page.read_text()):
+        (tmp_path / name).write_text(code)
     for block in CONSOLE.findall(page.read_text()):
         commands = COMMAND.findall(block)
         assert commands, block
         for command, shown in commands:
-            printed = _printed(command)
+            printed = _printed(command, tmp_path)
             for line in shown.splitlines():
                 assert " ".join(line.split()) in printed, f"{command}: {line}"
 
