@@ -1,4 +1,4 @@
-"""The page `docs/reference/data/hybrids.md`: vLLM's plan of every hybrid beside atlas's."""
+"""The page `docs/reference/data/hybrids.md`: two plans of every hybrid, vLLM's and atlas's."""
 
 from __future__ import annotations
 
@@ -21,22 +21,26 @@ USERS_AT = (4096, 32768)
 _PATIENCE = 2.0
 
 _PAGE = f"""\
-# Hybrids: vLLM's plan beside atlas's
+# Hybrid models: two plans
 
-Every hybrid of the catalogue with {MEMORY} of cache memory on each rank. *Tokens* are those that
-fit in requests of {MAX_LEN:,} tokens, also where a model was trained for fewer; *padding* is
-its share of what such a request claims; *4k* and *32k* are the users that fit while they decode
-at 4,096 and 32,768 tokens. *Way* is how atlas keeps recurrent states: in blocks that otherwise hold
-N attention layers (`pack N`), or as vLLM does where no smaller block fits as many users. A refused
-plan shows the [code of the refusal](../errors.md).
-
-This page is made by a command, and a test holds it to what the command prints:
+The table compares vLLM's plan with the plan of policy `atlas`, for every hybrid of the catalogue and
+{MEMORY} of cache memory on each rank. A command generates this page, and a test compares the two:
 
 ```sh
 kvatlas hybrids > docs/reference/data/hybrids.md
 ```
 
-"""
+| column | meaning |
+|---|---|
+| block | tokens per block |
+| padding | share of padding in a request of {MAX_LEN:,} tokens |
+| tokens | tokens that fit, in requests of {MAX_LEN:,} tokens, even if the model was trained for fewer |
+| 4k, 32k | users that fit while they decode, at 4,096 and 32,768 tokens |
+| way | storage of recurrent states: in blocks that otherwise hold N attention layers (`pack N`), or as in vLLM if no smaller block fits as many users |
+
+A refused plan shows its [error code](../errors.md).
+
+"""  # noqa: E501
 _FIGURES = "block | padding | tokens | 4k | 32k"
 _PAGE += f"""\
 | model | tp | vLLM: {_FIGURES} | atlas: {_FIGURES} | way |
