@@ -94,8 +94,8 @@ bench: $(READY)  ## Figures, each beside a limit measured in the same run; of vL
 	@if test -e $(VLLM)/.installed; then $(MAKE) --no-print-directory bench-vllm; \
 	else echo "What a request costs two vLLM engines: make bench-vllm, which sets vLLM up."; fi
 
-hits: $(READY)  ## docs/hits.md, from the folder TRACES
-	$(PY) -m benchmarks.hit_rates $(TRACES) $(if $(JOBS),--jobs $(JOBS)) > docs/hits.md
+hits: $(READY)  ## docs/reference/data/hits.md, from the folder TRACES
+	$(PY) -m benchmarks.hit_rates $(TRACES) $(if $(JOBS),--jobs $(JOBS)) > docs/reference/data/hits.md
 
 bench-gpu: $(READY)  ## The kernels on a CUDA device, beside its own limits
 	$(PY) -m benchmarks.gpu
@@ -316,13 +316,15 @@ check-release: $(TOOLS)/.installed  ## TAG=v1.2.3 is the package's version, and 
 # Themes and plugins warn of mkdocs 2, which pyproject.toml does not admit.
 DOCS := .venv-docs
 
-docs: $(DOCS)/.installed  ## The documentation as a site, in site/; a broken link is an error
-	$(DOCS)/bin/python -m doctest tools/docs_examples.py
+docs: $(DOCS)/.installed  ## The documentation as a site, in site/; a broken link or too many words is an error
+	$(DOCS)/bin/python -m doctest tools/docs_examples.py tools/docs_words.py
+	$(DOCS)/bin/python tools/docs_words.py
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/bin/python -m mkdocs build --strict
+	$(DOCS)/bin/python tools/docs_site.py site
 
 docs-pairings: $(READY)  ## The table of pairings with vLLM: every one is moved, byte by byte
-	$(PY) -m tests.routing.pairings_page > docs/vllm_pairings.md.new
-	mv docs/vllm_pairings.md.new docs/vllm_pairings.md
+	$(PY) -m tests.routing.pairings_page > docs/reference/data/vllm_pairings.md.new
+	mv docs/reference/data/vllm_pairings.md.new docs/reference/data/vllm_pairings.md
 
 $(DOCS)/.installed: pyproject.toml
 	test -d $(DOCS) || $(PYTHON) -m venv $(DOCS)

@@ -1,4 +1,4 @@
-"""What sharing a tier is worth: the table of `docs/fleet.md`, from a trace of real requests.
+"""What sharing a tier is worth: the table of `docs/how-to/tiers.md`, from a trace of real requests.
 
     python -m benchmarks.fleet_hits TRACE
 

@@ -1,4 +1,4 @@
-"""How many objects ranks write and read for 1,000 tokens: the table of `docs/tier_format.md`.
+"""Objects that ranks write and read for 1,000 tokens: a table of `docs/reference/tier_format.md`.
 
 python -m benchmarks.fleet_objects
 """

@@ -1,6 +1,6 @@
-"""The page `docs/hits.md`: hit rates under vLLM's plans and atlas's, on real traces.
+"""The page `docs/reference/data/hits.md`: hit rates under vLLM's plans and atlas's, on real traces.
 
-    python -m benchmarks.hit_rates TRACES --jobs 2 > docs/hits.md
+    python -m benchmarks.hit_rates TRACES --jobs 2 > docs/reference/data/hits.md
 
 TRACES is a folder with Mooncake's `conversation_trace.jsonl` and `synthetic_trace.jsonl`, and
 `coding_agents/` with conversations of kv-cache-tester.

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import doctest
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REPOSITORY = re.compile(r"https://github\.com/kvatlas/kvatlas/(?:blob|tree)/main/")
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r'^```python title="([\w.]+)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^\$ (.+)\n((?:(?!\$ |```).*\n)+)", re.MULTILINE)
+CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_code_in_docs_runs(page: Path) -> None:
     scope: dict[str, object] = {}
     for kind, code in BLOCK.findall(page.read_text()):
@@ -28,6 +35,43 @@ def test_code_in_docs_runs(page: Path) -> None:
         assert result.failed == 0
         assert result.attempted > 0
         scope = test.globs
+
+
+def _printed(command: str, folder: Path) -> list[str]:
+    """The lines that commands print on a terminal of 80 columns, without repeated blanks."""
+    paths = f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    started = []
+    for one in command.split(" & "):
+        program, *words = shlex.split(one)
+        process = subprocess.Popen(
+            [sys.executable, *(("-m", "kvatlas") if program == "kvatlas" else ()), *words],
+            cwd=folder,
+            env=os.environ | {"COLUMNS": "80", "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+    printed = "".join(process.communicate(timeout=120)[0] for process in started)
+    return [" ".join(line.split()) for line in printed.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if CONSOLE.search(page.read_text())], ids=lambda p: p.name
+)
+def test_commands_in_docs_print_what_is_shown(page: Path, tmp_path: Path) -> None:
+    """Every line of a `console` block is a line of the command's output; others may be left out.
+
+    Code blocks with a title are files in the folder where the commands run.
+    """
+    for name, code in FILE.findall(page.read_text()):
+        (tmp_path / name).write_text(code)
+    for block in CONSOLE.findall(page.read_text()):
+        commands = COMMAND.findall(block)
+        assert commands, block
+        for command, shown in commands:
+            printed = _printed(command, tmp_path)
+            for line in shown.splitlines():
+                assert " ".join(line.split()) in printed, f"{command}: {line}"
 
 
 def test_tests_that_docs_name_exist() -> None:

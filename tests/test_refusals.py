@@ -239,7 +239,7 @@ def test_every_code_has_a_way_to_it() -> None:
 
 
 def test_every_code_is_documented() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/reference/errors.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE)
     assert rows == [(str(code), code.problem) for code in Code]
 

@@ -21,7 +21,7 @@ CACHES = [cache for cache in ATTENTION_CACHES if cache != "auto"]
 TURBO = [cache for cache in CACHES if cache.startswith("turboquant")]
 SCALED = [cache for cache in CACHES if cache.endswith("_per_token_head")]
 SIGNS = hadamard.signs(128, torch.device("cpu"))
-DOCS = Path(__file__).parents[2] / "docs" / "cache.md"
+DOCS = Path(__file__).parents[2] / "docs/explanation/caches.md"
 
 
 def spec_of(cache: str, dim: int = D) -> FullAttention:

@@ -1,4 +1,4 @@
-"""The page `docs/vllm_pairings.md`: what vLLM's own connector and kvatlas make of each pairing.
+"""The page `docs/reference/data/vllm_pairings.md`: 120 pairings under two connectors.
 
 `python -m tests.routing.pairings_page` moves every one, byte by byte, and prints the page.
 """
@@ -14,26 +14,30 @@ from tests.routing.pairings import PAIRINGS, Pairing, move_pairing, vllm_verdict
 _PAGE = """\
 # 120 pairings of two vLLM engines
 
-A prefill engine and a decode engine of unlike tensor parallelism (`tp`), order or block size, for
-attention, windows, latent attention, packed caches and hybrids. *vLLM* is what its NixlConnector
-(0.32) makes of a pairing: its real worker was run, every descriptor carried out and every byte
-compared. *kvatlas* is what a route makes of the same, planned as vLLM plans it and as kvatlas does:
-real bytes in buffers of those shapes, each compared, those that nothing should have touched
-included. (Hybrids in BHLNC are planned by kvatlas alone: vLLM has no plan in that order.)
+The table lists 120 pairings of a prefill engine and a decode engine whose tensor parallelism (`tp`),
+layout or block size differ, for attention, windows, latent attention, packed caches and hybrids.
 
 {counts}
 
-*refused*: the engines do not exchange caches. *corrupt*: the bytes are accepted, and wrong. What
-two engines of yours would make of each other is said by `kvatlas doctor`.
+| | meaning |
+|---|---|
+| right | every byte arrives in its place, and no other byte changes |
+| *refused* | the engines do not exchange caches |
+| **corrupt** | the engine accepts the bytes, and they are wrong |
 
-This page is made by a command that moves all of them, and a test holds it to the tests that do
-the same:
+*vLLM* is the result of vLLM 0.32's NixlConnector: its worker ran, every descriptor was executed and
+every byte compared. *kvatlas* is the result of a route between the same engines, with plans of both
+policies: real bytes in buffers of those shapes, all of them compared. Hybrids in BHLNC are planned by
+kvatlas only, because vLLM has no plan in that layout. `kvatlas doctor` predicts the result for two of
+your own engines.
+
+A command moves all pairings and generates this page, and a test compares the two:
 
 ```sh
 make docs-pairings
 ```
 
-"""
+"""  # noqa: E501
 _HEAD = """\
 ## {kind}
 

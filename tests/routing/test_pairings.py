@@ -17,7 +17,7 @@ from tests.routing.pairings import PAIRINGS, Pairing, move_pairing, vllm_verdict
 from tests.routing.pairings_page import page
 
 FACTS = Path(os.environ.get("KVATLAS_FACTS", "")) / "facts" / "pairings.json"
-PAGE = Path(__file__).parents[2] / "docs" / "vllm_pairings.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/data/vllm_pairings.md"
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS, ids=lambda pairing: pairing.name)

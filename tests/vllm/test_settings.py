@@ -25,14 +25,14 @@ def test_settings_that_cannot_be_are_refused_with_what_to_do() -> None:
         ({"lease_second": 3}, "lease_seconds"),
         ({"quite": 3}, "Keys are transport"),
         ({"transport": "pigeon"}, "nixl"),
-        ({"lease_seconds": 0}, "docs/vllm.md"),
-        ({"ports": "many"}, "docs/vllm.md"),
-        ({"how": "quickly"}, "docs/vllm.md"),
+        ({"lease_seconds": 0}, "docs/how-to/vllm.md"),
+        ({"ports": "many"}, "docs/how-to/vllm.md"),
+        ({"how": "quickly"}, "docs/how-to/vllm.md"),
         ({"listen": EVERYWHERE}, "advertise"),
         ({"tier": "redis://host"}, "mooncake://host:port"),
         ({"tier": "host://"}, "mooncake://host:port"),
         ({"tier": "/a/file", "tenant": "me"}, "Name a store"),
-        ({"tier": "folder:///mnt/kv", "tier_options": {"stage": 2}}, "docs/vllm.md"),
+        ({"tier": "folder:///mnt/kv", "tier_options": {"stage": 2}}, "docs/how-to/vllm.md"),
     ):
         with pytest.raises(AtlasError) as refusal:
             ConnectorSettings.read(given)
@@ -73,7 +73,7 @@ def test_versions_that_nobody_has_run_are_warned_of_and_lacking_ones_refused() -
 
 
 def test_every_setting_is_documented_with_its_default() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/how-to/vllm.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| .* \|$", page, re.MULTILINE)
     fields = msgspec.structs.fields(ConnectorSettings)
     defaults = msgspec.to_builtins(ConnectorSettings())

@@ -19,7 +19,7 @@ from tests.wire.test_connections import OK, RENEW, channels, monitor_code, serve
 
 SECRET = b"known to both ends"
 SAID = 11
-"""Seconds after which docs/security.md says that a host which vanishes is noticed."""
+"""Seconds after which docs/how-to/security.md says that a host which vanishes is noticed."""
 
 
 def connections() -> dict[str, socket.socket]:
@@ -70,7 +70,7 @@ def test_both_ends_of_every_connection_have_a_heartbeat() -> None:
         one.close()
     for end in ends:
         end.close()
-    said = Path(__file__).parents[2].joinpath("docs/security.md").read_text()
+    said = Path(__file__).parents[2].joinpath("docs/how-to/security.md").read_text()
     assert f"by keepalive, after about {SAID} seconds" in said
 
 

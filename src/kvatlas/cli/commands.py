@@ -376,5 +376,5 @@ command(
 )(events)
 command("models", "models gpt-oss-20b", "models ./config.json --json")(models)
 command("layouts", "layouts --json")(layouts)
-command("hybrids > docs/hybrids.md")(hybrids)
+command("hybrids > docs/reference/data/hybrids.md")(hybrids)
 app.add_typer(tier_app)

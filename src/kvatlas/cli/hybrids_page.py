@@ -1,4 +1,4 @@
-"""The page `docs/hybrids.md`: vLLM's and atlas's plans of all hybrids."""
+"""The page `docs/reference/data/hybrids.md`: two plans of every hybrid, vLLM's and atlas's."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ USERS_AT = (4096, 32768)
 _PATIENCE = 2.0
 
 _PAGE = f"""\
-# Hybrids: vLLM's plans and atlas's plans
+# Hybrid models: two plans
 
-This table lists every hybrid of the catalogue with {MEMORY} of cache memory on each rank.
-
-- *Tokens*: tokens that fit in requests of {MAX_LEN:,} tokens, even if the model was trained for
-  fewer.
-- *Padding*: the share of such a request's memory that is padding.
-- *4k* and *32k*: users that fit while they decode, at 4,096 and 32,768 tokens.
-- *Way*: how atlas stores recurrent states. `pack N` means in blocks that otherwise hold N
-  attention layers. Atlas uses vLLM's own plan if no smaller block fits as many users.
-
-A plan that was refused shows its [error code](errors.md). This page is generated, and a test
-compares it with the output of:
+The table compares vLLM's plan with the plan of policy `atlas`, for every hybrid of the catalogue and
+{MEMORY} of cache memory on each rank. A command generates this page, and a test compares the two:
 
 ```sh
-kvatlas hybrids > docs/hybrids.md
+kvatlas hybrids > docs/reference/data/hybrids.md
 ```
 
-"""
+| column | meaning |
+|---|---|
+| block | tokens per block |
+| padding | share of padding in a request of {MAX_LEN:,} tokens |
+| tokens | tokens that fit, in requests of {MAX_LEN:,} tokens, even if the model was trained for fewer |
+| 4k, 32k | users that fit while they decode, at 4,096 and 32,768 tokens |
+| way | storage of recurrent states: in blocks that otherwise hold N attention layers (`pack N`), or as in vLLM if no smaller block fits as many users |
+
+A refused plan shows its [error code](../errors.md).
+
+"""  # noqa: E501
 _FIGURES = "block | padding | tokens | 4k | 32k"
 _PAGE += f"""\
 | model | tp | vLLM: {_FIGURES} | atlas: {_FIGURES} | way |
@@ -50,19 +51,19 @@ T = TypeVar("T")
 
 
 def hybrids_page() -> str:
-    """Return the page in Markdown."""
+    """The whole page, in Markdown."""
     cases = [(name, tp) for name in hybrids() for tp in TP]
     return _PAGE + "".join(_line(name, tp) for name, tp in patiently(cases, "Planning hybrids"))
 
 
 def hybrids() -> list[str]:
-    """List the models that have both recurrent states and attention."""
+    """Names of the models that have both recurrent states and attention."""
     kinds = {name: {kind_of(x.spec) for x in Model.load(name).layers} for name in catalogue()}
     return [name for name, kept in kinds.items() if "recurrent" in kept and len(kept) > 1]
 
 
 def patiently(items: Sequence[T], what: str) -> Iterator[T]:
-    """Yield the items. On a terminal, show a progress bar on stderr after two seconds."""
+    """The items, with a progress bar on a terminal's stderr once two seconds have passed."""
     console = Console(stderr=True)
     progress = Progress(console=console, transient=True)
     task = progress.add_task(what, total=len(items))
@@ -74,7 +75,7 @@ def patiently(items: Sequence[T], what: str) -> Iterator[T]:
             yield item
             progress.advance(task)
     finally:
-        if progress.live.is_started:  # stop() prints even if stderr is not a terminal
+        if progress.live.is_started:  # stopping says so, even on no terminal
             progress.stop()
 
 

@@ -15,7 +15,7 @@ The table lists the error of an element x, where a is the largest element that s
 | `fp8_per_token_head` | a / 448 | x / 16 + a / 448 / 1024 |
 | `int4_per_token_head` | (max - min) / 15, with a zero point | one step, of the rotated row |
 | `nvfp4` | one for 16 elements in e4m3, one for the tensor | a / 4 |
-| `turboquant_*` | the row's norm after a rotation; V's range | see `docs/cache.md` |
+| `turboquant_*` | the row's norm after a rotation; V's range | see `docs/explanation/caches.md` |
 
 Values that are not finite: `auto` keeps them. fp8 with one scale saturates infinities and keeps
 NaN. Formats that compute a scale return NaN for all elements that share it, so that an invalid

@@ -77,7 +77,7 @@ ROW_ERRORS: Mapping[str, RowError] = {
     "nvfp4_ds_mla": RowError(0.14, 0.14),
     "mxfp4": RowError(0.2, 0.2),
 }
-"""Error of writing a row in each format: the larger of K's and V's. See `docs/cache.md`."""
+"""Error of a row in each format: the larger of K and V. See `docs/explanation/caches.md`."""
 
 
 def row_error(src: str, dst: str) -> RowError:

@@ -2,8 +2,8 @@
 
 Hashes are chained at one granularity, the greatest that divides the blocks of all groups, so
 a key stands for all tokens up to its block's end. The weights are no part of it: they are the
-namespace's. The chain is part of a format that others implement (docs/tier_format.md), so it
-is nobody else's: pools may hash as they like.
+namespace's. The chain is part of a format that others implement
+(docs/reference/tier_format.md), so pools may hash differently.
 """
 
 from __future__ import annotations

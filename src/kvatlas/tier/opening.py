@@ -198,7 +198,7 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
             case "host":
                 return HostStore(**about)
     except TypeError as problem:
-        hint = "See docs/fleet.md for what an address takes"
+        hint = "See docs/how-to/tiers.md for what an address takes"
         problem_text = "The address of a store says something that the store does not know"
         raise AtlasError(Code.BAD_CONFIG, problem_text, got=str(problem), hint=hint) from None
     raise _unknown_kind(where)

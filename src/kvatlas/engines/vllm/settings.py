@@ -107,7 +107,7 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
         try:
             settings = msgspec.convert(given, cls)
         except msgspec.ValidationError as wrong:
-            raise _bad(str(wrong), "See docs/vllm.md for each key") from None
+            raise _bad(str(wrong), "See docs/how-to/vllm.md for each key") from None
         if settings.alone and settings.tier is None:
             raise _bad("neither a transport nor a tier", "Leave transport out, or name a tier")
         if settings.transport not in (*TRANSPORT_NAMES, _NO_TRANSPORT):
