@@ -52,9 +52,9 @@ class FileMap:
         self._address = 0 if self._map is None else np.frombuffer(self._map, np.uint8).ctypes.data
 
     def read(self, near: Int64s, far: Int64s, length: Int64s) -> bool:
-        """Copy runs at offsets of the file to addresses; whether all of them were.
+        """Copy runs from offsets of the file to addresses and return whether all were copied.
 
-        Where that is not so, some may have been: whoever reads them by other calls hears why.
+        If not, some may have been copied. Reading them with other calls reports the error.
         """
         if self._map is None:
             return False
@@ -64,16 +64,16 @@ class FileMap:
         return _copied(_out_of_short_ranges, mapped, near, length)
 
     def write(self, near: Int64s, far: Int64s, length: Int64s) -> bool:
-        """Copy runs at addresses to offsets of the file; whether all of them were, as above.
+        """Copy runs from addresses to offsets of the file and return whether all were copied.
 
-        The disk has them as it has what is written by other calls: after an `fdatasync`.
+        As with other writes, the data reaches the disk after an `fdatasync`.
         """
         if self._map is None:
             return False
         return _copied(_into_file, far + self._address, near, length)
 
     def close(self) -> None:
-        """Let go of the addresses."""
+        """Unmap the file."""
         if self._map is not None:
             self._map.close()
             self._map = None

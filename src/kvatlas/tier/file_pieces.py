@@ -1,7 +1,8 @@
 """Runs between memory and a tier's file, cut into pieces that one core moves.
 
-A call of the system for each short run takes long. So short runs are moved by way of memory in
-which they lie as they do in the file: in stretches, of which the system takes hundreds at once.
+One system call per short run would be slow. Short runs are therefore gathered in a staging buffer
+in the order of the file. They form contiguous stretches there, and one system call moves hundreds
+of stretches.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Piece(NamedTuple):
         return self.far[self.first], self.stretch_bytes
 
     def gather(self, memory: Bytes, room: Bytes) -> None:
-        """Copy its runs into memory that has them one behind the other."""
+        """Copy its runs into contiguous memory."""
         for _ in copy_runs_unchecked(memory, room, self.near, self.packed, self.length):
             pass
 
@@ -70,7 +71,7 @@ class Piece(NamedTuple):
 
     @property
     def packed(self) -> Places:
-        """Where its runs start in memory that has them one behind the other."""
+        """The starts of its runs in contiguous memory."""
         if one_length(self.length):
             each = int(self.length[0])
             return range(0, len(self.length) * each, each)
@@ -85,7 +86,7 @@ class GridPiece(NamedTuple):
     first: Int64s
     """The first of them in each stretch of the file."""
     packed: NestedSteps
-    """Where they start in memory, and in memory that has them one behind the other."""
+    """The starts of runs in memory, and in contiguous memory."""
     spans: tuple[Int64s, Int64s]
     run_bytes: int
 
@@ -102,7 +103,7 @@ class GridPiece(NamedTuple):
         return far, np.tile(self.run_bytes * runs, len(self.spans[1]))
 
     def gather(self, memory: Bytes, room: Bytes) -> None:
-        """Copy its runs into memory that has them one behind the other."""
+        """Copy its runs into contiguous memory."""
         behind = len(self.starts[0]) * self.run_bytes * np.arange(len(self.spans[0]))
         src = (self.spans[0][:, None] + self.packed.src).reshape(-1)
         dst = (behind[:, None] + self.packed.dst).reshape(-1)
@@ -122,9 +123,9 @@ class GridPiece(NamedTuple):
 
 
 def grid_pieces(grid: RunGrid) -> list[GridPiece]:
-    """A grid, cut into pieces; none where its stretches of the file are short, or unlike.
+    """Cut a grid into pieces; none if its stretches of the file are short or differ.
 
-    Each span lies in one block.
+    Each span is in one block.
 
     >>> from kvatlas.routing.binding import Starts
     >>> starts = Starts.of(np.array([0, 1 << 20]), np.array([0, 1 << 14]))
@@ -197,7 +198,7 @@ class Rooms:
 
     @contextmanager
     def one(self) -> Iterator[Bytes]:
-        """Room for a piece, which nobody else has meanwhile."""
+        """Lease a buffer for one piece."""
         try:
             room = self._free.pop()
         except IndexError:  # all are in use

@@ -1,9 +1,8 @@
-"""Runs from the blocks of a tier's file into memory, by few calls.
+"""Read runs from the blocks of a tier's file into memory with few system calls.
 
-Long runs are read one by one. Others that fill stretches of memory are copied there by the
-system, hundreds at once, wherever they lie in the file. The rest is taken in the order of the
-file: its stretches are read into memory between and scattered from there, or scattered by the
-call that reads them.
+Long runs are read one by one. Runs that are contiguous in memory are copied hundreds at a time,
+wherever they are in the file. The rest is read in file order: contiguous stretches of the file are
+read into a staging buffer and scattered from there, or scattered directly by the read call.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Runs from memory into the blocks of a tier's file: by few calls, and summed on the way.
+"""Write runs from memory into the blocks of a tier's file and compute their checksums.
 
-Short runs are gathered first, on several cores, into stretches of the file; these are summed
-while they are in the processor's cache, and then written. Where the file was written to a
-moment ago, hundreds are written by one call, on several cores at once. Elsewhere the system
-would have to prepare every page for that, or to read it, so there each stretch is written by a
-call of its own. Such calls the system carries out one at a time for each file, and waiting for
-each other costs them more than they do: one thread makes them, while others gather and sum.
-For the same reason few sum at once.
+Short runs are first gathered, on several cores, into contiguous stretches of the file. Their
+checksums are computed while they are in the processor's cache, and then they are written. If the
+region of the file was written recently, its pages are in memory, and one call writes hundreds of
+stretches, on several cores in parallel. Otherwise the system would have to prepare or read every
+page for that, so each stretch is written by a separate call. The system serialises such calls per
+file, and contention costs more than the calls themselves. One thread therefore makes them, while
+others gather and compute checksums. For the same reason only a few threads compute checksums.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PieceWriter:
     """Writes pieces to a file, on any number of threads."""
 
     def __init__(self, file: int, nbytes: int, mapped: FileMap | None, rooms: Rooms) -> None:
-        """Of a file of so many bytes; not `mapped` where the disk has all that was written."""
+        """Write to a file of `nbytes` bytes. Do not pass `mapped` if the tier is durable."""
         self._file, self._map, self._rooms = file, mapped, rooms
         self._written = np.full(1 + nbytes // _REGION, -np.inf)
         """When something was written to a region last."""

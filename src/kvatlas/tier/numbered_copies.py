@@ -1,7 +1,7 @@
-"""Copies of a whole request, taken apart by row: some rows at a time go through staging memory.
+"""The copies of a request, split by row, so that rows can pass through staging memory in batches.
 
-A route is bound once, to numbers that stand for rows. They are dealt out with gaps, so that no
-run goes on from one row into the next; the runs of any rows are then moved to where these are.
+A route is bound once, to numbers that represent rows. The numbers have gaps, so that no run
+crosses from one row into the next. The runs of a row are then translated to its actual address.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class NumberedRows:
         return self._groups[need.group].pool, self.numbers[need]
 
     def group(self, pool: int, number: int) -> int:
-        """Whose row has a number."""
+        """Return the group of the row with a number."""
         return self._group[pool, number]
 
     def block_bytes(self, pool: int) -> int:
@@ -58,7 +58,7 @@ class NumberedRows:
         return self._block_bytes[pool]
 
     def tables(self) -> dict[int, list[int]]:
-        """A table for each group; entries that nobody needs have none, and are refused if used."""
+        """Return a table for each group. Unneeded entries have a number that routes reject."""
         tables = {group: [-1] for group in range(len(self._groups))}
         for need, number in self.numbers.items():
             entry = self.entry(need)
@@ -132,7 +132,7 @@ class NumberedCopies:
         return row, there[np.searchsorted(some, row)]
 
     def _together(self, pool: int, numbers: list[int]) -> Iterator[list[int]]:
-        """Rows that are moved together: small ones of one group, whose bytes lie alike."""
+        """Yield rows that are moved together: small rows of one group, with equal layout."""
         if self._numbered.block_bytes(pool) >= _LARGE_ROW:
             yield from ([number] for number in numbers)
         else:

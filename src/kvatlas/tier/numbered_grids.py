@@ -1,6 +1,6 @@
-"""Sums of runs of a whole request, taken apart by row, as `NumberedCopies` are.
+"""The grids of runs of a request, split by row, like `NumberedCopies`.
 
-Runs are not written out: of each row it is known where its spans are, of which there are few.
+Runs are not expanded: each row records only its spans, of which there are few.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where the bytes of a row are in staging memory: object by object, each behind its header.
+"""The layout of a row in staging memory: object by object, each after its header.
 
-A store then takes and gives an object as one stretch, whatever stretches of the row it is made
-of, and nobody puts it together. Runs between pools and rows are moved to where their bytes
-are; a run that goes on from one object into the next is cut there.
+A store reads and writes an object as one contiguous range, even if its bytes are scattered over
+the row, so objects need not be assembled. The runs between pools and rows are translated to this
+layout. A run that crosses an object boundary is split there.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RowFrame:
     def moved(self, copy: Copy, end: End, begin: Int64s | int, to: Int64s | int) -> Copy:
         """A copy whose `end` is in rows that begin at `begin`, when these are staged at `to`.
 
-        Each row that a run lies in has its own `begin` and `to`, or all have one.
+        `begin` and `to` are given for the row of each run, or once for all.
         """
         within = (copy.src if end == "src" else copy.dst) - begin
         stretch = np.searchsorted(self._starts, within, "right") - 1
@@ -90,8 +90,8 @@ class RowFrame:
         Refused where they do not ascend at the destination, as those of a route do.
         """
         if starts.step < 1:
-            problem = "Starts of runs do not ascend at the destination"
-            got, hint = starts.dst[:8].tolist(), "Take those of a route"
+            problem = "The destination starts of runs do not ascend"
+            got, hint = starts.dst[:8].tolist(), "Pass the starts of a route"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         at = begin + (starts.src if end == "src" else starts.dst)
         first = np.searchsorted(self._starts, at, "right") - 1

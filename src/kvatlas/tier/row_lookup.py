@@ -1,4 +1,4 @@
-"""`RowLookup`: how much of a request a store has, asked in few calls."""
+"""`RowLookup`: find the longest stored prefix of a request with few calls to the store."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class RowLookup:
     def longest(
         self, start: int, stop: int, keys: KeyRows, deadline: Deadline
     ) -> tuple[int, dict[NeededBlock, RowName], str]:
-        """The most tokens that every group has what it needs for, their rows, and what is missing.
+        """Return the longest prefix that every group can serve, its rows, and the reason it ends.
 
-        That is "absent" or "incomplete" where there are fewer tokens than asked for.
+        If the prefix is shorter than requested, the reason is "absent" or "incomplete".
         """
         spans = self._spans
         ends: list[int] = [stop, *range((stop - 1) // spans.step * spans.step, start, -spans.step)]
@@ -69,7 +69,7 @@ class RowLookup:
 
 
 class Asked:
-    """What a store was asked for in one lookup, and has."""
+    """The rows that were looked up in one search, and those that exist."""
 
     def __init__(self, traffic: RowTraffic, spans: TierSpans, deadline: Deadline) -> None:
         self._traffic, self._spans, self._deadline = traffic, spans, deadline

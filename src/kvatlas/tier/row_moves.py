@@ -1,4 +1,4 @@
-"""Rows on their way from staging memory into a rank's pools: as they are, or converted."""
+"""Move rows from staging memory into a rank's pools, unchanged or converted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvatlas.tier.storage import Read, TierStorage
 
 
 class RowMoves(Protocol):
-    """What a rank takes of each row, and how that gets into its pools."""
+    """The parts of each row that a rank needs, and how they are moved into its pools."""
 
     def objects(self, need: NeededBlock) -> list[int]:
         """Which objects of a row have something that it takes."""

@@ -1,10 +1,10 @@
-"""How the rows of a tier are cut into objects: alike for all who write and read them.
+"""Cut the rows of a tier into objects, in the same way for all writers and readers.
 
-A row is one block of the tier's plan. It is cut by who would hold its bytes if the model were
-dealt out to `shards` ranks, and to `stages` pipeline stages: bytes that the same ranks
-hold are one object. So a rank of any tp that divides `shards` holds whole objects, and those
-alone; what all ranks hold alike (the latents of MLA) is one object. The cut follows from the plan
-and these two numbers, and names no token, so every row of a group is cut alike.
+A row is one block of the tier's plan. It is cut by the ranks that would hold its bytes if the
+model were distributed over `shards` tensor-parallel ranks and `stages` pipeline stages: bytes
+that the same ranks hold form one object. A rank of any tp that divides `shards` therefore holds
+only whole objects. Bytes that all ranks replicate (the latents of MLA) form one object. The cut
+depends only on the plan and these two numbers, so all rows of a group are cut in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvatlas.geometry import Int64s, Placement, Sharding, join_ranges
 from kvatlas.planning import Plan, Region, stage_layers
 
 MOST_SHARDS = 16
-"""Ranks that rows are cut for where nobody says how many: the most that engines use."""
+"""Default number of shards that rows are cut for: the most that engines use."""
 
 MOST_RANKS = 1024
 
@@ -31,7 +31,7 @@ Ranges = tuple[Int64s, Int64s]
 
 
 class RowShare(NamedTuple):
-    """What a rank brings of a row: objects that it has all of, and those that it has part of."""
+    """The objects of a row that a rank holds completely, and those that it holds in part."""
 
     whole: tuple[int, ...]
     partly: tuple[int, ...]
@@ -68,7 +68,7 @@ class GroupObjects:
         return self._starts, self._stops, self._owner
 
     def overlap(self, start: Int64s, length: Int64s) -> Int64s:
-        """How many bytes of each object lie in some ranges of a row."""
+        """Return how many bytes of each object are in some ranges of a row."""
         if not len(start):
             return np.zeros(len(self), np.int64)
         start, length = join_ranges(start, length)
@@ -106,12 +106,13 @@ class RowObjects:
         self.shards = _most_shards(plan) if shards is None else shards
         self.stages = stages
         if not (1 <= self.shards <= MOST_RANKS and 1 <= stages <= MOST_RANKS):
+            problem = "The number of shards or stages is out of range"
             got, hint = f"{shards} shards, {stages} stages", f"Use 1 to {MOST_RANKS} of each"
-            raise AtlasError(Code.OUT_OF_RANGE, "Rows cannot be cut so", got=got, hint=hint)
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
         self.groups = [self._group(index) for index in range(len(plan.groups))]
 
     def _group(self, group: int) -> GroupObjects:
-        """Bytes of a row by who would hold them, the first ranks' first."""
+        """Return the bytes of a row by the ranks that would hold them, first ranks first."""
         held: dict[tuple[int, tuple[int, ...]], list[Ranges]] = defaultdict(list)
         for region in self.plan.regions:
             if region.group == group:

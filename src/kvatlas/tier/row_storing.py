@@ -1,4 +1,4 @@
-"""`RowStoring`: one rank's part of a request on its way into a store."""
+"""`RowStoring`: store one rank's part of a request in an object store."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class RowStoring:
     def start(
         self, bound: BoundStore, deadline: Deadline, *, paced: bool
     ) -> tuple[Puts, list[RowName]]:
-        """Read the pools and begin to put; what is on its way, and rows that found no room.
+        """Read the pools and start writing; return writes in flight and rows without space.
 
-        When `paced`, pools are read as the store takes what was read before: whoever waits for
-        the store anyway leaves staging memory, and the processor, to others.
+        With `paced`, pools are read only as fast as the store accepts rows. A caller that waits
+        for the store anyway thus leaves staging memory and the processor to others.
         """
         under_way: Puts = {}
         no_room: list[RowName] = []
@@ -113,9 +113,9 @@ class RowStoring:
         share = cut.groups[group].share(brought, needed, first=first)
         if share.partly:
             src = self._ingest.route.src
-            problem = "A rank of this topology has only a part of some objects of the tier"
+            problem = "A rank of this topology holds only a part of some objects of the tier"
             got = f"tp {src.tp}, pp {src.pp}, dcp {src.dcp}; "
             got += f"rows cut for {cut.shards} shards and {cut.stages} stages"
-            hint = "Open the tier with shards= a multiple of tp and stages= pp, for the whole fleet"
+            hint = "On the whole fleet, open the tier with shards= a multiple of tp, and stages= pp"
             raise AtlasError(Code.BAD_TOPOLOGY, problem, got=got, hint=hint)
         return share

@@ -1,4 +1,4 @@
-"""`RowTraffic`: rows between staging memory and a store, object by object, each of them checked."""
+"""`RowTraffic`: move rows between staging memory and a store and verify every object."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StagedObject(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, list[Bytes]]:
-        """What a store takes."""
+        """Return the name and the memory of the object, as stores take them."""
         return self.name, [self.memory]
 
     @property
@@ -49,7 +49,7 @@ class StagedObject(NamedTuple):
 
     @property
     def payload(self) -> Bytes:
-        """What is behind the header."""
+        """The bytes after the header."""
         return self.memory[HEADER:]
 
 
@@ -61,7 +61,7 @@ class StagedRows(NamedTuple):
 
 
 class RowTraffic:
-    """What goes between a store and staging memory, under the names of one namespace."""
+    """Moves objects of one namespace between a store and staging memory."""
 
     def __init__(self, store: ObjectStore, names: Namespace, staging: StagingRows) -> None:
         self.store, self.names, self.staging = store, names, staging
@@ -84,10 +84,10 @@ class RowTraffic:
     def brought(
         self, rows: Mapping[NeededBlock, RowName], source: tuple[int, int], deadline: Deadline
     ) -> list[bool]:
-        """For each row whether all objects are there that a rank brings to it.
+        """Return for each row whether all objects that a rank contributes exist.
 
-        `source` is the number of an ingest, and the rank. What it brings is known once it has
-        brought something; before, all objects are asked for.
+        `source` is the number of an ingest, and the rank. A rank's objects are known once it has
+        stored a row. Before that, all objects are looked up.
         """
         names = []
         for need, row in rows.items():
@@ -118,7 +118,7 @@ class RowTraffic:
         return iter(found)
 
     def why_absent(self, deadline: Deadline) -> str:
-        """Why nothing can be found here: from what on nobody has stored anything alike."""
+        """Return the first level of the identity for which the store has no objects."""
         if time.monotonic() >= self._marked_until:
             there = list(self._exist(self.names.marks, deadline))
             if False in there:
@@ -127,7 +127,7 @@ class RowTraffic:
         return "absent"
 
     def mark(self) -> Future[None] | None:
-        """Begin to have others know that such caches are stored here; None where that has begun."""
+        """Start writing the marks of this namespace, or return None if they are up to date."""
         under_way = self._marking is not None and not self._marking.done()
         if under_way or time.monotonic() < self._marked_until:
             return None
@@ -141,7 +141,7 @@ class RowTraffic:
         return self._marking
 
     def forget_marks(self) -> None:
-        """The marks were removed: whoever stores next makes them again."""
+        """Forget that marks were written, so that the next store writes them again."""
         self._marked_until = 0.0
 
     # -- rows on their way --------------------------------------------------------------
@@ -197,8 +197,8 @@ class RowTraffic:
             sizes = self._as_many(self.store.get([one.parts for one in objects]), objects)
             gone = [one.name for one, size in zip(objects, sizes, strict=True) if size == ABSENT]
             if gone:
-                problem = "The store has an object no more that it had"
-                hint = "Compute the tokens: stores evict what they need room for"
+                problem = "An object was evicted from the store after the lookup"
+                hint = "Compute the tokens instead"
                 raise AtlasError(Code.MISSING_BLOCKS, problem, got=gone[0], hint=hint)
             damaged = [
                 one.name
@@ -207,8 +207,8 @@ class RowTraffic:
             ]
             if damaged:
                 self.store.remove(damaged)  # so that it can be stored again
-                problem = "The store has other bytes than were stored"
-                hint = "Compute the tokens: what is damaged was removed"
+                problem = "The checksum of an object does not match its bytes"
+                hint = "Compute the tokens instead. The damaged object was removed"
                 raise AtlasError(Code.CHECKSUM, problem, got=damaged[0], hint=hint)
 
         return self.calls.start(call)
@@ -221,9 +221,10 @@ class RowTraffic:
         """The answers of a store, one for each that was asked for."""
         if isinstance(answers, list) and len(answers) == len(asked):
             return answers
-        problem = "The store gave other answers than it was asked for"
+        problem = "The store did not return one answer per object"
         got = f"{type(answers).__name__} for {len(asked)} objects"
-        raise AtlasError(Code.WIRE_FAILED, problem, got=got, hint="See which version it is")
+        hint = "Check the version of the store"
+        raise AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint)
 
     def zero(self, row: RowName, number: int, rows: StagedRows) -> None:
         """Clear a row that has fewer tokens than its block: equal rows have equal bytes."""

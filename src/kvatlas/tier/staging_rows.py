@@ -1,8 +1,8 @@
-"""`StagingRows`: host memory for a few rows on their way between pools and a store.
+"""`StagingRows`: host memory for rows in flight between pools and a store.
 
-Rows are leased and given back; who leases more than there are waits. A row belongs to its
-lease until it is given back, also where a store is late and still reads or writes it. Its
-objects lie in it one behind the other, each behind its header.
+Rows are leased and returned. A caller that needs more rows than are free waits. A row belongs to
+its lease until it is returned, even if a call of the store timed out and still uses the row. The
+objects of a row are stored one after the other, each after its header.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RowLease:
 
 
 class StagingRows:
-    """Rows of a plan's pools in memory of at most so many bytes, and headers for each."""
+    """Rows of a plan's pools, with headers for their objects, in at most `nbytes` bytes."""
 
     def __init__(self, cut: RowObjects, nbytes: int) -> None:
         plan, self.cut = cut.plan, cut
@@ -66,7 +66,7 @@ class StagingRows:
         return all(len(self._free[index]) >= count for index, count in needed.items())
 
     def give_back(self, lease: RowLease) -> None:
-        """Rows that nobody reads or writes any more; a second call does nothing."""
+        """Return rows that are no longer read or written. A second call does nothing."""
         with self._changed:
             for index, rows in lease.rows.items():
                 self._free[index] += rows

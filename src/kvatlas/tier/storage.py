@@ -1,4 +1,4 @@
-"""`TierStorage`: where a tier's blocks are, in memory or in a file, and how bytes get there."""
+"""`TierStorage`: the blocks of a tier in memory or in a file, and how they are read and written."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from kvatlas.wire import (
 )
 
 Carry = Callable[[Sequence[Copy]], None]
-"""Carries copies out, by any transport, and returns when all bytes are there."""
+"""Executes copies with any transport and returns when all bytes have arrived."""
 
 StoredPart = tuple[int, Any, tuple[int, int], Mapping[NeededBlock, int]]
-"""What is stored: the rank, its blocks, the tokens, and the tier's blocks for them."""
+"""A stored part: the rank, its blocks, the tokens, and the tier's blocks for them."""
 
 Read = Callable[[Sequence[Any]], None]
-"""Carries copies, and between memory also sums of runs, out from a tier."""
+"""Executes copies from a tier, and between memory also grids of runs."""
 
 Write = Callable[[Sequence[Any]], PartSums | None]
-"""The same into a tier; what they add to checksums of blocks, where it is known."""
+"""Executes copies into a tier and returns the known contributions to block checksums."""
 
 
 class TierStorage:
@@ -122,7 +122,7 @@ class TierStorage:
     def offload_of_sums(
         self, plan: Plan, rank: int, pools: Mapping[int, Any] | None
     ) -> GpuOffload | None:
-        """What moves sums between pools on a GPU and memory that is pinned; None for others."""
+        """Return what moves grids between GPU pools and pinned memory; None for other memory."""
         if pools is None or not is_on_gpu(pools):
             return None
         made = self.offload(plan, rank, pools)
@@ -170,7 +170,7 @@ class TierStorage:
             file.read(within, file.window.pools)
 
     def carry(self, phase: str, moves: Sequence[Copy | RunGrid], carry: Write) -> PartSums:
-        """Carry copies out, and count them; what is known of checksums from it."""
+        """Execute and count copies, and return the known contributions to block checksums."""
         with self.metrics.phase(phase):
             known = carry(moves)
         nbytes, descriptors = sum(move.nbytes for move in moves), sum(map(len, moves))
@@ -185,7 +185,7 @@ class TierStorage:
         pools: Mapping[int, Any],
         moved: Callable[[Copy], Copy] | None = None,
     ) -> None:
-        """Convert cells of the tier into a rank's pools; `moved` says where they are instead."""
+        """Convert cells of the tier into a rank's pools. `moved` translates their addresses."""
         file = self._file
 
         def gather(copies: Sequence[Copy], cells: Bytes) -> None:
@@ -231,7 +231,7 @@ class TierStorage:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Keep it open meanwhile; refused once it is closed."""
+        """Keep the storage open during the context; raises an error if it is closed."""
         with self._idle:
             if not self._open:
                 problem = "The tier is closed"
@@ -245,7 +245,7 @@ class TierStorage:
                 self._idle.notify_all()
 
     def close(self) -> None:
-        """Wait for calls that are under way, then let go."""
+        """Wait for calls in flight, then release the memory or the file."""
         with self._idle:
             was, self._open = self._open, False
             self._idle.wait_for(lambda: not self._busy)

@@ -1,7 +1,7 @@
-"""`StoreDesk`: stores in two steps, so that whoever has the bytes may be another process.
+"""`StoreDesk`: stores in two steps, so that another process can move the bytes.
 
-A store begins with the blocks that a rank may fill, and ends when it has: blocks that then
-have the bytes of all ranks are committed, and only then can they be found.
+`begin` returns the blocks that a rank may fill, and `end` reports that it has filled them. Blocks
+that then have the bytes of all ranks are committed. Only committed blocks can be found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvatlas.tier.storage import TierStorage
 
 @dataclass
 class OpenStore:
-    """What one rank stores in one call, until it has."""
+    """An unfinished store of one rank."""
 
     ingest: Ingest
     start: int
@@ -38,7 +38,7 @@ class OpenStore:
 
 
 class Ingests:
-    """What ranks of each plan bring to a tier, compiled once for each plan."""
+    """The `Ingest` of each plan that stores in a tier, compiled once per plan."""
 
     def __init__(self, tier: Plan) -> None:
         self._tier = tier
@@ -85,9 +85,9 @@ class StoreDesk:
     def end(
         self, store: OpenStore, brought: dict[Any, Delivery] | None, sums: PartSums | None
     ) -> StoreResult:
-        """A rank has brought its bytes, or failed: what is whole now.
+        """End the store of a rank that has written its bytes or failed, and return the result.
 
-        Blocks of which not all ranks have `sums` of what they brought are read for them.
+        Blocks for which some rank has no `sums` are read again to compute their checksum.
         """
         claim = store.claim
         try:

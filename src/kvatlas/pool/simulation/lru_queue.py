@@ -1,9 +1,9 @@
-"""`LruQueue`: entries that nobody uses, the least recently used first.
+"""`LruQueue`: unused entries, least recently used first.
 
-What `eviction.Lru` does, for a replay that puts entries in when nobody uses them any more, and
-takes them out when somebody does: in order of time, so that segments need no heap, and those of
-one size together, so that nobody adds sizes up. What is taken out leaves a gap in its segment,
-which is skipped when it comes up, or swept away when there are more gaps than entries.
+It does the same as `eviction.Lru`, for a replay that adds entries when they become unused and
+removes them when they are used again. Entries are added in order of time, so segments need no heap.
+All entries of a segment have the same size, so sizes need not be summed. A removed entry leaves a
+gap in its segment. Gaps are skipped when they come up, and removed when they outnumber the entries.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class LruQueue:
         self._stored = 0
         """Places in all segments, gaps included."""
         self._coming: list[Ints] = []
-        """Behind the last segment: they become one when somebody asks for them."""
+        """Entries after the last segment. They become a segment when they are needed."""
         self._coming_size = 0
 
     def put(self, ids: Ints, size: int) -> None:
-        """Entries of so many blocks each come to the end of the queue, the first to go first."""
+        """Append entries of `size` blocks each, in order of eviction."""
         if size != self._coming_size:
             self._join()
             self._coming_size = size
         self._coming.append(ids)
 
     def take(self, ids: Ints) -> None:
-        """Take entries out of the queue: somebody uses them."""
+        """Remove entries that are in use again."""
         self._join()
         self._place[ids] = 0
 
