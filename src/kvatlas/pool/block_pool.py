@@ -172,7 +172,7 @@ class BlockPool:
         tokens = integer(tokens, "the tokens")
         if tokens < asked.computed:
             problem = "A reservation must include all computed tokens"
-            got = f"{tokens} tokens, of which {asked.computed} are computed"
+            got = f"{tokens} tokens, but {asked.computed} are computed"
             hint = "Pass the total number of tokens"
             raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint=hint)
         self._leave_behind(asked)

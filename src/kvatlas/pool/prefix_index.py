@@ -39,7 +39,7 @@ class BlockName(msgspec.Struct, frozen=True, order=True, gc=False):
 
 
 class GroupIndex:
-    """The blocks of one group that can be found."""
+    """The cached blocks of one group."""
 
     def __init__(self, number: int, group: Group, *, cut: bool) -> None:
         self.number = number
@@ -47,7 +47,7 @@ class GroupIndex:
         self.cut = cut
         """Whether a block may match only in its first tokens."""
         self.blocks: dict[bytes, int] = {}
-        """By the hash up to its end."""
+        """Block ids by the hash up to their end."""
         self.keeps_all = group.kind != "recurrent" and group.visibility == Visibility()
         """Whether every earlier token is needed to continue."""
         self._behind: dict[bytes, BlockName | list[BlockName]] = {}
@@ -83,7 +83,7 @@ class GroupIndex:
         return list(map(self.blocks.__getitem__, digests))
 
     def _within(self, chain: HashChain, entry: int, stop: int) -> int:
-        """Where the block that is found of an entry stops to agree with the prompt."""
+        """Return the token at which the found block of an entry stops matching the prompt."""
         start = entry * self.group.block
         if stop - start == self.group.block and chain.at(stop) in self.blocks:
             return stop
@@ -221,12 +221,12 @@ class PrefixIndex:
 
 
 def _leading(known: dict[bytes, int], digests: list[bytes]) -> int:
-    """How many of the first hashes are known."""
+    """Return the number of leading hashes that are known."""
     return len(list(takewhile(known.__contains__, digests)))
 
 
 def _equal_tokens(one: bytes, two: bytes) -> int:
-    """How many tokens two rows have in common before they differ."""
+    """Return the number of leading tokens that two rows share."""
     most = min(len(one), len(two))
     ends = range(TOKEN, most + 1, TOKEN)
     return next(
@@ -236,7 +236,7 @@ def _equal_tokens(one: bytes, two: bytes) -> int:
 
 
 def _stretches(chosen: list[bool]) -> list[tuple[int, int]]:
-    """(start, stop) of neighbours that are chosen.
+    """Return the (start, stop) of each run of chosen elements.
 
     >>> _stretches([True, True, False, True])
     [(0, 2), (3, 4)]

@@ -16,7 +16,7 @@ class SeenPrefixes:
     def __init__(self, most: int) -> None:
         self._most = most
         self._hashes: dict[bytes, None] = {}
-        """The oldest first."""
+        """Known hashes, oldest first."""
 
     def count(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading hashes were seen before, and record all of them."""

@@ -51,14 +51,14 @@ from kvatlas.wire import (
 )
 
 _RECORDS = 8192
-"""Records that are read at once."""
+"""Number of records in one read."""
 _SUMMING = min(4, os.cpu_count() or 1)
 _AT_ONCE = 256 << 10
-"""Bytes that are read and summed together: what stays in the processor's cache."""
+"""Bytes per read and checksum update, small enough for the processor's cache."""
 _WORTH_A_CORE = 8 << 20
-"""Bytes of a read that are worth another core."""
+"""Minimum number of bytes to read on an additional core."""
 _CUT_SHORT = -1
-"""The checksum of a block that the file does not have to its end."""
+"""The checksum of a block that is truncated in the file."""
 
 _Work = tuple[Copy | RunGrid, Piece | GridPiece]
 """A piece and the copy or grid that it is part of."""
@@ -175,7 +175,7 @@ class TierFile:
         self._reader.read(pools[part.dst_pool], near, self._far(part.src_pool, far), length)
 
     def _far(self, pool: int, at: Int64s) -> Int64s:
-        """Offsets of the file from those of a pool."""
+        """Translate offsets in a pool to offsets in the file."""
         return self._places[pool].address + at
 
     def checksums(self, blocks: Sequence[TierBlock]) -> list[int]:
@@ -302,7 +302,7 @@ def _cuts(count: int, nbytes: int) -> Iterator[slice]:
 
 
 def _let_end(tasks: Sequence[Future[Any]]) -> None:
-    """Wait for tasks that have begun, however often that is interrupted."""
+    """Wait for started tasks, even if the wait is interrupted."""
     while True:
         try:
             for task in tasks:

@@ -48,7 +48,7 @@ def create_file(path: Path, plan: Plan) -> None:
     text = plan.to_json()
     extent = Extent(plan, len(text))
     if len(text) > LONGEST_PLAN:
-        raise _unreadable(path, f"a plan of {len(text):,} bytes")
+        raise _unreadable(path, f"a plan of {len(text):,} bytes, which is too large")
     beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with refusals(path):
@@ -109,7 +109,7 @@ def read_plan(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
         problem = f"The tier's file must have format version {VERSION}"
         raise _refusal(Code.UNLIKE_VERSIONS, problem, path, f"version {said.version}")
     if not 0 < said.plan_bytes <= LONGEST_PLAN:
-        raise _unreadable(path, f"a plan of {said.plan_bytes:,} bytes")
+        raise _unreadable(path, f"a plan of {said.plan_bytes:,} bytes, which is out of range")
     text = read_all(fd, said.plan_bytes, PAGE)
     if hashlib.sha256(text).digest() != said.plan_digest:
         raise _wrong(path, "a plan that does not match its digest")

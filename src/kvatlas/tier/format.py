@@ -49,7 +49,7 @@ class Extent:
 
     def __init__(self, plan: Plan, plan_bytes: int) -> None:
         self.pools: dict[int, int] = {}
-        """Where the blocks of each pool begin."""
+        """The offset of the first block of each pool."""
         self.numbers: dict[int, int] = {}
         """The number, in the file, of the first block of each pool."""
         at, blocks = round_up(PAGE + plan_bytes, PAGE), 0
@@ -66,7 +66,7 @@ class Extent:
 
 
 def header(text: bytes, identity: bytes, extent: Extent) -> bytes:
-    """The first page of a file."""
+    """Return the first page of a file."""
     digest = hashlib.sha256(text).digest()
     sizes = (extent.blocks, extent.index, extent.nbytes)
     packed = _HEADER.pack(MAGIC, VERSION, RECORD, len(text), digest, identity, *sizes)
@@ -100,7 +100,7 @@ class RecordFormat:
         return self._extent.numbers[block.pool] + block.block_id
 
     def place(self, block: TierBlock) -> int:
-        """Where the record of a block is in the file."""
+        """Return the offset of a block's record in the file."""
         return self._extent.index + self.number(block) * RECORD
 
     def write(self, block: TierBlock) -> bytes:

@@ -32,7 +32,7 @@ Move = TypeVar("Move", Copy, RunGrid)
 _numbers = itertools.count()
 _REMEMBERED = 1024
 APART = 2
-"""Numbers are dealt out with gaps, so that no run goes on from one block into the next."""
+"""Distance between the numbers of two blocks. The gap keeps runs from crossing blocks."""
 
 
 class Delivery(NamedTuple):
@@ -57,15 +57,15 @@ class Ingest:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Ranks that have to store; others hold copies of what these hold."""
+        """The ranks that must store. All others hold replicas."""
         return self.route.sources(0)
 
     def copies(
         self, rank: int, blocks: Any, tokens: tuple[int, int], ids: Mapping[NeededBlock, int]
     ) -> tuple[list[Copy], dict[Shape, Delivery]]:
-        """Byte ranges from a rank into the blocks that have an id, others left out.
+        """Return the byte ranges from a rank into the blocks that have an id.
 
-        Also what they are to blocks of each shape.
+        Also return the rank's contributions to blocks of each shape.
         """
         with self._lock:
             tables, numbers = self._number(*tokens)
@@ -114,7 +114,7 @@ class Ingest:
             return self._whole[shape, ranks]
 
     def _number(self, start: int, stop: int) -> tuple[dict[int, Int64s], dict[int, list[Any]]]:
-        """A table of numbers for each group, and which (group, entry) each stands for."""
+        """Return a table of numbers for each group, and the (group, entry) of each number."""
         tables: dict[int, Int64s] = {}
         numbers: dict[int, list[Any]] = {pool: [] for pool in self.block_bytes}
         for index, group in enumerate(self.spans.tier.groups):
@@ -128,7 +128,7 @@ class Ingest:
         return tables, numbers
 
     def _aimed(self, copy: Move, target: Int64s) -> Iterable[Move]:
-        """The ranges of a copy whose blocks have an id, aimed at it."""
+        """Translate the ranges of a copy from numbers to block ids; drop those without an id."""
         block_bytes = self.block_bytes[copy.dst_pool]
         number, within = np.divmod(copy.dst, APART * block_bytes)
         block_id = target[number]
@@ -193,7 +193,7 @@ def _targets(ids: Mapping[NeededBlock, int], numbers: Mapping[int, list[Any]]) -
 
 
 def with_room(plan: Plan) -> Plan:
-    """The plan of a tier with a block for each number that one request of any length takes."""
+    """Return the tier's plan with one block for each number of the longest request."""
     pools = []
     for pool in plan.pools:
         blocks = sum(
@@ -207,7 +207,7 @@ def with_room(plan: Plan) -> Plan:
 
 
 def check_tier_plan(plan: Plan) -> None:
-    """Refuse a plan whose blocks are not each in one piece, on one rank."""
+    """Raise an error if a plan has several ranks or blocks that are not contiguous."""
     sizes = {pool.index: pool.block_bytes for pool in checked_plan(plan).pools}
     in_one_piece = all(
         Layout(region.layout).block_outermost

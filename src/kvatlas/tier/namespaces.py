@@ -39,7 +39,7 @@ LEVELS = ("tenant", "model", "weights", "dtype", "format")
 
 
 class RowName(NamedTuple):
-    """A row of a namespace: a key of one group, and the tokens that the row has of it."""
+    """The name of a row: its group, its key and the tokens that it contains."""
 
     group: int
     key: bytes
@@ -47,12 +47,12 @@ class RowName(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where its objects are in the namespace, whatever tokens they have."""
+        """The name prefix of all rows with this key."""
         return _digest(self.group.to_bytes(4, "little") + self.key).hex()
 
     @property
     def name(self) -> str:
-        """Where its objects are in the namespace."""
+        """The name prefix of the row's objects within the namespace."""
         return f"{self.place}/{self.group}.{self.cover.first}-{self.cover.stop}"
 
     @property
@@ -173,7 +173,7 @@ def row_format(cut: RowObjects) -> str:
 
 
 def one_row(plan: Plan) -> Plan:
-    """A tier's plan with one block in each pool: what its rows look like, whatever its size."""
+    """Return a tier's plan with one block per pool, which describes its rows but not its size."""
     return with_rows(plan, dict.fromkeys((pool.index for pool in plan.pools), 1))
 
 

@@ -32,7 +32,7 @@ HEADER = _FIELDS.size + 4
 
 
 class ObjectPlace(NamedTuple):
-    """Which object this is: of which namespace, row, and which of the row's."""
+    """The identity of an object: its namespace, its row and its index in the row."""
 
     namespace: bytes
     row: bytes

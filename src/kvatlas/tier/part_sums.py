@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from kvatlas.geometry import Int64s
 
 _POLYNOMIAL = 0xEDB88320
-"""CRC-32's, the highest power in the lowest bit."""
+"""The polynomial of CRC-32, with the highest power in the lowest bit."""
 START = 0xFFFFFFFF
-"""Where the CRC-32 of a stretch starts from: what comes before it is seen to elsewhere."""
+"""The initial value of the CRC-32 of a stretch, whatever comes before it."""
 
 _BYTES: Int64s = np.arange(256) << np.array([[0], [8], [16], [24]])
-"""Remainders of one byte, for each of their four: 4 rows of 256."""
+"""All remainders with one nonzero byte, for each of the four bytes: 4 rows of 256."""
 _MOST_TABLES = 256
-"""Numbers of zeros of which each has a table, of 4 KiB; more are made of powers of two."""
+"""Maximum number of tables of 4 KiB, one per number of zeros. Others combine powers of two."""
 _KEPT = 8
 """Number of cached tables. Blocks of one kind are cut in the same way."""
 
@@ -72,7 +72,7 @@ def part_sums(
 
 
 def block_checksum(parts: Iterable[PartSum], block_bytes: int) -> int | None:
-    """The CRC-32 of a block from parts that do not overlap; None where they are not all of it."""
+    """Return the CRC-32 of a block from disjoint parts, or None if they do not cover it."""
     term, total = _start(block_bytes), 0
     for part in parts:
         term, total = term ^ part.term, total + part.nbytes
@@ -99,7 +99,7 @@ def _moved(remainders: Words, after: Int64s) -> Words:
 
 @lru_cache(_KEPT)
 def _tables(distances: bytes) -> Words:
-    """For each of some ascending numbers of zeros, what they make of each byte of a remainder."""
+    """Return the effect of zero bytes on a remainder, for each of some ascending counts."""
     steps = np.diff(np.frombuffer(distances, np.int64), prepend=0).tolist()
     table = _BYTES.astype(np.uint32)
     made = np.empty((len(steps), *table.shape), np.uint32)
@@ -131,7 +131,7 @@ def _zeros(power: int) -> Words:
 
 
 def _look_up_each(tables: Words, which: Int64s, values: Words) -> Words:
-    """The same in one of several tables each."""
+    """Like `_look_up`, with a separate table for each value."""
     entries, first = tables.reshape(-1), which * _BYTES.size
     looked_up: Words = entries[first + (values & 255)]
     for row in (1, 2, 3):

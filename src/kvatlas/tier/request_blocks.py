@@ -18,28 +18,28 @@ from kvatlas.routing import needed_states, shared_visibility
 from kvatlas.specs import Visibility
 
 LONGEST_KEY = 64
-"""Bytes of a key: room for any digest."""
+"""Maximum number of bytes of a key, enough for any digest."""
 
 Keys = Sequence[bytes | None] | Mapping[int, Sequence[bytes | None]]
 """A key or None for each block in token order, one list for all groups or one per group."""
 
 
 class Cover(NamedTuple):
-    """The tokens that a block of the tier has; for a state 0 and the tokens that it is after."""
+    """The range of tokens that a block contains. For a state: 0 and its number of tokens."""
 
     first: int
     stop: int
 
 
 class NeededBlock(NamedTuple):
-    """One block of the tier that a request needs, or brings."""
+    """One block of the tier that a request needs or stores."""
 
     group: int
     entry: int
     key: bytes | None
     cover: Cover
     shape: tuple[Any, ...]
-    """The same for two blocks exactly when the same bytes of them are needed."""
+    """Equal for two blocks if and only if the same bytes of them are needed."""
 
 
 class TierSpans:
@@ -61,14 +61,14 @@ class TierSpans:
         return self.tier.groups[group].kind == "recurrent"
 
     def touched(self, group: int, start: int, stop: int) -> tuple[int, int]:
-        """Every token of a group that some layer of it needs."""
+        """Return the range of tokens of a group that any of its layers needs."""
         spans = self._spans(group, start, stop)
         return min(first for first, _ in spans), max(last for _, last in spans)
 
     def needs(
         self, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]
     ) -> list[NeededBlock]:
-        """The blocks that tokens start .. stop - 1 need, in the order of groups and tokens."""
+        """Return the blocks for tokens start .. stop - 1, ordered by group and token."""
         return [
             need
             for group in range(len(self.tier.groups))
@@ -112,13 +112,13 @@ class TierSpans:
 
     @property
     def step(self) -> int:
-        """Tokens that are whole blocks in every group."""
+        """The common multiple of all groups' block sizes in tokens."""
         groups = self.tier.groups
         return lcm(*(g.block for i, g in enumerate(groups) if not self.recurrent(i)))
 
     @cached_property
     def keeping_all(self) -> frozenset[int]:
-        """Groups that need every token there is."""
+        """Groups that need every token."""
         return frozenset(
             group
             for group, visibilities in self.visibilities.items()
@@ -126,7 +126,7 @@ class TierSpans:
         )
 
     def whole_blocks(self, start: int) -> int:
-        """The last token up to `start` that begins a block in every group."""
+        """Return the last token up to `start` at which a block begins in every group."""
         return start // self.step * self.step
 
     def _spans(self, group: int, start: int, stop: int) -> list[tuple[int, int]]:
@@ -134,7 +134,7 @@ class TierSpans:
 
 
 def keys_by_group(plan: Plan, keys: Any) -> dict[int, tuple[bytes | None, ...]]:
-    """Keys from outside, by group, each of them sound."""
+    """Validate keys and return them by group."""
     groups = range(len(plan.groups))
     if isinstance(keys, Mapping):
         unknown = [group for group in keys if group not in groups]

@@ -23,21 +23,18 @@ End = Literal["src", "dst"]
 """Which end of a copy is in rows."""
 
 _KEPT = 64
-"""Starts that are kept as they are in staging memory: a few for each route, and block size."""
+"""Number of cached starts in staging memory: a few per route and block size."""
 
 
 class FramedStarts(NamedTuple):
-    """Starts of runs whose end in rows is where these are staged, and the objects that they are of.
-
-    None where a run goes on from one object into the next.
-    """
+    """Starts of runs in staged rows, and their objects; None if a run crosses objects."""
 
     starts: Starts | None
     objects: frozenset[int]
 
 
 class RowFrame:
-    """The place of every byte of a group's rows, and of the headers of their objects.
+    """The layout in staging memory of a group's rows and the headers of their objects.
 
     >>> halves = [(np.array([0]), np.array([8])), (np.array([8]), np.array([8]))]
     >>> frame = RowFrame(GroupObjects(halves))
@@ -62,11 +59,11 @@ class RowFrame:
         # Stretches of all objects one behind the other, and as many headers before each.
         places[order] = np.cumsum(length) - length + HEADER * (1 + owner[order])
         self._shift = places - self._starts
-        """How much further on each stretch of a row is."""
+        """The distance by which each stretch of a row is shifted."""
         self.starts_at = lru_cache(_KEPT)(self._starts_at)
 
     def object(self, index: int) -> slice:
-        """An object with its header, from a row's first byte in staging memory on."""
+        """Return the slice of an object and its header within a staged row."""
         return self._objects[index]
 
     def moved(self, copy: Copy, end: End, begin: Int64s | int, to: Int64s | int) -> Copy:
@@ -85,9 +82,10 @@ class RowFrame:
         return replace(copy, src=at) if end == "src" else replace(copy, dst=at)
 
     def _starts_at(self, starts: Starts, end: End, begin: int, length: int) -> FramedStarts:
-        """Starts with a span of runs of a length, at whose `end` it begins so far in its row.
+        """Return the starts of a span's runs in staged rows.
 
-        Refused where they do not ascend at the destination, as those of a route do.
+        `begin` is the offset of the span in its row at `end`. Raises an error if the starts do not
+        ascend at the destination, as those of a route do.
         """
         if starts.step < 1:
             problem = "The destination starts of runs do not ascend"
@@ -111,7 +109,7 @@ class RowFrame:
     def _cut(
         self, copy: Copy, within: Int64s, first: Int64s, last: Int64s
     ) -> tuple[Copy, Int64s, Int64s]:
-        """The same bytes, each run in one stretch; those stretches, and which run each was of."""
+        """Split runs at stretches; return them, their stretches and their original runs."""
         parts = last - first + 1
         run = np.repeat(np.arange(len(parts)), parts)
         stretch = first[run] + np.arange(len(run)) - (np.cumsum(parts) - parts)[run]

@@ -36,11 +36,11 @@ class RowShare(NamedTuple):
     whole: tuple[int, ...]
     partly: tuple[int, ...]
     filled: bool
-    """Whether it brings every byte of those that it has all of, also what is not needed."""
+    """Whether it contributes every byte of its complete objects, including unneeded bytes."""
 
 
 class GroupObjects:
-    """The objects of the rows of one group: which bytes of a row each of them has."""
+    """The objects of the rows of one group, and the bytes of a row in each."""
 
     def __init__(self, held: list[Ranges]) -> None:
         owner = [np.full(len(start), index) for index, (start, _) in enumerate(held)]
@@ -53,7 +53,7 @@ class GroupObjects:
         last = np.append(first[1:], len(owners)) - 1
         self._starts, self._stops, self._owner = starts[first], stops[last], owners[first]
         self.objects: list[Ranges] = []
-        """The stretches of a row that each object has: starts and lengths."""
+        """The stretches of a row in each object: starts and lengths."""
         for index in range(len(held)):
             own = self._owner == index
             self.objects.append((self._starts[own], (self._stops - self._starts)[own]))
@@ -64,7 +64,7 @@ class GroupObjects:
 
     @property
     def stretches(self) -> tuple[Int64s, Int64s, Int64s]:
-        """Where stretches of a row start and stop, in ascending order, and whose each is."""
+        """The starts, stops and objects of the stretches of a row, in ascending order."""
         return self._starts, self._stops, self._owner
 
     def overlap(self, start: Int64s, length: Int64s) -> Int64s:
@@ -78,10 +78,10 @@ class GroupObjects:
         return np.bincount(self._owner, inside, len(self)).astype(np.int64)
 
     def share(self, brought: Ranges, needed: Ranges, *, first: bool) -> RowShare:
-        """Which objects a rank has that brings some ranges, of all that are needed.
+        """Return the objects of a rank that contributes some of the needed ranges.
 
-        An object of which nothing is needed yet is brought by the first rank, so that the
-        objects of a row are always all of them.
+        The first rank contributes objects of which nothing is needed, so that every row has all of
+        its objects.
         """
         mine, all_of = self.overlap(*brought), self.overlap(*needed)
         whole = (mine == all_of) & ((all_of > 0) | first)
@@ -127,7 +127,7 @@ class RowObjects:
         return GroupObjects(objects)
 
     def _pieces(self, region: Region, index: int) -> Iterator[tuple[tuple[int, ...], Placement]]:
-        """The bytes of one page in block 0, field by field, and the ranks that would hold them."""
+        """Yield the bytes of one page in block 0 by field, and the ranks that would hold them."""
         placed = region.placement(1, 1).select("L", index).select("B", 0)
         page = region.page(1, 0, index)
         for field in page.fields:
@@ -145,7 +145,7 @@ class RowObjects:
 
     @cached_property
     def _stages(self) -> dict[int, int]:
-        """The stage of each decoder layer, as pipelines deal them out."""
+        """Return the pipeline stage of each decoder layer."""
         layers = [layer.index for region in self.plan.regions for layer in region.layers]
         shares = stage_layers(1 + max(layers), self.stages)
         dealt = [stage for stage, share in enumerate(shares) for _ in range(share)]
@@ -155,7 +155,7 @@ class RowObjects:
 def _holders(
     sharding: Sharding, shards: int, start: int, stop: int
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Rows start .. stop - 1 of a field, cut where other ranks would hold them."""
+    """Split rows start .. stop - 1 of a field by the ranks that would hold them."""
     held = [(one.start, one.start + one.length, rank)
             for rank in range(shards) for one in sharding.ranges(shards, rank)]  # fmt: skip
     edges = {start, stop} | {edge for first, last, _ in held for edge in (first, last)}
@@ -164,7 +164,7 @@ def _holders(
 
 
 def _most_shards(plan: Plan) -> int:
-    """The largest power of two up to `MOST_SHARDS` that every field can be dealt out to."""
+    """Return the largest power of two up to `MOST_SHARDS` over which every field can be sharded."""
     shardings = {
         field.sharding
         for region in plan.regions

@@ -18,14 +18,14 @@ from kvatlas.tier.store_calls import Deadline
 from kvatlas.wire import Bytes
 
 _LEASES = 8
-"""Leases that all rows are enough for."""
+"""Number of leases that fit into staging memory at once."""
 
 Needed = Mapping[int, int]
-"""How many rows of each pool."""
+"""The number of rows of each pool."""
 
 
 class RowLease:
-    """Rows of staging memory, by pool, until they are given back."""
+    """Leased rows of staging memory, by pool."""
 
     def __init__(self, rows: dict[int, list[int]]) -> None:
         self.rows = rows
@@ -39,9 +39,9 @@ class StagingRows:
         share = nbytes // len(plan.pools)
         self.rows = {pool.index: max(2, share // pool.block_bytes) for pool in plan.pools}
         self.frames = [RowFrame(objects) for objects in cut.groups]
-        """Where the bytes of a row are, by group."""
+        """The layout of a row, by group."""
         self.row_bytes = {pool.index: 0 for pool in plan.pools}
-        """Bytes from one row to the next."""
+        """The stride between rows in bytes."""
         for group, frame in zip(plan.groups, self.frames, strict=True):
             self.row_bytes[group.pool] = max(self.row_bytes[group.pool], frame.nbytes)
         self.pools: dict[int, Bytes] = {
@@ -52,11 +52,11 @@ class StagingRows:
         self._changed = threading.Condition()
 
     def at_once(self, pool: int) -> int:
-        """Rows of a pool that are moved together: few, so that several leases are under way."""
+        """Return the number of rows per lease, small enough for several leases in flight."""
         return max(1, self.rows[pool] // _LEASES)
 
     def lease(self, needed: Needed, deadline: Deadline) -> RowLease | None:
-        """Rows, all that are needed at once; None where none come free in time."""
+        """Lease all needed rows, or return None if they do not become free in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._has(needed), deadline.left):
                 return None
@@ -74,11 +74,11 @@ class StagingRows:
             self._changed.notify_all()
 
     def idle(self) -> bool:
-        """Whether no row is on its way."""
+        """Whether no row is leased."""
         with self._changed:
             return self._has(self.rows)
 
     def row(self, pool: int, row: int) -> Bytes:
-        """The bytes of a row, with its headers."""
+        """Return the bytes of a row, including the headers of its objects."""
         nbytes = self.row_bytes[pool]
         return self.pools[pool][row * nbytes : (row + 1) * nbytes]

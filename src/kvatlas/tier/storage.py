@@ -47,7 +47,7 @@ Write = Callable[[Sequence[Any]], PartSums | None]
 
 
 class TierStorage:
-    """The blocks of a tier: pools in memory, or a file, until it is closed."""
+    """The blocks of a tier, in memory or in a file."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class TierStorage:
         verify_always: bool,
         plan: Plan | None = None,
     ) -> None:
-        """`plan` is the tier's, where its pools have whole blocks of it."""
+        """`plan` is the tier's plan, if the pools contain its blocks."""
         self._pools, self._file, self._verify_always = dict(pools), file, verify_always
         sizes = {pool.index: pool.block_bytes for pool in plan.pools} if plan else {}
         self._block_bytes = sizes
         self._staging: dict[int, BlockStaging] = {}
-        """By the number of the GPU."""
+        """Staging memory by GPU index."""
         self.metrics = Metrics()
         self._pins = HostPins()
         self._idle = threading.Condition()
@@ -70,13 +70,13 @@ class TierStorage:
 
     @property
     def pools(self) -> dict[int, Bytes]:
-        """The blocks' memory, by pool; of a file, what stands for it in a `carry`."""
+        """The memory of the blocks by pool. For a file, the staging memory of a `carry`."""
         return self._pools if self._file is None else self._file.window.pools
 
     # -- moving bytes -------------------------------------------------------------------
 
     def writing(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Write:
-        """From memory that this process can reach, into the tier."""
+        """Return a function that copies from accessible memory into the tier."""
         if is_on_gpu(pools):
             return self.carried(self.offload(plan, rank, pools).store)
         if self._file is None:
@@ -87,10 +87,9 @@ class TierStorage:
     def store_runs(
         self, ingest: Ingest, about: StoredPart, plan: Plan, pools: Mapping[int, Any]
     ) -> tuple[PartSums, dict[Shape, Delivery]]:
-        """Store a rank's part from memory that this process can reach; what it brought.
+        """Store a rank's part from accessible memory and return its contributions.
 
-        Memory takes sums of runs, and so does a file where its stretches are long: fewer
-        numbers are made.
+        Memory, and a file with long stretches, take grids of runs, which are smaller than copies.
         """
         file, rank = self._file, about[0]
         if not is_on_gpu(pools):
@@ -107,11 +106,11 @@ class TierStorage:
         return self.carry("store", copies, self.writing(plan, rank, pools)), brought
 
     def takes_sums(self, pools: Mapping[int, Any] | None) -> bool:
-        """Whether `reading` takes sums of runs: where they go to this process's memory."""
+        """Return whether `reading` takes grids of runs, as for memory of this process."""
         return not is_on_gpu(pools)
 
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Read:
-        """From the tier into memory that this process can reach."""
+        """Return a function that copies from the tier into accessible memory."""
         if is_on_gpu(pools):
             return self.offload(plan, rank, pools).fetch
         if self._file is None:
@@ -129,7 +128,7 @@ class TierStorage:
         return made if made.pinned and self._block_bytes else None
 
     def offload(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> GpuOffload:
-        """Between a rank's pools on a GPU and the blocks' memory."""
+        """Return the offload between a rank's GPU pools and the memory of the blocks."""
         memory = gpu_pools(plan, rank, pools)
         # Memory that stands for a file is mostly not there, and shall not be.
         pinned = self._file is None and self._pins.pin(self._pools)
@@ -138,7 +137,7 @@ class TierStorage:
     def _offload(
         self, memory: Mapping[int, Memory], host: Mapping[int, Bytes], *, pinned: bool
     ) -> GpuOffload:
-        """Between pools on a GPU and memory of the host."""
+        """Return the offload between GPU pools and host memory."""
         number = next(iter(memory.values())).number
         with self._idle:
             if number not in self._staging:
@@ -148,7 +147,7 @@ class TierStorage:
         return GpuOffload(memory, host, pinned=pinned, block_bytes=sizes, staging=staging)
 
     def carried(self, carry: Carry) -> Write:
-        """From anywhere, into the tier's memory; from there into its file."""
+        """Return a function that copies with `carry` into the tier's memory, then into its file."""
         file = self._file
         if file is None:
             return carry
@@ -162,7 +161,7 @@ class TierStorage:
         return through_window
 
     def load(self, copies: Sequence[Copy], loaded: ExitStack) -> None:
-        """Read what copies take from a file into the memory that stands for it, until `loaded`."""
+        """Read the sources of copies from the file into staging memory, released with `loaded`."""
         file = self._file
         if file is not None:
             loaded.enter_context(file.window.used())
@@ -209,13 +208,13 @@ class TierStorage:
     # -- whole blocks -------------------------------------------------------------------
 
     def commit(self, blocks: Sequence[TierBlock]) -> None:
-        """Record blocks that have all of their bytes."""
+        """Write the records of complete blocks."""
         if self._file is not None and blocks:
             with self.metrics.phase("commit"):
                 self._file.commit(blocks)
 
     def damaged(self, blocks: Sequence[TierBlock]) -> list[TierBlock]:
-        """The blocks whose bytes are not those that were stored."""
+        """Return the blocks whose checksum does not match."""
         if self._file is None:
             return []
         doubted = [block for block in blocks if self._verify_always or not block.verified]

@@ -58,10 +58,10 @@ class StoreCalls:
     """
 
     def __init__(self, threads: int, *, nice: int = 0) -> None:
-        """With `nice`, threads leave the processor to others, as `nice` has processes do."""
+        """Start the threads. `nice` lowers their priority, like `nice` for processes."""
         self._nice = nice
         self._waiting: OrderedDict[Future[Any], Callable[[], Any]] = OrderedDict()
-        """Calls that no thread has begun, the oldest first."""
+        """Calls that have not started, oldest first."""
         self._closing = False
         self._changed = threading.Condition()
         self._threads = [
@@ -125,7 +125,7 @@ class StoreCalls:
             return self._waiting.popitem(last=False) if self._waiting else None
 
     def _yield(self) -> None:
-        """Lower this thread's own priority; it is not raised again."""
+        """Lower this thread's priority permanently."""
         thread = threading.get_native_id()
         with suppress(OSError):  # a system whose threads have no priority of their own
             niceness = os.getpriority(os.PRIO_PROCESS, thread) + self._nice

@@ -33,7 +33,7 @@ class OpenStore:
 
     @property
     def ids(self) -> dict[NeededBlock, int]:
-        """The blocks that the rank fills."""
+        """The ids of the blocks that the rank fills."""
         return {need: block.block_id for need, block in self.claim.fills}
 
 
@@ -46,14 +46,14 @@ class Ingests:
         self._compiling = threading.Lock()
 
     def of(self, plan: Plan) -> Ingest:
-        """Of one plan: the same object for all of its ranks, which meet in it."""
+        """Return the ingest of a plan, the same object for all of its ranks."""
         with self._compiling:
             return self._of(plan)
 
     def needs(
         self, plan: Plan, tokens: Any, keys: Mapping[int, Sequence[bytes | None]]
     ) -> tuple[int, int, list[NeededBlock]]:
-        """The tokens that are stored, from a block's first on, and the tier's blocks of them."""
+        """Return the range of stored tokens, extended to whole blocks, and their blocks."""
         start, stop = token_range(tokens, min(plan.max_len, self._tier.max_len))
         spans = self.of(plan).spans
         start = spans.whole_blocks(start)
@@ -61,7 +61,7 @@ class Ingests:
 
 
 class StoreDesk:
-    """Begins and ends the stores of a tier, for any thread."""
+    """Begins and ends the stores of a tier. Thread-safe."""
 
     def __init__(self, plan: Plan, index: BlockIndex, storage: TierStorage) -> None:
         self._index, self._storage = index, storage
@@ -70,7 +70,7 @@ class StoreDesk:
     def begin(
         self, plan: Plan, rank: int, tokens: Any, keys: Mapping[int, Sequence[bytes | None]]
     ) -> OpenStore:
-        """Which blocks a rank of a plan may fill; `end` must follow."""
+        """Begin a store and return the blocks that a rank may fill. `end` must follow."""
         ingest = self._ingests.of(plan)
         rank = checked_rank(plan, rank, "source")
         start, stop, needs = self._ingests.needs(plan, tokens, keys)
@@ -100,7 +100,7 @@ class StoreDesk:
         return StoreResult(claim.whole, claim.waiting, claim.no_room)
 
     def _commit(self, blocks: list[TierBlock]) -> None:
-        """Commit blocks that have all of their bytes; only then can they be found."""
+        """Commit complete blocks, so that they can be found."""
         done = False
         try:
             self._storage.commit(blocks)

@@ -126,7 +126,7 @@ class TieredPrefixes:
             if start < stop:
                 about: dict[str, Any] = {"blocks": blocks, "tokens": (start, stop), "keys": keys}
                 if isinstance(self.tier, StoreTier):
-                    about["wait"] = False  # the blocks may be reused: they have been read
+                    about["wait"] = False  # return as soon as the blocks have been read
                 result = self.tier.store(cache.pools, cache.plan, **about)
                 self.counts["no_room" if result.no_room else "stored"] += 1
             if self.events is not None:

@@ -19,13 +19,13 @@ class SimulatedTable:
     def __init__(self, one: LayerClass, step: int, places: Sequence[int], hit: int) -> None:
         self._one, self._step = one, step
         self._places = places
-        """Those that are named or will be, in their order."""
+        """Places that are or will be named, in order."""
         self.named = self._until(hit)
-        """How many of these have their content."""
+        """Number of these places that are computed."""
         self.left = 0
         """How many of these are no longer needed."""
         self._cut = one.first_place(hit * step, step)
-        """The first place that is in use."""
+        """The first place in use."""
         self._taken = hit * one.blocks
         """Number of blocks of the table, including freed ones."""
 
@@ -54,7 +54,7 @@ class SimulatedTable:
         return slice(before, self.left)
 
     def take(self, stop: int) -> int:
-        """Blocks for all tokens up to `stop`; how many more."""
+        """Take blocks for all tokens up to `stop` and return how many were added."""
         before = self._taken
         self._taken = max(before, self._blocks(stop))
         return self._taken - before
@@ -80,14 +80,14 @@ class SimulatedTable:
 
 
 class AttentionTable(SimulatedTable):
-    """The blocks of attention: all places are named, and none is left."""
+    """The blocks of full attention: all places are named, and none is freed."""
 
     def _until(self, place: int) -> int:
         return min(place, len(self._places))
 
 
 class StateTable(SimulatedTable):
-    """States of which few are kept: one at the end of each step, and none between."""
+    """Recurrent states that are written only at the end of each step."""
 
     def __init__(self, one: LayerClass, step: int, places: Sequence[int], hit: int) -> None:
         super().__init__(one, step, places, hit)

@@ -28,13 +28,13 @@ class AlikeGroups(NamedTuple):
 
     one: LayerClass
     first: int
-    """The number of the first of these classes."""
+    """The index of the first class."""
     number: int
-    """How many they are."""
+    """The number of groups."""
     pool: int
     table: type[SimulatedTable]
     bases: Ints
-    """[group, 1] the first entry of each."""
+    """[group, 1] the first entry of each group."""
     keeps_all: bool
     """Whether all blocks are kept to the end of the request."""
 
@@ -83,9 +83,9 @@ class CopyingReplay(ReplayBase):
         self._fresh = self._entries_end
         """The first further id that was never used."""
         self._copies: dict[int, list[int]] = {}
-        """Ids of entries that have others than their first, the oldest in front."""
+        """Ids of entries with several copies, oldest first."""
         self._copied = np.zeros(total, bool)
-        """Whether an id is of an entry in `_copies`: all further ones are."""
+        """Whether an id belongs to an entry in `_copies`, as all further ids do."""
         self._copied[self._entries_end :] = True
 
     def _alike_groups(self) -> list[AlikeGroups]:
@@ -168,7 +168,7 @@ class CopyingReplay(ReplayBase):
         return True
 
     def _make_room(self, length: int, end: int, served: list[Served]) -> None:
-        """Evict in one call all blocks that the steps of a request will need."""
+        """Evict enough blocks for all steps of a request in one call."""
         needs = [0] * len(self._blocks)
         for some, table, ids in served:
             named = ids.shape[1]

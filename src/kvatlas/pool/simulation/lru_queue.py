@@ -19,7 +19,7 @@ from kvatlas.pool.traces import Ints
 
 
 class LruQueue:
-    """Segments of entries, each with the blocks that an entry takes.
+    """A queue of segments of entries, each with the number of blocks per entry.
 
     >>> queue = LruQueue(4)
     >>> queue.put(np.array([0, 1, 2]), size=2)
@@ -31,12 +31,12 @@ class LruQueue:
 
     def __init__(self, entries: int) -> None:
         self._segments: deque[tuple[int, int, Ints]] = deque()
-        """(serial number, blocks of an entry, entries), the first to go in front."""
+        """(serial number, blocks per entry, entries), in order of eviction."""
         self._place = np.zeros(entries, np.int32)
-        """The serial number of the last segment that an entry came into; 0 where it was taken."""
+        """The serial number of each entry's segment; 0 for removed entries."""
         self._serial = 0
         self._stored = 0
-        """Places in all segments, gaps included."""
+        """Number of places in all segments, including gaps."""
         self._coming: list[Ints] = []
         """Entries after the last segment. They become a segment when they are needed."""
         self._coming_size = 0
@@ -54,7 +54,7 @@ class LruQueue:
         self._place[ids] = 0
 
     def victims(self, blocks: int) -> tuple[Ints, int]:
-        """Take the first entries of `blocks` blocks out, or all; and the blocks they had."""
+        """Evict entries of `blocks` blocks, or all; return them and their number of blocks."""
         self._join()
         found = [_NOTHING]
         freed = 0
@@ -79,7 +79,7 @@ class LruQueue:
         return np.concatenate(found), freed
 
     def queued(self) -> Iterator[tuple[int, Ints]]:
-        """(blocks of an entry, entries) of every segment, without gaps, the first to go first."""
+        """Yield (blocks per entry, entries) of every segment without gaps, in order of eviction."""
         self._join()
         for serial, size, segment in self._segments:
             yield size, segment[self._place[segment] == serial]
@@ -98,7 +98,7 @@ class LruQueue:
         self._stored += len(ids)
 
     def _sweep(self) -> None:
-        """Forget all gaps, and number the segments anew."""
+        """Remove all gaps and renumber the segments."""
         queued = [(size, ids) for size, ids in self.queued() if len(ids)]
         self._segments.clear()
         self._serial = self._stored = 0

@@ -23,7 +23,7 @@ from kvatlas.pool.traces import Ints
 Progress = Callable[[float], None]
 
 FEW_ENDS = 4
-"""Windows up to which a loop over them is quicker than arrays of them."""
+"""Number of windows up to which a loop is faster than arrays."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ReplayBase:
             self._present[place << self._bits : (place + 1) << self._bits]
             for place in range(len(model.classes))
         ]
-        """By class, which of its spans are there: views."""
+        """By class, a view of which of its spans are cached."""
         self._places = np.arange(int(np.diff(spans.starts).max(initial=0)) + 1)
         self._first = [one.first(self._places, spans.step) for one in model.classes]
         """By class, the first span that is needed to continue after each number of spans."""
@@ -202,7 +202,7 @@ class ReplayBase:
         return parts
 
     def _windows(self, ends: Ints, first: Ints) -> Ints:
-        """The places of all windows that end at these ends, each once."""
+        """Return the distinct places of all windows that end at these ends."""
         # Ends ascend and so do begins: a window adds what lies behind the end before it.
         if len(ends) <= FEW_ENDS:
             pieces, before = [self._places[:0]], 0
@@ -235,7 +235,7 @@ def _leading_there(there: NDArray[np.bool_], spans: Ints) -> int:
 
 
 def leading(flags: NDArray[np.bool_]) -> int:
-    """How many of the first are all true."""
+    """Return the number of leading true values."""
     if not len(flags):
         return 0
     first = int(flags.argmin())

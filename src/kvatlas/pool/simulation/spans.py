@@ -34,7 +34,7 @@ class Spans:
 
     @classmethod
     def of(cls, trace: Trace, step: int) -> Spans:
-        """The spans of `step` tokens each."""
+        """Cut a trace into spans of `step` tokens."""
         block, counts = trace.block, np.diff(trace.starts)
         covered = np.minimum(trace.lengths, counts * block)
         stop = covered // step
@@ -65,7 +65,7 @@ class Spans:
         )
 
     def of_request(self, request: int) -> Ints:
-        """The spans of one request."""
+        """Return the spans of one request."""
         return self.numbers[self.starts[request] : self.starts[request + 1]]
 
     def next_uses(self) -> Ints:

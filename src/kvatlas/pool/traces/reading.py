@@ -41,7 +41,7 @@ class _Mooncake(msgspec.Struct, forbid_unknown_fields=True):
     hash_ids: list[int]
     output_length: int = 0
     timestamp: float = 0.0
-    """Milliseconds."""
+    """Arrival time in milliseconds."""
     block_size: int | None = None
 
 

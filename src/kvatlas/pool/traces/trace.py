@@ -236,7 +236,7 @@ class TraceBuilder:
         wrong = np.flatnonzero(facts != facts[first])
         if len(wrong):
             request = int(np.searchsorted(starts, wrong[0], side="right")) - 1
-            got = f"entry {int(wrong[0] - starts[request])} of its ids"
+            got = f"entry {int(wrong[0] - starts[request])} of the request's ids"
             raise bad_trace(self.place(self._lines[request], request), problem, got, hint)
 
 

@@ -53,7 +53,7 @@ class Attachment:
             if _which(path) != self._socket:  # one has taken another's place meanwhile
                 raise _gone(path)
             if told.version != m.VERSION or (told.file is None) == (told.memory is None):
-                raise bad_handshake("a tier with neither a file nor shared memory")
+                raise bad_handshake("an invalid greeting from the tier's server")
             self._session = told.session
             self._channels = Channels(Security(), answers=m.TierAnswer, repeatable=m.REPEATABLE)
             on_failure.callback(self._channels.close)

@@ -60,7 +60,7 @@ class FolderLedger:
             file = os.open(self._path, _OPENING, 0o600)
             try:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
-                    raise OSError(f"no file: {self._path}")
+                    raise OSError(f"not a regular file: {self._path}")
                 _lock(file, patience)
                 if self._is(file):
                     yield HeldLedger(file)
