@@ -378,5 +378,5 @@ def test_the_zoo_is_whole() -> None:
 
 
 def test_an_untried_transformers_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"tried with transformers 5\.17 to 5\.22.* 5\.23\.1"):
+    with pytest.warns(UserWarning, match=r"tested with transformers 5\.17 to 5\.22.* 5\.23\.1"):
         warn_of_untried_version("5.23.1")

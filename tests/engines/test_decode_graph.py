@@ -121,7 +121,7 @@ def test_attention_that_reads_no_pages_is_refused() -> None:
     model = model_of("Llama")
     model.set_attn_implementation("sdpa")
     cache = AtlasCache.from_config(model.config, batch=1, max_len=64)
-    with pytest.raises(AtlasError, match="Only attention that reads pages") as refused:
+    with pytest.raises(AtlasError, match="A decode graph requires attention") as refused:
         DecodeGraph(model, cache)
     assert refused.value.code == Code.ENGINE_REFUSES
 

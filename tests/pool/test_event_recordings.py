@@ -64,7 +64,7 @@ def test_a_command_that_is_told_cuts_that_recording_alone(tmp_path: Path) -> Non
     path.write_bytes(recordings.FIRST_LINE + b"cut")
     with pytest.raises(AtlasError) as refusal:
         read_trace(path)
-    command = shlex.split(refusal.value.hint.removesuffix(" leaves it out"))
+    command = shlex.split(refusal.value.hint.removesuffix(" removes the incomplete batch"))
     assert command == ["truncate", "-s", str(len(recordings.FIRST_LINE)), "--", path.name]
 
 
@@ -80,7 +80,7 @@ def test_a_batch_that_is_too_long_is_not_said_to_be_cut(
     with pytest.raises(AtlasError) as refusal:
         read_trace(path)
     assert refusal.value.code is Code.BAD_TRACE
-    assert "this is no batch of events. Got 41 bytes" in str(refusal.value)
+    assert "this is not a valid batch of events. Got 41 bytes" in str(refusal.value)
 
 
 def test_numbers_that_are_too_large_are_refused_with_their_line(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_numbers_that_are_too_large_are_refused_with_their_line(tmp_path: Path) 
         with pytest.raises(AtlasError) as refusal:
             read_trace(path)
         assert refusal.value.code is Code.BAD_TRACE
-        assert "mine.jsonl, line 1: this is no" in str(refusal.value)
+        assert "mine.jsonl, line 1: this is not a valid" in str(refusal.value)
 
 
 def test_prompts_in_blocks_of_one_token_are_known_whole(tmp_path: Path) -> None:

@@ -368,22 +368,22 @@ def test_events_that_lie_are_refused_with_their_line(tmp_path: Path) -> None:
     good: dict[str, Any] = msgspec.to_builtins(stored([1, 2]))
     other = BlockStored([2], 1, [5, 5], 2)
     lies: list[tuple[Any, str]] = [
-        (good | {"block_size": 3}, "line 2: this is no event"),
-        (good | {"token_ids": [1, 2, 3]}, "line 2: this is no event"),
-        (good | {"token_ids": [1, 2, 3, -4]}, "line 2: this is no event"),
-        (good | {"block_hashes": [None]}, "line 2: this is no event"),
-        (good | {"type": "BlockStolen"}, "line 2: this is no event"),
-        (good | {"ts": "noon"}, "line 2: this is no event"),
-        (good | {"data_parallel_rank": -1}, "line 2: this is no event"),
-        ([1.0, [good], -1], "line 2: this is no event"),
-        ({"events": [good, 7]}, "line 2: this is no event"),
-        ({"token_ids": [1, 2]}, "line 2: this is no event"),
-        (b'{"ts": 1e999, "events": []}', "line 2: this is no event"),
-        (b'{"type": "BlockStored", "block', "line 2: this is no event"),
-        (b"[" * 100_000, "line 2: this is no event"),
+        (good | {"block_size": 3}, "line 2: this is not a valid event"),
+        (good | {"token_ids": [1, 2, 3]}, "line 2: this is not a valid event"),
+        (good | {"token_ids": [1, 2, 3, -4]}, "line 2: this is not a valid event"),
+        (good | {"block_hashes": [None]}, "line 2: this is not a valid event"),
+        (good | {"type": "BlockStolen"}, "line 2: this is not a valid event"),
+        (good | {"ts": "noon"}, "line 2: this is not a valid event"),
+        (good | {"data_parallel_rank": -1}, "line 2: this is not a valid event"),
+        ([1.0, [good], -1], "line 2: this is not a valid event"),
+        ({"events": [good, 7]}, "line 2: this is not a valid event"),
+        ({"token_ids": [1, 2]}, "line 2: this is not a valid event"),
+        (b'{"ts": 1e999, "events": []}', "line 2: this is not a valid event"),
+        (b'{"type": "BlockStored", "block', "line 2: this is not a valid event"),
+        (b"[" * 100_000, "line 2: this is not a valid event"),
         (other, "line 2: the events contradict each other. Got hash 2 "),
         (stored([2]), "line 2: the events contradict each other. Got hash 2 "),
-        (stored([3], 2, block=4), "line 2: blocks of two sizes"),
+        (stored([3], 2, block=4), "line 2: the block size changes"),
         (BlockStored([3], 2, [3] * 4, 2), "line 2: the first group does not keep every token"),
     ]
     for number, (lie, words) in enumerate(lies):
@@ -393,8 +393,8 @@ def test_events_that_lie_are_refused_with_their_line(tmp_path: Path) -> None:
         told = refused(partial(read_trace, path))
         assert f"{path.name}, {words}" in told, (lie, told)
     path.write_bytes(msgspec.json.encode(good))
-    assert "no such block size" in refused(lambda: read_trace(path, block=0))
-    assert "there is no request" in refused(lambda: read_trace(path, block=64))
+    assert "the block size must be" in refused(lambda: read_trace(path, block=0))
+    assert "contains no request" in refused(lambda: read_trace(path, block=64))
 
 
 def test_a_recording_that_was_cut_or_changed_is_refused(tmp_path: Path) -> None:

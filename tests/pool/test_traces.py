@@ -70,20 +70,20 @@ def test_a_trace_that_lies_is_refused_with_its_line(tmp_path: Path) -> None:
     lies: list[tuple[Any, str]] = [
         (mooncake(1024, [2, 1]), "line 2: an id follows"),
         (mooncake(1024, [3, 2]), "line 2: an id follows"),
-        (mooncake(700, [1, 2]), "line 2: an id stands for another number"),
-        (mooncake(1024, [1]), "line 2: the ids are not those"),
+        (mooncake(700, [1, 2]), "line 2: an id represents a different number"),
+        (mooncake(1024, [1]), "line 2: the number of ids does not match"),
         (mooncake(-5, []), "line 2: lengths"),
         (mooncake(512, [1], output_length=-1), "line 2: lengths"),
-        (mooncake(512, [1], timestamp=-1), "line 2: a request comes"),
-        (mooncake(512, [1], timestamp=1e999), "line 2: this is no request"),
+        (mooncake(512, [1], timestamp=-1), "line 2: the time of a request"),
+        (mooncake(512, [1], timestamp=1e999), "line 2: this is not a valid request"),
         (mooncake(512, [1 << 70]), "line 2: "),
-        (mooncake(512, ["x"]), "line 2: this is no request"),
-        (mooncake(512, [True]), "line 2: this is no request"),
-        (mooncake(512, [1], prompt="?"), "line 2: this is no request"),
-        (mooncake(512, [1], block_size=64), "line 2: blocks of two sizes"),
-        ('{"input_length": 512, "hash', "line 2: this is no request"),
-        ("[" * 100_000, "line 2: this is no request"),
-        ("\x00", "line 2: this is no request"),
+        (mooncake(512, ["x"]), "line 2: this is not a valid request"),
+        (mooncake(512, [True]), "line 2: this is not a valid request"),
+        (mooncake(512, [1], prompt="?"), "line 2: this is not a valid request"),
+        (mooncake(512, [1], block_size=64), "line 2: the block size changes"),
+        ('{"input_length": 512, "hash', "line 2: this is not a valid request"),
+        ("[" * 100_000, "line 2: this is not a valid request"),
+        ("\x00", "line 2: this is not a valid request"),
     ]
     for number, (lie, words) in enumerate(lies):
         path = written(tmp_path / f"{number}.jsonl", good, lie)
@@ -97,15 +97,15 @@ def test_a_conversation_that_lies_is_refused_with_its_line_and_request(tmp_path:
     good = {"t": 0.0, "in": 128, "out": 1, "hash_ids": [1, 2]}
     lies: list[tuple[Any, str]] = [
         (good | {"hash_ids": [2, 1]}, "an id follows"),
-        (good | {"in": 500}, "the ids are not those"),
+        (good | {"in": 500}, "the number of ids does not match"),
         (good | {"in": -5, "hash_ids": []}, "lengths"),
-        (good | {"t": -1.0}, "a request comes"),
+        (good | {"t": -1.0}, "the time of a request"),
         (good | {"hash_ids": [-1, 2]}, "an id is negative"),
-        (good | {"hash_ids": ["x"]}, "this is no request"),
-        (good | {"hash_ids": [1 << 70, 2]}, "an id is none"),
-        (good | {"surprise": 1}, "this is no request"),
-        ({"t": 0.0}, "this is no request"),
-        (128, "this is no request"),  # which stands in the request before it, too
+        (good | {"hash_ids": ["x"]}, "this is not a valid request"),
+        (good | {"hash_ids": [1 << 70, 2]}, "an id is not valid"),
+        (good | {"surprise": 1}, "this is not a valid request"),
+        ({"t": 0.0}, "this is not a valid request"),
+        (128, "this is not a valid request"),  # which stands in the request before it, too
     ]
     other = {"block_size": 64, "requests": [good, good]}
     written(tmp_path / "a.json", json.dumps(other))
@@ -120,7 +120,7 @@ def test_a_conversation_that_lies_is_refused_with_its_line_and_request(tmp_path:
     for text, line in (('{"block_size": 64,\n"requests": [', 2), ('{\n\n"block_size": }', 3)):
         with pytest.raises(AtlasError) as refusal:
             read_trace(written(tmp_path / "b.json", text))
-        assert f"b.json, line {line}: this is no conversation" in str(refusal.value)
+        assert f"b.json, line {line}: this is not a valid conversation" in str(refusal.value)
 
 
 def test_other_files_that_are_no_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_other_files_that_are_no_traces(tmp_path: Path, monkeypatch: pytest.Monk
     for block in (0, -1):
         with pytest.raises(AtlasError) as refusal:
             read_trace(SAMPLE, block=block)
-        assert "no such block size" in str(refusal.value), block
+        assert "the block size must be" in str(refusal.value), block
     with pytest.raises(AtlasError) as refusal:
         read_trace(tmp_path / "missing.jsonl")
     assert refusal.value.code is Code.UNREADABLE

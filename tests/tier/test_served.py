@@ -407,7 +407,7 @@ def test_another_users_socket_and_a_file_that_was_exchanged_are_not_used(
     (tmp_path / "other").replace(tier.file.path)
     with pytest.raises(AtlasError, match="another file"):
         TierClient(server.path)
-    with pytest.raises(AtlasError, match="no file beside"):
+    with pytest.raises(AtlasError, match="requires a socket path"):
         TierServer(Tier(tier_plan(MODEL)))
     with pytest.raises(AtlasError, match="not shared"):
         TierServer(Tier(tier_plan(MODEL)), tmp_path / "m")

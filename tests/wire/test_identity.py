@@ -85,7 +85,8 @@ def test_both_ends_may_accept_any_identity() -> None:
 def test_a_node_needs_an_identity_unless_it_accepts_any() -> None:
     made = small("dense")
     about: dict[str, Any] = {"memory": Buffers(made, 0).memory}
-    for identity in (None, "the weights", {"weights": "w"}):
+    wrong: list[Any] = [None, "the weights", {"weights": "w"}]
+    for identity in wrong:
         with pytest.raises(AtlasError) as refusal:
             Node(made, transport=Local(), identity=identity, **about)
         assert refusal.value.code is Code.BAD_CONFIG

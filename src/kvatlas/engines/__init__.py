@@ -1,1 +1,1 @@
-"""Engines that run on kvatlas, each in a package of its own, imported only when it is used."""
+"""Integrations of serving engines. Each is a separate package, imported only when it is used."""

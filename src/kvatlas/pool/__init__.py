@@ -1,8 +1,8 @@
-"""Block ids: dealt out to requests, found again by what they hold, and evicted.
+"""Block pool and prefix caching: allocate block ids, reuse their content and evict them.
 
 `BlockPool` is for engines: block tables for every group of a plan, prefix reuse, fork and
-preemption. `simulate` replays a trace of real requests through the pools of a plan, and says
-how much of it is found again. `checkpoints` and `eviction` are the policies of both.
+preemption. `simulate` replays a trace of real requests through the pools of a plan and reports
+hit rates. `checkpoints` and `eviction` contain the policies of both.
 """
 
 from kvatlas.pool.block_ids import NO_BLOCK, BlockIds

@@ -1,4 +1,4 @@
-"""Block ids of one pool: taken, shared, kept for who comes back, and evicted."""
+"""The block ids of one pool: allocation, reference counts, cached content and eviction."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kvatlas.geometry import Int64s, natural
 from kvatlas.pool.eviction import Eviction, Use
 
 NO_BLOCK = -1
-"""Stands in a block table for a block that a window has left behind."""
+"""Placeholder in a block table for a block that a window no longer needs."""
 _MANY = 128
-"""So many blocks and more are counted together, by numpy; fewer are counted faster one by one."""
+"""Number of blocks from which numpy is faster than a Python loop."""
 
 
 class _AsArrays(NamedTuple):
-    """What is known of each block, for numpy: the same memory."""
+    """Views of the per-block data as numpy arrays."""
 
     owners: NDArray[np.int32]
     kept: NDArray[np.bool_]
     woken: NDArray[np.bool_]
     place: NDArray[np.int32]
-    """Where a block was among those that were named last."""
+    """The index of a block in the last list of blocks that was passed in."""
 
     def distinct(self, blocks: Sequence[int]) -> Int64s | None:
-        """Blocks to be counted together; None for few, or where some are gone or named twice."""
+        """Return blocks as an array; None if they are few, repeated or out of range."""
         if len(blocks) < _MANY:
             return None
         ids, places = np.array(blocks, np.int64), np.arange(len(blocks), dtype=np.int32)
@@ -40,10 +40,10 @@ class _AsArrays(NamedTuple):
 
 
 class BlockIds:
-    """The block ids of a pool with their reference counts; the last freed is taken first.
+    """The block ids of a pool with their reference counts. The last freed block is taken first.
 
-    A block without an owner is free, or it is kept: what it holds may be asked for again.
-    Kept blocks are taken when none is free, in the order of an `Eviction`.
+    A block without an owner is free or kept. The content of a kept block can still be reused.
+    When no block is free, kept blocks are evicted in the order of an `Eviction`.
 
     >>> ids = BlockIds(3)
     >>> block = ids.take()
@@ -66,20 +66,20 @@ class BlockIds:
     ) -> None:
         self.count = count = natural(count, "the number of blocks")
         self.null_block = null_block
-        """Whether block 0 is nobody's: engines point padded entries of tables at it."""
+        """Whether block 0 is reserved. Engines use it for padded entries of block tables."""
         first = 1 if null_block else 0
         self._free = list(range(count - 1, first - 1, -1))
         self._owners = array("i", bytes(4 * count))
         if null_block and count:
             self._owners[0] = 1  # never taken, never given back
         self._kept = bytearray(count)
-        """Whether the content of a block can be found, whether it has owners or not."""
+        """Whether the content of a block can be found, with or without owners."""
         self._idle = 0
-        """Kept blocks without an owner."""
+        """Number of kept blocks without an owner."""
         self._eviction = eviction
         self._evicted = evicted
         self._woken = bytearray(count)
-        """Whether a block has an owner again since it was queued to be evicted."""
+        """Whether a block was reused after it was queued for eviction."""
         self._arrays = self._as_arrays()
         self._clock = 0
 
@@ -100,25 +100,25 @@ class BlockIds:
 
     @property
     def free(self) -> int:
-        """How many blocks can be taken: those that hold nothing, and those that are only kept."""
+        """Number of blocks that can be taken: free blocks, and kept blocks without an owner."""
         return len(self._free) + self._idle
 
     @property
     def kept(self) -> int:
-        """How many blocks without an owner are kept for who asks for them again."""
+        """Number of blocks without an owner whose content is kept for reuse."""
         return self._idle
 
     def require(self, count: int) -> None:
-        """Refuse a need of more blocks than can be taken, before any is taken."""
+        """Raise an error if fewer than `count` blocks can be taken."""
         if count > self.free:
             raise AtlasError(
                 Code.NO_BLOCKS,
-                got=f"{count} needed and {self.free} free of {self.count}",
-                hint="Make the cache for more or longer sequences, or reset it",
+                got=f"{count} needed, but only {self.free} of {self.count} free",
+                hint="Plan the cache for more or longer sequences, or reset it",
             )
 
     def take(self) -> int:
-        """A free block, for one owner."""
+        """Take a block for one owner."""
         if not self._free:
             self.require(1)
             self._evict(1)
@@ -127,7 +127,7 @@ class BlockIds:
         return block
 
     def take_many(self, count: int) -> list[int]:
-        """So many blocks at once, all or none."""
+        """Take `count` blocks, or raise an error and take none."""
         self.require(count)
         if count > len(self._free):
             self._evict(count - len(self._free))
@@ -138,7 +138,7 @@ class BlockIds:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more owner of each block; one that was only kept is in use again."""
+        """Add an owner to each block. Kept blocks without an owner are in use again."""
         many = self._arrays.distinct(blocks)
         if many is not None:
             self._share_many(many)
@@ -165,19 +165,19 @@ class BlockIds:
         owners[ids] += 1
 
     def owners(self, block: int) -> int:
-        """How many owners a block has."""
+        """Return the number of owners of a block."""
         return self._owners[block]
 
     def is_shared(self, block: int) -> bool:
-        """Whether a block has several owners."""
+        """Return whether a block has several owners."""
         return self._owners[block] > 1
 
     def is_kept(self, block: int) -> bool:
-        """Whether the content of a block can be found, so that nobody writes to it any more."""
+        """Return whether the content of a block can be found and must not be changed."""
         return bool(self._kept[block])
 
     def keep(self, blocks: Sequence[int]) -> None:
-        """What blocks hold stays when their last owner goes, until it is evicted."""
+        """Keep the content of blocks after their last owner has released them, until eviction."""
         ids = np.array(blocks, np.int64)
         owned = self._arrays.owners[ids] > 0
         if not owned.all():
@@ -185,7 +185,7 @@ class BlockIds:
         self._arrays.kept[ids] = True
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One owner less of each block; those without any are free again, or only kept."""
+        """Remove an owner of each block. Blocks without owners become free, or stay kept."""
         many = self._arrays.distinct(blocks)
         if many is not None:
             self._release_many(many)
@@ -221,7 +221,7 @@ class BlockIds:
             self._rest(last[stays])
 
     def drop(self) -> list[int]:
-        """Keep nothing any more: kept blocks without an owner are free; their ids."""
+        """Stop keeping content. Free the kept blocks without an owner and return their ids."""
         owners, kept, *_ = self._arrays
         found = np.flatnonzero(kept)
         idle: list[int] = found[owners[found] == 0].tolist()
@@ -233,12 +233,12 @@ class BlockIds:
         return idle
 
     def evict(self, blocks: Sequence[int]) -> None:
-        """Free blocks that are kept and have no owner, out of their turn."""
+        """Free kept blocks without an owner, ahead of the eviction order."""
         ids = np.array(blocks, np.int64)
         owners, kept, *_ = self._arrays
         wrong = (owners[ids] > 0) | ~kept[ids]
         if wrong.any():
-            problem = "Only blocks that are kept, and that nobody owns, are evicted"
+            problem = "Only kept blocks without an owner can be evicted"
             got = f"block {int(ids[wrong][0])}"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint="Release it first")
         if self._eviction is not None:
@@ -246,11 +246,11 @@ class BlockIds:
         self._let_go(ids)
 
     def _rest(self, idle: Int64s) -> None:
-        """Kept blocks whose last owner went, in the order in which they are to go."""
+        """Queue kept blocks whose last owner has released them, in order of eviction."""
         if self._eviction is None:
             raise AtlasError(
-                Code.CONTRADICTORY, "Blocks are kept, and nothing says which is evicted first",
-                got=f"{len(idle)} kept blocks", hint="Give the pool an eviction",
+                Code.CONTRADICTORY, "A pool that keeps blocks requires an eviction policy",
+                got=f"{len(idle)} kept blocks", hint="Pass an eviction to the pool",
             )  # fmt: skip
         self._clock += 1
         self._arrays.woken[idle] = False
@@ -263,7 +263,7 @@ class BlockIds:
         self._let_go(self._eviction.victims(count, self._arrays.woken))
 
     def _let_go(self, ids: Int64s) -> None:
-        """Kept blocks, the first to go first, are free."""
+        """Free kept blocks, given in order of eviction."""
         victims: list[int] = ids.tolist()
         self._arrays.kept[ids] = False
         self._idle -= len(victims)
@@ -273,6 +273,6 @@ class BlockIds:
 
 
 def _without_owner(block: int) -> AtlasError:
-    problem = "A block that nobody owns can be neither shared, kept nor given back"
+    problem = "A block without an owner cannot be shared, kept or released"
     hint = "Release each block once for each time it was taken or shared"
     return AtlasError(Code.OUT_OF_RANGE, problem, got=f"block {block}", hint=hint)

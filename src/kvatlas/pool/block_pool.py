@@ -1,9 +1,10 @@
-"""`BlockPool`: which blocks every request has, in every group of a plan.
+"""`BlockPool`: the blocks of every request, in every group of a plan.
 
-A request's life: `admit` finds the longest prefix that every group can serve and shares its
-blocks; `reserve` takes blocks before tokens are computed, and says what to zero and what to
-copy; `computed` says that they are, so that others find them; `free` gives everything back.
-Blocks that can be found are not written any more: whoever goes on behind one has it copied.
+The life of a request: `admit` finds the longest prefix that every group can serve and shares its
+blocks. `reserve` takes blocks before tokens are computed and returns which blocks to zero and to
+copy. `computed` records that the tokens are stored, so that other requests can reuse them. `free`
+releases all blocks. Blocks that can be found are immutable: a request that continues inside such
+a block gets a copy.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvatlas.pool.reservation import CopyOnWrite, Reservation, checked_tokens
 from kvatlas.pool.seen_prefixes import SeenPrefixes
 
 SEEN = 4
-"""Prefixes that are remembered for each block, whether its content is still there or not."""
+"""Number of remembered prefixes per block, including prefixes that have been evicted."""
 
 
 @dataclass
@@ -43,18 +44,18 @@ class _Request:
     prompt: int
     hit: int
     seen: int
-    """The longest prefix that was asked for before."""
+    """The longest prefix that an earlier request had, too."""
     computed: int
     reserved: int
     incomplete: Sequence[int]
-    """Of each group the first entries, as many, of which not all tokens came: nobody finds them."""
+    """For each group, the number of leading entries that are incomplete and never published."""
 
 
 class BlockPool:
-    """The blocks of a plan's pools, dealt out to requests by group.
+    """Allocates the blocks of a plan's pools to requests, by group, with prefix caching.
 
-    `events` is called with what can be found since the last call, and what no more; it must
-    not raise. With `partial_hits`, hits end inside a block where every layer allows it.
+    `events` is called with the blocks that were stored and evicted since the last call. It must
+    not raise. With `partial_hits`, a hit may end inside a block if every layer supports it.
 
     >>> from kvatlas.planning import plan
     >>> pool = BlockPool(plan("gpt-oss-20b", memory="40GiB"))
@@ -96,12 +97,12 @@ class BlockPool:
             )
             for index, blocks in sizes.items()
         }
-        """The ids of each pool, by its index."""
+        """The block ids of each pool, by pool index."""
         self._requests: dict[Hashable, _Request] = {}
         self._index = PrefixIndex(plan, partial_hits=partial_hits)
         self._listener = events
         self._news: list[BlockEvent] = []
-        """What the listener is told when the call ends."""
+        """Events to send to the listener at the end of the call."""
         self._seen = SeenPrefixes(SEEN * sum(sizes.values()))
         self._shares = checkpoint_shares(plan, self.ids, self.checkpoints.share)
         self._reuses = reuses_prefixes(plan)
@@ -114,19 +115,22 @@ class BlockPool:
     # -- asking -----------------------------------------------------------------------
 
     def tables(self, request: Hashable) -> dict[int, list[int]]:
-        """The blocks of a request by group, as routes take them; `NO_BLOCK` where a window left."""
+        """Return the blocks of a request by group, in the form that routes take.
+
+        Blocks that a window no longer needs are `NO_BLOCK`.
+        """
         return {group: list(table) for group, table in enumerate(self._get(request).tables)}
 
     def tokens(self, request: Hashable) -> int:
-        """Tokens of a request that are computed."""
+        """Return the number of computed tokens of a request."""
         return self._get(request).computed
 
     def match(self, chain: HashChain) -> int:
-        """The most tokens of a prompt that every group can serve; the last is computed anyway."""
+        """Return how many tokens of a prompt every group can serve, excluding the last token."""
         return self._index.longest(chain)
 
     def stops(self, request: Hashable, tokens: int) -> list[int]:
-        """Where to pause on the way to `tokens` tokens, so that recurrent states can be kept."""
+        """Return the token counts at which to pause, so that recurrent states can be kept."""
         asked = self._get(request)
         recurrent = any(group.kind == "recurrent" for group in self.plan.groups)
         return self._kept_ends(asked, tokens) if recurrent else []
@@ -136,9 +140,9 @@ class BlockPool:
     def admit(
         self, request: Hashable, prompt: Sequence[int], identity: PrefixIdentity | None = None
     ) -> int:
-        """Begin a request; the tokens of its prompt that need not be computed."""
+        """Begin a request and return how many tokens of its prompt need not be computed."""
         if request in self._requests:
-            problem = "A request of that name is under way"
+            problem = "A request with this name already exists"
             raise AtlasError(Code.TWICE, problem, got=repr(request), hint="Free it first")
         identity = identity or PrefixIdentity(weights=self.weights)
         chain = HashChain(identity, self._grain)
@@ -159,17 +163,18 @@ class BlockPool:
         return hit
 
     def reserve(self, request: Hashable, tokens: int) -> Reservation:
-        """Blocks for a request's first `tokens` tokens, those already computed included.
+        """Reserve blocks for a request's first `tokens` tokens, including computed ones.
 
-        Refused before anything is taken where some pool has too few. Blocks that a window has
-        left behind are given back first, as far as the next token no longer sees them.
+        Blocks that have left the window of all layers are freed first. If a pool has too few free
+        blocks, an error is raised and none is taken.
         """
         asked = self._get(request)
         tokens = integer(tokens, "the tokens")
         if tokens < asked.computed:
-            problem = "Fewer tokens are reserved than are computed"
-            got = f"{tokens} tokens after {asked.computed}"
-            raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint="Reserve for all of them")
+            problem = "A reservation must include all computed tokens"
+            got = f"{tokens} tokens, but {asked.computed} are computed"
+            hint = "Pass the total number of tokens"
+            raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint=hint)
         self._leave_behind(asked)
         needs: dict[int, int] = {}
         wanted = []
@@ -192,10 +197,10 @@ class BlockPool:
         return made
 
     def computed(self, request: Hashable, tokens: int, new: Sequence[int] = ()) -> None:
-        """The first `tokens` tokens are in their blocks; `new` are those after the prompt.
+        """Record that the first `tokens` tokens are stored. `new` are tokens after the prompt.
 
-        Blocks that are whole can be found from now on. A recurrent state is kept where
-        `tokens` is the end of a block and the policy wants a checkpoint: see `stops`.
+        Complete blocks can be found from now on. A recurrent state is kept if `tokens` is the end
+        of a block and the policy requests a checkpoint there; see `stops`.
         """
         asked = self._get(request)
         tokens = checked_tokens(tokens, asked.computed, asked.reserved, len(asked.chain) + len(new))
@@ -206,7 +211,7 @@ class BlockPool:
         self._tell()
 
     def loaded(self, request: Hashable, tokens: int) -> None:
-        """The first `tokens` tokens came from elsewhere, as far as the next one sees them."""
+        """Record that the first `tokens` tokens were loaded, as far as the next token sees them."""
         asked = self._get(request)
         tokens = checked_tokens(tokens, asked.computed, asked.reserved, len(asked.chain))
         asked.incomplete = [
@@ -216,10 +221,10 @@ class BlockPool:
         self.computed(request, tokens)
 
     def fork(self, request: Hashable, child: Hashable) -> None:
-        """Go on with a request as two: they share all blocks until one of them writes."""
+        """Duplicate a request. Both share all blocks copy-on-write."""
         asked = self._get(request)
         if child in self._requests:
-            problem = "A request of that name is under way"
+            problem = "A request with this name already exists"
             raise AtlasError(Code.TWICE, problem, got=repr(child), hint="Free it first")
         tables = [list(table) for table in asked.tables]
         for group, table in zip(self.plan.groups, tables, strict=True):
@@ -228,23 +233,24 @@ class BlockPool:
         self._requests[child] = replace(asked, chain=asked.chain.copy(), tables=tables)
 
     def free(self, request: Hashable) -> None:
-        """Give a request's blocks back, the last first; those that can be found are kept."""
+        """Release a request's blocks, the last first. Blocks that can be found are kept."""
         asked = self._get(request)
         del self._requests[request]
         for group, table in zip(self.plan.groups, asked.tables, strict=True):
             self.ids[group.pool].release(table[::-1])
 
     def preempt(self, request: Hashable) -> int:
-        """Free a request that is to come again; the tokens that were computed for it.
+        """Free a request that will resume later and return its number of computed tokens.
 
-        When it is admitted again, with all its tokens as the prompt, it has what is left.
+        To resume, admit it again with all of its tokens as the prompt. It then reuses the blocks
+        that have not been evicted.
         """
         computed = self._get(request).computed
         self.free(request)
         return computed
 
     def clear(self) -> None:
-        """Find nothing any more; requests under way keep their blocks."""
+        """Remove all cached prefixes. Active requests keep their blocks."""
         self._index.clear()
         self._seen.clear()
         for pool, ids in self.ids.items():
@@ -260,11 +266,12 @@ class BlockPool:
         found = self._requests.get(request)
         if found is None:
             problem = "The pool has no such request"
-            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request), hint="Admit it")
+            hint = "Admit it first"
+            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request), hint=hint)
         return found
 
     def _count_seen(self, chain: HashChain) -> int:
-        """The longest prefix that was asked for before; from now on this one was, too."""
+        """Return the longest prefix that was seen before, and record this request's prefixes."""
         if not self.checkpoints.asks_for_seen:
             return 0
         digests = chain.ends(self._step, 0, len(chain) // self._step)
@@ -281,7 +288,7 @@ class BlockPool:
                 table[entry] = NO_BLOCK
 
     def _entries(self, index: int, asked: _Request, tokens: int) -> int:
-        """Blocks that a table lacks for so many tokens."""
+        """Return how many blocks a table lacks for a number of tokens."""
         group = self.plan.groups[index]
         if group.kind == "recurrent":
             stop = 1
@@ -291,7 +298,7 @@ class BlockPool:
         return max(0, stop - len(asked.tables[index]))
 
     def _copied(self, index: int, asked: _Request, tokens: int) -> list[int]:
-        """Entries that are written to next, and that others own or find."""
+        """Return the entries that are written next but are shared or can be found."""
         group, table = self.plan.groups[index], asked.tables[index]
         if tokens == asked.computed or group.kind == "cross_attention":
             return []
@@ -308,7 +315,7 @@ class BlockPool:
     def _take(
         self, index: int, asked: _Request, entries: int, copied: list[int], made: Reservation
     ) -> list[tuple[int, int]]:
-        """Take a group's blocks; those that it leaves, by pool, to be released."""
+        """Take a group's blocks and return the (pool, block) pairs to release."""
         if not entries and not copied:
             return []
         group, table = self.plan.groups[index], asked.tables[index]
@@ -330,9 +337,9 @@ class BlockPool:
         return left
 
     def _publish(self, asked: _Request, tokens: int) -> bool:
-        """Whole blocks are found from now on; whether a state was kept that is not written to.
+        """Publish complete blocks, and return whether a recurrent state was kept.
 
-        Full attention keeps every block, windows and recurrent layers what checkpoints need.
+        Full attention keeps every block. Windows and recurrent layers keep those of checkpoints.
         """
         everything = all(group.keeps_all for group in self._index.groups)
         ends = [] if everything else self._kept_ends(asked, tokens)
@@ -357,7 +364,7 @@ class BlockPool:
         return kept_state
 
     def _kept_ends(self, asked: _Request, tokens: int) -> list[int]:
-        """Checkpoints between what was computed before and now."""
+        """Return the checkpoints among the newly computed tokens."""
         begun, stop = asked.computed // self._step, tokens // self._step
         seen, end = asked.seen // self._step, asked.prompt // self._step
         known = Prompt(self._step, begun, seen, end, max(stop, end))
@@ -365,7 +372,7 @@ class BlockPool:
         return [one * self._step for one in chosen if begun < one <= stop]
 
     def _keep(self, index: int, chain: HashChain, first: int, blocks: list[int]) -> bool:
-        """Have entries of a group found, unless others are in their place; whether any is now."""
+        """Publish entries of a group, except duplicates, and return whether any was published."""
         group, kept = self.plan.groups[index], False
         share = None if self._index.groups[index].keeps_all else self._shares.get(group.pool)
         if share is not None:
@@ -389,7 +396,7 @@ class BlockPool:
             self._news += removed_events(names)
 
     def _tell(self) -> None:
-        """Tell the listener what can be found since the last call, and what no more."""
+        """Send pending events to the listener."""
         if self._listener and self._news:
             news, self._news = self._news, []
             self._listener(news)

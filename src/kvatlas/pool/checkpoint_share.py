@@ -1,4 +1,4 @@
-"""Checkpoints in a part of a pool at most; attention may have what they leave of it."""
+"""Limit checkpoints to a share of a pool. Attention may use the rest."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvatlas.specs import Visibility
 
 
 class CheckpointShare:
-    """Blocks of windows and states that can be found, at most so many of a pool."""
+    """The kept blocks of windows and recurrent states, at most `most` of a pool."""
 
     def __init__(self, ids: BlockIds, most: int) -> None:
         self._ids, self.most = ids, most
         self._kept: OrderedDict[int, None] = OrderedDict()
-        """The longest unused first."""
+        """Kept blocks, least recently used first."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def make_room(self, count: int, beside: Collection[int] = ()) -> bool:
-        """Let the longest unused go until there is room for so many more; whether there is.
+        """Evict the least recently used blocks to make room for `count` more.
 
-        Those `beside` which they are kept stay.
+        Returns whether there is room. Blocks in `beside` are not evicted.
         """
         over = len(self._kept) + count - self.most
         if over <= 0:
@@ -38,25 +38,25 @@ class CheckpointShare:
         return True
 
     def use(self, blocks: Iterable[int]) -> None:
-        """Blocks that are kept from now on, or that a request has found."""
+        """Record blocks that were kept or reused."""
         for block in blocks:
             self._kept[block] = None
             self._kept.move_to_end(block)
 
     def lose(self, blocks: Iterable[int]) -> None:
-        """Blocks that are not found any more."""
+        """Remove blocks that can no longer be found."""
         for block in blocks:
             self._kept.pop(block, None)
 
     def clear(self) -> None:
-        """Nothing is found any more."""
+        """Remove all blocks."""
         self._kept.clear()
 
 
 def checkpoint_shares(
     plan: Plan, ids: dict[int, BlockIds], share: float | None
 ) -> dict[int, CheckpointShare]:
-    """By pool; none for a pool that checkpoints, or attention, have for themselves."""
+    """Return the limit for each pool that checkpoints and attention share."""
     if share is None:
         return {}
     kinds: dict[int, set[bool]] = {}

@@ -1,8 +1,8 @@
-"""A file of an engine's events: batch after batch, as they came.
+"""Recordings of an engine's events: a file of batches in order of arrival.
 
-It begins with a line that says what it is. Each batch follows as its number (8 bytes, the
-highest first, as in ZeroMQ), whether batches before it are missing (1 byte), its length
-(4 bytes) and its msgpack. Prompts' tokens are in it: it is as secret as they are.
+The first line identifies the format. Each batch follows as its number (8 bytes, big-endian, as in
+ZeroMQ), a flag that batches before it are missing (1 byte), its length (4 bytes) and its msgpack.
+The file contains the tokens of prompts, so it is as confidential as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEAD = struct.Struct(">Q?I")
 
 
 class EventRecording:
-    """A new file that batches are written to as they come; its user alone may read it."""
+    """A new recording to which batches are appended. Only its owner may read the file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -37,7 +37,7 @@ class EventRecording:
         self._write(FIRST_LINE)
 
     def write(self, received: ReceivedBatch) -> None:
-        """Append a batch, so that it is there whatever comes after it."""
+        """Append a batch and flush it to the file."""
         payload = encode_batch(received.batch)
         self._write(_HEAD.pack(received.number, received.gap, len(payload)) + payload)
         self.batches += 1
@@ -45,7 +45,7 @@ class EventRecording:
         self.gaps += received.gap
 
     def _write(self, text: bytes) -> None:
-        """Append a text whole; where there is no room for it, none of it."""
+        """Append all bytes, or none if the disk is full."""
         left = memoryview(text)
         try:
             while left:
@@ -58,11 +58,11 @@ class EventRecording:
 
     def _unwritable(self, problem: OSError) -> AtlasError:
         got = f"{self.path}: {problem.strerror}"
-        hint = "Name a file that is not there yet, where there is room"
+        hint = "Use a path that does not exist yet, on a disk with free space"
         return AtlasError(Code.UNWRITABLE, got=got, hint=hint)
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -73,13 +73,13 @@ class EventRecording:
 
 
 def is_recording(path: Path) -> bool:
-    """Whether a file begins as a recording does."""
+    """Return whether a file is a recording."""
     with path.open("rb") as file:
         return file.read(len(FIRST_LINE)) == FIRST_LINE
 
 
 def recorded_batches(path: Path) -> Iterator[tuple[int, ReceivedBatch]]:
-    """The batches of a recording, one at a time, each with the bytes that are read by then."""
+    """Yield the batches of a recording, each with the number of bytes read so far."""
     with path.open("rb") as file:
         done, count, expected = len(file.read(len(FIRST_LINE))), 0, None
         while head := file.read(_HEAD.size):
@@ -88,15 +88,15 @@ def recorded_batches(path: Path) -> Iterator[tuple[int, ReceivedBatch]]:
             number, gap, length = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
             payload = file.read(min(length, MOST_BYTES + 1))
             if len(head) < _HEAD.size or len(payload) < min(length, MOST_BYTES + 1):
-                problem = f"{where}: the recording ends inside it"
+                problem = f"{where}: the recording ends inside this batch"
                 got = f"{len(head) + len(payload)} bytes"
-                hint = f"truncate -s {done} -- {quote(path.name)} leaves it out"
+                hint = f"truncate -s {done} -- {quote(path.name)} removes the incomplete batch"
                 raise AtlasError(Code.BAD_TRACE, problem, got=got, hint=hint)
             try:
                 batch = decode_batch(payload)
             except AtlasError as refusal:
-                problem = f"{where}: this is no batch of events"
-                hint = "Record it anew"
+                problem = f"{where}: this is not a valid batch of events"
+                hint = "Record the events again"
                 raise AtlasError(Code.BAD_TRACE, problem, got=refusal.got, hint=hint) from None
             done += _HEAD.size + length
             yield done, ReceivedBatch(number, batch, gap or number != (expected or number))

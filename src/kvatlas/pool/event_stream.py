@@ -1,9 +1,10 @@
-"""Batches of events over ZeroMQ, as vLLM sends them: numbered, and sent again when asked.
+"""Publish and subscribe to batches of events over ZeroMQ, in vLLM's protocol.
 
-A publisher has a PUB socket, whose messages are [topic, number, batch], and where it is given
-an address for it a ROUTER socket, which is asked with the number of the first batch that
-somebody lacks. Numbers are 8 bytes, the highest first; a replay ends with the number -1. It is
-neither encrypted nor signed: publish to hosts that you trust. Needs the extra `wire`.
+A publisher has a PUB socket with messages [topic, number, batch]. If it is given a replay address,
+it also has a ROUTER socket: a subscriber sends the number of the first batch it missed and receives
+the batches from there on. Numbers are 8 bytes, big-endian. A replay ends with the number -1.
+Messages are neither encrypted nor signed, so publish only to trusted hosts. Requires the extra
+`wire`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from kvatlas.geometry import duration
 from kvatlas.pool.events import MOST_BYTES, BlockEvent, EventBatch, decode_batch, encode_batch
 
 END = b"\xff" * 8
-"""The number behind the last batch of a replay."""
+"""The number that ends a replay."""
 KEPT_BYTES = 1 << 28
-"""Bytes of batches that are kept for who asks again."""
+"""Bytes of batches that are kept for replays."""
 WAITING = 100_000
-"""Batches that wait for a listener who is slow, as in vLLM; behind these it misses some."""
+"""Batches that are queued for a slow subscriber, as in vLLM. Beyond, batches are dropped."""
 _MOST_QUEUED = 1000
-"""Batches that wait for who reads them, as ZeroMQ limits them unless it is told otherwise."""
+"""Batches that are queued for a reader, ZeroMQ's default limit."""
 _TICK = 100
-"""Milliseconds after which a thread looks whether it is to end."""
+"""Milliseconds between checks whether a thread should end."""
 
 
 def _zmq() -> Any:
@@ -39,7 +40,7 @@ def _zmq() -> Any:
 
 
 class EventPublisher:
-    """Sends what it is told to all who listen; what a `BlockPool` takes as `events`.
+    """Sends events to all subscribers. Pass it to a `BlockPool` as `events`.
 
     >>> with EventPublisher("inproc://events") as publisher:
     ...     publisher([])
@@ -60,14 +61,14 @@ class EventPublisher:
         self.topic = topic.encode()
         self.data_parallel_rank = data_parallel_rank
         self.sent = 0
-        """Batches so far, which is the number of the next."""
+        """Number of batches sent so far, which is the number of the next batch."""
         self._lock = Lock()  # of the PUB socket, the number and what is kept
         self._kept: deque[tuple[int, bytes]] = deque()
         self._most, self._bytes = kept, 0
         self._ended = Event()
         self._publish = _bound(zmq.PUB, endpoint, most=WAITING)
         self.endpoint = _address(self._publish)
-        """Where it is reached: with the port that was chosen where the address had none."""
+        """The address of the publisher, with the actual port if none was specified."""
         self.replay_endpoint: str | None = None
         self._thread: Thread | None = None
         if replay is not None:
@@ -81,9 +82,9 @@ class EventPublisher:
             self._thread.start()
 
     def __call__(self, events: Sequence[BlockEvent]) -> None:
-        """Send a batch of events, with the time and the next number; none once it is closed.
+        """Send a batch of events with the current time and the next number, unless closed.
 
-        It neither waits nor fails where nobody listens, or too slowly.
+        The call never blocks, and does not fail if subscribers are absent or slow.
         """
         batch = EventBatch(time.time(), list(events), self.data_parallel_rank)
         payload = encode_batch(batch)
@@ -98,7 +99,7 @@ class EventPublisher:
                 self._bytes -= len(self._kept.popleft()[1])
 
     def close(self) -> None:
-        """Send nothing any more; what is on its way still goes, for a second."""
+        """Stop sending. Batches in flight are still delivered for one second."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -122,7 +123,7 @@ class EventPublisher:
             router.close(linger=0)
 
     def _answer(self, router: Any, frames: list[bytes]) -> None:
-        """Send what is kept from a number on; a question in another form is not answered."""
+        """Send the kept batches from a number on. Malformed requests are ignored."""
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             return
         first = int.from_bytes(frames[2], "big")
@@ -137,19 +138,19 @@ class EventPublisher:
 
 
 class ReceivedBatch(NamedTuple):
-    """A batch with its number."""
+    """A received batch and its number."""
 
     number: int
     batch: EventBatch
     gap: bool
-    """Batches before it are lost, or the publisher began anew: forget what was known before."""
+    """Whether batches before it are lost or the publisher restarted. Discard earlier state."""
 
 
 class EventSubscriber:
-    """Listens to a publisher, vLLM's too, and asks again for batches that it missed.
+    """Receives batches from a publisher, also vLLM's, and requests missed batches again.
 
-    Nothing that comes is trusted: frames, numbers and batches are checked, and a batch that is
-    none is refused with `bad_handshake`. `read` is called by one thread.
+    Frames, numbers and batches are validated, and an invalid batch raises `bad_handshake`. Only
+    one thread may call `read`.
     """
 
     def __init__(
@@ -164,15 +165,15 @@ class EventSubscriber:
         if replay is not None:
             _check_address(replay)  # now, and not when the first batch is missing
         self.patience = duration(patience)
-        """Seconds that a replay may take."""
+        """Maximum duration of a replay in seconds."""
         self._replay_endpoint = replay
         self._expected = 0
         self._anew = False
-        """Whether the next batch may be another publisher's than the last."""
+        """Whether the next batch may come from a different publisher than the last."""
         self._waiting: deque[ReceivedBatch] = deque()
         self._socket = _socket(zmq.SUB)
         self._lost = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        """Has a message for each connection that was lost."""
+        """Receives a message for each lost connection."""
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._lost, zmq.POLLIN)
@@ -185,7 +186,7 @@ class EventSubscriber:
             raise _bad_address(endpoint, error) from None
 
     def read(self, timeout: float) -> ReceivedBatch | None:
-        """The next batch, in order; None where none came for `timeout` seconds."""
+        """Return the next batch in order, or None if none arrives within `timeout` seconds."""
         end = time.monotonic() + duration(timeout)
         while not self._waiting:
             left = max(0.0, end - time.monotonic())
@@ -200,10 +201,10 @@ class EventSubscriber:
         return self._waiting.popleft()
 
     def _begin_anew(self) -> None:
-        """A connection was lost: who comes next may be another, whatever its numbers.
+        """Handle a lost connection: the next batch may come from another publisher.
 
-        What waits here may be from before that or after. The latest of it stands for all, and
-        the next batch begins anew once more.
+        Queued batches may be from before or after the loss. Only the latest of them is kept, and
+        the batch after it is marked with a gap, too.
         """
         while self._lost.poll(0):
             self._lost.recv_multipart()
@@ -217,7 +218,7 @@ class EventSubscriber:
             self._receive(latest, anew=True)
 
     def _receive(self, frames: list[bytes], *, anew: bool) -> None:
-        """Take a batch in, behind those that are missing before it."""
+        """Queue a batch, after any missing batches before it."""
         number, payload = _checked(frames)
         batch = decode_batch(payload)
         anew |= number < self._expected
@@ -232,7 +233,7 @@ class EventSubscriber:
         self._expected = expected
 
     def _ask_again(self, first: int, stop: int) -> list[tuple[int, EventBatch]]:
-        """Batches from `first` up to `stop`, as far as they can still be had, in order."""
+        """Request batches first .. stop - 1 and return those that are still available, in order."""
         if self._replay_endpoint is None:
             return []
         zmq = _zmq()
@@ -264,7 +265,7 @@ class EventSubscriber:
         return found
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._socket.closed:
             return
         self._socket.disable_monitor()
@@ -283,11 +284,12 @@ def _number(number: int) -> bytes:
 
 
 def _checked(frames: list[bytes]) -> tuple[int, bytes]:
-    """The number and the batch of a message: [topic, number, batch]."""
+    """Return the number and the batch of a message [topic, number, batch]."""
     if len(frames) != 3 or len(frames[1]) != 8 or frames[1][0] & 0x80:
-        problem = "A message of events is a topic, a number of 8 bytes and a batch"
+        problem = "An event message must be a topic, a number of 8 bytes and a batch"
         got = f"frames of {list(map(len, frames))[:8]} bytes"
-        raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint="Compare the versions")
+        hint = "Check the version of the publisher"
+        raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
     return int.from_bytes(frames[1], "big"), frames[2]
 
 
@@ -296,7 +298,7 @@ def _socket(kind: int) -> Any:
 
 
 def _bound(kind: int, endpoint: str, *, most: int) -> Any:
-    """A socket that keeps `most` messages for each peer that is slow."""
+    """Bind a socket that queues up to `most` messages for each slow peer."""
     zmq, socket = _zmq(), _socket(kind)
     try:
         socket.set_hwm(most)
@@ -314,7 +316,7 @@ def _address(socket: Any) -> str:
 
 
 def _check_address(endpoint: str) -> None:
-    """Refuse an address that no socket can connect to."""
+    """Raise an error if a socket cannot connect to the address."""
     zmq = _zmq()
     socket = _socket(zmq.DEALER)
     try:
@@ -327,4 +329,5 @@ def _check_address(endpoint: str) -> None:
 
 def _bad_address(endpoint: str, error: Exception) -> AtlasError:
     problem = f"ZeroMQ cannot use this address: {error}"
-    return AtlasError(Code.WIRE_FAILED, problem, got=endpoint, hint="tcp://127.0.0.1:5557, say")
+    hint = "Use an address such as tcp://127.0.0.1:5557"
+    return AtlasError(Code.WIRE_FAILED, problem, got=endpoint, hint=hint)

@@ -1,9 +1,9 @@
-"""Events that routers listen to, as vLLM 0.32 sends them: what can be found, and what no more.
+"""Events for routers about stored and evicted blocks, in the format of vLLM 0.32.
 
-A batch is `[time, events, data-parallel rank]` in msgpack, an event a map with its type. A
-hash is that of everything up to the end of a block; like vLLM, we send 64 bits of it. Each
-group of a hybrid has events of its own, with its number and kind: a prefix is a hit only
-where all groups have what the next token needs. What is read is checked before it is used.
+A batch is `[time, events, data-parallel rank]` in msgpack, and an event is a map with its type. A
+block hash covers everything up to the end of the block. Like vLLM, we send 64 bits of it. Each
+group of a hybrid model has separate events, with its number and kind: a prefix is a hit only if
+all groups have what the next token needs. Received data is validated before it is used.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
 from kvatlas.pool.prefix_index import BlockName
 
 MOST_BYTES = 1 << 26
-"""Bytes of a batch that is read."""
+"""Maximum size of a received batch in bytes."""
 MEDIUM = "GPU"
-"""Where blocks lie, as vLLM names it: the first home of a cache."""
+"""vLLM's name for GPU memory as a cache medium."""
 
 BlockHash = Annotated[int, msgspec.Meta(ge=-(2**63))] | bytes
 _Token = Annotated[int, msgspec.Meta(ge=0)]
@@ -31,18 +31,18 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
-    """Blocks behind each other that can be found from now on."""
+    """Consecutive blocks that can be found from now on."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
-    """The hash before the first of them; None at the beginning of a prompt."""
+    """The hash of the block before the first one; None at the beginning of a prompt."""
     token_ids: list[_Token]
     block_size: _Size
     lora_id: int | None = msgspec.field(default_factory=lambda: None)
     medium: str | None = msgspec.field(default_factory=lambda: MEDIUM)
     lora_name: str | None = msgspec.field(default_factory=lambda: None)
     extra_keys: list[tuple[Any, ...] | None] | None = None
-    """For each block what joins its hash: adapter, (image, position) and salt."""
+    """For each block the extra inputs of its hash: adapter, (image, position) and salt."""
     group_idx: _Rank | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: _Size | None = None
@@ -51,16 +51,16 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     session_id: str | None = None
 
     def __post_init__(self) -> None:
-        """Windows of vLLM leave blocks out, and not their tokens: so there may be more of these."""
+        """Check the numbers of tokens and blocks. For windows, vLLM omits blocks but not tokens."""
         count, blocks = len(self.token_ids), len(self.block_hashes)
         if count % self.block_size or count < blocks * self.block_size:
             raise ValueError(f"{count} tokens for {blocks} blocks of {self.block_size}")
         if self.extra_keys is not None and len(self.extra_keys) != blocks:
-            raise ValueError(f"keys of {len(self.extra_keys)} blocks for {blocks}")
+            raise ValueError(f"extra keys of {len(self.extra_keys)} blocks for {blocks} blocks")
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
-    """Blocks that can be found no more."""
+    """Blocks that can no longer be found."""
 
     block_hashes: list[BlockHash]
     medium: str | None = msgspec.field(default_factory=lambda: MEDIUM)
@@ -70,21 +70,21 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True):
-    """Nothing can be found any more."""
+    """All cached blocks were removed."""
 
 
 BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
-    """Events in their order, with the time when they were sent."""
+    """Events in order, with the time when they were sent."""
 
     ts: float
     events: list[BlockEvent]
     data_parallel_rank: _Rank | None = None
 
     def __post_init__(self) -> None:
-        """A time is a number."""
+        """Check that the time is finite."""
         if not isfinite(self.ts):
             raise ValueError(f"time {self.ts}")
 
@@ -94,12 +94,12 @@ _DECODER = msgspec.msgpack.Decoder(EventBatch)
 
 
 def encode_batch(batch: EventBatch) -> bytes:
-    """A batch as vLLM sends it."""
+    """Encode a batch in vLLM's format."""
     return _ENCODER.encode(batch)
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """A batch from a peer, checked: sizes, types, tokens that fill the blocks.
+    """Decode and validate a batch from a peer.
 
     >>> decode_batch(encode_batch(EventBatch(1.5, [BlockRemoved([7])]))).events
     [BlockRemoved(block_hashes=[7], medium='GPU', group_idx=None, locality=None, ownership=None)]
@@ -110,8 +110,9 @@ def decode_batch(payload: bytes) -> EventBatch:
             return _DECODER.decode(payload)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             got = error
-    problem = "This is no batch of KV events as vLLM 0.32 sends them"
-    raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint="Compare the versions")
+    problem = "This is not a batch of KV events in the format of vLLM 0.32"
+    hint = "Check the version of the publisher"
+    raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
 
 
 # -- what a pool sends ------------------------------------------------------------------
@@ -120,7 +121,7 @@ def decode_batch(payload: bytes) -> EventBatch:
 def stored_event(
     number: int, group: Group, chain: HashChain, first: int, blocks: int
 ) -> BlockStored:
-    """Entries of a group from `first` on can be found."""
+    """Return the event that entries of a group from `first` on can be found."""
     size, stop = group.block, first + blocks
     identity, keys = chain.identity, None
     if identity.lora or identity.salt or identity.media:
@@ -140,7 +141,7 @@ def stored_event(
 
 
 def removed_events(names: list[BlockName]) -> list[BlockEvent]:
-    """Blocks were evicted: an event for each stretch of one group."""
+    """Return events for evicted blocks, one for each run of blocks of one group."""
     return [
         BlockRemoved([_external(name.digest) for name in part], group_idx=number)
         for number, part in groupby(names, key=lambda name: name.group)
@@ -152,7 +153,7 @@ def _external(digest: bytes) -> int:
 
 
 def _extra_keys(identity: PrefixIdentity, start: int, stop: int) -> tuple[Any, ...] | None:
-    """What joins a block's hash beside its tokens, as vLLM lists it."""
+    """Return the inputs of a block's hash in addition to its tokens, as vLLM lists them."""
     keys: list[Any] = [identity.lora] if identity.lora else []
     keys += [(one.hex(), at - start) for at, one in identity.media if start <= at < stop]
     keys += [identity.salt.hex()] if identity.salt and not start else []

@@ -1,4 +1,4 @@
-"""What each group must have before a request can go on behind its first tokens."""
+"""The cached blocks that each group needs to continue a request after some tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvatlas.specs import Attention, CrossAttention, Indexer, LatentAttention, S
 
 
 def first_needed(group: Group, tokens: int) -> int:
-    """The first token that the token at position `tokens` still sees.
+    """Return the first token that the token at position `tokens` still attends to.
 
     >>> first_needed(Group(kind="sliding_window", block=16, pool=0, window=128), 1000)
     873
@@ -19,9 +19,9 @@ def first_needed(group: Group, tokens: int) -> int:
 
 
 def first_seen(plan: Plan, index: int, tokens: int) -> int:
-    """The first token that the one at position `tokens` sees in every layer of a group.
+    """Return the first token that position `tokens` attends to in every layer of a group.
 
-    A group that keeps all tokens may have layers that see a window of them alone.
+    A group that keeps all tokens may contain layers with a window.
 
     >>> from kvatlas.planning import plan
     >>> made = plan("gpt-oss-20b", memory="20GiB", policy="uniform")
@@ -34,10 +34,10 @@ def first_seen(plan: Plan, index: int, tokens: int) -> int:
 
 
 def needed_blocks(group: Group, tokens: int) -> range:
-    """Entries of a group's table that a request needs to go on behind its first `tokens`.
+    """Return the table entries of a group that are needed to continue after `tokens` tokens.
 
-    Full attention needs them all, a window its last ones, a recurrent layer the state there,
-    as the entry whose end it is.
+    Full attention needs all entries, a window the last ones, and a recurrent layer the state at
+    this token, which is the entry that ends there.
 
     >>> needed_blocks(Group(kind="recurrent", block=16, pool=0), 64)
     range(3, 4)
@@ -58,7 +58,7 @@ def needed_blocks(group: Group, tokens: int) -> range:
 
 
 def last_without_need(group: Group, tokens: int) -> int:
-    """The last place up to `tokens` at which nothing before is needed: where a chunk begins.
+    """Return the last position up to `tokens` that needs no earlier tokens: a chunk's start.
 
     >>> last_without_need(Group(kind="chunked_local_attention", block=16, pool=0, window=24), 80)
     72
@@ -71,20 +71,21 @@ def last_without_need(group: Group, tokens: int) -> int:
 
 
 def hit_step(plan: Plan) -> int:
-    """Tokens that are whole blocks in every group: hits end at multiples of these."""
+    """Return the common multiple of all block sizes in tokens, at which hits end."""
     return lcm(*(group.block for group in plan.groups))
 
 
 def hash_grain(plan: Plan) -> int:
-    """Tokens that hashes are taken over, so that every block of every group ends with one."""
+    """Return the number of tokens per hash, which divides the block sizes of all groups."""
     return gcd(*(group.block for group in plan.groups))
 
 
 def can_be_cut(plan: Plan) -> bool:
-    """Whether every group keeps each token by itself, so that hits may end at any of them.
+    """Return whether every group stores each token separately, so that hits may end anywhere.
 
-    Recurrent layers keep a state of many tokens, and compressed ones a row for several. Where
-    a chunk begins inside a block, who goes on there leaves the block's first tokens out.
+    Recurrent layers store one state for many tokens, and compressed layers one row for several.
+    If a chunk begins inside a block, a request that continues there lacks the block's first
+    tokens.
     """
     layers = [layer for region in plan.regions for layer in region.layers]
     chunked = [group for group in plan.groups if group.kind == "chunked_local_attention"]
@@ -99,6 +100,6 @@ def _keeps_tokens(spec: Spec) -> bool:
 
 
 def reuses_prefixes(plan: Plan) -> bool:
-    """Whether prefixes can be found: an encoder's tokens are not the request's."""
+    """Return whether prefixes can be reused. Caches of encoder tokens cannot."""
     kinds = {group.kind for group in plan.groups}
     return "cross_attention" not in kinds and plan.prefix_caching

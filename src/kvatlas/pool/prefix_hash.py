@@ -1,8 +1,8 @@
-"""Hashes of prefixes: equal exactly where everything up to the end of a block is equal.
+"""Hashes of prefixes: equal if and only if everything up to the end of a block is equal.
 
-Before the first token goes what requests must share beside their tokens: a salt (tenants that
-must not see each other's hits), the LoRA adapter and the identity of the weights. An image or
-a sound is no token: its own digest joins the block in which it begins.
+The hash starts from everything that requests must share in addition to their tokens: a salt (for
+tenants that must not share hits), the LoRA adapter and the identity of the weights. The digest of
+an image or audio clip is added to the hash of the block in which it begins.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 
 TOKEN = 8
-"""Bytes of a token where tokens are kept as bytes."""
+"""Number of bytes per token in packed form."""
 _MOST = 2**63
 
 
 class PrefixIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What two requests must share before equal tokens mean equal caches."""
+    """Everything that two requests must share for equal tokens to mean equal caches."""
 
     weights: str = ""
-    """Which weights: a checkpoint's digest, say. Other weights write other caches."""
+    """The identity of the weights, such as a digest of the checkpoint."""
     salt: bytes = b""
     lora: str = ""
     media: tuple[tuple[int, bytes], ...] = ()
-    """(position of its first token, digest) of each image or sound."""
+    """(position of its first token, digest) of each image or audio clip."""
 
     def root(self) -> bytes:
-        """The hash of no tokens."""
+        """Return the hash of the empty prefix."""
         parts = [self.weights, self.salt, self.lora]
         try:
             return sha256(msgspec.msgpack.encode(parts)).digest()
         except UnicodeEncodeError as error:
-            problem = "The name of weights or of an adapter is no text"
-            hint = "Half a surrogate pair cannot be written as UTF-8"
+            problem = "The name of the weights or the adapter is not valid Unicode text"
+            hint = "Remove unpaired surrogates: they cannot be encoded as UTF-8"
             raise AtlasError(Code.BAD_CONFIG, problem, got=repr(error.object), hint=hint) from None
 
 
 class HashChain:
-    """The tokens of a request and their hashes at every `grain` tokens, made as they come.
+    """The tokens of a request and their hashes at every `grain` tokens, computed incrementally.
 
-    One SHA-256 runs over all tokens, and is asked at every end of a block. Where an image
-    begins it starts anew, from what it was and the image's digest: no tokens look like one.
+    One SHA-256 runs over all tokens and is read at the end of every block. Where an image begins,
+    it is restarted from the previous hash and the image's digest, so that no tokens can imitate
+    an image.
 
     >>> one, two = HashChain(PrefixIdentity(), 4), HashChain(PrefixIdentity(salt=b"me"), 4)
     >>> one.extend([1, 2, 3, 4, 5]); one.extend([6, 7, 8]); two.extend(range(1, 9))
@@ -61,14 +62,14 @@ class HashChain:
         self._links = [identity.root()]
         self._running = sha256(self._links[0])
         self._rows: list[bytes] = []
-        """The tokens between two hashes, as bytes."""
+        """The tokens between two hashes, packed as bytes."""
         self._open = b""
-        """Tokens behind the last hash."""
+        """Tokens after the last hash."""
         self._media = sorted(identity.media)
         self._added = 0
 
     def __len__(self) -> int:
-        """Tokens so far."""
+        """Return the number of tokens so far."""
         return len(self._rows) * self.grain + len(self._open) // TOKEN
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -92,7 +93,7 @@ class HashChain:
             self._links.append(self._running.digest())
 
     def _media_before(self, end: int) -> bytes:
-        """Images and sounds that begin before a token, and have not joined a block yet."""
+        """Return media that begin before a token and are not part of a block's hash yet."""
         joined = b""
         while self._added < len(self._media) and self._media[self._added][0] < end:
             joined += msgspec.msgpack.encode(self._media[self._added])
@@ -100,31 +101,31 @@ class HashChain:
         return joined
 
     def ends(self, block: int, start: int, stop: int) -> list[bytes]:
-        """The hashes at the ends of blocks `start` to `stop`, of so many tokens each."""
+        """Return the hashes at the ends of blocks start .. stop - 1 of `block` tokens each."""
         step = block // self.grain
         return self._links[(start + 1) * step : stop * step + 1 : step]
 
     def starts(self, block: int, start: int, stop: int) -> list[bytes]:
-        """The hashes before blocks `start` to `stop`."""
+        """Return the hashes before blocks start .. stop - 1."""
         step = block // self.grain
         return self._links[start * step : stop * step : step]
 
     def at(self, tokens: int) -> bytes:
-        """The hash of the first `tokens` tokens: a multiple of the grain."""
+        """Return the hash of the first `tokens` tokens, a multiple of the grain."""
         return self._links[tokens // self.grain]
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Tokens by their position."""
+        """Return tokens start .. stop - 1."""
         return list(struct.unpack(f"{stop - start}q", self._bytes(start, stop)))
 
     def rows(self, block: int, start: int, stop: int) -> list[bytes]:
-        """The tokens of blocks `start` to `stop` as bytes, each up to its first image or sound."""
+        """Return the packed tokens of blocks start .. stop - 1, each up to its first media."""
         if block == self.grain and not self._media:
             return self._rows[start:stop]
         return [self.row(n * block, (n + 1) * block) for n in range(start, stop)]
 
     def row(self, start: int, stop: int) -> bytes:
-        """Tokens of a block as bytes, up to its first image or sound: these can be compared."""
+        """Return the packed tokens of a block up to its first image or audio clip."""
         after = bisect_left(self._media, (start, b""))
         if after < len(self._media):
             stop = min(stop, self._media[after][0])
@@ -138,7 +139,7 @@ class HashChain:
         return rows[(start - skipped) * TOKEN : (stop - skipped) * TOKEN]
 
     def copy(self) -> HashChain:
-        """The same, to go on with apart."""
+        """Return an independent copy."""
         other = HashChain(self.identity, self.grain)
         other._links, other._rows, other._open = list(self._links), list(self._rows), self._open
         other._running, other._added = self._running.copy(), self._added
@@ -153,5 +154,5 @@ def _as_bytes(tokens: Sequence[int]) -> bytes:
             return tokens.astype(np.int64).tobytes()
     except (struct.error, TypeError):
         pass
-    hint = f"Tokens are whole numbers below {_MOST}"
+    hint = f"Pass tokens as integers below {_MOST}"
     raise AtlasError(Code.NOT_AN_INTEGER, got=repr(tokens)[:80], hint=hint)

@@ -1,8 +1,8 @@
-"""What can be found: for every group, its blocks by the hash of everything up to their end.
+"""The index of cached prefixes: the blocks of every group, by the hash up to their end.
 
-A block that agrees with a prompt only in its first tokens is found too, where a cache can be
-cut between any two tokens: the blocks that follow one prefix are kept in the order of their
-tokens, so the one that agrees the longest is a neighbour of where the prompt's would be.
+If caches can be cut between any two tokens, a block that matches only the first tokens of a prompt
+is found, too. The blocks that follow one prefix are sorted by their tokens, so the longest match
+is next to the position where the prompt's tokens would be inserted.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from kvatlas.specs import Visibility
 
 
 class BlockName(msgspec.Struct, frozen=True, order=True, gc=False):
-    """What a block is found by. There are as many as blocks, so the collector is kept off them."""
+    """The key of a block. There is one per block, so the garbage collector does not track them."""
 
     row: bytes
-    """Its tokens up to the first image or sound, or none where blocks are not cut."""
+    """Its packed tokens up to the first image or audio clip; empty if blocks cannot be cut."""
     digest: bytes
     """The hash up to its end."""
     before: bytes
@@ -39,24 +39,24 @@ class BlockName(msgspec.Struct, frozen=True, order=True, gc=False):
 
 
 class GroupIndex:
-    """The blocks of one group that can be found."""
+    """The cached blocks of one group."""
 
     def __init__(self, number: int, group: Group, *, cut: bool) -> None:
         self.number = number
         self.group = group
         self.cut = cut
-        """Whether a block may be found by its first tokens alone."""
+        """Whether a block may match only in its first tokens."""
         self.blocks: dict[bytes, int] = {}
-        """By the hash up to its end."""
+        """Block ids by the hash up to their end."""
         self.keeps_all = group.kind != "recurrent" and group.visibility == Visibility()
-        """Whether every token is needed to go on: then so are those of any shorter prefix."""
+        """Whether every earlier token is needed to continue."""
         self._behind: dict[bytes, BlockName | list[BlockName]] = {}
-        """The blocks that follow a prefix: mostly one, which stands by itself, else sorted."""
+        """The blocks that follow a prefix: usually a single name, otherwise a sorted list."""
 
     # -- asking -----------------------------------------------------------------------
 
     def reach(self, chain: HashChain, tokens: int) -> int:
-        """The longest prefix of at most `tokens` tokens that this group can go on behind."""
+        """Return the longest prefix, up to `tokens` tokens, from which this group can continue."""
         block = self.group.block
         if self.keeps_all:
             count = _leading(self.blocks, chain.ends(block, 0, tokens // block))
@@ -74,7 +74,7 @@ class GroupIndex:
         return least
 
     def needed(self, chain: HashChain, tokens: int) -> list[int]:
-        """The blocks to go on with behind `tokens` tokens; of the last perhaps the first tokens."""
+        """Return the blocks needed to continue after `tokens` tokens. The last may be partial."""
         block = self.group.block
         entries, whole = needed_blocks(self.group, tokens), tokens // block
         digests = chain.ends(block, entries.start, min(entries.stop, whole))
@@ -83,14 +83,14 @@ class GroupIndex:
         return list(map(self.blocks.__getitem__, digests))
 
     def _within(self, chain: HashChain, entry: int, stop: int) -> int:
-        """Where the block that is found of an entry stops to agree with the prompt."""
+        """Return the token at which the found block of an entry stops matching the prompt."""
         start = entry * self.group.block
         if stop - start == self.group.block and chain.at(stop) in self.blocks:
             return stop
         return start + self._agreeing(chain, start, stop)[0]
 
     def _agreeing(self, chain: HashChain, start: int, stop: int) -> tuple[int, bytes]:
-        """The block that agrees the longest with the tokens behind a prefix: (tokens, hash)."""
+        """Return (tokens, hash) of the block with the longest match after a prefix."""
         followers = self._behind.get(chain.at(start))
         if followers is None or start == stop:
             return 0, b""
@@ -102,7 +102,7 @@ class GroupIndex:
         return max((_equal_tokens(row, name.row), name.digest) for name in near)
 
     def _has(self, chain: HashChain, tokens: int) -> bool:
-        """Whether all whole blocks are found that are needed behind so many tokens."""
+        """Return whether all complete blocks that are needed after `tokens` tokens are found."""
         block, entries = self.group.block, needed_blocks(self.group, tokens)
         digests = chain.ends(block, entries.start, min(entries.stop, tokens // block))
         return _leading(self.blocks, digests) == len(digests)
@@ -110,7 +110,7 @@ class GroupIndex:
     # -- changing ---------------------------------------------------------------------
 
     def add(self, blocks: list[int], chain: HashChain, first: int) -> list[BlockName]:
-        """Have blocks found as entries from `first` on, where none is yet; by what they are."""
+        """Add blocks as entries from `first` on, unless they exist, and return their names."""
         size, stop = self.group.block, first + len(blocks)
         digests, before = chain.ends(size, first, stop), chain.starts(size, first, stop)
         rows = chain.rows(size, first, stop) if self.cut else [b""] * len(blocks)
@@ -131,7 +131,7 @@ class GroupIndex:
             self._behind[name.before] = sorted((others, name))
 
     def remove(self, name: BlockName) -> None:
-        """Find a block no more."""
+        """Remove a block."""
         del self.blocks[name.digest]
         if self.cut:
             others = self._behind[name.before]
@@ -141,16 +141,16 @@ class GroupIndex:
                 del self._behind[name.before]
 
     def clear(self) -> None:
-        """Find nothing any more."""
+        """Remove all blocks."""
         self.blocks.clear()
         self._behind.clear()
 
 
 class PrefixIndex:
-    """The blocks of all groups of a plan that can be found.
+    """The cached blocks of all groups of a plan.
 
-    A hit is the longest prefix at which every group has what the next token needs. It ends
-    at any token where all groups can be cut there, else where whole blocks of all groups end.
+    A hit is the longest prefix after which every group has what the next token needs. It may end
+    at any token if all groups can be cut there, otherwise at the end of a block of every group.
     """
 
     def __init__(self, plan: Plan, *, partial_hits: bool) -> None:
@@ -159,10 +159,10 @@ class PrefixIndex:
         self._step = 1 if cut else hit_step(plan)
         self.groups = [GroupIndex(n, group, cut=cut) for n, group in enumerate(plan.groups)]
         self._names: dict[int, dict[int, BlockName]] = {group.pool: {} for group in plan.groups}
-        """What a block is found by, by its pool and its id."""
+        """The name of each block, by pool and block id."""
 
     def longest(self, chain: HashChain) -> int:
-        """The most tokens of a prompt that every group can serve; the last is computed anyway."""
+        """Return how many tokens of a prompt every group can serve, excluding the last token."""
         if not self._reuses:
             return 0
         # A group that keeps all tokens can serve less than it has: it is asked once.
@@ -184,7 +184,7 @@ class PrefixIndex:
     def add(
         self, number: int, chain: HashChain, first: int, blocks: list[int]
     ) -> Iterator[tuple[int, list[int]]]:
-        """Have a group's entries found, those that are not yet: stretches (first, blocks)."""
+        """Add a group's entries that are not found yet, and yield them as (first, blocks) runs."""
         group = self.groups[number]
         names, found = self._names[group.group.pool], group.blocks
         digests = chain.ends(group.group.block, first, first + len(blocks))
@@ -199,13 +199,13 @@ class PrefixIndex:
             yield first + start, part
 
     def found(self, number: int, chain: HashChain, first: int, count: int) -> set[int]:
-        """The blocks in which so many entries of a group are found by now."""
+        """Return the blocks that now hold `count` entries of a group from `first` on."""
         group = self.groups[number]
         digests = chain.ends(group.group.block, first, first + count)
         return {group.blocks[one] for one in digests if one in group.blocks}
 
     def remove(self, pool: int, blocks: Iterable[int]) -> list[BlockName]:
-        """Find blocks of a pool no more; what they were found by."""
+        """Remove blocks of a pool and return their names."""
         names = self._names[pool]
         removed = [names.pop(block) for block in blocks]
         for name in removed:
@@ -213,7 +213,7 @@ class PrefixIndex:
         return removed
 
     def clear(self) -> None:
-        """Find nothing any more."""
+        """Remove all blocks."""
         for group in self.groups:
             group.clear()
         for names in self._names.values():
@@ -221,12 +221,12 @@ class PrefixIndex:
 
 
 def _leading(known: dict[bytes, int], digests: list[bytes]) -> int:
-    """How many of the first hashes are known."""
+    """Return the number of leading hashes that are known."""
     return len(list(takewhile(known.__contains__, digests)))
 
 
 def _equal_tokens(one: bytes, two: bytes) -> int:
-    """How many tokens two rows have in common before they differ."""
+    """Return the number of leading tokens that two rows share."""
     most = min(len(one), len(two))
     ends = range(TOKEN, most + 1, TOKEN)
     return next(
@@ -236,7 +236,7 @@ def _equal_tokens(one: bytes, two: bytes) -> int:
 
 
 def _stretches(chosen: list[bool]) -> list[tuple[int, int]]:
-    """(start, stop) of neighbours that are chosen.
+    """Return the (start, stop) of each run of chosen elements.
 
     >>> _stretches([True, True, False, True])
     [(0, 2), (3, 4)]

@@ -1,4 +1,4 @@
-"""`Reservation`: what an engine zeroes and copies before it computes tokens, and which it may."""
+"""`Reservation`: the blocks that an engine must zero and copy before it computes tokens."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from kvatlas.geometry import integer
 
 
 class CopyOnWrite(NamedTuple):
-    """A block to copy before the next tokens are computed: another owner keeps the old one."""
+    """A block to copy before the next tokens are computed, because it has other owners."""
 
     group: int
     source: int
     destination: int
     tokens: int
-    """Tokens of it that are the request's: the rest of the block need not be copied."""
+    """Number of tokens of the block to copy. The rest is not needed."""
 
 
 @dataclass
 class Reservation:
-    """What an engine does before it computes the tokens that were reserved for."""
+    """The work that an engine must do before it computes the reserved tokens."""
 
     clear: dict[int, list[int]] = field(default_factory=dict)
-    """Blocks to zero first, by group: those that the plan says are read before they are written."""
+    """Blocks to zero, by group: kernels read them before they have written all of them."""
     copies: list[CopyOnWrite] = field(default_factory=list)
     """Blocks to copy."""
 
 
 def checked_tokens(tokens: int, computed: int, reserved: int, known: int) -> int:
-    """How many tokens of a request are computed now, or a refusal."""
+    """Return the number of computed tokens of a request, or raise an error if it is invalid."""
     tokens = integer(tokens, "the tokens")
     if not computed <= tokens <= min(reserved, known):
-        problem = "Tokens are computed in order, and in blocks that were reserved"
-        got = f"{tokens} tokens after {computed}, of {known} known and {reserved} reserved"
-        raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint="Reserve first")
+        problem = "Computed tokens must not decrease, nor exceed the known or the reserved tokens"
+        got = f"{tokens} tokens after {computed}, with {known} known and {reserved} reserved"
+        hint = "Call reserve before the tokens are computed"
+        raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint=hint)
     return tokens

@@ -1,4 +1,4 @@
-"""Prefixes that were asked for before, whether their blocks are still there or not."""
+"""Prefixes of earlier requests, including those whose blocks have been evicted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class SeenPrefixes:
-    """The hashes of prefixes that were asked for last, so many of them.
+    """The hashes of the most recently requested prefixes, up to a limit.
 
     >>> seen = SeenPrefixes(3)
     >>> seen.count([b"a", b"b"]), seen.count([b"a", b"c"]), seen.count([b"b"])
@@ -16,10 +16,10 @@ class SeenPrefixes:
     def __init__(self, most: int) -> None:
         self._most = most
         self._hashes: dict[bytes, None] = {}
-        """The oldest first."""
+        """Known hashes, oldest first."""
 
     def count(self, hashes: Sequence[bytes]) -> int:
-        """How many of the first were asked for; from now on all of them were."""
+        """Return how many leading hashes were seen before, and record all of them."""
         known = self._hashes
         count = next((n for n, one in enumerate(hashes) if one not in known), len(hashes))
         known.update(dict.fromkeys(hashes[count:]))
@@ -28,5 +28,5 @@ class SeenPrefixes:
         return count
 
     def clear(self) -> None:
-        """Nothing was asked for."""
+        """Forget all prefixes."""
         self._hashes.clear()

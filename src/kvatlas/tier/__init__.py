@@ -1,4 +1,7 @@
-"""The tiers: what one topology stored, another can fetch, on one host or from a fleet's store."""
+"""Tiers: storage for prefixes outside the GPU, in host memory, a file or an object store.
+
+Blocks that were stored from one topology can be fetched into any other.
+"""
 
 from kvatlas.tier.chained_keys import BlockKeys, PrefixChain, prefix_keys
 from kvatlas.tier.converting import Converting, TierRoutes

@@ -1,9 +1,9 @@
-"""Keys for the blocks of a tier, from a request's tokens: equal prefixes have equal keys.
+"""Keys for the blocks of a tier, computed from a request's tokens: equal prefixes, equal keys.
 
-Hashes are chained at one granularity, the greatest that divides the blocks of all groups, so
-a key stands for all tokens up to its block's end. The weights are no part of it: they are the
-namespace's. The chain is part of a format that others implement
-(docs/reference/tier_format.md), so pools may hash differently.
+Hashes are chained at one granularity, the greatest common divisor of all groups' block sizes. A
+key therefore identifies all tokens up to the end of its block. The weights are not part of a key
+but of the namespace. The chain is part of a format that other programs implement
+(docs/reference/tier_format.md), so it is independent of the hashes that pools use.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from kvatlas.planning import Plan
 
 _DIGEST = 16
 _TOKEN = 8
-"""Bytes of a token."""
+"""Number of bytes per token."""
 
 BlockKeys = dict[int, list[bytes | None]]
-"""A key for each block of a tier, by its groups."""
+"""A key or None for each block of a tier, by group."""
 
 
 class PrefixChain:
-    """The keys of a request's tokens in a tier of some plan, and of every prefix of them.
+    """The keys of a request's tokens, and of all their prefixes, in a tier with a given plan.
 
-    Requests of unlike `salt` or LoRA adapter share none. An image or a sound must be told
-    apart by its tokens, or by the salt.
+    Requests with a different `salt` or LoRA adapter share no keys. Images and audio must be
+    identified by their tokens or by the salt.
 
     >>> from kvatlas.planning import plan
     >>> rows = plan("Qwen3-8B", memory="1GiB", layout="BHLNC", block_size=64, max_len=256)
@@ -51,15 +51,15 @@ class PrefixChain:
         lora: str = "",
         identity: bytes = b"",
     ) -> None:
-        """`identity` goes before the salt, where the tier's names say nothing of the weights."""
+        """`identity` is prepended to the salt, for tiers whose names do not include the weights."""
         self._blocks = [group.block for group in plan.groups]
         self._grain = grain = gcd(*self._blocks)
         self._text, self.count = _as_bytes(tokens), len(tokens)
         self.salt, self.lora = salt, lora
         if not isinstance(salt, bytes) or not isinstance(lora, str):
             problem, hint = (
-                "A salt is not bytes, or an adapter's name no text",
-                "Leave out what is none",
+                "A salt must be bytes and the name of an adapter must be a string",
+                "Omit the salt or the adapter if there is none",
             )
             raise AtlasError(Code.BAD_CONFIG, problem, got=f"{salt!r:.80}, {lora!r:.80}", hint=hint)
         self._links = [_root(identity + salt, lora)]
@@ -67,7 +67,7 @@ class PrefixChain:
             self._links.append(_digest(self._links[-1] + self._between(start, start + grain)))
 
     def keys(self, stop: int | None = None) -> BlockKeys:
-        """A key for each block of each group, where a request has its first `stop` tokens."""
+        """Return the keys of the first `stop` tokens: one for each block of each group."""
         stop = self.count if stop is None else stop
         return {
             group: [self.key_at(min(end, stop)) for end in range(block, stop + block, block)]
@@ -75,16 +75,17 @@ class PrefixChain:
         }
 
     def key_at(self, stop: int) -> bytes:
-        """The key of the block that a request of so many tokens ends in, in any group."""
+        """Return the key of the block where a request of `stop` tokens ends, for any group."""
         if not 0 <= stop <= self.count:
-            problem, hint = "The request has fewer tokens", f"It has {self.count}"
+            problem = "The request does not have this many tokens"
+            hint = f"Use at most {self.count}"
             raise AtlasError(Code.BAD_TOKENS, problem, got=stop, hint=hint)
         whole = stop // self._grain
         tail = self._between(whole * self._grain, stop)
         return _digest(self._links[whole] + tail) if tail else self._links[whole]
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Some of the tokens."""
+        """Return tokens start .. stop - 1."""
         found: list[int] = np.frombuffer(self._between(start, stop), "<i8").tolist()
         return found
 
@@ -95,7 +96,7 @@ class PrefixChain:
 def prefix_keys(
     plan: Plan, tokens: Sequence[int], *, salt: bytes = b"", lora: str = ""
 ) -> BlockKeys:
-    """A key for each block of each group of a tier's plan; the last stands for what it has.
+    """Return a key for each block of each group of a tier's plan.
 
     >>> from kvatlas.planning import plan
     >>> rows = plan("gpt-oss-20b", memory="1GiB", layout="BHLNC", block_size=64, max_len=256)
@@ -109,12 +110,12 @@ def prefix_keys(
 
 
 def _root(salt: bytes, lora: str) -> bytes:
-    """The key of no tokens."""
+    """Return the key of the empty prefix."""
     try:
         return _digest(msgspec.msgpack.encode([salt, lora]))
     except UnicodeEncodeError:
-        hint = "Half a surrogate pair cannot be written as UTF-8"
-        problem = "The name of an adapter is no text"
+        hint = "Remove unpaired surrogates: they cannot be encoded as UTF-8"
+        problem = "The name of an adapter is not valid Unicode text"
         raise AtlasError(Code.BAD_CONFIG, problem, got=repr(lora), hint=hint) from None
 
 
@@ -122,7 +123,7 @@ def _as_bytes(tokens: Sequence[int]) -> bytes:
     try:
         return np.asarray(array("q", tokens), "<i8").tobytes()
     except (OverflowError, TypeError, ValueError):
-        hint = "Tokens are whole numbers below 2^63"
+        hint = "Pass tokens as integers below 2^63"
         raise AtlasError(Code.NOT_AN_INTEGER, got=repr(tokens)[:80], hint=hint) from None
 
 

@@ -1,7 +1,7 @@
-"""Blocks of a tier for caches of another dtype: routes that convert, where a fetch asks for it.
+"""Conversion of a tier's blocks for caches of another dtype, on request of a fetch.
 
-What a tier has stays as it was stored. Only what is fetched is converted, on its way into a
-rank's pools, so that nothing converted is ever found under the name of what it was made from.
+Blocks in a tier keep the dtype in which they were stored. They are converted only when they are
+copied into a rank's pools, so a converted block is never stored under the key of its source.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from kvatlas.routing import Route, Scales, fingerprint, route, tensor_scales
 from kvatlas.specs import Spec, needs_scales, without_packing
 
 PLANS = 16
-"""Plans whose routes to and from a tier stay compiled."""
+"""Number of plans whose routes to and from a tier are cached."""
 
 
 @dataclass(frozen=True)
 class Converting:
-    """How blocks become those of another cache dtype: by name, with scales of whole tensors.
+    """A conversion of blocks to another cache dtype: its name and per-tensor scales.
 
     >>> Converting("bf16->fp8", dst_scales=0.5) == Converting("bf16->fp8", dst_scales=0.5)
     True
     """
 
     name: str
-    """From which formats into which, as `route(convert=)` takes it."""
+    """Source and destination formats, as in `route(convert=)`."""
     src_scales: Scales = None
-    """Those that the blocks were written with."""
+    """Scales with which the blocks were written."""
     dst_scales: Scales = None
-    """Those of the cache that they are fetched into."""
+    """Scales of the cache into which the blocks are fetched."""
 
     def __post_init__(self) -> None:
-        """Keep the scales of now, if they are some: who has given them may change them later."""
+        """Copy mappings of scales, because the caller may change them later."""
         for scales in (self.src_scales, self.dst_scales):
             tensor_scales(scales, scales if isinstance(scales, Mapping) else ("all layers",))
         object.__setattr__(self, "src_scales", _frozen(self.src_scales))
@@ -53,7 +53,7 @@ def _frozen(scales: Scales) -> Scales:
 
 
 class TierRoutes:
-    """Routes from a tier's plan to others, each made once.
+    """Cached routes from a tier's plan to other plans.
 
     >>> from kvatlas.planning import plan
     >>> tier, cache = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("bf16", "fp8"))
@@ -65,21 +65,22 @@ class TierRoutes:
         self._made = lru_cache(PLANS)(partial(_between, tier))
 
     def to(self, dst: Plan, convert: Converting | None = None) -> Route:
-        """The route to a plan; it converts where formats differ, and that was asked for."""
+        """Return the route to a plan. With `convert`, it converts layers whose formats differ."""
         if convert is not None:
             check_converting(convert)
         return self._made(dst, convert)
 
 
 def check_converting(convert: object) -> None:
-    """Refuse what does not say how to convert: a name alone has no scales."""
+    """Raise an error unless the value is a `Converting`; a plain name has no scales."""
     if not isinstance(convert, Converting):
-        problem, hint = "This is no Converting", 'Pass Converting("bf16->fp8", dst_scales=0.5), say'
+        problem = "A conversion must be a Converting object"
+        hint = 'Pass for example Converting("bf16->fp8", dst_scales=0.5)'
         raise AtlasError(Code.BAD_CONVERSION, problem, got=repr(convert)[:200], hint=hint)
 
 
 def converting_rows(written: Converting | None, asked: Converting | None) -> Converting | None:
-    """How rows become a cache's blocks: as a fetch asks, from the scales they were written with.
+    """Return the conversion of a fetch, with the scales that the rows were written with.
 
     >>> rows = Converting("fp8->bf16", src_scales=0.5)
     >>> converting_rows(rows, Converting("fp8->fp16")).src_scales
@@ -89,15 +90,15 @@ def converting_rows(written: Converting | None, asked: Converting | None) -> Con
         return asked if written is None else written
     check_converting(asked)
     if asked.src_scales not in (None, written.src_scales):
-        problem = "The tier's blocks were written with other scales"
-        got = f"{asked.src_scales!r:.80} where the tier was opened with {written.src_scales!r:.80}"
-        hint = "Leave src_scales out: the tier knows them"
+        problem = "The source scales differ from those that the tier was opened with"
+        got = f"{asked.src_scales!r:.80} instead of {written.src_scales!r:.80}"
+        hint = "Omit src_scales to use those of the tier"
         raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
     return replace(asked, src_scales=written.src_scales)
 
 
 def kept_as_written(convert: Converting) -> Converting:
-    """What becomes of blocks that a cache has stored itself, which converts others so: nothing.
+    """Return the conversion for blocks that are already in the cache's dtype: an unchanged copy.
 
     >>> kept_as_written(Converting("bf16->fp8", dst_scales=0.5)).src_scales
     0.5
@@ -121,19 +122,19 @@ def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
 
 
 def _refuse_rescaling(src: Plan, dst: Plan, convert: Converting) -> None:
-    """Refuse unlike scales of what is copied as it is: it would mean something else then."""
+    """Raise an error if layers that are copied unchanged have different scales on both sides."""
     specs = _specs(src), _specs(dst)
     mine = tensor_scales(convert.src_scales, specs[0])
     theirs = tensor_scales(convert.dst_scales, specs[1])
     for name in specs[0].keys() & specs[1].keys():
         one, two = (without_packing(own[name]) for own in specs)
         if one == two and needs_scales(two) and mine.get(name) != theirs.get(name):
-            problem = "Equal formats are copied as they are, so that scales must be equal too"
+            problem = "Layers of equal format are copied unchanged and must have equal scales"
             got = f"{name:.200}: {mine.get(name)} and {theirs.get(name)} for {convert.name:.80}"
             hint = "Fetch into a cache with the scales that the blocks were written with"
             raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
 
 
 def _specs(plan: Plan) -> dict[str, Spec]:
-    """What each layer keeps."""
+    """Return the spec of each layer."""
     return {layer.name: layer.spec for region in plan.regions for layer in region.layers}

@@ -1,7 +1,7 @@
-"""`TierFile`: the file of a tier, open.
+"""`TierFile`: the open file of a tier.
 
-It is read and written by calls alone: a disk that fails or fills, and a file that somebody
-cuts short, are then errors, where a mapping that is touched would end the process.
+The file is accessed only through system calls. A failing or full disk and a truncated file are
+therefore reported as errors. With a memory mapping they would kill the process.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ from kvatlas.wire import (
 )
 
 _RECORDS = 8192
-"""Records that are read at once."""
+"""Number of records in one read."""
 _SUMMING = min(4, os.cpu_count() or 1)
 _AT_ONCE = 256 << 10
-"""Bytes that are read and summed together: what stays in the processor's cache."""
+"""Bytes per read and checksum update, small enough for the processor's cache."""
 _WORTH_A_CORE = 8 << 20
-"""Bytes of a read that are worth another core."""
+"""Minimum number of bytes to read on an additional core."""
 _CUT_SHORT = -1
-"""The checksum of a block that the file does not have to its end."""
+"""The checksum of a block that is truncated in the file."""
 
 _Work = tuple[Copy | RunGrid, Piece | GridPiece]
-"""A piece, and what it is of."""
+"""A piece and the copy or grid that it is part of."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class TierFile:
-    """A file that is open, locked, allocated, and as sound as its header says.
+    """A file that is open, locked, allocated and consistent with its header.
 
-    With `shared` it is another process's: that has the lock, and sees to the records.
+    With `shared`, another process owns the file: it holds the lock and manages the records.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class TierFile:
             with refusals(path):
                 self.plan, self.identity, self.extent = read_plan(self._fd, path)
             if plan is not None and plan.without_notes() != self.plan.without_notes():
-                problem = "The tier's file was made for another plan"
-                got = f"{plan}, not {self.plan}"
-                hint = "Leave the plan out, or use another path"
+                problem = "The tier's file was created with another plan"
+                got = f"{plan} instead of {self.plan}"
+                hint = "Omit the plan, or use another path"
                 raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
             if not shared:
                 with refusals(path):
@@ -114,10 +114,9 @@ class TierFile:
     # -- blocks -------------------------------------------------------------------------
 
     def write(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> PartSums:
-        """Carry copies out from pools in memory into blocks of the file.
+        """Copy from pools in memory into blocks of the file.
 
-        What they add to the checksums of blocks is returned, where it is known from
-        writing them.
+        Returns the contributions to the checksums of blocks that were computed while writing.
         """
         near = memory_of(pools)
         check_bounds(copies, near, self._places)
@@ -132,14 +131,14 @@ class TierFile:
         return sums
 
     def write_grids(self, grids: Sequence[RunGrid], pools: Mapping[int, Bytes]) -> PartSums:
-        """The same of runs that nobody has written out, where `grid_pieces` has some of each."""
+        """Like `write`, for grids of runs that `grid_pieces` can cut."""
         check_grid_bounds(grids, memory_of(pools), self._places)
         with self._whole_file():
             work: list[_Work] = [(grid, piece) for grid in grids for piece in grid_pieces(grid)]
             return self._write_pieces(work, pools)
 
     def _write_pieces(self, work: Sequence[_Work], pools: Mapping[int, Bytes]) -> PartSums:
-        """Write pieces on several cores; what they add to the checksums of blocks."""
+        """Write pieces on several cores and return their contributions to block checksums."""
         written = self._on_cores(lambda one: self._write_piece(*one, pools), work)
         sums = {}
         for pool in {move.dst_pool for move, _ in work}:
@@ -156,12 +155,12 @@ class TierFile:
         return self._writer.write(piece, pools[move.src_pool], offset)
 
     def read(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> None:
-        """Carry copies out from blocks of the file into pools in memory."""
+        """Copy from blocks of the file into pools in memory."""
         check_bounds(copies, self._places, memory_of(pools))
         self._read([part for copy in copies for part in _parts(copy)], pools)
 
     def read_grids(self, grids: Sequence[RunGrid], pools: Mapping[int, Bytes]) -> None:
-        """The same of runs that nobody has written out."""
+        """Like `read`, for grids of runs."""
         grids = [grid for grid in grids if len(grid)]
         check_grid_bounds(grids, self._places, memory_of(pools))
         self._read([part for grid in grids for part in _grid_parts(grid)], pools)
@@ -176,20 +175,19 @@ class TierFile:
         self._reader.read(pools[part.dst_pool], near, self._far(part.src_pool, far), length)
 
     def _far(self, pool: int, at: Int64s) -> Int64s:
-        """Offsets of the file from those of a pool."""
+        """Translate offsets in a pool to offsets in the file."""
         return self._places[pool].address + at
 
     def checksums(self, blocks: Sequence[TierBlock]) -> list[int]:
-        """The checksums of blocks, as their bytes are now; on several cores where there are."""
+        """Compute the checksums of blocks from their current bytes, on several cores."""
         with refusals(self.path):
             return self._on_cores(self._checksum, blocks)
 
     def _on_cores(self, act: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """The results for all items, on several cores where there are several: this is one.
+        """Return the results for all items, computed on several cores including this one.
 
-        Where one fails, or the caller is interrupted, that is raised once none is at work any
-        more: what the others still wrote would else land in blocks, or in memory, that belong
-        to somebody else by then.
+        If an item fails or the caller is interrupted, the error is raised only after all others
+        have finished. Otherwise they could still write to blocks or memory with new owners.
         """
         if len(items) < 2:
             return [act(item) for item in items]
@@ -202,9 +200,9 @@ class TierFile:
             raise
 
     def commit(self, blocks: Sequence[TierBlock]) -> None:
-        """Write the records of blocks whose bytes are all there, and on the disk where asked.
+        """Write the records of complete blocks, and flush them to disk if the tier is durable.
 
-        Blocks whose checksums do not follow from those of their parts are read for them.
+        Blocks whose checksum cannot be combined from those of their parts are read again.
         """
         synced = self._helpers.submit(os.fdatasync, self._fd) if self.durable else None
         with self._whole_file():
@@ -214,7 +212,7 @@ class TierFile:
             for block, checksum in zip(blocks, known, strict=True):
                 block.checksum = next(read) if checksum is None else checksum
             if any(block.checksum == _CUT_SHORT for block in unknown):
-                raise OSError(errno.ENODATA, "The file ends before its blocks")
+                raise OSError(errno.ENODATA, "The file is too short for its blocks")
             if synced is not None:
                 synced.result()
         with self._whole_file():
@@ -224,16 +222,16 @@ class TierFile:
                 os.fdatasync(self._fd)
 
     def _summed(self, block: TierBlock) -> int | None:
-        """The checksum of a block, where all that ranks have brought to it was summed."""
+        """Return the checksum of a block if those of all its parts are known, or None."""
         return block_checksum(block.sums.values(), self._block_bytes[block.pool])
 
     def clear(self, block: TierBlock) -> None:
-        """Say that a block is empty, before anything is written to it."""
+        """Mark a block as empty, before anything is written to it."""
         with self._whole_file():
             write_all(self._fd, EMPTY_RECORD, self._records.place(block))
 
     def recorded(self) -> Iterator[TierBlock]:
-        """The blocks that have sound records; their bytes are yet to be verified."""
+        """Yield the blocks with valid records. Their bytes are not verified yet."""
         for first in range(0, self.extent.blocks, _RECORDS):
             many = min(_RECORDS, self.extent.blocks - first)
             with refusals(self.path):
@@ -245,7 +243,7 @@ class TierFile:
                     yield block
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._helpers.shutdown()
         self.window.close()
         self._map.close()
@@ -254,10 +252,9 @@ class TierFile:
 
     @contextmanager
     def _whole_file(self) -> Iterator[None]:
-        """Refuse where the file is not as long as it was, before or after something is done.
+        """Raise an error if the length of the file has changed before or after the context.
 
-        Writing to a file that was cut short would make it long again, with zeros in it
-        that nobody has stored.
+        Writing to a truncated file would extend it again and leave a hole of zeros.
         """
         with refusals(self.path):
             check_length(self._fd, self.path, self.extent)
@@ -279,13 +276,13 @@ class TierFile:
 
 
 def _parts(copy: Copy) -> Iterator[Copy]:
-    """What each core reads of a copy."""
+    """Yield the part of a copy that each core reads."""
     for some in _cuts(len(copy), copy.nbytes):
         yield replace(copy, src=copy.src[some], dst=copy.dst[some], length=copy.length[some])
 
 
 def _grid_parts(grid: RunGrid) -> Iterator[RunGrid]:
-    """What each core reads of a grid: some spans, or some starts where spans are too few."""
+    """Yield the part of a grid that each core reads: spans, or starts if spans are too few."""
     if len(grid.length) >= min(_SUMMING, len(grid.starts.src)):
         for some in _cuts(len(grid.length), grid.nbytes):
             yield replace(grid, src=grid.src[some], dst=grid.dst[some], length=grid.length[some])
@@ -296,7 +293,7 @@ def _grid_parts(grid: RunGrid) -> Iterator[RunGrid]:
 
 
 def _cuts(count: int, nbytes: int) -> Iterator[slice]:
-    """Runs in parts for several cores, where they have so many bytes; the first is the caller's."""
+    """Yield slices of runs for several cores if they are large. The caller reads the first."""
     if not count:
         return
     parts = min(_SUMMING, count, 1 + nbytes // _WORTH_A_CORE)
@@ -305,7 +302,7 @@ def _cuts(count: int, nbytes: int) -> Iterator[slice]:
 
 
 def _let_end(tasks: Sequence[Future[Any]]) -> None:
-    """Wait for tasks that have begun, however often that is interrupted."""
+    """Wait for started tasks, even if the wait is interrupted."""
     while True:
         try:
             for task in tasks:

@@ -1,12 +1,13 @@
-"""`FileMap`: a file's bytes at addresses that this process never touches itself.
+"""`FileMap`: a memory mapping of a file that only system calls access.
 
-The system copies from and to them on request: hundreds of runs, scattered at both ends, in
-one call that holds up no other thread, on any number of cores. Where the file has been cut
-short or its disk fails, that call fails, while touching the addresses would end the process.
+`process_vm_readv` and `process_vm_writev` copy hundreds of scattered runs in one call, without
+blocking other threads, on any number of cores. If the file was truncated or its disk fails, the
+call fails. Accessing the mapped memory directly would kill the process.
 
-Such a call has two ends. At its own it follows addresses as a program would; at the other it
-looks up the pages of each range first. So the other end is the one with fewer, longer ranges.
-Where both are long, it is the file's: the system writes faster at its own.
+Such a call has a local and a remote end. At the local end the system accesses addresses directly.
+At the remote end it first looks up the pages of each range. The end with fewer, longer ranges is
+therefore made the remote end. If both are long, it is the file, because the system writes faster
+at the local end.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from numpy.typing import NDArray
 from kvatlas.geometry import Int64s
 
 _AT_ONCE = 1024
-"""Ranges that the system takes in one call (IOV_MAX)."""
+"""Maximum number of ranges in one call (IOV_MAX)."""
 _MOST_BYTES = 1 << 30
-"""Bytes of one call; the system takes 2 GiB."""
+"""Maximum number of bytes in one call. The system's limit is 2 GiB."""
 _LONG_RANGE = 4 << 10
-"""Ranges of the file from here on, on the whole, are worth being looked up."""
+"""Mean size from which ranges of the file are worth a page lookup."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _into_file = _out_of_long_ranges = _libc.process_vm_readv
@@ -41,7 +42,7 @@ for _call in (_into_file, _out_of_short_ranges):
 
 
 class FileMap:
-    """The first bytes of a file, mapped where that is possible."""
+    """A mapping of the first bytes of a file, if the system supports it."""
 
     def __init__(self, file: int, nbytes: int) -> None:
         try:
@@ -52,9 +53,9 @@ class FileMap:
         self._address = 0 if self._map is None else np.frombuffer(self._map, np.uint8).ctypes.data
 
     def read(self, near: Int64s, far: Int64s, length: Int64s) -> bool:
-        """Copy runs at offsets of the file to addresses; whether all of them were.
+        """Copy runs from offsets of the file to addresses and return whether all were copied.
 
-        Where that is not so, some may have been: whoever reads them by other calls hears why.
+        If not, some may have been copied. Reading them with other calls reports the error.
         """
         if self._map is None:
             return False
@@ -64,25 +65,25 @@ class FileMap:
         return _copied(_out_of_short_ranges, mapped, near, length)
 
     def write(self, near: Int64s, far: Int64s, length: Int64s) -> bool:
-        """Copy runs at addresses to offsets of the file; whether all of them were, as above.
+        """Copy runs from addresses to offsets of the file and return whether all were copied.
 
-        The disk has them as it has what is written by other calls: after an `fdatasync`.
+        As with other writes, the data reaches the disk after an `fdatasync`.
         """
         if self._map is None:
             return False
         return _copied(_into_file, far + self._address, near, length)
 
     def close(self) -> None:
-        """Let go of the addresses."""
+        """Unmap the file."""
         if self._map is not None:
             self._map.close()
             self._map = None
 
 
 def _copied(copy: Any, own: Int64s, other: Int64s, length: Int64s) -> bool:
-    """Have the system copy runs between two ends of a call; whether all of them were.
+    """Copy runs with system calls and return whether all were copied.
 
-    Ranges of the other end that touch are one.
+    Adjacent ranges of the remote end are merged.
     """
     if int(length.max()) > _MOST_BYTES // _AT_ONCE:
         return False
@@ -102,14 +103,14 @@ def _copied(copy: Any, own: Int64s, other: Int64s, length: Int64s) -> bool:
 
 
 def _apart(at: Int64s, length: Int64s) -> NDArray[np.bool_]:
-    """Which runs do not begin where the one before them ends."""
+    """Return which runs do not start at the end of the previous run."""
     apart = np.ones(len(length), np.bool_)
     np.not_equal(at[1:], at[:-1] + length[:-1], out=apart[1:])
     return apart
 
 
 def _ranges(address: Int64s, length: Int64s) -> Int64s:
-    """Addresses and lengths as the system takes them (iovec)."""
+    """Return addresses and lengths as an array of iovec."""
     ranges = np.empty((len(length), 2), np.int64)
     ranges[:, 0], ranges[:, 1] = address, length
     return ranges

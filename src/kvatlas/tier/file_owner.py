@@ -1,10 +1,11 @@
-"""Whose a tier's file is: one process owns it, and those that it serves use it meanwhile.
+"""Ownership of a tier's file: one process owns it and serves it to others.
 
-The owner holds a lock of the file; it goes with the process, however that ends. Who uses the
-file through it holds a second lock, shared, while bytes move: they may still do so when the
-owner has gone. So the next owner first removes the socket by which the last one was found,
-and then waits for that lock. Who takes the lock looks for the socket afterwards, and moves
-nothing where it is not the same: either the next owner waits, or the user sees that it is there.
+The owner holds an exclusive lock on the file, which the system releases when the process ends.
+Clients of the owner hold a second, shared lock while they move bytes, and may still do so after
+the owner has died. The next owner therefore first removes the previous owner's socket and then
+waits for the shared lock. A client checks the socket after it has taken the lock, and moves no
+bytes if the socket has changed. So either the next owner waits for the client, or the client
+detects the new owner.
 """
 
 from __future__ import annotations
@@ -19,39 +20,40 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import forget_path
 
 _WAIT_SECONDS = 5.0
-"""Seconds that the next owner waits for those who use the file through the last one."""
+"""Seconds that a new owner waits for clients of the previous owner."""
 _PAUSE_SECONDS = 0.01
 _LOCK = struct.Struct("@hhqqi")
-"""Kind, whence, first byte, bytes, process (0): a lock of the system, as it takes it."""
+"""The system's `flock` struct: kind, whence, first byte, length, process (0)."""
 
 
 def socket_beside(path: Path) -> Path:
-    """Where the owner of a tier's file is found by other processes."""
+    """Return the path of the socket on which the owner of a tier's file listens."""
     real = path.resolve()  # by whichever name a file is opened, its owner is found
     return real.with_name(f"{real.name}.sock")
 
 
 def lock_file(fd: int, path: Path) -> None:
-    """Become the owner of a file; refused where another process is, or its users go on."""
+    """Become the owner of a file, or raise an error if another process or its clients use it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        problem, hint = "The tier's file is open elsewhere", "Close it there, or use another path"
+        problem = "Another process has the tier's file open"
+        hint = "Close it there, or use another path"
         raise AtlasError(Code.TWICE, problem, got=path, hint=hint) from None
     forget_path(socket_beside(path))
     if not FileUse(fd).wait_for_others():
-        problem = "The tier's file is still being used through a process that has gone"
-        hint = "Try again, or see which processes have the file open"
+        problem = "Clients of a process that has ended are still using the tier's file"
+        hint = "Try again, or check which processes have the file open"
         raise AtlasError(Code.TWICE, problem, got=path, hint=hint)
 
 
 def unlock_file(fd: int) -> None:
-    """Let the next owner have a file, also where a forked process still has it open."""
+    """Release the ownership of a file, even if a forked process still has it open."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 class FileUse:
-    """The shared lock of a file, held while anybody of this process is inside."""
+    """The shared lock on a file, held while any thread of this process is inside."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._users = fd, 0
@@ -60,8 +62,8 @@ class FileUse:
     def __enter__(self) -> None:
         with self._guard:
             if not self._users and not _set(self._fd, fcntl.F_RDLCK):
-                problem = "The tier's file is about to have another owner"
-                raise AtlasError(Code.PEER_LOST, problem, got="a call", hint="Ask again")
+                problem = "Another process is taking over the tier's file"
+                raise AtlasError(Code.PEER_LOST, problem, got="a call", hint="Try again")
             self._users += 1
 
     def __exit__(self, *_: object) -> None:
@@ -71,7 +73,7 @@ class FileUse:
                 _set(self._fd, fcntl.F_UNLCK)
 
     def wait_for_others(self) -> bool:
-        """Whether no other process is inside any more, within a few seconds."""
+        """Wait a few seconds for other processes and return whether all have left."""
         until = time.monotonic() + _WAIT_SECONDS
         while not _set(self._fd, fcntl.F_WRLCK):
             if time.monotonic() > until:
@@ -82,7 +84,7 @@ class FileUse:
 
 
 def _set(fd: int, kind: int) -> bool:
-    """Set a lock of this open file, which no other opening of it shares; whether it could be."""
+    """Set a lock on this open file description and return whether it was acquired."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, 0, 0, 1, 0))
     except (BlockingIOError, PermissionError):

@@ -1,7 +1,8 @@
 """Runs between memory and a tier's file, cut into pieces that one core moves.
 
-A call of the system for each short run takes long. So short runs are moved by way of memory in
-which they lie as they do in the file: in stretches, of which the system takes hundreds at once.
+One system call per short run would be slow. Short runs are therefore gathered in a staging buffer
+in the order of the file. They form contiguous stretches there, and one system call moves hundreds
+of stretches.
 """
 
 from __future__ import annotations
@@ -19,58 +20,58 @@ from kvatlas.routing import RunGrid
 from kvatlas.wire import Bytes, Places, copy_nested_unchecked, copy_runs_unchecked, one_length
 
 _PIECE = 8 << 20
-"""Bytes of runs that are moved together at most. Threads that are done ask for Python, and hold
-each other up then: large pieces have them ask less often."""
+"""Maximum number of bytes per piece. Threads compete for the GIL after each piece, so pieces are
+large."""
 _SMALL_PIECE = 1 << 20
-"""Pieces are not made smaller than this for more of them."""
+"""Minimum number of bytes per piece."""
 _PIECES = 8
-"""Pieces that are wanted at least, so that all cores have some."""
+"""Desired number of pieces, so that all cores have work."""
 _LONG_RUN = 32 << 10
-"""Runs from here on need no memory between."""
+"""Size from which runs need no staging buffer."""
 _LONG_STRETCH = 8 << 10
-"""Stretches from here on, on the whole, are worth being moved one by one."""
+"""Mean size from which stretches are worth one system call each."""
 
 Mask = NDArray[np.bool_]
 
 
 class Piece(NamedTuple):
-    """Runs that one core sees to: all of them short, or all long."""
+    """Runs that one core moves, either all short or all long."""
 
     near: Int64s
-    """Where they are in memory."""
+    """Offsets of the runs in memory."""
     far: Int64s
-    """Where they are in a pool of the file, or in the file."""
+    """Offsets of the runs in a pool of the file, or in the file."""
     length: Int64s
     first: Int64s
     """The first run of each stretch of the file."""
 
     def made(self) -> Piece:
-        """Itself: its runs are written out."""
+        """Return the piece itself, because its runs are already expanded."""
         return self
 
     @property
     def is_long(self) -> bool:
-        """Whether its runs need no memory between."""
+        """Whether its runs need no staging buffer."""
         return int(self.length[0]) >= _LONG_RUN
 
     @property
     def stretches(self) -> tuple[Int64s, Int64s]:
-        """Where stretches of the file start, and the bytes of each."""
+        """Return the start and the size of each stretch of the file."""
         return self.far[self.first], self.stretch_bytes
 
     def gather(self, memory: Bytes, room: Bytes) -> None:
-        """Copy its runs into memory that has them one behind the other."""
+        """Copy its runs into contiguous memory."""
         for _ in copy_runs_unchecked(memory, room, self.near, self.packed, self.length):
             pass
 
     @property
     def stretch_bytes(self) -> Int64s:
-        """The bytes of each stretch."""
+        """The size of each stretch in bytes."""
         return np.add.reduceat(self.length, self.first)
 
     @property
     def packed(self) -> Places:
-        """Where its runs start in memory that has them one behind the other."""
+        """The starts of its runs in contiguous memory."""
         if one_length(self.length):
             each = int(self.length[0])
             return range(0, len(self.length) * each, each)
@@ -78,31 +79,31 @@ class Piece(NamedTuple):
 
 
 class GridPiece(NamedTuple):
-    """Some spans of a grid; where its runs are long, the core that sees to them writes them out."""
+    """Some spans of a grid. If the runs are long, the core that moves them expands them."""
 
     starts: tuple[Int64s, Int64s]
-    """Where runs start, at either end, from where a span does."""
+    """Starts of runs at both ends, relative to the start of a span."""
     first: Int64s
-    """The first of them in each stretch of the file."""
+    """The first run in each stretch of the file."""
     packed: NestedSteps
-    """Where they start in memory, and in memory that has them one behind the other."""
+    """The starts of runs in memory, and in contiguous memory."""
     spans: tuple[Int64s, Int64s]
     run_bytes: int
 
     @property
     def is_long(self) -> bool:
-        """Whether its runs need no memory between."""
+        """Whether its runs need no staging buffer."""
         return self.run_bytes >= _LONG_RUN
 
     @property
     def stretches(self) -> tuple[Int64s, Int64s]:
-        """Where stretches of the file start, and the bytes of each."""
+        """Return the start and the size of each stretch of the file."""
         far = (self.spans[1][:, None] + self.starts[1][self.first]).reshape(-1)
         runs = np.diff(self.first, append=len(self.starts[1]))
         return far, np.tile(self.run_bytes * runs, len(self.spans[1]))
 
     def gather(self, memory: Bytes, room: Bytes) -> None:
-        """Copy its runs into memory that has them one behind the other."""
+        """Copy its runs into contiguous memory."""
         behind = len(self.starts[0]) * self.run_bytes * np.arange(len(self.spans[0]))
         src = (self.spans[0][:, None] + self.packed.src).reshape(-1)
         dst = (behind[:, None] + self.packed.dst).reshape(-1)
@@ -111,7 +112,7 @@ class GridPiece(NamedTuple):
         )
 
     def made(self) -> Piece:
-        """The piece."""
+        """Return the piece with expanded runs."""
         near, far = (
             (at + span[:, None]).reshape(-1)
             for at, span in zip(self.starts, self.spans, strict=True)
@@ -122,9 +123,9 @@ class GridPiece(NamedTuple):
 
 
 def grid_pieces(grid: RunGrid) -> list[GridPiece]:
-    """A grid, cut into pieces; none where its stretches of the file are short, or unlike.
+    """Cut a grid into pieces; none if its stretches of the file are short or differ.
 
-    Each span lies in one block.
+    Each span is in one block.
 
     >>> from kvatlas.routing.binding import Starts
     >>> starts = Starts.of(np.array([0, 1 << 20]), np.array([0, 1 << 14]))
@@ -154,9 +155,9 @@ def grid_pieces(grid: RunGrid) -> list[GridPiece]:
 
 
 def pieces(near: Int64s, far: Int64s, length: Int64s, block_bytes: int) -> list[Piece]:
-    """Runs, cut into pieces; none where their stretches of the file are short.
+    """Cut runs into pieces; none if their stretches of the file are short.
 
-    A stretch is made of runs that follow each other in a block.
+    A stretch consists of runs that are contiguous in a block.
     """
     block = far // block_bytes
     follows = (far[1:] == far[:-1] + length[:-1]) & (block[1:] == block[:-1])
@@ -179,7 +180,7 @@ def pieces(near: Int64s, far: Int64s, length: Int64s, block_bytes: int) -> list[
 def _joined(
     near: Int64s, far: Int64s, length: Int64s, follows: Mask
 ) -> tuple[Int64s, Int64s, Int64s, Mask]:
-    """Runs that touch at both ends as one, and which runs do not follow the one before."""
+    """Merge runs that are adjacent at both ends, and return which runs start a stretch."""
     apart = np.concatenate([[True], ~follows])
     kept = np.flatnonzero(
         np.concatenate([[True], ~follows | (near[1:] != near[:-1] + length[:-1])])
@@ -190,14 +191,14 @@ def _joined(
 
 
 class Rooms:
-    """Memory between, for any number of threads; new memory costs a fault for each page."""
+    """A pool of staging buffers. Reusing them avoids page faults."""
 
     def __init__(self) -> None:
         self._free: list[Bytes] = []
 
     @contextmanager
     def one(self) -> Iterator[Bytes]:
-        """Room for a piece, which nobody else has meanwhile."""
+        """Lease a buffer for one piece."""
         try:
             room = self._free.pop()
         except IndexError:  # all are in use

@@ -1,9 +1,8 @@
-"""Runs from the blocks of a tier's file into memory, by few calls.
+"""Read runs from the blocks of a tier's file into memory with few system calls.
 
-Long runs are read one by one. Others that fill stretches of memory are copied there by the
-system, hundreds at once, wherever they lie in the file. The rest is taken in the order of the
-file: its stretches are read into memory between and scattered from there, or scattered by the
-call that reads them.
+Long runs are read one by one. Runs that are contiguous in memory are copied hundreds at a time,
+wherever they are in the file. The rest is read in file order: contiguous stretches of the file are
+read into a staging buffer and scattered from there, or scattered directly by the read call.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from kvatlas.tier.file_pieces import Piece, Rooms, pieces
 from kvatlas.wire import Bytes, copy_file_runs, copy_runs_unchecked
 
 _LONGEST_RUN = 256 << 10
-"""Runs from here on, on the whole, are read one by one: nothing is worked out for them before."""
+"""Mean size from which runs are read one by one, without planning."""
 _MAPPED_STRETCH = 4 << 10
-"""Stretches of memory from here on, on the whole, are filled by few calls, of any runs."""
+"""Mean size from which stretches of memory are filled through the file map."""
 _LONG_RUN = 4 << 10
-"""Runs from here on, on the whole, are worth a call each."""
+"""Mean size from which runs are worth one system call each."""
 _LONG_STRETCH = 128 << 10
-"""Stretches of the file from here on, on the whole, are worth a call each, which scatters runs."""
+"""Mean size from which stretches of the file are worth one scattering call each."""
 
 
 class RunReader:
-    """Reads runs of a file, on any number of threads."""
+    """Reads runs of a file. Thread-safe."""
 
     def __init__(self, file: int, mapped: FileMap, rooms: Rooms) -> None:
         self._file, self._map, self._rooms = file, mapped, rooms
 
     def read(self, memory: Bytes, near: Int64s, far: Int64s, length: Int64s) -> None:
-        """Read runs at offsets of the file to offsets of some memory."""
+        """Read runs from offsets in the file to offsets in memory."""
         nbytes = int(length.sum())
         if nbytes >= _LONGEST_RUN * len(length):
             self._read_long(memory, near, far, length)
@@ -89,5 +88,5 @@ class RunReader:
 
 
 def _stretches(at: Int64s, length: Int64s) -> int:
-    """How many stretches runs are in, of which each follows the one before it."""
+    """Return the number of contiguous stretches that runs form."""
     return 1 + int(np.count_nonzero(at[1:] != at[:-1] + length[:-1]))

@@ -1,4 +1,4 @@
-"""`Window`: memory in the place of a tier's file, for transports that want addresses."""
+"""`Window`: staging memory for a tier's file, for transports that require addresses."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvatlas.tier.format import PAGE
 from kvatlas.wire import Bytes, Memory
 
 _MAP_NORESERVE = 0x4000
-"""Addresses alone, without a claim to as much memory; `mmap` does not name it in Python 3.11."""
+"""Reserve addresses without memory. Python 3.11's `mmap` lacks this constant."""
 
 
 class Window:
-    """Memory that stands for the pools of a file where a transport wants addresses.
+    """Memory that represents the pools of a file, for transports that require addresses.
 
-    As large as the pools, but only those pages exist that were used, and these may go
-    again whenever nobody uses any: then the system takes them where it is short of memory.
+    It has the size of the pools, but only pages that were used take memory. While none is in use,
+    the system may reclaim them.
     """
 
     def __init__(self, places: Mapping[int, Memory]) -> None:
@@ -34,7 +34,7 @@ class Window:
 
     @property
     def pools(self) -> dict[int, Bytes]:
-        """The pools' memory."""
+        """Return the memory of each pool."""
         with self._lock:
             if self._map is None:
                 self._map = self._mapped()
@@ -50,13 +50,13 @@ class Window:
         try:
             return mmap.mmap(-1, nbytes, flags=flags)
         except OSError as problem:
-            what = f"{nbytes:,} bytes of addresses: {problem}"
+            what = f"{nbytes:,} bytes of address space: {problem}"
             hint = "Store and fetch without carry=, or plan the tier with less memory"
             raise AtlasError(Code.NOT_ENOUGH_MEMORY, got=what, hint=hint) from problem
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Keep all pages meanwhile; once nobody uses any, the system may have them."""
+        """Keep all pages during the context. Afterwards the system may reclaim them."""
         with self._lock:
             self._users += 1
         try:
@@ -69,6 +69,6 @@ class Window:
                     self._map.madvise(mmap.MADV_FREE)
 
     def close(self) -> None:
-        """Let go of the memory, which goes with the last view of it."""
+        """Release the memory. It is unmapped with its last view."""
         with self._lock:
             self._pools, self._map = {}, None

@@ -1,12 +1,12 @@
-"""Runs from memory into the blocks of a tier's file: by few calls, and summed on the way.
+"""Write runs from memory into the blocks of a tier's file and compute their checksums.
 
-Short runs are gathered first, on several cores, into stretches of the file; these are summed
-while they are in the processor's cache, and then written. Where the file was written to a
-moment ago, hundreds are written by one call, on several cores at once. Elsewhere the system
-would have to prepare every page for that, or to read it, so there each stretch is written by a
-call of its own. Such calls the system carries out one at a time for each file, and waiting for
-each other costs them more than they do: one thread makes them, while others gather and sum.
-For the same reason few sum at once.
+Short runs are first gathered, on several cores, into contiguous stretches of the file. Their
+checksums are computed while they are in the processor's cache, and then they are written. If the
+region of the file was written recently, its pages are in memory, and one call writes hundreds of
+stretches, on several cores in parallel. Otherwise the system would have to prepare or read every
+page for that, so each stretch is written by a separate call. The system serialises such calls per
+file, and contention costs more than the calls themselves. One thread therefore makes them, while
+others gather and compute checksums. For the same reason only a few threads compute checksums.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from kvatlas.tier.part_sums import START, SummedStretches
 from kvatlas.wire import Bytes, crc32, has_fast_crc32
 
 _AT_ONCE = 256 << 10
-"""Bytes of a long stretch that are summed and written together: what stays in the cache."""
+"""Bytes per write and checksum update, small enough for the processor's cache."""
 _MAPPED_STRETCH = 8 << 10
-"""Stretches of a piece from here on, on the whole, are worth being written by one call."""
+"""Mean size from which the stretches of a piece are written through the file map."""
 _REGION = 1 << 20
-"""Bytes of a file of which it is known when they were written."""
+"""Granularity in bytes at which the time of the last write is recorded."""
 _STILL_DIRTY = 15.0
-"""Seconds for which what was written is in memory alone: the system gives it 30 by default."""
+"""Seconds for which written pages are assumed to be dirty. The system's default is 30."""
 _SUMMING, _SUMMING_FAST = 4, 2
-"""Threads that sum at once: few where sums are fast, and threads mostly ask for Python."""
+"""Number of threads that compute checksums, fewer if checksums are fast and the GIL limits."""
 
 
 class PieceWriter:
-    """Writes pieces to a file, on any number of threads."""
+    """Writes pieces to a file. Thread-safe."""
 
     def __init__(self, file: int, nbytes: int, mapped: FileMap | None, rooms: Rooms) -> None:
-        """Of a file of so many bytes; not `mapped` where the disk has all that was written."""
+        """Write to a file of `nbytes` bytes. Do not pass `mapped` if the tier is durable."""
         self._file, self._map, self._rooms = file, mapped, rooms
         self._written = np.full(1 + nbytes // _REGION, -np.inf)
-        """When something was written to a region last."""
+        """The time of the last write to each region."""
         self._turn = threading.Lock()
-        """Held by the thread that writes short stretches by a call each."""
+        """Held by the thread that writes short stretches with one call each."""
         self._summing = threading.Semaphore(_SUMMING_FAST if has_fast_crc32() else _SUMMING)
-        """Held by threads that sum short stretches."""
+        """Held by threads that compute checksums of short stretches."""
 
     def write(self, piece: Piece | GridPiece, memory: Bytes, offset: int) -> SummedStretches:
-        """Write runs of some memory to a pool at an offset of the file; its stretches, summed."""
+        """Write runs to the pool at an offset of the file; return its stretches with checksums."""
         if piece.is_long:
             runs = piece.made()
             return self._write(memory, runs.near, runs.far, runs.length, offset)
@@ -74,7 +74,7 @@ class PieceWriter:
         return SummedStretches(dst, length, np.array(crcs, np.uint32))
 
     def _write_mapped(self, src: Int64s, to: Int64s, length: Int64s) -> bool:
-        """Write stretches by one call; False where that is not worth it, or cannot be."""
+        """Write stretches with one call; False if that is slower or fails."""
         now, regions = time.monotonic(), to // _REGION
         recent = now - float(self._written[regions].min()) < _STILL_DIRTY
         self._written[regions] = now

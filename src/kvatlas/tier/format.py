@@ -5,13 +5,12 @@
     ...     the blocks of each pool, from a multiple of 4096 bytes on
     ...     a record of 128 bytes for each block, in the same order
 
-A record says what its block has: a key, the tokens, a checksum of the block's bytes, a
-sequence number; and it has a digest of its own. Zeros say that the block is empty. A record
-is cleared before its block is written to and written after all bytes of the block are there,
-so a process may die anywhere: a block is whole, or absent. What a record says is never
-believed before its digest and the block's checksum were found right. Nothing else in the
-file ever changes, and all of it follows from the plan, so the header is compared and not
-interpreted.
+A record contains the key, the tokens, the checksum and the sequence number of its block, and a
+digest of the record itself. A record of zeros means that the block is empty. A record is cleared
+before its block is written to, and written after all bytes of the block are stored. The process
+may therefore die at any point: a block is complete or absent. A record is trusted only after its
+digest and the block's checksum have been verified. Nothing else in the file ever changes, and all
+of it follows from the plan, so the header is compared instead of parsed.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ _LATEST = 1 << 62
 
 
 class Extent:
-    """Where everything lies in the file of a plan."""
+    """The offsets of all parts of a plan's file."""
 
     def __init__(self, plan: Plan, plan_bytes: int) -> None:
         self.pools: dict[int, int] = {}
-        """Where the blocks of each pool begin."""
+        """The offset of the first block of each pool."""
         self.numbers: dict[int, int] = {}
         """The number, in the file, of the first block of each pool."""
         at, blocks = round_up(PAGE + plan_bytes, PAGE), 0
@@ -60,14 +59,14 @@ class Extent:
         self.index, self.blocks = at, blocks
         self.nbytes = at + blocks * RECORD
         if blocks > MOST_BLOCKS or self.nbytes >= 1 << 62:
-            problem = f"A tier's file has no room for more than {MOST_BLOCKS:,} blocks"
+            problem = f"A tier's file must not have more than {MOST_BLOCKS:,} blocks"
             got = f"{blocks:,} blocks in {self.nbytes:,} bytes"
-            hint = "Plan the tier with less memory, or larger blocks"
+            hint = "Plan the tier with less memory or larger blocks"
             raise AtlasError(Code.TOO_MANY, problem, got=got, hint=hint)
 
 
 def header(text: bytes, identity: bytes, extent: Extent) -> bytes:
-    """The first page of a file."""
+    """Return the first page of a file."""
     digest = hashlib.sha256(text).digest()
     sizes = (extent.blocks, extent.index, extent.nbytes)
     packed = _HEADER.pack(MAGIC, VERSION, RECORD, len(text), digest, identity, *sizes)
@@ -76,7 +75,7 @@ def header(text: bytes, identity: bytes, extent: Extent) -> bytes:
 
 
 class HeaderFields(NamedTuple):
-    """What the first page says that the plan behind it does not."""
+    """The fields of the first page that do not follow from the plan."""
 
     version: int
     plan_bytes: int
@@ -85,7 +84,7 @@ class HeaderFields(NamedTuple):
 
 
 def read_header(first_page: bytes) -> HeaderFields:
-    """The fields of a first page; nothing of it is held to anything yet."""
+    """Return the fields of a first page, without any validation."""
     _, version, _, length, digest, identity, *_ = _HEADER.unpack_from(first_page)
     return HeaderFields(version, length, digest, identity)
 
@@ -101,7 +100,7 @@ class RecordFormat:
         return self._extent.numbers[block.pool] + block.block_id
 
     def place(self, block: TierBlock) -> int:
-        """Where the record of a block is in the file."""
+        """Return the offset of a block's record in the file."""
         return self._extent.index + self.number(block) * RECORD
 
     def write(self, block: TierBlock) -> bytes:
@@ -114,7 +113,7 @@ class RecordFormat:
         return hashlib.blake2b(said, digest_size=_DIGEST, key=self._identity).digest()
 
     def read(self, number: int, text: bytes) -> TierBlock | None:
-        """The block that a record speaks of, if the record is sound."""
+        """Return the block that a record describes, or None if the record is not valid."""
         said, digest = text[: _RECORD.size], text[_RECORD.size :]
         if digest != self._digest(said):
             return None

@@ -1,4 +1,4 @@
-"""`Hit`: what a tier has of a request, pinned until it is released."""
+"""`Hit`: the tokens of a request that a tier stores, pinned until they are released."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from kvatlas.wire import is_on_gpu
 
 @dataclass(eq=False, repr=False)
 class Hit:
-    """Tokens of a request that a tier has, in blocks that stay until it is released."""
+    """Tokens of a request that a tier stores. Their blocks are not evicted until `release`."""
 
     start: int
     tokens: int
-    """How many tokens of the request, from its first, can be fetched; 0 for none."""
+    """Number of leading tokens of the request that can be fetched."""
     _storage: TierStorage
     _routes: TierRoutes
     tables: Mapping[int, Any]
-    """The tier's blocks by group; entries that nobody needs have none, and are refused if used."""
+    """The tier's block ids by group. Unneeded entries have an id that routes reject."""
     _let_go: Callable[[], None]
-    """Unpins the blocks; called once."""
+    """Unpins the blocks. Called once."""
     name: bytes = b""
-    """What other clients of a served tier join it by."""
+    """The name by which other clients of a served tier can join this pin."""
     _loaded: ExitStack = field(default_factory=ExitStack)
-    """Ends the use of the tier's memory."""
+    """Releases the tier's memory."""
     _released: bool = False
 
     def fetch(
@@ -47,10 +47,10 @@ class Hit:
         carry: Carry | None = None,
         convert: Converting | None = None,
     ) -> None:
-        """Fill one rank's blocks, as routes take them; from token `start` on, where one is given.
+        """Fetch the tokens into one rank's blocks, which have the form that routes take.
 
-        What a rank has of the tokens before stays as it is. With `convert`, what the rank
-        keeps in another dtype is converted.
+        If `start` is given, tokens before it are left unchanged. With `convert`, layers that the
+        rank stores in another dtype are converted.
         """
         storage = self._storage
         with storage.using():
@@ -77,9 +77,9 @@ class Hit:
             storage.carry("fetch", copies, carry or storage.reading(plan, rank, pools or {}))
 
     def copies(self, plan: Plan, *, rank: int = 0, blocks: Any) -> tuple[Copy, ...]:
-        """The byte ranges from `tier.memory` to a rank's pools, for any transport.
+        """Return the byte ranges from `tier.memory` to a rank's pools, for any transport.
 
-        Of a tier in a file, the bytes are there until the hit is released.
+        For a tier in a file, the bytes are valid until the hit is released.
         """
         with self._storage.using():
             copies = self._bound(plan, rank, blocks)
@@ -96,7 +96,7 @@ class Hit:
             return way.bind(**self._ends(rank, blocks, start)).copies
 
     def _sums(self, plan: Plan, rank: int, blocks: Any, start: int | None) -> list[RunGrid]:
-        """The same runs, which nobody has written out."""
+        """Return the same runs in compact form, as sums of starts and spans."""
         way = self._routes.to(plan)
         if not self.tokens or 0 not in way.sources(rank):
             return []
@@ -104,13 +104,13 @@ class Hit:
             return way.stream(**self._ends(rank, blocks, start)).grids()
 
     def _ends(self, rank: int, blocks: Any, start: int | None) -> dict[str, Any]:
-        """What is fetched, as routes take it."""
+        """Return the arguments of the fetch in the form that routes take."""
         tokens = self.start if start is None else max(start, self.start), self.tokens
         ends = {"src_blocks": self.tables, "dst_blocks": blocks, "tokens": tokens}
         return {"src_rank": 0, "dst_rank": rank, **ends}
 
     def release(self) -> None:
-        """Unpin the blocks; a second call does nothing."""
+        """Unpin the blocks. A second call does nothing."""
         was, self._released = self._released, True
         if not was:
             self.tables = {}
@@ -121,7 +121,7 @@ class Hit:
 def tables_of(
     plan: Plan, needs: Sequence[NeededBlock], blocks: Sequence[TierBlock]
 ) -> dict[int, list[int]]:
-    """The block ids that have what is needed, by group of the tier's plan."""
+    """Return the ids of the needed blocks, by group of the tier's plan."""
     tables = {group: [-1] for group in range(len(plan.groups))}
     for need, block in zip(needs, blocks, strict=True):
         entry = 0 if plan.groups[need.group].kind == "recurrent" else need.entry
@@ -133,14 +133,14 @@ def tables_of(
 
 def _refuse_carry(carry: Carry | None) -> None:
     if carry is not None:
-        problem = "Bytes that are converted on their way cannot be carried by somebody else"
-        hint = "Fetch into pools that this process reaches, or into a cache of the tier's dtype"
-        raise AtlasError(Code.CONTRADICTORY, problem, got="carry= and convert=", hint=hint)
+        problem = "A fetch cannot combine carry= with convert="
+        hint = "Fetch into pools that this process can access, or into a cache of the tier's dtype"
+        raise AtlasError(Code.CONTRADICTORY, problem, got="both", hint=hint)
 
 
 def check_all_there(found: int, wanted: int) -> None:
-    """Refuse a fetch of more tokens than a tier has."""
+    """Raise an error if fewer tokens were found than a fetch requested."""
     if found < wanted:
-        problem, got = "The tier does not have all tokens", f"{found} of {wanted} tokens"
-        hint = "Ask match first, or pin what there is"
+        problem, got = "The tier does not store all tokens", f"{found} of {wanted} tokens"
+        hint = "Call match first, or pin the tokens that are stored"
         raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)

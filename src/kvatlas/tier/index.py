@@ -1,8 +1,8 @@
-"""The index of a tier: which block has what, who uses it, and which is evicted next.
+"""The index of a tier: the content and the users of each block, and the eviction order.
 
-A block is free, or being filled by the ranks of a topology, or whole. Only whole blocks
-are ever found. A block that somebody reads or fills stays; of the others, the least
-recently used one is evicted when room is needed.
+A block is free, being filled by the ranks of a topology, or complete ("whole"). Lookups find
+only complete blocks. A block that is being read or filled is never evicted. Of the others, the
+least recently used one is evicted when space is needed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from kvatlas.tier.part_sums import PartSum
 from kvatlas.tier.request_blocks import Cover, NeededBlock, TierSpans
 
 _FEW = 1024
-"""Blocks that were dropped are kept in mind at least until there are so many."""
+"""Number of dropped blocks that are kept before the list of blocks is compacted."""
 
 BlockPlace = tuple[int, int]
-"""A pool, and the id of a block of it."""
+"""A pool and the id of one of its blocks."""
 
 PartSums = dict[BlockPlace, PartSum]
-"""What a rank has added to the checksums of blocks, where that is known."""
+"""The known contributions of a rank to the checksums of blocks."""
 
 
 class StoreResult(NamedTuple):
-    """How many keys of a call are whole now, wait for other ranks, or found no room."""
+    """The outcome of a store call: how many keys are complete, incomplete or without space.
+
+    `whole` keys have the bytes of all ranks, `waiting` keys still miss those of other ranks, and
+    for `no_room` keys the tier had no free block.
+    """
 
     whole: int
     waiting: int
@@ -42,7 +46,7 @@ class StoreResult(NamedTuple):
 
 @dataclass(eq=False)
 class TierBlock:
-    """A block of one of the tier's pools, being filled or whole."""
+    """A block of one of the tier's pools, being filled or complete."""
 
     pool: int
     block_id: int
@@ -51,37 +55,37 @@ class TierBlock:
     cover: Cover
     whole: bool = False
     verified: bool = True
-    """Its bytes have been held against their checksum since the tier was opened."""
+    """Whether its checksum has been verified since the tier was opened."""
     checksum: int = 0
     sequence: int = 0
     found: int = 0
-    """When it could first be found: a number that grows with every block."""
+    """A number that increases with every completed block, assigned when it is completed."""
     pins: int = 0
     dropped: bool = False
-    """Nobody finds it any more; its room is free when the last pin goes."""
+    """Whether it can no longer be found. Its space is free once the last pin is released."""
     brought: dict[int, Delivery] = field(default_factory=dict)
-    """What each rank has written to it."""
+    """The byte ranges that each rank has written to it."""
     sums: dict[int, PartSum] = field(default_factory=dict)
-    """What each rank has added to its checksum, of those that summed what they wrote."""
+    """The contribution of each rank to its checksum, for ranks that computed it while writing."""
     writing: set[int] = field(default_factory=set)
-    """Ranks that write to it now."""
+    """Ranks that are writing to it."""
     fill_key: tuple[Any, ...] = ()
-    """What the ranks that fill it find it by."""
+    """The key under which the ranks that fill it find it."""
 
     @property
     def place(self) -> BlockPlace:
-        """Where it is."""
+        """Its pool and block id."""
         return self.pool, self.block_id
 
     @property
     def name(self) -> tuple[int, bytes]:
-        """What it is found by."""
+        """Its group and key, by which it is found."""
         return self.group, self.key
 
 
 @dataclass
 class Claim:
-    """What one rank may fill in one call, and what the call pins meanwhile."""
+    """The blocks that one rank may fill in one call, and those that the call pins."""
 
     rank: int
     fills: list[tuple[NeededBlock, TierBlock]] = field(default_factory=list)
@@ -92,7 +96,7 @@ class Claim:
 
 
 class BlockIndex:
-    """Blocks of a tier by key, least recently used first; every access is guarded."""
+    """Blocks of a tier by key, in LRU order. All methods are thread-safe."""
 
     def __init__(self, plan: Plan, cleared: Callable[[TierBlock], None]) -> None:
         self.plan = plan
@@ -105,23 +109,23 @@ class BlockIndex:
         self._free = {p.index: list(range(p.blocks - 1, -1, -1)) for p in plan.pools}
         self._whole: dict[tuple[int, bytes], TierBlock] = {}
         self._in_order: list[TierBlock] = []
-        """Whole blocks as they came to be found, and some that were dropped since."""
+        """Blocks in order of completion, including some that were dropped since."""
         self._filling: dict[tuple[Any, ...], TierBlock] = {}
         self._recent = {p.index: OrderedDict[TierBlock, None]() for p in plan.pools}
         self._uncleared: dict[tuple[int, int], tuple[TierBlock, AtlasError]] = {}
-        """Free blocks whose records could not be cleared, which comes before they are used."""
+        """Free blocks whose records could not be cleared. They must be cleared before reuse."""
 
     def __len__(self) -> int:
         with self.lock:
             return len(self._whole)
 
     def free(self, pool: int) -> int:
-        """Blocks of a pool that hold nothing."""
+        """Return the number of free blocks of a pool."""
         with self.lock:
             return len(self._free[pool])
 
     def restore(self, blocks: Iterable[TierBlock]) -> list[TierBlock]:
-        """Take over blocks that were whole when a file was closed; those that were replaced."""
+        """Add the complete blocks of an opened file and return those with a newer duplicate."""
         older = []
         with self.lock:
             for block in sorted(blocks, key=lambda one: one.sequence):
@@ -140,16 +144,16 @@ class BlockIndex:
     # -- finding ------------------------------------------------------------------------
 
     def find(self, need: NeededBlock) -> TierBlock | None:
-        """The whole block that has what is needed."""
+        """Return the complete block that contains the needed tokens, or None."""
         with self.lock:
             return self._find(need)
 
     def longest(
         self, spans: TierSpans, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]
     ) -> int:
-        """The most tokens that every group has what it needs for; 0 where that is none."""
+        """Return the largest number of tokens that every group can serve."""
         ends: list[int] = [stop, *range((stop - 1) // spans.step * spans.step, start, -spans.step)]
-        # Groups that need everything say how far it can be at most.
+        # Groups that need every token give an upper bound.
         for group in spans.keeping_all:
             for need in spans.of_group(group, start, stop, keys.get(group, ())):
                 if self.find(need) is None:
@@ -164,17 +168,17 @@ class BlockIndex:
         return 0
 
     def has(self, group: int, key: bytes) -> bool:
-        """Whether a key is there at all."""
+        """Return whether a key is stored completely."""
         with self.lock:
             return (group, key) in self._whole
 
     def names(self) -> list[tuple[int, bytes]]:
-        """Every (group, key) that is whole, the least recently used first."""
+        """Return the (group, key) of all complete blocks, least recently used first."""
         with self.lock:
             return [block.name for lru in self._recent.values() for block in lru if block.whole]
 
     def names_since(self, mark: int, most: int) -> tuple[list[tuple[int, bytes]], int]:
-        """The first names that became whole after a mark, and the mark after them."""
+        """Return up to `most` names that were completed after a mark, and the next mark."""
         with self.lock:
             first = bisect_right(self._in_order, mark, key=lambda block: block.found)
             later = (self._in_order[at] for at in range(first, len(self._in_order)))
@@ -182,7 +186,7 @@ class BlockIndex:
             return [block.name for block in new], new[-1].found if new else mark
 
     def pin(self, needs: Sequence[NeededBlock]) -> list[TierBlock] | None:
-        """All blocks that are needed, pinned; None where one is absent."""
+        """Pin and return all needed blocks, or return None if one is absent."""
         with self.lock:
             blocks = []
             for need in needs:
@@ -196,16 +200,16 @@ class BlockIndex:
             return blocks
 
     def unpin(self, blocks: Iterable[TierBlock]) -> None:
-        """Let blocks go that were pinned."""
+        """Unpin blocks."""
         with self.lock:
             for block in blocks:
                 block.pins -= 1
                 self._free_dropped(block)
 
     def drop(self, block: TierBlock) -> None:
-        """Make a block absent now, and free as soon as nobody uses it.
+        """Make a block absent now and free it once it is no longer used.
 
-        That its record could not be cleared is noted: whoever wants the block tries again.
+        If its record cannot be cleared, the next call that takes the block tries again.
         """
         with self.lock:
             if block.dropped:
@@ -228,7 +232,7 @@ class BlockIndex:
             self._uncleared[block.place] = block, problem
 
     def drop_keys(self, keys: Iterable[tuple[int, bytes]]) -> int:
-        """Make keys absent; how many were there."""
+        """Remove keys and return how many were stored."""
         with self.lock:
             blocks = [self._whole[name] for name in keys if name in self._whole]
             for block in blocks:
@@ -240,7 +244,7 @@ class BlockIndex:
     # -- filling ------------------------------------------------------------------------
 
     def claim(self, needs: Sequence[NeededBlock], ingest: Ingest, rank: int) -> Claim:
-        """Blocks for a rank to fill: one for each key that is absent, while there is room."""
+        """Claim a block for a rank to fill for each absent key, while there is space."""
         claim = Claim(rank)
         with self.lock:
             looked_up = [(need, self._find(need)) for need in needs if need.key is not None]
@@ -286,9 +290,10 @@ class BlockIndex:
         brought: dict[Any, Delivery] | None,
         sums: PartSums | None = None,
     ) -> list[TierBlock]:
-        """A rank has written its bytes, or failed; the blocks that have all of theirs now.
+        """Record that a rank has written its bytes or failed, and return blocks that are complete.
 
-        They are pinned and numbered, to be settled. `sums` are of what was brought.
+        These are pinned and numbered, and must be passed to `settle`. `sums` are the rank's
+        contributions to their checksums.
         """
         ready = []
         with self.lock:
@@ -311,7 +316,7 @@ class BlockIndex:
         return ready
 
     def settle(self, blocks: Iterable[TierBlock], *, whole: bool = True) -> None:
-        """Blocks that are committed can be found; those that could not be are free again."""
+        """Make committed blocks findable, or free blocks whose commit failed."""
         with self.lock:
             for block in blocks:
                 block.brought.clear()
@@ -328,7 +333,7 @@ class BlockIndex:
                 self.unpin([block])
 
     def _note_found(self, block: TierBlock) -> None:
-        """A block can be found from now on."""
+        """Record that a block can be found from now on."""
         self._found += 1
         block.found = self._found
         self._in_order.append(block)
@@ -338,7 +343,7 @@ class BlockIndex:
     # -- room ---------------------------------------------------------------------------
 
     def _room(self, pool: int) -> int | None:
-        """A free block of a pool, after an eviction where there is none."""
+        """Take a free block of a pool, evicting one if necessary; None if all are in use."""
         if not self._free[pool]:
             idle = (block for block in self._recent[pool] if not block.pins and not block.writing)
             victim = next(idle, None)
@@ -353,7 +358,7 @@ class BlockIndex:
         return self._free[pool].pop()
 
     def _check_cleared(self, pool: int, block_id: int) -> None:
-        """Refuse where the record of a block that was dropped is still there."""
+        """Raise the error of a dropped block whose record could not be cleared."""
         if (pool, block_id) in self._uncleared:
             raise self._uncleared[pool, block_id][1]
 
@@ -375,7 +380,7 @@ class BlockIndex:
         return block if block is not None and self._serves(block, need.cover) else None
 
     def _serves(self, block: TierBlock, cover: Cover) -> bool:
-        """Whether a block has the tokens that are needed; a state is after its own alone."""
+        """Return whether a block contains the needed tokens. A state serves only its own end."""
         if block.cover == cover:
             return True
         if self.plan.groups[block.group].kind == "recurrent":

@@ -1,9 +1,9 @@
-"""From a storing topology into a tier: byte ranges, and when a block has all of its bytes.
+"""Store the caches of a topology in a tier: byte ranges, and when a block is complete.
 
-A route is bound to numbers that stand for blocks of the tier, not to their ids: some keys
-are there already, some have no room, and neither must keep the others from being stored.
-What each rank brings to a block, and what the block needs, both follow from the route; a
-block is whole when the one is the other.
+A route is bound to numbers that represent blocks of the tier, not to block ids. Keys that are
+already stored and keys without space are left out without affecting the others. The route
+determines both the bytes that each rank contributes to a block and the bytes that the block
+needs. A block is complete when all needed bytes have been contributed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Move = TypeVar("Move", Copy, RunGrid)
 _numbers = itertools.count()
 _REMEMBERED = 1024
 APART = 2
-"""Numbers are dealt out with gaps, so that no run goes on from one block into the next."""
+"""Distance between the numbers of two blocks. The gap keeps runs from crossing blocks."""
 
 
 class Delivery(NamedTuple):
-    """What a rank brings to a block, and what it needs in all: ranges from its first byte."""
+    """The byte ranges that a rank contributes to a block, and those that the block needs."""
 
     brought: Ranges
     needed: Ranges
 
 
 class Ingest:
-    """What ranks of one plan bring to a tier."""
+    """The contributions of the ranks of one plan to a tier's blocks."""
 
     def __init__(self, src: Plan, tier: Plan) -> None:
         self.number = next(_numbers)
@@ -57,15 +57,15 @@ class Ingest:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Ranks that have to store; others hold copies of what these hold."""
+        """The ranks that must store. All others hold replicas."""
         return self.route.sources(0)
 
     def copies(
         self, rank: int, blocks: Any, tokens: tuple[int, int], ids: Mapping[NeededBlock, int]
     ) -> tuple[list[Copy], dict[Shape, Delivery]]:
-        """Byte ranges from a rank into the blocks that have an id, others left out.
+        """Return the byte ranges from a rank into the blocks that have an id.
 
-        Also what they are to blocks of each shape.
+        Also return the rank's contributions to blocks of each shape.
         """
         with self._lock:
             tables, numbers = self._number(*tokens)
@@ -78,7 +78,7 @@ class Ingest:
     def grids(
         self, rank: int, blocks: Any, tokens: tuple[int, int], ids: Mapping[NeededBlock, int]
     ) -> tuple[list[RunGrid], dict[Shape, Delivery]]:
-        """The same as sums, which are written out only for blocks of a shape not seen before."""
+        """Like `copies`, as grids of runs, which are expanded only for blocks of a new shape."""
         with self._lock:
             tables, numbers = self._number(*tokens)
             ends = _ends(rank, blocks, tables, tokens)
@@ -92,7 +92,7 @@ class Ingest:
     def deliveries(
         self, rank: int, blocks: Any, tokens: tuple[int, int], needs: Iterable[NeededBlock]
     ) -> dict[Shape, Delivery]:
-        """What a rank brings to blocks of each shape; blocks are bound only for a new shape."""
+        """Return a rank's contributions to blocks of each shape. Only new shapes are bound."""
         with self._lock:
             needs = list(needs)
             if all((rank, need.shape) in self._known for need in needs):
@@ -102,7 +102,7 @@ class Ingest:
             return self._deliveries(rank, needs, lambda: bind().copies, tables, tokens)
 
     def whole(self, shape: Shape, deliveries: Mapping[int, Delivery]) -> bool:
-        """Whether what some ranks have brought is every byte that such a block needs."""
+        """Return whether the contributions of some ranks cover every byte that a block needs."""
         ranks = frozenset(deliveries)
         with self._lock:
             if (shape, ranks) not in self._whole:
@@ -114,7 +114,7 @@ class Ingest:
             return self._whole[shape, ranks]
 
     def _number(self, start: int, stop: int) -> tuple[dict[int, Int64s], dict[int, list[Any]]]:
-        """A table of numbers for each group, and which (group, entry) each stands for."""
+        """Return a table of numbers for each group, and the (group, entry) of each number."""
         tables: dict[int, Int64s] = {}
         numbers: dict[int, list[Any]] = {pool: [] for pool in self.block_bytes}
         for index, group in enumerate(self.spans.tier.groups):
@@ -128,7 +128,7 @@ class Ingest:
         return tables, numbers
 
     def _aimed(self, copy: Move, target: Int64s) -> Iterable[Move]:
-        """The ranges of a copy whose blocks have an id, aimed at it."""
+        """Translate the ranges of a copy from numbers to block ids; drop those without an id."""
         block_bytes = self.block_bytes[copy.dst_pool]
         number, within = np.divmod(copy.dst, APART * block_bytes)
         block_id = target[number]
@@ -146,7 +146,7 @@ class Ingest:
         tables: dict[int, Int64s],
         tokens: tuple[int, int],
     ) -> dict[Shape, Delivery]:
-        """What a rank brings to blocks of each shape, and what those need."""
+        """Return a rank's contributions to blocks of each shape, and the bytes these need."""
         shapes = {need.shape: need for need in needs}
         unknown = [need for shape, need in shapes.items() if (rank, shape) not in self._known]
         if len(self._known) + len(unknown) > _REMEMBERED:
@@ -167,7 +167,7 @@ class Ingest:
         return {shape: self._known[rank, shape] for shape in shapes}
 
     def _within(self, ranges: Iterable[Ranges], pool: int, number: int) -> Ranges:
-        """The ranges that lie in one block, from its first byte on."""
+        """Return the ranges within one block, relative to its first byte."""
         begin = APART * number * self.block_bytes[pool]
         starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for start, length in ranges:
@@ -193,7 +193,7 @@ def _targets(ids: Mapping[NeededBlock, int], numbers: Mapping[int, list[Any]]) -
 
 
 def with_room(plan: Plan) -> Plan:
-    """The plan of a tier with a block for each number that one request of any length takes."""
+    """Return the tier's plan with one block for each number of the longest request."""
     pools = []
     for pool in plan.pools:
         blocks = sum(
@@ -207,7 +207,7 @@ def with_room(plan: Plan) -> Plan:
 
 
 def check_tier_plan(plan: Plan) -> None:
-    """Refuse a plan whose blocks are not each in one piece, on one rank."""
+    """Raise an error if a plan has several ranks or blocks that are not contiguous."""
     sizes = {pool.index: pool.block_bytes for pool in checked_plan(plan).pools}
     in_one_piece = all(
         Layout(region.layout).block_outermost
@@ -215,7 +215,7 @@ def check_tier_plan(plan: Plan) -> None:
         for region in plan.regions
     )
     if (plan.tp, plan.pp, plan.dcp) != (1, 1, 1) or not in_one_piece:
-        problem = "A tier cannot have this plan: its blocks are not in one piece on one rank"
+        problem = "The plan of a tier must have one rank and contiguous blocks"
         got = f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}, layout {plan.layout}"
         hint = "Plan it with tp 1 and a layout that begins with B, such as BLHNC"
         raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)

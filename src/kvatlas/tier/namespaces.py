@@ -1,12 +1,13 @@
-"""Whose caches these are: names under which objects lie, and what must be alike to share them.
+"""Object names, and the identities that must match to share objects.
 
     kv1/TENANT/NAMESPACE/KEY/GROUP.FIRST-STOP/INDEX    an object of a row
     kv1/TENANT/marks/DIGEST                            such caches are stored: why a miss is one
 
 Words in capitals are digests in hexadecimal, or numbers, so that no name of a tenant and no key
 leads out of its place.
-A namespace is one tenant, model, weights, content (what each layer keeps, in which dtype) and
-format (the plan of a row, and how it is cut). Who differs in any of them looks elsewhere.
+A namespace is one combination of tenant, model, weights, content (the fields of each layer and
+their dtypes) and format (the plan of a row and how it is cut). Engines that differ in any of them
+use different namespaces.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _OBJECT = re.compile(
     r"/([0-9]{1,6})"
 )
 LEVELS = ("tenant", "model", "weights", "dtype", "format")
-"""What must be alike, in this order: a miss says from which on nobody has stored."""
+"""The properties that must match, in this order. A miss reports the first without objects."""
 
 
 class RowName(NamedTuple):
-    """A row of a namespace: a key of one group, and the tokens that the row has of it."""
+    """The name of a row: its group, its key and the tokens that it contains."""
 
     group: int
     key: bytes
@@ -46,17 +47,17 @@ class RowName(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where its objects are in the namespace, whatever tokens they have."""
+        """The name prefix of all rows with this key."""
         return _digest(self.group.to_bytes(4, "little") + self.key).hex()
 
     @property
     def name(self) -> str:
-        """Where its objects are in the namespace."""
+        """The name prefix of the row's objects within the namespace."""
         return f"{self.place}/{self.group}.{self.cover.first}-{self.cover.stop}"
 
     @property
     def digest(self) -> bytes:
-        """What the headers of its objects call it."""
+        """The row's digest in the headers of its objects."""
         return row_digest(self.name)
 
 
@@ -95,17 +96,20 @@ class Namespace:
         return [f"{begin}{index}" for index in range(len(self.cut.groups[row.group]))]
 
     def all_of(self, group: int, key: bytes) -> str:
-        """What the names of all objects of a key begin with, whatever tokens they have."""
+        """Return the name prefix of all objects of a key."""
         return f"{self.prefix}{RowName(group, key, Cover(0, 0)).place}/"
 
     @cached_property
     def marks(self) -> list[str]:
-        """One name for each of `LEVELS`, that is there once anybody has stored so far alike."""
+        """The names of the marks, one for each of `LEVELS`.
+
+        A mark exists once an engine that matches up to this level has stored something.
+        """
         places = range(1, len(LEVELS) + 1)
         return [f"{self.tenant_prefix}marks/{self._up_to(n).hex()}" for n in places]
 
     def mark_objects(self) -> list[tuple[str, list[Bytes]]]:
-        """The marks as objects; the last says what rows look like, and how they are cut."""
+        """Return the marks as objects. The last records the row format."""
         cut = self.cut
         about = {"plan": msgspec.Raw(one_row(cut.plan).to_json()),
                  "shards": cut.shards, "stages": cut.stages}  # fmt: skip
@@ -123,12 +127,12 @@ class Namespace:
 
 
 def tenant_prefix(tenant: str) -> str:
-    """What all names of a tenant begin with, and nobody else's."""
+    """Return the prefix of all names of a tenant."""
     return f"{ROOT}/{_digest(tenant.encode()).hex()}/"
 
 
 class ObjectName(NamedTuple):
-    """What the name of an object says."""
+    """The parts of an object's name."""
 
     tenant: str
     namespace: str
@@ -138,12 +142,12 @@ class ObjectName(NamedTuple):
 
     @property
     def place(self) -> ObjectPlace:
-        """What its header must say."""
+        """The place that its header must contain."""
         return ObjectPlace(bytes.fromhex(self.namespace), row_digest(self.row), self.number)
 
 
 def parse_name(name: str) -> ObjectName | None:
-    """What a name says; None for one that is of no row.
+    """Parse the name of an object, or return None if it belongs to no row.
 
     >>> parse_name("kv1/" + "/".join(["0" * 32] * 3) + "/0.0-64/7").number
     7
@@ -156,12 +160,12 @@ def parse_name(name: str) -> ObjectName | None:
 
 
 def row_digest(name: str) -> bytes:
-    """What the headers of objects call a row, by its name within a namespace."""
+    """Return the digest of a row in object headers, from its name within a namespace."""
     return _digest(name.encode())
 
 
 def row_format(cut: RowObjects) -> str:
-    """The same exactly where rows have the same bytes in the same places, cut alike."""
+    """Return a digest of the row format: equal if and only if rows are laid out and cut equally."""
     plan = one_row(cut.plan)
     regions = msgspec.json.encode([plan.regions, [group.block for group in plan.groups]])
     about = [cut.shards, cut.stages, [pool.block_bytes for pool in plan.pools]]
@@ -169,12 +173,12 @@ def row_format(cut: RowObjects) -> str:
 
 
 def one_row(plan: Plan) -> Plan:
-    """A tier's plan with one block in each pool: what its rows look like, whatever its size."""
+    """Return a tier's plan with one block per pool, which describes its rows but not its size."""
     return with_rows(plan, dict.fromkeys((pool.index for pool in plan.pools), 1))
 
 
 def with_rows(plan: Plan, rows: dict[int, int]) -> Plan:
-    """A tier's plan with so many blocks in each pool."""
+    """Return a tier's plan with a given number of blocks in each pool."""
     pools = tuple(msgspec.structs.replace(p, blocks=rows[p.index]) for p in plan.pools)
     memory = sum(pool.nbytes for pool in pools)
     return msgspec.structs.replace(plan, pools=pools, memory=memory)

@@ -1,7 +1,7 @@
-"""Copies of a whole request, taken apart by row: some rows at a time go through staging memory.
+"""The copies of a request, split by row, so that rows can pass through staging memory in batches.
 
-A route is bound once, to numbers that stand for rows. They are dealt out with gaps, so that no
-run goes on from one row into the next; the runs of any rows are then moved to where these are.
+A route is bound once, to numbers that represent rows. The numbers have gaps, so that no run
+crosses from one row into the next. The runs of a row are then translated to its actual address.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvatlas.tier.row_frames import End
 from kvatlas.tier.staging_rows import StagingRows
 
 _LARGE_ROW = 1 << 20
-"""Bytes of rows that are moved one by one: what they have side by side is one stretch then."""
+"""Size from which rows are moved one by one, which allows longer contiguous stretches."""
 
 _LONG_RUN = 4 << 10
-"""Bytes of runs, on the whole, that are worth being sorted."""
+"""Mean size from which runs are worth sorting."""
 
 
 class NumberedRows:
@@ -42,7 +42,7 @@ class NumberedRows:
         self._group = {self.place(need): need.group for need in self.numbers}
 
     def entry(self, need: NeededBlock) -> int:
-        """Which entry of its group's table a row has: states have one."""
+        """Return the entry of a row in its group's table. States have a single entry."""
         return 0 if self._groups[need.group].kind == "recurrent" else need.entry
 
     def place(self, need: NeededBlock) -> tuple[int, int]:
@@ -50,7 +50,7 @@ class NumberedRows:
         return self._groups[need.group].pool, self.numbers[need]
 
     def group(self, pool: int, number: int) -> int:
-        """Whose row has a number."""
+        """Return the group of the row with a number."""
         return self._group[pool, number]
 
     def block_bytes(self, pool: int) -> int:
@@ -58,7 +58,7 @@ class NumberedRows:
         return self._block_bytes[pool]
 
     def tables(self) -> dict[int, list[int]]:
-        """A table for each group; entries that nobody needs have none, and are refused if used."""
+        """Return a table for each group. Unneeded entries have a number that routes reject."""
         tables = {group: [-1] for group in range(len(self._groups))}
         for need, number in self.numbers.items():
             entry = self.entry(need)
@@ -69,17 +69,17 @@ class NumberedRows:
 
 
 class NumberedCopies:
-    """The runs of copies by the number of their row, at one end of them."""
+    """The runs of copies, by the number of the row at one of their ends."""
 
     def __init__(self, copies: Iterable[Copy], end: End, numbered: NumberedRows) -> None:
         self._end, self._numbered = end, numbered
         self._sorted = [self._by_row(copy) for copy in copies]
 
     def _by_row(self, copy: Copy) -> tuple[Copy, Int64s]:
-        """The runs of each row together, and the row of each run.
+        """Return the runs grouped by row, and the row of each run.
 
-        Long runs are in the order of the rows' bytes: those that follow each other there are
-        copied without memory between. To sort short ones costs more than that does.
+        Long runs are sorted by their offset in the row, so that contiguous runs are copied without
+        a staging buffer. For short runs sorting costs more than it saves.
         """
         at = self._at(copy)
         row = at // self._numbered.block_bytes(self._pool(copy))
@@ -91,7 +91,7 @@ class NumberedCopies:
         return copy, row
 
     def within(self, pool: int, number: int) -> tuple[Int64s, Int64s]:
-        """Where the runs of a row start, from its first byte on, and how long they are."""
+        """Return the starts of a row's runs, relative to its first byte, and their lengths."""
         starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for copy, row in self._sorted:
             if self._pool(copy) == pool:
@@ -101,13 +101,13 @@ class NumberedCopies:
         return np.concatenate(starts), np.concatenate(lengths)
 
     def objects(self, pool: int, number: int, staging: StagingRows) -> list[int]:
-        """Which objects of a row have some of the runs."""
+        """Return the objects of a row that contain some of the runs."""
         cut = staging.cut.groups[self._numbered.group(pool, number)]
         found: list[int] = np.flatnonzero(cut.overlap(*self.within(pool, number))).tolist()
         return found
 
     def at(self, places: Mapping[int, Mapping[int, int]], staging: StagingRows) -> list[Copy]:
-        """The copies of some rows: by pool, from each number to a row of staging memory."""
+        """Return the copies of some rows. `places` maps pool and number to a staging row."""
         moved = []
         for copy, row in self._sorted:
             pool = self._pool(copy)
@@ -125,14 +125,14 @@ class NumberedCopies:
     def _rows(
         self, row: Int64s, some: list[int], places: Mapping[int, int]
     ) -> tuple[Int64s | int, Int64s | int]:
-        """The number of each run's row, and where that row is; or of all, where they have one."""
+        """Return the row number and the staging row of each run, or one of each for all runs."""
         if len(some) == 1:
             return some[0], places[some[0]]
         there = np.array([places[number] for number in some], np.int64)
         return row, there[np.searchsorted(some, row)]
 
     def _together(self, pool: int, numbers: list[int]) -> Iterator[list[int]]:
-        """Rows that are moved together: small ones of one group, whose bytes lie alike."""
+        """Yield rows that are moved together: small rows of one group, with equal layout."""
         if self._numbered.block_bytes(pool) >= _LARGE_ROW:
             yield from ([number] for number in numbers)
         else:

@@ -1,6 +1,6 @@
-"""Sums of runs of a whole request, taken apart by row, as `NumberedCopies` are.
+"""The grids of runs of a request, split by row, like `NumberedCopies`.
 
-Runs are not written out: of each row it is known where its spans are, of which there are few.
+Runs are not expanded: each row records only its spans, of which there are few.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvatlas.tier.staging_rows import StagingRows
 
 
 class _Span(NamedTuple):
-    """Where the runs of a span are: in which row, how far in it, at the other end, how long."""
+    """A span of runs: its row, its offset there, its offset at the other end and its length."""
 
     number: int
     begin: int
@@ -29,7 +29,7 @@ class _Span(NamedTuple):
 
 
 class NumberedGrids:
-    """The spans of grids by the number of their row, at one end of them."""
+    """The spans of grids, by the number of the row at one of their ends."""
 
     def __init__(self, grids: Iterable[RunGrid], end: End, numbered: NumberedRows) -> None:
         self._end, self._numbered = end, numbered
@@ -46,7 +46,7 @@ class NumberedGrids:
         return spans
 
     def objects(self, pool: int, number: int, staging: StagingRows) -> list[int]:
-        """Which objects of a row have some of the runs."""
+        """Return the objects of a row that contain some of the runs."""
         frame = staging.frames[self._numbered.group(pool, number)]
         found: set[int] = set()
         for grid, rows in self._spans:
@@ -59,7 +59,7 @@ class NumberedGrids:
     def at(
         self, places: Mapping[int, Mapping[int, int]], staging: StagingRows
     ) -> list[RunGrid | Copy]:
-        """The runs of some rows: by pool, from each number to a row of staging memory."""
+        """Return the runs of some rows. `places` maps pool and number to a staging row."""
         moved: list[RunGrid | Copy] = []
         for grid, rows in self._spans:
             pool = self._pool(grid)
@@ -84,7 +84,7 @@ class NumberedGrids:
         return moved
 
     def _written_out(self, grid: RunGrid, begin: int, other: Int64s, length: int) -> Copy:
-        """Spans of one length, all of which begin so far in their rows, as runs."""
+        """Expand spans of one length that all start at offset `begin` of their rows."""
         src, dst = self._ends(np.full(len(other), begin), other)
         some = replace(grid, src=src, dst=dst, length=np.full(len(other), length))
         return Copy(grid.src_pool, grid.dst_pool, *some.runs())

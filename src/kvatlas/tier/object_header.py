@@ -10,8 +10,8 @@
     56  u32  the payload's checksum
     60  u32  CRC-32 of the 60 bytes before
 
-Numbers are little-endian. Who reads an object knows all of it but the checksum beforehand, so
-the header is compared and not interpreted.
+Numbers are little-endian. A reader knows all fields except the checksum beforehand, so it compares
+the header instead of parsing it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADER = _FIELDS.size + 4
 
 
 class ObjectPlace(NamedTuple):
-    """Which object this is: of which namespace, row, and which of the row's."""
+    """The identity of an object: its namespace, its row and its index in the row."""
 
     namespace: bytes
     row: bytes
@@ -61,7 +61,7 @@ def header(place: ObjectPlace, nbytes: int, crc: int) -> Bytes:
 
 
 def is_sound(found: Bytes, place: ObjectPlace, payload: Parts) -> bool:
-    """Whether a header is that of an object, and the payload the one that it speaks of."""
+    """Return whether a header is valid for an object and matches its payload."""
     nbytes = sum(part.nbytes for part in payload)
     said = int.from_bytes(found[56:60].tobytes(), "little")
     return bool(np.array_equal(found, header(place, nbytes, said))) and checksum(payload) == said

@@ -1,4 +1,4 @@
-"""`open_tier`: a tier by its address, whether it is of one process, a file, or a fleet's store."""
+"""`open_tier`: open a tier by its address, in process memory, in a file or in an object store."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvatlas.tier.tier import Tier
 
 IN_MEMORY = "memory"
 BLOCK = 64
-"""Tokens of a row, where the model's layers allow it."""
+"""Default number of tokens per row, if the model's layers support it."""
 _ANY_MEMORY = "1TiB"
-"""Rows of a store are planned for: how many there are is the store's."""
+"""A placeholder size for plans of rows. The store, not the plan, limits the number of rows."""
 _SIZES = ("segment", "buffer", "capacity", "quota")
 _OF_BACKENDS = ("planes", "tiled_planes", "transposed")
-"""Packings that a backend has for every dtype: engines that share a store have mostly one."""
+"""Packings that depend on the attention backend and not on the dtype."""
 _SCHEMES = ("mooncake", "folder", "host")
 
 
@@ -43,15 +43,16 @@ def open_tier(
     shared: bool = False,
     **options: Any,
 ) -> AnyTier:
-    """The tier at an address, for one model, or for the model that a plan is of.
+    """Open the tier at an address, for a model or for the model of a plan.
 
-    - `"memory"`: host memory of this process, so many bytes of `memory`.
-    - a path: a file; a new one takes `memory` bytes, one that is there keeps its plan. This
-      process alone has it open, or any number of this host's where it is `shared`.
-    - `"mooncake://host:port?metrics=host:9003&segment=4GiB"`: a fleet's Mooncake Store.
-    - `"folder:///path?capacity=100GiB"`: a folder that hosts share; `"host://?capacity=1GiB"`.
+    - `"memory"`: host memory of this process, `memory` bytes.
+    - a path: a file. A new file takes `memory` bytes; an existing file keeps its plan. Only this
+      process may open it, or any number of processes on this host if `shared`.
+    - `"mooncake://host:port?metrics=host:9003&segment=4GiB"`: Mooncake Store.
+    - `"folder:///path?capacity=100GiB"`: a folder that several hosts share.
+    - `"host://?capacity=1GiB"`: an object store in host memory of this process.
 
-    A store's tier needs an `identity`; `options` are those of `open_store_tier`.
+    An object store requires an `identity`. `options` are passed to `open_store_tier`.
 
     >>> from kvatlas.models import Model
     >>> with open_tier("memory", "Qwen3-8B", memory="256MiB", max_len=1024) as tier:
@@ -65,8 +66,8 @@ def open_tier(
     known = _known(model)
     if not is_store(where):
         if options:
-            hint = f"Leave them out, or name a store: {', '.join(_SCHEMES)}"
-            problem = "Only the tier of a store takes these options"
+            hint = f"Remove them, or use the address of a store: {', '.join(_SCHEMES)}"
+            problem = "These options apply only to object stores"
             raise AtlasError(Code.CONTRADICTORY, problem, got=sorted(options), hint=hint)
         if "://" in str(where):
             raise _unknown_kind(where)
@@ -74,7 +75,7 @@ def open_tier(
         return Tier(made) if str(where) == IN_MEMORY else _open_file(Path(where), made, shared)
     if identity is None:
         hint = "Pass CacheIdentity(weights=models.weights_identity(folder))"
-        problem = "A store that others write to is of no use without an identity"
+        problem = "A tier in a shared store requires an identity"
         raise AtlasError(Code.CONTRADICTORY, problem, got=str(where), hint=hint)
     about: dict[str, Any] = {"block_size": block_size, "max_len": max_len, **options}
     return open_store_tier(str(where), known, identity, **about)
@@ -90,10 +91,10 @@ def open_store_tier(
     convert: Converting | None = None,
     **options: Any,
 ) -> StoreTier:
-    """The tier in the store at an address; `options` are those of `StoreTier`.
+    """Open the tier in the object store at an address. `options` are passed to `StoreTier`.
 
-    With `convert` ("bf16->fp8" for a model that is cached in fp8), what engines with the other
-    cache dtype have stored is found as well, and converted as it is fetched.
+    With `convert` ("bf16->fp8" for a model that is cached in fp8), lookups also find rows that
+    engines with the other cache dtype have stored. They are converted when they are fetched.
     """
     known = _known(model)
     rows = rows_of(known, block_size, max_len, _ANY_MEMORY)
@@ -114,7 +115,7 @@ def other_rows(
     block_size: int = BLOCK,
     max_len: int | None = None,
 ) -> OtherRows:
-    """Rows that engines with the cache dtype which a conversion is from have in a store.
+    """Return the rows that engines with the source dtype of a conversion store.
 
     >>> rows = other_rows("Qwen3-8B", Converting("fp8->bf16", src_scales=1.0), max_len=64)
     >>> rows.plan.regions[0].layers[0].spec.cache
@@ -125,12 +126,12 @@ def other_rows(
 
 
 def stored_as(model: Model, convert: Converting) -> Model:
-    """The model with the cache dtype that a conversion is from."""
+    """Return the model with the cache dtype that a conversion reads."""
     check_converting(convert)
     pairs = parse_conversion(convert.name)
     if len(pairs) > 1:
-        problem = "Several formats change, and one cache dtype does not say all of them"
-        hint = "Plan the rows of the other engines, and pass other=OtherRows(plan, convert)"
+        problem = "The conversion has several source formats, but only one is supported here"
+        hint = "Make a plan of the other engines' rows and pass other=OtherRows(plan, convert)"
         raise AtlasError(Code.BAD_CONVERSION, problem, got=convert.name, hint=hint)
     ((source, _),) = pairs
     stored = model.with_cache(source)
@@ -139,19 +140,19 @@ def stored_as(model: Model, convert: Converting) -> Model:
 
 
 def _packed_alike(stored: Layer, own: Layer) -> Layer:
-    """A layer packed as one's own is, where its backend says so and not its dtype."""
+    """Return a layer with the packing of `own`, if the backend and not the dtype determines it."""
     packing = getattr(own.spec, "packing", None)
     if packing not in _OF_BACKENDS:
         return stored
     try:
         spec = msgspec.structs.replace(stored.spec, packing=packing)
-    except AtlasError:  # which has no place for the scales of its rows
+    except AtlasError:  # the packing does not support this dtype's scales
         return stored
     return msgspec.structs.replace(stored, spec=spec)
 
 
 def _known(model: Model | Plan | str) -> Model:
-    """A model; of a plan what it keeps, the same whatever the topology and the order are."""
+    """Return the model. For a plan, build it from the plan's layers, independent of topology."""
     if isinstance(model, Plan):
         kept = {layer.name: layer for region in model.regions for layer in region.layers}
         layers = tuple(sorted(kept.values(), key=lambda layer: (layer.index, layer.name)))
@@ -161,18 +162,18 @@ def _known(model: Model | Plan | str) -> Model:
 
 
 def _open_file(path: Path, made: Plan, shared: bool) -> Tier | TierClient:
-    """The tier in a file, a new one of this plan where there is none."""
+    """Open the tier in a file, or create the file with this plan if it does not exist."""
     new = None if path.exists() else made
     tier = share_file(path, new, durable=False) if shared else Tier.open(path, new)
     if fingerprint(tier.plan) != fingerprint(made):
         tier.close()
-        problem, hint = "The file is the tier of another model", "Name another file"
+        problem, hint = "The tier in this file belongs to another model", "Use another path"
         raise AtlasError(Code.UNLIKE_MODELS, problem, got=f"{path}: {tier.plan}", hint=hint)
     return tier
 
 
 def is_store(where: str | Path) -> bool:
-    """Whether an address is that of a store, which needs an identity.
+    """Return whether an address is that of an object store, which requires an identity.
 
     >>> is_store("mooncake://10.0.0.1:50051"), is_store("/var/cache/prefixes.tier")
     (True, False)
@@ -181,9 +182,9 @@ def is_store(where: str | Path) -> bool:
 
 
 def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStore:
-    """The store at an address; `instead` are options that replace those of the address.
+    """Open the object store at an address. Options in `instead` override those in the address.
 
-    A folder that is not there is made, unless `create` is false.
+    A missing folder is created, unless `create` is false.
     """
     if not isinstance(where, str) or "\0" in where:
         raise _unknown_kind(where)
@@ -198,20 +199,20 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
             case "host":
                 return HostStore(**about)
     except TypeError as problem:
-        hint = "See docs/how-to/tiers.md for what an address takes"
-        problem_text = "The address of a store says something that the store does not know"
+        hint = "See docs/how-to/tiers.md for the options of each store"
+        problem_text = "The address of the store contains an unknown option"
         raise AtlasError(Code.BAD_CONFIG, problem_text, got=str(problem), hint=hint) from None
     raise _unknown_kind(where)
 
 
 def _unknown_kind(where: str | Path) -> AtlasError:
-    hint = "Write mooncake://host:port, folder:///path or host://"
-    problem = "There is no such kind of store"
+    hint = "Use mooncake://host:port, folder:///path or host://"
+    problem = "The address of the store is not valid"
     return AtlasError(Code.BAD_CONFIG, problem, got=repr(str(where)), hint=hint)
 
 
 def rows_of(model: Model, block_size: int, max_len: int | None, memory: str | int) -> Plan:
-    """The plan of a model's rows: heads outermost where they can be, states whole."""
+    """Return the plan of a model's rows, with heads outermost if the model supports it."""
     about: dict[str, Any] = {"memory": memory, "in_flight": 0, "states": "apart"}
     if max_len is not None:
         about["max_len"] = max_len
@@ -229,7 +230,7 @@ def rows_of(model: Model, block_size: int, max_len: int | None, memory: str | in
 
 
 def _about(address: SplitResult) -> dict[str, Any]:
-    """What an address says behind its question mark; sizes with their units."""
+    """Return the query options of an address, with sizes converted to bytes."""
     said = dict(parse_qsl(address.query))
     return {
         name: quantity(value, name) if name in _SIZES else value for name, value in said.items()

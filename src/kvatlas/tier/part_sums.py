@@ -1,9 +1,9 @@
 """The CRC-32 of a block from those of its parts, which several ranks write in any order.
 
 A CRC is the remainder of a polynomial, and the remainder of a sum is the sum of the
-remainders. So each stretch of a block adds a term, which depends on its bytes and on how many
-follow it up to the block's end, and on nothing else: whoever writes a stretch knows its term,
-and nobody has to read the block again.
+remainders. So each stretch of a block adds a term, which depends only on its bytes and on how many
+bytes follow it up to the block's end. The writer of a stretch can compute its term, and the block
+need not be read again.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from numpy.typing import NDArray
 from kvatlas.geometry import Int64s
 
 _POLYNOMIAL = 0xEDB88320
-"""CRC-32's, the highest power in the lowest bit."""
+"""The polynomial of CRC-32, with the highest power in the lowest bit."""
 START = 0xFFFFFFFF
-"""Where the CRC-32 of a stretch starts from: what comes before it is seen to elsewhere."""
+"""The initial value of the CRC-32 of a stretch, whatever comes before it."""
 
 _BYTES: Int64s = np.arange(256) << np.array([[0], [8], [16], [24]])
-"""Remainders of one byte, for each of their four: 4 rows of 256."""
+"""All remainders with one nonzero byte, for each of the four bytes: 4 rows of 256."""
 _MOST_TABLES = 256
-"""Numbers of zeros of which each has a table, of 4 KiB; more are made of powers of two."""
+"""Maximum number of tables of 4 KiB, one per number of zeros. Others combine powers of two."""
 _KEPT = 8
-"""Tables that are kept: blocks of a kind are cut alike."""
+"""Number of cached tables. Blocks of one kind are cut in the same way."""
 
 Words = NDArray[np.uint32]
 
 
 class PartSum(NamedTuple):
-    """What some bytes of a block add to its checksum, and how many they are."""
+    """The contribution of some bytes of a block to its checksum, and their number."""
 
     term: int
     nbytes: int
@@ -50,7 +50,7 @@ class SummedStretches(NamedTuple):
 def part_sums(
     written: Iterable[SummedStretches], block_bytes: int
 ) -> Iterator[tuple[int, PartSum]]:
-    """What stretches of a pool add to each block that they lie in, none in two of them.
+    """Yield the contribution of stretches of a pool to each block. A stretch is in one block.
 
     >>> import zlib
     >>> data = b"two halves of a block"
@@ -72,7 +72,7 @@ def part_sums(
 
 
 def block_checksum(parts: Iterable[PartSum], block_bytes: int) -> int | None:
-    """The CRC-32 of a block from parts that do not overlap; None where they are not all of it."""
+    """Return the CRC-32 of a block from disjoint parts, or None if they do not cover it."""
     term, total = _start(block_bytes), 0
     for part in parts:
         term, total = term ^ part.term, total + part.nbytes
@@ -81,12 +81,12 @@ def block_checksum(parts: Iterable[PartSum], block_bytes: int) -> int | None:
 
 @lru_cache
 def _start(nbytes: int) -> int:
-    """What the start of a CRC-32 adds to that of so many bytes."""
+    """Return the contribution of the CRC-32's initial value to that of `nbytes` bytes."""
     return int(_moved(np.array([START], np.uint32), np.array([nbytes]))[0])
 
 
 def _moved(remainders: Words, after: Int64s) -> Words:
-    """The remainders of the same bytes with so many zeros behind them."""
+    """Return the remainders of the same bytes followed by `after` zero bytes."""
     distances, which = np.unique(after, return_inverse=True)
     if len(distances) <= _MOST_TABLES:
         return _look_up_each(_tables(distances.tobytes()), which, remainders)
@@ -99,7 +99,7 @@ def _moved(remainders: Words, after: Int64s) -> Words:
 
 @lru_cache(_KEPT)
 def _tables(distances: bytes) -> Words:
-    """For each of some ascending numbers of zeros, what they make of each byte of a remainder."""
+    """Return the effect of zero bytes on a remainder, for each of some ascending counts."""
     steps = np.diff(np.frombuffer(distances, np.int64), prepend=0).tolist()
     table = _BYTES.astype(np.uint32)
     made = np.empty((len(steps), *table.shape), np.uint32)
@@ -110,7 +110,7 @@ def _tables(distances: bytes) -> Words:
 
 @lru_cache(_KEPT)
 def _many_zeros(count: int) -> Words:
-    """What so many zero bytes make of each byte of a remainder."""
+    """Return the effect of `count` zero bytes on each byte of a remainder."""
     table = _BYTES.astype(np.uint32)
     for power in range(count.bit_length()):
         if count >> power & 1:
@@ -120,7 +120,7 @@ def _many_zeros(count: int) -> Words:
 
 @cache
 def _zeros(power: int) -> Words:
-    """What `2 ** power` zero bytes make of each byte of a remainder: 4 rows of 256."""
+    """Return the effect of `2 ** power` zero bytes on each byte of a remainder: 4 rows of 256."""
     if power:
         half = _zeros(power - 1)
         return _look_up(half, half)
@@ -131,7 +131,7 @@ def _zeros(power: int) -> Words:
 
 
 def _look_up_each(tables: Words, which: Int64s, values: Words) -> Words:
-    """The same in one of several tables each."""
+    """Like `_look_up`, with a separate table for each value."""
     entries, first = tables.reshape(-1), which * _BYTES.size
     looked_up: Words = entries[first + (values & 255)]
     for row in (1, 2, 3):

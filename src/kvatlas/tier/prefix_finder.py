@@ -1,8 +1,9 @@
-"""`PrefixFinder`: how much of a request a tier has, asked by its tokens.
+"""`PrefixFinder`: find the longest prefix of a request's tokens in a tier.
 
-Where all layers see all tokens, that is a number of whole blocks. A recurrent state, and mostly
-a window, is there only where some request was stored up to: any token may be such an end, so
-ends are asked for by their keys, many at once, from the last that the other layers allow on.
+If all layers use full attention, the prefix is a number of whole blocks. A recurrent state, and
+usually a window, is stored only at the token where an earlier request ended, which can be any
+token. Such ends are looked up by their keys, many per call, starting at the last token that the
+other layers can serve.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from kvatlas.tier.tier import Tier
 AnyTier = Tier | TierClient | StoreTier
 
 _AT_ONCE = 1024
-"""Keys that a tier is asked for in one call."""
+"""Number of keys in one lookup."""
 _TRIES = 16
-"""Ends that are looked at closely: some groups may lack what others have."""
+"""Number of ends that are checked in all groups: some groups may have evicted theirs."""
 _SECONDS = 2.0
-"""Seconds after which a tier that is slow is asked for no further ends."""
+"""Seconds after which the search for ends stops, if the tier is slow."""
 
 
 class PrefixFinder:
-    """Prefixes of requests in a tier, under one identity of a model and its weights.
+    """Find prefixes of requests in a tier, for one identity of a model and its weights.
 
-    A store has the identity in its names. In a file or in memory it is part of the keys, so it
-    is given here.
+    A store includes the identity in its object names. For a tier in a file or in memory, it is
+    part of the keys, so pass it here.
 
     >>> import numpy as np
     >>> from kvatlas.planning import plan
@@ -55,33 +56,33 @@ class PrefixFinder:
         self.tier, self.identity = tier, identity
         groups = tier.plan.groups
         self.unit = gcd(*(group.block for group in groups))
-        """Tokens of the smallest block of which all groups have whole numbers."""
+        """The greatest common divisor of all groups' block sizes, in tokens."""
         recurrent = [n for n, group in enumerate(groups) if group.kind == "recurrent"]
         windows = [n for n, group in enumerate(groups) if group.visibility != Visibility()]
         self.recurrent = bool(recurrent)
         self.partial = bool(recurrent or windows)
-        """Whether a prefix is of use mostly where a request was stored up to."""
+        """Whether a prefix can usually be reused only at the token where a request ended."""
         self._ending = (recurrent or windows or [0])[0]
-        """A group that says where these ends are."""
+        """The group whose keys are looked up to find these ends."""
         self._keeping = next(
             (n for n in range(len(groups)) if n not in recurrent and n not in windows), None
         )
-        """A group that keeps every token, and so says how far an end can be."""
+        """A group that stores every token and thus bounds the ends; None if there is none."""
         converts = isinstance(tier, StoreTier) and tier.converts
         self._rows: list[dict[str, bool]] = [{}, {"other": True}] if converts else [{}]
-        """Rows of each cache dtype: what one has an end in and another the rest serves nobody."""
+        """The lookup options for each cache dtype. A hit cannot combine rows of two dtypes."""
 
     def chain(self, tokens: Sequence[int], salt: bytes = b"", lora: str = "") -> PrefixChain:
-        """The keys of a request's tokens."""
+        """Return the keys of a request's tokens."""
         about = {"salt": salt, "identity": self.identity}
         return PrefixChain(self.tier.plan, tokens, lora=lora, **about)
 
     def whole_blocks(self, tokens: int) -> int:
-        """The tokens of a request that are worth storing: whole blocks, or all of them."""
+        """Return how many tokens of a request to store: whole blocks, or all if `partial`."""
         return tokens if self.partial else tokens // self.unit * self.unit
 
     def longest(self, chain: PrefixChain) -> int:
-        """How many of a request's first tokens the tier has; their keys are `chain.keys` of it."""
+        """Return the length of the longest stored prefix. `chain.keys` of it gives the keys."""
         if self.partial:
             until, found = time.monotonic() + _SECONDS, 0
             for rows in self._rows:
@@ -92,19 +93,19 @@ class PrefixFinder:
                         raise
             if found:
                 return found
-        # Where there is nothing, this also has a store count why.
+        # If nothing is found, this also makes a store count the reason.
         whole = chain.count // self.unit * self.unit
         return self.tier.match(chain.keys(whole), whole) if whole else 0
 
     def _longest_end(self, asked: _Ends, found: int, until: float) -> int:
-        """The most tokens that some rows have, where these are more than were found before."""
+        """Return the longest prefix in the rows of one dtype, or `found` if none is longer."""
         for stop in self._ends(asked, found, until):
             if self.tier.match(asked.chain.keys(stop), stop) == stop:
                 return stop
         return found
 
     def _ends(self, asked: _Ends, beyond: int, until: float) -> Iterator[int]:
-        """Where requests like this one were stored up to, beyond a token, the longest first."""
+        """Yield stored ends of the request after token `beyond`, longest first."""
         tried = 0
         for last in range(self._farthest(asked, until), beyond, -_AT_ONCE):
             stops = range(last, max(beyond, last - _AT_ONCE), -1)
@@ -117,7 +118,7 @@ class PrefixFinder:
                 return
 
     def _farthest(self, asked: _Ends, until: float) -> int:
-        """The last token that a prefix could end with: not a block behind what is kept whole."""
+        """Return an upper bound for the prefix length, from the group that stores all tokens."""
         count = asked.chain.count
         if self._keeping is None:
             return count
@@ -134,14 +135,14 @@ class PrefixFinder:
 
 
 class _Ends(NamedTuple):
-    """Where a request could end, among a tier's rows of one cache dtype."""
+    """Looks up possible ends of a request among a tier's rows of one cache dtype."""
 
     tier: AnyTier
     chain: PrefixChain
     rows: Mapping[str, bool]
-    """Which rows, as `StoreTier.kept_ends` takes it."""
+    """Options of `StoreTier.kept_ends` that select the rows."""
 
     def kept(self, group: int, stops: range) -> list[bool]:
-        """Which ends a group has."""
+        """Return which ends a group stores."""
         ends = [(stop, self.chain.key_at(stop)) for stop in stops]
         return self.tier.kept_ends(group, ends, **self.rows)

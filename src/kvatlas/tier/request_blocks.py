@@ -1,8 +1,8 @@
-"""Which blocks of a tier a request's tokens fall into, and how much of each.
+"""Map a request's tokens to the blocks of a tier that hold them.
 
-A key stands for one block of tokens of one group of the tier, or for a recurrent state.
-A tier's block need not have all of its tokens: the last block of a request may have begun
-only, and a window leaves tokens behind in the middle of one. So a block has a `Cover`.
+A key identifies one block of tokens of one group of the tier, or a recurrent state. A block need
+not contain all of its tokens: the last block of a request may be incomplete, and a window may
+begin in the middle of a block. The `Cover` of a block records which tokens it contains.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from kvatlas.routing import needed_states, shared_visibility
 from kvatlas.specs import Visibility
 
 LONGEST_KEY = 64
-"""Bytes of a key: room for any digest."""
+"""Maximum number of bytes of a key, enough for any digest."""
 
 Keys = Sequence[bytes | None] | Mapping[int, Sequence[bytes | None]]
-"""A key for each block in the order of tokens, for all groups alike, or by group."""
+"""A key or None for each block in token order, one list for all groups or one per group."""
 
 
 class Cover(NamedTuple):
-    """The tokens that a block of the tier has; for a state 0 and the tokens that it is after."""
+    """The range of tokens that a block contains. For a state: 0 and its number of tokens."""
 
     first: int
     stop: int
 
 
 class NeededBlock(NamedTuple):
-    """One block of the tier that a request needs, or brings."""
+    """One block of the tier that a request needs or stores."""
 
     group: int
     entry: int
     key: bytes | None
     cover: Cover
     shape: tuple[Any, ...]
-    """The same for two blocks exactly when the same bytes of them are needed."""
+    """Equal for two blocks if and only if the same bytes of them are needed."""
 
 
 class TierSpans:
-    """What a request touches of each group of a tier, between the tier and another plan."""
+    """The tokens and blocks of each group of a tier that a request of another plan needs."""
 
     def __init__(self, tier: Plan, other: Plan) -> None:
         self.tier, self.other = tier, other
@@ -61,14 +61,14 @@ class TierSpans:
         return self.tier.groups[group].kind == "recurrent"
 
     def touched(self, group: int, start: int, stop: int) -> tuple[int, int]:
-        """Every token of a group that some layer of it needs."""
+        """Return the range of tokens of a group that any of its layers needs."""
         spans = self._spans(group, start, stop)
         return min(first for first, _ in spans), max(last for _, last in spans)
 
     def needs(
         self, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]
     ) -> list[NeededBlock]:
-        """The blocks that tokens start .. stop - 1 need, in the order of groups and tokens."""
+        """Return the blocks for tokens start .. stop - 1, ordered by group and token."""
         return [
             need
             for group in range(len(self.tier.groups))
@@ -103,7 +103,7 @@ class TierSpans:
             yield NeededBlock(group, entry, _at(keys, entry), cover, (group, where, covers))
 
     def covers_at_end(self, group: int, stop: int) -> set[Cover]:
-        """What the last block of a request of so many tokens may have: all before, or a window."""
+        """Return the possible covers of the last block of a request of `stop` tokens."""
         if self.recurrent(group):
             return {Cover(0, stop)}
         begin = (stop - 1) // self.tier.groups[group].block * self.tier.groups[group].block
@@ -112,13 +112,13 @@ class TierSpans:
 
     @property
     def step(self) -> int:
-        """Tokens that are whole blocks in every group."""
+        """The common multiple of all groups' block sizes in tokens."""
         groups = self.tier.groups
         return lcm(*(g.block for i, g in enumerate(groups) if not self.recurrent(i)))
 
     @cached_property
     def keeping_all(self) -> frozenset[int]:
-        """Groups that need every token there is."""
+        """Groups that need every token."""
         return frozenset(
             group
             for group, visibilities in self.visibilities.items()
@@ -126,7 +126,7 @@ class TierSpans:
         )
 
     def whole_blocks(self, start: int) -> int:
-        """The last token up to `start` that begins a block in every group."""
+        """Return the last token up to `start` at which a block begins in every group."""
         return start // self.step * self.step
 
     def _spans(self, group: int, start: int, stop: int) -> list[tuple[int, int]]:
@@ -134,25 +134,25 @@ class TierSpans:
 
 
 def keys_by_group(plan: Plan, keys: Any) -> dict[int, tuple[bytes | None, ...]]:
-    """Keys from outside, by group, each of them sound."""
+    """Validate keys and return them by group."""
     groups = range(len(plan.groups))
     if isinstance(keys, Mapping):
         unknown = [group for group in keys if group not in groups]
         if unknown:
-            hint = f"Groups are 0..{len(groups) - 1}, as in the tier's own plan"
+            hint = f"Use groups 0..{len(groups) - 1} of the tier's plan"
             problem = "The tier has no such group"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=unknown[:8], hint=hint)
         by_group = {int(group): tuple(row) for group, row in keys.items()}
     elif len(sizes := {group.block for group in plan.groups}) > 1:
-        problem = "The tier's groups have blocks of different sizes, and each needs its own keys"
-        got = f"one row of keys for blocks of {sorted(sizes)} tokens"
+        problem = "The tier's groups have different block sizes, so each needs its own list of keys"
+        got = f"one list of keys for blocks of {sorted(sizes)} tokens"
         hint = "Pass a mapping from the tier's group index to its keys"
         raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
     else:
         by_group = dict.fromkeys(groups, tuple(keys))
     for key in (key for row in by_group.values() for key in row):
         if key is not None and not (isinstance(key, bytes) and 1 <= len(key) <= LONGEST_KEY):
-            problem = f"A key is neither 1 to {LONGEST_KEY} bytes nor None"
+            problem = f"A key must be 1 to {LONGEST_KEY} bytes or None"
             hint = "Use a digest of the tokens up to the end of the block"
             raise AtlasError(Code.BAD_SIZE, problem, got=repr(key)[:80], hint=hint)
     return by_group

@@ -1,8 +1,8 @@
-"""Where the bytes of a row are in staging memory: object by object, each behind its header.
+"""The layout of a row in staging memory: object by object, each after its header.
 
-A store then takes and gives an object as one stretch, whatever stretches of the row it is made
-of, and nobody puts it together. Runs between pools and rows are moved to where their bytes
-are; a run that goes on from one object into the next is cut there.
+A store reads and writes an object as one contiguous range, even if its bytes are scattered over
+the row, so objects need not be assembled. The runs between pools and rows are translated to this
+layout. A run that crosses an object boundary is split there.
 """
 
 from __future__ import annotations
@@ -23,21 +23,18 @@ End = Literal["src", "dst"]
 """Which end of a copy is in rows."""
 
 _KEPT = 64
-"""Starts that are kept as they are in staging memory: a few for each route, and block size."""
+"""Number of cached starts in staging memory: a few per route and block size."""
 
 
 class FramedStarts(NamedTuple):
-    """Starts of runs whose end in rows is where these are staged, and the objects that they are of.
-
-    None where a run goes on from one object into the next.
-    """
+    """Starts of runs in staged rows, and their objects; None if a run crosses objects."""
 
     starts: Starts | None
     objects: frozenset[int]
 
 
 class RowFrame:
-    """The place of every byte of a group's rows, and of the headers of their objects.
+    """The layout in staging memory of a group's rows and the headers of their objects.
 
     >>> halves = [(np.array([0]), np.array([8])), (np.array([8]), np.array([8]))]
     >>> frame = RowFrame(GroupObjects(halves))
@@ -62,17 +59,17 @@ class RowFrame:
         # Stretches of all objects one behind the other, and as many headers before each.
         places[order] = np.cumsum(length) - length + HEADER * (1 + owner[order])
         self._shift = places - self._starts
-        """How much further on each stretch of a row is."""
+        """The distance by which each stretch of a row is shifted."""
         self.starts_at = lru_cache(_KEPT)(self._starts_at)
 
     def object(self, index: int) -> slice:
-        """An object with its header, from a row's first byte in staging memory on."""
+        """Return the slice of an object and its header within a staged row."""
         return self._objects[index]
 
     def moved(self, copy: Copy, end: End, begin: Int64s | int, to: Int64s | int) -> Copy:
         """A copy whose `end` is in rows that begin at `begin`, when these are staged at `to`.
 
-        Each row that a run lies in has its own `begin` and `to`, or all have one.
+        `begin` and `to` are given for the row of each run, or once for all.
         """
         within = (copy.src if end == "src" else copy.dst) - begin
         stretch = np.searchsorted(self._starts, within, "right") - 1
@@ -85,13 +82,14 @@ class RowFrame:
         return replace(copy, src=at) if end == "src" else replace(copy, dst=at)
 
     def _starts_at(self, starts: Starts, end: End, begin: int, length: int) -> FramedStarts:
-        """Starts with a span of runs of a length, at whose `end` it begins so far in its row.
+        """Return the starts of a span's runs in staged rows.
 
-        Refused where they do not ascend at the destination, as those of a route do.
+        `begin` is the offset of the span in its row at `end`. Raises an error if the starts do not
+        ascend at the destination, as those of a route do.
         """
         if starts.step < 1:
-            problem = "Starts of runs do not ascend at the destination"
-            got, hint = starts.dst[:8].tolist(), "Take those of a route"
+            problem = "The destination starts of runs do not ascend"
+            got, hint = starts.dst[:8].tolist(), "Pass the starts of a route"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         at = begin + (starts.src if end == "src" else starts.dst)
         first = np.searchsorted(self._starts, at, "right") - 1
@@ -111,7 +109,7 @@ class RowFrame:
     def _cut(
         self, copy: Copy, within: Int64s, first: Int64s, last: Int64s
     ) -> tuple[Copy, Int64s, Int64s]:
-        """The same bytes, each run in one stretch; those stretches, and which run each was of."""
+        """Split runs at stretches; return them, their stretches and their original runs."""
         parts = last - first + 1
         run = np.repeat(np.arange(len(parts)), parts)
         stretch = first[run] + np.arange(len(run)) - (np.cumsum(parts) - parts)[run]

@@ -1,4 +1,4 @@
-"""`RowLookup`: how much of a request a store has, asked in few calls."""
+"""`RowLookup`: find the longest stored prefix of a request with few calls to the store."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvatlas.tier.row_traffic import RowTraffic
 from kvatlas.tier.store_calls import Deadline
 
 _ENDS_AT_ONCE = 64
-"""Places where a request could go on from that are asked for in one call."""
+"""Number of possible ends of a request in one lookup."""
 
 KeyRows = Mapping[int, Sequence[bytes | None]]
 
 
 class RowLookup:
-    """Which rows of a request a store has."""
+    """Looks up which rows of a request a store has."""
 
     def __init__(self, traffic: RowTraffic, spans: TierSpans) -> None:
         self._traffic, self._spans = traffic, spans
@@ -25,9 +25,9 @@ class RowLookup:
     def longest(
         self, start: int, stop: int, keys: KeyRows, deadline: Deadline
     ) -> tuple[int, dict[NeededBlock, RowName], str]:
-        """The most tokens that every group has what it needs for, their rows, and what is missing.
+        """Return the longest prefix that every group can serve, its rows, and the reason it ends.
 
-        That is "absent" or "incomplete" where there are fewer tokens than asked for.
+        If the prefix is shorter than requested, the reason is "absent" or "incomplete".
         """
         spans = self._spans
         ends: list[int] = [stop, *range((stop - 1) // spans.step * spans.step, start, -spans.step)]
@@ -53,7 +53,7 @@ class RowLookup:
     def kept(
         self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
     ) -> list[bool]:
-        """For each end of a request whether a row of a group that it ends in is there, or begun."""
+        """Return, for each end of a request, whether a group's last row exists at least in part."""
         covers = [self._spans.covers_at_end(group, stop) for stop, _ in ends]
         rows = [
             RowName(group, key, cover)
@@ -69,17 +69,17 @@ class RowLookup:
 
 
 class Asked:
-    """What a store was asked for in one lookup, and has."""
+    """The rows that were looked up in one search, and those that exist."""
 
     def __init__(self, traffic: RowTraffic, spans: TierSpans, deadline: Deadline) -> None:
         self._traffic, self._spans, self._deadline = traffic, spans, deadline
         self.rows: dict[NeededBlock, RowName] = {}
-        """The row that serves each block that is there."""
+        """The row that contains each found block."""
         self.missing = "absent"
         self._known: dict[RowName, bool] = {}
 
     def look_for(self, needs: Iterable[NeededBlock]) -> None:
-        """Ask for all rows that could serve some blocks, those that were not asked for yet."""
+        """Look up all rows that can serve some blocks, except those looked up before."""
         candidates = {need: self._candidates(need) for need in needs if need not in self.rows}
         unknown = dict.fromkeys(row for rows in candidates.values() for row in rows)
         new = [row for row in unknown if row not in self._known]
@@ -96,7 +96,7 @@ class Asked:
         return self._traffic.present(rows, self._deadline)
 
     def _candidates(self, need: NeededBlock) -> list[RowName]:
-        """A row of the whole block, or of exactly the tokens that are needed of it."""
+        """Return the rows that can serve a block: the whole block, or exactly the needed tokens."""
         if need.key is None:
             return []
         exact = RowName(need.group, need.key, need.cover)

@@ -1,4 +1,4 @@
-"""Rows on their way from staging memory into a rank's pools: as they are, or converted."""
+"""Move rows from staging memory into a rank's pools, unchanged or converted."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvatlas.tier.storage import Read, TierStorage
 
 
 class RowMoves(Protocol):
-    """What a rank takes of each row, and how that gets into its pools."""
+    """The parts of each row that a rank needs, and how they are moved into its pools."""
 
     def objects(self, need: NeededBlock) -> list[int]:
-        """Which objects of a row have something that it takes."""
+        """Return the objects of a row that the rank needs."""
         ...
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
-        """Move some rows, which are in staging memory, into its pools."""
+        """Move rows from staging memory into the rank's pools."""
         ...
 
 
 class CopiedRows:
-    """Rows that are copied as they are."""
+    """Rows that are copied unchanged."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class CopiedRows:
         (self._storage, self._staging), self._read = staged, read
 
     def objects(self, need: NeededBlock) -> list[int]:
-        """Those that have runs."""
+        """Return the objects that contain runs of the copy."""
         return self._copies.objects(*self._numbered.place(need), self._staging)
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
@@ -54,7 +54,7 @@ class CopiedRows:
 
 
 class ConvertedRows:
-    """Rows that are converted on their way, each by itself."""
+    """Rows that are converted one by one."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ConvertedRows:
         return self._stream.parts_of_entry(need.group, self._numbered.entry(need))
 
     def objects(self, need: NeededBlock) -> list[int]:
-        """Those that have cells."""
+        """Return the objects that contain cells to convert."""
         starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         pool, number = self._numbered.place(need)
         begin = number * self._numbered.block_bytes(pool)

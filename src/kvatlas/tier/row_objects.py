@@ -1,10 +1,10 @@
-"""How the rows of a tier are cut into objects: alike for all who write and read them.
+"""Cut the rows of a tier into objects, in the same way for all writers and readers.
 
-A row is one block of the tier's plan. It is cut by who would hold its bytes if the model were
-dealt out to `shards` ranks, and to `stages` pipeline stages: bytes that the same ranks
-hold are one object. So a rank of any tp that divides `shards` holds whole objects, and those
-alone; what all ranks hold alike (the latents of MLA) is one object. The cut follows from the plan
-and these two numbers, and names no token, so every row of a group is cut alike.
+A row is one block of the tier's plan. It is cut by the ranks that would hold its bytes if the
+model were distributed over `shards` tensor-parallel ranks and `stages` pipeline stages: bytes
+that the same ranks hold form one object. A rank of any tp that divides `shards` therefore holds
+only whole objects. Bytes that all ranks replicate (the latents of MLA) form one object. The cut
+depends only on the plan and these two numbers, so all rows of a group are cut in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvatlas.geometry import Int64s, Placement, Sharding, join_ranges
 from kvatlas.planning import Plan, Region, stage_layers
 
 MOST_SHARDS = 16
-"""Ranks that rows are cut for where nobody says how many: the most that engines use."""
+"""Default number of shards that rows are cut for: the most that engines use."""
 
 MOST_RANKS = 1024
 
@@ -31,16 +31,16 @@ Ranges = tuple[Int64s, Int64s]
 
 
 class RowShare(NamedTuple):
-    """What a rank brings of a row: objects that it has all of, and those that it has part of."""
+    """The objects of a row that a rank holds completely, and those that it holds in part."""
 
     whole: tuple[int, ...]
     partly: tuple[int, ...]
     filled: bool
-    """Whether it brings every byte of those that it has all of, also what is not needed."""
+    """Whether it contributes every byte of its complete objects, including unneeded bytes."""
 
 
 class GroupObjects:
-    """The objects of the rows of one group: which bytes of a row each of them has."""
+    """The objects of the rows of one group, and the bytes of a row in each."""
 
     def __init__(self, held: list[Ranges]) -> None:
         owner = [np.full(len(start), index) for index, (start, _) in enumerate(held)]
@@ -53,7 +53,7 @@ class GroupObjects:
         last = np.append(first[1:], len(owners)) - 1
         self._starts, self._stops, self._owner = starts[first], stops[last], owners[first]
         self.objects: list[Ranges] = []
-        """The stretches of a row that each object has: starts and lengths."""
+        """The stretches of a row in each object: starts and lengths."""
         for index in range(len(held)):
             own = self._owner == index
             self.objects.append((self._starts[own], (self._stops - self._starts)[own]))
@@ -64,11 +64,11 @@ class GroupObjects:
 
     @property
     def stretches(self) -> tuple[Int64s, Int64s, Int64s]:
-        """Where stretches of a row start and stop, in ascending order, and whose each is."""
+        """The starts, stops and objects of the stretches of a row, in ascending order."""
         return self._starts, self._stops, self._owner
 
     def overlap(self, start: Int64s, length: Int64s) -> Int64s:
-        """How many bytes of each object lie in some ranges of a row."""
+        """Return how many bytes of each object are in some ranges of a row."""
         if not len(start):
             return np.zeros(len(self), np.int64)
         start, length = join_ranges(start, length)
@@ -78,10 +78,10 @@ class GroupObjects:
         return np.bincount(self._owner, inside, len(self)).astype(np.int64)
 
     def share(self, brought: Ranges, needed: Ranges, *, first: bool) -> RowShare:
-        """Which objects a rank has that brings some ranges, of all that are needed.
+        """Return the objects of a rank that contributes some of the needed ranges.
 
-        An object of which nothing is needed yet is brought by the first rank, so that the
-        objects of a row are always all of them.
+        The first rank contributes objects of which nothing is needed, so that every row has all of
+        its objects.
         """
         mine, all_of = self.overlap(*brought), self.overlap(*needed)
         whole = (mine == all_of) & ((all_of > 0) | first)
@@ -106,12 +106,13 @@ class RowObjects:
         self.shards = _most_shards(plan) if shards is None else shards
         self.stages = stages
         if not (1 <= self.shards <= MOST_RANKS and 1 <= stages <= MOST_RANKS):
+            problem = "The number of shards or stages is out of range"
             got, hint = f"{shards} shards, {stages} stages", f"Use 1 to {MOST_RANKS} of each"
-            raise AtlasError(Code.OUT_OF_RANGE, "Rows cannot be cut so", got=got, hint=hint)
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
         self.groups = [self._group(index) for index in range(len(plan.groups))]
 
     def _group(self, group: int) -> GroupObjects:
-        """Bytes of a row by who would hold them, the first ranks' first."""
+        """Return the bytes of a row by the ranks that would hold them, first ranks first."""
         held: dict[tuple[int, tuple[int, ...]], list[Ranges]] = defaultdict(list)
         for region in self.plan.regions:
             if region.group == group:
@@ -126,7 +127,7 @@ class RowObjects:
         return GroupObjects(objects)
 
     def _pieces(self, region: Region, index: int) -> Iterator[tuple[tuple[int, ...], Placement]]:
-        """The bytes of one page in block 0, field by field, and the ranks that would hold them."""
+        """Yield the bytes of one page in block 0 by field, and the ranks that would hold them."""
         placed = region.placement(1, 1).select("L", index).select("B", 0)
         page = region.page(1, 0, index)
         for field in page.fields:
@@ -144,7 +145,7 @@ class RowObjects:
 
     @cached_property
     def _stages(self) -> dict[int, int]:
-        """The stage of each decoder layer, as pipelines deal them out."""
+        """Return the pipeline stage of each decoder layer."""
         layers = [layer.index for region in self.plan.regions for layer in region.layers]
         shares = stage_layers(1 + max(layers), self.stages)
         dealt = [stage for stage, share in enumerate(shares) for _ in range(share)]
@@ -154,7 +155,7 @@ class RowObjects:
 def _holders(
     sharding: Sharding, shards: int, start: int, stop: int
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Rows start .. stop - 1 of a field, cut where other ranks would hold them."""
+    """Split rows start .. stop - 1 of a field by the ranks that would hold them."""
     held = [(one.start, one.start + one.length, rank)
             for rank in range(shards) for one in sharding.ranges(shards, rank)]  # fmt: skip
     edges = {start, stop} | {edge for first, last, _ in held for edge in (first, last)}
@@ -163,7 +164,7 @@ def _holders(
 
 
 def _most_shards(plan: Plan) -> int:
-    """The largest power of two up to `MOST_SHARDS` that every field can be dealt out to."""
+    """Return the largest power of two up to `MOST_SHARDS` over which every field can be sharded."""
     shardings = {
         field.sharding
         for region in plan.regions

@@ -1,4 +1,4 @@
-"""`RowStoring`: one rank's part of a request on its way into a store."""
+"""`RowStoring`: store one rank's part of a request in an object store."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from kvatlas.tier.store_hit import batches
 from kvatlas.wire import is_on_gpu
 
 Puts = dict[Future[list[str]], list[RowName]]
-"""What is on its way: the rows of each call."""
+"""Writes in flight, and the rows of each."""
 
 
 _AHEAD = 3
-"""Calls that are under way while pools are read for the next."""
+"""Number of writes in flight while pools are read for the next."""
 
 
 class BoundStore(NamedTuple):
-    """The runs of a rank's part, what it brings to rows of each shape, and how that is read."""
+    """The runs of a rank's part, its share of rows of each shape, and how they are read."""
 
     runs: NumberedCopies | NumberedGrids
     shares: Mapping[Any, RowShare]
@@ -38,7 +38,7 @@ class BoundStore(NamedTuple):
 
 
 class RowStoring:
-    """Rows of one request, from one rank's pools by staging memory to a store."""
+    """Stores the rows of one request from one rank's pools through staging memory."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class RowStoring:
     def bind(
         self, blocks: Any, tokens: tuple[int, int], storage: TierStorage, pools: Mapping[int, Any]
     ) -> BoundStore:
-        """Which bytes of the pools go where; refused where the rank has a part of an object."""
+        """Bind the copies of the pools; raises an error if the rank holds a part of an object."""
         with storage.metrics.phase("bind"):
             about = (self._rank, blocks, tokens, self._numbered.numbers)
             runs: NumberedCopies | NumberedGrids
@@ -73,10 +73,10 @@ class RowStoring:
     def start(
         self, bound: BoundStore, deadline: Deadline, *, paced: bool
     ) -> tuple[Puts, list[RowName]]:
-        """Read the pools and begin to put; what is on its way, and rows that found no room.
+        """Read the pools and start writing; return writes in flight and rows without space.
 
-        When `paced`, pools are read as the store takes what was read before: whoever waits for
-        the store anyway leaves staging memory, and the processor, to others.
+        With `paced`, pools are read only as fast as the store accepts rows. A caller that waits
+        for the store anyway thus leaves staging memory and the processor to others.
         """
         under_way: Puts = {}
         no_room: list[RowName] = []
@@ -107,15 +107,15 @@ class RowStoring:
         return under_way, no_room
 
     def _share(self, group: int, brought: Any, needed: Any) -> RowShare:
-        """The objects that this rank brings to rows of a group; refused where it cuts one."""
+        """Return the rank's objects in a group's rows; raises an error if it holds only a part."""
         cut = self._traffic.names.cut
         first = self._rank == self._ingest.sources[0]
         share = cut.groups[group].share(brought, needed, first=first)
         if share.partly:
             src = self._ingest.route.src
-            problem = "A rank of this topology has only a part of some objects of the tier"
+            problem = "A rank of this topology holds only a part of some objects of the tier"
             got = f"tp {src.tp}, pp {src.pp}, dcp {src.dcp}; "
             got += f"rows cut for {cut.shards} shards and {cut.stages} stages"
-            hint = "Open the tier with shards= a multiple of tp and stages= pp, for the whole fleet"
+            hint = "On the whole fleet, open the tier with shards= a multiple of tp, and stages= pp"
             raise AtlasError(Code.BAD_TOPOLOGY, problem, got=got, hint=hint)
         return share

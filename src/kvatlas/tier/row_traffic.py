@@ -1,4 +1,4 @@
-"""`RowTraffic`: rows between staging memory and a store, object by object, each of them checked."""
+"""`RowTraffic`: move rows between staging memory and a store and verify every object."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from kvatlas.tier.stores import ABSENT, ObjectStore
 from kvatlas.wire import Bytes
 
 _REMEMBERED = 4096
-"""Shapes of rows, by rank, of which it is known what the rank brings."""
+"""Number of cached (row shape, rank) pairs with their objects."""
 _NAMES_AT_ONCE = 16_384
-"""Objects that a store is asked for in one call."""
+"""Maximum number of objects in one lookup."""
 _MARKED_FOR = 60.0
-"""Seconds for which marks are taken to be there still: stores evict them like other objects."""
+"""Seconds after which marks are written again, because stores may evict them."""
 
 
 class StagedObject(NamedTuple):
-    """An object of a row, and where it is, or shall be, in staging memory: a header, and bytes."""
+    """An object of a row and its place in staging memory: a header followed by its bytes."""
 
     name: str
     place: ObjectPlace
@@ -39,29 +39,29 @@ class StagedObject(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, list[Bytes]]:
-        """What a store takes."""
+        """Return the name and the memory of the object, as stores take them."""
         return self.name, [self.memory]
 
     @property
     def header(self) -> Bytes:
-        """Its first bytes."""
+        """The memory of the object's header."""
         return self.memory[:HEADER]
 
     @property
     def payload(self) -> Bytes:
-        """What is behind the header."""
+        """The bytes after the header."""
         return self.memory[HEADER:]
 
 
 class StagedRows(NamedTuple):
-    """Rows that have a place in staging memory, by pool, from their numbers."""
+    """Rows in staging memory, by pool and number."""
 
     lease: RowLease
     places: dict[int, dict[int, int]]
 
 
 class RowTraffic:
-    """What goes between a store and staging memory, under the names of one namespace."""
+    """Moves objects of one namespace between a store and staging memory."""
 
     def __init__(self, store: ObjectStore, names: Namespace, staging: StagingRows) -> None:
         self.store, self.names, self.staging = store, names, staging
@@ -74,20 +74,20 @@ class RowTraffic:
     # -- what there is ------------------------------------------------------------------
 
     def present(self, rows: Sequence[RowName], deadline: Deadline) -> list[tuple[bool, bool]]:
-        """For each row whether all of its objects are there, and whether any of them is."""
+        """Return for each row whether all of its objects exist, and whether any does."""
         return self._present([self.names.objects(row) for row in rows], deadline)
 
     def begun(self, rows: Sequence[RowName], deadline: Deadline) -> list[bool]:
-        """For each row whether its first object is there."""
+        """Return for each row whether its first object exists."""
         return list(self._exist([self.names.objects(row)[0] for row in rows], deadline))
 
     def brought(
         self, rows: Mapping[NeededBlock, RowName], source: tuple[int, int], deadline: Deadline
     ) -> list[bool]:
-        """For each row whether all objects are there that a rank brings to it.
+        """Return for each row whether all objects that a rank contributes exist.
 
-        `source` is the number of an ingest, and the rank. What it brings is known once it has
-        brought something; before, all objects are asked for.
+        `source` is the number of an ingest, and the rank. A rank's objects are known once it has
+        stored a row. Before that, all objects are looked up.
         """
         names = []
         for need, row in rows.items():
@@ -97,7 +97,7 @@ class RowTraffic:
         return [whole for whole, _ in self._present(names, deadline)]
 
     def know_shares(self, ingest: int, rank: int, shares: Mapping[Any, RowShare]) -> None:
-        """Remember what a rank brings to rows, by their shape."""
+        """Record which objects a rank contributes to rows, by row shape."""
         if len(self._shares) > _REMEMBERED:
             self._shares.clear()
         for shape, share in shares.items():
@@ -118,7 +118,7 @@ class RowTraffic:
         return iter(found)
 
     def why_absent(self, deadline: Deadline) -> str:
-        """Why nothing can be found here: from what on nobody has stored anything alike."""
+        """Return the first level of the identity for which the store has no objects."""
         if time.monotonic() >= self._marked_until:
             there = list(self._exist(self.names.marks, deadline))
             if False in there:
@@ -127,7 +127,7 @@ class RowTraffic:
         return "absent"
 
     def mark(self) -> Future[None] | None:
-        """Begin to have others know that such caches are stored here; None where that has begun."""
+        """Start writing the marks of this namespace, or return None if they are up to date."""
         under_way = self._marking is not None and not self._marking.done()
         if under_way or time.monotonic() < self._marked_until:
             return None
@@ -141,13 +141,13 @@ class RowTraffic:
         return self._marking
 
     def forget_marks(self) -> None:
-        """The marks were removed: whoever stores next makes them again."""
+        """Forget that marks were written, so that the next store writes them again."""
         self._marked_until = 0.0
 
     # -- rows on their way --------------------------------------------------------------
 
     def stage(self, numbers: Mapping[NeededBlock, int], deadline: Deadline) -> StagedRows | None:
-        """Places for rows in staging memory; None where there is no room in time."""
+        """Lease staging memory for rows; None if none becomes free in time."""
         pools = [self._pool_of[need.group] for need in numbers]
         lease = self.staging.lease({pool: pools.count(pool) for pool in set(pools)}, deadline)
         if lease is None:
@@ -161,7 +161,7 @@ class RowTraffic:
     def staged(
         self, row: RowName, number: int, rows: StagedRows, indices: Sequence[int]
     ) -> list[StagedObject]:
-        """Some objects of a row that has a place."""
+        """Return some objects of a staged row."""
         pool = self._pool_of[row.group]
         memory, frame = self.staging.row(pool, rows.places[pool][number]), self.frame(row.group)
         names, mine, digest = self.names.objects(row), self.names.digest, row.digest
@@ -173,11 +173,11 @@ class RowTraffic:
         ]
 
     def frame(self, group: int) -> RowFrame:
-        """Where the bytes of a group's rows are in staging memory."""
+        """Return the layout of a group's rows in staging memory."""
         return self.staging.frames[group]
 
     def put(self, objects: Sequence[StagedObject]) -> Future[list[str]]:
-        """Begin to store objects; the names of those that found no room."""
+        """Start storing objects. The result contains the names of those that found no space."""
 
         def call() -> list[str]:
             for one in objects:
@@ -189,7 +189,7 @@ class RowTraffic:
         return self.calls.start(call)
 
     def get(self, objects: Sequence[StagedObject]) -> Future[None]:
-        """Begin to read objects: each is there then, whole and sound, or it is an error."""
+        """Start reading objects. The result is an error if one is missing or damaged."""
 
         def call() -> None:
             for one in objects:
@@ -197,8 +197,8 @@ class RowTraffic:
             sizes = self._as_many(self.store.get([one.parts for one in objects]), objects)
             gone = [one.name for one, size in zip(objects, sizes, strict=True) if size == ABSENT]
             if gone:
-                problem = "The store has an object no more that it had"
-                hint = "Compute the tokens: stores evict what they need room for"
+                problem = "An object was evicted from the store after the lookup"
+                hint = "Compute the tokens instead"
                 raise AtlasError(Code.MISSING_BLOCKS, problem, got=gone[0], hint=hint)
             damaged = [
                 one.name
@@ -207,25 +207,26 @@ class RowTraffic:
             ]
             if damaged:
                 self.store.remove(damaged)  # so that it can be stored again
-                problem = "The store has other bytes than were stored"
-                hint = "Compute the tokens: what is damaged was removed"
+                problem = "The checksum of an object does not match its bytes"
+                hint = "Compute the tokens instead. The damaged object was removed"
                 raise AtlasError(Code.CHECKSUM, problem, got=damaged[0], hint=hint)
 
         return self.calls.start(call)
 
     def give_back_after(self, started: Future[Any], lease: RowLease) -> None:
-        """Give rows back when a call has ended that uses them, however late that is."""
+        """Return leased rows when the call that uses them has ended, even after a timeout."""
         started.add_done_callback(lambda _: self.staging.give_back(lease))
 
     def _as_many(self, answers: object, asked: Sequence[object]) -> list[object]:
-        """The answers of a store, one for each that was asked for."""
+        """Check that a store returned one answer per object."""
         if isinstance(answers, list) and len(answers) == len(asked):
             return answers
-        problem = "The store gave other answers than it was asked for"
+        problem = "The store did not return one answer per object"
         got = f"{type(answers).__name__} for {len(asked)} objects"
-        raise AtlasError(Code.WIRE_FAILED, problem, got=got, hint="See which version it is")
+        hint = "Check the version of the store"
+        raise AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint)
 
     def zero(self, row: RowName, number: int, rows: StagedRows) -> None:
-        """Clear a row that has fewer tokens than its block: equal rows have equal bytes."""
+        """Zero a row with fewer tokens than its block, so that equal rows have equal bytes."""
         pool = self._pool_of[row.group]
         self.staging.row(pool, rows.places[pool][number])[:] = np.uint8(0)

@@ -1,8 +1,8 @@
-"""`StagingRows`: host memory for a few rows on their way between pools and a store.
+"""`StagingRows`: host memory for rows in flight between pools and a store.
 
-Rows are leased and given back; who leases more than there are waits. A row belongs to its
-lease until it is given back, also where a store is late and still reads or writes it. Its
-objects lie in it one behind the other, each behind its header.
+Rows are leased and returned. A caller that needs more rows than are free waits. A row belongs to
+its lease until it is returned, even if a call of the store timed out and still uses the row. The
+objects of a row are stored one after the other, each after its header.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from kvatlas.tier.store_calls import Deadline
 from kvatlas.wire import Bytes
 
 _LEASES = 8
-"""Leases that all rows are enough for."""
+"""Number of leases that fit into staging memory at once."""
 
 Needed = Mapping[int, int]
-"""How many rows of each pool."""
+"""The number of rows of each pool."""
 
 
 class RowLease:
-    """Rows of staging memory, by pool, until they are given back."""
+    """Leased rows of staging memory, by pool."""
 
     def __init__(self, rows: dict[int, list[int]]) -> None:
         self.rows = rows
 
 
 class StagingRows:
-    """Rows of a plan's pools in memory of at most so many bytes, and headers for each."""
+    """Rows of a plan's pools, with headers for their objects, in at most `nbytes` bytes."""
 
     def __init__(self, cut: RowObjects, nbytes: int) -> None:
         plan, self.cut = cut.plan, cut
         share = nbytes // len(plan.pools)
         self.rows = {pool.index: max(2, share // pool.block_bytes) for pool in plan.pools}
         self.frames = [RowFrame(objects) for objects in cut.groups]
-        """Where the bytes of a row are, by group."""
+        """The layout of a row, by group."""
         self.row_bytes = {pool.index: 0 for pool in plan.pools}
-        """Bytes from one row to the next."""
+        """The stride between rows in bytes."""
         for group, frame in zip(plan.groups, self.frames, strict=True):
             self.row_bytes[group.pool] = max(self.row_bytes[group.pool], frame.nbytes)
         self.pools: dict[int, Bytes] = {
@@ -52,11 +52,11 @@ class StagingRows:
         self._changed = threading.Condition()
 
     def at_once(self, pool: int) -> int:
-        """Rows of a pool that are moved together: few, so that several leases are under way."""
+        """Return the number of rows per lease, small enough for several leases in flight."""
         return max(1, self.rows[pool] // _LEASES)
 
     def lease(self, needed: Needed, deadline: Deadline) -> RowLease | None:
-        """Rows, all that are needed at once; None where none come free in time."""
+        """Lease all needed rows, or return None if they do not become free in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._has(needed), deadline.left):
                 return None
@@ -66,7 +66,7 @@ class StagingRows:
         return all(len(self._free[index]) >= count for index, count in needed.items())
 
     def give_back(self, lease: RowLease) -> None:
-        """Rows that nobody reads or writes any more; a second call does nothing."""
+        """Return rows that are no longer read or written. A second call does nothing."""
         with self._changed:
             for index, rows in lease.rows.items():
                 self._free[index] += rows
@@ -74,11 +74,11 @@ class StagingRows:
             self._changed.notify_all()
 
     def idle(self) -> bool:
-        """Whether no row is on its way."""
+        """Whether no row is leased."""
         with self._changed:
             return self._has(self.rows)
 
     def row(self, pool: int, row: int) -> Bytes:
-        """The bytes of a row, with its headers."""
+        """Return the bytes of a row, including the headers of its objects."""
         nbytes = self.row_bytes[pool]
         return self.pools[pool][row * nbytes : (row + 1) * nbytes]

@@ -1,4 +1,4 @@
-"""`TierStorage`: where a tier's blocks are, in memory or in a file, and how bytes get there."""
+"""`TierStorage`: the blocks of a tier in memory or in a file, and how they are read and written."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from kvatlas.wire import (
 )
 
 Carry = Callable[[Sequence[Copy]], None]
-"""Carries copies out, by any transport, and returns when all bytes are there."""
+"""Executes copies with any transport and returns when all bytes have arrived."""
 
 StoredPart = tuple[int, Any, tuple[int, int], Mapping[NeededBlock, int]]
-"""What is stored: the rank, its blocks, the tokens, and the tier's blocks for them."""
+"""A stored part: the rank, its blocks, the tokens, and the tier's blocks for them."""
 
 Read = Callable[[Sequence[Any]], None]
-"""Carries copies, and between memory also sums of runs, out from a tier."""
+"""Executes copies from a tier, and between memory also grids of runs."""
 
 Write = Callable[[Sequence[Any]], PartSums | None]
-"""The same into a tier; what they add to checksums of blocks, where it is known."""
+"""Executes copies into a tier and returns the known contributions to block checksums."""
 
 
 class TierStorage:
-    """The blocks of a tier: pools in memory, or a file, until it is closed."""
+    """The blocks of a tier, in memory or in a file."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class TierStorage:
         verify_always: bool,
         plan: Plan | None = None,
     ) -> None:
-        """`plan` is the tier's, where its pools have whole blocks of it."""
+        """`plan` is the tier's plan, if the pools contain its blocks."""
         self._pools, self._file, self._verify_always = dict(pools), file, verify_always
         sizes = {pool.index: pool.block_bytes for pool in plan.pools} if plan else {}
         self._block_bytes = sizes
         self._staging: dict[int, BlockStaging] = {}
-        """By the number of the GPU."""
+        """Staging memory by GPU index."""
         self.metrics = Metrics()
         self._pins = HostPins()
         self._idle = threading.Condition()
@@ -70,13 +70,13 @@ class TierStorage:
 
     @property
     def pools(self) -> dict[int, Bytes]:
-        """The blocks' memory, by pool; of a file, what stands for it in a `carry`."""
+        """The memory of the blocks by pool. For a file, the staging memory of a `carry`."""
         return self._pools if self._file is None else self._file.window.pools
 
     # -- moving bytes -------------------------------------------------------------------
 
     def writing(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Write:
-        """From memory that this process can reach, into the tier."""
+        """Return a function that copies from accessible memory into the tier."""
         if is_on_gpu(pools):
             return self.carried(self.offload(plan, rank, pools).store)
         if self._file is None:
@@ -87,10 +87,9 @@ class TierStorage:
     def store_runs(
         self, ingest: Ingest, about: StoredPart, plan: Plan, pools: Mapping[int, Any]
     ) -> tuple[PartSums, dict[Shape, Delivery]]:
-        """Store a rank's part from memory that this process can reach; what it brought.
+        """Store a rank's part from accessible memory and return its contributions.
 
-        Memory takes sums of runs, and so does a file where its stretches are long: fewer
-        numbers are made.
+        Memory, and a file with long stretches, take grids of runs, which are smaller than copies.
         """
         file, rank = self._file, about[0]
         if not is_on_gpu(pools):
@@ -107,11 +106,11 @@ class TierStorage:
         return self.carry("store", copies, self.writing(plan, rank, pools)), brought
 
     def takes_sums(self, pools: Mapping[int, Any] | None) -> bool:
-        """Whether `reading` takes sums of runs: where they go to this process's memory."""
+        """Return whether `reading` takes grids of runs, as for memory of this process."""
         return not is_on_gpu(pools)
 
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Read:
-        """From the tier into memory that this process can reach."""
+        """Return a function that copies from the tier into accessible memory."""
         if is_on_gpu(pools):
             return self.offload(plan, rank, pools).fetch
         if self._file is None:
@@ -122,14 +121,14 @@ class TierStorage:
     def offload_of_sums(
         self, plan: Plan, rank: int, pools: Mapping[int, Any] | None
     ) -> GpuOffload | None:
-        """What moves sums between pools on a GPU and memory that is pinned; None for others."""
+        """Return what moves grids between GPU pools and pinned memory; None for other memory."""
         if pools is None or not is_on_gpu(pools):
             return None
         made = self.offload(plan, rank, pools)
         return made if made.pinned and self._block_bytes else None
 
     def offload(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> GpuOffload:
-        """Between a rank's pools on a GPU and the blocks' memory."""
+        """Return the offload between a rank's GPU pools and the memory of the blocks."""
         memory = gpu_pools(plan, rank, pools)
         # Memory that stands for a file is mostly not there, and shall not be.
         pinned = self._file is None and self._pins.pin(self._pools)
@@ -138,7 +137,7 @@ class TierStorage:
     def _offload(
         self, memory: Mapping[int, Memory], host: Mapping[int, Bytes], *, pinned: bool
     ) -> GpuOffload:
-        """Between pools on a GPU and memory of the host."""
+        """Return the offload between GPU pools and host memory."""
         number = next(iter(memory.values())).number
         with self._idle:
             if number not in self._staging:
@@ -148,7 +147,7 @@ class TierStorage:
         return GpuOffload(memory, host, pinned=pinned, block_bytes=sizes, staging=staging)
 
     def carried(self, carry: Carry) -> Write:
-        """From anywhere, into the tier's memory; from there into its file."""
+        """Return a function that copies with `carry` into the tier's memory, then into its file."""
         file = self._file
         if file is None:
             return carry
@@ -162,7 +161,7 @@ class TierStorage:
         return through_window
 
     def load(self, copies: Sequence[Copy], loaded: ExitStack) -> None:
-        """Read what copies take from a file into the memory that stands for it, until `loaded`."""
+        """Read the sources of copies from the file into staging memory, released with `loaded`."""
         file = self._file
         if file is not None:
             loaded.enter_context(file.window.used())
@@ -170,7 +169,7 @@ class TierStorage:
             file.read(within, file.window.pools)
 
     def carry(self, phase: str, moves: Sequence[Copy | RunGrid], carry: Write) -> PartSums:
-        """Carry copies out, and count them; what is known of checksums from it."""
+        """Execute and count copies, and return the known contributions to block checksums."""
         with self.metrics.phase(phase):
             known = carry(moves)
         nbytes, descriptors = sum(move.nbytes for move in moves), sum(map(len, moves))
@@ -185,7 +184,7 @@ class TierStorage:
         pools: Mapping[int, Any],
         moved: Callable[[Copy], Copy] | None = None,
     ) -> None:
-        """Convert cells of the tier into a rank's pools; `moved` says where they are instead."""
+        """Convert cells of the tier into a rank's pools. `moved` translates their addresses."""
         file = self._file
 
         def gather(copies: Sequence[Copy], cells: Bytes) -> None:
@@ -209,13 +208,13 @@ class TierStorage:
     # -- whole blocks -------------------------------------------------------------------
 
     def commit(self, blocks: Sequence[TierBlock]) -> None:
-        """Record blocks that have all of their bytes."""
+        """Write the records of complete blocks."""
         if self._file is not None and blocks:
             with self.metrics.phase("commit"):
                 self._file.commit(blocks)
 
     def damaged(self, blocks: Sequence[TierBlock]) -> list[TierBlock]:
-        """The blocks whose bytes are not those that were stored."""
+        """Return the blocks whose checksum does not match."""
         if self._file is None:
             return []
         doubted = [block for block in blocks if self._verify_always or not block.verified]
@@ -231,7 +230,7 @@ class TierStorage:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Keep it open meanwhile; refused once it is closed."""
+        """Keep the storage open during the context; raises an error if it is closed."""
         with self._idle:
             if not self._open:
                 problem = "The tier is closed"
@@ -245,7 +244,7 @@ class TierStorage:
                 self._idle.notify_all()
 
     def close(self) -> None:
-        """Wait for calls that are under way, then let go."""
+        """Wait for calls in flight, then release the memory or the file."""
         with self._idle:
             was, self._open = self._open, False
             self._idle.wait_for(lambda: not self._busy)

@@ -1,8 +1,7 @@
-"""Calls of a store that somebody waits for, but not for ever.
+"""Calls of a store with a time limit.
 
-A call that is late goes on in its thread, with the memory that it was given; what it had is
-given back when it ends and not before. Threads are daemons: a store that hangs keeps
-no process from ending.
+A call that exceeds its limit continues in its thread and keeps its memory, which is released only
+when the call ends. The threads are daemons, so a hanging store does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """A moment after which nobody waits any more."""
+    """The time at which waiting for a call ends."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self._end = seconds, time.monotonic() + seconds
 
     @property
     def left(self) -> float:
-        """Seconds until then; 0 afterwards."""
+        """Return the remaining seconds, or 0 after the deadline."""
         return max(0.0, self._end - time.monotonic())
 
     def passed(self) -> AtlasError:
-        """What to raise when it has passed."""
-        hint = "Compute the tokens instead, or give the store more time: deadline="
+        """Return the error to raise after the deadline."""
+        hint = "Compute the tokens instead, or open the tier with a larger deadline="
         problem = "The store did not answer in time"
         return AtlasError(Code.DEADLINE, problem, got=f"{self.seconds:g} seconds", hint=hint)
 
@@ -59,10 +58,10 @@ class StoreCalls:
     """
 
     def __init__(self, threads: int, *, nice: int = 0) -> None:
-        """With `nice`, threads leave the processor to others, as `nice` has processes do."""
+        """Start the threads. `nice` lowers their priority, like `nice` for processes."""
         self._nice = nice
         self._waiting: OrderedDict[Future[Any], Callable[[], Any]] = OrderedDict()
-        """Calls that no thread has begun, the oldest first."""
+        """Calls that have not started, oldest first."""
         self._closing = False
         self._changed = threading.Condition()
         self._threads = [
@@ -73,13 +72,13 @@ class StoreCalls:
             thread.start()
 
     def start(self, call: Callable[[], T]) -> Future[T]:
-        """Have something called; every call that is started is made, cancelled, or refused."""
+        """Start a call in a thread. Every started call is made, cancelled or rejected."""
         made: Future[T] = Future()
         with self._changed:
             if self._closing:
-                hint = "Open the store anew"
-                problem = "The store failed"
-                refusal = AtlasError(Code.WIRE_FAILED, problem, got="a closed store", hint=hint)
+                hint = "Open the store again"
+                problem = "The store is closed"
+                refusal = AtlasError(Code.WIRE_FAILED, problem, got="a call", hint=hint)
                 made.set_exception(refusal)
                 return made
             self._waiting[made] = call
@@ -87,9 +86,9 @@ class StoreCalls:
         return made
 
     def result(self, started: Future[T], deadline: Deadline) -> T:
-        """What a call gives; `DEADLINE` where that takes too long.
+        """Return the result of a call, or raise `DEADLINE` if it takes too long.
 
-        Whatever else a store raises is a failure of the store.
+        Exceptions other than `AtlasError` are raised as `WIRE_FAILED`.
         """
         try:
             return started.result(deadline.left)
@@ -100,11 +99,11 @@ class StoreCalls:
             raise
         except Exception as problem:
             got = f"{type(problem).__name__}: {problem}"
-            hint = "See that the store runs, and what it says"
+            hint = "Check that the store is running, and its log"
             raise AtlasError(Code.WIRE_FAILED, "The store failed", got=got, hint=hint) from problem
 
     def close(self, deadline: Deadline) -> bool:
-        """End the threads when their calls end; whether all have ended in time."""
+        """End the threads when their calls end, and return whether all have ended in time."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -113,7 +112,7 @@ class StoreCalls:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _withdraw(self, started: Future[Any]) -> None:
-        """Forget a call that has not begun: behind a store that hangs they would pile up."""
+        """Remove a call that has not begun. Otherwise calls would pile up if the store hangs."""
         if started.cancel():
             with self._changed:
                 mine = self._waiting.pop(started, None) is not None
@@ -126,7 +125,7 @@ class StoreCalls:
             return self._waiting.popitem(last=False) if self._waiting else None
 
     def _yield(self) -> None:
-        """Lower this thread's own priority; it is not raised again."""
+        """Lower this thread's priority permanently."""
         thread = threading.get_native_id()
         with suppress(OSError):  # a system whose threads have no priority of their own
             niceness = os.getpriority(os.PRIO_PROCESS, thread) + self._nice

@@ -1,4 +1,4 @@
-"""`StoreHit`: what a store has of a request, to be fetched by any number of ranks."""
+"""`StoreHit`: the tokens of a request in an object store, to be fetched by any number of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvatlas.tier.store_calls import Deadline
 from kvatlas.wire import is_on_gpu
 
 _AHEAD = 3
-"""Batches of rows that are on their way while one is used."""
+"""Number of batches that are prefetched while one is copied."""
 
 
 class _Batch(NamedTuple):
@@ -34,21 +34,21 @@ class _Batch(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class StoreHit:
-    """Tokens of a request that a store has. It may lose them; a fetch then says so."""
+    """Tokens of a request in an object store. If the store evicts them, a fetch raises an error."""
 
     start: int
     tokens: int
-    """How many tokens of the request, from its first, can be fetched; 0 for none."""
+    """Number of leading tokens of the request that can be fetched."""
     rows: Mapping[NeededBlock, RowName]
     _traffic: RowTraffic
     _storage: TierStorage
     _routes: TierRoutes
     _plan: Plan
-    """The tier's own."""
+    """The tier's plan."""
     _seconds: float
     _missed: Callable[[AtlasError], None]
     _convert: Converting | None = None
-    """How rows become those of who has another dtype; a fetch may say what its cache needs."""
+    """The conversion of the rows to the cache's dtype. A fetch may override it."""
 
     def fetch(
         self,
@@ -60,11 +60,12 @@ class StoreHit:
         start: int | None = None,
         convert: Converting | None = None,
     ) -> None:
-        """Fill one rank's blocks, from token `start` on; what it has of those before stays.
+        """Fetch the tokens from `start` on into one rank's blocks; earlier tokens are unchanged.
 
-        With `convert`, what the rank keeps in another dtype is converted. Rows come some at a
-        time, each checked before it is used, the next ones while the first are copied. Where
-        one fails, blocks may have been filled in part: compute their tokens.
+        With `convert`, layers that the rank stores in another dtype are converted. Rows are
+        fetched in batches, and the next batches are prefetched while one is copied. Each row is
+        verified before it is copied. If a row fails, some blocks may have been overwritten, and
+        their tokens must be computed.
         """
         with self._storage.using():
             rank = checked_rank(plan, rank, "destination")
@@ -120,20 +121,20 @@ class StoreHit:
     def _start(
         self, numbers: Mapping[NeededBlock, int], moves: RowMoves, rows: StagedRows
     ) -> _Batch:
-        """Begin to read the objects of some rows that this rank needs."""
+        """Start reading the objects of some rows that this rank needs."""
         wanted = []
         for need, number in numbers.items():
             wanted += self._traffic.staged(self.rows[need], number, rows, moves.objects(need))
         return _Batch(list(numbers), rows, self._traffic.get(wanted))
 
     def release(self) -> None:
-        """Nothing is kept for a hit: stores evict as they please."""
+        """Do nothing: object stores do not pin objects."""
 
 
 def batches(
     plan: Plan, numbers: Mapping[NeededBlock, int], at_once: Callable[[int], int]
 ) -> Iterator[dict[NeededBlock, int]]:
-    """Rows in their order, as many at a time as go through staging memory together."""
+    """Yield the rows in order, in batches that fit into staging memory."""
     some: dict[NeededBlock, int] = {}
     counts: dict[int, int] = {}
     for need, number in numbers.items():

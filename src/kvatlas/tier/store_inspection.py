@@ -1,7 +1,7 @@
-"""What is in a store: listed, verified, cleaned up, carried elsewhere in a file.
+"""List, verify, clean up, export and import the objects of a store.
 
-Nothing here knows which model or weights an object is of, or needs to: a name says where an object
-belongs, its header says the same, and its checksum that no byte has changed.
+These functions need no model: an object's name and header both specify where it belongs, and its
+checksum verifies its bytes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from kvatlas.tier.stores import ABSENT, ObjectStore
 from kvatlas.wire import Bytes
 
 LARGEST = 1 << 32
-"""Bytes of the largest object that is read."""
+"""Size limit of objects that are read, in bytes."""
 _NO_ARCHIVE = (OSError, tarfile.TarError, ValueError, OverflowError, MemoryError)
-"""What reading one ends in whose numbers are none, or too large."""
+"""Errors that a file raises that is not a valid archive."""
 _MARK = f"{ROOT}/{{}}/marks/{{}}"
 _MARK_NAME = re.compile(_MARK.format("[0-9a-f]{32}", "([0-9a-f]{32})"))
 
 
 class NamespaceSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What one namespace has in a store."""
+    """The objects of one namespace in a store."""
 
     tenant: str
     namespace: str
@@ -46,14 +46,14 @@ class NamespaceSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(NamedTuple):
-    """How many objects were sound, and the names of those that were not."""
+    """The number of valid objects, and the names of invalid ones."""
 
     sound: int
     damaged: list[str]
 
 
 class _RowFormat(msgspec.Struct, frozen=True):
-    """What the mark of a namespace says of its rows."""
+    """The row format that the mark of a namespace records."""
 
     level: str
     plan: msgspec.Raw
@@ -62,7 +62,7 @@ class _RowFormat(msgspec.Struct, frozen=True):
 
 
 def summaries(store: ObjectStore) -> list[NamespaceSummary]:
-    """Every namespace that a store has objects of."""
+    """Summarise every namespace that has objects in a store."""
     found = []
     for (tenant, namespace), rows in sorted(_rows(store).items()):
         cut = _cut(store, tenant, namespace)
@@ -82,7 +82,10 @@ def summaries(store: ObjectStore) -> list[NamespaceSummary]:
 
 
 def verify(store: ObjectStore, *, remove: bool = False) -> Verdict:
-    """Read every object and hold it against its name and its checksum."""
+    """Read every object and check it against its name and checksum.
+
+    With `remove`, invalid objects are removed.
+    """
     sound, damaged = 0, []
     for name in store.names(f"{ROOT}/"):
         found = _read(store, name)
@@ -100,10 +103,10 @@ def verify(store: ObjectStore, *, remove: bool = False) -> Verdict:
 def collect_garbage(
     store: ObjectStore, *, tenant: str = "", namespace: str = ""
 ) -> tuple[int, int]:
-    """Remove rows that nobody can find, or all of one tenant or namespace.
+    """Remove incomplete rows, or all objects of one tenant or namespace.
 
-    How many objects that were, and the bytes that writers who died had left. Rows that are
-    being written now are taken for such rows too: their writers store them again.
+    Returns the number of removed objects, and the bytes of files that dead writers left. Rows
+    that are being written now are incomplete and may be removed too; they will be stored again.
     """
     if tenant or namespace:
         return sum(_remove_all(store, tenant, namespace)), 0
@@ -117,7 +120,7 @@ def collect_garbage(
 
 
 def export_objects(store: ObjectStore, path: Path) -> int:
-    """Write every sound object of a store into a tar file; how many."""
+    """Write every valid object of a store to a tar file and return their number."""
     count = 0
     with tarfile.open(path, "w") as archive:
         for name in store.names(f"{ROOT}/"):
@@ -131,7 +134,7 @@ def export_objects(store: ObjectStore, path: Path) -> int:
 
 
 def import_objects(store: ObjectStore, path: Path) -> Verdict:
-    """Put the objects of a tar file into a store: those that are what their names say."""
+    """Put the objects of a tar file into a store, except those that fail verification."""
     sound, refused, path = 0, [], Path(path)
     try:
         with tarfile.open(path, "r:") as archive:
@@ -149,14 +152,14 @@ def import_objects(store: ObjectStore, path: Path) -> Verdict:
     except AtlasError:  # the store's
         raise
     except _NO_ARCHIVE as problem:
-        hint = "Use a file that `kvatlas tier export` has written"
+        hint = "Use a file written by `kvatlas tier export`"
         why = str(problem) or type(problem).__name__
         raise AtlasError(Code.UNREADABLE, got=f"{path}: {why}", hint=hint) from None
     return Verdict(sound, refused)
 
 
 def _rows(store: ObjectStore) -> dict[tuple[str, str], dict[str, list[str]]]:
-    """The names of objects by namespace and row."""
+    """Return the names of objects by namespace and row."""
     found: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in store.names(f"{ROOT}/"):
         about = parse_name(name)
@@ -166,7 +169,7 @@ def _rows(store: ObjectStore) -> dict[tuple[str, str], dict[str, list[str]]]:
 
 
 def _complete(names: list[str], cut: RowObjects | None) -> bool:
-    """Whether a row has all of its objects; a row of which nothing is known is left alone."""
+    """Return whether a row has all of its objects; true if its format is unknown."""
     if cut is None:
         return True
     parsed = [about for about in map(parse_name, names) if about is not None]
@@ -177,7 +180,7 @@ def _complete(names: list[str], cut: RowObjects | None) -> bool:
 
 
 def _cut(store: ObjectStore, tenant: str, namespace: str) -> RowObjects | None:
-    """How the rows of a namespace are cut, where its mark is there and sound."""
+    """Return how the rows of a namespace are cut, or None without a valid mark."""
     found = _read(store, name := _MARK.format(tenant, namespace))
     if found is None or not _is_sound(name, found):
         return None
@@ -189,7 +192,7 @@ def _cut(store: ObjectStore, tenant: str, namespace: str) -> RowObjects | None:
 
 
 def _read(store: ObjectStore, name: str) -> Bytes | None:
-    """All bytes of an object; None where it is not there, or is none."""
+    """Return the bytes of an object: None if it is absent, empty if its size is invalid."""
     size = store.size(name)
     if size == ABSENT or not HEADER <= size <= LARGEST:
         return None if size == ABSENT else np.empty(0, np.uint8)
@@ -198,14 +201,14 @@ def _read(store: ObjectStore, name: str) -> Bytes | None:
 
 
 def _is_sound(name: str, found: Bytes) -> bool:
-    """Whether an object is what its name says, and no byte of it has changed."""
+    """Return whether an object matches its name and its checksum."""
     places = [about.place] if (about := parse_name(name)) else list(_mark_places(name))
     parts = found[:HEADER], [found[HEADER:]]
     return found.nbytes >= HEADER and any(is_sound(parts[0], one, parts[1]) for one in places)
 
 
 def _mark_places(name: str) -> Iterator[ObjectPlace]:
-    """What the header of a mark may say: which level it is of is not in its name."""
+    """Yield the possible headers of a mark. Its level is not part of its name."""
     found = _MARK_NAME.fullmatch(name)
     if found is not None:
         for level in range(len(LEVELS)):
@@ -217,7 +220,7 @@ def _is_digest(text: str) -> bool:
 
 
 def _remove_all(store: ObjectStore, tenant: str, namespace: str) -> Iterator[int]:
-    """Remove what belongs to a tenant, or to a namespace, by their digests as `ls` shows them."""
+    """Remove the objects of a tenant or a namespace, given by their digests as `ls` shows them."""
     for owner, place in list(_rows(store)):
         if tenant in ("", owner) and namespace in ("", place):
             yield store.remove_all(f"{ROOT}/{owner}/{place}/")

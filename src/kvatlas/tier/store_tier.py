@@ -1,10 +1,10 @@
-"""`StoreTier`: one tier for a fleet, in a store of objects that all of its engines reach.
+"""`StoreTier`: a tier for a fleet, in an object store that all of its engines can reach.
 
-It has the calls of `Tier`, and a plan of its own as `Tier` has, but no blocks: the plan says what
-a row looks like, and rows are in the store, cut into objects that every topology writes and
-reads whole. Nothing is kept here but rows on their way, in memory of bounded size, and nothing
-that a store says is believed: a row is found when all of its objects are there, and used when
-each of them is what it should be. A store that is slow, full or gone is a miss.
+It has the same methods as `Tier` and also its own plan, but no blocks. The plan specifies the
+format of a row. Rows are stored as objects, cut so that every topology writes and reads whole
+objects. This process holds only rows in flight, in memory of bounded size. The store is not
+trusted: a row is found when all of its objects exist, and each object is verified before use. A
+slow, full or unreachable store counts as a miss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvatlas.tier.stored_rows import FoundRows, OtherRows, StoredRows, check_ali
 from kvatlas.tier.stores import ObjectStore
 
 _UNAVAILABLE = (Code.DEADLINE, Code.WIRE_FAILED, Code.UNREADABLE)
-"""Errors of a store that cannot be asked."""
+"""Error codes of a store that cannot be reached."""
 _STORE_FAILED = {
     Code.DEADLINE: "late",
     Code.MISSING_BLOCKS: "gone",
@@ -44,11 +44,11 @@ _STORE_FAILED = {
     Code.WIRE_FAILED: "failed",
     Code.UNREADABLE: "failed",
 }
-"""Errors that are the store's: why something could not be had of it."""
+"""Error codes of a store, and the reason under which each is counted as a miss."""
 
 
 class StoreTier:
-    """A second home for blocks, in a store, which it takes over and closes.
+    """Rows of a model in an object store. The tier owns the store and closes it.
 
     >>> import numpy as np
     >>> from kvatlas.planning import plan
@@ -89,14 +89,15 @@ class StoreTier:
         deadline: float = 5.0,
         other: OtherRows | None = None,
     ) -> None:
-        """`deadline` is seconds for each call, a fetch of all rows of a request among them.
+        """Use a store. `deadline` is the time limit of each call in seconds, also of a whole fetch.
 
-        With `other`, rows of another cache dtype are found as well, where they are more
-        than there are of one's own, and converted as they are fetched. Nothing is stored as them.
+        With `other`, lookups also search rows of another cache dtype, and use them if they cover
+        more tokens. They are converted when they are fetched. New rows are always stored in the
+        tier's own dtype.
         """
         self.plan, self.deadline = plan, duration(deadline)
         self.misses: Counter[str] = Counter()
-        """How often less was found than asked for, or could be fetched, by reason."""
+        """Number of lookups and fetches that returned fewer tokens than requested, by reason."""
         if other is not None:
             check_alike(plan, other)
         cut = (shards, stages)
@@ -105,7 +106,7 @@ class StoreTier:
         self.namespace, self.metrics = own.namespace, own.storage.metrics
         self._own, self._traffic, self._storage = own, own.traffic, own.storage
         self._rows = [own]
-        """Rows that are looked for: one's own first."""
+        """The rows to search, those of the tier's own dtype first."""
         if other is not None:
             with ExitStack() as on_failure:
                 on_failure.callback(own.close, Deadline(deadline))
@@ -131,12 +132,12 @@ class StoreTier:
         keys: Keys,
         wait: bool = True,
     ) -> StoreResult:
-        """Store one rank's part of a request's tokens; every rank of its plan calls this.
+        """Store one rank's part of a request's tokens. Every rank of its plan must call this.
 
-        Arguments are those of `Tier.store`. Without `wait` it returns when the pools have been
-        read, and what is on its way to the store counts as waiting, and what this rank had
-        nothing to bring to as whole; `flush` waits for what is on its way.
-        What the store has no room for, fails at, or is too slow for, counts as `no_room`.
+        The arguments are those of `Tier.store`. With `wait=False` the call returns as soon as the
+        pools have been read. Rows in flight then count as `waiting`, and rows to which this rank
+        contributes nothing count as `whole`. `flush` waits for rows in flight. Rows for which the
+        store has no space, fails or times out count as `no_room`.
         """
         with self._storage.using():
             with self._compiling:
@@ -171,20 +172,20 @@ class StoreTier:
             return StoreResult(len(rows) - len(absent), len(absent) - lost, lost)
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait for what is on its way to the store; whether all of it has ended."""
+        """Wait for writes in flight and return whether all of them have finished."""
         with self._lock:
             under_way = list(self._puts)
         patience = self.deadline if seconds is None else duration(seconds)
         return not wait_for(under_way, patience).not_done
 
     def idle(self) -> bool:
-        """Whether nothing is on its way between here and the store."""
+        """Whether no read or write is in flight."""
         return all(rows.staging.idle() for rows in self._rows)
 
     def _not_brought(
         self, rows: Mapping[NeededBlock, RowName], ingest: Ingest, rank: int, deadline: Deadline
     ) -> dict[NeededBlock, RowName]:
-        """The rows to which this rank has something to bring."""
+        """Return the rows to which this rank has yet to contribute objects."""
         if rank not in ingest.sources:  # others bring what this one also holds
             return {}
         there = self._traffic.brought(rows, (ingest.number, rank), deadline)
@@ -194,13 +195,13 @@ class StoreTier:
     def _absent(
         self, rows: Mapping[NeededBlock, RowName], deadline: Deadline
     ) -> dict[NeededBlock, RowName]:
-        """The rows of which some object is not there."""
+        """Return the rows that lack at least one object."""
         present = self._traffic.present(list(rows.values()), deadline)
         pairs = zip(rows.items(), present, strict=True)
         return {need: row for (need, row), (whole, _) in pairs if not whole}
 
     def _finish(self, puts: Puts, deadline: Deadline) -> Iterator[RowName]:
-        """Wait for puts; rows that found no room, that the store failed at or is late with."""
+        """Wait for writes and yield rows that found no space, failed or timed out."""
         for started, rows in puts.items():
             try:
                 refused = self._traffic.calls.result(started, deadline)
@@ -212,7 +213,7 @@ class StoreTier:
                 yield from (row for row in rows if not set(refused).isdisjoint(names(row)))
 
     def _keep(self, puts: Sequence[Future[Any]]) -> None:
-        """Know of puts until they have ended."""
+        """Track writes until they have finished."""
         with self._lock:
             self._puts.update(puts)
         for started in puts:
@@ -225,10 +226,10 @@ class StoreTier:
     # -- fetching -----------------------------------------------------------------------
 
     def match(self, keys: Keys, tokens: Any, *, convert: bool = True) -> int:
-        """How many tokens could be fetched: all of them, or as many whole blocks as there are.
+        """Return how many tokens can be fetched: all of them, or a number of whole blocks.
 
-        A store that fails or is late has none but those that it had answered for. Without
-        `convert`, rows of another cache dtype do not count.
+        If the store fails or times out, only tokens count that it reported before. With
+        `convert=False`, rows of another cache dtype do not count.
         """
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
@@ -236,7 +237,7 @@ class StoreTier:
 
     @property
     def converts(self) -> bool:
-        """Whether rows of another cache dtype are found as well."""
+        """Whether lookups also find rows of another cache dtype."""
         return len(self._rows) > 1
 
     def kept_ends(
@@ -247,11 +248,12 @@ class StoreTier:
         whole: bool = False,
         other: bool = False,
     ) -> list[bool]:
-        """Whether a group has the row that requests of so many tokens end in, by its key.
+        """Return, for each (tokens, key), whether the group stores the row where a request ends.
 
-        Unless asked for `whole` rows, one may lack objects that other ranks have yet to store.
-        With `other` these are rows of the other cache dtype, where the tier `converts`: a
-        request is served from rows of one dtype. Refused, and counted, where the store fails.
+        `tokens` is the length of the request, and `key` identifies its last block. Unless `whole`
+        is set, the row may lack objects that other ranks have yet to store. With `other`, search
+        the rows of the other cache dtype: a request is always served from rows of one dtype. If
+        the store fails, the miss is counted and the error raised.
         """
         with self._storage.using():
             deadline = Deadline(self.deadline)
@@ -264,9 +266,9 @@ class StoreTier:
 
     @contextmanager
     def pin(self, keys: Keys, tokens: Any) -> Iterator[StoreHit]:
-        """What there is of some tokens, for any number of ranks to fetch.
+        """Find the stored rows of some tokens, for any number of ranks to fetch.
 
-        Stores keep nothing in place: what was there may be gone when it is fetched.
+        An object store cannot pin rows: they may be evicted before they are fetched.
         """
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
@@ -285,10 +287,10 @@ class StoreTier:
         keys: Keys,
         convert: Converting | None = None,
     ) -> None:
-        """Fetch tokens into a rank's blocks: all of them, or a refusal.
+        """Fetch tokens into a rank's blocks, or raise an error if some tokens are missing.
 
-        With `convert`, what the rank keeps in another dtype is converted. Refused after it had
-        begun, it leaves blocks that were filled in part.
+        With `convert`, layers that the rank stores in another dtype are converted. If the fetch
+        fails halfway, some blocks have been overwritten.
         """
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:
@@ -296,7 +298,7 @@ class StoreTier:
             hit.fetch(pools, plan, rank=rank, blocks=blocks, convert=convert)
 
     def drop(self, keys: Keys) -> int:
-        """Forget keys, in every group; how many objects that were."""
+        """Remove keys from every group and return how many objects were removed."""
         with self._storage.using():
             by_group = keys_by_group(self.plan, keys)
             names = [(g, key) for g, row in by_group.items() for key in row if key is not None]
@@ -304,16 +306,16 @@ class StoreTier:
             return self._remove_all(prefixes)
 
     def drop_tenant(self) -> int:
-        """Remove every object of this tenant, whatever the model; how many that were."""
+        """Remove all objects of this tenant, of all models, and return their number."""
         with self._storage.using():
             removed = self._remove_all([self.namespace.tenant_prefix])
             self._traffic.forget_marks()
             return removed
 
     def close(self) -> None:
-        """Wait for calls that are under way, and let go of the store once its calls have ended.
+        """Wait for calls in flight, then close the store.
 
-        A store that hangs is left to itself after the deadline.
+        If the store hangs, the call returns after the deadline and leaves it open.
         """
         self.flush()
         deadline = Deadline(self.deadline)
@@ -330,7 +332,7 @@ class StoreTier:
     # -- inside -------------------------------------------------------------------------
 
     def _remove_all(self, prefixes: list[str]) -> int:
-        """Remove all objects whose names begin so; how many that were."""
+        """Remove all objects with these name prefixes and return their number."""
         traffic = self._traffic
         started = traffic.calls.start(lambda: sum(map(traffic.store.remove_all, prefixes)))
         return traffic.calls.result(started, Deadline(self.deadline))
@@ -338,7 +340,7 @@ class StoreTier:
     def _found(
         self, start: int, stop: int, keys: Keys, among: Sequence[StoredRows]
     ) -> tuple[StoredRows, FoundRows]:
-        """The most tokens that there are, and whose rows; why not more is counted."""
+        """Find the longest stored prefix and its rows, and count the reason if it is too short."""
         deadline, by_group = Deadline(self.deadline), keys_by_group(self.plan, keys)
         best, most = self._own, FoundRows(0, {}, "")
         try:
@@ -356,12 +358,12 @@ class StoreTier:
         return best, most
 
     def _why_absent(self, deadline: Deadline) -> str:
-        """From what on nobody has stored anything like one's own, nor what could be converted."""
+        """Return the first level of the identity for which the store has no objects."""
         reasons = [rows.traffic.why_absent(deadline) for rows in self._rows]
         return "absent" if "absent" in reasons else reasons[0]
 
     def _missed(self, problem: AtlasError) -> None:
-        """Count why something could not be had of the store."""
+        """Count the reason for which the store could not serve a call."""
         if problem.code in _STORE_FAILED:
             self._count(_STORE_FAILED[problem.code])
 

@@ -1,4 +1,4 @@
-"""`StoredRows`: the rows of one plan in a store: what there is, and what can be fetched."""
+"""`StoredRows`: find and fetch the rows of one plan in an object store."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kvatlas.tier.stores import ObjectStore
 
 
 class OtherRows(NamedTuple):
-    """Rows that engines with another cache dtype have stored, and how to convert them."""
+    """The plan of rows that engines with another cache dtype store, and their conversion."""
 
     plan: Plan
     convert: Converting
 
 
 class FoundRows(NamedTuple):
-    """How many tokens of a request there are, their rows, and what is missing for more."""
+    """The number of stored tokens of a request, their rows, and the reason the prefix ends."""
 
     tokens: int
     rows: Mapping[NeededBlock, RowName]
@@ -39,7 +39,7 @@ class FoundRows(NamedTuple):
 
 
 class StoredRows:
-    """Rows of one plan under one identity, on their way to and from a store."""
+    """The rows of one plan under one identity in a store."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class StoredRows:
         staging: int,
         convert: Converting | None = None,
     ) -> None:
-        """`cut` is for how many shards and stages; `staging` bytes are for rows on their way."""
+        """`cut` is the number of shards and stages; `staging` is the memory for rows in flight."""
         check_tier_plan(plan)
         self.plan, self._convert = plan, convert
         objects = RowObjects(plan, *cut)
@@ -64,30 +64,30 @@ class StoredRows:
         self._routes = TierRoutes(with_room(plan))
 
     def find(self, start: int, stop: int, keys: Mapping[int, Any], deadline: Deadline) -> FoundRows:
-        """The most of some tokens that there is."""
+        """Find the longest stored prefix of some tokens."""
         return FoundRows(*self._lookup.longest(start, stop, keys, deadline))
 
     def kept(
         self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
     ) -> list[bool]:
-        """Whether a group has the rows that requests of so many tokens end in."""
+        """Return, for each (tokens, key), whether a group stores the row where a request ends."""
         return self._lookup.kept(group, ends, deadline, whole=whole)
 
     def hit(
         self, start: int, found: FoundRows, seconds: float, missed: Callable[[AtlasError], None]
     ) -> StoreHit:
-        """What was found, to be fetched."""
+        """Return the found rows as a hit that can be fetched."""
         about = (self.traffic, self.storage, self._routes, self.plan)
         return StoreHit(start, found.tokens, found.rows, *about, seconds, missed, self._convert)
 
     def close(self, deadline: Deadline) -> bool:
-        """Wait for calls that are under way; whether all have ended in time."""
+        """Wait for calls in flight and return whether all have finished in time."""
         self.storage.close()
         return self.traffic.calls.close(deadline)
 
 
 def check_alike(plan: Plan, other: OtherRows) -> None:
-    """Refuse rows of another dtype that have not the keys of one's own, or do not become them."""
+    """Raise an error if the other rows have different keys or cannot be converted."""
     check_tier_plan(other.plan)
     mine, theirs = (
         sorted(
@@ -98,13 +98,13 @@ def check_alike(plan: Plan, other: OtherRows) -> None:
         for made in (plan, other.plan)
     )
     if mine != theirs or other.plan.max_len < plan.max_len:
-        problem = "Rows of the other dtype are not cut into the same blocks"
+        problem = "Rows of the two dtypes must have the same blocks and maximum length"
         sizes = [[group.block for group in made.groups] for made in (plan, other.plan)]
         got = f"blocks of {sizes[0]} and {sizes[1]} tokens"
-        hint = "Plan both with one block_size, and alike but for the dtype"
+        hint = "Make both plans with the same block_size and options, except for the dtype"
         raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
     TierRoutes(other.plan).to(plan, other.convert)
     if fingerprint(plan) == fingerprint(other.plan):
-        problem = "Rows of the other dtype are those of one's own"
-        hint = "Leave convert out, or name the conversion into the cache's own dtype"
+        problem = "The tier already stores this dtype, so there is nothing to convert"
+        hint = "Omit convert, or pass a conversion from another dtype to the cache's dtype"
         raise AtlasError(Code.BAD_CONVERSION, problem, got=other.convert.name, hint=hint)

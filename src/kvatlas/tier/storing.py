@@ -1,7 +1,7 @@
-"""`StoreDesk`: stores in two steps, so that whoever has the bytes may be another process.
+"""`StoreDesk`: stores in two steps, so that another process can move the bytes.
 
-A store begins with the blocks that a rank may fill, and ends when it has: blocks that then
-have the bytes of all ranks are committed, and only then can they be found.
+`begin` returns the blocks that a rank may fill, and `end` reports that it has filled them. Blocks
+that then have the bytes of all ranks are committed. Only committed blocks can be found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvatlas.tier.storage import TierStorage
 
 @dataclass
 class OpenStore:
-    """What one rank stores in one call, until it has."""
+    """An unfinished store of one rank."""
 
     ingest: Ingest
     start: int
@@ -33,12 +33,12 @@ class OpenStore:
 
     @property
     def ids(self) -> dict[NeededBlock, int]:
-        """The blocks that the rank fills."""
+        """The ids of the blocks that the rank fills."""
         return {need: block.block_id for need, block in self.claim.fills}
 
 
 class Ingests:
-    """What ranks of each plan bring to a tier, compiled once for each plan."""
+    """The `Ingest` of each plan that stores in a tier, compiled once per plan."""
 
     def __init__(self, tier: Plan) -> None:
         self._tier = tier
@@ -46,14 +46,14 @@ class Ingests:
         self._compiling = threading.Lock()
 
     def of(self, plan: Plan) -> Ingest:
-        """Of one plan: the same object for all of its ranks, which meet in it."""
+        """Return the ingest of a plan, the same object for all of its ranks."""
         with self._compiling:
             return self._of(plan)
 
     def needs(
         self, plan: Plan, tokens: Any, keys: Mapping[int, Sequence[bytes | None]]
     ) -> tuple[int, int, list[NeededBlock]]:
-        """The tokens that are stored, from a block's first on, and the tier's blocks of them."""
+        """Return the range of stored tokens, extended to whole blocks, and their blocks."""
         start, stop = token_range(tokens, min(plan.max_len, self._tier.max_len))
         spans = self.of(plan).spans
         start = spans.whole_blocks(start)
@@ -61,7 +61,7 @@ class Ingests:
 
 
 class StoreDesk:
-    """Begins and ends the stores of a tier, for any thread."""
+    """Begins and ends the stores of a tier. Thread-safe."""
 
     def __init__(self, plan: Plan, index: BlockIndex, storage: TierStorage) -> None:
         self._index, self._storage = index, storage
@@ -70,7 +70,7 @@ class StoreDesk:
     def begin(
         self, plan: Plan, rank: int, tokens: Any, keys: Mapping[int, Sequence[bytes | None]]
     ) -> OpenStore:
-        """Which blocks a rank of a plan may fill; `end` must follow."""
+        """Begin a store and return the blocks that a rank may fill. `end` must follow."""
         ingest = self._ingests.of(plan)
         rank = checked_rank(plan, rank, "source")
         start, stop, needs = self._ingests.needs(plan, tokens, keys)
@@ -85,9 +85,9 @@ class StoreDesk:
     def end(
         self, store: OpenStore, brought: dict[Any, Delivery] | None, sums: PartSums | None
     ) -> StoreResult:
-        """A rank has brought its bytes, or failed: what is whole now.
+        """End the store of a rank that has written its bytes or failed, and return the result.
 
-        Blocks of which not all ranks have `sums` of what they brought are read for them.
+        Blocks for which some rank has no `sums` are read again to compute their checksum.
         """
         claim = store.claim
         try:
@@ -100,7 +100,7 @@ class StoreDesk:
         return StoreResult(claim.whole, claim.waiting, claim.no_room)
 
     def _commit(self, blocks: list[TierBlock]) -> None:
-        """Commit blocks that have all of their bytes; only then can they be found."""
+        """Commit complete blocks, so that they can be found."""
         done = False
         try:
             self._storage.commit(blocks)

@@ -1,9 +1,9 @@
 """`Tier`: a pool of blocks in host memory or in a file, for caches of any topology.
 
-A tier has a plan of its own: one rank, a block-outermost order, each block in one piece.
-Ranks of any plan of the same model store into it, ranks of any other fetch from it, both
-along routes. Keys are opaque bytes; a key stands for one block of tokens of one group of
-the tier's plan, or for a recurrent state after some tokens.
+A tier has its own plan: one rank, block-outermost, each block contiguous. Ranks of any plan of
+the same model store blocks along routes, and ranks of any other plan fetch them. Keys are opaque
+bytes. A key identifies one block of tokens of one group of the tier's plan, or the recurrent
+state after some number of tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from kvatlas.tier.storing import StoreDesk
 from kvatlas.wire import Bytes, Memory, rank_pools
 
 _NAMES = 1 << 14
-"""Names that are listed at once: what one message has room for."""
+"""Maximum number of names in one listing, so that it fits in one message."""
 
 
 class Tier:
-    """A second home for blocks.
+    """Blocks in host memory or in a file, found by keys.
 
-    `Tier(plan)` keeps blocks in memory of its own, or in `memory`, by pool; `Tier.open` keeps
-    them in a file. Any number of threads may use one.
+    `Tier(plan)` stores blocks in newly allocated memory, or in `memory`, a buffer for each pool.
+    `Tier.open` stores them in a file. A tier is thread-safe.
 
     >>> from kvatlas.planning import plan
     >>> prefill = plan("Qwen3-8B", memory="64MiB", tp=2, layout="LBNHC", max_len=64)
@@ -79,7 +79,7 @@ class Tier:
                 _file.clear(older)
         self._spans = TierSpans(plan, plan)
         self.desk = StoreDesk(plan, self._index, self._storage)
-        """Where stores begin and end, for who moves bytes by itself."""
+        """Begins and ends stores for callers that move the bytes themselves, such as the server."""
         self._routes = TierRoutes(plan)
 
     @classmethod
@@ -91,12 +91,12 @@ class Tier:
         durable: bool = True,
         verify: Literal["once", "always"] = "once",
     ) -> Tier:
-        """A tier in a file: a new one of this plan, or the one that is there, with its plan.
+        """Open the tier in a file, or create a file with this plan if none exists.
 
-        `durable` waits for the disk, twice for each call that makes keys whole, so that
-        they outlive a power cut as well; without it they outlive the process. Either way
-        what is damaged is absent: a block's bytes are verified when they are first used
-        after opening, or `always`.
+        With `durable`, each call that completes keys waits for the disk twice, so that the keys
+        survive a power failure. Otherwise they survive only the end of the process. In both cases
+        damaged blocks count as absent. A block's checksum is verified when the block is first used
+        after opening, or at every use with `verify="always"`.
         """
         if plan is not None:
             check_tier_plan(plan)
@@ -120,15 +120,16 @@ class Tier:
         keys: Keys,
         carry: Carry | None = None,
     ) -> StoreResult:
-        """Store one rank's part of a request's tokens; every rank of its plan calls this.
+        """Store one rank's part of a request's tokens. Every rank of its plan must call this.
 
-        `blocks` are the request's own, as routes take them. `keys` has a key, or None, for
-        each block of the tier in the order of tokens, for all its groups or by group; that
-        of a recurrent group stands for the state after the last token. A key is there
-        when all ranks' bytes are. The last block may have begun only: its key then stands
-        for so many tokens. A start within a block is taken from the block's first token.
-        What windows have left behind is not stored. `carry` moves bytes that this process
-        cannot reach, from the rank's pools into `tier.memory`.
+        `blocks` are the request's blocks in the rank's cache, in the form that routes take.
+        `keys` contains a key or None for each block of the tier in token order, either one list
+        for all groups or a mapping by group. The key of a recurrent group identifies the state
+        after the last token. A key can be found once the bytes of all ranks are stored. If the
+        last block is incomplete, its key identifies only the tokens up to the end of the request.
+        A range that starts inside a block is extended to the block's first token. Tokens outside
+        the window of sliding layers are not stored. `carry` moves bytes that this process cannot
+        access from the rank's pools into `tier.memory`.
         """
         storage = self._storage
         with storage.using():
@@ -157,10 +158,10 @@ class Tier:
     # -- fetching -----------------------------------------------------------------------
 
     def match(self, keys: Keys, tokens: Any) -> int:
-        """How many tokens could be fetched: all of them, or as many whole blocks as there are.
+        """Return how many tokens can be fetched: all of them, or a number of whole blocks.
 
-        It counts from token 0 also where `tokens` starts later. Nothing is pinned or
-        verified; `pin` does both.
+        The count starts at token 0 even if `tokens` starts later. Nothing is pinned or verified;
+        `pin` does both.
         """
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
@@ -168,7 +169,7 @@ class Tier:
 
     @contextmanager
     def pin(self, keys: Keys, tokens: Any) -> Iterator[Hit]:
-        """Pin what there is of some tokens, verified, for any number of ranks to fetch."""
+        """Pin and verify the stored blocks of some tokens, for any number of ranks to fetch."""
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
             hit = self._pinned(start, stop, keys_by_group(self.plan, keys))
@@ -189,9 +190,9 @@ class Tier:
         carry: Carry | None = None,
         convert: Converting | None = None,
     ) -> None:
-        """Fetch tokens into a rank's blocks: all of them, or a refusal and nothing.
+        """Fetch tokens into a rank's blocks, or raise an error if some tokens are missing.
 
-        With `convert`, what the rank keeps in another dtype is converted.
+        With `convert`, layers that the rank stores in another dtype are converted.
         """
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:
@@ -200,7 +201,7 @@ class Tier:
             hit.fetch(pools, plan, **about, carry=carry, convert=convert)
 
     def drop(self, keys: Keys) -> int:
-        """Forget keys, in every group; how many blocks that were."""
+        """Remove keys from every group and return how many blocks were removed."""
         with self._storage.using():
             by_group = keys_by_group(self.plan, keys)
             names = [(g, key) for g, row in by_group.items() for key in row if key is not None]
@@ -209,63 +210,67 @@ class Tier:
     # -- what there is ------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Blocks that are whole."""
+        """Return the number of complete blocks."""
         return len(self._index)
 
     def __contains__(self, key: object) -> bool:
-        """Whether a key is whole in every group that it could stand for."""
+        """Return whether a key is stored completely in every group that can have it."""
         groups = range(len(self.plan.groups))
         return isinstance(key, bytes) and all(self._index.has(group, key) for group in groups)
 
     def has(self, key: bytes, group: int = 0) -> bool:
-        """Whether a key of a group is whole."""
+        """Return whether a key of a group is stored completely."""
         return self._index.has(group, key)
 
     def kept_ends(
         self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
     ) -> list[bool]:
-        """Whether a group has the block that requests of so many tokens end in, by its key."""
+        """Return, for each (tokens, key), whether the group stores the block where a request ends.
+
+        `tokens` is the length of the request, and `key` identifies its last block.
+        """
         del whole  # all blocks are
         with self._storage.using():
             return [self._index.has(group, key) for _, key in ends]
 
     def names(self) -> list[tuple[int, bytes]]:
-        """Every (group, key) that is whole, the least recently used first."""
+        """Return the (group, key) of all complete blocks, least recently used first."""
         return self._index.names()
 
     def names_since(self, mark: int = 0) -> tuple[list[tuple[int, bytes]], int]:
-        """Names that became whole after a mark, the oldest first, and the mark after them.
+        """Return names that were completed after a mark, oldest first, and the next mark.
 
-        Not all at once where there are many: the marks are alike when there are no more.
+        A call returns a limited number of names. Repeat it with the returned mark until the mark
+        does not change.
         """
         return self._index.names_since(mark, _NAMES)
 
     @property
     def evicted(self) -> int:
-        """Whole blocks that have made room for others."""
+        """Number of complete blocks that were evicted."""
         return self._index.evicted
 
     @property
     def file(self) -> TierFile | None:
-        """The file that it is in; None for one in memory."""
+        """The file of the tier; None if it is in memory."""
         return self._file
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Keep the tier open meanwhile; refused once it is closed."""
+        """Return a context that keeps the tier open; raises an error if it is closed."""
         return self._storage.using()
 
     @property
     def pools(self) -> dict[int, Bytes]:
-        """The tier's memory, by pool; of a tier in a file, what stands for it in a `carry`."""
+        """The tier's memory by pool. For a tier in a file, the staging memory of a `carry`."""
         return self._storage.pools
 
     @property
     def memory(self) -> dict[int, Memory]:
-        """Where the pools are, for transports to register."""
+        """The memory of the pools, for transports to register."""
         return {i: Memory(pool.ctypes.data, pool.nbytes) for i, pool in self.pools.items()}
 
     def close(self) -> None:
-        """Wait for calls that are under way, then let go; what is whole stays in the file."""
+        """Wait for calls in flight, then close the tier. Complete blocks stay in the file."""
         self._storage.close()
 
     def __enter__(self) -> Tier:

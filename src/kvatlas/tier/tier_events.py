@@ -1,8 +1,8 @@
-"""`TierEvents`: what a tier has, told to routers in the form of vLLM's KV events.
+"""`TierEvents`: publish the content of a tier to routers as vLLM's KV events.
 
-Whoever stores requests notes them here, and from time to time has this `tell`: it asks the
-tier which of their blocks can be found by now, and whether those that were told of before still
-can. Stores evict in silence, and tiers are shared, so asking is the only way to know.
+A process that stores requests passes them to `note` and calls `tell` from time to time. `tell`
+looks up which of their blocks can be found now, and whether blocks that were announced earlier
+still can. Stores evict without notification and tiers are shared, so polling is necessary.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from kvatlas.tier.store_tier import StoreTier
 from kvatlas.tier.tier import Tier
 
 MEMORY = "CPU"
-"""What vLLM calls the host's memory, as a place below a GPU's."""
+"""vLLM's name for host memory as a cache medium."""
 STORAGE = "STORAGE"
-"""What vLLM calls files and stores."""
+"""vLLM's name for files and stores as a cache medium."""
 _LOCAL, _REMOTE = "LOCAL", "REMOTE"
 _TRIES = 4
-"""How often blocks of a request are looked for; of windows and states most are never stored."""
+"""Lookups per request. Most blocks of windows and recurrent states are never stored."""
 _NOTED = 4096
-"""Requests that wait to be looked for; the oldest are given up beyond."""
+"""Maximum number of requests that wait for a lookup. The oldest are dropped beyond it."""
 _NOTED_TOKENS = 1 << 24
-"""Tokens of all of them together, which take some 200 MB; likewise."""
+"""Maximum number of tokens of all waiting requests, which take about 200 MB."""
 _AGAIN = 1024
-"""Blocks that are asked for again at a time."""
+"""Number of announced blocks that are looked up again in one call."""
 _SECONDS = 2.0
-"""Seconds after which the requests that are left are looked for another time."""
+"""Seconds after which remaining lookups are left to the next call."""
 _MOST = 1 << 20
-"""Blocks that are remembered; beyond, the oldest are told of as removed."""
+"""Maximum number of announced blocks. Beyond it, the oldest are announced as removed."""
 
 EventListener = Callable[[list[BlockEvent]], None]
 
@@ -59,7 +59,7 @@ class _Noted(NamedTuple):
 
 
 class _NotedRequests:
-    """Requests that wait to be looked for, the oldest first; threads may note more any time."""
+    """A thread-safe queue of requests that wait for a lookup."""
 
     def __init__(self) -> None:
         self._noted: deque[_Noted] = deque()
@@ -70,7 +70,7 @@ class _NotedRequests:
         return len(self._noted)
 
     def add(self, noted: _Noted) -> None:
-        """Have a request looked for behind all others."""
+        """Append a request to the queue."""
         with self._lock:
             self._noted.append(noted)
             self._tokens += noted.chain.count
@@ -78,14 +78,14 @@ class _NotedRequests:
                 self._tokens -= self._noted.popleft().chain.count
 
     def put_back(self, noted: _Noted) -> None:
-        """Have a request looked for before all others, if there is still room for it."""
+        """Put a request back at the front of the queue, if there is space for it."""
         with self._lock:
             if len(self._noted) < _NOTED and self._tokens + noted.chain.count <= _NOTED_TOKENS:
                 self._noted.appendleft(noted)
                 self._tokens += noted.chain.count
 
     def take(self) -> _Noted | None:
-        """The oldest."""
+        """Remove and return the oldest request, or None."""
         with self._lock:
             if not self._noted:
                 return None
@@ -94,17 +94,17 @@ class _NotedRequests:
             return noted
 
     def clear(self) -> None:
-        """Give all of them up."""
+        """Remove all requests."""
         with self._lock:
             self._noted.clear()
             self._tokens = 0
 
 
 class TierEvents:
-    """Tells a listener, an `EventPublisher` say, what a tier has of requests that were noted.
+    """Report the stored blocks of noted requests to a listener, such as an `EventPublisher`.
 
-    Whole blocks are told of, with their tokens. `medium` is "CPU" for memory and "STORAGE" for a
-    file or a store. Any number of threads may use one; the listener must not raise.
+    Only complete blocks are reported, with their tokens. `medium` is "CPU" for memory and
+    "STORAGE" for a file or a store. Methods are thread-safe. The listener must not raise.
 
     >>> import numpy as np
     >>> from kvatlas.planning import plan
@@ -133,17 +133,17 @@ class TierEvents:
         self._tier, self._listener = tier, listener
         self._noted = _NotedRequests()
         self._told: OrderedDict[_Block, int] = OrderedDict()
-        """Blocks that were told of, and the tokens up to their ends; the oldest first."""
+        """Announced blocks and the number of tokens up to their ends, oldest first."""
         self._lock = threading.Lock()
 
     def note(self, chain: PrefixChain, stop: int) -> None:
-        """The first `stop` tokens of a request were stored, or are about to be."""
+        """Record that the first `stop` tokens of a request were stored or are being stored."""
         self._noted.add(_Noted(chain, stop, 1))
 
     def tell(self) -> None:
-        """Tell what can be found since the last call, and what no more.
+        """Report blocks that were stored or evicted since the last call.
 
-        A tier that cannot be asked now is asked the next time, and a slow one for the rest.
+        If the tier is slow or cannot be reached, the remaining lookups are left to the next call.
         """
         with self._lock:
             news: list[BlockEvent] = []
@@ -170,7 +170,7 @@ class TierEvents:
                 self._listener(news)
 
     def forget(self) -> None:
-        """Know of nothing any more, and tell nobody: a listener was told otherwise."""
+        """Forget all blocks without an event. Call this if the listener was cleared."""
         with self._lock:
             self._noted.clear()
             self._told.clear()
@@ -178,7 +178,7 @@ class TierEvents:
     # -- inside -------------------------------------------------------------------------
 
     def _look_for(self, noted: _Noted, news: list[BlockEvent]) -> bool:
-        """Add blocks of a request that can be found and were not told of; whether all can be."""
+        """Add events for newly found blocks of a request and return whether all are found."""
         complete = True
         for number, group in enumerate(self._tier.plan.groups):
             ends = range(group.block, noted.stop + 1, group.block)
@@ -213,7 +213,7 @@ class TierEvents:
         )
 
     def _removed(self) -> list[BlockEvent]:
-        """Ask for some that were told of again, the longest ago first."""
+        """Look up the oldest announced blocks again and return events for evicted ones."""
         oldest = list(islice(self._told.items(), _AGAIN))
         gone: list[_Block] = []
         for number, part in groupby(sorted(oldest), lambda one: one[0].group):
@@ -238,7 +238,7 @@ class TierEvents:
 
 
 def _stretches(stops: Sequence[int], block: int) -> Iterator[list[int]]:
-    """Ends of blocks that come behind each other."""
+    """Yield groups of consecutive block ends."""
     begun: list[int] = []
     for stop in stops:
         if begun and stop != begun[-1] + block:
@@ -250,7 +250,7 @@ def _stretches(stops: Sequence[int], block: int) -> Iterator[list[int]]:
 
 
 def block_hash(key: bytes) -> int:
-    """What events call a block: the last 64 bits of its key.
+    """Return the hash of a block in events: the last 64 bits of its key.
 
     >>> block_hash(bytes(15) + b"A")
     65
@@ -261,7 +261,7 @@ def block_hash(key: bytes) -> int:
 def _extra_keys(
     chain: PrefixChain, blocks: int, *, first: bool
 ) -> list[tuple[Any, ...] | None] | None:
-    """What joins the hash of each block beside its tokens, as vLLM lists it."""
+    """Return what enters the hash of each block in addition to its tokens, as vLLM lists it."""
     lora = (chain.lora,) if chain.lora else ()
     salt = (chain.salt.hex(),) if chain.salt and first else ()
     if not lora and not chain.salt:

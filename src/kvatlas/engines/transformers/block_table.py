@@ -1,9 +1,9 @@
 """Block tables: which blocks hold the tokens of each sequence, for the layers of one group.
 
-Positions in a sequence count its stored tokens. Padding on the left is not stored, so
-sequences of one batch may differ in length; positions before the first are negative and
-have no slot. Sequences share blocks after a beam search has chosen among them: a block is
-copied, for all layers of its group, just before one of its owners writes to it.
+Positions in a sequence count its stored tokens. Padding on the left is not stored, so the
+sequences of a batch may differ in length. The positions of padding are negative and have no
+slot. Beam search makes sequences share blocks copy-on-write: a block is copied, for all layers
+of its group, just before one of its owners writes to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvatlas.specs import Visibility
 
 
 class BlockTable:
-    """The blocks of every sequence of a batch, for the layers of one group."""
+    """The blocks of all sequences of a batch, for the layers of one group."""
 
     def __init__(self, group: Group, layers: Sequence[LayerCache], free: BlockIds) -> None:
         self.block = group.block
@@ -31,11 +31,11 @@ class BlockTable:
         alike = {layer.spec.visibility for layer in layers}
         self.visibility = alike.pop() if len(alike) == 1 else Visibility()
         self.keep_all = False
-        """Windows leave no block behind, so that tokens can be taken back."""
+        """Whether blocks that leave a window are kept, so that tokens can be removed later."""
         self.padded = False
-        """Sequences may hold padding, so that it is unknown where chunks begin."""
+        """Whether stored tokens may include padding. Chunk boundaries are then unknown."""
         self.reserve_blocks: Callable[[int], None] | None = None
-        """Has blocks taken for so many tokens, where a `BlockPool` keeps the table of the batch."""
+        """Reserves blocks for a number of tokens, if a `BlockPool` manages this table."""
         self.sequences: list[list[int]] = []
         self.layers = list(layers)
         self.free = free
@@ -44,41 +44,41 @@ class BlockTable:
         self._append_steps: dict[tuple[int, int, int], AppendStep] = {}
         self._reserved: range | None = None
         self._ready = 0
-        """Tokens of the batch for which all sequences have blocks of their own."""
+        """Number of tokens for which every sequence already has unshared blocks."""
         self._ids: Tensor | None = None
         self._ids_are_old = True
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are."""
+        """The device of the pages."""
         return self.layers[0].buffer.device
 
     # -- sequences ------------------------------------------------------------------
 
     def admit(self, count: int, *, padded: bool) -> None:
-        """Begin a batch of `count` sequences; recurrent ones get the block that they keep."""
+        """Begin a batch of `count` sequences. Recurrent layers take one block per sequence."""
         self.padded = padded
         self.sequences = [[self._take()] if self.recurrent else [] for _ in range(count)]
         self._changed()
 
     def assign(self, blocks: list[int]) -> None:
-        """The blocks of the one sequence, as a pool has dealt them out."""
+        """Set the blocks of the only sequence, as allocated by a `BlockPool`."""
         self.sequences = [blocks]
         self._changed()
 
     def blocks_to_select(self, chosen: Sequence[int]) -> int:
-        """Free blocks that `select` needs: one for each recurrent state that is copied."""
+        """Return how many free blocks `select` needs: one for each recurrent state it copies."""
         return max(0, len(chosen) - len(self.sequences)) if self.recurrent else 0
 
     def select(self, chosen: Sequence[int]) -> None:
-        """Go on with the sequences `chosen`, in that order; some may be chosen twice.
+        """Continue with the sequences `chosen`, in that order. A sequence may be chosen twice.
 
-        Attention shares blocks until they are written to. States are written at every
-        step, so a state that is chosen twice is copied at once.
+        Attention blocks are shared until they are written to. Recurrent states are written at
+        every step, so a state that is chosen twice is copied immediately.
         """
         old = self.sequences
         if self.reserve_blocks is not None:
-            self._check_pool_keeps(chosen == [0], f"sequences {chosen} of one")
+            self._check_pool_keeps(chosen == [0], f"a selection of sequences {chosen}")
         elif self.recurrent:
             for i in set(range(len(old))) - set(chosen):
                 self.free.release(old[i])
@@ -95,7 +95,7 @@ class BlockTable:
         self._changed()
 
     def can_crop(self, lengths: Sequence[int]) -> bool:
-        """Whether everything is still there that sequences cut to these lengths see next."""
+        """Return whether sequences cropped to these lengths still have all visible blocks."""
         return not any(
             NO_BLOCK
             in blocks[self._first_visible(length) // self.block : ceil_div(length, self.block)]
@@ -103,8 +103,8 @@ class BlockTable:
         )
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Keep `lengths` tokens of the sequences, and give the blocks behind them back."""
-        self._check_pool_keeps(self.reserve_blocks is None, f"{list(lengths)} tokens")
+        """Crop the sequences to `lengths` tokens and free the blocks after them."""
+        self._check_pool_keeps(self.reserve_blocks is None, f"a crop to {list(lengths)} tokens")
         for blocks, length in zip(self.sequences, lengths, strict=True):
             kept = ceil_div(length, self.block)
             self.free.release(blocks[kept:])
@@ -114,17 +114,17 @@ class BlockTable:
     # -- slots ----------------------------------------------------------------------
 
     def reserve(self, start: int, count: int, padding: Sequence[int]) -> Tensor:
-        """Slots [sequences, count] for the batch's tokens from `start` on, in blocks of their own.
+        """Reserve slots [sequences, count] in unshared blocks for the tokens from `start` on.
 
-        `padding` is how many tokens on the left of each sequence have no slot. All layers
-        of a group call this with the same tokens, and the first call takes the blocks.
+        `padding` is the number of tokens on the left of each sequence that have no slot. All
+        layers of a group call this with the same tokens. The first call takes the blocks.
         """
         tokens = range(start, start + count)
         self._take_blocks(tokens, padding)
         return self.slots(tokens, padding)
 
     def reserve_next(self, start: int, padding: Sequence[int]) -> list[int]:
-        """The slot of one new token of each sequence, as `reserve` has it, without the device."""
+        """Reserve a slot for one new token of each sequence, like `reserve`, on the host only."""
         self._take_blocks(range(start, start + 1), padding)
         slots = []
         for blocks, skipped in zip(self.sequences, padding, strict=True):
@@ -133,7 +133,7 @@ class BlockTable:
         return slots
 
     def _take_blocks(self, tokens: range, padding: Sequence[int]) -> None:
-        """Blocks for the batch's tokens to be written to, as `reserve` has them."""
+        """Take unshared blocks for `tokens`, unless they were taken before."""
         if self._reserved == tokens:
             return
         self._forget_slots()
@@ -142,12 +142,15 @@ class BlockTable:
                 first, stop = (max(token - skipped, 0) for token in (tokens.start, tokens.stop))
                 self._prepare(blocks, first, stop)
             if self.reserve_blocks is None and self.visibility == Visibility():
-                # Sequences end in their last block together, unless they have padding.
+                # Without padding, all sequences fill their last block at the same token.
                 self._ready = 0 if any(padding) else ceil_div(tokens.stop, self.block) * self.block
         self._reserved = tokens
 
     def append_step(self, start: int, count: int, first: int) -> AppendStep:
-        """What stores tokens of sequences without padding, and gathers all from `first` on."""
+        """Return the step that stores `count` tokens and gathers all tokens from `first` on.
+
+        The sequences must have no padding.
+        """
         step = self._append_steps.get((start, count, first))
         if step is None:
             self._take_blocks(range(start, start + count), [0] * len(self.sequences))
@@ -158,7 +161,7 @@ class BlockTable:
         return step
 
     def slots(self, tokens: range, padding: Sequence[int]) -> Tensor:
-        """Slots [sequences, tokens] of tokens of the batch; -1 where nothing is stored."""
+        """Return the slots [sequences, tokens] of tokens, -1 where nothing is stored."""
         if tokens not in self._slots:
             skipped = torch.tensor(padding, device=self.device).unsqueeze(1)
             positions = torch.arange(tokens.start, tokens.stop, device=self.device) - skipped
@@ -171,10 +174,11 @@ class BlockTable:
     def slots_to_read(
         self, tokens: range, start: int, padding: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Slots of tokens, 0 where there is nothing to see, and where that is; None for nowhere.
+        """Return the slots of tokens and a mask of those that are missing or not visible.
 
-        Tokens of a chunk that ended before `start` may never have come: nobody sees them.
-        All layers of a group read the same, and the first call alone may wait for the device.
+        Masked tokens have slot 0. The mask is None if all tokens are visible. Tokens of a chunk
+        that ended before `start` are masked, because they may never have been stored. All layers
+        of a group read the same tokens, and only the first call may wait for the device.
         """
         if tokens not in self._to_read:
             slots = self.slots(tokens, padding)
@@ -190,9 +194,10 @@ class BlockTable:
 
     @property
     def ids(self) -> Tensor:
-        """Block ids [sequences, blocks], filled up with `NO_BLOCK`.
+        """Block ids [sequences, blocks], padded with `NO_BLOCK`.
 
-        They stay where they are while there is room, so that a captured graph finds them.
+        The tensor is updated in place while its capacity suffices, because a captured graph
+        refers to its address.
         """
         if self._ids is None or self._ids_are_old:
             count, width = len(self.sequences), max(1, *map(len, self.sequences))
@@ -206,14 +211,17 @@ class BlockTable:
         return self._ids
 
     def kernel_ids(self, layer: LayerCache, block: int | None = None) -> Tensor:
-        """All ids, or one, as kernels number blocks: a block may be several kernel blocks."""
+        """Return all block ids, or one, in kernel numbering.
+
+        One block of the plan may be several kernel blocks.
+        """
         ids = self.ids if block is None else torch.tensor([block], device=self.device)
         return layer.kernel_ids(ids)
 
     # -- inside ---------------------------------------------------------------------
 
     def _first_visible(self, position: int) -> int:
-        """The first position that a token at `position` sees."""
+        """Return the first position that a token at `position` attends to."""
         visibility = self.visibility
         if visibility.chunk is not None and self.padded:
             visibility = Visibility(window=visibility.chunk)
@@ -222,12 +230,12 @@ class BlockTable:
     @staticmethod
     def _check_pool_keeps(keeps: bool, got: str) -> None:
         if not keeps:
-            problem = "A sequence that reuses a prefix goes on as one, and forwards"
-            hint = "Use a cache without reuse for beams and for tokens that are taken back"
+            problem = "Prefix reuse supports neither beam search nor cropping"
+            hint = "Use an AtlasCache without PrefixReuse for these"
             raise AtlasError(Code.ENGINE_REFUSES, problem, got=got, hint=hint)
 
     def _prepare(self, blocks: list[int], first: int, stop: int) -> None:
-        """Make a sequence's blocks ready for positions `first` to `stop` to be written."""
+        """Prepare a sequence's blocks for writing positions `first` to `stop` - 1."""
         if self.reserve_blocks is not None:
             self.reserve_blocks(stop)
             return
@@ -249,7 +257,10 @@ class BlockTable:
         self._ids_are_old = True
 
     def _take(self) -> int:
-        """A free block, zeroed for a recurrent state: models read it before they write it all."""
+        """Take a free block. Blocks of recurrent states are zeroed.
+
+        Models read parts of a state before they have written all of it.
+        """
         block = self.free.take()
         if self.recurrent:
             for layer in self.layers:
@@ -262,7 +273,7 @@ class BlockTable:
         return copy
 
     def copy(self, source: int, destination: int) -> None:
-        """Copy a block, for all layers."""
+        """Copy the pages of a block for all layers."""
         for layer in self.layers:
             old, new = (self.kernel_ids(layer, one) for one in (source, destination))
             copy_blocks(layer, old, layer, new)

@@ -1,8 +1,8 @@
-"""`AtlasCache`: a transformers cache whose every byte lies where a plan says.
+"""`AtlasCache`: a cache for transformers that is stored as a plan specifies.
 
-It is passed as `past_key_values=` (`cache_params=` for models that are called Mamba) to
-`generate()` or to a forward call. Under `attn_implementation="kvatlas"` attention reads the
-pages; under any other, rows in sight are gathered for it.
+Pass it as `past_key_values=` (`cache_params=` for Mamba models) to `generate()` or to a forward
+call. With `attn_implementation="kvatlas"`, attention reads the pages directly. With any other
+implementation, the visible rows are gathered first.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ AnyLayer = PagedAttentionLayer | PagedStateLayer | EmptyLayer
 
 
 class AtlasCache(TransformersCache):
-    """A cache for transformers in the pages of a kvatlas `Cache`.
+    """A transformers cache that stores its data in the pages of a kvatlas `Cache`.
 
-    Attention layers keep K and V; MLA layers the latent and the rotary part, before they are
-    expanded to heads; recurrent layers their conv and ssm states, in one block per sequence.
-    The conv state is one input shorter than in transformers' own cache, which keeps one that
-    it never reads.
+    Attention layers store K and V. MLA layers store the latent and the rotary part, before they
+    are expanded to heads. Recurrent layers store their conv and ssm states in one block per
+    sequence. The conv state is one input shorter than in transformers' own cache, which stores
+    one input that it never reads.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(
@@ -58,15 +58,15 @@ class AtlasCache(TransformersCache):
         if plan.ranks > 1:
             raise AtlasError(
                 Code.BAD_TOPOLOGY,
-                "A transformers model keeps all heads of all layers on one rank",
+                "AtlasCache requires a plan for one rank",
                 got=f"a plan for tp {plan.tp} and pp {plan.pp}",
-                hint="Plan with tp 1 and pp 1",
+                hint="Make the plan with tp=1 and pp=1",
             )
         self._cache = cache
         self.pool = pool or BlockPool(plan, null_block=False)
-        """Who deals out blocks: padding has no entry here, so none is null unless it says so."""
+        """The allocator of blocks. By default it reserves no null block: padding is not stored."""
         self.blocks = self.pool.ids
-        """Which blocks of each pool are free."""
+        """The free and used block ids of each pool."""
         parts: list[list[LayerCache]] = [[] for _ in plan.groups]
         for name in plan.layers:
             for group, part in zip(self._groups_of(name), cache.parts(name), strict=True):
@@ -82,10 +82,10 @@ class AtlasCache(TransformersCache):
     def from_config(
         cls, config: Any, *, batch: int, max_len: int, device: Any = "cpu", **options: Any
     ) -> AtlasCache:
-        """A cache for `batch` sequences of `max_len` tokens of the model that `config` describes.
+        """Plan and allocate a cache for `batch` sequences of `max_len` tokens.
 
-        Each beam of a beam search counts as a sequence. `options` are those of `make_plan`:
-        the layout, the pack, the cache dtype, the block size.
+        `config` is the model's transformers config. Each beam of a beam search counts as a
+        sequence. `options` are passed to `make_plan`: layout, pack, cache dtype, block size.
         """
         plan = make_plan(config, batch=batch, max_len=max_len, **options)
         return cls(allocate(plan, device=device))
@@ -99,32 +99,35 @@ class AtlasCache(TransformersCache):
             f"{self.batch.size} sequences{lengths}, {used} of {total} blocks used>"
         )
 
-    # -- what it is made of ---------------------------------------------------------
+    # -- parts ----------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """Where everything lies."""
+        """The plan of the cache."""
         return self._cache.plan
 
     @property
     def cache(self) -> Cache:
-        """The pages, with everything written to them that models were lent."""
+        """The pages. States that the model has updated in place are written back first."""
         self.batch.settle()
         return self._cache
 
     @property
     def lengths(self) -> list[int]:
-        """Stored tokens of each sequence; padding is none where attention reads pages."""
+        """Number of stored tokens of each sequence.
+
+        Padding is not stored, and not counted, if attention reads the pages directly.
+        """
         return [self.seen - skipped for skipped in self.batch.padding]
 
     @property
     def seen(self) -> int:
-        """Tokens of the batch so far, padding included; 0 where there is no attention."""
+        """Number of tokens seen so far, including padding; 0 for models without attention."""
         return max((layer.seen for layer in self._attention), default=0)
 
     @property
     def batch_size(self) -> int:
-        """Sequences, or -1 before there are some."""
+        """Number of sequences, or -1 before the first call."""
         return self.batch.size or -1
 
     @property
@@ -136,7 +139,7 @@ class AtlasCache(TransformersCache):
         return [layer for layer in self.layers if isinstance(layer, PagedStateLayer)]
 
     def _groups_of(self, name: str) -> list[int]:
-        """The group of each part of a layer."""
+        """Return the group of each part of a layer."""
         plan = self.plan
         return [plan.region_of(name, part)[0].group for part in range(plan.parts(name))]
 
@@ -163,12 +166,12 @@ class AtlasCache(TransformersCache):
             return PagedAttentionLayer(self.batch, parts[0], tables[0])
         raise _not_served(layer)
 
-    # -- what models ask ------------------------------------------------------------
+    # -- called by models -----------------------------------------------------------
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Pair:
-        """Store a layer's K and V of new tokens, and return what its attention is to see."""
+        """Store a layer's K and V of new tokens and return those that its attention needs."""
         self.batch.settle()
         MASKED.set(None)
         layer = self.layers[layer_idx]
@@ -177,7 +180,7 @@ class AtlasCache(TransformersCache):
         return visible
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(number, first) of the tokens that a layer's attention is to see."""
+        """Return the number of tokens that a layer attends to and the index of the first."""
         self.batch.settle()
         layer = self.layers[layer_idx]
         if not isinstance(layer, PagedAttentionLayer):
@@ -188,15 +191,15 @@ class AtlasCache(TransformersCache):
     # -- sequences and tokens -------------------------------------------------------
 
     def blocks_of(self, sequence: int) -> dict[int, list[int]]:
-        """The blocks of one sequence by group, as routes take them: what to send elsewhere."""
+        """Return the blocks of one sequence by group, in the form that routes take."""
         self.batch.settle()
         return {group: list(table.sequences[sequence]) for group, table in enumerate(self._tables)}
 
     def adopt(self, tokens: int, sequences: int = 1) -> list[dict[int, list[int]]]:
-        """Begin with sequences of `tokens` tokens each whose cache comes from elsewhere.
+        """Begin with sequences of `tokens` tokens each whose cache the caller provides.
 
-        Returns their blocks, by sequence and group. The caller fills them before the model
-        goes on behind those tokens.
+        Returns their blocks, by sequence and group. The caller must fill the blocks before the
+        model computes further tokens.
 
         >>> from transformers import LlamaConfig
         >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -216,7 +219,10 @@ class AtlasCache(TransformersCache):
         return [self.blocks_of(sequence) for sequence in range(sequences)]
 
     def adopt_from_pool(self, tokens: int, reserve_blocks: Callable[[int], None]) -> None:
-        """Begin with one sequence whose first tokens a pool has found; see `PrefixReuse`."""
+        """Begin with one sequence whose first `tokens` tokens a `BlockPool` has cached.
+
+        `PrefixReuse` calls this.
+        """
         self.reset()
         self.batch.begin_on_pool(reserve_blocks)
         if tokens:
@@ -229,30 +235,30 @@ class AtlasCache(TransformersCache):
             layer.has_previous_state[0] = True
 
     def count_tokens(self, count: int) -> None:
-        """So many tokens of every sequence were stored by a `DecodeGraph`."""
+        """Count `count` more tokens per sequence, which a `DecodeGraph` has stored."""
         for layer in self._attention:
             layer.seen += count
 
     def reset(self) -> None:
-        """Forget everything and give every block back."""
+        """Forget all sequences and free their blocks."""
         for layer in self.layers:
             layer.reset()
         self.batch.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Go on with these sequences: attention shares blocks copy-on-write, states are copied."""
+        """Continue with these beams. Attention blocks are shared copy-on-write, states copied."""
         self.batch.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences alone, and give the others' blocks back."""
+        """Keep only these sequences and free the blocks of the others."""
         self.batch.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence `repeats` times."""
+        """Repeat each sequence `repeats` times."""
         self.batch.select(torch.arange(self.batch.size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens back: a number that is not positive, as in transformers."""
+        """Remove the last tokens. As in transformers, the number is zero or negative."""
         count = -tokens_to_remove
         if not 0 <= count <= self.seen:
             raise cannot_take_back(f"{tokens_to_remove} of {self.seen} tokens")
@@ -263,18 +269,18 @@ class AtlasCache(TransformersCache):
         lengths = [max(0, length - count) for length in self.lengths]
         attention = [table for table in self._tables if not table.recurrent]
         if not all(table.can_crop(lengths) for table in attention):
-            raise cannot_take_back("a window that has moved on")
+            raise cannot_take_back("a sliding window that has already freed blocks")
         for table in attention:
             table.crop(lengths)
         for layer in self._attention:
             layer.seen -= count
 
     is_compileable = False
-    """Tables change from step to step, as transformers captures none: see `DecodeGraph`."""
+    """Block tables change between steps, so transformers must not compile. See `DecodeGraph`."""
 
 
 def _is_plain(spec: Spec) -> bool:
-    """Whether transformers keeps what the spec says: K and V, or one latent, of every token."""
+    """Return whether transformers caches K and V, or one latent, of every token for the spec."""
     sees = spec.visibility
     if isinstance(spec, LatentAttention):
         plain = spec.compress == 1 and spec.cache in ("auto", "fp8", "fp8_e4m3")
@@ -285,7 +291,7 @@ def _is_plain(spec: Spec) -> bool:
 def _not_served(layer: Layer) -> AtlasError:
     return AtlasError(
         Code.ENGINE_REFUSES,
-        "This engine keeps K and V, a latent, or conv and ssm states, and this layer other things",
+        "AtlasCache supports only layers that cache K and V, a latent, or conv and ssm states",
         got=f"{layer.name}: {type(layer.spec).__name__}",
-        hint="Run this model with transformers' own cache",
+        hint="Use transformers' own cache for this model",
     )

@@ -1,8 +1,9 @@
-"""The layers of an `AtlasCache` as transformers asks for them: attention, recurrent, both, none.
+"""The layers of an `AtlasCache`: attention, recurrent, hybrid and empty layers.
 
-Models change recurrent states in place, in one tensor for the batch, while the states of its
-sequences lie in scattered blocks. So a model is lent a tensor, and what it made of it is
-written to the pages when the cache is next asked for anything.
+They implement the layer interface of transformers' caches. Models update recurrent states in
+place, in one contiguous tensor per batch, but the states are stored in scattered blocks. A layer
+therefore lends the model a temporary tensor and writes it back to the pages at the next access
+to the cache.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from kvatlas.kernels import read, read_latent, read_states, write, write_latent,
 from kvatlas.specs import Attention, LatentAttention, Recurrent, State
 
 Pair = tuple[Tensor, Tensor]
-"""K and V, or the latent and the rotary part of MLA as one head: [batch, heads, tokens, D]."""
+"""K and V, each [batch, heads, tokens, D]. For MLA: the latent and the rotary part, one head."""
 
 _MODEL_AXES = {"conv": ("RT",), "ssm": ("HKV", "HPS", "RS")}
-"""Axes of one sequence's state as modeling code has them; pages may have another order."""
+"""Axis orders of one sequence's state in modeling code. Pages may use another order."""
 
 
 class PagedAttentionLayer(CacheLayerMixin):
-    """K and V, or latents, of one layer in the pages of its group."""
+    """The K and V, or the latents, of one layer, stored in the pages of its group."""
 
     supports_early_init = False
 
@@ -43,23 +44,27 @@ class PagedAttentionLayer(CacheLayerMixin):
         self.latent = isinstance(pages.spec, LatentAttention)
         plain = isinstance(pages.spec, Attention) and pages.spec.cache == "auto"
         self._dtype = pages.field("k").dtype if plain else None
-        """Of K and V that pages hold as they are; None where they are quantised."""
+        """The dtype of K and V in the pages; None if they are quantised."""
         self.reach = pages.spec.visibility.window or pages.spec.visibility.chunk
-        """The most tokens that a window or a chunk holds; None for all."""
+        """The size of the attention window or chunk in tokens; None if attention is full."""
         self.is_sliding = self.reach is not None
         self.seen = 0
-        """Tokens of the batch so far, padding included."""
+        """Number of tokens seen so far, including padding."""
 
     @property
     def is_croppable(self) -> bool:
-        """Tokens can be taken back while nothing was left behind."""
+        """Whether tokens can be removed: true while no block has been freed by a window."""
         return self.reach is None or self.table.keep_all
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Nothing to do: the pages are there."""
+        """Do nothing: the pages are already allocated."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any) -> Pair:
-        """Store new tokens; return all in sight, or the new ones alone where pages are read."""
+        """Store the K and V of new tokens and return those that attention needs.
+
+        If attention reads the pages directly, return the new K and V unchanged. Otherwise return
+        the K and V of all visible tokens.
+        """
         if self.batch.fixed is not None:
             self._write_tokens(key_states, value_states, self.batch.fixed.slots[self.table])
             return key_states, value_states
@@ -81,12 +86,12 @@ class PagedAttentionLayer(CacheLayerMixin):
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
     def _write_tokens(self, key_states: Tensor, value_states: Tensor, slots: Tensor) -> None:
-        # By token; a latent is the row of one head, which its kernels leave out.
+        # Kernels take one row per token. Latents have a single head, so their head axis is dropped.
         k, v = (s.transpose(1, 2).flatten(0, 1 + self.latent) for s in (key_states, value_states))
         (write_latent if self.latent else write)(self.pages, k, v, slots)
 
     def _in_sight(self, start: int, heads: int, dtype: torch.dtype) -> Pair:
-        """What the mask of transformers covers, gathered; zeros where nothing is stored."""
+        """Gather the tokens that transformers' mask covers, with zeros where none is stored."""
         tokens = range(self._offset(start), self.seen)
         slots, missing = self.table.slots_to_read(tokens, start, self.batch.padding)
         if self.latent:
@@ -99,10 +104,11 @@ class PagedAttentionLayer(CacheLayerMixin):
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def _room(self, rows: int, heads: int, dtype: torch.dtype) -> Pair:
-        """Tensors for K and V of so many tokens, in memory for up to an eighth more.
+        """Allocate K and V for `rows` tokens, with room for up to an eighth more.
 
-        Rows grow with every step: memory of the same size is at hand from the step before,
-        where torch would ask the device for more of it, which takes longer than the step.
+        The number of rows grows at every step. Rounding it up lets torch's caching allocator
+        reuse the memory of the previous step. A new device allocation would take longer than
+        the step itself.
         """
         unit = 1 << max(0, rows.bit_length() - 4)
         room = ceil_div(rows, unit) * unit
@@ -117,43 +123,45 @@ class PagedAttentionLayer(CacheLayerMixin):
         return 0 if self.reach is None else max(start - self.reach + 1, 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(number, first) of the tokens that `update` will return."""
+        """Return the number of tokens that `update` will return and the index of the first."""
         offset = self._offset(self.seen)
         return self.seen + query_length - offset, offset
 
     def get_seq_length(self) -> int:
-        """Tokens so far, padding included."""
+        """Return the number of tokens seen so far, including padding."""
         return self.seen
 
     def get_max_length(self) -> int:
-        """The window, or -1."""
+        """Return the size of the window or chunk in tokens, or -1 if attention is full."""
         return self.reach or -1
 
     def activate_past_recording(self) -> None:
-        """Leave no block behind from now on."""
+        """Keep blocks that leave the window, so that tokens can be removed later."""
         self.table.keep_all = True
 
     def reset(self) -> None:
-        """Forget; the batch gives the blocks back."""
+        """Forget all tokens. The batch frees the blocks."""
         self.seen = 0
 
 
 @dataclass(frozen=True)
 class LentState:
-    """A layer's `conv_states` or `recurrent_states`: models read item 0 and change it in place."""
+    """A layer's `conv_states` or `recurrent_states`. Models read item 0 and update it in place."""
 
     layer: PagedStateLayer
     name: str
 
     def __getitem__(self, index: int) -> Tensor | None:
         if index:
-            hint = "Models with several states of one kind are not served"
-            raise AtlasError(Code.ENGINE_REFUSES, got=f"{self.name} state {index}", hint=hint)
+            problem = "A layer can have only one state of each kind"
+            hint = "Use transformers' own cache for this model"
+            got = f"{self.name} state {index}"
+            raise AtlasError(Code.ENGINE_REFUSES, problem, got=got, hint=hint)
         return self.layer.lend(self.name)
 
 
 class PagedStateLayer(LinearAttentionCacheLayerMixin):
-    """The conv and ssm states of one layer, in a block of each sequence, or one for each part."""
+    """The conv and ssm states of one layer: one block per sequence and part of the layer."""
 
     is_croppable = False
 
@@ -173,10 +181,10 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
             self._to_model[state.name] = tuple(map(axes.index, f"B{model_axes(state)}"))
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Nothing to do: the pages are there."""
+        """Do nothing: the pages are already allocated."""
 
     def lend(self, name: str) -> Tensor | None:
-        """A state for the model to read and to change in place; None before there is one."""
+        """Return a state that the model may update in place, or None if none is stored yet."""
         self.batch.lend(self.settle)
         if not self.has_previous_state[0]:
             return None
@@ -187,7 +195,7 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
         return self._lent.get(name)
 
     def settle(self) -> None:
-        """Write what was lent to the pages."""
+        """Write the lent states back to the pages."""
         if self._lent:
             self._write(self._lent)
             self._lent = {}
@@ -204,7 +212,7 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
         return [table.ids[:, 0] for table in self.state_tables]
 
     def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Keep the last inputs; return the new ones behind those that were kept before."""
+        """Store the last inputs and return the previously stored inputs followed by the new."""
         self.batch.admit(conv_states.shape[0])
         before = self.lend("conv")
         if before is not None:
@@ -215,7 +223,7 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Keep a new state."""
+        """Store a new recurrent state and return it."""
         self.batch.admit(recurrent_states.shape[0])
         self._keep("ssm", recurrent_states)
         return recurrent_states
@@ -226,17 +234,17 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
         self.has_previous_state[0] = True
 
     def activate_past_recording(self) -> None:
-        """Refused: a recurrent state holds no past."""
+        """Raise an error: a recurrent state does not record past tokens."""
         raise cannot_take_back("recurrent states")
 
     def reset(self) -> None:
-        """Forget; the batch gives the blocks back."""
+        """Forget the states. The batch frees the blocks."""
         self._lent = {}
         self.has_previous_state[0] = False
 
 
 class PagedHybridLayer(PagedAttentionLayer, PagedStateLayer):
-    """Attention and a recurrent state side by side in one decoder layer."""
+    """A decoder layer with both attention and a recurrent state."""
 
     is_croppable = False
 
@@ -247,41 +255,41 @@ class PagedHybridLayer(PagedAttentionLayer, PagedStateLayer):
     activate_past_recording = PagedStateLayer.activate_past_recording
 
     def reset(self) -> None:
-        """Forget both."""
+        """Forget all tokens and states."""
         PagedAttentionLayer.reset(self)
         PagedStateLayer.reset(self)
 
 
 class EmptyLayer(LinearAttentionCacheLayerMixin):
-    """A decoder layer that keeps nothing, such as an MLP."""
+    """A decoder layer that caches nothing, such as an MLP."""
 
     is_croppable = True
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: the plan has no page for it."""
+        """Raise an error: the plan has no page for this layer."""
         raise AtlasError(
             Code.ENGINE_REFUSES,
             "The plan has no page for this decoder layer",
-            got="new tokens or states of it",
-            hint="Plan from the config of the model that runs",
+            got="new tokens or states for it",
+            hint="Make the plan from the config of the model that is running",
         )
 
     update_conv_state = update_recurrent_state = update
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def model_axes(state: State) -> str | None:
-    """Axes of a recurrent state as modeling code has them; None where it keeps no such state."""
+    """Return a state's axis order in modeling code, or None if models have no such state."""
     own = {axis for axis, _ in state.axes}
     return next((axes for axes in _MODEL_AXES.get(state.name, ()) if set(axes) == own), None)
 
 
 def cannot_take_back(got: str) -> AtlasError:
-    """A refusal to go back to fewer tokens."""
+    """Return the error for a crop that the cache cannot perform."""
     return AtlasError(
         Code.CANNOT_TAKE_BACK,
         got=got,
-        hint="Begin again with reset, or keep what a window leaves with activate_past_recording",
+        hint="Call reset and start over. For sliding windows, call activate_past_recording first",
     )

@@ -1,8 +1,9 @@
-"""Decode steps of a model as one CUDA graph: tables and lengths lie in fixed tensors.
+"""Decode steps of a model as one CUDA graph.
 
-A step of one token a sequence is the same work every time, on tensors that lie where they lay.
-So it is captured once and replayed: the host takes blocks for the new tokens, writes a few
-numbers, and launches once, where it would otherwise run the model's Python for every layer.
+Block tables and lengths are kept in tensors with fixed addresses, so every step of one token per
+sequence launches the same kernels on the same memory. The step is captured once and replayed. For
+each replay the host only takes blocks for the new tokens, updates a few numbers and launches the
+graph. It does not run the model's Python code for every layer.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ from kvatlas.engines.transformers.sequence_batch import (
 from kvatlas.errors import AtlasError, Code
 
 _ASKED_BESIDES = ("inputs_embeds", "labels", "output_attentions", "output_hidden_states")
-"""What a caller may ask of a step that a captured one does not give."""
+"""Options of a forward call that a captured step does not support."""
 
 
 class DecodeGraph:
-    """Has a model run its decode steps on a cache as a captured graph.
+    """A context manager that runs a model's decode steps as a captured CUDA graph.
 
-    Within a `with` block `generate()` and calls of the model go as before, and steps of one token
-    for every sequence of the cache are replayed. The first step of a batch runs without a graph,
-    the second is captured; so is the first after tables have grown out of their room. What a
-    replayed step returns is overwritten by the next. Masks are looked at while the step runs, and
-    one that hides more than the padding is refused before its answer is returned; of a model with
-    recurrent states before it runs, since these cannot be taken back. Without a GPU the same is
-    done in the same tensors, and no graph is captured.
+    Inside the `with` block, call `generate()` or the model as usual. Steps of one token for every
+    sequence of the cache are replayed from the graph; all other calls run normally. The first
+    step of a batch warms up, and the second is captured. When the block tables have outgrown
+    their tensors, the next two steps warm up and capture again. The output of a replayed step is
+    overwritten by the next step.
+
+    A mask that hides more than the left padding raises an error. The check runs in parallel with
+    the step and completes before the output is returned. For models with recurrent states it
+    completes before the step starts, because a step cannot be undone. Without a GPU, steps use
+    the same fixed tensors, but no graph is captured.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32,
@@ -54,14 +58,14 @@ class DecodeGraph:
         if model.config._attn_implementation != NAME:
             raise AtlasError(
                 Code.ENGINE_REFUSES,
-                "Only attention that reads pages can be captured",
+                "A decode graph requires attention that reads the pages directly",
                 got=f"attn_implementation {model.config._attn_implementation}",
                 hint=f'Load the model with attn_implementation="{NAME}"',
             )
         self.model = model
         self.cache = cache
         self.steps = 0
-        """Steps that were run in fixed tensors, in a graph or not."""
+        """Number of decode steps run on the fixed tensors, with or without a graph."""
         self._forward = model.forward
         self._own = "forward" in vars(model)
         self._step: _CapturedStep | None = None
@@ -69,7 +73,7 @@ class DecodeGraph:
 
     @property
     def captured(self) -> bool:
-        """Whether steps are replayed by now."""
+        """Whether a graph has been captured, so that steps are replayed."""
         return self._step is not None and self._step.captured
 
     def __enter__(self) -> Self:
@@ -92,7 +96,7 @@ class DecodeGraph:
         self._step = None
 
     def _is_step(self, ids: Tensor, options: dict[str, Any]) -> bool:
-        """Whether every sequence of the cache goes on by one token, and nothing else is asked."""
+        """Return whether a call adds one token to every sequence and uses no other options."""
         positions = options.get("position_ids")
         return (
             options.get("past_key_values") is self.cache
@@ -128,7 +132,10 @@ class DecodeGraph:
 
 
 class _LookAtMask:
-    """Whether a mask hides padding alone: asked before a step, answered while it runs."""
+    """An asynchronous check that a mask hides exactly the padding.
+
+    It is launched before a step, and its result is copied to the host while the step runs.
+    """
 
     def __init__(self, mask: Tensor, batch: SequenceBatch) -> None:
         answer = batch.masks_left_padding_alone(mask)
@@ -140,7 +147,7 @@ class _LookAtMask:
             self._known.record()
 
     def check(self) -> None:
-        """Refuse a mask that hides more; what was launched before the step is waited for."""
+        """Wait for the result and raise an error if the mask hides more than the padding."""
         if self._known is not None:
             self._known.synchronize()
         if not self._answer:
@@ -148,7 +155,7 @@ class _LookAtMask:
 
 
 class _CapturedStep:
-    """One step in tensors of its own, and its graph once it was captured."""
+    """One decode step on fixed tensors, and its graph once it is captured."""
 
     def __init__(self, forward: Any, cache: AtlasCache) -> None:
         batch, device = cache.batch, cache.batch.tables[0].device
@@ -163,28 +170,28 @@ class _CapturedStep:
         tensors = StepTensors(lengths, torch.ones_like(lengths), None)
         self._fixed = FixedStep(tensors, dict(zip(self._attention, slots, strict=True)))
         self._tables: list[Tensor] = []
-        """Which the graph reads: kept, so that no others come to lie where they lay."""
+        """The block tables that the graph reads. Holding them keeps their memory from reuse."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._answer: Any = None
         self._warm = False
 
     @property
     def captured(self) -> bool:
-        """Whether there is a graph."""
+        """Whether the graph has been captured."""
         return self._graph is not None
 
     def run(self, ids: Tensor, positions: Tensor | None, start: int) -> Any:
-        """Take blocks for the token behind `start` of every sequence, and run the step."""
+        """Take blocks for the token at index `start` of every sequence and run the step."""
         padding = self._cache.batch.padding
         lengths = [start + 1 - skipped for skipped in padding]
         slots = [table.reserve_next(start, padding) for table in self._attention]
-        places = [start] * len(padding)  # as models number tokens that come without positions
+        places = [start] * len(padding)  # what models use if no position_ids are passed
         self._numbers.copy_(torch.tensor([places, lengths, *slots]))
         self._ids.copy_(ids)
         if positions is not None:
             self._positions.copy_(positions)
         tables = [table.ids for table in self._cache.batch.tables]
-        if list(map(id, tables)) != list(map(id, self._tables)):  # they have outgrown their room
+        if list(map(id, tables)) != list(map(id, self._tables)):  # the tables were reallocated
             self._tables, self._graph, self._warm = tables, None, False
         if self._graph is None and self._warm and ids.is_cuda:
             self._capture()
@@ -202,15 +209,15 @@ class _CapturedStep:
         except RuntimeError as failed:
             raise AtlasError(
                 Code.ENGINE_REFUSES,
-                "A step of this model cannot be captured in a graph",
+                "A decode step of this model cannot be captured in a CUDA graph",
                 got=str(failed).splitlines()[0],
-                hint="Models of experts want set_experts_implementation('batched_mm'); "
-                "others that ask the device on the way run without a DecodeGraph",
+                hint="For MoE models, call set_experts_implementation('batched_mm') first. Run "
+                "other models that synchronise with the device without a DecodeGraph",
             ) from failed
         self._graph = graph
 
     def _model(self) -> Any:
-        """The model's own step, on fixed tensors; states that it was lent are written back."""
+        """Run the model on the fixed tensors and write lent states back to the pages."""
         batch = self._cache.batch
         batch.fixed = self._fixed
         try:

@@ -1,4 +1,4 @@
-"""The identity of a transformers model's caches, for nodes that hand them over."""
+"""The cache identity of a transformers model, compared by nodes before they transfer caches."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from kvatlas.errors import AtlasError
 from kvatlas.models import CacheIdentity, config_identity
 
 _SAMPLED = 64
-"""Elements of each tensor that are compared with the checkpoint."""
+"""Number of elements of each tensor that are compared with the checkpoint."""
 
 
 def model_identity(model: Any) -> CacheIdentity:
     """Return the identity of a model's caches.
 
-    A model that was loaded from a folder has the identity of that checkpoint, the same that vLLM
-    finds for it. A model with an adapter, with weights that differ from the files, or without a
-    checkpoint has a digest of its tensors in memory.
+    If the model was loaded from a local folder, its identity is that of the checkpoint, which
+    equals the identity that vLLM computes for it. If the model has an adapter, has weights that
+    differ from the files, or has no checkpoint, its identity is a digest of its tensors in memory.
     """
     folder = Path(getattr(model.config, "_name_or_path", "") or "")
     if folder.is_dir() and not getattr(model, "peft_config", None) and _is_loaded(model, folder):
         try:
             return CacheIdentity.of_checkpoint(folder, **_changed(model.config, folder))
         except AtlasError:
-            pass  # The folder has no weights or no config that can be read.
+            pass  # The folder has no readable weights or config.
     return CacheIdentity(weights=loaded_weights(model))
 
 
 def _changed(config: Any, folder: Path) -> dict[str, Any]:
-    """Return the config values that were changed after the folder was read."""
+    """Return the config values that were changed after the config was loaded from the folder."""
     unchanged = type(config).from_pretrained(folder)
     mine, files = config.to_dict(), unchanged.to_dict()
     if config_identity(mine) == config_identity(files):
@@ -41,9 +41,9 @@ def _changed(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _is_loaded(model: Any, folder: Path) -> bool:
-    """Whether the tensors in memory are those of the folder, by samples of each.
+    """Return whether samples of the tensors in memory equal those of the checkpoint.
 
-    Tensors that transformers renames or fuses while it loads them are not compared.
+    Tensors that transformers renames or fuses at load time are not compared.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -52,7 +52,7 @@ def _is_loaded(model: Any, folder: Path) -> bool:
     try:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  # a file is no mapping
+                for name in file.keys():  # noqa: SIM118  # safe_open is not a mapping
                     held = state.get(name)
                     stored = None if held is None else file.get_tensor(name)
                     if held is None or stored is None or stored.shape != held.shape:

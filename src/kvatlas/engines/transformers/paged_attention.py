@@ -1,11 +1,11 @@
-"""Attention for transformers that reads pages: `attn_implementation="kvatlas"`.
+"""Paged attention for transformers: `attn_implementation="kvatlas"`.
 
 Two functions are registered under that name. The mask function runs first, right after
-transformers has asked the cache how long its masks are: it tells the cache which tokens
-are padding and that pages will be read, compares the mask that the model wants with what
-the layer's spec says, and returns an empty one. Then each layer stores its new tokens and
-calls the attention function, which finds the pages that were just written. Without a
-cache both do what plain attention does.
+transformers has asked the cache for the mask sizes. It records in the cache which tokens are
+padding and that attention will read the pages. It checks the model's mask against the
+visibility of the layer's spec and returns an empty mask. Then each layer stores its new tokens
+and calls the attention function, which reads the pages of the layer that was just written.
+Without a cache, both functions fall back to plain attention.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ NAME = "kvatlas"
 
 
 MASKED: ContextVar[PagedAttentionLayer | None] = ContextVar("MASKED", default=None)
-"""The layer whose mask transformers makes next: it was just told the sizes."""
+"""The layer whose mask transformers builds next, set when it asks for the mask sizes."""
 WRITTEN: ContextVar[tuple[int, PagedAttentionLayer] | None] = ContextVar("WRITTEN", default=None)
-"""The layer that has just stored its new tokens and attends next, behind its index."""
+"""The index and the layer that has just stored its new tokens and attends next."""
 
 
 def page_mask(
@@ -49,7 +49,10 @@ def page_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """The mask that transformers passes on to attention: empty where pages are read."""
+    """Return the mask that transformers passes to attention, empty if attention reads the pages.
+
+    Raises an error if the model's mask differs from the visibility of the layer's spec.
+    """
     layer = MASKED.get()
     MASKED.set(None)
     WRITTEN.set(None)
@@ -59,7 +62,7 @@ def page_mask(
             allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
     empty = torch.empty((batch_size, 1, q_length, 0), dtype=torch.bool, device=device)
-    if layer.batch.fixed is not None:  # who fixed the step has looked at its mask
+    if layer.batch.fixed is not None:  # DecodeGraph has checked the mask
         return empty
     layer.batch.expect_paged_attention(attention_mask, batch_size, q_offset, q_length)
     queries = range(q_offset, q_offset + q_length)
@@ -67,8 +70,8 @@ def page_mask(
     if use_vmap or not _as_planned(layer, mask_function, queries, keys):
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "The model masks otherwise than causally within the window or the chunk of the plan",
-            got="a mask that pages cannot be read with",
+            "Paged attention supports only the causal, sliding or chunked mask of the plan",
+            got="a different mask from the model",
             hint="Use attn_implementation sdpa or eager, or plan from the model's own config",
         )
     return empty
@@ -77,7 +80,7 @@ def page_mask(
 def _as_planned(
     layer: PagedAttentionLayer, function: Callable[..., Tensor] | None, queries: range, keys: range
 ) -> bool:
-    """Whether the first and the last query see what the spec lets them see."""
+    """Return whether the model's mask equals the spec's visibility for the first and last query."""
     if function is None:
         return True
     device = layer.table.device
@@ -101,7 +104,11 @@ def page_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of `query` [batch, heads, tokens, D] over pages; [batch, tokens, heads, Dv]."""
+    """Attend with `query` [batch, heads, tokens, D] over the pages of the last written layer.
+
+    Returns the output [batch, tokens, heads, Dv], and None in place of attention weights. With a
+    non-empty mask, or none, it attends over `key` and `value` instead.
+    """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     written = WRITTEN.get()
     WRITTEN.set(None)
@@ -110,9 +117,9 @@ def page_attention(
     if written is None or written[0] != getattr(module, "layer_idx", written[0]):
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "A layer reads pages that it has not written",
-            got=f"{type(module).__name__} without K and V of its own",
-            hint="Layers that share another's K and V need attn_implementation sdpa or eager",
+            "Paged attention does not support layers that share the K and V of another layer",
+            got=f"{type(module).__name__}, which stored no K and V before attending",
+            hint="Use attn_implementation sdpa or eager for this model",
         )
     layer, count = written[1], query.shape[-2]
     pages, step = layer.pages, layer.batch.step_tensors(layer.seen - count, count)
@@ -137,7 +144,7 @@ def page_attention(
 
 
 def _absorbed(module: Any, pages: LayerCache, query: Tensor, where: dict[str, Any]) -> Tensor:
-    """Absorbed MLA: queries go into the latent's space, and values come out of it."""
+    """Attend with absorbed MLA: project queries to the latent space, and outputs back from it."""
     spec = pages.spec_as(LatentAttention)
     weight = module.kv_b_proj.weight.view(query.shape[1], -1, spec.latent)
     plain = query.shape[-1] - spec.rope
@@ -151,7 +158,7 @@ def _plain(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None,
     softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Attention over K and V as they are given, with learned sinks and a soft cap."""
+    """Attend over the given K and V, with optional learned sinks and soft cap."""
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     logits = (q @ k.transpose(-1, -2)).float() * scale
@@ -169,6 +176,6 @@ def _plain(
 
 
 def register() -> None:
-    """Make `attn_implementation="kvatlas"` known to transformers."""
+    """Register `attn_implementation="kvatlas"` with transformers."""
     AttentionInterface.register(NAME, page_attention)
     AttentionMaskInterface.register(NAME, page_mask)

@@ -1,4 +1,4 @@
-"""From a transformers config to a plan with room for a batch of a given length."""
+"""Make a plan from a transformers config, for a given batch size and sequence length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 
 _AMPLE = 1 << 44
-"""Bytes in which any cache fits: the first plan only tells how many blocks a sequence takes."""
+"""More bytes than any cache needs. The first plan only computes the blocks per sequence."""
 
 
 def make_plan(
@@ -24,13 +24,13 @@ def make_plan(
     prefix_caching: bool = False,
     **options: Any,
 ) -> Plan:
-    """A plan for `batch` sequences of `max_len` tokens, and nothing more.
+    """Make a plan that has exactly enough blocks for `batch` sequences of `max_len` tokens.
 
-    K, V and latents are kept in `kv_dtype`, or in the model's own dtype; recurrent states
-    in `ssm_dtype`, since transformers computes them in fp32. `in_flight` are the most
-    tokens that one forward call brings; windows must cover them too. `prefix_caching` also
-    plans for the states that `PrefixReuse` keeps. Further `options` are those of
-    `kvatlas.plan`: layout, pack, block_size, states, tp, pp.
+    K, V and latents are stored in `kv_dtype`, by default the model's dtype. Recurrent states are
+    stored in `ssm_dtype`; transformers computes them in fp32. `in_flight` is the maximum number
+    of tokens in one forward call, by default `max_len`; windows must cover them too.
+    `prefix_caching` adds blocks for the states that `PrefixReuse` stores. Further `options` are
+    passed to `kvatlas.plan`: layout, pack, block_size, states, tp, pp.
     """
     dtype = _dtype(config)
     model = Model.load(config, conv_dtype=dtype, ssm_dtype=ssm_dtype)
@@ -42,7 +42,7 @@ def make_plan(
     probe = plan(model, memory=_AMPLE, **options)
     sequences = positive(batch, "the batch")
     needed = probe.blocks_per_request()
-    # Plans keep one block of each pool for engines that want a null block.
+    # Plans reserve one block of each pool for engines that need a null block.
     stages: Counter[int] = Counter()
     for pool in probe.pools:
         stages[pool.stage] += (needed[pool.index] * sequences + 1) * pool.block_bytes
@@ -50,7 +50,7 @@ def make_plan(
 
 
 def _dtype(config: Any) -> str:
-    """What the model computes in: fp32 where its config does not say."""
+    """Return the dtype that the model computes in, fp32 if its config does not specify one."""
     text = config.get_text_config(decoder=True)
     dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None)
     return "fp32" if dtype is None else DType.of(str(dtype).removeprefix("torch.")).name

@@ -1,9 +1,9 @@
-"""`PrefixReuse`: a model's requests, each of which begins with what earlier ones left.
+"""`PrefixReuse`: prefix caching for requests of a transformers model.
 
-A `BlockPool` finds the longest prefix that every layer can go on behind: attention all its
-blocks, windows their last ones, recurrent layers a state that was kept there. The model then
-computes what comes behind it, on pages that it has never seen itself. Where a tier has more of
-a prompt than the pool, it is loaded from there; what has finished is stored in it.
+A `BlockPool` finds the longest cached prefix from which every layer can continue. Full attention
+needs all blocks of the prefix, sliding windows the last ones, and recurrent layers a stored state.
+The model then computes only the rest of the prompt. If a tier stores a longer prefix than the
+pool, the prefix is loaded from the tier. Finished requests are stored in the tier.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from kvatlas.pool import PrefixIdentity
 from kvatlas.tier import AnyTier, EventListener
 
 _ROUNDING = 0.05
-"""How far apart logits may be, as a share of the largest: bf16 has 8 bits."""
+"""Largest accepted difference of logits, relative to the largest logit: bf16 has 8 bits."""
 
 
 class PrefixReuse:
-    """Requests on one `AtlasCache`, one after the other, whose prefixes are found again.
+    """Prefix caching for requests that run one after the other on one `AtlasCache`.
 
-    `begin` looks a prompt up, and computes it as far as states are to be kept for later
-    requests; `generate` does the rest; `end` says which tokens it was. The plan must be one
-    for reuse (`prefix_caching=True`), with room for more than one sequence.
+    `begin` looks up a prompt and computes it up to the last checkpoint that later requests may
+    use. `generate` computes the rest. `end` takes the tokens of the finished request and makes
+    them available for reuse. The plan must support prefix caching (`prefix_caching=True`) and
+    have room for more than one sequence.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(
@@ -48,10 +49,11 @@ class PrefixReuse:
     0 tokens need not be computed
     30 tokens need not be computed
 
-    With a `tier`, other processes and hosts find them too: one that is open, or the address of
-    one, as `kvatlas.tier.open_tier` takes it. Its prefixes are those of `identity`, or else of the
-    weights as they are in the model now; `options` are those of `open_tier`. `events` is called
-    with what the tier has of requests that were ended here, as a `BlockPool`'s listener is.
+    With a `tier`, other processes and hosts can reuse the prefixes too. Pass an open tier, or an
+    address that `kvatlas.tier.open_tier` accepts; `options` are passed to `open_tier`. Prefixes
+    in the tier belong to `identity`; by default it is a digest of the model's current weights.
+    `events` is called with the prefixes of finished requests that the tier stores or evicts, like
+    the listener of a `BlockPool`.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class PrefixReuse:
         if kinds == {"recurrent"}:
             raise AtlasError(
                 Code.ENGINE_REFUSES,
-                "Without attention nothing counts tokens, so generate would begin at the first one",
-                got=f"{type(model).__name__}, which has recurrent layers alone",
-                hint="Run it with an AtlasCache alone, without reuse",
+                "Prefix reuse requires an attention layer: without one, generate() cannot tell "
+                "how many tokens are cached",
+                got=f"{type(model).__name__}, which has only recurrent layers",
+                hint="Run it on an AtlasCache without PrefixReuse",
             )
         if "recurrent" in kinds:
             _check_goes_on(model)
@@ -78,44 +81,47 @@ class PrefixReuse:
         self.cache = cache
         self.pool = cache.pool
         self._prompt: list[int] | None = None
-        """Of the request that is under way."""
+        """The prompt of the active request; None if there is none."""
         self._reserved = 0
         self._identity: PrefixIdentity | None = None
         self.tiered: TieredPrefixes | None = None
-        """What goes to the tier, and comes from it."""
+        """The prefixes in the tier; None without a tier."""
         if tier is not None:
             about = {"identity": identity, "events": events, **options}
             self.tiered = tiered_prefixes(tier, model, cache.cache, **about)
 
     def begin(self, prompt: Sequence[int], identity: PrefixIdentity | None = None) -> int:
-        """Begin a request; the tokens of its prompt that need not be computed.
+        """Begin a request and return how many tokens of its prompt need not be computed.
 
-        One that is under way, and was not ended, is given up.
+        An active request that has not been ended is discarded.
         """
         self._leave()
         hit = self._admit(prompt, identity)
         if self.tiered is not None:
             hit = self._load(self.tiered, hit)
-        # The last token is left for `generate`, which begins with what follows it.
+        # `generate` needs at least one token to compute, so the last one is left to it.
         for stop in self.pool.stops(self, len(prompt) - 1):
             self._compute(stop)
-        self._reserve(len(prompt))  # states that were kept are copied before they change
+        self._reserve(len(prompt))  # copies stored states before the model updates them
         return hit
 
     def end(self, tokens: Sequence[int]) -> None:
-        """End the request: `tokens` are its prompt and what was generated behind it."""
+        """End the request and keep its blocks for reuse.
+
+        `tokens` are its prompt and the generated tokens, as `generate` returns them.
+        """
         if self._prompt is None:
-            problem = "No request is under way"
-            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got="an end", hint="Begin one first")
+            problem, hint = "There is no active request", "Call begin first"
+            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got="a call of end", hint=hint)
         prompt, seen = self._prompt, self.cache.seen
         if any(table.reserve_blocks != self._reserve for table in self.cache.batch.tables):
-            problem = "The cache was reset, or used otherwise, since the request began"
-            hint = "Begin again, and reset nothing before its end"
+            problem = "The cache was reset or reused for something else after the request began"
+            hint = "Call begin again, and do not reset the cache before end"
             raise AtlasError(Code.ENGINE_REFUSES, problem, got=self.cache, hint=hint)
         if list(tokens[: len(prompt)]) != prompt or len(tokens) < seen:
-            problem = "These tokens are not those of the request"
-            got = f"{len(tokens)} tokens for a prompt of {len(prompt)}, of which {seen} are kept"
-            hint = "Pass all tokens, the prompt included, as generate returns them"
+            problem = "The tokens do not match the request"
+            got = f"{len(tokens)} tokens; the prompt has {len(prompt)} and the cache holds {seen}"
+            hint = "Pass all tokens including the prompt, as generate returns them"
             raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint=hint)
         self.cache.batch.settle()
         self.pool.computed(self, seen, tokens[len(prompt) :])
@@ -123,7 +129,7 @@ class PrefixReuse:
         self._leave()
 
     def close(self) -> None:
-        """Give up what is under way, and let go of a tier that was opened here."""
+        """Discard the active request, and close the tier if this object opened it."""
         self._leave()
         if self.tiered is not None:
             self.tiered.close()
@@ -131,7 +137,7 @@ class PrefixReuse:
     # -- inside -------------------------------------------------------------------------
 
     def _admit(self, prompt: Sequence[int], identity: PrefixIdentity | None) -> int:
-        """Begin with what the pool has of a prompt; how many tokens that are."""
+        """Begin with the prefix that the pool holds and return its length in tokens."""
         hit = self.pool.admit(self, prompt, identity)
         self._prompt, self._identity = list(prompt), identity
         self._go_on_behind(hit)
@@ -143,7 +149,7 @@ class PrefixReuse:
         self._assign()
 
     def _load(self, tiered: TieredPrefixes, hit: int) -> int:
-        """Load what a tier has of the prompt beyond a hit; the tokens that are there then."""
+        """Load what the tier stores beyond the pool's hit and return the new hit in tokens."""
         prompt, identity = self._prompt or [], self._identity
         chain = tiered.chain(prompt[:-1], identity)  # the last token is computed anyway
         found = tiered.longest(chain)
@@ -159,17 +165,17 @@ class PrefixReuse:
             self.pool.loaded(self, found)
             self._go_on_behind(found)
             return found
-        self._leave()  # blocks that were filled in part are nobody's
+        self._leave()  # frees the blocks that were only partly filled
         return self._admit(prompt, identity)
 
     def _store(self, tokens: Sequence[int], stop: int) -> None:
-        """Have the tier keep the first tokens of the request."""
+        """Store the first `stop` tokens of the request in the tier, if there is one."""
         if self.tiered is not None:
             chain = self.tiered.chain(list(tokens[:stop]), self._identity)
             self.tiered.store(chain, self.cache.cache, self.pool.tables(self), stop)
 
     def _compute(self, stop: int) -> None:
-        """Run the model up to a checkpoint, and have it kept."""
+        """Run the model up to a checkpoint and register the checkpoint with the pool."""
         prompt, seen = self._prompt or [], self.cache.seen
         self._reserve(stop)
         ids = torch.tensor([prompt[seen:stop]], device=self.model.device)
@@ -182,7 +188,7 @@ class PrefixReuse:
             self._store(prompt, stop)
 
     def _reserve(self, tokens: int) -> None:
-        """Have blocks for so many tokens: taken, zeroed and copied as the pool says."""
+        """Reserve blocks for `tokens` tokens, and zero and copy blocks as the pool requires."""
         if tokens <= self._reserved:
             return
         made = self.pool.reserve(self, tokens)
@@ -207,10 +213,10 @@ class PrefixReuse:
 
 
 def _check_goes_on(model: Any) -> None:
-    """Refuse a model that forgets its states where several tokens come behind them.
+    """Refuse a model that ignores its recurrent states when it is called with several tokens.
 
-    Some of transformers' do (Jamba, Bamba), and say nothing. So a few tokens are run at once
-    and in two parts, on transformers' own cache.
+    Some models of transformers do so silently (Jamba, Bamba). To detect it, run a few tokens in
+    one call and in two calls on transformers' own cache, and compare the logits.
     """
     ids = torch.arange(1, 13, device=model.device).unsqueeze(0)
     cache = DynamicCache(config=model.config)
@@ -222,7 +228,7 @@ def _check_goes_on(model: Any) -> None:
     if apart > _ROUNDING:
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "This model forgets its recurrent states where several tokens come behind them",
-            got=f"{type(model).__name__}: logits that are {float(apart):.0%} apart",
-            hint="Run it with an AtlasCache alone, without reuse",
+            "This model ignores its stored recurrent states when it is called with several tokens",
+            got=f"{type(model).__name__}, whose logits then differ by {float(apart):.0%}",
+            hint="Run it on an AtlasCache without PrefixReuse",
         )

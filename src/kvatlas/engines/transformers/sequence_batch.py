@@ -1,4 +1,4 @@
-"""The sequences of a batch: their padding, their block tables, and how attention reads pages."""
+"""The sequences of a batch: their padding, their block tables and the tensors of each step."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from kvatlas.errors import AtlasError, Code
 
 
 class StepTensors(NamedTuple):
-    """What attention of every layer needs to know of the tokens of a step."""
+    """The lengths and query counts of a step, shared by the attention of all layers."""
 
     lengths: Tensor
-    """Stored tokens of each sequence, the new ones included."""
+    """Number of stored tokens of each sequence, including the new ones."""
     queries: Tensor
-    """New ones that are stored."""
+    """Number of new tokens of each sequence that are stored."""
     stored: Tensor | None
-    """Which of the new ones [sequences, tokens] are stored; None for all."""
+    """Boolean mask [sequences, tokens] of the new tokens that are stored; None if all are."""
 
 
 class FixedStep(NamedTuple):
-    """A token for each sequence, in tensors that stay where they are from step to step."""
+    """A decode step of one token per sequence, in tensors whose addresses never change."""
 
     tensors: StepTensors
     slots: Mapping[BlockTable, Tensor]
-    """Where each group stores the new token of each sequence."""
+    """The slot of the new token of each sequence, by group."""
 
 
 class SequenceBatch:
-    """What all layers of a cache share."""
+    """The state that all layers of a cache share: sequences, padding and block tables."""
 
     def __init__(self, tables: Sequence[BlockTable]) -> None:
         self.tables = tuple(tables)
         self.size = 0
-        """Sequences, or beams of them."""
+        """Number of sequences. Each beam counts as one."""
         self.number = 0
-        """Counts batches, and choices among the sequences of one."""
+        """Incremented whenever a batch begins or its sequences are reselected."""
         self.padding: list[int] = []
-        """Tokens on the left of each sequence that are padding and not stored."""
+        """Number of padding tokens on the left of each sequence. They are not stored."""
         self.paged_tokens: tuple[int, int] | None = None
-        """(start, count) of the tokens for which attention said that it reads the pages."""
+        """(start, count) of the tokens whose attention reads the pages directly."""
         self.fixed: FixedStep | None = None
-        """What layers use in place of their own count of tokens, while a graph is captured."""
+        """The step to use instead of the layers' own token counts, while a graph is captured."""
         self._take_back: Callable[[], None] | None = None
         self._step: tuple[tuple[int, int], StepTensors] | None = None
 
     def admit(self, size: int) -> None:
-        """Begin a batch of `size` sequences, unless it has begun with as many."""
+        """Begin a batch of `size` sequences, unless one of this size has begun already."""
         if self.size == size:
             return
         if self.size:
@@ -58,7 +58,7 @@ class SequenceBatch:
                 Code.BAD_TENSOR,
                 "The batch size changed between two calls",
                 got=f"{size} sequences after {self.size}",
-                hint="Use reset, batch_select_indices or batch_repeat_interleave between them",
+                hint="Call reset, batch_select_indices or batch_repeat_interleave in between",
             )
         self._require({table: size for table in self.tables if table.recurrent})
         for table in self.tables:
@@ -69,14 +69,14 @@ class SequenceBatch:
             self.padding = [0] * size
 
     def begin_on_pool(self, reserve_blocks: Callable[[int], None]) -> None:
-        """Begin with one sequence whose blocks a pool deals out."""
+        """Begin a batch of one sequence whose blocks a `BlockPool` allocates."""
         self.clear()
         for table in self.tables:
             table.reserve_blocks, table.padded = reserve_blocks, False
         self.size, self.padding = 1, [0]
 
     def clear(self) -> None:
-        """End the batch and give all blocks back; a pool's are its own to give back."""
+        """End the batch and free its blocks, except those that a `BlockPool` manages."""
         for table in self.tables:
             if table.reserve_blocks is not None:
                 table.reserve_blocks, table.sequences = None, []
@@ -90,7 +90,7 @@ class SequenceBatch:
         self._step = None
 
     def select(self, indices: Tensor) -> None:
-        """Go on with these sequences, given by their numbers or by a mask over them."""
+        """Continue with the given sequences. `indices` are integers or a boolean mask."""
         self.settle()
         chosen = torch.arange(self.size)[indices.cpu()].tolist()
         self._require({table: table.blocks_to_select(chosen) for table in self.tables})
@@ -103,20 +103,23 @@ class SequenceBatch:
             self.clear()
 
     def _require(self, needs: Mapping[BlockTable, int]) -> None:
-        """Refuse what some pool has too few blocks for, before any table changes."""
+        """Raise an error if a pool has too few free blocks, before any table changes."""
         for free in {table.free for table in needs}:
             free.require(sum(n for table, n in needs.items() if table.free is free))
 
     # -- states that are lent to models ---------------------------------------------
 
     def lend(self, take_back: Callable[[], None]) -> None:
-        """One layer at a time lends states to the model; others' are written to the pages first."""
+        """Register the layer that lends its states to the model.
+
+        Only one layer lends at a time: the states of the previous one are written back first.
+        """
         if self._take_back != take_back:
             self.settle()
             self._take_back = take_back
 
     def settle(self) -> None:
-        """Write to the pages what the model was lent and has changed in place."""
+        """Write states that the model has updated in place back to the pages."""
         if self._take_back is not None:
             self._take_back()
             self._take_back = None
@@ -124,7 +127,7 @@ class SequenceBatch:
     # -- how pages are read ---------------------------------------------------------
 
     def step_tensors(self, start: int, count: int) -> StepTensors:
-        """Lengths and queries of a step of `count` tokens from `start` on, for all layers."""
+        """Return the tensors of a step of `count` tokens from `start` on, for all layers."""
         if self.fixed is not None:
             return self.fixed.tensors
         if self._step is None or self._step[0] != (start, count):
@@ -143,9 +146,9 @@ class SequenceBatch:
     def expect_paged_attention(
         self, mask: Tensor | None, size: int, start: int, count: int
     ) -> None:
-        """Attention will read the pages for `count` tokens from `start` on.
+        """Record that attention reads the pages for `count` tokens from `start` on.
 
-        `mask` [sequences, tokens] tells padding apart, which is then not stored.
+        `mask` [sequences, tokens] is False for padding. Padding is not stored.
         """
         self.paged_tokens = (start, count)
         padding = [0] * size if mask is None else (mask.cumsum(-1) == 0).sum(-1).tolist()
@@ -161,17 +164,20 @@ class SequenceBatch:
             raise masked_otherwise()
 
     def masks_left_padding_alone(self, mask: Tensor) -> Tensor:
-        """Whether a mask [sequences, tokens] hides the padding and nothing else, on its device."""
+        """Return whether a mask [sequences, tokens] hides exactly the padding.
+
+        The result is a tensor on the mask's device.
+        """
         padding = torch.tensor(self.padding, device=mask.device).unsqueeze(1)
         tokens = torch.arange(mask.shape[-1], device=mask.device)
         return (mask.bool() == (tokens >= padding)).all()
 
 
 def masked_otherwise() -> AtlasError:
-    """A refusal of a mask with which pages cannot be read."""
+    """Return the error for a mask that hides more than left padding."""
     return AtlasError(
         Code.ENGINE_REFUSES,
-        "Attention that reads pages takes padding on the left of the first tokens only",
-        got="padding elsewhere, or padding that was stored under another attention",
+        "Paged attention supports padding only on the left of the prompt",
+        got="padding elsewhere, or padding that another attention implementation has stored",
         hint="Use attn_implementation sdpa or eager from the first token on",
     )

@@ -1,8 +1,8 @@
-"""Simulated ranks: a model of one process on the wire as if it ran on many ranks.
+"""Simulated ranks: present the cache of a single-process model as that of many ranks.
 
-transformers keeps all heads of all layers on one rank. `SimulatedRanks` holds the pools that
-the ranks of another plan would have, and copies an `AtlasCache` to and from them along a route,
-so that prefill and decode can be tried in any two topologies.
+transformers keeps all heads of all layers on one rank. `SimulatedRanks` allocates the pools that
+the ranks of another plan would have and copies an `AtlasCache` to and from them along a route.
+Disaggregated prefill and decode can thus be tested between any two topologies.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvatlas.wire import Node, copy_request, make_transport, memory_of, pools_fo
 
 
 class SimulatedRanks(ExitStack):
-    """The pools of every rank of a plan, each rank a node on the wire.
+    """The pools of all ranks of a plan, with one `Node` per rank.
 
-    `model` is the transformers model that computes the caches. Its identity is compared with that
-    of each peer. `options` are those of `Node`.
+    `model` is the transformers model that computes the caches. Each node compares its identity
+    with that of the peer. `options` are passed to `Node`.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class SimulatedRanks(ExitStack):
 
     @property
     def endpoints(self) -> list[str]:
-        """Where the ranks listen."""
+        """The endpoints on which the ranks listen."""
         return [node.endpoint for node in self.nodes]
 
     def copy_from(self, cache: AtlasCache, tokens: int, sequence: int = 0) -> dict[int, list[int]]:
-        """Copy a sequence of a cache to the ranks; returns the blocks that it takes there."""
+        """Copy a sequence of a cache to the ranks and return its blocks there, by group."""
         blocks = scattered(self.plan, tokens)
         copy_request(
             route(cache.plan, self.plan), _pools(cache), self.pools,
@@ -54,7 +54,7 @@ class SimulatedRanks(ExitStack):
         return blocks
 
     def copy_to(self, cache: AtlasCache, blocks: dict[int, list[int]], tokens: int) -> None:
-        """Make what the ranks hold in `blocks` the only sequence of a cache."""
+        """Replace the content of a cache by the sequence that the ranks store in `blocks`."""
         (mine,) = cache.adopt(tokens)
         copy_request(
             route(self.plan, cache.plan), self.pools, _pools(cache),

@@ -1,7 +1,7 @@
-"""`TieredPrefixes`: an `AtlasCache`'s prefixes in a tier, loaded from it and stored in it.
+"""`TieredPrefixes`: load prefixes of an `AtlasCache` from a tier and store them in it.
 
-A tier that is slow, full or gone costs a request nothing but time: what cannot be loaded is
-computed, and what cannot be stored is not.
+A slow, full or unreachable tier never fails a request. Tokens that cannot be loaded are computed,
+and tokens that cannot be stored are skipped.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from kvatlas.tier import (
 log = logging.getLogger("kvatlas.transformers")
 
 Blocks = Mapping[int, Sequence[int]]
-"""The blocks of a sequence, by group."""
+"""The block ids of a sequence, by group."""
 
 _SUMMED = 1 << 18
-"""Words of a tensor that are summed together."""
+"""Number of 8-byte words that are added to one sum."""
 _NOT_THE_MODEL = ("transformers_version", "use_cache")
 
 
 class TieredPrefixes:
-    """What a tier has of a model's requests."""
+    """The prefixes of a model's requests in a tier."""
 
     def __init__(
         self,
@@ -52,21 +52,25 @@ class TieredPrefixes:
         *,
         own: bool = False,
     ) -> None:
-        """A store was opened with an identity, and is believed that it is this one.
+        """Use an open tier. With `own`, `close` also closes the tier.
 
-        A tier that is its `own` is closed with it.
+        A `StoreTier` was opened with an identity, which is assumed to be `identity`.
         """
         about = {"weights": identity.computed_with, "tenant": identity.tenant}
         said = b"" if isinstance(tier, StoreTier) else msgspec.msgpack.encode(about)
         self._finder = PrefixFinder(tier, blake2b(said, digest_size=16).digest() if said else b"")
         self.tier, self._own = tier, own
         self.events = None if events is None else TierEvents(tier, events)
-        """Tells what is stored, where somebody listens."""
+        """Reports stored prefixes to the listener; None without a listener."""
         self.counts: Counter[str] = Counter()
-        """Requests that were loaded, stored, or not: `loaded`, `absent`, `failed`, and so on."""
+        """Number of operations by outcome: `loaded`, `absent`, `lost`, `failed`, `stored`,
+        `no_room` and `not_stored`."""
 
     def chain(self, tokens: Sequence[int], identity: PrefixIdentity | None) -> PrefixChain | None:
-        """The keys of a request's tokens; None where tokens alone do not say what it is."""
+        """Return the keys of a request's tokens, or None if it contains media.
+
+        The keys of a tier are computed from tokens only, so they cannot identify media.
+        """
         about = identity or PrefixIdentity()
         if about.media:
             return None
@@ -76,20 +80,20 @@ class TieredPrefixes:
         return self._finder.chain(tokens[:longest], salt, about.lora)
 
     def longest(self, chain: PrefixChain | None) -> int:
-        """How many of a request's first tokens the tier has; none where it cannot be asked."""
+        """Return how many of a request's first tokens the tier stores, or 0 if the lookup fails."""
         try:
             found = self._finder.longest(chain) if chain else 0
         except AtlasError as refusal:
-            log.warning("not looked up in the tier: %s", refusal)
+            log.warning("tier lookup failed: %s", refusal)
             self.counts["failed"] += 1
             return 0
         self.counts["absent"] += not found
         return found
 
     def load(self, chain: PrefixChain, cache: Cache, blocks: Blocks, start: int, stop: int) -> bool:
-        """Fill blocks with tokens start .. stop - 1; whether all of them are there.
+        """Load tokens start .. stop - 1 into blocks and return whether all were loaded.
 
-        Where they are not, blocks may have been filled in part.
+        If not, some of the blocks may have been overwritten.
         """
         try:
             with self.tier.pin(chain.keys(stop), stop) as hit:
@@ -97,43 +101,50 @@ class TieredPrefixes:
                 if there:
                     hit.fetch(cache.pools, cache.plan, blocks=blocks, start=start)
         except AtlasError as refusal:
-            log.warning("not loaded from the tier: %s", refusal)
+            log.warning("loading from the tier failed: %s", refusal)
             there = False
         self.counts["loaded" if there else "lost"] += 1
         return there
 
     def store(self, chain: PrefixChain | None, cache: Cache, blocks: Blocks, tokens: int) -> None:
-        """Store a request's first tokens, as far as they are worth it and not there yet."""
+        """Store a request's first tokens, except those that the tier already has.
+
+        If all layers use full attention, an incomplete last block is not stored.
+        """
         stop = 0
-        # A state is of use where it was computed; whole blocks also where a tier's longest ends.
+        # A recurrent state or a window can be reused only at the token where the request ended.
+        # A request that is longer than the chain would be cut elsewhere, so it is not stored.
         if chain is not None and (tokens <= chain.count or not self._finder.partial):
             stop = self._finder.whole_blocks(min(tokens, chain.count))
         if chain is None or not stop:
             return
         try:
             keys = chain.keys(stop)
-            # What was converted as it was loaded is not there in this cache's dtype.
+            # Rows that were converted while loading are not yet stored in this cache's dtype.
             own = {"convert": False} if isinstance(self.tier, StoreTier) else {}
             start = self.tier.match(keys, stop, **own)
             if start < stop:
                 about: dict[str, Any] = {"blocks": blocks, "tokens": (start, stop), "keys": keys}
                 if isinstance(self.tier, StoreTier):
-                    about["wait"] = False  # the blocks have been read: the rest is the store's
+                    about["wait"] = False  # return as soon as the blocks have been read
                 result = self.tier.store(cache.pools, cache.plan, **about)
                 self.counts["no_room" if result.no_room else "stored"] += 1
             if self.events is not None:
                 self.events.note(chain, stop)
                 self.events.tell()
         except AtlasError as refusal:
-            log.warning("not stored in the tier: %s", refusal)
+            log.warning("storing in the tier failed: %s", refusal)
             self.counts["not_stored"] += 1
 
     def ends_here(self, tokens: int) -> bool:
-        """Whether a state is stored where a prompt goes on: at whole blocks of the tier."""
+        """Return whether the recurrent state after `tokens` tokens is stored.
+
+        States are stored at multiples of the tier's block size.
+        """
         return self._finder.recurrent and tokens % self._finder.unit == 0
 
     def close(self) -> None:
-        """Wait for what is on its way to the tier, and let go of it."""
+        """Wait for pending writes to the tier, and close the tier if this object owns it."""
         if isinstance(self.tier, StoreTier):
             self.tier.flush()
         if self.events is not None:
@@ -151,9 +162,10 @@ def tiered_prefixes(
     events: EventListener | None = None,
     **options: Any,
 ) -> TieredPrefixes:
-    """A model's prefixes in a tier that is open, or in the one at an address.
+    """Return the prefixes of a model in an open tier, or in the tier at an address.
 
-    The tier of an address is shared with other processes; `options` are those of `open_tier`.
+    A tier that is opened by address is shared with other processes. `options` are passed to
+    `open_tier`.
     """
     identity = identity or CacheIdentity(weights=loaded_weights(model))
     if isinstance(tier, str | Path):
@@ -161,13 +173,14 @@ def tiered_prefixes(
         opened = open_tier(tier, cache.plan, identity, **about)
         return TieredPrefixes(opened, identity, events, own=True)
     if options:
-        problem, hint = "A tier that is open takes no options", "Pass its address instead"
+        problem = "Options are accepted only when the tier is given by its address"
+        hint = "Pass the address, or set the options where the tier is opened"
         raise AtlasError(Code.CONTRADICTORY, problem, got=sorted(options), hint=hint)
     return TieredPrefixes(tier, identity, events)
 
 
 def loaded_weights(model: Any) -> str:
-    """A digest of a model in memory: its config, and all of its tensors.
+    """Return a digest of a model in memory: of its config and all of its tensors.
 
     >>> layer = torch.nn.Linear(4, 4)
     >>> one = loaded_weights(layer)
@@ -189,7 +202,10 @@ def loaded_weights(model: Any) -> str:
 
 
 def _summed(tensor: torch.Tensor) -> bytes:
-    """Sums over a tensor's bytes, made where it lies: each word counts by an odd number."""
+    """Return weighted sums of a tensor's words, computed on its device.
+
+    The weights are odd, so that a change of any word changes a sum.
+    """
     text = tensor.reshape(-1).contiguous().view(torch.uint8)
     text = text.clone() if text.storage_offset() % 8 else text
     words = text[: text.numel() // 8 * 8].view(torch.int64)

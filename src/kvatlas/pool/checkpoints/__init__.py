@@ -1,4 +1,4 @@
-"""Checkpoints: where recurrent states and windows are kept. One policy a file."""
+"""Checkpoint policies: where recurrent states and windows are kept. One policy per file."""
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
@@ -9,11 +9,11 @@ from kvatlas.pool.checkpoints.prompt_end import PromptEnd
 from kvatlas.pool.checkpoints.vllm_default import VllmDefault
 
 CHECKPOINTS = ("every-block", "prompt-end", "branch-points", "vllm-default", "every-2048")
-"""Names that commands take; any number of tokens may stand in the last."""
+"""Names on the command line. The last accepts any number of tokens."""
 
 
 def checkpoint_policy(name: str) -> Checkpoints:
-    """The policy of a name, `within-25` behind it for a quarter of the memory at most.
+    """Return the policy with a name. The suffix `-within-25` limits it to 25% of the memory.
 
     >>> checkpoint_policy("every-4096"), checkpoint_policy("prompt-end-within-25").share
     (EveryTokens(share=None, tokens=4096), 0.25)
@@ -32,8 +32,8 @@ def checkpoint_policy(name: str) -> Checkpoints:
         return kinds[text](share=share)
     if words == "every" and number.isdecimal() and not bad:
         return EveryTokens(tokens=int(number), share=share)
-    hint = f"Use one of {', '.join(CHECKPOINTS)}, and within-25 behind it for a share of memory"
-    problem = "There is no such policy of checkpoints"
+    hint = f"Use one of {', '.join(CHECKPOINTS)}, optionally with a suffix such as -within-25"
+    problem = "There is no such checkpoint policy"
     raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(name[:60]), hint=hint)
 
 

@@ -1,8 +1,8 @@
-"""`Checkpoints`: at which ends of blocks a request leaves what later ones can start from.
+"""`Checkpoints`: the block ends at which a request keeps what later requests can start from.
 
-Full attention keeps every block, and can be taken up anywhere. A recurrent layer can only be
-taken up where a copy of its state was kept, and a window only where its last blocks were: a
-checkpoint is both. Each costs memory, so which to keep is a policy.
+Full attention keeps every block and can continue anywhere. A recurrent layer can continue only
+where a copy of its state was kept, and a window only where its last blocks were kept. A checkpoint
+is both. Checkpoints cost memory, so a policy decides which to keep.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ Positions = NDArray[np.int64]
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """What is known of a prompt when checkpoints are chosen. All but `block` counts blocks."""
+    """The facts about a prompt by which checkpoints are chosen. All but `block` count blocks."""
 
     block: int
-    """Tokens of a block."""
+    """Number of tokens per block."""
     hit: int
-    """Blocks that need not be computed."""
+    """Number of blocks that need not be computed."""
     seen: int
-    """The longest prefix that an earlier request began with, too."""
+    """The longest prefix that an earlier request shares."""
     end: int
-    """The last place that a later request can be known to come past."""
+    """The last position that is known to be comparable with later requests."""
     stop: int
-    """Whole blocks of the prompt."""
+    """Number of complete blocks of the prompt."""
     attention: int | None = None
-    """The longest prefix that layers which keep every block have, where it is known."""
+    """The longest cached prefix of layers that keep every block; None if unknown."""
     resend: int | None = None
-    """The last place at which the same prompt can start when it comes again, where it is known."""
+    """The last position from which the same prompt can continue if it is sent again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Where checkpoints are kept."""
+    """Base class of checkpoint policies."""
 
     share: float | None = None
-    """Part of the memory that checkpoints may take at most; all of it where nothing is said."""
+    """Maximum share of the memory that checkpoints may take; None for no limit."""
     asks_for_seen: ClassVar[bool] = False
-    """Whether it chooses by what earlier requests began with."""
+    """Whether the policy uses `Prompt.seen`."""
 
     def __post_init__(self) -> None:
         if self.share is not None and not 0 < self.share < 1:
-            problem = "Checkpoints take a part of the memory"
-            hint = "Give a share between 0 and 1"
+            problem = "The share of checkpoints is out of range"
+            hint = "Use a share between 0 and 1"
             raise AtlasError(Code.BAD_SIZE, problem, got=f"a share of {self.share}", hint=hint)
 
     def positions(self, prompt: Prompt) -> Positions:
-        """The ends of blocks to keep one at, ascending: more than `hit`, at most `stop`."""
+        """Return the block ends at which to keep a checkpoint, ascending, in hit + 1 .. stop."""
         raise NotImplementedError

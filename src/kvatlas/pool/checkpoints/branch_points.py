@@ -1,4 +1,4 @@
-"""Checkpoints where requests were seen to part, and at the end of prompts."""
+"""Checkpoints where requests diverge, and at the end of prompts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 
 
 class BranchPoints(Checkpoints):
-    """Where a prompt leaves what earlier ones began with, and at its end.
+    """Keep a checkpoint where a prompt diverges from earlier ones, and at its end.
 
-    The tree of what was seen says where: a system prompt's end becomes a checkpoint when the
-    second request comes past it.
+    The end of a system prompt thus becomes a checkpoint with the second request that uses it.
     """
 
     asks_for_seen = True
 
     def positions(self, prompt: Prompt) -> Positions:
-        """At most two."""
+        """Return at most two positions."""
         chosen = [prompt.seen, prompt.end] if prompt.seen < prompt.end else [prompt.end]
         return np.array([end for end in chosen if end > prompt.hit], np.int64)

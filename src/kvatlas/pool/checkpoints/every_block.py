@@ -1,7 +1,7 @@
 """A checkpoint at every block: vLLM's dense retention.
 
-vLLM 0.32 does so with `prefix_cache_retention_interval=None`; its default, 0, keeps the ends
-of prompts and shared prefixes alone.
+vLLM 0.32 does so with `prefix_cache_retention_interval=None`. Its default, 0, keeps only the ends
+of prompts and of shared prefixes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 
 
 class EveryBlock(Checkpoints):
-    """At the end of every block that is computed."""
+    """Keep a checkpoint at the end of every computed block."""
 
     def positions(self, prompt: Prompt) -> Positions:
-        """All of them."""
+        """Return all block ends after the hit."""
         return np.arange(prompt.hit + 1, prompt.stop + 1)

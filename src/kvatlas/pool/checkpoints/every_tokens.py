@@ -1,4 +1,4 @@
-"""A checkpoint every so many tokens, and at the end of prompts."""
+"""Checkpoints at a fixed interval of tokens, and at the end of prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class EveryTokens(Checkpoints):
-    """At the last block's end before each multiple of `tokens`, and at the end of prompts.
+    """Keep a checkpoint at the last block end before each multiple of `tokens`, and at the end.
 
     >>> EveryTokens(tokens=100).positions(Prompt(block=16, hit=0, seen=0, end=19, stop=20))
     array([ 6, 12, 18, 19])
@@ -25,7 +25,7 @@ class EveryTokens(Checkpoints):
         positive(self.tokens, "the tokens between checkpoints")
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Each of them once, where it is computed."""
+        """Return each position after the hit once."""
         step = max(self.tokens, prompt.block)
         ends = np.arange(step, prompt.stop * prompt.block + 1, step) // prompt.block
         chosen = np.unique(np.append(ends, prompt.end))

@@ -1,4 +1,4 @@
-"""One checkpoint a request: at the end of its prompt."""
+"""One checkpoint per request: at the end of its prompt."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 
 
 class PromptEnd(Checkpoints):
-    """At the last whole block of a prompt: what the conversation's next turn starts from."""
+    """Keep a checkpoint at the last complete block of a prompt, where the next turn continues."""
 
     def positions(self, prompt: Prompt) -> Positions:
-        """The end alone, where it is computed at all."""
+        """Return the end of the prompt, if it is computed."""
         return np.arange(max(prompt.hit + 1, prompt.end), prompt.end + 1)

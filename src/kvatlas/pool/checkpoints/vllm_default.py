@@ -1,8 +1,8 @@
-"""What vLLM 0.32 keeps by default: `prefix_cache_retention_interval=0`.
+"""The default checkpoints of vLLM 0.32: `prefix_cache_retention_interval=0`.
 
-One checkpoint at the last whole block before a prompt's last token, where the same prompt starts
-when it comes again, and one where attention's cached prefix ends, if states or windows could not
-be taken up there: the place at which this request left an earlier one.
+One checkpoint is at the last complete block before the prompt's last token, from which the same
+prompt continues if it is sent again. Another is at the end of attention's cached prefix, where
+this request diverges from an earlier one, if states or windows are missing there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 
 
 class VllmDefault(Checkpoints):
-    """At the end of prompts, and where attention has more than checkpoints do.
+    """Keep checkpoints at the end of prompts, and where attention's prefix is longer than the hit.
 
     >>> VllmDefault().positions(Prompt(block=16, hit=2, seen=0, end=9, stop=9, attention=5))
     array([5, 9])
@@ -22,7 +22,7 @@ class VllmDefault(Checkpoints):
     asks_for_seen = True
 
     def positions(self, prompt: Prompt) -> Positions:
-        """At most two. Where attention's prefix is unknown, what was seen stands for it."""
+        """Return at most two positions. If attention's prefix is unknown, use the seen prefix."""
         shared = prompt.seen if prompt.attention is None else prompt.attention
         last = prompt.end if prompt.resend is None else min(prompt.end, prompt.resend)
         chosen = sorted({min(shared, last), last})

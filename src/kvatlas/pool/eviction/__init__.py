@@ -1,4 +1,4 @@
-"""Eviction: which of the entries that nobody uses goes next. One policy a file."""
+"""Eviction policies: the order in which unused entries are evicted. One policy per file."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ EVICTIONS: dict[str, type[Eviction]] = {
     "saved-compute": SavedCompute,
     "optimal": Optimal,
 }
-"""Every policy by the name that commands take."""
+"""All policies by their names on the command line."""
 
 
 def eviction_policy(name: str) -> type[Eviction]:
-    """The policy of that name.
+    """Return the policy with a name.
 
     >>> eviction_policy("lru")
     <class 'kvatlas.pool.eviction.lru.Lru'>
     """
     if name not in EVICTIONS:
         hint = f"Use one of {', '.join(EVICTIONS)}"
-        problem = "There is no such eviction"
+        problem = "There is no such eviction policy"
         raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(name[:60]), hint=hint)
     return EVICTIONS[name]
 

@@ -1,11 +1,11 @@
-"""`Eviction`: in which order entries go that nobody uses.
+"""`Eviction`: the order in which unused entries are evicted.
 
-An entry is a small whole number: a block id of a pool, or a span of a simulated trace. Each
-has a rank, the lowest goes first; among equals the one that was ranked first, and of those
-ranked in one call the first named. Entries are ranked in bulk and kept as arrays in a heap of
-segments: an entry that is ranked again leaves its old place behind, which is skipped when it
-comes up, or swept away when there are more such than entries. So an operation costs what it
-touches, whatever the number of entries, and memory is bounded by them.
+An entry is a small integer: a block id of a pool, or a span of a simulated trace. Each entry has a
+rank, and the lowest rank is evicted first. Among equal ranks, the entry that was ranked first is
+evicted first. Entries are ranked in bulk and stored as arrays in a heap of segments. When an entry
+is ranked again, its old place becomes stale. Stale places are skipped when they come up, and
+removed when they outnumber the entries. The cost of an operation therefore depends only on the
+entries that it touches, and memory on the number of entries.
 """
 
 from __future__ import annotations
@@ -22,63 +22,63 @@ Ids = NDArray[np.int64]
 Rank = tuple[float, ...]
 
 SPARE = 1024
-"""Places beyond two an entry that a queue may have before it is swept."""
+"""Number of places, in addition to two per entry, that a queue may have before a sweep."""
 LAST_SERIAL = 2**31 - 1
-"""The last number of a segment before they are numbered anew."""
+"""The largest serial number of a segment. Segments are renumbered after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What is known of entries when they are used, each array as long as theirs."""
+    """Facts about entries when they are used. Each array has one element per entry."""
 
     now: int
-    """The number of the request."""
+    """The index of the current request."""
     saved: NDArray[np.float64] | None = None
-    """Compute that a hit on each of them saves, by byte."""
+    """Compute that a hit on each entry saves, per byte."""
     next_use: Ids | None = None
-    """The next request that comes past each of them: known of traces alone."""
+    """The next request that uses each entry. Only known for traces."""
 
     def part(self, chosen: Any) -> Use:
-        """The same of some of the entries."""
+        """Return the facts about some of the entries."""
         parts = [None if x is None else x[chosen] for x in (self.saved, self.next_use)]
         return Use(self.now, *parts)
 
 
 @dataclass
 class Eviction:
-    """A queue of entries; subclasses say how those that are used are ranked."""
+    """A priority queue of entries. Subclasses define how used entries are ranked."""
 
     entries: int
     size: Callable[[Ids], Ids] | None = None
-    """Blocks that each entry takes; one where nothing is said."""
+    """Returns the number of blocks of each entry; one block each if None."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """What of `Use` it ranks by."""
+    """The fields of `Use` that the policy requires."""
     _heap: list[tuple[Rank, int, Ids]] = field(default_factory=list, init=False)
     _stored: int = field(default=0, init=False)
-    """Places in the heap, those that were left behind included."""
+    """Number of places in the heap, including stale ones."""
     _serial: int = field(default=0, init=False)
     _last_rank: Rank = field(default=(0.0,), init=False)
-    """Of the last victim."""
+    """The rank of the last victim."""
 
     def __post_init__(self) -> None:
         self._place = np.zeros(self.entries, np.int32)
-        """The serial number of the segment that an entry is in; 0 for none."""
+        """The serial number of the segment of each entry; 0 for none."""
 
     def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
-        """Entries that were used, the first to go first, in segments of one rank each."""
+        """Yield used entries in segments of equal rank, in order of eviction."""
         raise NotImplementedError
 
     def used(self, ids: Ids, use: Use) -> None:
-        """Rank entries that a request has used, or brought."""
+        """Rank entries that a request has used or added."""
         for rank, segment in self.ranked(ids, use):
             self._push(rank, segment)
 
     def forget(self, ids: Ids) -> None:
-        """Take entries out of the queue: they are gone."""
+        """Remove entries from the queue."""
         self._place[ids] = 0
 
     def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
-        """Take entries of `blocks` blocks out of the queue, or all that are not pinned."""
+        """Remove and return entries of `blocks` blocks in total, or all that are not pinned."""
         found: list[Ids] = []
         aside = []
         while blocks > 0 and self._heap:
@@ -126,7 +126,7 @@ class Eviction:
         self._stored += len(segment)
 
     def _sweep(self) -> None:
-        """Forget the places that were left behind, and number the segments anew."""
+        """Remove stale places and renumber the segments."""
         queued, self._heap, self._serial, self._stored = sorted(self._heap, key=_order), [], 0, 0
         for rank, serial, segment in queued:
             left = segment[self._place[segment] == serial]
@@ -143,7 +143,7 @@ def _order(queued: tuple[Rank, int, Ids]) -> tuple[Rank, int]:
 
 
 def by_value(ids: Ids, values: NDArray[Any]) -> Iterator[tuple[float, Ids]]:
-    """Entries of one value each, in their order; the values need not be sorted."""
+    """Group entries by value, keeping their order. The values need not be sorted."""
     if len(ids) and (values == values[0]).all():
         yield float(values[0]), ids
         return

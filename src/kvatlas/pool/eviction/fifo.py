@@ -1,4 +1,4 @@
-"""First in, first out: a hit changes nothing."""
+"""First in, first out: a hit does not change the order."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from kvatlas.pool.eviction.base import Eviction, Ids, Rank, Use
 
 
 class Fifo(Eviction):
-    """The entry that came first goes first."""
+    """Evict the oldest entry first."""
 
     def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
-        """Only those that are new."""
+        """Rank only new entries."""
         yield (use.now,), ids[self._place[ids] == 0]

@@ -10,20 +10,20 @@ from kvatlas.pool.eviction.base import Eviction, Ids, Rank, Use, by_value
 
 
 class Lfu(Eviction):
-    """The entry with the fewest uses goes first; what is evicted begins again at none."""
+    """Evict the entry with the fewest uses first. Eviction resets the count."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._uses = np.zeros(self.entries, np.int32)
 
     def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
-        """By uses, and by time among those with as many."""
+        """Rank by number of uses, then by time."""
         self._uses[ids] += 1
         for uses, segment in by_value(ids, self._uses[ids]):
             yield (uses, use.now), segment
 
     def forget(self, ids: Ids) -> None:
-        """Nor their uses are remembered."""
+        """Remove entries and reset their counts."""
         super().forget(ids)
         self._uses[ids] = 0
 

@@ -1,4 +1,4 @@
-"""Least recently used first, as engines do."""
+"""Least recently used first, the policy of most engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvatlas.pool.eviction.base import Eviction, Ids, Rank, Use
 
 
 class Lru(Eviction):
-    """The entry whose last use is the longest ago goes first.
+    """Evict the least recently used entry first.
 
     >>> import numpy as np
     >>> queue, nobody = Lru(4), np.zeros(4, bool)
@@ -19,5 +19,5 @@ class Lru(Eviction):
     """
 
     def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
-        """All at the end of the queue."""
+        """Move all used entries to the end of the queue."""
         yield (use.now,), ids

@@ -1,4 +1,4 @@
-"""S3-FIFO (SOSP'23): a small queue for what is new, a main one for what was used again."""
+"""S3-FIFO (SOSP'23): a small queue for new entries and a main queue for reused entries."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ SHARE = 0.1
 
 
 class S3Fifo(Eviction):
-    """What is used once goes early; what was used again, or comes back, stays longer.
+    """Evict entries that are used once early, and keep entries that are used again longer.
 
-    A new entry enters the small queue, or the main one where it was evicted from the small
-    one not long ago. What was used since moves from the small to the main queue when its
-    turn comes; in the main queue it gets another round for each of up to three uses.
+    A new entry enters the small queue, or the main queue if it was recently evicted from the
+    small one. When an entry of the small queue comes up and was used since, it moves to the main
+    queue. There it gets another round for each of up to three uses.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._small: OrderedDict[int, int] = OrderedDict()
         self._main: OrderedDict[int, int] = OrderedDict()
-        """Entries in the order of their coming, with their uses since."""
+        """Entries in order of insertion, with their uses since."""
         self._ghosts: OrderedDict[int, None] = OrderedDict()
-        """Evicted from the small queue, as many as there are entries."""
+        """Entries that were evicted from the small queue, up to the number of all entries."""
 
     def used(self, ids: Ids, use: Use) -> None:  # noqa: ARG002 - the order alone counts
-        """Count a use more, or enter a queue."""
+        """Count a use of each entry, or add it to a queue."""
         for entry in ids.tolist():
             for queue in (self._small, self._main):
                 if entry in queue:
@@ -43,13 +43,13 @@ class S3Fifo(Eviction):
                 (self._main if back else self._small)[entry] = 0
 
     def forget(self, ids: Ids) -> None:
-        """Gone, and not by eviction: no ghost is left."""
+        """Remove entries without recording them as ghosts."""
         for entry in ids.tolist():
             self._small.pop(entry, None)
             self._main.pop(entry, None)
 
     def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
-        """From the small queue while it has more than its share, else from the main one."""
+        """Evict from the small queue while it exceeds its share, otherwise from the main queue."""
         found: list[int] = []
         aside: list[tuple[OrderedDict[int, int], int, int]] = []
         while blocks > 0 and (self._small or self._main):

@@ -1,4 +1,4 @@
-"""Hit rates: a trace's requests through the pools of a plan."""
+"""Simulate hit rates: replay the requests of a trace through the pools of a plan."""
 
 from kvatlas.pool.simulation.choosing import BASELINE, POLICIES, TriedPlan, choose
 from kvatlas.pool.simulation.copies import CopyingReplay

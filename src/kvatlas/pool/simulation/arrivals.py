@@ -1,8 +1,8 @@
-"""`TimedReplay`: requests when they came, so that those under way hold their blocks.
+"""`TimedReplay`: replay requests at their arrival times, so that active ones hold their blocks.
 
-One prompt is computed at a time, at the rate of a cost model; answers are decoded side by
-side, at so many seconds a token. A request that finds no room waits, and those behind it
-with it. What is computed can be found when its prompt is done.
+One prompt is computed at a time, at the rate of a cost model. Answers are decoded in parallel, at
+a fixed time per token. A request that finds no space waits, and so do all requests after it. New
+blocks can be found when the prompt is complete.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class _Running:
 
 
 class TimedReplay(Replay):
-    """A replay in which requests overlap."""
+    """A replay in which requests overlap in time."""
 
     def start(self, trace: Trace, cost: PrefillCost | None) -> None:
-        """Take the trace's times, and what prompts cost."""
+        """Set the arrival times and the cost of prompts."""
         self._trace, self._cost = trace, cost
         self._pins = np.zeros(len(self._present), np.int32)
         self._held = [0] * len(self._blocks)
-        """Blocks of each pool that requests under way have: nobody can evict them."""
+        """Blocks of each pool that active requests hold. They cannot be evicted."""
         self._running: dict[int, _Running] = {}
         self._events: list[tuple[float, int, int]] = []
         self.waited = 0.0
-        """Seconds that requests waited for room."""
+        """Total seconds that requests waited for space."""
 
     def run(self, progress: Progress | None = None) -> Outcome:
-        """All requests, at their times."""
+        """Replay all requests at their arrival times."""
         times, requests = self._trace.times, len(self._trace)
         order = np.argsort(times, kind="stable")
         busy = 0.0
@@ -84,7 +84,7 @@ class TimedReplay(Replay):
             (self._prefilled if kind == _PREFILLED else self._done)(request)
 
     def _begin(self, request: int) -> int | None:
-        """Blocks for a request, and the spans that it found; None where there is no room now."""
+        """Take blocks for a request and return the spans that it found; None without space."""
         spans = self.spans.of_request(request)
         prompt = self._prompt(request, spans)
         hit = prompt.hit
@@ -116,7 +116,7 @@ class TimedReplay(Replay):
         return hit
 
     def _prefilled(self, request: int) -> None:
-        """What is new can be found; of what another request was quicker with, the room is free."""
+        """Publish new blocks, and free blocks that another request has published first."""
         new = self._running[request].new
         twice = new[self._present[new]]
         fresh = self._pins[twice] == 0

@@ -1,7 +1,7 @@
-"""The block tables of one request, as vLLM has them while a prompt is computed step by step.
+"""The block tables of one request in vLLM, while a prompt is computed step by step.
 
-A table only grows. What a window or a state leaves behind is let go before each step. Places are
-spans along the request; those that are named can be found by later requests.
+A table only grows. Blocks that a window or a state no longer needs are freed before each step.
+Places are spans along the request. Later requests can find the places that are named.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class SimulatedTable:
     def __init__(self, one: LayerClass, step: int, places: Sequence[int], hit: int) -> None:
         self._one, self._step = one, step
         self._places = places
-        """Those that are named or will be, in their order."""
+        """Places that are or will be named, in order."""
         self.named = self._until(hit)
-        """How many of these have their content."""
+        """Number of these places that are computed."""
         self.left = 0
-        """How many of these were left behind."""
+        """How many of these are no longer needed."""
         self._cut = one.first_place(hit * step, step)
-        """The first place that is in use."""
+        """The first place in use."""
         self._taken = hit * one.blocks
-        """Blocks of the table, those that were left behind included."""
+        """Number of blocks of the table, including freed ones."""
 
     @property
     def in_use(self) -> int:
@@ -36,15 +36,15 @@ class SimulatedTable:
 
     @property
     def unnamed(self) -> int:
-        """Blocks in use that nobody can find."""
+        """Number of blocks in use that cannot be found."""
         return self.in_use - (self.named - self.left) * self._one.blocks
 
     def _until(self, place: int) -> int:
-        """How many places that are named, or will be, lie before this one."""
+        """Return how many places that are or will be named come before this one."""
         return bisect_left(self._places, place)
 
     def leave(self, tokens: int) -> slice:
-        """Let go of what is not needed behind so many tokens; which named places are left."""
+        """Free blocks that are not needed after `tokens` tokens; return the named places freed."""
         before = self.left
         cut = self._one.first_place(tokens, self._step)
         if cut > self._cut:
@@ -54,7 +54,7 @@ class SimulatedTable:
         return slice(before, self.left)
 
     def take(self, stop: int) -> int:
-        """Blocks for all tokens up to `stop`; how many more."""
+        """Take blocks for all tokens up to `stop` and return how many were added."""
         before = self._taken
         self._taken = max(before, self._blocks(stop))
         return self._taken - before
@@ -65,26 +65,29 @@ class SimulatedTable:
         return ceil_div(stop * self._one.blocks, self._step)
 
     def behind(self, stop: int, spans: int | None = None) -> int:
-        """Blocks of the first `stop` tokens behind so many spans, or behind all whole ones."""
+        """Return the blocks of the first `stop` tokens after `spans` spans.
+
+        By default, `spans` is the number of complete spans.
+        """
         whole = stop // self._step if spans is None else spans
         return self._blocks(stop) - whole * self._one.blocks
 
     def name(self, stop: int) -> slice:
-        """Tokens up to `stop` are computed; which places have their content since then."""
+        """Record that tokens up to `stop` are computed and return the places completed by them."""
         before = self.named
         self.named = max(before, self._until(stop // self._step))
         return slice(before, self.named)
 
 
 class AttentionTable(SimulatedTable):
-    """The blocks of attention: all places are named, and none is left."""
+    """The blocks of full attention: all places are named, and none is freed."""
 
     def _until(self, place: int) -> int:
         return min(place, len(self._places))
 
 
 class StateTable(SimulatedTable):
-    """States of which few are kept: one at the end of each step, and none between."""
+    """Recurrent states that are written only at the end of each step."""
 
     def __init__(self, one: LayerClass, step: int, places: Sequence[int], hit: int) -> None:
         super().__init__(one, step, places, hit)
@@ -98,17 +101,17 @@ class StateTable(SimulatedTable):
 
     @property
     def unnamed(self) -> int:
-        """Blocks in use that nobody can find."""
+        """Number of blocks in use that cannot be found."""
         return len(self._loose) * self._one.blocks
 
     def leave(self, tokens: int) -> slice:
-        """Let go of all states but the one behind so many tokens; which named ones are left."""
+        """Free all states except the one after `tokens` tokens; return the named places freed."""
         left = super().leave(tokens)
         self._loose = [place for place in self._loose if place >= self._cut]
         return left
 
     def take(self, stop: int) -> int:
-        """A state behind `stop` tokens, unless its block is there."""
+        """Take a block for the state after `stop` tokens, unless it exists."""
         if self._blocks(stop) <= self._taken:
             return 0
         self._taken = self._blocks(stop)
@@ -116,7 +119,7 @@ class StateTable(SimulatedTable):
         return self._one.blocks
 
     def name(self, stop: int) -> slice:
-        """The state behind `stop` tokens can be found, if it is kept."""
+        """Publish the state after `stop` tokens, if it is kept."""
         new = super().name(stop)
         for place in self._places[new]:
             self._loose.remove(place)

@@ -1,8 +1,9 @@
-"""`choose`: which plan, and which checkpoints and eviction, find the most of a trace.
+"""`choose`: find the plan and the policies with the highest hit rate on a trace.
 
-Everything is simulated. All pairs of plans and policies would take long, so there are two rounds:
-every plan with checkpoints at branch points, then every policy with the best plan and with vLLM's.
-vLLM's plan as vLLM runs it is always tried, so what is chosen finds no less.
+Every candidate is simulated. Simulating all pairs of plans and policies would take long, so there
+are two rounds: every plan with checkpoints at branch points, then every policy with the best plan
+and with vLLM's. vLLM's plan with vLLM's policies is always among the candidates, so the result is
+never worse than vLLM.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from kvatlas.pool.traces import Trace
 FIRST = ("branch-points", "lru")
 """Checkpoints and eviction of the first round."""
 POLICIES = (FIRST, ("vllm-default", "lru"), ("every-block", "lru"), ("every-2048", "lru"))
-"""Checkpoints and evictions that are tried where nobody says which."""
+"""Default checkpoint and eviction policies to try."""
 BASELINE = ("vllm-default", "lru")
-"""What vLLM 0.32 does with its plan where nobody tells it otherwise."""
+"""The default checkpoint and eviction policies of vLLM 0.32."""
 
 
 @dataclass(frozen=True)
 class TriedPlan:
-    """A plan with policies, and what they found together."""
+    """A plan with policies, and their simulated hit rates."""
 
     name: str
     plan: Plan
     rates: HitRates
     by_group: bool = False
-    """Groups let go one after the other, as in vLLM's engine."""
+    """Whether groups release their blocks one after the other, as in vLLM."""
 
 
 def choose(
@@ -44,10 +45,10 @@ def choose(
     cost: PrefillCost | None = None,
     progress: Progress | None = None,
 ) -> list[TriedPlan]:
-    """All that was tried, what finds the most first; of equals, the plan that was named first.
+    """Simulate plans and policies and return them, the highest hit rate first.
 
-    Plans that decide the same hits are tried once. The plan named `vllm`, where there is one,
-    is also tried as vLLM runs it.
+    Among equal hit rates, the plan that was passed first wins. Plans that give the same hits are
+    simulated once. A plan named `vllm` is also simulated with vLLM's policies.
     """
     distinct: dict[PoolModel, str] = {}
     for name, plan in plans.items():
@@ -79,7 +80,7 @@ def choose(
 def _that_differ(
     model: PoolModel, policies: tuple[tuple[str, str], ...]
 ) -> Iterator[tuple[str, str]]:
-    """Policies beside the first: without windows and states, checkpoints make no difference."""
+    """Yield the other policies. Checkpoints matter only with windows or recurrent states."""
     sparse = any(one.needs != "all" for one in model.classes)
     seen = {FIRST if sparse else FIRST[1]}
     for kept, gone in policies:

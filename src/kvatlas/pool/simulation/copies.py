@@ -1,9 +1,9 @@
-"""`CopyingReplay`: requests as vLLM serves them, block table by block table.
+"""`CopyingReplay`: replay requests exactly as vLLM serves them, block table by block table.
 
-A prompt is computed in steps, and each group's table grows with them. Where a state or a window
-is missing, attention's blocks are computed anew although they are there. vLLM's tables only grow,
-so it keeps both, each with a place of its own in the queue; a hit takes the older. So does this
-replay, and finds what vLLM finds.
+A prompt is computed in steps, and each group's table grows with them. If a state or a window is
+missing, attention's blocks are computed again although they are cached. vLLM's tables only grow,
+so it keeps both copies, each with a separate place in the eviction queue, and a hit uses the older
+one. This replay does the same and finds the same hits as vLLM.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from kvatlas.pool.traces import MOST_TOKENS, Ints, Trace
 
 
 class AlikeGroups(NamedTuple):
-    """Groups that have equal tables, but for the blocks in them."""
+    """Groups whose tables differ only in their block ids."""
 
     one: LayerClass
     first: int
-    """The number of the first of these classes."""
+    """The index of the first class."""
     number: int
-    """How many they are."""
+    """The number of groups."""
     pool: int
     table: type[SimulatedTable]
     bases: Ints
-    """[group, 1] the first entry of each."""
+    """[group, 1] the first entry of each group."""
     keeps_all: bool
-    """Whether nothing is left behind."""
+    """Whether all blocks are kept to the end of the request."""
 
 
 Served = tuple[AlikeGroups, SimulatedTable, Ints]
-"""Of a request: alike groups, their table, and the [group, place] ids of what is named in it."""
+"""Equal groups of a request, their table, and the [group, place] ids of its named places."""
 
 
 class CopyingReplay(ReplayBase):
-    """A replay of entries with copies: ids below `_entries_end` are first ones, the rest further.
+    """A replay in which entries may have several copies, with LRU eviction, as in vLLM.
 
-    Evicts the least recently used, as vLLM does. `batched_tokens` are computed in a step.
+    Ids below `_entries_end` are first copies, all others are further copies. A step computes
+    `batched_tokens` tokens.
     """
 
     def __init__(
@@ -82,13 +83,13 @@ class CopyingReplay(ReplayBase):
         self._fresh = self._entries_end
         """The first further id that was never used."""
         self._copies: dict[int, list[int]] = {}
-        """Ids of entries that have others than their first, the oldest in front."""
+        """Ids of entries with several copies, oldest first."""
         self._copied = np.zeros(total, bool)
-        """Whether an id is of an entry in `_copies`: all further ones are."""
+        """Whether an id belongs to an entry in `_copies`, as all further ids do."""
         self._copied[self._entries_end :] = True
 
     def _alike_groups(self) -> list[AlikeGroups]:
-        """Classes that follow each other and differ in nothing: vLLM's groups of one kind."""
+        """Return runs of equal classes: vLLM's groups of one kind."""
         few = not isinstance(self.policy.checkpoints, EveryBlock)
         runs: list[list[int]] = []
         for number, one in enumerate(self.model.classes):
@@ -109,7 +110,7 @@ class CopyingReplay(ReplayBase):
         return found
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
-        """Serve a request step by step; False where even an empty pool has no room for it."""
+        """Serve a request step by step; False if it does not fit even into empty pools."""
         step, length = self.model.step, self._lengths[request]
         kept = (wanted * step).tolist() if self._steps.ends_at_blocks else ()
         steps = list(self._steps.between(hit * step, length, kept))
@@ -131,7 +132,7 @@ class CopyingReplay(ReplayBase):
         return True
 
     def _begin(self, spans: Ints, hit: int, parts: list[Ints]) -> list[Served]:
-        """The tables of a request that has found `hit` spans; alike groups have alike ones."""
+        """Return the tables of a request that has found `hit` spans, one for equal groups."""
         served = []
         for some, table in zip(self._groups, self._tables(hit, parts), strict=True):
             mine = spans if some.keeps_all else spans[parts[some.first]]
@@ -147,7 +148,7 @@ class CopyingReplay(ReplayBase):
         return tables
 
     def _fits(self, steps: list[tuple[int, int]], end: int, hit: int, parts: list[Ints]) -> bool:
-        """Whether what a request has in use at a time has room; it ends with its answer."""
+        """Return whether the pools have space for a request at every step, including its answer."""
         spans = end // self.model.step + 2
         if all(
             spans * blocks <= room
@@ -167,7 +168,7 @@ class CopyingReplay(ReplayBase):
         return True
 
     def _make_room(self, length: int, end: int, served: list[Served]) -> None:
-        """Evict at once what all steps will: for what is named, and for the last step's rest."""
+        """Evict enough blocks for all steps of a request in one call."""
         needs = [0] * len(self._blocks)
         for some, table, ids in served:
             named = ids.shape[1]
@@ -178,7 +179,7 @@ class CopyingReplay(ReplayBase):
             self._evict(pool, self._used[pool] + need - self._blocks[pool])
 
     def _leave(self, start: int, served: list[Served]) -> None:
-        """Before a step, let go of what windows and states have left behind."""
+        """Before a step, free blocks that windows and states no longer need."""
         for some, table, ids in served:
             if not some.keeps_all:
                 before = table.unnamed
@@ -186,9 +187,10 @@ class CopyingReplay(ReplayBase):
                 self._used[some.pool] -= (before - table.unnamed) * some.number
 
     def _take(self, stop: int, end: int, served: list[Served]) -> None:
-        """Blocks for a step up to `stop`; those of attention up to `end`, for the answer too.
+        """Take blocks for a step up to `stop`, and for attention up to `end`, with the answer.
 
-        Windows and states go on in what they leave. Nobody knows an answer's tokens.
+        Windows and states reuse the blocks that they free. Blocks of the answer cannot be found,
+        because a trace does not contain its tokens.
         """
         needs = [0] * len(self._blocks)
         for some, table, _ in served:
@@ -199,7 +201,7 @@ class CopyingReplay(ReplayBase):
         self.outcome.peak = max(self.outcome.peak, sum(self._used))
 
     def _name(self, stop: int, served: list[Served]) -> None:
-        """Blocks that are whole can be found, beside those that were there."""
+        """Publish complete blocks, in addition to existing copies."""
         for _, table, ids in served:
             new = ids[:, table.name(stop)]
             if new.size:
@@ -210,12 +212,12 @@ class CopyingReplay(ReplayBase):
                     new[again.reshape(new.shape)] = self._copy(entries[again])
 
     def _let_go(self, some: AlikeGroups, named: Ints) -> None:
-        """What nobody uses waits to be evicted: group after group, the last blocks first."""
+        """Queue unused blocks for eviction, group by group, the last blocks first."""
         if named.size:
             self._queues[some.pool].put(named[:, ::-1], some.one.blocks)
 
     def _take_oldest(self, pool: int, found: Ints) -> None:
-        """The oldest copies of what is found; none of them is evicted until ranked anew."""
+        """Use the oldest copies of found entries, and protect them until they are queued again."""
         if not found.size:
             return
         ids = found.ravel()
@@ -225,7 +227,7 @@ class CopyingReplay(ReplayBase):
         self._queues[pool].take(ids)
 
     def _copy(self, entries: Ints) -> Ints:
-        """Another id of each of these entries, which are there."""
+        """Return a further id for each of these cached entries."""
         left = max(len(self._free) - len(entries), 0)
         made = self._free[left:]
         del self._free[left:]
@@ -240,7 +242,7 @@ class CopyingReplay(ReplayBase):
         return ids
 
     def _evict(self, pool: int, blocks: int) -> None:
-        """Free so many blocks of a pool; what requests use is not in the queue."""
+        """Free `blocks` blocks of a pool. Blocks in use are not in the queue."""
         if blocks <= 0:
             return
         victims, freed = self._queues[pool].victims(blocks)
@@ -249,14 +251,14 @@ class CopyingReplay(ReplayBase):
         self.outcome.evictions += freed
 
     def _gone(self, victims: Ints) -> None:
-        """Entries are gone when the last of their copies is."""
+        """Remove entries whose last copy was evicted."""
         if self._copies and np.count_nonzero(copied := self._copied[victims]):
             self._lose_copies(victims[copied])
             victims = victims[~copied]
         self._present[victims] = False
 
     def _lose_copies(self, ids: Ints) -> None:
-        """Ids of entries that have several go."""
+        """Remove ids of entries that have several copies."""
         further = ids >= self._entries_end
         self._free += ids[further].tolist()
         entries = ids.copy()

@@ -1,4 +1,4 @@
-"""`simulate`: how much of a trace's prompts a plan's pools find again."""
+"""`simulate`: the hit rates of a trace on the pools of a plan."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kvatlas.pool.simulation.tiers import LowerTier, TieredReplay
 from kvatlas.pool.traces import Ints, Trace
 
 BRANCH_POINTS = "branch-points"
-"""Checkpoints where nobody says which."""
+"""The default checkpoint policy."""
 
 
 class HitRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulation found. Rates are shares of prompt tokens that need not be computed."""
+    """The result of a simulation. Rates are shares of prompt tokens that need not be computed."""
 
     model: str
     policy: str
@@ -39,44 +39,44 @@ class HitRates(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: str
     arrivals: bool
     block: int
-    """Tokens that hits are multiples of."""
+    """Granularity of hits in tokens."""
     memory: int
-    """Bytes of the pools, over all ranks."""
+    """Bytes of the pools of all ranks."""
     blocks: int
     requests: int
     tokens: int
-    """Of all prompts."""
+    """Number of tokens of all prompts."""
     found: int
-    """Tokens that were found."""
+    """Number of prompt tokens that were found."""
     hit_rate: float
-    """Over the tokens of all requests."""
+    """Hit rate over the tokens of all requests."""
     hit_rate_by_request: float
-    """Mean over requests, short or long."""
+    """Mean hit rate over requests, regardless of their length."""
     hit_rate_last_half: float
-    """Over the tokens of the last half of the requests, when the pools are full."""
+    """Hit rate over the tokens of the last half of the requests, when the pools are full."""
     ceiling: float
-    """What a memory without bounds finds in the trace's own blocks."""
+    """Hit rate of an unlimited memory, with the block size of the trace."""
     computed: int
-    """Tokens that were computed."""
+    """Number of tokens that were computed."""
     computed_again: int
-    """Tokens that were computed although an earlier request had computed them."""
+    """Number of computed tokens that an earlier request had already computed."""
     evictions: int
-    """Blocks that were evicted."""
+    """Number of evicted blocks."""
     peak_blocks: int
-    """Blocks in use at most, those that are only kept included."""
+    """Maximum number of blocks in use, including blocks kept for reuse."""
     refused: int
-    """Requests that no empty pool has room for; all their tokens count as computed."""
+    """Requests that do not fit even into empty pools. All their tokens count as computed."""
     waited: float
-    """Seconds that requests waited for room, where arrivals are respected."""
+    """Total seconds that requests waited for space, if arrival times are simulated."""
     flops: float | None
-    """Of all prompts, without a cache."""
+    """FLOPs of all prompts without a cache; None if the model's parameters are unknown."""
     flops_saved: float | None
     seconds_saved: float | None
     found_by_tier: dict[str, int] = {}
-    """Of the tokens that were found, by the lowest tier that had some of what they need."""
+    """Number of found tokens, by the lowest tier that was needed for them."""
 
     def as_dict(self) -> dict[str, Any]:
-        """What machines read."""
+        """Return the result as a dictionary, for JSON."""
         return msgspec.structs.asdict(self)
 
 
@@ -93,14 +93,14 @@ def simulate(
     state_share: float | None = None,
     progress: Progress | None = None,
 ) -> HitRates:
-    """Replay a trace through the pools of a plan.
+    """Replay a trace through the pools of a plan and return the hit rates.
 
-    Checkpoints are kept at branch points unless `checkpoints` says otherwise. Plans of policy
-    vllm let go group by group, and keep what is computed again twice, as vLLM does; others let
-    go from the end on, and keep it once, unless `by_group` says otherwise. Without `arrivals`
-    one request follows the other; with them, requests under way hold their blocks. What is
-    evicted goes to `tiers`, plans by name, from the first to the last; `state_share` is the part
-    of the first that checkpoints have for themselves.
+    The default checkpoint policy is `branch-points`. Plans of policy vllm release blocks group by
+    group and keep two copies of recomputed blocks, as vLLM does. Other plans release blocks from
+    the end of the request and keep one copy. `by_group` overrides this. Without `arrivals`,
+    requests run one after the other. With `arrivals`, active requests hold their blocks. Evicted
+    blocks move through `tiers`, a mapping from names to plans, from the first to the last.
+    `state_share` is the share of the first tier that is reserved for checkpoints.
     """
     policy = _policy(plan, eviction, checkpoints, by_group)
     model = PoolModel.of(plan)
@@ -135,7 +135,7 @@ def found_by_request(
     checkpoints: str | None = None,
     by_group: bool | None = None,
 ) -> Ints:
-    """Tokens of each request that `simulate` finds, one request after the other."""
+    """Return the number of tokens that `simulate` finds for each request, without arrivals."""
     replay = _one_by_one(plan, trace, _policy(plan, eviction, checkpoints, by_group), None)
     return np.minimum(replay.run().hits * replay.spans.step, trace.lengths)
 
@@ -159,7 +159,7 @@ def _options(
 def _one_by_one(
     plan: Plan, trace: Trace, policy: ReplayPolicy, cost: PrefillCost | None
 ) -> ReplayBase:
-    """A replay of requests that follow each other: as vLLM serves them, where that is asked for."""
+    """Return a replay of requests one after the other, optionally exactly as in vLLM."""
     as_vllm = policy.by_group and policy.eviction == "lru"
     model = PoolModel.of(plan, by_group=as_vllm)
     spans = spans_of(trace, model.step)
@@ -173,8 +173,8 @@ def _lower_tiers(
     tiers: Mapping[str, Plan], model: PoolModel, share: float | None, *, arrivals: bool
 ) -> list[LowerTier]:
     if arrivals:
-        hint = "Simulate tiers without arrivals"
-        raise AtlasError(Code.CONTRADICTORY, got="tiers and arrivals", hint=hint)
+        problem, hint = "Tiers cannot be simulated with arrivals", "Omit one of them"
+        raise AtlasError(Code.CONTRADICTORY, problem, got="tiers and arrivals", hint=hint)
     return [
         LowerTier.of(name, plan, model, state_share=None if place else share)
         for place, (name, plan) in enumerate(tiers.items())
@@ -183,13 +183,13 @@ def _lower_tiers(
 
 @lru_cache(maxsize=2)
 def spans_of(trace: Trace, step: int) -> Spans:
-    """The spans of a trace, remembered: comparisons ask for them again and again."""
+    """Return the spans of a trace. They are cached, because comparisons need them repeatedly."""
     return Spans.of(trace, step)
 
 
 @lru_cache(maxsize=2)
 def ceiling(trace: Trace) -> Ints:
-    """Tokens of each request that an unlimited memory finds, in the trace's own blocks."""
+    """Return the tokens that an unlimited memory finds for each request, in the trace's blocks."""
     counts = np.diff(trace.starts)
     requests = np.repeat(np.arange(len(trace)), counts)
     first = np.zeros(int(trace.ids.max(initial=-1)) + 1, np.int64)
@@ -202,7 +202,10 @@ def ceiling(trace: Trace) -> Ints:
 def _saved(
     model: PoolModel, cost: PrefillCost | None
 ) -> Callable[[LayerClass, Ints], NDArray[np.float64]]:
-    """FLOPs that an entry saves, by byte: of its own tokens, or of all before a checkpoint."""
+    """Return a function of the FLOPs per byte that an entry saves.
+
+    A block saves those of its tokens, and a checkpoint those of all tokens before it.
+    """
     priced = cost or PrefillCost(1.0)
 
     def saved(one: LayerClass, places: Ints) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Classes of groups that are kept and lost together: alike groups of one pool."""
+"""Classes of equal groups of one pool, whose blocks are kept and evicted together."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ EVERYTHING = Visibility()
 
 @dataclass(frozen=True)
 class LayerClass:
-    """Groups of one kind, block and pool, and what they keep for a span."""
+    """Groups with the same kind, block size and pool, and the blocks that they keep per span."""
 
     needs: Literal["all", "window", "state"]
     pool: int
     blocks: int
-    """Blocks of the pool that a span, or a state, takes in all these groups."""
+    """Blocks of the pool per span or state, in all groups of the class."""
     visibility: Visibility = EVERYTHING
     block_bytes: int = 1
 
     def first(self, ends: Ints, step: int) -> Ints:
-        """The first span that is needed to go on behind each of so many spans."""
+        """Return the first span that is needed to continue after each number of spans."""
         if self.needs == "all":
             return ends * 0
         if self.needs == "state":
@@ -39,7 +39,7 @@ class LayerClass:
         return np.minimum(first, ends)
 
     def first_place(self, tokens: int, step: int) -> int:
-        """The first span that is needed to go on behind so many tokens, whole spans or not.
+        """Return the first span that is needed to continue after `tokens` tokens.
 
         >>> LayerClass("window", 0, 1, Visibility(window=33)).first_place(100, 16)
         4
@@ -51,23 +51,23 @@ class LayerClass:
 
 @dataclass(frozen=True)
 class PoolModel:
-    """What of a plan decides hits: classes, and the blocks of each pool."""
+    """The properties of a plan that determine hits: its classes and the blocks of each pool."""
 
     step: int
-    """Tokens of a span: hits end at multiples of these."""
+    """Number of tokens per span. Hits end at multiples of it."""
     classes: tuple[LayerClass, ...]
     blocks: tuple[int, ...]
-    """Of each pool, without the null block."""
+    """Number of blocks of each pool, without the null block."""
     groups: tuple[Group, ...] = ()
     dcp: int = 1
 
     @classmethod
     def of(cls, plan: Plan, *, by_group: bool = False) -> PoolModel:
-        """The classes of a plan, in the order of its groups; with `by_group` one for each."""
+        """Return the model of a plan. With `by_group`, each group is a separate class."""
         if not reuses_prefixes(plan):
-            problem = "This plan finds no prefixes: an encoder's tokens are not the request's"
+            problem = "The plan does not support prefix caching, so there are no hits to simulate"
             got = f"{plan.model}, prefix caching {'on' if plan.prefix_caching else 'off'}"
-            hint = "Simulate a decoder, planned with prefix caching"
+            hint = "Use a decoder model, and plan it with prefix caching"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         step = hit_step(plan) * plan.dcp
         check_step(step)
@@ -97,14 +97,14 @@ class PoolModel:
 
     @classmethod
     def plain(cls, step: int, blocks: int) -> PoolModel:
-        """Full attention alone, with one pool of so many blocks of `step` tokens."""
+        """Return a model of full attention with one pool of `blocks` blocks of `step` tokens."""
         return cls(step, (LayerClass("all", 0, 1),), (blocks,))
 
     def in_flight(self, lengths: Ints, spans: Ints) -> Ints:
-        """[pool, request] blocks beside whole spans that each request holds while it runs.
+        """Return [pool, request] the blocks of a running request in addition to complete spans.
 
-        The block that is being filled, those of the answer, windows, and the states that are
-        written.
+        These are the block that is being filled, the blocks of the answer and of windows, and the
+        states that are written.
         """
         held = np.zeros((len(self.blocks), len(lengths)), np.int64)
         order = {index: place for place, index in enumerate(sorted({g.pool for g in self.groups}))}

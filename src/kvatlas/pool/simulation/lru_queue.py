@@ -1,9 +1,9 @@
-"""`LruQueue`: entries that nobody uses, the least recently used first.
+"""`LruQueue`: unused entries, least recently used first.
 
-What `eviction.Lru` does, for a replay that puts entries in when nobody uses them any more, and
-takes them out when somebody does: in order of time, so that segments need no heap, and those of
-one size together, so that nobody adds sizes up. What is taken out leaves a gap in its segment,
-which is skipped when it comes up, or swept away when there are more gaps than entries.
+It does the same as `eviction.Lru`, for a replay that adds entries when they become unused and
+removes them when they are used again. Entries are added in order of time, so segments need no heap.
+All entries of a segment have the same size, so sizes need not be summed. A removed entry leaves a
+gap in its segment. Gaps are skipped when they come up, and removed when they outnumber the entries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvatlas.pool.traces import Ints
 
 
 class LruQueue:
-    """Segments of entries, each with the blocks that an entry takes.
+    """A queue of segments of entries, each with the number of blocks per entry.
 
     >>> queue = LruQueue(4)
     >>> queue.put(np.array([0, 1, 2]), size=2)
@@ -31,30 +31,30 @@ class LruQueue:
 
     def __init__(self, entries: int) -> None:
         self._segments: deque[tuple[int, int, Ints]] = deque()
-        """(serial number, blocks of an entry, entries), the first to go in front."""
+        """(serial number, blocks per entry, entries), in order of eviction."""
         self._place = np.zeros(entries, np.int32)
-        """The serial number of the last segment that an entry came into; 0 where it was taken."""
+        """The serial number of each entry's segment; 0 for removed entries."""
         self._serial = 0
         self._stored = 0
-        """Places in all segments, gaps included."""
+        """Number of places in all segments, including gaps."""
         self._coming: list[Ints] = []
-        """Behind the last segment: they become one when somebody asks for them."""
+        """Entries after the last segment. They become a segment when they are needed."""
         self._coming_size = 0
 
     def put(self, ids: Ints, size: int) -> None:
-        """Entries of so many blocks each come to the end of the queue, the first to go first."""
+        """Append entries of `size` blocks each, in order of eviction."""
         if size != self._coming_size:
             self._join()
             self._coming_size = size
         self._coming.append(ids)
 
     def take(self, ids: Ints) -> None:
-        """Take entries out of the queue: somebody uses them."""
+        """Remove entries that are in use again."""
         self._join()
         self._place[ids] = 0
 
     def victims(self, blocks: int) -> tuple[Ints, int]:
-        """Take the first entries of `blocks` blocks out, or all; and the blocks they had."""
+        """Evict entries of `blocks` blocks, or all; return them and their number of blocks."""
         self._join()
         found = [_NOTHING]
         freed = 0
@@ -79,7 +79,7 @@ class LruQueue:
         return np.concatenate(found), freed
 
     def queued(self) -> Iterator[tuple[int, Ints]]:
-        """(blocks of an entry, entries) of every segment, without gaps, the first to go first."""
+        """Yield (blocks per entry, entries) of every segment without gaps, in order of eviction."""
         self._join()
         for serial, size, segment in self._segments:
             yield size, segment[self._place[segment] == serial]
@@ -98,7 +98,7 @@ class LruQueue:
         self._stored += len(ids)
 
     def _sweep(self) -> None:
-        """Forget all gaps, and number the segments anew."""
+        """Remove all gaps and renumber the segments."""
         queued = [(size, ids) for size, ids in self.queued() if len(ids)]
         self._segments.clear()
         self._serial = self._stored = 0

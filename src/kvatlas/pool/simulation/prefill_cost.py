@@ -1,4 +1,4 @@
-"""What a prefill costs: the stated model behind the FLOPs and seconds that hits save.
+"""The cost model of prefill, from which the FLOPs and seconds that hits save are computed.
 
 A token costs 2 FLOPs for each active parameter. Attention adds, for each pair of a query and
 a key that it sees, 2 FLOPs for each element of the key and of the value, in every query head.
@@ -18,15 +18,15 @@ from kvatlas.pool.traces import Ints
 from kvatlas.specs import Attention, Spec
 
 TFLOPS = 400.0
-"""Sustained by one GPU: about 40% of what an H100 or H200 has in bf16."""
+"""Sustained TFLOPS of one GPU: about 40% of the bf16 peak of an H100 or H200."""
 DECODE_SECONDS = 0.02
-"""For each token of an answer, where arrivals are respected."""
+"""Seconds per token of an answer, if arrival times are simulated."""
 _ACTIVE = re.compile(r"-A(\d+(?:\.\d+)?)B\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """FLOPs of the tokens of a prompt.
+    """The FLOPs of the tokens of a prompt.
 
     >>> cost = PrefillCost(per_token=10.0, pairs=((None, 2.0), (4, 1.0)))
     >>> cost.flops(np.array([0, 10]), np.array([10, 12]))
@@ -35,12 +35,12 @@ class PrefillCost:
 
     per_token: float
     pairs: tuple[tuple[int | None, float], ...] = ()
-    """(window, FLOPs a pair) of attention: the layers of one window together."""
+    """(window, FLOPs per pair) of attention. Layers with the same window are combined."""
     tflops: float = TFLOPS
 
     @classmethod
     def of(cls, model: Model, active: int, *, tflops: float = TFLOPS) -> PrefillCost:
-        """The cost of a model of so many active parameters."""
+        """Return the cost of a model with `active` active parameters."""
         pairs: dict[int | None, float] = {}
         for layer in model.layers:
             seen = layer.spec.visibility
@@ -50,19 +50,19 @@ class PrefillCost:
         return cls(2.0 * active, tuple(pairs.items()), tflops)
 
     def flops(self, start: Ints, stop: Ints) -> NDArray[np.float64]:
-        """FLOPs of tokens start .. stop - 1, of many prompts at once."""
+        """Return the FLOPs of tokens start .. stop - 1, for arrays of prompts."""
         total = self.per_token * (stop - start)
         for window, each in self.pairs:
             total = total + each * (_seen(stop, window) - _seen(start, window))
         return np.asarray(total, np.float64)
 
     def seconds(self, flops: float) -> float:
-        """At the rate that is sustained."""
+        """Return the duration of `flops` at the sustained rate."""
         return flops / (self.tflops * 1e12)
 
 
 def active_parameters(weights: Weights) -> int | None:
-    """Parameters that a token meets: all, or those that the name of a mixture says.
+    """Return the active parameters per token, taken from the model's name for MoE models.
 
     >>> active_parameters(Weights.load("Qwen3-30B-A3B"))
     3000000000
@@ -77,14 +77,14 @@ def active_parameters(weights: Weights) -> int | None:
 
 
 def _row(spec: Spec) -> int:
-    """Elements of a key and a value that a query head meets."""
+    """Return the number of elements of a key and a value per query head."""
     if isinstance(spec, Attention):
         return 2 * spec.head_dim
     return int(getattr(spec, "latent", 0) * 2 + getattr(spec, "rope", 0))
 
 
 def _seen(count: Ints, window: int | None) -> NDArray[np.float64]:
-    """Pairs of the first `count` tokens."""
+    """Return the number of (query, key) pairs of the first `count` tokens."""
     tokens = count.astype(np.float64)
     if window is None:
         return tokens * (tokens + 1) / 2

@@ -1,7 +1,7 @@
-"""In which steps vLLM computes a prompt: so many tokens at a time, and states where they are kept.
+"""The steps in which vLLM computes a prompt.
 
-A step ends where its tokens are used up. A recurrent state can only be kept at the end of a step:
-where few are, steps end there, and else where blocks do.
+A step computes up to a fixed number of tokens. A recurrent state can be kept only at the end of a
+step. If few states are kept, steps also end at their positions, otherwise at the ends of blocks.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from dataclasses import dataclass
 from kvatlas.planning import Plan
 
 BATCHED_TOKENS = 8192
-"""What vLLM computes at a time where nobody says otherwise."""
+"""vLLM's default number of tokens per step."""
 
 
 def batched_tokens(plan: Plan) -> int:
-    """Tokens that a step computes: a plan has room for one step more than it has stages."""
+    """Return the tokens per step. A plan has space for one more step than it has stages."""
     return plan.in_flight // (plan.pp + 1) or BATCHED_TOKENS
 
 
 @dataclass(frozen=True)
 class PrefillSteps:
-    """How prompts are divided."""
+    """The division of prompts into steps."""
 
     tokens: int
-    """Of a step at most."""
+    """Maximum number of tokens per step."""
     block: int
-    """Tokens of a block."""
+    """Number of tokens per block."""
     ends_at_blocks: bool
-    """Whether there are states, of which few are kept."""
+    """Whether there are recurrent states of which only some are kept."""
 
     def between(self, start: int, stop: int, kept: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(first, last + 1) token of each step; `kept` is where states are kept on the way.
+        """Yield the (start, stop) tokens of each step. `kept` are the positions of kept states.
 
         >>> list(PrefillSteps(100, 16, ends_at_blocks=True).between(32, 200, [64, 192]))
         [(32, 64), (64, 160), (160, 192), (192, 200)]

@@ -1,4 +1,4 @@
-"""In which order a request lets go of what it used: what it names first is evicted first."""
+"""The order in which a request releases its entries. Entries released first are evicted first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ordered = tuple[Ints, Ints]
 
 
 def along_the_request(entries: list[Ints], parts: list[Ints], *, head_first: bool) -> Ordered:
-    """All classes together from the end on, or from the head on."""
+    """Return the entries of all classes by position, from the end or from the head."""
     if len(parts) == 1:
         entry, place = entries[0], parts[0]
         return (entry, place) if head_first else (entry[::-1], place[::-1])
@@ -32,12 +32,13 @@ def by_group(
     *,
     in_parts: bool,
 ) -> Ordered:
-    """As vLLM frees: first what windows and states have left behind, then group by group.
+    """Return entries in vLLM's order: those that windows and states freed, then group by group.
 
-    `needs` are the first places that are still needed at the end of the prompt: of a window by
-    the next token; of states, that of the block with the prompt's last token. States at every
-    block go as a window's blocks do. Where there are few, a prompt is computed in parts that end
-    at them (`in_parts`): each is left, in all groups, when the part behind the next one begins.
+    `needs` are the first places that are still needed at the end of the prompt. For a window, the
+    next token needs them. For states, it is the block with the prompt's last token. States at
+    every block are freed like a window's blocks. If states are few, the prompt is computed in
+    parts that end at them (`in_parts`). Each state is then freed, in all groups, when the part
+    after the next one begins.
     """
     passed: list[Ordered] = []
     left: list[Ordered] = []

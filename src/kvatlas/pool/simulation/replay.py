@@ -1,6 +1,7 @@
-"""`Replay`: a trace's requests through the pools of a plan, one after the other.
+"""`Replay`: replay the requests of a trace through the pools of a plan, one after the other.
 
-For each request: room for what is new, and what was used is ranked, by any policy of eviction.
+For each request, space is made for new entries, and used entries are ranked by the eviction
+policy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvatlas.pool.traces import Ints
 
 
 class Replay(ReplayBase):
-    """A replay in which what is computed again is kept once."""
+    """A replay that keeps one copy of recomputed blocks, with any eviction policy."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class Replay(ReplayBase):
         self._in_parts = not isinstance(policy.checkpoints, EveryBlock)
         self._sizes = np.array([one.blocks for one in model.classes], np.int64)
         self._alike = len(set(self._sizes.tolist())) == 1
-        """Whether all entries are equally large."""
+        """Whether all entries have the same size."""
         kind = eviction_policy(policy.eviction)
         sized = None if self._alike else self._size
         self._evictions = [kind(len(self._present), sized) for _ in self._blocks]
@@ -48,7 +49,7 @@ class Replay(ReplayBase):
             self._in_flight[: len(in_flight)] = in_flight
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
-        """Room for a request, and its entries in it; False where it can never have room."""
+        """Make space for a request and add its entries; False if it can never fit."""
         if self.policy.store:
             self._store(request, parts)
             return True
@@ -71,7 +72,7 @@ class Replay(ReplayBase):
     def _fitting(
         self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]
     ) -> list[Ints] | None:
-        """What of a request has room in an empty pool: the last of its checkpoints, if not all."""
+        """Return the part of a request that fits into empty pools, with the last checkpoints."""
         while self._too_much(request, parts):
             if not len(wanted):
                 return None
@@ -88,10 +89,10 @@ class Replay(ReplayBase):
         return False
 
     def _store(self, request: int, parts: list[Ints]) -> None:
-        """Entries come in, and then whatever goes first leaves, be it one of them.
+        """Add entries, then evict the first in order, which may be one of the new entries.
 
-        Head first they come in one after the other: what was there may be gone, and have to
-        come in again, when its turn comes.
+        With `head_first`, entries are added one by one, so an existing entry may be evicted and
+        added again.
         """
         entries, places = self._in_order(request, parts)
         while len(entries):
@@ -112,7 +113,7 @@ class Replay(ReplayBase):
             self._evict(pool, self._used[pool] - self._blocks[pool])
 
     def _in_order(self, request: int, parts: list[Ints]) -> tuple[Ints, Ints]:
-        """(entries, their places along the request), the first to go first."""
+        """Return entries and their places along the request, in order of eviction."""
         spans = self._of_request(request)
         entries = []
         for number, (one, part) in enumerate(zip(self.model.classes, parts, strict=True)):
@@ -145,12 +146,12 @@ class Replay(ReplayBase):
                 eviction.used(entries[mine], use.part(mine))
 
     def _size(self, entries: Ints) -> Ints:
-        """Blocks of each entry."""
+        """Return the number of blocks of each entry."""
         sizes: Ints = self._sizes[entries >> self._bits]
         return sizes
 
     def _room(self, entries: Ints) -> int:
-        """Blocks of all these entries."""
+        """Return the total number of blocks of entries."""
         if self._alike:
             return len(entries) * int(self._sizes[0])
         return int(self._size(entries).sum())
@@ -163,7 +164,7 @@ class Replay(ReplayBase):
         return pools
 
     def _evict(self, pool: int, blocks: int, needed: Ints | None = None) -> None:
-        """Free so many blocks of a pool, none of them those of entries that are needed."""
+        """Free `blocks` blocks of a pool, without evicting entries in `needed`."""
         if blocks <= 0:
             return
         if needed is not None:
@@ -178,5 +179,5 @@ class Replay(ReplayBase):
         self.outcome.evictions += freed
 
     def _gone(self, victims: Ints) -> None:
-        """Entries that are evicted are not there any more."""
+        """Mark evicted entries as absent."""
         self._present[victims] = False

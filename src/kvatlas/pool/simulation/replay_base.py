@@ -1,9 +1,9 @@
-"""`ReplayBase`: what of a plan's pools is there while a trace goes by, and what requests find.
+"""`ReplayBase`: the content of a plan's pools during a replay, and the hits of requests.
 
-Entries are spans of a class: the class in the high bits, the span in the low ones. A request
-finds the longest prefix that every class can serve, and brings what checkpoints want kept; how
-it gets its room is for those who derive. All on arrays, so that a request costs some
-microseconds, and a span some nanoseconds.
+An entry is a span of a class, with the class in the high bits and the span in the low bits. A
+request finds the longest prefix that every class can serve, and adds the entries that checkpoints
+keep. Subclasses define how it gets its space. All operations work on arrays, so a request takes
+microseconds and a span takes nanoseconds.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from kvatlas.pool.traces import Ints
 Progress = Callable[[float], None]
 
 FEW_ENDS = 4
-"""Windows up to which a loop over them is quicker than arrays of them."""
+"""Number of windows up to which a loop is faster than arrays."""
 
 
 @dataclass(frozen=True)
 class ReplayPolicy:
-    """What is kept, what goes first, and in which order a request lets go."""
+    """The checkpoints, the eviction and the release order of a replay."""
 
     eviction: str = "lru"
     checkpoints: Checkpoints = field(default_factory=EveryBlock)
     by_group: bool = False
-    """Groups let go one after the other, as in vLLM, and not all of them from the end on."""
+    """Whether groups release their blocks one after the other, as in vLLM."""
     head_first: bool = False
-    """A request's first block is the first to go among its own."""
+    """Whether the first block of a request is evicted before its other blocks."""
     store: bool = False
-    """A store beside an engine: requests hold nothing in it, and what is new comes in last."""
+    """Whether to model a store next to an engine: requests hold no blocks in it."""
 
 
 @dataclass
 class Outcome:
-    """What came of each request, and of the pools."""
+    """The hits of each request, and statistics of the pools."""
 
     hits: Ints
-    """Spans of each request that were found."""
+    """Number of spans that each request found."""
     refused: int = 0
-    """Requests that no empty pool had room for."""
+    """Number of requests that do not fit even into empty pools."""
     evictions: int = 0
-    """Blocks that were evicted."""
+    """Number of evicted blocks."""
     peak: int = 0
-    """Blocks in use at most, kept ones included."""
+    """Maximum number of blocks in use, including kept ones."""
 
 
 class ReplayBase:
-    """The pools' content while a trace goes by."""
+    """The content of the pools during a replay."""
 
     def __init__(self, model: PoolModel, spans: Spans, policy: ReplayPolicy) -> None:
         self.model, self.spans, self.policy = model, spans, policy
@@ -67,10 +67,10 @@ class ReplayBase:
             self._present[place << self._bits : (place + 1) << self._bits]
             for place in range(len(model.classes))
         ]
-        """By class, which of its spans are there: views."""
+        """By class, a view of which of its spans are cached."""
         self._places = np.arange(int(np.diff(spans.starts).max(initial=0)) + 1)
         self._first = [one.first(self._places, spans.step) for one in model.classes]
-        """By class, the first span that is needed to go on behind so many."""
+        """By class, the first span that is needed to continue after each number of spans."""
         kinds = [(one.needs, one.visibility) for one in model.classes]
         self._like = [kinds.index(kind) for kind in kinds]
         """By class, the first that keeps the same places."""
@@ -80,15 +80,15 @@ class ReplayBase:
             for place in sorted(set(self._like))
             if model.classes[place].needs != "all"
         ]
-        """Of windows and states that keep the same places: the first span that is needed to go
-        on behind so many, and [class, 1] the first entry of each."""
+        """For windows and states that keep the same places: the first span that is needed to
+        continue after each number of spans, and [class, 1] the first entry of each class."""
         self._used = [0] * len(self._blocks)
         self._starts = spans.starts.tolist()
         self._reusable, self._known = spans.reusable.tolist(), spans.known.tolist()
         self.outcome = Outcome(np.zeros(len(spans.starts) - 1, np.int64))
 
     def _share_out(self) -> None:
-        """Where checkpoints have a share of the memory, that share is a pool of its own."""
+        """If checkpoints have a share of the memory, make it a separate pool."""
         share, classes = self.policy.checkpoints.share, self.model.classes
         self._blocks = list(self.model.blocks)
         self._pools = [one.pool for one in classes]
@@ -104,7 +104,7 @@ class ReplayBase:
                         self._pools[place] = len(self._blocks) - 1
 
     def run(self, progress: Progress | None = None) -> Outcome:
-        """All requests, in their order."""
+        """Replay all requests in order."""
         requests = len(self.spans.starts) - 1
         for request in range(requests):
             self.serve(request)
@@ -113,7 +113,7 @@ class ReplayBase:
         return self.outcome
 
     def serve(self, request: int) -> int:
-        """One request: the spans that it found."""
+        """Replay one request and return the number of spans that it found."""
         spans = self._of_request(request)
         prompt = self._prompt(request, spans)
         hit = prompt.hit
@@ -127,14 +127,14 @@ class ReplayBase:
         return hit
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
-        """Room for a request, and its entries in it; False where it can never have room."""
+        """Make space for a request and add its entries; False if it can never fit."""
         raise NotImplementedError
 
     def _of_request(self, request: int) -> Ints:
         return self.spans.numbers[self._starts[request] : self._starts[request + 1]]
 
     def _prompt(self, request: int, spans: Ints) -> Prompt:
-        """What is known of a request before it is computed."""
+        """Return the facts about a request that checkpoint policies use."""
         reusable, known = self._reusable[request], self._known[request]
         hit, attention = self.find(spans[:reusable])
         asked = self.policy.checkpoints.asks_for_seen
@@ -142,9 +142,9 @@ class ReplayBase:
         return Prompt(self.spans.step, hit, seen, known, len(spans), attention, reusable)
 
     def _count_seen(self, spans: Ints, there: int) -> int:
-        """How many of the first were asked for before: as a rule all that are there, and no more.
+        """Return how many leading spans were requested before.
 
-        Whoever asks for a span asks for all before it.
+        Usually these are exactly the cached ones: a request for a span includes all before it.
         """
         seen = self._seen
         if there and not seen[spans[there - 1]]:
@@ -155,7 +155,7 @@ class ReplayBase:
         return there + bisect_left(rest, True, key=lambda place: not seen[spans[place]])
 
     def find(self, spans: Ints) -> tuple[int, int]:
-        """The longest prefix of these spans that every class can serve, and attention alone."""
+        """Return the longest prefix that every class can serve, and that attention can serve."""
         longest, others = len(spans), []
         for place, one in enumerate(self.model.classes):
             if one.needs == "all":
@@ -177,7 +177,7 @@ class ReplayBase:
         return hit, longest if len(others) < len(self.model.classes) else hit
 
     def _can_serve(self, spans: Ints, end: int) -> bool:
-        """Whether windows and states are there behind so many spans: most often they are."""
+        """Return whether windows and states are cached after `end` spans."""
         for first, bases in self._alike_needs:
             needed = spans[first[end] : end] + bases
             if np.count_nonzero(self._present[needed]) < needed.size:
@@ -187,7 +187,7 @@ class ReplayBase:
     # -- what a request brings and uses -----------------------------------------------
 
     def _entries(self, spans: Ints, hit: int, wanted: Ints) -> list[Ints]:
-        """Places along the request that each class keeps: all, or those of checkpoints."""
+        """Return the places that each class keeps: all, or those of checkpoints."""
         ends = np.concatenate([self._places[hit : hit + 1], wanted]) if hit else wanted
         parts: list[Ints] = []
         for one, first, like in zip(self.model.classes, self._first, self._like, strict=True):
@@ -202,7 +202,7 @@ class ReplayBase:
         return parts
 
     def _windows(self, ends: Ints, first: Ints) -> Ints:
-        """The places of all windows that end at these ends, each once."""
+        """Return the distinct places of all windows that end at these ends."""
         # Ends ascend and so do begins: a window adds what lies behind the end before it.
         if len(ends) <= FEW_ENDS:
             pieces, before = [self._places[:0]], 0
@@ -222,7 +222,7 @@ class ReplayBase:
 
 
 def _leading_there(there: NDArray[np.bool_], spans: Ints) -> int:
-    """How many of the first spans are there; most prompts are new from early on."""
+    """Return how many leading spans are cached. Most prompts diverge early."""
     start, count = 0, 64
     while start < len(spans):
         part = there[spans[start : start + count]]
@@ -235,7 +235,7 @@ def _leading_there(there: NDArray[np.bool_], spans: Ints) -> int:
 
 
 def leading(flags: NDArray[np.bool_]) -> int:
-    """How many of the first are all true."""
+    """Return the number of leading true values."""
     if not len(flags):
         return 0
     first = int(flags.argmin())

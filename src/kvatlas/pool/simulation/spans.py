@@ -1,8 +1,8 @@
-"""Spans: a trace's prompts cut where hits of a plan can end.
+"""Spans: the prompts of a trace, cut where hits of a plan can end.
 
-A span is as many tokens as are whole blocks in every group. Which span two requests share
-follows from the trace's ids, whether those are coarser or finer: a span is known by the id of
-its last token, since that stands for everything before it.
+A span is the smallest number of tokens that is a whole number of blocks in every group. The ids
+of the trace, coarser or finer, determine which spans two requests share: a span is identified by
+the id of its last token, which represents everything before it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ class Spans:
     """The spans of every request, numbered over the whole trace."""
 
     step: int
-    """Tokens of a span."""
+    """Number of tokens per span."""
     numbers: Ints
-    """Of all requests behind each other."""
+    """The span numbers of all requests, concatenated."""
     starts: Ints
     count: int
-    """Different spans."""
+    """Number of different spans."""
     reusable: Ints
-    """Spans of each request that can be a hit: its last token is computed anyway."""
+    """Number of spans of each request that can be hits. The last token is always computed."""
     known: Ints
-    """Spans of each request that lie in whole blocks of the trace: a later request that
-    comes past the rest has another id there, whatever its tokens are."""
+    """Number of spans of each request within complete blocks of the trace. For the rest, a longer
+    request has a different id, whatever its tokens are."""
 
     @classmethod
     def of(cls, trace: Trace, step: int) -> Spans:
-        """The spans of `step` tokens each."""
+        """Cut a trace into spans of `step` tokens."""
         block, counts = trace.block, np.diff(trace.starts)
         covered = np.minimum(trace.lengths, counts * block)
         stop = covered // step
@@ -58,18 +58,18 @@ class Spans:
 
     @classmethod
     def of_ids(cls, trace: Trace) -> Spans:
-        """One span an id, the last and not full one of a prompt included: a plain block cache."""
+        """Return one span per id, including an incomplete last one: a plain block cache."""
         counts = np.diff(trace.starts)
         return cls(
             trace.block, trace.ids, trace.starts, int(trace.ids.max(initial=-1)) + 1, counts, counts
         )
 
     def of_request(self, request: int) -> Ints:
-        """The spans of one request."""
+        """Return the spans of one request."""
         return self.numbers[self.starts[request] : self.starts[request + 1]]
 
     def next_uses(self) -> Ints:
-        """For each entry of `numbers` the next request with that span; beyond the last for none."""
+        """Return the next request with the span of each entry of `numbers`; their count if none."""
         requests = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
         order = np.argsort(self.numbers, kind="stable")
         ordered = self.numbers[order]
@@ -80,8 +80,8 @@ class Spans:
 
 
 def check_step(step: int) -> None:
-    """Refuse blocks so unlike that no hit would ever end."""
+    """Raise an error if the common multiple of the block sizes is too large for any hit."""
     if step > 1 << 20:
-        problem = "The groups' blocks have no common multiple within a million tokens"
-        hint = "Plan with another block size"
+        problem = "The common multiple of the groups' block sizes exceeds a million tokens"
+        hint = "Make the plan with another block size"
         raise AtlasError(Code.CONTRADICTORY, problem, got=f"{step:,} tokens", hint=hint)

@@ -1,8 +1,8 @@
-"""`TieredReplay`: what one pool evicts goes to the next: from the GPU to host memory, to a disk.
+"""`TieredReplay`: evicted entries move from the GPU to the next tier, such as host memory or disk.
 
-An entry is in one place at a time. A hit may take entries from anywhere, and brings them to the
-GPU; what is computed again leaves where it was. The lower tiers let go of what came the longest
-ago, and have plans and sizes of their own: an entry takes other bytes there.
+An entry is in one tier at a time. A hit may use entries of any tier and moves them to the GPU. A
+recomputed entry is removed from its old tier. Lower tiers evict the oldest entries first. They
+have separate plans, so an entry may have a different size there.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class LowerTier:
-    """A place behind the GPU."""
+    """A tier below the GPU."""
 
     name: str
     nbytes: int
     sizes: tuple[int, ...]
-    """Bytes of a span, or of a state, of each class."""
+    """Number of bytes per span or state of each class."""
     state_share: float | None = None
-    """Part of it that is for checkpoints alone; all of it is for everything where none is said."""
+    """Share that is reserved for checkpoints; None if all entries share the tier."""
 
     def __post_init__(self) -> None:
         if self.state_share is not None and not 0 < self.state_share < 1:
-            problem, hint = "Checkpoints take a part of a tier", "Give a share between 0 and 1"
+            problem, hint = (
+                "The share of checkpoints is out of range",
+                "Use a share between 0 and 1",
+            )
             got = f"a share of {self.state_share}"
             raise AtlasError(Code.BAD_SIZE, problem, got=got, hint=hint)
 
@@ -47,7 +50,7 @@ class LowerTier:
     def of(
         cls, name: str, plan: Plan, model: PoolModel, *, state_share: float | None = None
     ) -> LowerTier:
-        """The pools of another plan, for what the pools of `model` evict."""
+        """Return the tier with the pools of another plan, below the pools of `model`."""
         theirs = PoolModel.of(plan)
         there: dict[tuple[str, Visibility], int] = {}
         here: dict[tuple[str, Visibility], int] = {}
@@ -57,9 +60,10 @@ class LowerTier:
         for one in model.classes:
             here[_kind(one)] = here.get(_kind(one), 0) + one.blocks * one.block_bytes
         if set(here) != set(there):
-            problem = "The tier's plan is of another model"
-            got = f"{plan.model}: {len(there)} kinds of layers, {len(here)} above it"
-            raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint="Plan the same model")
+            problem = "The tier's plan belongs to another model"
+            got = f"{plan.model}: {len(there)} kinds of layers instead of {len(here)}"
+            hint = "Plan the same model for all tiers"
+            raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         sizes = tuple(
             ceil_div(there[_kind(one)] * one.blocks * one.block_bytes, here[_kind(one)])
             for one in model.classes
@@ -73,7 +77,7 @@ def _kind(one: LayerClass) -> tuple[str, Visibility]:
 
 
 class _Store:
-    """What is in a lower tier."""
+    """The content of a lower tier."""
 
     def __init__(self, tier: LowerTier, kinds: Sequence[LayerClass], bits: int) -> None:
         self._sizes, self._bits = np.array(tier.sizes, np.int64), bits
@@ -86,7 +90,7 @@ class _Store:
         self._pinned = np.zeros(len(kinds) << bits, bool)
 
     def put(self, entries: Ints, now: int) -> Ints:
-        """Take entries in; those that are let go for it, the first to go first."""
+        """Add entries and return those that were evicted for them, in order of eviction."""
         gone = []
         for part, queue in enumerate(self._queues):
             mine = entries[self._part[entries >> self._bits] == part]
@@ -100,7 +104,7 @@ class _Store:
         return np.concatenate(gone) if gone else entries[:0]
 
     def take(self, entries: Ints) -> None:
-        """Entries go up again."""
+        """Remove entries that move up."""
         for part, queue in enumerate(self._queues):
             mine = entries[self._part[entries >> self._bits] == part]
             queue.forget(mine)
@@ -112,20 +116,20 @@ class _Store:
 
 
 class TieredReplay(Replay):
-    """A replay in which what is evicted can be found in the next tier."""
+    """A replay in which evicted entries can be found in the next tier."""
 
     def __init__(self, *given: Any, tiers: Sequence[LowerTier], **options: Any) -> None:
         super().__init__(*given, **options)
         self._tier = np.full(len(self._present), NOWHERE, np.int8)
-        """Where each entry is: 0 on the GPU, 1 and more in the tiers below it."""
+        """The tier of each entry: 0 for the GPU, 1 and more for the tiers below it."""
         self._stores = [_Store(tier, self.model.classes, self._bits) for tier in tiers]
         self._now = 0
         requests = len(self.outcome.hits)
         self.found = np.zeros((1 + len(tiers), requests), np.int64)
-        """[tier, request] spans that were found, by the lowest tier that some class had to ask."""
+        """[tier, request] number of spans found, by the lowest tier that was needed."""
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
-        """Room on the GPU for a request; what it finds below comes up."""
+        """Make space on the GPU for a request and move the entries that it finds up."""
         fitting = self._fitting(request, spans, hit, wanted, parts)
         if fitting is None:
             return False
@@ -154,7 +158,7 @@ class TieredReplay(Replay):
         self.found[:, request] = np.bincount(lowest, minlength=len(self.found))
 
     def _gone(self, victims: Ints) -> None:
-        """From each tier to the next, and out of the last."""
+        """Move evicted entries from each tier to the next, and drop those of the last."""
         for number, store in enumerate(self._stores, 1):
             self._tier[victims] = number
             victims = store.put(victims, self._now)

@@ -1,4 +1,4 @@
-"""Traces of real requests: what came when, and which prefixes were the same."""
+"""Traces of real requests: their arrival times and their shared prefixes."""
 
 from kvatlas.pool.traces.reading import read_trace
 from kvatlas.pool.traces.trace import MOST_TOKENS, Ints, Trace, TraceBuilder, Unseen

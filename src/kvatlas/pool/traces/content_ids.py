@@ -1,7 +1,7 @@
 """Ids of blocks of tokens: a hash of each block's content and of everything before it.
 
-Nothing is remembered of them, so that memory does not grow with what was read. Of 40 million,
-two are alike once in ten thousand traces; the check that ids are a tree refuses such a trace.
+No table of hashes is kept, so memory does not grow with the input. With 40 million ids, one trace
+in ten thousand has a collision; the check that ids form a tree rejects such a trace.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 import msgspec
 
 ROOT = b""
-"""The hash of no tokens."""
+"""The hash of the empty prefix."""
 
 
 def hash_after(before: bytes, tokens: list[int], key: Any = None) -> bytes:
-    """The hash of a block behind that of everything before it; `key` joins it beside the tokens.
+    """Return the hash of a block, given the hash of everything before it.
+
+    `key` is hashed in addition to the tokens.
 
     >>> hash_after(ROOT, [1, 2]) == hash_after(ROOT, [1, 2], "adapter")
     False
@@ -28,12 +30,12 @@ def hash_after(before: bytes, tokens: list[int], key: Any = None) -> bytes:
 
 
 def id_of(content: bytes) -> int:
-    """The id of a block, from its hash."""
+    """Return the id of a block from its hash."""
     return int.from_bytes(content[:8]) >> 1
 
 
 def ids_of(tokens: list[int], block: int) -> list[int]:
-    """The ids of a prompt's blocks, the last of which may not be full.
+    """Return the ids of a prompt's blocks. The last block may be incomplete.
 
     >>> one, two = ids_of([1, 2, 3], 2), ids_of([1, 2, 4], 2)
     >>> one[0] == two[0], one[1] == two[1]

@@ -1,4 +1,4 @@
-"""Conversations of coding agents, as kv-cache-tester writes them: one JSON object a file."""
+"""Conversations of coding agents in kv-cache-tester's format: one JSON object per file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvatlas.pool.traces.trace import (
     check_block,
 )
 
-_HINT = "Give conversations as kv-cache-tester writes them"
+_HINT = "Use conversations in the format of kv-cache-tester"
 _BAD_JSON = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
@@ -38,7 +38,7 @@ class _AgentRequest(msgspec.Struct, forbid_unknown_fields=True):
 class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
     block_size: int
     requests: list[msgspec.Raw]
-    """Read one by one, so that one that is none is known by its number."""
+    """Decoded one by one, so that an error can report the number of the request."""
     hash_id_scope: str = "local"
     id: str = ""
     models: msgspec.Raw = msgspec.Raw(b"")
@@ -52,7 +52,7 @@ _REQUEST = msgspec.json.Decoder(_AgentRequest)
 
 
 def read_conversations(name: str, files: list[Path], progress: Progress | None) -> Trace:
-    """The requests of all files, in the order of their times."""
+    """Read the requests of all files, ordered by time."""
     builder: TraceBuilder | None = None
     first = 0
     for place, path in enumerate(files):
@@ -62,7 +62,7 @@ def read_conversations(name: str, files: list[Path], progress: Progress | None) 
             builder = TraceBuilder(name, found.block_size, numbered=True)
         elif found.block_size != builder.block:
             got = f"{found.block_size} after {builder.block} tokens"
-            raise bad_trace(path.name, "blocks of two sizes", got, "Use one block size")
+            raise bad_trace(path.name, "the block size changes", got, "Use one block size")
         builder.begin(path.name)
         shift = first if found.hash_id_scope == "local" else 0
         first += _add_requests(builder, text, found.requests, shift) + 1
@@ -72,22 +72,22 @@ def read_conversations(name: str, files: list[Path], progress: Progress | None) 
 
 
 def _read_file(path: Path) -> tuple[bytes, _Conversation]:
-    """A file and what it says, the requests unread."""
+    """Read a file and its conversation, without decoding the requests."""
     if path.stat().st_size > LONGEST_LINE:
-        hint = "Give one conversation a file"
+        hint = "Write one conversation per file"
         raise bad_trace(path.name, "the file is too long", f"{path.stat().st_size:,}", hint)
     text = path.read_bytes()
     try:
         return text, _CONVERSATION.decode(text)
     except _BAD_JSON as problem:
         where = _place_of(path, text, problem)
-        raise bad_trace(where, "this is no conversation", problem, _HINT) from None
+        raise bad_trace(where, "this is not a valid conversation", problem, _HINT) from None
 
 
 def _add_requests(
     builder: TraceBuilder, text: bytes, requests: list[msgspec.Raw], shift: int
 ) -> int:
-    """A file's requests; the greatest of their ids, before they are shifted."""
+    """Add a file's requests and return the greatest of their original ids."""
     greatest, end = -1, max(text.find(b'"requests"'), 0)
     line, counted = 1, 0
     for raw in requests:
@@ -98,9 +98,10 @@ def _add_requests(
         try:
             one = _REQUEST.decode(raw)
         except _BAD_JSON as problem:
-            raise bad_trace(where, "this is no request", problem, _HINT) from None
+            raise bad_trace(where, "this is not a valid request", problem, _HINT) from None
         if min(one.hash_ids, default=0) < 0:
-            raise bad_trace(where, "an id is negative", min(one.hash_ids), "Correct it")
+            hint = "Use ids of at least 0"
+            raise bad_trace(where, "an id is negative", min(one.hash_ids), hint)
         greatest = max(greatest, max(one.hash_ids, default=-1))
         ids = [shift + each for each in one.hash_ids] if shift else one.hash_ids
         builder.add(line, ids, one.tokens, one.out, one.t)
@@ -108,7 +109,7 @@ def _add_requests(
 
 
 def _place_of(path: Path, text: bytes, problem: Exception) -> str:
-    """The file, and the line where its JSON is broken; of a field that is wrong its name is said.
+    """Return the file name and, if its JSON is malformed, the line.
 
     >>> _place_of(Path("a.json"), b"{" + bytes([10]) + b'"b": }', ValueError("(byte 7)"))
     'a.json, line 2'

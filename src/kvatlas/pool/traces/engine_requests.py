@@ -1,8 +1,8 @@
-"""Requests of one engine, inferred from the blocks that it stores.
+"""Infer the requests of one engine from the blocks that it stores.
 
-A request's prompt is what its first blocks are behind, and these. What is stored behind its last
-block goes on with it, if that is soon: more of the prompt at once, or more of the answer block
-by block. Whatever else is stored belongs to another request.
+A request's prompt consists of its first stored blocks and everything before them. Blocks that are
+stored after its last block soon afterwards continue the request: several at once are more of the
+prompt, and single blocks are more of the answer. All other blocks belong to other requests.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from kvatlas.pool.events import BlockHash, BlockStored
 from kvatlas.pool.traces.stored_blocks import Addition, StoredBlock, StoredBlocks
 
 PAUSE = 2.0
-"""Seconds after which what is stored behind a prompt is no more of it, but another request's."""
+"""Seconds after which blocks that follow a prompt belong to another request."""
 FASTEST, SLOWEST = 500.0, 4.0
-"""Tokens a second of an answer: one block that is quicker is of a prompt, one that is slower of
-another request."""
+"""Bounds of the decoding rate, in tokens per second. A faster block belongs to a prompt, a slower
+block to another request."""
 
 
 @dataclass(slots=True, eq=False)
 class InferredRequest:
-    """A request so far."""
+    """A request as far as it has been inferred."""
 
     engine: EngineRequests
     line: int
@@ -29,28 +29,28 @@ class InferredRequest:
     prompt: StoredBlock
     """The last block of the prompt."""
     last: StoredBlock
-    """The last block, of the answer perhaps."""
+    """The last block of the prompt or the answer."""
     stored: float
-    """When that was stored."""
+    """The time when the last block was stored."""
     tokens: int
-    """Tokens that it stored."""
+    """Number of tokens that it stored."""
     found: bool
-    """Whether all its blocks so far were there before."""
+    """Whether all its blocks so far were already stored."""
     answer: int = 0
-    """Tokens of the answer's blocks."""
+    """Number of tokens in the answer's blocks."""
 
 
 class EngineRequests:
-    """One data-parallel rank: its cache, and requests that may go on."""
+    """The cache of one data-parallel rank, and its requests that may continue."""
 
     def __init__(self) -> None:
         self.blocks = StoredBlocks()
         self.now = 0.0
         self._open: dict[BlockHash | None, list[InferredRequest]] = {}
-        """By the last block that they stored."""
+        """Open requests by the last block that they stored."""
 
     def store(self, line: int, event: BlockStored) -> InferredRequest | None:
-        """Blocks are stored; the request that begins with them, unless an earlier one goes on."""
+        """Process stored blocks, and return the request that begins with them, if one does."""
         added, tokens = self.blocks.store(event), len(event.token_ids)
         going_on = self._going_on(event, added)
         if going_on is None:
@@ -74,14 +74,14 @@ class EngineRequests:
         return None
 
     def end(self, request: InferredRequest) -> None:
-        """Nothing goes on with this request."""
+        """Close a request that cannot continue."""
         others = self._open[request.last.name]
         others.remove(request)
         if not others:
             del self._open[request.last.name]
 
     def _going_on(self, event: BlockStored, added: Addition) -> tuple[InferredRequest, bool] | None:
-        """The request that an event is of, and whether it is of its answer."""
+        """Return the request that an event continues, and whether it continues the answer."""
         if event.parent_block_hash is None:
             waiting = None if added.new else self._waiting_for_room(added.last)
             return None if waiting is None else (waiting, False)
@@ -97,9 +97,9 @@ class EngineRequests:
         return None if pieces is None else (pieces, self.now - pieces.stored > quick)
 
     def _waiting_for_room(self, last: StoredBlock) -> InferredRequest | None:
-        """The request that says again what it has found.
+        """Return the waiting request that reports its cached blocks again.
 
-        vLLM's do in each step in which there is no room for them, if they report that at all.
+        vLLM may report them in each step in which there is no space for the request.
         """
         for request in self._open.get(last.name, ()):
             if request.stored == self.now:
@@ -109,9 +109,9 @@ class EngineRequests:
         return None
 
     def _in_pieces(self, before: StoredBlock) -> InferredRequest | None:
-        """The request that has just stored something before what was there.
+        """Return the request that has just stored blocks before already cached ones.
 
-        Pools of ours say what is new alone: a request is in pieces where some of it was there.
+        A `BlockPool` reports only new blocks, so a request with cached blocks arrives in pieces.
         """
         if before.content is None:
             return None

@@ -1,8 +1,8 @@
-"""Events from lines of JSON, as other tools log them.
+"""Read events from lines of JSON, as other tools log them.
 
-A line is a batch, as `[time, events, rank]` or an object with `ts`, `events` and
-`data_parallel_rank`; or one event, as vLLM names its type and fields, with `ts` where the logger
-wrote it. Hashes that are bytes are base64 in JSON.
+A line is a batch, either `[time, events, rank]` or an object with `ts`, `events` and
+`data_parallel_rank`, or a single event with vLLM's type and field names and optionally `ts`.
+Hashes of type bytes are base64-encoded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvatlas.pool.events import BlockEvent, EventBatch
 from kvatlas.pool.traces.trace import bad_trace
 
 _ARRAY = re.compile(rb"\s*\[\s*[-\d]")
-"""How a batch begins: with its time."""
+"""The beginning of a batch in array form: its time."""
 _TAGS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
 class _Stamped(msgspec.Struct):
-    """What a line has beside its event, or instead of it."""
+    """The fields of a line other than those of its event."""
 
     ts: float = 0.0
     data_parallel_rank: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] | None = None
@@ -36,7 +36,7 @@ _EVENTS = msgspec.json.Decoder(list[BlockEvent])
 
 
 def is_event_line(line: bytes) -> bool:
-    """Whether a line of JSON is a batch of events, or one of them.
+    """Return whether a line of JSON is a batch of events or a single event.
 
     >>> is_event_line(b'[1.5, [], 0]'), is_event_line(b'{"token_ids": [1]}')
     (True, False)
@@ -51,7 +51,7 @@ def is_event_line(line: bytes) -> bool:
 
 
 def batch_of_line(where: str, line: bytes) -> EventBatch:
-    """The batch of a line, checked."""
+    """Parse and validate the batch of a line."""
     try:
         if _ARRAY.match(line):
             return _BATCH.decode(line)
@@ -59,5 +59,5 @@ def batch_of_line(where: str, line: bytes) -> EventBatch:
         events = _EVENTS.decode(found.events) if found.events else [_EVENT.decode(line)]
         return EventBatch(found.ts, events, found.data_parallel_rank)
     except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
-        hint = "Write batches, or events with their type, as vLLM 0.32 names them"
-        raise bad_trace(where, "this is no event", problem, hint) from None
+        hint = "Write batches, or single events with their type, in the format of vLLM 0.32"
+        raise bad_trace(where, "this is not a valid event", problem, hint) from None

@@ -1,8 +1,8 @@
-"""A trace from events: batch after batch in, requests in the order of their coming out.
+"""Build a trace from batches of events.
 
-A prompt is known by its whole blocks. One more token is assumed behind them, since a prompt's
-last token is always computed: else its last block could not be found. Blocks of one token are
-all whole, so that nothing is behind them.
+A prompt is known by its complete blocks. One more token is assumed after them, because the last
+token of a prompt is always computed and its last block could otherwise never be a hit. Blocks of
+one token are always complete, so no token is added to them.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from kvatlas.pool.traces.stored_blocks import ContradictionError, TooManyBlocksE
 from kvatlas.pool.traces.trace import Trace, TraceBuilder, Unseen, bad_trace
 
 MOST_OPEN = 100_000
-"""Requests that may still go on at a time; the first of more are taken to be done."""
+"""Maximum number of open requests. Beyond it, the oldest are taken to be finished."""
 
 
 class EventTraceBuilder:
-    """Batch after batch of events in, a trace out."""
+    """Builds a trace from batches of events."""
 
     def __init__(self, name: str, file: str, *, block: int | None, unit: str) -> None:
         self._file, self._unit = file, unit
         self._group: tuple[int | None] | None = None
-        """The group that is looked at: the first that keeps every token."""
+        """The group whose events are used: the first that keeps every token."""
         self._builder = TraceBuilder(name, block or 0, unit)
         self._builder.begin(file)
         self._engines: dict[int | None, EngineRequests] = {}
         self._waiting: deque[InferredRequest] = deque()
-        """Requests that may still go on, and those that came behind them."""
+        """Open requests, and those that arrived after them."""
         self._begun: float | None = None
         self._now = 0.0
         self._unseen = Unseen()
 
     def take(self, line: int, batch: EventBatch, *, gap: bool = False) -> None:
-        """The next batch of a file; `gap` where some before it are missing."""
+        """Process the next batch of a file. `gap` means that batches before it are missing."""
         where = f"{self._file}, {self._unit} {line}"
         self._begun = batch.ts if self._begun is None else self._begun
         engine = self._engines.setdefault(batch.data_parallel_rank, EngineRequests())
@@ -58,14 +58,15 @@ class EventTraceBuilder:
         self._let_go()
 
     def finish(self) -> Trace:
-        """The trace of all requests, in the order in which they came."""
+        """Return the trace of all requests in order of arrival."""
         self._let_go(everything=True)
         if not len(self._builder):
-            got = "other events, or other blocks"
+            got = "only other events or other blocks"
             if self._unseen.requests:
-                got = f"{self._unseen.requests:,} requests that begin before the recording"
-            problem = "there is no request whose blocks were all stored here"
-            raise bad_trace(self._file, problem, got, "Record from an engine's start, or longer")
+                got = f"only {self._unseen.requests:,} requests that begin before the recording"
+            problem = "the recording contains no request with all of its blocks"
+            hint = "Start recording when the engine starts, or record longer"
+            raise bad_trace(self._file, problem, got, hint)
         unseen = replace(self._unseen, ranks=len(self._engines))
         return replace(self._builder.finish(), unseen=unseen)
 
@@ -83,7 +84,7 @@ class EventTraceBuilder:
             self._stored(line, where, engine, event)
 
     def _counts(self, where: str, event: BlockStored) -> bool:
-        """Whether an event is of the group that is looked at, and of whole blocks."""
+        """Return whether an event belongs to the group that is used and has complete blocks."""
         if event.kv_cache_spec_kind is not None and event.kv_cache_spec_kind not in FULL_KINDS:
             return False
         self._group = self._group or (event.group_idx,)
@@ -91,14 +92,14 @@ class EventTraceBuilder:
             return False
         block = self._builder.block = self._builder.block or event.block_size
         if event.block_size > block or block % event.block_size:
-            hint = f"Say which count: simulate --trace-block {event.block_size}"
+            hint = f"Choose one block size: simulate --trace-block {event.block_size}"
             got = f"{event.block_size} after {block} tokens"
-            raise bad_trace(where, "blocks of two sizes", got, hint)
+            raise bad_trace(where, "the block size changes", got, hint)
         if event.block_size < block:
             return False  # a block that is found by its first tokens, too
         if len(event.token_ids) > len(event.block_hashes) * event.block_size:
             got = f"{len(event.block_hashes)} blocks for {len(event.token_ids)} tokens"
-            hint = "Record events that name the kind of each group, as vLLM 0.32 sends them"
+            hint = "Record events that include the kind of each group, as vLLM 0.32 sends them"
             raise bad_trace(where, "the first group does not keep every token", got, hint)
         return True
 
@@ -106,21 +107,21 @@ class EventTraceBuilder:
         try:
             request = engine.store(line, event)
         except ContradictionError as problem:
-            hint = "Record one engine a file, or each rank by its number"
+            hint = "Record one engine per file, or set the number of each data-parallel rank"
             raise bad_trace(where, "the events contradict each other", problem, hint) from None
         except TooManyBlocksError as problem:
-            hint = "Record events of removal too, or one engine's blocks on the GPU alone"
-            raise bad_trace(where, "too many blocks at a time", problem, hint) from None
+            hint = "Record removal events too, and only the GPU blocks of one engine"
+            raise bad_trace(where, "the engine has too many blocks", problem, hint) from None
         except OverflowError as problem:  # JSON has numbers of any size
-            hint = "Numbers have at most 64 bits"
-            raise bad_trace(where, "this is no event", problem, hint) from None
+            hint = "Use numbers of at most 64 bits"
+            raise bad_trace(where, "this is not a valid event", problem, hint) from None
         if request is not None:
             self._waiting.append(request)
 
     # -- requests -----------------------------------------------------------------------
 
     def _let_go(self, *, everything: bool = False) -> None:
-        """Write down requests that cannot go on, as far as they came before all others."""
+        """Add finished requests to the trace, in order of arrival, up to the first open one."""
         longest = max(PAUSE, self._builder.block / SLOWEST)
         while self._waiting and (
             everything

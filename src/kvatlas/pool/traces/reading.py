@@ -1,8 +1,8 @@
-"""Traces from files: Mooncake's form, plain token ids, conversations of coding agents, events.
+"""Read traces in four formats: Mooncake's, plain token ids, agent conversations and KV events.
 
-The first two have one JSON object a line, and are read line by line. A conversation is one
-JSON object a file; a folder of them is one trace, in the order of their times. Events are what
-an engine said while it ran, recorded or as JSON lines: requests are inferred from them.
+The first two have one JSON object per line. A conversation is one JSON object per file, and a
+folder of conversations is one trace, ordered by time. KV events of a running engine, from a
+recording or as JSON lines, are used to infer its requests.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kvatlas.pool.traces.trace import (
 
 MOONCAKE_BLOCK = 512
 TOKEN_BLOCK = 16
-"""Tokens that plain token ids are compared by."""
-_TOO_LARGE = "Numbers have at most 64 bits"
-_UNLIKE = "Write timestamp, input_length, output_length and hash_ids; or token_ids"
+"""Block size in which plain token ids are compared."""
+_TOO_LARGE = "Use numbers of at most 64 bits"
+_UNLIKE = "Write timestamp, input_length, output_length and hash_ids, or token_ids"
 
 
 class _Mooncake(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,7 +41,7 @@ class _Mooncake(msgspec.Struct, forbid_unknown_fields=True):
     hash_ids: list[int]
     output_length: int = 0
     timestamp: float = 0.0
-    """Milliseconds."""
+    """Arrival time in milliseconds."""
     block_size: int | None = None
 
 
@@ -54,11 +54,11 @@ class _TokenIds(msgspec.Struct, forbid_unknown_fields=True):
 def read_trace(
     path: str | Path, *, block: int | None = None, progress: Progress | None = None
 ) -> Trace:
-    """The trace of a file or a folder, in whichever form it is.
+    """Read the trace of a file or a folder and detect its format.
 
-    `block` is how many tokens an id of Mooncake's form stands for, 512 where nobody says;
-    for plain token ids, by how many tokens they are compared; of events, which blocks count
-    where there are several sizes.
+    The meaning of `block` depends on the format. For Mooncake's format it is the number of tokens
+    per id, 512 by default. For plain token ids it is the block size of the comparison. For events
+    it selects one of several block sizes.
     """
     path = Path(path)
     if block is not None:
@@ -72,7 +72,7 @@ def read_trace(
         return _read_lines(path, block, progress)
     except OSError as problem:
         got = f"{path}: {problem.strerror}"
-        raise AtlasError(Code.UNREADABLE, got=got, hint="Give a trace file") from problem
+        raise AtlasError(Code.UNREADABLE, got=got, hint="Pass a trace file") from problem
 
 
 def _read_lines(path: Path, block: int | None, progress: Progress | None) -> Trace:
@@ -90,21 +90,21 @@ def _read_lines(path: Path, block: int | None, progress: Progress | None) -> Tra
         try:
             request = decoder.decode(line)
         except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
-            raise bad_trace(where, "this is no request", problem, _UNLIKE) from None
+            raise bad_trace(where, "this is not a valid request", problem, _UNLIKE) from None
         if isinstance(request, _TokenIds):
             if builder is None:
                 builder = _begin(path, block or TOKEN_BLOCK, where)
             try:
                 ids = ids_of(request.token_ids, builder.block)
             except OverflowError as problem:
-                raise bad_trace(where, "this is no request", problem, _TOO_LARGE) from None
+                raise bad_trace(where, "this is not a valid request", problem, _TOO_LARGE) from None
             length = len(request.token_ids)
         else:
             if builder is None:
                 builder = _begin(path, block or request.block_size or MOONCAKE_BLOCK, where)
             if request.block_size not in (None, builder.block):
                 got = f"{request.block_size} after {builder.block} tokens"
-                raise bad_trace(where, "blocks of two sizes", got, "Use one block size")
+                raise bad_trace(where, "the block size changes", got, "Use one block size")
             ids, length = request.hash_ids, request.input_length
         builder.add(number, ids, length, request.output_length, request.timestamp / 1000)
     return (builder or _begin(path, MOONCAKE_BLOCK, path.name)).finish()
@@ -138,14 +138,14 @@ def _begin(path: Path, block: int, where: str) -> TraceBuilder:
 
 
 def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, bytes]]:
-    """Lines that say something, with their numbers; none longer than is read at once."""
+    """Yield non-empty lines with their numbers; raises an error if a line is too long."""
     total, done, number = max(path.stat().st_size, 1), 0, 0
     with path.open("rb") as file:
         while line := file.readline(LONGEST_LINE):
             number += 1
             done += len(line)
             if len(line) == LONGEST_LINE:
-                where, hint = f"{path.name}, line {number}", "Give one request a line"
+                where, hint = f"{path.name}, line {number}", "Write one request per line"
                 raise bad_trace(where, "the line is too long", f"{len(line):,} bytes", hint)
             if line.strip():
                 yield number, line

@@ -1,7 +1,7 @@
-"""Which blocks an engine has said that it stored, and what is before each of them.
+"""The blocks that an engine has reported as stored, and the predecessor of each.
 
-Blocks that it has, and some that it had: with two copies of a block, vLLM says that it is
-removed when the first of them is, and goes on behind the other.
+Some removed blocks are remembered, too. If vLLM has two copies of a block, it reports the block as
+removed when it evicts the first copy, but continues to use the other.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kvatlas.pool.events import BlockHash, BlockStored
 from kvatlas.pool.traces.content_ids import ROOT, hash_after, id_of
 
 MOST_BLOCKS = 4 << 20
-"""Blocks that an engine may have at a time, so that reading takes about 1 GB: 64 million tokens
-in blocks of 16."""
+"""Maximum number of blocks of an engine, so that reading takes about 1 GB: 64 million tokens in
+blocks of 16."""
 REMEMBERED = 1 << 18
-"""Blocks that are remembered behind their removal."""
+"""Number of blocks that are remembered after their removal."""
 
 
 class StoredBlock:
-    """A block, behind the one before it. An engine has millions, so it is as small as it can be."""
+    """A block and its predecessor. An engine has millions of them, so it is kept small."""
 
     __slots__ = ("before", "content", "name")
 
@@ -29,13 +29,13 @@ class StoredBlock:
         self, name: BlockHash | None, content: bytes | None, before: StoredBlock | None
     ) -> None:
         self.name = name
-        """The engine's own hash; None of the beginning of all prompts."""
+        """The engine's hash of the block; None for the root."""
         self.content = content
-        """Our hash of everything up to its end; None where not everything was seen."""
+        """Our hash of everything up to its end; None if some of it was not seen."""
         self.before = before
 
     def ids(self) -> list[int]:
-        """The ids of all blocks up to this one."""
+        """Return the ids of all blocks up to this one."""
         found, block = [], self
         while block.before is not None:
             if block.content is not None:
@@ -48,12 +48,12 @@ BEGINNING = StoredBlock(None, ROOT, None)
 
 
 class Addition(NamedTuple):
-    """What an event has added."""
+    """The blocks that an event has added."""
 
     before: StoredBlock
     last: StoredBlock
     new: bool
-    """Whether any of its blocks was not there before."""
+    """Whether any of its blocks is new."""
 
 
 class ContradictionError(ValueError):
@@ -61,19 +61,19 @@ class ContradictionError(ValueError):
 
 
 class TooManyBlocksError(ValueError):
-    """An engine has more blocks than are remembered."""
+    """An engine has more blocks than the limit."""
 
 
 class StoredBlocks:
-    """The blocks of one engine, by its own hashes."""
+    """The blocks of one engine, by the engine's hashes."""
 
     def __init__(self) -> None:
         self._there: dict[BlockHash, StoredBlock] = {}
         self._removed: OrderedDict[BlockHash, StoredBlock] = OrderedDict()
-        """The longest ago removed first."""
+        """Removed blocks, oldest removal first."""
 
     def _before(self, event: BlockStored) -> StoredBlock:
-        """What the blocks of an event are behind; of unknown content where nobody has seen it."""
+        """Return the predecessor of an event's blocks, with unknown content if it was not seen."""
         name = event.parent_block_hash
         if name is None:
             return BEGINNING
@@ -84,13 +84,13 @@ class StoredBlocks:
         return found
 
     def _use(self, block: StoredBlock | None) -> None:
-        """Remember a removed block, and those before it, for as long as if it were removed now."""
+        """Refresh a removed block and its predecessors, as if they were removed now."""
         while block is not None and block.name is not None and block.name in self._removed:
             self._removed.move_to_end(block.name)
             block = block.before
 
     def store(self, event: BlockStored) -> Addition:
-        """Take an event's blocks in."""
+        """Add an event's blocks."""
         before = self._before(event)
         size, block, new = event.block_size, before, False
         adapter = event.lora_id if event.lora_name is None else event.lora_name
@@ -106,14 +106,14 @@ class StoredBlocks:
             if known is None or known.content is None:
                 known = StoredBlock(name, content, block)
             elif content is not None and content != known.content:
-                raise ContradictionError(f"hash {name!r} for other tokens than before")
+                raise ContradictionError(f"hash {name!r} for different tokens than before")
             self._there[name] = block = known
         if len(self._there) > MOST_BLOCKS:
             raise TooManyBlocksError(f"more than {MOST_BLOCKS:,} blocks that were never removed")
         return Addition(before, block, new)
 
     def remove(self, names: list[BlockHash]) -> None:
-        """These can be found no more. What an engine removes may never have been seen."""
+        """Mark blocks as removed. Unknown blocks are ignored."""
         for name in names:
             block = self._there.pop(name, None)
             if block is not None:
@@ -122,5 +122,5 @@ class StoredBlocks:
             self._removed.popitem(last=False)
 
     def clear(self) -> None:
-        """Nothing can be found any more."""
+        """Mark all blocks as removed."""
         self.remove(list(self._there))

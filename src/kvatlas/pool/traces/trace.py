@@ -1,8 +1,8 @@
-"""`Trace`: requests as arrays of hashes that stand for their prompts, block by block.
+"""`Trace`: requests as arrays of block ids that represent their prompts.
 
-A hash stands for `block` tokens and everything before them: equal ids mean equal prefixes. So
-an id has one predecessor, one depth, and one number of tokens. A trace that says otherwise is
-refused with the line that says it.
+An id represents `block` tokens and everything before them: equal ids mean equal prefixes. An id
+therefore has one predecessor, one depth and one number of tokens. A trace that violates this is
+rejected with the number of the line.
 """
 
 from __future__ import annotations
@@ -22,89 +22,90 @@ from kvatlas.errors import AtlasError, Code
 Ints = NDArray[np.int64]
 
 MOST_IDS = 40_000_000
-"""Ids of a trace that are read: about 1.5 GB while they are put in order."""
+"""Maximum number of ids of a trace. Sorting them takes about 1.5 GB."""
 MOST_TOKENS = 1 << 40
 LONGEST_LINE = 64 << 20
-"""Bytes of a line, or of a conversation."""
+"""Maximum length of a line or a conversation in bytes."""
 Progress = Callable[[float], None]
-"""Told the part that is done, from 0 to 1."""
+"""Called with the fraction that is done, from 0 to 1."""
 
 
 def bad_trace(where: str, problem: str, got: object, hint: str) -> AtlasError:
-    """The refusal of a trace, with the file and the line."""
+    """Return the error for an invalid trace, with the file and the line."""
     return AtlasError(Code.BAD_TRACE, f"{where}: {problem}", got=got, hint=hint)
 
 
 def check_block(block: int, where: str) -> None:
-    """Refuse tokens of an id that nobody can mean."""
+    """Raise an error if a block size is out of range."""
     if not 0 < block <= 1 << 20:
-        raise bad_trace(where, "no such block size", block, "Use a size such as 512")
+        problem = f"the block size must be 1 to {1 << 20:,}"
+        raise bad_trace(where, problem, block, "Use a size such as 512")
 
 
 @dataclass(frozen=True)
 class Unseen:
-    """What a trace that was inferred from stored blocks does not have."""
+    """The parts that are missing from a trace that was inferred from stored blocks."""
 
     requests: int = 0
-    """Requests that are left out: what they begin with was stored before the recording."""
+    """Number of omitted requests, whose first blocks were stored before the recording."""
     tokens: int = 0
-    """Tokens that these stored."""
+    """Number of tokens that the omitted requests stored."""
     gaps: int = 0
-    """Places where batches of events are missing, before the first included."""
+    """Number of places where batches of events are missing, including before the first."""
     ranks: int = 1
-    """Data-parallel ranks, each of which had a cache of its own."""
+    """Number of data-parallel ranks, each with a separate cache."""
 
     def sentences(self) -> list[str]:
-        """What to know before its hit rates are believed."""
+        """Return the limitations of the trace, as sentences for the user."""
         told = [
-            "Requests were inferred from the blocks that they stored. One that found all its "
-            "whole blocks stored none and is not here: its tokens would have been found."
+            "Requests were inferred from the blocks that they stored. Requests that found all of "
+            "their complete blocks stored none and are missing; their tokens would have been hits."
         ]
         if self.requests:
             told.append(
                 f"{self.requests:,} requests, which stored {self.tokens:,} tokens, are left out: "
-                "they begin with blocks that were stored before the recording, or in a gap."
+                "their first blocks were stored before the recording or in a gap."
             )
         if self.gaps:
             places = "1 place" if self.gaps == 1 else f"{self.gaps:,} places"
             told.append(f"Batches of events are missing at {places}.")
         if self.ranks > 1:
             told.append(
-                f"{self.ranks} data-parallel ranks had a cache each; here all requests share one."
+                f"{self.ranks} data-parallel ranks had separate caches; here requests share one."
             )
         return told
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Requests in the order in which they came."""
+    """Requests in order of arrival."""
 
     name: str
     block: int
-    """Tokens that an id stands for."""
+    """Number of tokens per id."""
     ids: Ints
-    """Of all prompts behind each other, numbered from 0 in the order of their coming."""
+    """The ids of all prompts, concatenated and numbered from 0 in order of first occurrence."""
     starts: Ints
-    """Where each request's ids begin, and where the last's end."""
+    """The index of each request's first id, and the end of the last request's ids."""
     lengths: Ints
-    """Tokens of each prompt."""
+    """Number of tokens of each prompt."""
     outputs: Ints
-    """Tokens of each answer."""
+    """Number of tokens of each answer."""
     times: NDArray[np.float64]
-    """Seconds at which each request came."""
+    """Arrival time of each request in seconds."""
     unseen: Unseen | None = None
-    """Where requests were inferred, and not logged: what is missing."""
+    """The missing parts, if requests were inferred from events; None if they were logged."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Total number of tokens of all prompts."""
         return int(self.lengths.sum())
 
     def repeated(self, times: int) -> Trace:
-        """The trace so often behind itself, each time with new ids."""
+        """Return the trace repeated `times` times, each time with new ids."""
         distinct = int(self.ids.max(initial=-1)) + 1
         each = int(self.starts[-1])
         span = float(self.times.max(initial=0.0))
@@ -121,29 +122,29 @@ class Trace:
 
 
 class TraceBuilder:
-    """Requests one by one, each checked by itself; `finish` checks them against each other."""
+    """Builds a trace request by request. `finish` checks the requests against each other."""
 
     def __init__(
         self, name: str, block: int, unit: str = "line", *, numbered: bool = False
     ) -> None:
         self.name, self.block, self.unit = name, block, unit
         self._numbered = numbered
-        """Whether a line has many requests, so that their numbers are said too."""
+        """Whether a line may contain many requests, so that errors include their numbers."""
         self._ids, self._starts = array("q"), array("q", [0])
         self._lengths, self._outputs, self._times = array("q"), array("q"), array("d")
         self._where: list[tuple[int, str]] = []
-        """(first request, file) of each file."""
+        """The number of the first request and the name of each file."""
         self._lines = array("q")
 
     def __len__(self) -> int:
         return len(self._lengths)
 
     def begin(self, file: str) -> None:
-        """What follows is from this file."""
+        """Begin a new file."""
         self._where.append((len(self), file))
 
     def place(self, line: int, request: int | None = None) -> str:
-        """Where a request is, or the next one."""
+        """Return the place of a request, or of the next one, for error messages."""
         first, file = self._where[-1]
         if request is None:
             request = len(self)
@@ -153,26 +154,31 @@ class TraceBuilder:
         return f"{file}, {self.unit} {line}{number}"
 
     def add(self, line: int, ids: Sequence[int], length: int, output: int, time: float) -> None:
-        """One request, as its line says."""
+        """Add one request."""
         where = self.place(line)
         if not (isfinite(time) and time >= 0):
-            raise bad_trace(where, "a request comes at a time from 0 on", time, "Correct the time")
+            problem = "the time of a request must be finite and at least 0"
+            raise bad_trace(where, problem, time, "Correct the time")
         if not (0 <= length <= MOST_TOKENS and 0 <= output <= MOST_TOKENS):
             got = f"{length} and {output} tokens"
-            raise bad_trace(where, "lengths are from 0 on", got, "Correct the lengths")
+            problem = f"lengths must be 0 to {MOST_TOKENS:,} tokens"
+            raise bad_trace(where, problem, got, "Correct the lengths")
         whole, begun = length // self.block, -(-length // self.block)
         if len(ids) not in (whole, begun):
-            problem = f"the ids are not those of the prompt's blocks of {self.block} tokens"
+            problem = (
+                f"the number of ids does not match the prompt in blocks of {self.block} tokens"
+            )
             got = f"{len(ids)} ids for {length} tokens"
-            raise bad_trace(where, problem, got, f"Give {whole} or {begun} ids, or the block size")
+            hint = f"Write {whole} or {begun} ids, or specify the block size"
+            raise bad_trace(where, problem, got, hint)
         if len(self._ids) + len(ids) > MOST_IDS:
-            problem = f"a trace has at most {MOST_IDS:,} ids"
-            raise bad_trace(where, problem, "more", "Split it, or use longer blocks")
+            problem = f"a trace can have at most {MOST_IDS:,} ids"
+            raise bad_trace(where, problem, "more", "Split the trace, or use larger blocks")
         try:
             self._ids.extend(ids)
         except (OverflowError, TypeError):
-            hint = "Ids are whole numbers below 2^63"
-            raise bad_trace(where, "an id is none", str(ids)[:60], hint) from None
+            hint = "Use integers below 2^63"
+            raise bad_trace(where, "an id is not valid", str(ids)[:60], hint) from None
         self._starts.append(len(self._ids))
         self._lengths.append(length)
         self._outputs.append(output)
@@ -180,10 +186,10 @@ class TraceBuilder:
         self._lines.append(line)
 
     def finish(self, *, by_time: bool = False) -> Trace:
-        """The trace, its ids numbered anew and held to be a tree."""
+        """Return the trace with renumbered ids, after a check that they form a tree."""
         if not len(self):
-            hint = "A trace has one request a line"
-            raise bad_trace(self.name, "there is no request", "nothing", hint)
+            hint = "Write one request per line"
+            raise bad_trace(self.name, "the trace contains no requests", "no lines", hint)
         raw = np.frombuffer(self._ids, np.int64) if self._ids else np.empty(0, np.int64)
         ids = _numbered(raw)
         starts = np.frombuffer(self._starts, np.int64)
@@ -201,7 +207,7 @@ class TraceBuilder:
         return _sorted(trace) if by_time else trace
 
     def _check_tree(self, ids: Ints, starts: Ints, lengths: Ints) -> None:
-        """Every id behind one other, and of one number of tokens."""
+        """Check that every id has one predecessor and one number of tokens."""
         begins = starts[:-1][np.diff(starts) > 0]
         # Ids are numbered as they come, so each one's first is where a new maximum is.
         first = np.zeros(int(ids.max(initial=-1)) + 1, np.int32)
@@ -209,7 +215,8 @@ class TraceBuilder:
         before = np.empty(len(ids), np.int32)
         before[1:] = ids[:-1]
         before[begins] = -1
-        problem, hint = "an id follows another id than before", "Ids stand for whole prefixes"
+        problem = "an id follows a different id than before"
+        hint = "Use a different id for each prefix"
         self._check_alike(before, first[ids], starts, problem, hint)
         # All but the last block of a prompt are full.
         tokens = np.full(len(ids), self.block, np.int32)
@@ -217,24 +224,24 @@ class TraceBuilder:
         last = lengths - (counts - 1) * self.block
         some = counts > 0
         tokens[starts[1:][some] - 1] = np.minimum(last, self.block)[some]
-        problem = "an id stands for another number of tokens than before"
-        hint = "The last block of a prompt has an id of its own while it is not full"
+        problem = "an id represents a different number of tokens than before"
+        hint = "Use a separate id for an incomplete last block"
         self._check_alike(tokens, first[ids], starts, problem, hint)
 
     def _check_alike(
         self, facts: NDArray[np.int32], first: NDArray[np.int32], starts: Ints, problem: str,
         hint: str,
     ) -> None:  # fmt: skip
-        """Refuse the first entry of which something else is said than where its id came first."""
+        """Raise an error for the first entry that contradicts the first occurrence of its id."""
         wrong = np.flatnonzero(facts != facts[first])
         if len(wrong):
             request = int(np.searchsorted(starts, wrong[0], side="right")) - 1
-            got = f"entry {int(wrong[0] - starts[request])} of its ids"
+            got = f"entry {int(wrong[0] - starts[request])} of the request's ids"
             raise bad_trace(self.place(self._lines[request], request), problem, got, hint)
 
 
 def _numbered(raw: Ints) -> Ints:
-    """Ids numbered in the order of their coming, which is kind to caches.
+    """Renumber ids in order of first occurrence, which improves cache locality.
 
     >>> _numbered(np.array([7, 9, 7, 1])).tolist()
     [0, 1, 0, 2]
@@ -254,7 +261,7 @@ def _numbered(raw: Ints) -> Ints:
 
 
 def _sorted(trace: Trace) -> Trace:
-    """The same requests in the order of their times."""
+    """Return the requests ordered by time."""
     order = np.argsort(trace.times, kind="stable")
     counts = np.diff(trace.starts)[order]
     starts = np.concatenate([[0], np.cumsum(counts)])

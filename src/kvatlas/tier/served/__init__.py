@@ -1,1 +1,1 @@
-"""One tier for many processes of a host: a server that has the index, and its clients."""
+"""A tier shared by many processes of a host: a server that owns the index, and its clients."""

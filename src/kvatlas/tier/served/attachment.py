@@ -1,7 +1,7 @@
-"""`Attachment`: one server of a tier as one client has found it, until either has gone.
+"""`Attachment`: the connection of one client to one server of a tier.
 
-Its first connection says nothing after the greeting: as long as it is open, the server
-keeps what this client has pinned or is filling. So it is closed only when no bytes move.
+The first connection stays silent after the greeting. While it is open, the server keeps the
+client's pins and the blocks that it is filling. It is closed only when no copy is in flight.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvatlas.wire import (
 
 
 class Attachment:
-    """A session with the server at a path, and the tier's blocks as this process reaches them."""
+    """A session with the server at a path, and this process's access to the tier's blocks."""
 
     def __init__(self, path: Path, seconds: float, metrics: Metrics) -> None:
         self.path, self._seconds = path, seconds
@@ -53,7 +53,7 @@ class Attachment:
             if _which(path) != self._socket:  # one has taken another's place meanwhile
                 raise _gone(path)
             if told.version != m.VERSION or (told.file is None) == (told.memory is None):
-                raise bad_handshake("a tier's server that speaks of neither file nor memory")
+                raise bad_handshake("an invalid greeting from the tier's server")
             self._session = told.session
             self._channels = Channels(Security(), answers=m.TierAnswer, repeatable=m.REPEATABLE)
             on_failure.callback(self._channels.close)
@@ -73,7 +73,7 @@ class Attachment:
 
     @property
     def alive(self) -> bool:
-        """Whether the server still knows this session, and nobody has taken its place."""
+        """Whether the server still holds this session and has not been replaced."""
         try:
             return self._open and self._anchor.quiet and _which(self.path) == self._socket
         except (OSError, ValueError):  # closed meanwhile
@@ -81,11 +81,11 @@ class Attachment:
 
     @property
     def usable(self) -> bool:
-        """Whether it is good for further calls."""
+        """Whether it can be used for further calls."""
         return self.alive and not self._doubtful
 
     def ask(self, kind: type[Message], **about: Any) -> Any:
-        """The server's answer to a question, within the client's time."""
+        """Send a request and return the server's answer, within the client's time limit."""
         question = kind(session=self._session, **about)
         deadline = time.monotonic() + self._seconds
         try:
@@ -97,10 +97,11 @@ class Attachment:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """While this process reads or fills blocks, nobody else becomes the tier's server.
+        """Prevent other processes from taking over the tier while this one moves bytes.
 
-        Refused where somebody has already, or the session has ended: blocks that it had are
-        then somebody else's. What was read is good only if this does not raise at the end.
+        Raises an error if the server was replaced or the session has ended, because its blocks
+        may then have other users. Data that was read is valid only if the context exits without
+        an error.
         """
         with ExitStack() as used:
             if self._use is not None:
@@ -114,7 +115,7 @@ class Attachment:
             raise _gone(self.path)
 
     def close(self) -> None:
-        """Wait for bytes that are on their way, then let go of everything."""
+        """Wait for copies in flight, then close all connections."""
         self.storage.close()
         self._open = False
         self._channels.close()
@@ -122,7 +123,7 @@ class Attachment:
 
 
 class ClientStorage(TierStorage):
-    """The blocks of a tier that another process has; used only while that is so."""
+    """The blocks of a tier that another process serves, usable while it does."""
 
     def __init__(
         self, pools: dict[int, Bytes], file: TierFile | None, attachment: Attachment
@@ -132,7 +133,7 @@ class ClientStorage(TierStorage):
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Keep it open meanwhile, and the server the same; refused where either is not so."""
+        """Keep the storage open and the server in place; raises an error if either is gone."""
         with super().using(), self._attachment.moving():
             yield
 
@@ -143,7 +144,7 @@ def _connected(path: Path, seconds: float) -> Any:
     except TimeoutError:
         raise _slow(path) from None
     except OSError as problem:
-        raise peer_lost(f"nobody who serves a tier at {path}: {problem.strerror}") from None
+        raise peer_lost(f"no server for the tier at {path}: {problem.strerror}") from None
 
 
 def _greet(anchor: Connection, path: Path, deadline: float) -> m.Attached:
@@ -161,7 +162,7 @@ def _greet(anchor: Connection, path: Path, deadline: float) -> m.Attached:
 
 
 def _file(told: m.OwnedFile) -> TierFile:
-    """The server's file, opened here: the same one, and nobody else's."""
+    """Open the server's file and check that it is the same file."""
     file = TierFile(Path(told.path), None, durable=False, shared=True)
     if file.identity != told.identity:
         file.close()
@@ -177,7 +178,7 @@ def _pools(told: m.OwnedMemory) -> tuple[Plan, dict[int, Bytes]]:
 
 
 def _which(path: Path) -> tuple[int, int, int] | None:
-    """Which socket is at a path: another server makes another one."""
+    """Return the identity of the socket at a path. Each server creates a new socket."""
     try:
         state = path.stat()
     except OSError:
@@ -186,9 +187,9 @@ def _which(path: Path) -> tuple[int, int, int] | None:
 
 
 def _gone(path: Path) -> AtlasError:
-    return peer_lost(f"the end of the tier's server at {path}")
+    return peer_lost(f"a broken connection to the tier's server at {path}")
 
 
 def _slow(path: Path) -> AtlasError:
-    hint = "See whether its process stands still"
+    hint = "Check whether the server process hangs"
     return AtlasError(Code.DEADLINE, got=f"no answer from the tier at {path}", hint=hint)

@@ -1,7 +1,7 @@
-"""`TierClient`: a tier that another process serves, with the same calls as `Tier`.
+"""`TierClient`: a tier that another process serves, with the same methods as `Tier`.
 
-A tier that is gone is a miss: nothing matches, nothing is pinned, and storing is refused
-(`peer_lost`), all of it within `seconds`. Whoever serves the tier next is found by later calls.
+An unreachable server counts as a miss: nothing matches, nothing is pinned, and storing raises
+`peer_lost`, all within `seconds`. Later calls connect to the next process that serves the tier.
 """
 
 from __future__ import annotations
@@ -39,20 +39,19 @@ from kvatlas.wire import (
 )
 
 _PAUSE = 0.25
-"""Seconds for which a server that was not found is not looked for again."""
+"""Seconds to wait before looking again for a server that was not found."""
 _LOOK_AGAIN = 0.02
 _GONE = (Code.PEER_LOST, Code.DEADLINE, Code.UNKNOWN_SESSION, Code.BUSY, Code.UNREADABLE)
-"""Why a tier that is served elsewhere may have nothing to say."""
+"""Error codes that mean that the server cannot be reached or cannot answer now."""
 
 Kind = TypeVar("Kind")
 
 
 class TierClient:
-    """A tier that another process of this host and user serves at a path.
+    """A tier that another process of the same host and user serves at a path.
 
-    Any number of threads may use one. What it has pinned, or was storing, is let go when it
-    is closed, and when its process ends. A server that is found later must have a tier of
-    the same plan.
+    A client is thread-safe. Its pins and unfinished stores are released when it is closed or its
+    process ends. If the server is replaced, the new server's tier must have the same plan.
     """
 
     def __init__(
@@ -64,10 +63,10 @@ class TierClient:
         before: Callable[[], None] = lambda: None,
         closed: Callable[[], None] = lambda: None,
     ) -> None:
-        """No question takes longer than `seconds`.
+        """Connect to the server at a path. No call takes longer than `seconds`.
 
-        A server that is not there is looked for during `patience`, each time after `before`;
-        `closed` is called at the end.
+        If there is no server, the client retries for `patience` seconds and calls `before` before
+        each attempt. `closed` is called when the client is closed.
         """
         self.path = Path(path).absolute()
         self.seconds, self.patience = duration(seconds), duration(patience)
@@ -97,7 +96,7 @@ class TierClient:
         keys: Keys,
         carry: Carry | None = None,
     ) -> StoreResult:
-        """Store one rank's part of a request's tokens, as `Tier.store` does."""
+        """Store one rank's part of a request's tokens, like `Tier.store`."""
         rank = checked_rank(plan, rank, "source")
         rows = keys_by_group(self.plan, keys)
         start, stop, needs = self._ingests.needs(plan, tokens, rows)
@@ -135,7 +134,7 @@ class TierClient:
         return _expected(answer, m.StoreBegun)
 
     def _told(self, plan: Plan) -> tuple[bytes, bytes]:
-        """A plan as it travels, and its hash."""
+        """Return a plan's encoding and its hash."""
         if plan not in self._plans:
             if len(self._plans) >= PLANS:
                 self._plans = {}
@@ -144,9 +143,9 @@ class TierClient:
         return self._plans[plan]
 
     def _filled(self, needs: list[NeededBlock], fills: bytes) -> dict[NeededBlock, int]:
-        """The blocks that the server gave, each of them one of the tier's, and needed."""
+        """Decode the blocks that the server assigned, and check that they are valid and needed."""
         if len(fills) % 8:
-            raise bad_handshake(f"blocks in {len(fills)} bytes")
+            raise bad_handshake(f"a block list of {len(fills)} bytes")
         ids = {}
         for number, block_id in np.frombuffer(fills, "<u4").reshape(-1, 2).tolist():
             if number >= len(needs):
@@ -160,7 +159,7 @@ class TierClient:
     # -- fetching -----------------------------------------------------------------------
 
     def match(self, keys: Keys, tokens: Any) -> int:
-        """How many tokens could be fetched; 0 where nobody serves the tier."""
+        """Return how many tokens can be fetched, or 0 if no process serves the tier."""
         about = self._tokens(keys, tokens)
         with self._gone_is_a_miss("match"):
             found = _expected(self.find_server().ask(m.MatchKeys, **about), m.KeysMatched)
@@ -169,7 +168,7 @@ class TierClient:
 
     @contextmanager
     def pin(self, keys: Keys, tokens: Any) -> Iterator[Hit]:
-        """Pin what there is of some tokens, verified; nothing where nobody serves the tier."""
+        """Pin and verify the stored blocks of some tokens; none if no process serves the tier."""
         about, hit = self._tokens(keys, tokens), None
         with self._gone_is_a_miss("pin"):
             at = self.find_server()
@@ -183,7 +182,10 @@ class TierClient:
 
     @contextmanager
     def join(self, name: bytes) -> Iterator[Hit]:
-        """Pin what another client has pinned, by its `Hit.name`; refused once that is let go."""
+        """Pin the blocks that another client has pinned, by its `Hit.name`.
+
+        Raises an error if the other client has released its pin.
+        """
         at = self.find_server()
         hit = self._hit(at, at.ask(m.JoinPin, pin=name))
         try:
@@ -203,7 +205,7 @@ class TierClient:
         carry: Carry | None = None,
         convert: Converting | None = None,
     ) -> None:
-        """Fetch tokens into a rank's blocks, as `Tier.fetch` does: all of them, or a refusal."""
+        """Fetch tokens into a rank's blocks, like `Tier.fetch`."""
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:
             check_all_there(hit.tokens, stop)
@@ -224,25 +226,28 @@ class TierClient:
     # -- what there is ------------------------------------------------------------------
 
     def drop(self, keys: Keys) -> int:
-        """Forget keys, in every group; how many blocks that were."""
+        """Remove keys from every group and return how many blocks were removed."""
         rows = keys_by_group(self.plan, keys)
         return int(_expected(self.find_server().ask(m.DropKeys, keys=rows), m.KeysDropped).blocks)
 
     def names_since(self, mark: int = 0) -> tuple[list[tuple[int, bytes]], int]:
-        """Names that became whole after a mark, and the mark after them, as `Tier` says them."""
+        """Return names that were completed after a mark, and the next mark, like `Tier`."""
         with self._gone_is_a_miss("names"):
             listed = _expected(self.find_server().ask(m.ListNames, mark=mark), m.NamesListed)
             return list(listed.names), listed.mark
         return [], mark
 
     def has(self, key: bytes, group: int = 0) -> bool:
-        """Whether a key of a group is whole."""
+        """Return whether a key of a group is stored completely."""
         return all(self._find((group, key)).whole)
 
     def kept_ends(
         self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
     ) -> list[bool]:
-        """Whether a group has blocks, as `Tier.kept_ends` says; refused where nobody serves it."""
+        """Return which ends of requests a group stores, like `Tier.kept_ends`.
+
+        Raises an error if no process serves the tier.
+        """
         del whole  # all blocks are
         found: list[bool] = []
         for first in range(0, len(ends), m.MOST_NAMES):
@@ -255,18 +260,18 @@ class TierClient:
         return found
 
     def __contains__(self, key: object) -> bool:
-        """Whether a key is whole in every group that it could stand for."""
+        """Return whether a key is stored completely in every group that can have it."""
         if not isinstance(key, bytes):
             return False
         return all(self._find(*((group, key) for group in range(len(self.plan.groups)))).whole)
 
     def __len__(self) -> int:
-        """Blocks that are whole."""
+        """Return the number of complete blocks."""
         return self._find().blocks
 
     @property
     def evicted(self) -> int:
-        """Whole blocks that have made room for others since the server opened the tier."""
+        """Number of complete blocks that were evicted since the server opened the tier."""
         return self._find().evicted
 
     def _find(self, *names: tuple[int, bytes]) -> m.NamesFound:
@@ -275,7 +280,7 @@ class TierClient:
         return m.NamesFound(whole=(False,), blocks=0, evicted=0)
 
     def close(self) -> None:
-        """Wait for bytes that are on their way, then let go of all that this client has."""
+        """Wait for copies in flight, then release all pins and stores of this client."""
         with self._lock:
             was, self.closed = self.closed, True
             at, self._attachment = self._attachment, None
@@ -293,7 +298,7 @@ class TierClient:
     # -- the server ---------------------------------------------------------------------
 
     def find_server(self) -> Attachment:
-        """The server as it was found, or another that has taken its place."""
+        """Return the current server, or the one that has replaced it."""
         at = self._attachment
         if at is not None and at.usable:
             return at
@@ -301,8 +306,10 @@ class TierClient:
 
     def _attach(self) -> Attachment:
         if not self._lock.acquire(timeout=self.seconds):
-            hint = "See whether its process stands still"
-            raise AtlasError(Code.DEADLINE, got=f"no tier at {self.path} yet", hint=hint)
+            hint = "Check whether the server process hangs"
+            raise AtlasError(
+                Code.DEADLINE, got=f"no connection to the tier at {self.path} yet", hint=hint
+            )
         try:
             old, made = self._attachment, self._attached_anew()
         finally:
@@ -319,7 +326,7 @@ class TierClient:
         if self._attachment is not None and self._attachment.usable:
             return self._attachment
         if time.monotonic() < self._next_attempt:
-            raise peer_lost(f"nobody who serves a tier at {self.path}")
+            raise peer_lost(f"no server for the tier at {self.path}")
         try:
             self._attachment = self._found()
         except AtlasError:
@@ -328,7 +335,7 @@ class TierClient:
         return self._attachment
 
     def _found(self) -> Attachment:
-        """A server, waiting a moment for one that is about to be."""
+        """Find a server, waiting a moment for one that is starting."""
         until = time.monotonic() + self.patience
         while True:
             try:
@@ -341,7 +348,7 @@ class TierClient:
             time.sleep(_LOOK_AGAIN)
         if self._known_plan not in (None, made.plan.without_notes()):
             made.close()
-            raise peer_lost(f"a tier of another plan at {self.path}")
+            raise peer_lost(f"a tier with another plan at {self.path}")
         return made
 
     def _tokens(self, keys: Keys, tokens: Any) -> dict[str, Any]:
@@ -350,7 +357,7 @@ class TierClient:
 
     @contextmanager
     def _gone_is_a_miss(self, question: str) -> Iterator[None]:
-        """Leave the block where the tier cannot be asked, and count that."""
+        """Leave the `with` block if the tier cannot be reached, and count the miss."""
         try:
             yield
         except AtlasError as refusal:
@@ -360,7 +367,7 @@ class TierClient:
 
 
 def _expected(answer: Any, kind: type[Kind]) -> Kind:
-    """An answer that is one to the question."""
+    """Return the answer if it has the expected type, or raise an error."""
     if not isinstance(answer, kind):
-        raise bad_handshake(f"{type(answer).__name__} where {kind.__name__} was due")
+        raise bad_handshake(f"a {type(answer).__name__} instead of a {kind.__name__}")
     return answer

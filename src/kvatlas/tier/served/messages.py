@@ -1,8 +1,8 @@
-"""What clients of a tier ask its server, and what it answers.
+"""The messages between the clients and the server of a tier.
 
-No bytes of blocks are in any of these: a client is told which blocks of a file, or of shared
-memory, it may read or fill, and does so itself. Every length and number has a limit, and what
-depends on the tier's plan is checked against that.
+Messages contain no bytes of blocks. The server assigns blocks of a file or of shared memory, and
+the client reads or fills them itself. Every length and number has a limit, and values that depend
+on the tier's plan are checked against it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvatlas.tier.request_blocks import LONGEST_KEY
 from kvatlas.wire import BlockTables, Key, Message, Ok, Refusal, SendPlan
 
 VERSION = 1
-"""Both ends must speak the same: they are of one host, and can be upgraded together."""
+"""Protocol version. Both ends must use the same one: they share a host."""
 
 _MAX_TOKENS = 1 << 40
 _MAX_BLOCKS = 1 << 20
 _MAX_PLAN = 4 << 20
 
 MOST_NAMES = 4096
-"""Names that may be asked for in one question."""
+"""Maximum number of names in one request."""
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Mark = Annotated[int, Meta(ge=0, le=1 << 62)]
 Token = Annotated[int, Meta(ge=0, le=_MAX_TOKENS)]
@@ -34,34 +34,34 @@ KeyRows = Annotated[
     dict[Number, Annotated[tuple[BlockKey | None, ...], Meta(max_length=_MAX_BLOCKS)]],
     Meta(max_length=4096),
 ]
-"""A key, or none, for each block of the tier in the order of tokens, by group."""
+"""A key or None for each block of the tier in token order, by group."""
 BlockName = tuple[Number, BlockKey]
 
 
 class Attach(Message, frozen=True, kw_only=True, tag="attach"):
-    """Begin a session, which lasts as long as the connection that this came by."""
+    """Begin a session, which lasts as long as the connection that carries this message."""
 
     version: int
 
 
 class OwnedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file that a tier is in."""
+    """The file of a tier."""
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
     identity: Annotated[bytes, Meta(min_length=16, max_length=16)]
-    """The one that its header has: another file may be at the path by now."""
+    """The id in the file's header. It detects that the path now leads to another file."""
 
 
 class OwnedMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shared memory that a tier is in."""
+    """The shared memory of a tier."""
 
     plan: Annotated[bytes, Meta(max_length=_MAX_PLAN)]
     published: Annotated[bytes, Meta(max_length=1 << 18)]
-    """Where it is, as the transport for shared memory says."""
+    """Its location, as the shared memory transport publishes it."""
 
 
 class Attached(Message, frozen=True, kw_only=True, tag="attached"):
-    """A session, and where the tier's blocks are."""
+    """The new session and the location of the tier's blocks."""
 
     version: int
     session: Key
@@ -70,13 +70,13 @@ class Attached(Message, frozen=True, kw_only=True, tag="attached"):
 
 
 class SessionQuestion(Message, frozen=True, kw_only=True):
-    """A question of a client that has a session."""
+    """A request within a session."""
 
     session: Key
 
 
 class KeysQuestion(SessionQuestion, frozen=True, kw_only=True):
-    """A question about a request's tokens."""
+    """A request about the tokens of an inference request."""
 
     keys: KeyRows
     start: Token
@@ -84,27 +84,27 @@ class KeysQuestion(SessionQuestion, frozen=True, kw_only=True):
 
 
 class MatchKeys(KeysQuestion, frozen=True, kw_only=True, tag="match_keys"):
-    """Ask how many tokens could be fetched."""
+    """Ask how many tokens can be fetched."""
 
 
 class KeysMatched(Message, frozen=True, kw_only=True, tag="keys_matched"):
-    """So many."""
+    """The number of tokens that can be fetched."""
 
     tokens: Token
 
 
 class PinKeys(KeysQuestion, frozen=True, kw_only=True, tag="pin_keys"):
-    """Pin what there is, verified, until it is unpinned or the session ends."""
+    """Pin and verify the stored blocks, until they are unpinned or the session ends."""
 
 
 class JoinPin(SessionQuestion, frozen=True, kw_only=True, tag="join_pin"):
-    """Pin what another session has pinned."""
+    """Pin the blocks that another session has pinned."""
 
     pin: Key
 
 
 class KeysPinned(Message, frozen=True, kw_only=True, tag="keys_pinned"):
-    """What is pinned, in which blocks of the tier."""
+    """The pinned tokens and their blocks in the tier."""
 
     pin: Key
     start: Token
@@ -113,36 +113,36 @@ class KeysPinned(Message, frozen=True, kw_only=True, tag="keys_pinned"):
 
 
 class Unpin(SessionQuestion, frozen=True, kw_only=True, tag="unpin"):
-    """Let go of a pin of this session."""
+    """Release a pin of this session."""
 
     pin: Key
 
 
 class LearnPlan(SessionQuestion, frozen=True, kw_only=True, tag="learn_plan"):
-    """A plan whose ranks are going to store."""
+    """Register a plan whose ranks are going to store."""
 
     plan: Annotated[bytes, Meta(max_length=_MAX_PLAN)]
 
 
 class BeginStore(KeysQuestion, frozen=True, kw_only=True, tag="begin_store"):
-    """Ask which blocks a rank may fill; the answer is `SendPlan` where its plan is not known."""
+    """Ask which blocks a rank may fill. The answer is `SendPlan` if its plan is unknown."""
 
     plan: PlanHash
     rank: Number
     blocks: BlockTables
-    """The rank's own."""
+    """The rank's block tables."""
 
 
 class StoreBegun(Message, frozen=True, kw_only=True, tag="store_begun"):
-    """The blocks to fill; they are the store's until it ends, or its session does."""
+    """The blocks to fill. They are reserved until the store or its session ends."""
 
     store: Key
     fills: Annotated[bytes, Meta(max_length=_MAX_BLOCKS * 8)]
-    """Pairs of 32-bit integers: which of the blocks that are needed, and its id in the tier."""
+    """Pairs of 32-bit integers: the index among the needed blocks, and the block id."""
 
 
 class SummedPart(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank's part adds to the checksum of a block, from writing it."""
+    """The contribution of a rank's part to the checksum of a block."""
 
     pool: Number
     block_id: Count
@@ -151,7 +151,7 @@ class SummedPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EndStore(SessionQuestion, frozen=True, kw_only=True, tag="end_store"):
-    """A rank has filled its blocks, or has failed to."""
+    """Report that a rank has filled its blocks, or has failed to."""
 
     store: Key
     brought: bool
@@ -159,7 +159,7 @@ class EndStore(SessionQuestion, frozen=True, kw_only=True, tag="end_store"):
 
 
 class StoreEnded(Message, frozen=True, kw_only=True, tag="store_ended"):
-    """How many keys are whole now, wait for other ranks, or found no room."""
+    """How many keys are complete, wait for other ranks, or found no space."""
 
     whole: Count
     waiting: Count
@@ -167,38 +167,38 @@ class StoreEnded(Message, frozen=True, kw_only=True, tag="store_ended"):
 
 
 class DropKeys(SessionQuestion, frozen=True, kw_only=True, tag="drop_keys"):
-    """Forget keys."""
+    """Remove keys."""
 
     keys: KeyRows
 
 
 class KeysDropped(Message, frozen=True, kw_only=True, tag="keys_dropped"):
-    """How many blocks that were."""
+    """The number of blocks that were removed."""
 
     blocks: Count
 
 
 class ListNames(SessionQuestion, frozen=True, kw_only=True, tag="list_names"):
-    """Ask what has become whole since a mark."""
+    """Ask for the names that were completed since a mark."""
 
     mark: Mark
 
 
 class NamesListed(Message, frozen=True, kw_only=True, tag="names_listed"):
-    """The first of them, and the mark after these."""
+    """The first of these names, and the next mark."""
 
     names: Annotated[tuple[BlockName, ...], Meta(max_length=1 << 16)]
     mark: Mark
 
 
 class FindNames(SessionQuestion, frozen=True, kw_only=True, tag="find_names"):
-    """Ask which of some names are whole."""
+    """Ask which of some names are stored completely."""
 
     names: Annotated[tuple[BlockName, ...], Meta(max_length=MOST_NAMES)]
 
 
 class NamesFound(Message, frozen=True, kw_only=True, tag="names_found"):
-    """Whether each is, and how many blocks there are, and have made room for others."""
+    """Whether each name is complete, and the number of complete and of evicted blocks."""
 
     whole: Annotated[tuple[bool, ...], Meta(max_length=MOST_NAMES)]
     blocks: Count
@@ -215,7 +215,7 @@ TierAnswer = (
 )  # fmt: skip
 
 REPEATABLE = (MatchKeys, LearnPlan, ListNames, FindNames)
-"""Questions that do no harm when they are carried out twice."""
+"""Idempotent requests, which may be repeated."""
 
 # msgspec crashes where two threads are the first to decode a type: the first is this one.
 for _kind in (TierQuestion, TierAnswer):

@@ -1,9 +1,10 @@
-"""`TierServer`: a tier of this process, for other processes of the same user on this host.
+"""`TierServer`: serve a tier of this process to other processes of the same user and host.
 
-The server alone has the index: it says which blocks have what, which a rank may fill, and
-when they are whole. Bytes never go through it. What a client has pinned or has begun to
-store belongs to its session, and the session to one connection: when that ends, because the
-client has closed it or has died, pins go and blocks that it was filling are free again.
+Only the server has the index. It looks up blocks, assigns blocks for ranks to fill and decides
+when they are complete. The bytes of blocks do not pass through it. The pins and unfinished
+stores of a client belong to its session, and a session to one connection. When the connection
+ends, because the client has closed it or has died, its pins are released and the blocks that it
+was filling are freed.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ from kvatlas.wire import (
 )
 
 _MAX_PLANS = 64
-"""Plans of clients that are remembered."""
+"""Maximum number of client plans that are cached."""
 _MAX_OPEN = 4096
-"""Pins, or stores, that one session may have at once."""
+"""Maximum number of pins, and of stores, that one session may have at once."""
 _CLOSE_SECONDS = 5.0
-"""Seconds that clients have to end what they do with shared memory when a server is closed."""
+"""Seconds that clients have to release shared memory when the server is closed."""
 _PAUSE = 0.01
 _BEGINNINGS = (m.Attach, m.PinKeys, m.JoinPin, m.BeginStore)
-"""Questions of which something is to be let go later."""
+"""Requests that create something that must be released later."""
 
 
 @dataclass(eq=False)
 class _Pin:
-    """Blocks that one or more sessions keep in place."""
+    """Blocks that one or more sessions have pinned."""
 
     hit: Hit
     held: ExitStack
@@ -68,7 +69,7 @@ class _Pin:
 
 @dataclass(eq=False)
 class _Store:
-    """A store that a client has begun."""
+    """An unfinished store of a client."""
 
     store: OpenStore
     deliveries: dict[Any, Delivery]
@@ -76,20 +77,20 @@ class _Store:
 
 @dataclass(eq=False)
 class _ClientSession:
-    """What one client has."""
+    """The pins and unfinished stores of one client."""
 
     open: bool = True
     pins: dict[Key, int] = field(default_factory=dict)
-    """How often it has each."""
+    """How often the session holds each pin."""
     stores: dict[Key, _Store] = field(default_factory=dict)
 
 
 class TierServer:
-    """Serves a tier at a path: of a tier in a file, beside it, as `PATH.sock`.
+    """Serve a tier on a Unix socket. For a tier in a file, the socket is `PATH.sock`.
 
-    A tier in memory is served, at the path that `at` names, where that is shared memory:
-    `Tier(plan, pools_for(plan, 0, make_transport("shm")))`. Whoever runs as the same user may
-    ask; others are not heard.
+    A tier in memory requires a socket path `at`, and its memory must be shared:
+    `Tier(plan, pools_for(plan, 0, make_transport("shm")))`. Only processes of the same user may
+    connect.
 
     >>> import tempfile
     >>> from kvatlas.planning import plan
@@ -109,8 +110,8 @@ class TierServer:
             self.path = socket_beside(tier.file.path)
             where: dict[str, Any] = {"file": _told(tier)}
         elif at is None:
-            problem = "A tier in memory has no file beside which it could be found"
-            hint = "Name a path in a folder of your own: TierServer(tier, at=path)"
+            problem = "A tier in memory requires a socket path"
+            hint = "Pass a path in a folder that you own: TierServer(tier, at=path)"
             raise AtlasError(Code.BAD_CONFIG, problem, got="no path", hint=hint)
         else:
             self.path = Path(at).absolute()
@@ -137,11 +138,11 @@ class TierServer:
             raise
 
     def close(self) -> None:
-        """Answer nobody any more, and let go of all that clients have; not of the tier.
+        """Stop serving and release the pins and stores of all clients. The tier stays open.
 
-        Clients may be in the middle of reading or filling blocks: these are free once that was
-        seen to be over. In shared memory clients have to say so: they may still do that for
-        some seconds, and begin nothing new; blocks of which they do not stay out of use.
+        Blocks that clients are reading or filling are freed only once they have finished. Clients
+        of shared memory have a few seconds to release their blocks and cannot start new calls.
+        Blocks that they do not release stay unused.
         """
         was, self._closing = self._closing, True
         if was:
@@ -158,7 +159,7 @@ class TierServer:
                 self._end_session(session)
 
     def _wait_for_clients(self) -> None:
-        """Give clients some seconds to let go of what they have; who dies has let go as well."""
+        """Wait a few seconds for clients to unpin. A dead client counts as unpinned."""
         until = time.monotonic() + _CLOSE_SECONDS
         while time.monotonic() < until:
             with self._lock:
@@ -168,7 +169,7 @@ class TierServer:
 
     @property
     def clients(self) -> int:
-        """Clients that have a session now."""
+        """Number of clients with an open session."""
         return len(self._sessions)
 
     def __enter__(self) -> TierServer:
@@ -181,7 +182,7 @@ class TierServer:
 
     def _answer(self, question: Any, caller: Caller) -> Message:
         if self._closing and isinstance(question, _BEGINNINGS):
-            problem, hint = "The tier's server is being closed", "Look for the next one"
+            problem, hint = "The tier's server is shutting down", "Connect to its successor"
             raise AtlasError(Code.PEER_LOST, problem, got="a call", hint=hint)
         if isinstance(question, m.Attach):
             return self._attach(question, caller)
@@ -195,7 +196,7 @@ class TierServer:
         if question.version != m.VERSION:
             raise AtlasError(
                 Code.UNLIKE_VERSIONS,
-                got=f"version {question.version} of a tier's questions against {m.VERSION}",
+                got=f"protocol version {question.version} instead of {m.VERSION}",
                 hint="Run the same version of kvatlas in all processes that share a tier",
             )
         key = new_key()
@@ -209,7 +210,7 @@ class TierServer:
         return m.Attached(version=m.VERSION, session=key, **self._where)
 
     def _hung_up(self, caller: Caller) -> None:
-        """A client has closed its session, or has died: either way it moves no bytes any more."""
+        """End the session of a client that has closed its connection or has died."""
         with self._lock:
             key = self._of_callers.pop(caller, None)
         if key is not None and not self._closed:  # else it was this end that hung up
@@ -230,7 +231,7 @@ class TierServer:
                 all_of_them.callback(self._give_up, store.store)
 
     def _give_up(self, store: OpenStore) -> None:
-        """Free what a client was filling; a tier that is closed has nothing to free."""
+        """Free the blocks that a client was filling, unless the tier is closed."""
         with suppress(AtlasError), self._tier.in_use():
             self._tier.desk.end(store, None, None)
 
@@ -259,9 +260,9 @@ class TierServer:
             if pin is None or not session.open:
                 raise AtlasError(
                     Code.MISSING_BLOCKS,
-                    "What was pinned is pinned no more",
-                    got="a pin that nobody holds",
-                    hint="Keep the first pin until all who join it have fetched",
+                    "The pin has been released",
+                    got="a pin that no client holds",
+                    hint="Hold the first pin until all clients that join it have fetched",
                 )
             pin.holders += 1
             session.pins[question.pin] = session.pins.get(question.pin, 0) + 1
@@ -326,7 +327,7 @@ class TierServer:
         with self._lock:
             begun = session.stores.pop(question.store, None)
         if begun is None:
-            raise bad_handshake("the end of a store that was not begun")
+            raise bad_handshake("the end of a store that was never started")
         mine = {block.place for _, block in begun.store.claim.fills}
         sums = {(one.pool, one.block_id): PartSum(one.term, one.nbytes) for one in question.sums}
         others = sums.keys() - mine
@@ -335,7 +336,7 @@ class TierServer:
         with self._tier.in_use():
             result = self._tier.desk.end(begun.store, brought, sums if brought else None)
         if others:
-            raise bad_handshake("checksums of blocks that were not to be filled")
+            raise bad_handshake("checksums of blocks that were not assigned to the client")
         return m.StoreEnded(**result._asdict())
 
     # -- what there is --------------------------------------------------------------------
@@ -376,10 +377,10 @@ def _pinned(key: Key, hit: Hit) -> m.KeysPinned:
 
 
 def _no_session() -> AtlasError:
-    hint = "Attach to the tier anew"
+    hint = "Reconnect to the tier"
     return AtlasError(Code.UNKNOWN_SESSION, got="a session that has ended", hint=hint)
 
 
 def _too_many(what: str) -> AtlasError:
-    hint = "Let go of some first"
-    return AtlasError(Code.TOO_MANY, got=f"more than {_MAX_OPEN} {what} of one client", hint=hint)
+    hint = "Release some first"
+    return AtlasError(Code.TOO_MANY, got=f"more than {_MAX_OPEN} {what} from one client", hint=hint)

@@ -1,7 +1,7 @@
-"""A tier whoever serves it: this process where nobody else does, now or later.
+"""Shared tiers: one of the processes that use a tier serves it to the others.
 
-The first process that opens a tier's file owns it, and serves it to the others; when that
-one ends, the next call of another makes it the owner.
+The first process that opens a tier's file becomes its owner and serves it to the others. When
+the owner ends, the next process that calls the tier takes over.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from kvatlas.wire import forget_path, make_transport, pools_for
 log = logging.getLogger("kvatlas.tier")
 
 _OPENING = 30.0
-"""Seconds that the first process may take to open a tier, which others wait for."""
+"""Seconds that other processes wait for the first one to open a tier."""
 _TAKE_OVER = 2.0
-"""Seconds that a call waits while another process takes the place of one that has gone."""
+"""Seconds that a call waits while another process takes over from a dead owner."""
 _WATCH = 0.5
-"""Seconds between looks whether a tier is served."""
+"""Seconds between checks whether a tier is being served."""
 
 
 def share_file(
     path: str | Path, plan: Plan | None = None, *, durable: bool = True, seconds: float = 10.0
 ) -> TierClient:
-    """The tier in a file, for any number of processes at once; with a plan, made if absent.
+    """Open the tier in a file for any number of processes. With a plan, create a missing file.
 
-    A file that is there keeps its plan, whichever is given. `durable` counts where this
-    process becomes the one that serves it.
+    An existing file keeps its plan. `durable` takes effect only if this process becomes the one
+    that serves the file.
 
     >>> import tempfile
     >>> from kvatlas.planning import plan
@@ -57,20 +57,20 @@ def share_file(
 
 
 def share_memory(at: str | Path, plan: Plan, *, seconds: float = 10.0) -> TierClient:
-    """A tier in shared memory, found at a path; it is empty again when who serves it ends."""
+    """Open a tier in shared memory, found by a path. Its content is lost when its server ends."""
     at = Path(at).absolute()
     return _shared(at, _Host(lambda: _serve_memory(at, plan)), seconds)
 
 
 class _Host:
-    """Has this process serve a tier while nobody else does."""
+    """Makes this process serve a tier while no other process does."""
 
     def __init__(self, serve: Callable[[], ExitStack]) -> None:
         self._serve = serve
         self._serving: ExitStack | None = None
 
     def serve(self) -> None:
-        """Become the one that serves it, unless some process does."""
+        """Start serving the tier, unless another process does."""
         if self._serving is not None:
             return
         try:
@@ -80,14 +80,14 @@ class _Host:
                 raise
 
     def close(self) -> None:
-        """Leave it to others."""
+        """Stop serving the tier."""
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.close()
 
 
 def _shared(at: Path, host: _Host, seconds: float) -> TierClient:
-    """A client, as soon as there is a server: another process may be about to become one."""
+    """Return a client, waiting for a server that another process may be starting."""
     try:
         about: dict[str, Any] = {"before": host.serve, "closed": host.close}
         patience = max(seconds, _OPENING)
@@ -103,7 +103,7 @@ def _shared(at: Path, host: _Host, seconds: float) -> TierClient:
 
 
 def _watch(watched: weakref.ref[TierClient]) -> None:
-    """See to it that somebody serves a tier, also while this process has nothing to ask."""
+    """Keep a tier served even while this process makes no calls."""
     while (client := watched()) is not None and not client.closed:
         with suppress(AtlasError):
             client.find_server()
@@ -112,7 +112,7 @@ def _watch(watched: weakref.ref[TierClient]) -> None:
 
 
 def _serve_file(path: Path, plan: Plan | None, *, durable: bool) -> ExitStack:
-    """Own a file, and serve it."""
+    """Take ownership of a file and serve it."""
     with ExitStack() as serving:
         tier = serving.enter_context(_opened(path, plan, durable=durable))
         served = serving.enter_context(TierServer(tier))
@@ -132,7 +132,7 @@ def _opened(path: Path, plan: Plan | None, *, durable: bool) -> Tier:
 
 
 def _serve_memory(at: Path, plan: Plan) -> ExitStack:
-    """Have a tier in shared memory, and serve it."""
+    """Create a tier in shared memory and serve it."""
     with ExitStack() as serving:
         _own(at, serving)
         tier = Tier(plan, pools_for(plan, 0, make_transport("shm")))
@@ -142,13 +142,13 @@ def _serve_memory(at: Path, plan: Plan) -> ExitStack:
 
 
 def _own(at: Path, owning: ExitStack) -> None:
-    """Be the one process that serves at a path; the lock goes with it, however it ends."""
+    """Take the lock of a path's server. The system releases it when the process ends."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     lock = at.with_name(f"{at.name}.lock")
     try:
         fd = os.open(lock, flags, 0o600)
     except OSError as problem:
-        hint = "Use a path in a folder of your own"
+        hint = "Use a path in a folder that you own"
         raise AtlasError(Code.UNWRITABLE, got=f"{at}: {problem.strerror}", hint=hint) from None
     owning.callback(os.close, fd)
     try:
@@ -158,7 +158,7 @@ def _own(at: Path, owning: ExitStack) -> None:
     except OSError:
         mine = False
     if not mine:
-        said = "A tier is served at this path already"
+        said = "Another process already serves a tier at this path"
         raise AtlasError(Code.TWICE, said, got=at, hint="Use another path")
     owning.callback(lock.unlink)
     forget_path(at)

@@ -1,4 +1,4 @@
-"""Stores of objects: bytes under names, in host memory, in a folder, or in Mooncake Store."""
+"""Object stores: named objects in host memory, in a folder or in Mooncake Store."""
 
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
 from kvatlas.tier.stores.folder import FolderStore

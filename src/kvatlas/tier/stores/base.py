@@ -1,8 +1,8 @@
-"""`ObjectStore`: what a tier asks of a store, whoever keeps the bytes.
+"""`ObjectStore`: the interface between a tier and an object store.
 
-An object is bytes under a name, written once and as a whole: it is there with all of its
-bytes or not at all, and a second put of a name leaves the first as it is. A store may lose any
-object at any time. Nothing that it answers is believed before it was checked.
+An object is a named byte string that is written once and atomically: it exists with all of its
+bytes or not at all. A second put of the same name does not change it. A store may evict any object
+at any time. The tier verifies everything that it reads from a store.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import ClassVar, NamedTuple
 from kvatlas.wire import Bytes
 
 ABSENT = -1
-"""What `get` and `ranges` say of an object that is not there."""
+"""The size that `get`, `ranges` and `size` return for an absent object."""
 
 Parts = Sequence[Bytes]
-"""The bytes of an object, in several stretches of memory."""
+"""The bytes of an object, in several memory ranges."""
 
 
 class StoreRoom(NamedTuple):
-    """How many bytes and objects a store has, and how many bytes it could have; 0 if unknown."""
+    """The used bytes, total bytes and objects of a store; 0 for unknown values."""
 
     used: int
     total: int
@@ -29,12 +29,12 @@ class StoreRoom(NamedTuple):
 
 
 def joined_size(parts: Parts) -> int:
-    """Bytes of all parts together."""
+    """Return the total number of bytes of all parts."""
     return sum(part.nbytes for part in parts)
 
 
 def tenant_of(name: str) -> str:
-    """What the names of all objects of one tenant begin with; empty for an object of nobody.
+    """Return the tenant's prefix of an object name, or "" if it belongs to no tenant.
 
     >>> tenant_of("kv1/0f3a/marks/77"), tenant_of("kv1/77")
     ('kv1/0f3a', '')
@@ -44,58 +44,61 @@ def tenant_of(name: str) -> str:
 
 
 class ObjectStore(ABC):
-    """Objects by name. Any number of threads may use one; a failure is an `AtlasError`."""
+    """A store of named objects. Methods are thread-safe and raise `AtlasError` on failure."""
 
     calls_at_once: ClassVar[int] = 4
-    """Calls that are worth being made at once: more would wait for each other."""
+    """Number of calls that are worth running in parallel. More would wait for each other."""
 
     @abstractmethod
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
-        """Store objects; for each whether it is there now, by this put or an earlier one."""
+        """Store objects and return for each whether it exists now, from this put or an earlier."""
 
     @abstractmethod
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
-        """Read whole objects into memory; the size of each, or `ABSENT`.
+        """Read whole objects into memory and return the size of each, or `ABSENT`.
 
-        Where the size is another than that of the parts, what is in them means nothing.
+        If the size differs from that of the parts, the content of the parts is undefined.
         """
 
     @abstractmethod
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
-        """Read parts of an object, from an offset each; the bytes that were read, or `ABSENT`."""
+        """Read parts of an object, each given by its offset and the memory to fill.
+
+        Returns the number of bytes read, or `ABSENT`.
+        """
 
     @abstractmethod
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which objects are there."""
+        """Return for each name whether the object exists."""
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> int:
-        """Remove objects; how many were there."""
+        """Remove objects and return how many existed."""
 
     @abstractmethod
     def remove_all(self, prefix: str) -> int:
-        """Remove every object whose name begins so; how many were there."""
+        """Remove every object whose name starts with a prefix and return their number."""
 
     @abstractmethod
     def names(self, prefix: str = "") -> Iterator[str]:
-        """The names that begin so, in no order."""
+        """Yield the names that start with a prefix, in any order."""
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """The bytes of an object, or `ABSENT`."""
+        """Return the size of an object in bytes, or `ABSENT`."""
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove what writers that died have left behind; how many bytes that were."""
+        """Remove unfinished objects of dead writers and return their bytes."""
 
     @abstractmethod
     def capacity(self) -> StoreRoom:
-        """What there is and what could be."""
+        """Return the used and total space of the store."""
 
     @abstractmethod
     def register(self, memory: Bytes) -> None:
-        """Be told of memory that objects will be read from and written to."""
+        """Register memory that objects will be read into and written from."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what the store holds open."""
+        """Release the resources of the store."""

@@ -1,7 +1,7 @@
-"""`FolderStore`: a file for each object, in a folder that processes of several hosts may share.
+"""`FolderStore`: one file per object, in a folder that several hosts may share.
 
-A file is written beside its place and linked there when all of its bytes are in it, so that
-an object is whole or absent, and the first of two writers wins.
+A file is written under a temporary name and linked to its final name when it is complete. An
+object is therefore complete or absent, and the first of two writers wins.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kvatlas.wire import Bytes
 
 _NAME = re.compile(r"[a-z0-9_.-]+(/[a-z0-9_.-]+)*")
 _MOST_PARTS = 512
-"""Stretches of memory that one call of the system takes."""
+"""Maximum number of memory ranges in one system call."""
 
 
 class FolderStore(ObjectStore):
-    """Objects as files below a folder, up to so many bytes; the least recently used go first.
+    """Objects as files below a folder, up to `capacity` bytes, with LRU eviction.
 
-    All who share the folder and give it a `capacity` count together what is in it. With a
-    `quota` each tenant has so many bytes at most, and makes room among its own objects. A folder
-    that is not there is made, unless `create` is false.
+    All processes that share the folder and specify a `capacity` share one count of its bytes.
+    With a `quota`, each tenant has at most this many bytes, and only its own objects are evicted
+    to make space for it. A missing folder is created, unless `create` is false.
 
     >>> import tempfile, numpy as np
     >>> store = FolderStore(tempfile.mkdtemp())
@@ -47,7 +47,7 @@ class FolderStore(ObjectStore):
         self._capacity = natural(capacity, "the capacity of a store")
         natural(quota, "the quota of a tenant")
         if not create and not self._root.is_dir():
-            problem, hint = "There is no folder of a store", "Check the path"
+            problem, hint = "The folder of the store does not exist", "Check the path"
             raise AtlasError(Code.UNREADABLE, problem, got=str(self._root), hint=hint)
         with _refusals(self._root):
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class FolderStore(ObjectStore):
             self._room = FolderRoom(self._root, capacity, quota)
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
-        """Store objects that are not there yet."""
+        """Store objects that do not exist yet."""
         return [self._put(self._path(name), parts) for name, parts in objects]
 
     def _put(self, path: Path, parts: Parts) -> bool:
@@ -81,7 +81,7 @@ class FolderStore(ObjectStore):
         return linked or is_object(path)
 
     def _use(self, file: int | Path) -> None:
-        """Note that an object was used, where the least recently used make room."""
+        """Record that an object was used, if objects can be evicted."""
         if self._room.bounded:
             with suppress(OSError):  # of another user, say: then it goes by its age
                 os.utime(file)
@@ -108,7 +108,7 @@ class FolderStore(ObjectStore):
             return sum(os.preadv(found, [into.data], at) for at, into in wanted)
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which objects are there."""
+        """Return for each name whether the object exists."""
         with _refusals(self._root):
             return [is_there(self._path(name)) for name in names]
 
@@ -119,11 +119,11 @@ class FolderStore(ObjectStore):
         return sum(size > 0 for size in sizes)
 
     def remove_all(self, prefix: str) -> int:
-        """Remove all whose names begin so."""
+        """Remove all objects whose names start with a prefix."""
         return self.remove(list(self.names(prefix)))
 
     def names(self, prefix: str = "") -> Iterator[str]:
-        """The names that begin so."""
+        """Yield the names that start with a prefix."""
         folder = self._root / prefix.rpartition("/")[0]
         for path in self._room.files(folder):
             name = path.relative_to(self._root).as_posix()
@@ -131,27 +131,27 @@ class FolderStore(ObjectStore):
                 yield name
 
     def size(self, name: str) -> int:
-        """The bytes of an object."""
+        """Return the size of an object in bytes."""
         path = self._path(name)
         with suppress(OSError):
             return path.lstat().st_size if is_object(path) else ABSENT
         return ABSENT
 
     def register(self, memory: Bytes) -> None:
-        """Any memory will do."""
+        """Do nothing: memory needs no registration."""
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: the store holds no resources."""
 
     def sweep(self) -> int:
-        """Remove files that nobody has written to for a while, and that were never finished."""
+        """Remove unfinished files that have not been written to for a while."""
         with _refusals(self._root):
             swept = sum(self._room.remove_all(self._room.abandoned(self._root)))
             self._room.forget_empty_tenants()
             return swept
 
     def capacity(self) -> StoreRoom:
-        """What there is and what could be."""
+        """Return the used and total space of the store."""
         sizes = []
         for path in self._room.files(self._root):
             with suppress(FileNotFoundError):
@@ -162,27 +162,27 @@ class FolderStore(ObjectStore):
         return StoreRoom(sum(sizes), self._capacity, len(sizes))
 
     def _path(self, name: str) -> Path:
-        """Where an object is: below the folder, whatever its name says."""
+        """Return the path of an object. Names that could lead out of the folder are rejected."""
         if not _NAME.fullmatch(name) or any(part.startswith(".") for part in name.split("/")):
-            hint = "Names are words of a-z, 0-9, _, - and dots, with slashes between"
-            problem = "An object cannot have this name"
+            hint = "Use words of a-z, 0-9, _, - and dots, separated by slashes"
+            problem = "The name of the object is not valid"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=repr(name)[:80], hint=hint)
         return self._root / name
 
 
 @contextmanager
 def _refusals(path: Path) -> Iterator[None]:
-    """Say what a disk that fails means."""
+    """Turn an `OSError` into an `AtlasError`."""
     try:
         yield
     except OSError as problem:
-        hint = "Look at the disk, and at who may read the folder"
+        hint = "Check the disk and the permissions of the folder"
         raise AtlasError(Code.UNREADABLE, got=f"{path}: {problem}", hint=hint) from None
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
-    """A file to read from; None where there is none, or something else."""
+    """Open a file for reading; None if it does not exist or is not a regular file."""
     try:
         found = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -201,7 +201,7 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 
 def _finish(descriptor: int, unfinished: Path, path: Path, parts: Parts) -> bool:
-    """Fill a file and give it its name; False where another has it already."""
+    """Write a file and link it to its name; False if the name already exists."""
     _write(descriptor, parts)
     try:
         os.link(unfinished, path)
@@ -228,7 +228,7 @@ def _read(descriptor: int, parts: Parts) -> int:
 
 
 def _behind(views: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of stretches of memory behind their first bytes."""
+    """Return the memory ranges that remain after the first `done` bytes."""
     for place, view in enumerate(views):
         if done < view.nbytes:
             return [view[done:], *views[place + 1 :]]

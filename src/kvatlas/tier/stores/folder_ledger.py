@@ -1,4 +1,4 @@
-"""`FolderLedger`: how many bytes a folder has, counted by all processes that write to it."""
+"""`FolderLedger`: the number of bytes in a folder, shared by all processes that write to it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pathlib import Path
 _USED = struct.Struct("<q")
 _OPENING = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _PATIENCE, _PAUSE = 10.0, 1e-3
-"""Seconds for which others may have the count, and between looks: who has it may be stopped."""
+"""Seconds to wait for the lock, whose holder may be stopped, and between attempts."""
 
 
 class HeldLedger:
-    """The count, while nobody else may change it."""
+    """The count, while this thread holds its lock."""
 
     def __init__(self, file: int) -> None:
         self._file = file
 
     @property
     def used(self) -> int | None:
-        """Bytes that are there; None where nobody has counted."""
+        """Number of bytes in the folder; None if they have not been counted."""
         text = os.pread(self._file, _USED.size, 0)
         count: int = _USED.unpack(text)[0] if len(text) == _USED.size else -1
         return None if count < 0 else count
@@ -37,10 +37,10 @@ class HeldLedger:
 
 
 class FolderLedger:
-    """A file with a count, which one thread of one process has at a time.
+    """A file with a byte count, locked by one thread of one process at a time.
 
-    Who dies between counting and writing leaves it wrong by one object, until somebody who
-    makes room counts anew.
+    A process that dies between counting and writing leaves the count wrong by one object, until
+    a process that needs space recounts.
 
     >>> import tempfile
     >>> with FolderLedger(Path(tempfile.mkdtemp()) / "used").held() as ledger:
@@ -54,13 +54,13 @@ class FolderLedger:
 
     @contextmanager
     def held(self, patience: float | None = None) -> Iterator[HeldLedger]:
-        """Have the count until the end; raises `OSError` where there can be none."""
+        """Lock the count for the duration of the context; raises `OSError` if that fails."""
         patience = _PATIENCE if patience is None else patience
         while True:
             file = os.open(self._path, _OPENING, 0o600)
             try:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
-                    raise OSError(f"no file: {self._path}")
+                    raise OSError(f"not a regular file: {self._path}")
                 _lock(file, patience)
                 if self._is(file):
                     yield HeldLedger(file)
@@ -69,16 +69,16 @@ class FolderLedger:
                 os.close(file)
 
     def _is(self, file: int) -> bool:
-        """Whether an open file is still the ledger: others may have removed it meanwhile."""
+        """Return whether an open file is still the ledger, which others may have removed."""
         try:
             return os.path.samestat(os.fstat(file), os.lstat(self._path))
         except FileNotFoundError:
             return False
 
     def remove_unless(self, needed: Callable[[], bool]) -> None:
-        """Remove the count of what is no more, unless somebody has it now.
+        """Remove the ledger of a folder that no longer exists, unless it is locked.
 
-        Whoever waits for it makes a new one.
+        A process that waits for the lock creates a new ledger.
         """
         with suppress(OSError), self.held(patience=0.0):
             if not needed():
@@ -86,14 +86,14 @@ class FolderLedger:
 
 
 def _lock(file: int, patience: float) -> None:
-    """Keep others from a file until it is closed: its other openings, so also threads."""
+    """Lock a file against all other open descriptions, also of this process, until it is closed."""
     until = time.monotonic() + patience
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
-                raise TimeoutError(errno.ETIMEDOUT, "Another process keeps the count") from None
+                raise TimeoutError(errno.ETIMEDOUT, "Another process holds the ledger") from None
             time.sleep(_PAUSE)
         else:
             return

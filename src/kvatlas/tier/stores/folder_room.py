@@ -1,7 +1,7 @@
-"""`FolderRoom`: the files of a folder of objects, and how many bytes they may take.
+"""`FolderRoom`: space accounting and eviction for a folder of objects.
 
-What bounds them is a capacity for all, and a quota for each tenant. Whoever has no room
-left removes what was used the longest ago: of all, or of the tenant's own.
+A capacity limits the bytes of all objects, and a quota those of each tenant. A writer that finds
+no space evicts the least recently used objects: of all objects, or of its tenant only.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvatlas.tier.stores.folder_ledger import FolderLedger
 
 UNFINISHED = ".new"
 _LEDGER = ".used"
-"""A name that no object can have."""
+"""Name of the ledger file, which no object can have."""
 _OF_TENANT = ".used-"
-"""What the name of a tenant's ledger begins with."""
+"""Prefix of the name of a tenant's ledger."""
 _ABANDONED = 600.0
-"""Seconds after which nobody goes on with a file that is not finished."""
+"""Seconds after which an unfinished file counts as abandoned."""
 _FOLDER_TRIES = 8
-"""How often a folder is made for a file that others remove meanwhile."""
+"""Number of attempts to create a folder that other processes remove concurrently."""
 
 
 class BoundedFolder(NamedTuple):
-    """A folder whose objects take at most so many bytes, and who counts them."""
+    """A folder, the limit of its bytes, and the ledger that counts them."""
 
     path: Path
     most: int
@@ -38,14 +38,14 @@ class BoundedFolder(NamedTuple):
 
 
 class FolderRoom:
-    """The files below a folder: made where there is room for them, counted, and removed."""
+    """The files below a folder: creates them if there is space, counts and removes them."""
 
     def __init__(self, root: Path, capacity: int, quota: int) -> None:
         self._root, self._capacity, self._quota = root, capacity, quota
         self.ledger = FolderLedger(root / _LEDGER)
-        """The count of all that is there."""
+        """Counts the bytes of all objects."""
         self._known_tenants: set[str] = set()
-        """Tenants whose bytes were counted since this was made."""
+        """Tenants whose bytes have been counted by this object."""
         if capacity:
             with self.ledger.held() as ledger:
                 ledger.used = self._counted(root)
@@ -54,13 +54,13 @@ class FolderRoom:
 
     @property
     def bounded(self) -> bool:
-        """Whether objects make room for others."""
+        """Whether there is a limit, so that objects may be evicted."""
         return bool(self._capacity or self._quota)
 
     def _bounds(self, path: Path) -> list[BoundedFolder]:
-        """What bounds the room for an object: the tenant's quota, and what the folder may have.
+        """Return the limits for an object: the tenant's quota, then the folder's capacity.
 
-        Ledgers are held in this order, by everybody.
+        All processes lock the ledgers in this order.
         """
         bounds = []
         tenant = tenant_of(path.relative_to(self._root).as_posix())
@@ -76,21 +76,21 @@ class FolderRoom:
         return bounds
 
     def forget_empty_tenants(self) -> None:
-        """Remove the counts of tenants that have nothing."""
+        """Remove the ledgers of tenants without objects."""
         above = [path for path in self._root.iterdir() if path.is_dir()]
         for path in self._root.glob(f"{_OF_TENANT}*"):
             tenant = path.name.removeprefix(_OF_TENANT)
             _forget_if_empty(FolderLedger(path), [one / tenant for one in above])
 
     def create(self, path: Path, size: int) -> int | None:
-        """A new file of a size, open to be written; None where no room can be made for it."""
+        """Create a file of a size and open it for writing; None if there is no space for it."""
         bounds = self._bounds(path)
         if any(size > bound.most for bound in bounds):
             return None  # nobody makes room for what cannot fit
         return self._create_within(path, size, bounds)
 
     def _create_within(self, path: Path, size: int, bounds: Sequence[BoundedFolder]) -> int | None:
-        """The same; whoever counts what is there counts it from now on."""
+        """Create the file within the limits and add its size to the ledgers."""
         if not bounds:
             return _create(path, size)
         bound, *others = bounds
@@ -110,7 +110,7 @@ class FolderRoom:
             return made
 
     def remove_all(self, paths: Iterable[Path]) -> list[int]:
-        """Remove files; the bytes of each that are counted no more."""
+        """Remove files and return the bytes that each has freed."""
         freed: list[int] = []
         tenants: dict[Path, FolderLedger] = {}
         for path in paths:
@@ -122,9 +122,9 @@ class FolderRoom:
         return freed
 
     def _remove_counted(self, path: Path, bounds: Iterable[BoundedFolder]) -> int:
-        """Remove a file, at once with its bytes from what was counted.
+        """Remove a file and subtract its bytes while holding the ledgers.
 
-        Otherwise who counts anew in between has them taken off twice.
+        Otherwise a process that recounts in between would subtract the bytes twice.
         """
         with ExitStack() as held:
             ledgers = [held.enter_context(bound.ledger.held()) for bound in bounds]
@@ -135,7 +135,7 @@ class FolderRoom:
             return size
 
     def _remove(self, path: Path) -> int:
-        """Remove a file, and folders that are empty without it; how many bytes that frees."""
+        """Remove a file and folders that become empty, and return the freed bytes."""
         with suppress(FileNotFoundError):
             size = path.lstat().st_size
             path.unlink()
@@ -146,10 +146,10 @@ class FolderRoom:
         return 0
 
     def _make_room(self, size: int, bound: BoundedFolder, others: Iterable[BoundedFolder]) -> int:
-        """Remove objects of a folder until a tenth of its room is free, and `size` bytes.
+        """Remove objects of a folder until a tenth of its space and `size` bytes are free.
 
-        The bytes that are there then, also those of objects that others are writing. What the
-        whole folder loses stays counted as its tenants', until they make room themselves.
+        Returns the remaining bytes, including objects that are being written. Objects that are
+        removed for the whole folder stay in their tenants' counts until the tenants recount.
         """
         for path in self.abandoned(bound.path):
             self._remove_counted(path, others)
@@ -166,7 +166,7 @@ class FolderRoom:
         return used
 
     def _counted(self, folder: Path) -> int:
-        """The bytes of all objects below a folder, also of those that are being written."""
+        """Count the bytes of all objects below a folder, including those being written."""
         sizes = 0
         # A file that is finished meanwhile is counted twice rather than not at all.
         for path in chain(self._unfinished(folder), self.files(folder)):
@@ -175,7 +175,7 @@ class FolderRoom:
         return sizes
 
     def abandoned(self, folder: Path) -> Iterator[Path]:
-        """Files below a folder that nobody has written to for a while, and never finished."""
+        """Yield unfinished files below a folder that have not been written to for a while."""
         before = time.time() - _ABANDONED
         for path in self._unfinished(folder):
             with suppress(FileNotFoundError):
@@ -183,7 +183,7 @@ class FolderRoom:
                     yield path
 
     def files(self, folder: Path) -> Iterator[Path]:
-        """The objects below a folder."""
+        """Yield the objects below a folder."""
         for where, _, files in os.walk(folder):
             whole = (Path(where, one) for one in files if not one.endswith(UNFINISHED))
             yield from (p for p in whole if not p.name.startswith(_LEDGER) and is_object(p))
@@ -194,7 +194,7 @@ class FolderRoom:
 
 
 def _forget_if_empty(ledger: FolderLedger, folders: Sequence[Path]) -> None:
-    """Remove the count of a tenant that has none of some folders: they go with its objects."""
+    """Remove the ledger of a tenant if its folders no longer exist."""
 
     def has_some() -> bool:
         return any(folder.exists() for folder in folders)
@@ -204,7 +204,7 @@ def _forget_if_empty(ledger: FolderLedger, folders: Sequence[Path]) -> None:
 
 
 def is_object(path: Path) -> bool:
-    """Whether there is a file, and not something else that could be waited for for ever."""
+    """Return whether a path is a regular file; opening a pipe could block forever."""
     try:
         return is_there(path)
     except OSError:
@@ -212,7 +212,7 @@ def is_object(path: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """The same; raises `OSError` where the disk does not say."""
+    """Like `is_object`, but raises `OSError` if the disk fails."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -220,7 +220,7 @@ def is_there(path: Path) -> bool:
 
 
 def _create(path: Path, size: int) -> int:
-    """A new file of a size, open to be written."""
+    """Create a file of a size and open it for writing."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     for tries_left in reversed(range(_FOLDER_TRIES)):
         try:

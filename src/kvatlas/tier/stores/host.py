@@ -1,4 +1,4 @@
-"""`HostStore`: objects in this process's memory, the least recently used evicted first."""
+"""`HostStore`: objects in the memory of this process, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvatlas.wire import Bytes
 
 
 class TenantObjects:
-    """The objects of one tenant, the least recently used first, and their bytes."""
+    """The objects of one tenant, least recently used first, and their total size."""
 
     def __init__(self) -> None:
         self.names: OrderedDict[str, None] = OrderedDict()
@@ -29,7 +29,7 @@ class TenantObjects:
 
 
 class HostStore(ObjectStore):
-    """Objects in memory, up to so many bytes, and with a `quota` so many of each tenant.
+    """Objects in memory, up to `capacity` bytes, with at most `quota` bytes per tenant.
 
     >>> store, object = HostStore(capacity=8), np.arange(4, dtype=np.uint8)
     >>> store.put([("a", [object]), ("b", [object])]), store.put([("c", [object])])
@@ -46,7 +46,7 @@ class HostStore(ObjectStore):
         self._lock = threading.Lock()
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
-        """Store objects that are not there yet."""
+        """Store objects that do not exist yet."""
         return [self._put(name, parts) for name, parts in objects]
 
     def _put(self, name: str, parts: Parts) -> bool:
@@ -71,7 +71,7 @@ class HostStore(ObjectStore):
         return True
 
     def _use(self, name: str) -> None:
-        """The least recently used make room, and this one was used."""
+        """Mark an object as the most recently used."""
         self._objects.move_to_end(name)
         self._tenants[tenant_of(name)].names.move_to_end(name)
 
@@ -110,7 +110,7 @@ class HostStore(ObjectStore):
         return read
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which objects are there."""
+        """Return for each name whether the object exists."""
         with self._lock:
             return [name in self._objects for name in names]
 
@@ -123,32 +123,32 @@ class HostStore(ObjectStore):
         return len(there)
 
     def remove_all(self, prefix: str) -> int:
-        """Remove all whose names begin so."""
+        """Remove all objects whose names start with a prefix."""
         return self.remove(list(self.names(prefix)))
 
     def names(self, prefix: str = "") -> Iterator[str]:
-        """The names that begin so."""
+        """Yield the names that start with a prefix."""
         with self._lock:
             return iter([name for name in self._objects if name.startswith(prefix)])
 
     def size(self, name: str) -> int:
-        """The bytes of an object."""
+        """Return the size of an object in bytes."""
         with self._lock:
             found = self._objects.get(name)
         return ABSENT if found is None else found.nbytes
 
     def register(self, memory: Bytes) -> None:
-        """Any memory will do."""
+        """Do nothing: memory needs no registration."""
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: the store holds no resources."""
 
     def sweep(self) -> int:
-        """Writers that died have left nothing."""
+        """Do nothing: there are no unfinished objects."""
         return 0
 
     def capacity(self) -> StoreRoom:
-        """What there is and what could be."""
+        """Return the used and total space of the store."""
         with self._lock:
             return StoreRoom(self._used, self._capacity, len(self._objects))
 

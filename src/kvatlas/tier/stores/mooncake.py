@@ -1,10 +1,10 @@
 """`MooncakeStore`: objects in Mooncake Store, which replicates, evicts and moves them.
 
-Its answers are numbers below zero where something is wrong. That an object is not there, and
-that there is no room, are answers; everything else, a master that is gone say, is a failure.
+Its client reports problems as negative numbers. An absent object and a lack of space are normal
+results. Everything else, such as an unreachable master, is an error.
 
-A call of its client polls until all bytes have moved, which other threads of it see to. So calls
-that move bytes are made by threads that leave the processor to those.
+A call of the client polls until its worker threads have moved all bytes. Calls that move bytes
+therefore run in threads of low priority, which leave the processor to the workers.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom
 from kvatlas.wire import Bytes
 
 _NOT_STORED = (-10, -200, -800)
-"""No segment, no room, or a segment whose host cannot be reached."""
+"""No segment, no space, or a segment whose host cannot be reached."""
 _ABSENT = (-703, -704, -707)
-"""An object that is being written, is not there, or could be evicted while it was read."""
+"""The object is being written, is absent, or may have been evicted while it was read."""
 _UNLIKE_SIZE = (-600, -800)
-"""The memory for an object has not its size, or the object cannot be moved."""
+"""The memory has a different size than the object, or the object cannot be moved."""
 _KEPT = (-705,)
-"""An object that is there already."""
+"""The object already exists."""
 _TURN = 0.5
-"""Seconds that a call waits for another to have moved its bytes: that one may hang."""
+"""Seconds that a call waits for another call to finish, because that one may hang."""
 _MOVERS = 4
-"""Threads that move bytes: one does, and others where it hangs."""
+"""Number of threads that move bytes. Normally one does; others step in if it hangs."""
 _POLLING = 5
-"""How far threads that poll stand back, as `nice` counts it: a quarter of a core is theirs."""
+"""The `nice` value of polling threads, which limits them to about a quarter of a core."""
 _SECONDS = 3.0
-"""That the master may take to be reached, or to list what it has."""
+"""Timeout for connecting to the master and for listing its objects."""
 
 
 class MooncakeStore(ObjectStore):
-    """A client of a master: `MooncakeStore("127.0.0.1:50051")`.
+    """A client of a Mooncake master: `MooncakeStore("127.0.0.1:50051")`.
 
-    `segment` bytes of this host's memory join the store, 0 for none; `buffer` bytes are
-    the client's own, for what is not in registered memory. `metrics` is the address of the
-    master's web pages, which list what there is.
+    The client contributes `segment` bytes of this host's memory to the store, and uses `buffer`
+    bytes for objects outside registered memory. `metrics` is the address of the master's metrics
+    server, which lists the objects.
     """
 
     calls_at_once: ClassVar[int] = 2
-    """One moves bytes while another's are summed, or names are asked for."""
+    """One call moves bytes while another computes checksums or looks up names."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class MooncakeStore(ObjectStore):
 
     @property
     def client(self) -> Any:
-        """Mooncake's own client, for what is not asked of a store."""
+        """Mooncake's client, for calls that are not part of `ObjectStore`."""
         return self._client
 
     def _check_master(self) -> None:
-        """Refuse a master that is not there: the client would try for minutes."""
+        """Raise an error if the master cannot be reached. The client would retry for minutes."""
         host, _, port = self.master.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), _SECONDS).close()
@@ -94,14 +94,14 @@ class MooncakeStore(ObjectStore):
             raise self._failed("connect", problem) from None
 
     def register(self, memory: Bytes) -> None:
-        """Have the client know memory that objects go from and to."""
+        """Register memory with the client, for reading and writing objects."""
         answer = self._client.register_buffer(memory.ctypes.data, memory.nbytes)
         if answer:
             raise self._failed("register_buffer", answer)
         self._memory.append(memory)
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
-        """Store objects that are not there yet."""
+        """Store objects that do not exist yet."""
         if not objects:
             return []
         answers = self._move(self._client.batch_put_from_multi_buffers, objects)
@@ -133,7 +133,7 @@ class MooncakeStore(ObjectStore):
             self._client.unregister_buffer(between.ctypes.data)
 
     def _range(self, name: str, at: int, into: Bytes, size: int, between: Bytes) -> int:
-        """Read a part of an object, as far as it goes, by memory that the client knows."""
+        """Read a part of an object, up to its end, through registered memory."""
         nbytes = min(into.nbytes, size - at)
         if nbytes <= 0:
             return 0
@@ -145,7 +145,7 @@ class MooncakeStore(ObjectStore):
         return nbytes
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which objects are there."""
+        """Return for each name whether the object exists."""
         if not names:
             return []
         answers = self._client.batch_is_exist(list(names))
@@ -159,27 +159,27 @@ class MooncakeStore(ObjectStore):
         return sum(self._answer("remove", answer, _ABSENT) for answer in answers)
 
     def remove_all(self, prefix: str) -> int:
-        """Remove all whose names begin so."""
+        """Remove all objects whose names start with a prefix."""
         removed = self._client.remove_by_regex("^" + re.escape(prefix) + ".*", True)
         return int(removed) if self._answer("remove", removed) else 0
 
     def names(self, prefix: str = "") -> Iterator[str]:
-        """The names that begin so."""
+        """Yield the names that start with a prefix."""
         for name in self._page("get_all_keys").splitlines():
             if name.startswith(prefix):
                 yield name
 
     def size(self, name: str) -> int:
-        """The bytes of an object."""
+        """Return the size of an object in bytes."""
         answer = self._client.get_size(name)
         return int(answer) if self._answer("size", answer, _ABSENT) else ABSENT
 
     def sweep(self) -> int:
-        """The master itself forgets what was never finished."""
+        """Do nothing: the master removes unfinished objects itself."""
         return 0
 
     def capacity(self) -> StoreRoom:
-        """What there is and what could be."""
+        """Return the used and total space of the store."""
         figures = {}
         for line in self._page("metrics").splitlines():
             name, _, value = line.partition(" ")
@@ -190,7 +190,7 @@ class MooncakeStore(ObjectStore):
         return StoreRoom(figures.get(used, 0), figures.get(total, 0), objects)
 
     def close(self) -> None:
-        """Leave the store, with the memory that this host gave to it."""
+        """Close the client and withdraw this host's memory from the store."""
         if not self._movers.close(Deadline(_SECONDS)):
             return  # a call hangs in the client, and in memory that it was told of
         for memory in self._memory:
@@ -199,10 +199,10 @@ class MooncakeStore(ObjectStore):
         self._client.close()
 
     def _move(self, call: Callable[..., Any], objects: Sequence[tuple[str, Parts]]) -> Any:
-        """Have a thread that stands back call the client, while no other does.
+        """Call the client in a low-priority thread, one call at a time.
 
-        The thread keeps the memory of the objects, and who is interrupted here keeps the turn:
-        the client goes on.
+        The thread holds references to the objects' memory. If the caller is interrupted, the call
+        still completes before the next one may start.
         """
         about = self._listed(objects)
         with self._turn():
@@ -215,7 +215,7 @@ class MooncakeStore(ObjectStore):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Move bytes while no other call does: two at once cost more, and take longer."""
+        """Move bytes while no other call does. Two calls in parallel would be slower."""
         alone = self._moving.acquire(timeout=_TURN)
         try:
             yield
@@ -226,7 +226,7 @@ class MooncakeStore(ObjectStore):
     def _listed(
         self, objects: Sequence[tuple[str, Parts]]
     ) -> tuple[list[str], list[list[int]], list[list[int]]]:
-        """Names, addresses and sizes, as the client takes them."""
+        """Return names, addresses and sizes in the form that the client takes."""
         return (
             [name for name, _ in objects],
             [[part.ctypes.data for part in parts] for _, parts in objects],
@@ -236,7 +236,7 @@ class MooncakeStore(ObjectStore):
     def _answer(
         self, call: str, answer: int, no: tuple[int, ...] = (), yes: tuple[int, ...] = ()
     ) -> bool:
-        """Whether an answer is yes or no; refused where it is neither."""
+        """Return whether an answer means yes or no; raises an error for any other answer."""
         if answer >= 0 or answer in yes:
             return True
         if answer in no:
@@ -245,19 +245,20 @@ class MooncakeStore(ObjectStore):
 
     def _page(self, name: str) -> str:
         if not self._metrics:
-            problem = "Mooncake's master lists what it has on its web pages alone"
-            hint = "Name their address: mooncake://host:port?metrics=host:9003"
+            problem = "Listing objects requires the address of the Mooncake master's metrics server"
+            hint = "Add it to the address: mooncake://host:port?metrics=host:9003"
             raise AtlasError(Code.WIRE_FAILED, problem, got=f"master {self.master}", hint=hint)
         try:
             with closing(HTTPConnection(self._metrics, timeout=_SECONDS)) as connection:
                 connection.request("GET", f"/{name}")
                 return connection.getresponse().read().decode()
         except (OSError, ValueError, HTTPException) as problem:
-            hint = "See that the master runs, and where its metrics_port is"
+            hint = "Check that the master is running, and its metrics_port"
             got = f"{self._metrics}/{name}: {problem}"
             raise AtlasError(Code.WIRE_FAILED, got=got, hint=hint) from None
 
     def _failed(self, call: str, answer: object) -> AtlasError:
-        problem = "Mooncake Store does not answer as it should"
+        problem = "A call of Mooncake Store failed"
         got = f"{call}: {answer} from master {self.master}"
-        return AtlasError(Code.WIRE_FAILED, problem, got=got, hint="See that its master runs")
+        hint = "Check that the master is running"
+        return AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint)
