@@ -56,20 +56,13 @@ from kvatlas.wire.server import Node, pools_for
 from kvatlas.wire.shared_pools import SharedPools, map_pools
 from kvatlas.wire.staging import stream_bytes
 from kvatlas.wire.stream_copy import convert_parts, copy_request
-from kvatlas.wire.transports import (
-    HOST,
-    TRANSPORT_NAMES,
-    Handle,
-    Link,
-    Memory,
-    Transport,
-    make_transport,
-)
+from kvatlas.wire.transports.base import HOST, Handle, Link, Memory, Transport
 from kvatlas.wire.transports.bounds import check_bounds, check_grid_bounds
 from kvatlas.wire.transports.cuda_driver import load_driver
 from kvatlas.wire.transports.device_marks import DeviceMarks
 from kvatlas.wire.transports.errors import peer_lost
 from kvatlas.wire.transports.file import copy_file_runs
+from kvatlas.wire.transports.registry import TRANSPORT_NAMES, make_transport
 from kvatlas.wire.unix_sockets import connect_to_path, forget_path, unix_endpoint
 
 __all__ = [
