@@ -27,11 +27,17 @@ def in_new_process(code: str) -> Any:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_each_package_is_an_attribute_in_a_new_process(package: str) -> None:
-    name = in_new_process(
-        f"import json, kvatlas; print(json.dumps(kvatlas.{package}.__name__))"
-    )  # fmt: skip
-    assert name == f"kvatlas.{package}"
+def test_each_package_is_loaded_by_its_name(package: str) -> None:
+    assert kvatlas.__getattr__(package).__name__ == f"kvatlas.{package}"
+
+
+def test_packages_are_attributes_in_a_new_process() -> None:
+    """The lowest first: importing a package sets the attributes of all those below it."""
+    names = in_new_process(
+        "import json, kvatlas as k; packages = (k.errors, k.specs, k.models, k.planning, k.cli);"
+        "print(json.dumps([package.__name__ for package in packages]))"
+    )
+    assert names == [f"kvatlas.{name}" for name in ("errors", "specs", "models", "planning", "cli")]
 
 
 def test_dir_lists_public_names_and_packages_only() -> None:

@@ -7,7 +7,6 @@ import inspect
 import re
 import subprocess
 import sys
-from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -254,12 +253,3 @@ def test_import_takes_under_100_ms_more_than_numpy() -> None:
         "print(time.process_time() - start)"
     )
     assert min(float(run(code)) for _ in range(5)) < 0.1
-
-
-def test_clean_removes_every_environment_that_a_target_makes() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    (removed,) = re.findall(r"^clean:\n((?:\t.*\n?)+)", makefile, flags=re.MULTILINE)
-    patterns = removed.split()
-    made = set(re.findall(r"^\w+ :?= (\.venv-[\w-]+)", makefile, flags=re.MULTILINE))
-    assert ".venv-lowest-triton" in made
-    assert [one for one in made if not any(fnmatch(one, each) for each in patterns)] == []
