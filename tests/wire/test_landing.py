@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvatlas.routing import Copy, RunGrid, Starts
+from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing.binding import Starts
 from kvatlas.wire import Handle
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.landing import expected_reads, landing_batches

@@ -20,7 +20,7 @@ from kvatlas.cli.simulate import simulate
 from kvatlas.cli.tables import comparison, headline, notes, sentences
 from kvatlas.cli.tier_commands import tier_app
 from kvatlas.cli.traffic import plan_for_trace
-from kvatlas.planning import size
+from kvatlas.geometry.byte_sizes import size
 
 __all__ = ["app", "run"]
 

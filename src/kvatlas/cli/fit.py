@@ -12,8 +12,10 @@ from rich.text import Text
 from kvatlas.cli.failures import plain
 from kvatlas.cli.options import PlanOptions
 from kvatlas.cli.tables import headline, indented, notes, plan_details, table
+from kvatlas.geometry.byte_sizes import size
 from kvatlas.models import find_gpus
-from kvatlas.planning import Fit, Fitting, Plan, length, size
+from kvatlas.planning import Fit, Fitting, Plan
+from kvatlas.planning.request import length
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from kvatlas.cli.options import PlanOptions, completer, contradictory, takes_mod
 from kvatlas.cli.progress import progress_bar
 from kvatlas.cli.replay_options import ReplayOptions, takes_replay_options
 from kvatlas.cli.tables import indented, notes, table
-from kvatlas.planning import size
+from kvatlas.geometry.byte_sizes import size
 
 if TYPE_CHECKING:
     from kvatlas.pool import Trace

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from kvatlas.cli.compare import Row
 from kvatlas.cli.failures import plain
-from kvatlas.planning import size
+from kvatlas.geometry.byte_sizes import size
 
 _WIDEST = 96
 """Columns after which sentences are hard to read."""

@@ -6,7 +6,7 @@ from kvatlas.cli.app import Json, answer
 from kvatlas.cli.failures import plain
 from kvatlas.cli.tables import table
 from kvatlas.cli.tier_app import Where, opened
-from kvatlas.planning import size
+from kvatlas.geometry.byte_sizes import size
 
 
 def ls(where: Where, as_json: Json = False) -> None:

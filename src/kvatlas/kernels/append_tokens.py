@@ -12,7 +12,7 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import natural, positive
+from kvatlas.geometry.integers import natural, positive
 from kvatlas.kernels.dispatch import gpu_kernels
 from kvatlas.kernels.table_checks import check_block, check_tables
 from kvatlas.kernels.write_read_kv import read, write

@@ -17,7 +17,7 @@ from pathlib import Path
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.tier.format import LONGEST_PLAN, MAGIC, PAGE, VERSION, Extent, header, read_header
-from kvatlas.wire import check_plan_size
+from kvatlas.wire.peers import check_plan_size
 
 _REMOVE = "Check the path; a damaged file can be removed: all of it can be computed again"
 _SECTOR = 512

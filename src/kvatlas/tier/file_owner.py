@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire import forget_path
+from kvatlas.wire.unix_sockets import forget_path
 
 _WAIT_SECONDS = 5.0
 """Seconds that the next owner waits for those who use the file through the last one."""

@@ -14,9 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry import Int64s, NestedSteps
+from kvatlas.geometry import NestedSteps
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import RunGrid
-from kvatlas.wire import Bytes, Places, copy_nested_unchecked, copy_runs_unchecked, one_length
+from kvatlas.wire.memory_copy import copy_runs_unchecked, one_length
+from kvatlas.wire.nested_copy import copy_nested_unchecked
+from kvatlas.wire.run_bounds import Bytes, Places
 
 _PIECE = 8 << 20
 """Bytes of runs that are moved together at most. Threads that are done ask for Python, and hold

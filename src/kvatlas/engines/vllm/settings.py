@@ -11,9 +11,9 @@ import msgspec
 from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.planning import quantity
-from kvatlas.routing import parse_conversion
-from kvatlas.tier import is_store
+from kvatlas.planning.request import quantity
+from kvatlas.routing.conversion import parse_conversion
+from kvatlas.tier.opening import is_store
 from kvatlas.wire import TRANSPORT_NAMES, How
 
 _NO_TRANSPORT = "none"

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ceil_div
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning import Group, Plan
 from kvatlas.pool.group_needs import hit_step, reuses_prefixes
 from kvatlas.pool.simulation.spans import check_step

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry import ceil_div
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.pool.checkpoints import EveryBlock
 from kvatlas.pool.eviction import Use, eviction_policy
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel

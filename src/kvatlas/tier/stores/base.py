@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
-from kvatlas.wire import Bytes
+from kvatlas.wire.run_bounds import Bytes
 
 ABSENT = -1
 """What `get` and `ranges` say of an object that is not there."""

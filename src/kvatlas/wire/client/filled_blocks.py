@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from kvatlas.errors import AtlasError
-from kvatlas.geometry import Int64s
-from kvatlas.routing import Lengths, Route, table_lengths
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing import Route
+from kvatlas.routing.request_shape import Lengths, table_lengths
 from kvatlas.wire.block_ledger import BlockClaim, BlockLedger
 from kvatlas.wire.client.warm_shapes import plain_tables
 

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ceil_div
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.routing import ConvertedStream, Copy, Costs, Stream
 from kvatlas.wire.client.peer_connection import Way
 from kvatlas.wire.client.rank_lease import BUFFERS, RankLease

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from kvatlas.geometry import duration
+from kvatlas.geometry.integers import duration
 from kvatlas.models import CacheIdentity
 from kvatlas.routing import Costs
 from kvatlas.wire.arguments import check_request_name, checked_identity
