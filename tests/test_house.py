@@ -91,7 +91,8 @@ INTERNAL: dict[str, str] = {
     "engines": """
         geometry.integers planning.request routing.conversion specs.cell_formats
         tier.chained_keys tier.converting tier.hit tier.opening tier.prefix_finder
-        tier.store_hit tier.tier_events wire.memory_copy wire.transports.cuda_driver
+        tier.store_hit tier.tier_events wire.client.transfer_request
+        wire.memory_copy wire.transports.cuda_driver
         wire.transports.device_marks
     """,
     "cli": """

@@ -161,5 +161,5 @@ def test_as_many_threads_put_a_request_in_place_as_there_are_cores_for_it() -> N
         for threads in (2, 1):
             reading.clear()
             dst.nodes[0].landing_threads = threads
-            pull_all(src, dst, "r", tokens=(0, 49), how="landed")
+            pull_all(src, dst, "r", tokens=(0, 49), how="coalesced")
             assert len(reading) == threads

@@ -4,7 +4,7 @@ All kernels run in torch on any device. On a GPU, most have a Triton implementat
 """
 
 import kvatlas.cache  # noqa: F401 - first: its error names the extra that installs torch
-from kvatlas.kernels.append_tokens import AppendStep, append_step
+from kvatlas.kernels.append_and_gather import AppendStep, append_step
 from kvatlas.kernels.block_conversion import convert_blocks
 from kvatlas.kernels.block_copy import copy_blocks, gather_blocks, zero_blocks
 from kvatlas.kernels.paged_attention import attend, attend_latent

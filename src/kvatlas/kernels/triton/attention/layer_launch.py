@@ -18,10 +18,10 @@ import triton.language as tl
 from kvatlas.cache import LayerCache
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton import storage_formats as formats
-from kvatlas.kernels.triton.attention import arguments as calls
+from kvatlas.kernels.triton.attention import launch_arguments as calls
 from kvatlas.kernels.triton.attention.decode_device import decode
 from kvatlas.kernels.triton.attention.prefill_device import prefill
-from kvatlas.kernels.triton.attention.schedule import WorkSplit, fit_of
+from kvatlas.kernels.triton.attention.step_schedule import WorkSplit, fit_of
 from kvatlas.kernels.triton.attention.walk_device import LOG2E
 from kvatlas.kernels.triton.relaunch import Compiled
 from kvatlas.kernels.triton.storage_formats import SideRows, StoredSide
