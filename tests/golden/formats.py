@@ -21,6 +21,7 @@ from typing import Any, get_args
 
 import msgspec
 import numpy as np
+import pytest
 from msgspec import inspect
 from typer.main import get_command
 
@@ -225,11 +226,9 @@ def said(*words: str) -> Any:
 
 def bench_over_shm() -> Any:
     """`bench wire`, over the one transport that runs on every machine."""
-    every, bench.TRANSPORTS = bench.TRANSPORTS, ("shm",)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "TRANSPORTS", ("shm",))
         return said("bench", "wire")
-    finally:
-        bench.TRANSPORTS = every
 
 
 def recorded_events(endpoint: str, path: Path) -> Any:
