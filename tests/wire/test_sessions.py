@@ -172,10 +172,10 @@ def test_a_way_that_does_not_exist_is_refused() -> None:
     with ends(*two_ends("dense", {}, {})) as (source, target):
         source.offer("r")
         with Session(target.nodes[0], source.endpoints) as session:
-            about: dict[str, Any] = {"dst_blocks": target.blocks, "tokens": 50}
             for how, hint in (("bogus", "auto, direct, staged"), ("landed", "'coalesced'")):
+                about: dict[str, Any] = {"dst_blocks": target.blocks, "tokens": 50, "how": how}
                 with pytest.raises(AtlasError) as refusal:
-                    session.pull("r", how=how, **about)
+                    session.pull("r", **about)
                 assert refusal.value.code is Code.WIRE_FAILED
                 assert hint in refusal.value.hint
 
