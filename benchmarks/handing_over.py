@@ -10,17 +10,8 @@ from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import scattered
 from kvatlas.specs import FullAttention
-from kvatlas.wire import (
-    SAMPLE_IDENTITY,
-    How,
-    Node,
-    SampleTask,
-    Session,
-    make_transport,
-    memory_of,
-    pools_for,
-    run_sample_server,
-)
+from kvatlas.wire import How, Node, Session, make_transport, memory_of, pools_for
+from kvatlas.wire.sample_server import SAMPLE_IDENTITY, SampleTask, run_sample_server
 
 LAYERS, TOKENS, TURNS = 32, 4096, 5
 TRANSPORTS = ("shm", "nixl", "mooncake")

@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.timing import show
 from kvatlas.cache import Cache, LayerCache, allocate
-from kvatlas.geometry import ENGINE_LAYOUTS, fold_beside
+from kvatlas.geometry import ENGINE_LAYOUTS
+from kvatlas.geometry.combine import fold_beside
 from kvatlas.kernels import copy_blocks, gather_blocks, read, write
 from kvatlas.models import Layer, Model
 from kvatlas.planning import plan

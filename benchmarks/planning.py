@@ -10,11 +10,12 @@ from benchmarks import vllm_peer
 from benchmarks.timing import median_ms, show
 from kvatlas import AtlasError
 from kvatlas.models import Model, catalogue
-from kvatlas.planning import DECODING, kind_of, plan
+from kvatlas.planning import plan
 from kvatlas.planning.backends import backends_of
 from kvatlas.planning.block_size import block_size
+from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.request import PlanRequest
-from kvatlas.planning.sized_layers import page_of, size_layers
+from kvatlas.planning.sized_layers import kind_of, page_of, size_layers
 
 TPS = (1, 2, 4, 8)
 MEMORIES = ("20GiB", "60GiB", "140GiB")

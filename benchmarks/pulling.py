@@ -15,17 +15,8 @@ from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import scattered
-from kvatlas.wire import (
-    SAMPLE_IDENTITY,
-    Node,
-    SampleTask,
-    Session,
-    Transfer,
-    make_transport,
-    memory_of,
-    pools_for,
-    run_sample_server,
-)
+from kvatlas.wire import Node, Session, Transfer, make_transport, memory_of, pools_for
+from kvatlas.wire.sample_server import SAMPLE_IDENTITY, SampleTask, run_sample_server
 
 MODEL = "Qwen3-8B"
 TRANSPORTS = ("shm", "tcp", "nixl", "mooncake")

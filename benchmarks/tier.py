@@ -17,7 +17,8 @@ from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan
 from kvatlas.specs import FullAttention
 from kvatlas.tier import Tier
-from kvatlas.wire import Bytes, crc32
+from kvatlas.wire.checksum import crc32
+from kvatlas.wire.run_bounds import Bytes
 
 LAYERS, HEADS, TOKENS, BLOCK = 32, 8, 1024, 16
 REPEAT = 5

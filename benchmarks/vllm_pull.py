@@ -15,16 +15,8 @@ from kvatlas.engines.vllm import ConnectorSettings, describe_engine
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, route
 from kvatlas.routing import scattered as scattered_blocks
-from kvatlas.wire import (
-    SAMPLE_IDENTITY,
-    Node,
-    SampleTask,
-    Session,
-    make_transport,
-    memory_of,
-    pools_for,
-    run_sample_server,
-)
+from kvatlas.wire import Node, Session, make_transport, memory_of, pools_for
+from kvatlas.wire.sample_server import SAMPLE_IDENTITY, SampleTask, run_sample_server
 
 LAYERS, HEADS, HEAD = 16, 8, 64
 TURNS = 11

@@ -36,8 +36,8 @@ from kvatlas.specs import (
     Mamba2,
     ShortConv,
     SlidingAttention,
-    format_name,
 )
+from kvatlas.specs.cell_formats import format_name
 from tests.cases import each
 
 P = Placement.packed([("B", 4), ("H", 2), ("N", 3)], item=8)

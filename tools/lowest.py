@@ -16,12 +16,12 @@ RANGE = re.compile(r"([A-Za-z0-9_.-]+)>=([0-9][0-9a-z.]*)")
 
 
 def lowest() -> dict[str, str]:
-    """Name to lowest version, of the package and of every extra but the documentation's."""
+    """Name to lowest version, of the package and of every extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     named = [
         *project["dependencies"],
-        *(name for extra in extras if extra != "docs" for name in extras[extra]),
+        *(name for needs in extras.values() for name in needs),
     ]
     ranges = {name: RANGE.fullmatch(name) for name in named if not name.startswith("kvatlas[")}
     loose = [name for name, match in ranges.items() if match is None]

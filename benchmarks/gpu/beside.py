@@ -24,7 +24,8 @@ from kvatlas.cache import allocate
 from kvatlas.routing import scattered
 from kvatlas.specs import FullAttention
 from kvatlas.tier import Tier
-from kvatlas.wire import SAMPLE_IDENTITY, Node, Session, make_transport
+from kvatlas.wire import Node, Session, make_transport
+from kvatlas.wire.sample_server import SAMPLE_IDENTITY
 
 _SECONDS = 0.5
 _WAYS: list[tuple[str, Json]] = [

@@ -22,7 +22,8 @@ from benchmarks.gpu.tables import show
 from kvatlas.cache import Cache, allocate
 from kvatlas.kernels import attend
 from kvatlas.routing import scattered
-from kvatlas.wire import SAMPLE_IDENTITY, Node, Session, Transfer, make_transport
+from kvatlas.wire import Node, Session, Transfer, make_transport
+from kvatlas.wire.sample_server import SAMPLE_IDENTITY
 
 _TURNS = 5
 """Of each way, of which the first compiles."""

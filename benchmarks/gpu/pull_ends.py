@@ -16,7 +16,8 @@ from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import scattered
 from kvatlas.specs import FullAttention
-from kvatlas.wire import SAMPLE_IDENTITY, Node, Session, make_transport
+from kvatlas.wire import Node, Session, make_transport
+from kvatlas.wire.sample_server import SAMPLE_IDENTITY
 
 TOKENS = 8192
 LAYERS = 32

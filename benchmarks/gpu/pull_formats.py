@@ -24,7 +24,8 @@ from benchmarks.gpu.pull_ends import (
 from benchmarks.gpu.tables import show
 from kvatlas.cache import Cache, allocate
 from kvatlas.routing import scattered
-from kvatlas.wire import SAMPLE_IDENTITY, Node, Session, make_transport
+from kvatlas.wire import Node, Session, make_transport
+from kvatlas.wire.sample_server import SAMPLE_IDENTITY
 
 _PULLS, _FIRST = 30, 8
 """Of a session, of which the first get it going."""

@@ -47,7 +47,8 @@ from benchmarks.gpu.tables import show
 from kvatlas.cache import Cache, allocate
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
-from kvatlas.wire import SAMPLE_IDENTITY, Node, Session, make_transport
+from kvatlas.wire import Node, Session, make_transport
+from kvatlas.wire.sample_server import SAMPLE_IDENTITY
 
 _APART = 0.02
 """Seconds between pulls that are timed one by one."""
@@ -164,7 +165,7 @@ def _spin(seconds: float) -> float:
 
 def tune() -> None:
     """The kernel alone, on three pairs of orders, by its launch parameters."""
-    from kvatlas.kernels import copy_address_runs, place_starts
+    from kvatlas.kernels.address_runs import copy_address_runs, place_starts
 
     rows = []
     pairs = [("LBNHC", "LBNHC"), ("LBNHC", "BHLNC"), ("BLHNC", "LBNHC")]

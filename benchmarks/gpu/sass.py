@@ -27,7 +27,8 @@ from triton.runtime import driver, jit
 from benchmarks.gpu import tables
 from kvatlas.cache import LayerCache
 from kvatlas.geometry import DType, Layout
-from kvatlas.kernels import convert_address_runs, copy_address_runs, place_scales, place_starts
+from kvatlas.kernels.address_runs import convert_address_runs, copy_address_runs, place_starts
+from kvatlas.kernels.cast_scales import place_scales
 from kvatlas.kernels.triton import (
     BlockConversion,
     attend,
@@ -37,7 +38,8 @@ from kvatlas.kernels.triton import (
     write,
 )
 from kvatlas.kernels.triton import storage_formats as formats
-from kvatlas.specs import ElementCast, FullAttention, LatentAttention, Spec
+from kvatlas.specs import FullAttention, LatentAttention, Spec
+from kvatlas.specs.cell_formats import ElementCast
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PROCESSORS = 132

@@ -1,6 +1,6 @@
 """kvatlas knows where every byte of an LLM's KV cache lives, and moves it anywhere.
 
-The most used names are available here; each is imported from its package on first use:
+The most used names and all packages are attributes of `kvatlas`, imported on first use:
 
 >>> import kvatlas
 >>> fits = kvatlas.plan("Qwen3-8B", memory="80GiB")
@@ -8,6 +8,8 @@ The most used names are available here; each is imported from its package on fir
 (16, 36408)
 >>> kvatlas.route(fits, kvatlas.plan("Qwen3-8B", memory="80GiB", tp=2))  # doctest: +ELLIPSIS
 <Route of Qwen3-8B, 36 layers: tp 1, pp 1, LBNHC, blocks of 16 -> tp 2, ...>
+>>> kvatlas.models.Model
+<class 'kvatlas.models.model.Model'>
 """
 
 from __future__ import annotations
@@ -16,6 +18,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvatlas import cache as cache
+    from kvatlas import cli as cli
+    from kvatlas import engines as engines
+    from kvatlas import errors as errors
+    from kvatlas import geometry as geometry
+    from kvatlas import kernels as kernels
+    from kvatlas import maps as maps
+    from kvatlas import models as models
+    from kvatlas import planning as planning
+    from kvatlas import pool as pool
+    from kvatlas import routing as routing
+    from kvatlas import specs as specs
+    from kvatlas import tier as tier
+    from kvatlas import wire as wire
     from kvatlas.cache import Cache, allocate, bind
     from kvatlas.errors import AtlasError, Code
     from kvatlas.geometry import DType, Field, Layout, Page, Placement, validate
@@ -29,19 +45,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = {
+_NAMES_BY_PACKAGE: dict[str, tuple[str, ...]] = {
     "errors": ("AtlasError", "Code"),
     "geometry": ("DType", "Field", "Layout", "Page", "Placement", "validate"),
+    "specs": (),
     "models": ("Model",),
     "planning": ("Plan", "fit", "plan"),
-    "cache": ("Cache", "allocate", "bind"),
-    "pool": ("BlockPool",),
     "routing": ("Route", "route"),
+    "cache": ("Cache", "allocate", "bind"),
+    "kernels": (),
+    "pool": ("BlockPool",),
     "wire": ("Node", "Session"),
     "tier": ("Tier",),
     "maps": ("Map", "map"),
+    "engines": (),
+    "cli": (),
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+_PACKAGE_OF = {name: package for package, names in _NAMES_BY_PACKAGE.items() for name in names}
 
 __all__ = [
     "AtlasError",
@@ -72,14 +92,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":  # tracebacks print kvatlas.errors.AtlasError
-        return import_module("kvatlas.errors")
-    if name not in _ROOM_OF:
+    if name in _NAMES_BY_PACKAGE:
+        return import_module(f"kvatlas.{name}")
+    if name not in _PACKAGE_OF:
         raise AttributeError(f"module 'kvatlas' has no attribute {name!r}")
-    value = getattr(import_module(f"kvatlas.{_ROOM_OF[name]}"), name)
+    value = getattr(import_module(f"kvatlas.{_PACKAGE_OF[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *_NAMES_BY_PACKAGE})

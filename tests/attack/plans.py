@@ -11,7 +11,8 @@ from typing import Any
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import route, scattered
 from kvatlas.specs import FullAttention, Spec
-from kvatlas.wire import Bytes, copy_request
+from kvatlas.wire import copy_request
+from kvatlas.wire.run_bounds import Bytes
 from tests.planning.models import model_of
 from tests.wire.child import contents
 

@@ -27,7 +27,8 @@ from kvatlas import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.routing import route
 from kvatlas.tier import Tier
-from kvatlas.wire import Bytes, Session, copy_request, make_transport
+from kvatlas.wire import Session, copy_request, make_transport
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports.shm_segments import create_segment
 from tests.attack.left_open import Open, open_things, opened_since
 from tests.attack.plans import NODE, Wire, made

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvatlas.routing import Copy
 from kvatlas.wire import Handle, Link, Session
-from kvatlas.wire.transports import STAGING
+from kvatlas.wire.transports.base import STAGING
 from tests.attack.claims import SLACK, Attack, Outcome, Scene, code_of, repeated
 from tests.wire.helpers import waited
 

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from kvatlas import AtlasError, Code, Layout
 from kvatlas.cache import ALIGNMENT, allocate, bind
-from kvatlas.geometry import size
+from kvatlas.geometry.byte_sizes import size
 from kvatlas.planning import plan
 from tests.guards import ORDERS, Guarded, one_storage, small_plan
 from tests.planning.models import SMALL

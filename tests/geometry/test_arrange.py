@@ -12,11 +12,11 @@ from kvatlas.geometry import (
     ENGINE_LAYOUTS,
     PageSet,
     PoolPosition,
-    keeps_to_its_blocks,
     pack_positions,
     shared_pages,
     side_by_side,
 )
+from kvatlas.geometry.validation import keeps_to_its_blocks
 from kvatlas.specs import FullAttention
 from tests.cases import each
 from tests.oracle import byte_list

@@ -15,7 +15,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvatlas import AtlasError, Code, Layout, Placement
-from kvatlas.geometry import fold_beside, fold_together
+from kvatlas.geometry import fold_together
+from kvatlas.geometry.combine import fold_beside
 from tests.cases import each
 from tests.geometry.strategies import nested, placements, raw_maps
 from tests.oracle import (

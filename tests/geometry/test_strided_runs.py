@@ -10,14 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas import Layout, Placement
-from kvatlas.geometry import (
-    StateBlocks,
-    StateSpans,
-    StridedRuns,
-    fold_states,
-    join_copies,
-    merge_runs,
-)
+from kvatlas.geometry import StateBlocks, StateSpans, StridedRuns, merge_runs
+from kvatlas.geometry.address_arrays import join_copies
+from kvatlas.geometry.strided_runs import fold_states
 
 SIZES: dict[str, Any] = {"L": 2, "B": 3, "H": 2, "N": 4, "C": 6}
 

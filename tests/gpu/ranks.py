@@ -10,7 +10,8 @@ import torch
 
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
-from kvatlas.wire import Bytes, Node, make_transport
+from kvatlas.wire import Node, make_transport
+from kvatlas.wire.run_bounds import Bytes
 from tests.identities import OURS
 
 GUARD, GUARDED = 4096, 0xA5

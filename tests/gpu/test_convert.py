@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvatlas.kernels import convert_cells
+from kvatlas.kernels.cell_conversion import convert_cells
 from kvatlas.routing import scattered
 from kvatlas.specs import CellFormat, FullAttention, TensorScales
 from kvatlas.wire import Session

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kvatlas.wire import Node, load_driver, make_transport
+from kvatlas.wire import Node, make_transport
+from kvatlas.wire.transports.cuda_driver import load_driver
 from kvatlas.wire.transports.torch_queue import TorchQueue
 from tests.gpu.test_wires import small
 from tests.identities import OURS

@@ -181,6 +181,7 @@ def test_a_hub_id_needs_a_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert Model.load("some/model").name == "some/model"
 
 
+@pytest.mark.slow
 def test_a_hub_that_says_nothing_is_given_up_in_a_second(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def shallow(values: dict[str, Any], layers: int = 9) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.slow
 def test_parameters_are_exactly_those_of_transformers() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -82,6 +83,7 @@ def test_parameters_are_exactly_those_of_transformers() -> None:
     assert counted >= 30
 
 
+@pytest.mark.slow
 def test_towers_are_exactly_those_of_transformers() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

@@ -14,7 +14,8 @@ import torch
 import kvatlas
 from kvatlas.cache import Cache, allocate
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ENGINE_LAYOUTS, join_ranges
+from kvatlas.geometry import ENGINE_LAYOUTS
+from kvatlas.geometry.address_arrays import join_ranges
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import route
 from tests.page.browser import Browser

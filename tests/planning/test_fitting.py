@@ -6,7 +6,8 @@ import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.models import Model, find_gpu
-from kvatlas.planning import Fitting, Topology, fit, given_topology
+from kvatlas.planning import Fitting, Topology, fit
+from kvatlas.planning.fitting import given_topology
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.planning import LARGEST_JSON, Plan, plan
+from kvatlas.planning import Plan, plan
+from kvatlas.planning.plans import LARGEST_JSON
 from kvatlas.routing import check, fingerprint
 from kvatlas.specs import FullAttention, Mamba2
 from tests.planning.models import model_of

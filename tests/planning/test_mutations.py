@@ -19,7 +19,8 @@ import pytest
 
 from kvatlas import AtlasError, Code
 from kvatlas.geometry import Field
-from kvatlas.planning import FULL_KINDS, Plan, plan
+from kvatlas.planning import Plan, plan
+from kvatlas.planning.sized_layers import FULL_KINDS
 from kvatlas.routing import fingerprint
 from tests.planning import test_soundness
 from tests.planning.test_orders import FAMILIES

@@ -11,8 +11,9 @@ import pytest
 
 from kvatlas import AtlasError, Code, Placement
 from kvatlas.models import Weights, find_gpu
-from kvatlas.planning import Fitting, foreign, plan, quantity, stage_layers
-from kvatlas.planning.request import length
+from kvatlas.planning import Fitting, foreign, plan
+from kvatlas.planning.request import length, quantity
+from kvatlas.planning.topology import stage_layers
 from tests.planning.models import model_of
 
 GIB: dict[str, Any] = {"memory": "60GiB"}

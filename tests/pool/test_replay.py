@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from kvatlas.pool.checkpoints import checkpoint_policy
 from kvatlas.pool.eviction import EVICTIONS
 from kvatlas.pool.simulation import Replay, ReplayPolicy
-from kvatlas.pool.simulation.arrivals import TimedReplay
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
-from kvatlas.pool.simulation.spans import Spans
+from kvatlas.pool.simulation.prompt_spans import Spans
+from kvatlas.pool.simulation.timed_replay import TimedReplay
 from kvatlas.pool.traces import Trace, TraceBuilder, read_trace
 from kvatlas.specs import Visibility
 from tests.pool.oracle import Oracle, OracleClass, worth

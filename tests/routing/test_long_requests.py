@@ -43,6 +43,7 @@ def planned(name: str, **ask: Any) -> Plan | None:
     raise AssertionError(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(catalogue() if DEEP else SOME))
 def test_memory_does_not_grow_with_tokens(name: str) -> None:
     for pair in PAIRS:

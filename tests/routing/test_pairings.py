@@ -20,6 +20,7 @@ FACTS = Path(os.environ.get("KVATLAS_FACTS", "")) / "facts" / "pairings.json"
 PAGE = Path(__file__).parents[2] / "docs/reference/data/vllm_pairings.md"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairing", PAIRINGS, ids=lambda pairing: pairing.name)
 def test_pairing(pairing: Pairing) -> None:
     move_pairing(pairing)

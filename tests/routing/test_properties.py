@@ -29,7 +29,7 @@ from tests.routing.oracle import Memory, Move
 from tests.routing.strategies import KINDS, requests
 
 quiet = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-each = settings(quiet, max_examples=settings().max_examples // len(KINDS) + 1)
+each = settings(quiet, max_examples=max(5, settings().max_examples // len(KINDS) + 1))
 fewer = settings(quiet, max_examples=settings().max_examples // 4)
 first = settings(quiet, max_examples=1000, phases=[Phase.generate], database=None)
 

@@ -14,7 +14,7 @@ from kvatlas.routing import scattered
 from kvatlas.tier import HostStore, ObjectStore, StoreTier
 from kvatlas.tier.hit import check_all_there
 from kvatlas.tier.stores import Parts, StoreRoom
-from kvatlas.wire import Bytes
+from kvatlas.wire.run_bounds import Bytes
 from tests.tier.world import GUARD, World, pools
 
 MISSES = {

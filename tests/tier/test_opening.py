@@ -12,11 +12,9 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.models import CacheIdentity, Model
 from kvatlas.tier import (
-    AnyTier,
     Converting,
     FolderStore,
     HostStore,
-    PrefixChain,
     StoreTier,
     Tier,
     TierClient,
@@ -24,6 +22,8 @@ from kvatlas.tier import (
     open_tier,
     prefix_keys,
 )
+from kvatlas.tier.chained_keys import PrefixChain
+from kvatlas.tier.prefix_finder import AnyTier
 from tests.tier.test_store_topologies import OURS
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import MAX_LEN, World, small

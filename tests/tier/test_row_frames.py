@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import Copy, Starts
+from kvatlas.routing import Copy
+from kvatlas.routing.binding import Starts
 from kvatlas.tier.object_header import HEADER
 from kvatlas.tier.row_frames import End, RowFrame
 from kvatlas.tier.row_objects import GroupObjects

@@ -15,17 +15,17 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.pool import BlockRemoved, BlockStored, EventPublisher, EventSubscriber
 from kvatlas.pool.events import EventBatch, decode_batch, encode_batch
 from kvatlas.tier import (
-    AnyTier,
-    PrefixChain,
     PrefixFinder,
     StoreTier,
     Tier,
     TierEvents,
-    block_hash,
     open_tier,
     prefix_finder,
     tier_events,
 )
+from kvatlas.tier.chained_keys import PrefixChain
+from kvatlas.tier.prefix_finder import AnyTier
+from kvatlas.tier.tier_events import block_hash
 from tests.tier.test_store_topologies import OURS
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import MAX_LEN, World, small

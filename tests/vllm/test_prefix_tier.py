@@ -22,7 +22,8 @@ from kvatlas.engines.vllm.weights_identity import cache_identity
 from kvatlas.models import weights_identity
 from kvatlas.routing import route
 from kvatlas.tier import storage
-from kvatlas.wire import HostPins, Memory, copy_request, memory_copy
+from kvatlas.wire import Memory, copy_request, memory_copy
+from kvatlas.wire.gpu_offload import HostPins
 from tests.vllm.shapes import (
     Blocks,
     Config,

@@ -26,8 +26,8 @@ from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.tier_worker import TierWorker
 from kvatlas.routing import route
-from kvatlas.tier import FolderStore, is_store
-from kvatlas.tier.opening import rows_of
+from kvatlas.tier import FolderStore
+from kvatlas.tier.opening import is_store, rows_of
 from kvatlas.wire import Memory, copy_request
 from tests.vllm.shapes import Blocks, Config, FullAttentionSpec, Group, vllm_config
 from tests.vllm.test_prefix_tier import LAYERS, MEMORY, TOKENS, asking

@@ -12,7 +12,8 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.routing import route, scattered
-from kvatlas.wire import Handle, Session, Transfer, random_bytes
+from kvatlas.wire import Handle, Session, Transfer
+from kvatlas.wire.sample_server import random_bytes
 from tests.profiles import DEEP
 from tests.wire.child import TOKENS, Child, Rank
 from tests.wire.forking import HAS_NIXL

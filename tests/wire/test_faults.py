@@ -101,7 +101,7 @@ def test_what_two_threads_land_fails_as_one() -> None:
 
         target.arounds = failing
         with Session(target.nodes[0], source.endpoints) as session:
-            transfer = pull(session, target, how="landed")
+            transfer = pull(session, target, how="coalesced")
             assert failure(transfer) is Code.WIRE_FAILED
             assert transfer.wait_released(10)
             assert next(reads) < 6, "the other thread goes on no further"
@@ -109,7 +109,7 @@ def test_what_two_threads_land_fails_as_one() -> None:
             time.sleep(0.05)
             for index, pool in target.nodes[0].pools.items():
                 assert np.array_equal(pool, before[index])
-        works(source, target, how="landed")
+        works(source, target, how="coalesced")
 
 
 # -- bytes ----------------------------------------------------------------------------------------

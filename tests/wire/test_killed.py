@@ -33,7 +33,7 @@ def test_killed_at_any_moment(here: Here, children: Children, point: int) -> Non
     rng = random.Random(f"{point} {here.transport}")  # noqa: S311
     way = rng.choice(["pull", "push", "pulled", "pushed"])
     pushes = way.startswith("push")
-    how = rng.choice(["direct", "staged", "auto" if pushes else "landed", "auto"])
+    how = rng.choice(["direct", "staged", "auto" if pushes else "coalesced", "auto"])
     checksums, stop = rng.random() < 0.3, rng.random() < 0.2
     moment = rng.random() ** 2 * (0.12 if how == "staged" else 0.03)
     child = children.take(SOURCE, here.transport, 1, name="other")

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvatlas.routing import Copy, RunGrid, Starts
+from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing.binding import Starts
 from kvatlas.wire import Handle
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.landing import expected_reads, landing_batches
@@ -160,5 +161,5 @@ def test_as_many_threads_put_a_request_in_place_as_there_are_cores_for_it() -> N
         for threads in (2, 1):
             reading.clear()
             dst.nodes[0].landing_threads = threads
-            pull_all(src, dst, "r", tokens=(0, 49), how="landed")
+            pull_all(src, dst, "r", tokens=(0, 49), how="coalesced")
             assert len(reading) == threads

@@ -92,11 +92,11 @@ def test_nothing_is_compiled_or_bound_under_a_lock(held: Held) -> None:
     with ends(source, target):
         for node in source.nodes + target.nodes:
             watch(node, held)
-        for how in ("direct", "staged", "landed"):
+        for how in ("direct", "staged", "coalesced"):
             source.offer(how)
             for rank, node in enumerate(target.nodes):
                 with Session(node, source.endpoints) as session:
-                    about: Any = {"tokens": 50, "checksums": how != "landed", "how": how}
+                    about: Any = {"tokens": 50, "checksums": how != "coalesced", "how": how}
                     session.pull(how, dst_blocks=target.blocks, **about).wait(20)
                 assert_arrived(source, target, rank)
         assert [why for _, _, why in source.released] == ["read"] * 3

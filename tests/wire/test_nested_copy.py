@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.geometry import NestedSteps, Steps
-from kvatlas.routing import Copy, RunGrid, Starts, route
-from kvatlas.wire import copy_grids, copy_nested, copy_pools, copy_request, copy_runs
+from kvatlas.geometry import NestedSteps
+from kvatlas.geometry.nested_steps import Steps
+from kvatlas.routing import Copy, RunGrid, route
+from kvatlas.routing.binding import Starts
+from kvatlas.wire import copy_request
+from kvatlas.wire.memory_copy import copy_pools, copy_runs
+from kvatlas.wire.nested_copy import copy_grids, copy_nested
 from tests.cases import each
 from tests.wire.helpers import small
 

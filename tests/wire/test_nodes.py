@@ -13,7 +13,8 @@ from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.planning import plan
 from kvatlas.routing import scattered
-from kvatlas.wire import Memory, Node, Session, make_transport, protocol, rank_pools
+from kvatlas.wire import Memory, Node, Session, make_transport, protocol
+from kvatlas.wire.memory_copy import rank_pools
 from kvatlas.wire.pool_mover import pools_device
 from kvatlas.wire.protocol import RegisteredMemory
 from tests.identities import OURS

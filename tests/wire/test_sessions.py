@@ -69,7 +69,7 @@ def test_every_small_model_is_moved() -> None:
 
 
 @pytest.mark.parametrize(("name", "src", "dst"), PAIRS)
-@pytest.mark.parametrize("how", ["direct", "staged", "landed", "auto"])
+@pytest.mark.parametrize("how", ["direct", "staged", "coalesced", "auto"])
 def test_a_pull_delivers_every_byte_and_no_other(
     name: str, src: dict[str, Any], dst: dict[str, Any], how: str
 ) -> None:
@@ -172,10 +172,12 @@ def test_a_way_that_does_not_exist_is_refused() -> None:
     with ends(*two_ends("dense", {}, {})) as (source, target):
         source.offer("r")
         with Session(target.nodes[0], source.endpoints) as session:
-            about: dict[str, Any] = {"dst_blocks": target.blocks, "tokens": 50, "how": "bogus"}
-            with pytest.raises(AtlasError) as refusal:
-                session.pull("r", **about)
-            assert refusal.value.code is Code.WIRE_FAILED
+            for how, hint in (("bogus", "auto, direct, staged"), ("landed", "'coalesced'")):
+                about: dict[str, Any] = {"dst_blocks": target.blocks, "tokens": 50, "how": how}
+                with pytest.raises(AtlasError) as refusal:
+                    session.pull("r", **about)
+                assert refusal.value.code is Code.WIRE_FAILED
+                assert hint in refusal.value.hint
 
 
 def test_pools_that_peers_cannot_reach_are_staged() -> None:
@@ -200,7 +202,7 @@ def test_pools_that_peers_cannot_reach_are_staged() -> None:
 def test_an_empty_range_is_there_at_once() -> None:
     with ends(*two_ends("dense", {"tp": 2}, {})) as (source, target):
         source.offer("r")
-        for how in ("direct", "staged", "landed", "auto"):
+        for how in ("direct", "staged", "coalesced", "auto"):
             pull_all(source, target, "r", tokens=(5, 5), how=how, checksums=True)
         target.buffers[0].assert_untouched()
 
@@ -216,7 +218,7 @@ def test_many_requests_at_once_over_many_threads() -> None:
                 node.offer(f"r{number}", [2 * number, 2 * number + 1], 32)
 
         def one(number: int) -> None:
-            how = ("direct", "staged", "landed", "auto")[number % 4]
+            how = ("direct", "staged", "coalesced", "auto")[number % 4]
             given: dict[str, Any] = {"how": how, "checksums": number % 3 == 0}
             if how == "auto" and number % 8 == 3:
                 given = {"streamed": True}
@@ -388,7 +390,7 @@ def test_costs_that_were_given_decide() -> None:
     with ends(*two_ends("dense", {"tp": 2}, {"layout": "BHLNC"})) as (source, target):
         for request, costs in (
             ("direct", Costs(descriptor=0)),
-            ("landed", Costs(descriptor=1e-6, copy=1e8)),
+            ("coalesced", Costs(descriptor=1e-6, copy=1e8)),
             ("staged", Costs(descriptor=1)),
         ):
             source.offer(request)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.routing import Copy
-from kvatlas.wire import Memory, copy_pools
-from kvatlas.wire.memory_copy import as_bytes
+from kvatlas.wire import Memory
+from kvatlas.wire.memory_copy import as_bytes, copy_pools
 from kvatlas.wire.staging import checksums, gather, into_buffer, scatter, stream_bytes
 from kvatlas.wire.transports.bounds import check_bounds
 

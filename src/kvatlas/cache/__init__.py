@@ -12,7 +12,7 @@ if find_spec("torch") is None:
 
 from kvatlas.cache import adapters
 from kvatlas.cache.cache import ALIGNMENT, Cache, LayerCache, allocate, bind
-from kvatlas.cache.tensors import checked_ids, torch_dtype, view, whole_tensor
+from kvatlas.cache.tensors import torch_dtype
 
 __all__ = [
     "ALIGNMENT",
@@ -21,8 +21,5 @@ __all__ = [
     "adapters",
     "allocate",
     "bind",
-    "checked_ids",
     "torch_dtype",
-    "view",
-    "whole_tensor",
 ]

@@ -17,8 +17,10 @@ import torch
 
 from kvatlas.cache.tensors import check_pool, checked_ids, torch_dtype, view
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Page, Placement, size
-from kvatlas.planning import Plan, Pool, checked_plan
+from kvatlas.geometry import Page, Placement
+from kvatlas.geometry.byte_sizes import size
+from kvatlas.planning import Plan, Pool
+from kvatlas.planning.plans import checked_plan
 from kvatlas.specs import Spec
 
 ALIGNMENT = 2 << 20

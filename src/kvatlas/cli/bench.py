@@ -13,24 +13,14 @@ from rich.text import Text
 
 from kvatlas.cli.tables import table
 from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.byte_sizes import size
 from kvatlas.models import Layer, Model
-from kvatlas.planning import Plan, plan, size
+from kvatlas.planning import Plan, plan
 from kvatlas.routing import Copy
 from kvatlas.specs import FullAttention
-from kvatlas.wire import (
-    SAMPLE_IDENTITY,
-    Bytes,
-    Link,
-    Node,
-    SampleTask,
-    Session,
-    Transport,
-    make_transport,
-    memory_of,
-    pools_for,
-    random_bytes,
-    run_sample_server,
-)
+from kvatlas.wire import Link, Node, Session, Transport, make_transport, memory_of, pools_for
+from kvatlas.wire.run_bounds import Bytes
+from kvatlas.wire.sample_server import SAMPLE_IDENTITY, SampleTask, random_bytes, run_sample_server
 
 TRANSPORTS = ("nixl", "mooncake", "tcp", "shm")
 RUNS = (4 << 10, 64 << 10, 1 << 20)

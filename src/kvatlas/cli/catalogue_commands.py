@@ -14,8 +14,9 @@ from kvatlas.cli.hybrids_page import hybrids_page
 from kvatlas.cli.model_facts import layer_facts, layout_facts, model_facts
 from kvatlas.cli.options import MODEL
 from kvatlas.cli.tables import indented, notes, table, tokens
+from kvatlas.geometry.byte_sizes import size
 from kvatlas.models import Model, catalogue
-from kvatlas.planning import BACKENDS, size
+from kvatlas.planning import BACKENDS
 
 _NARROW = 16
 """Width of the column of layer kinds in a terminal of 80 columns."""

@@ -18,7 +18,9 @@ from kvatlas.cli.failures import plain
 from kvatlas.cli.options import PlanOptions, number
 from kvatlas.cli.tables import both_ends, indented, table
 from kvatlas.errors import AtlasError, Code
-from kvatlas.planning import LARGEST_JSON, Plan, size
+from kvatlas.geometry.byte_sizes import size
+from kvatlas.planning import Plan
+from kvatlas.planning.plans import LARGEST_JSON
 from kvatlas.routing import Check
 
 _NUMBERS = ("tp", "pp", "dcp", "requests", "block_size", "in_flight")

@@ -12,14 +12,10 @@ from kvatlas.cli.options import DEFAULT_MEMORY, POLICIES, PlanOptions, contradic
 from kvatlas.errors import AtlasError
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.models import Model
-from kvatlas.planning import (
-    BACKENDS,
-    Plan,
-    backends_of,
-    default_length,
-    kind_of,
-    length,
-)
+from kvatlas.planning import BACKENDS, Plan, backends_of
+from kvatlas.planning.planner import default_length
+from kvatlas.planning.request import length
+from kvatlas.planning.sized_layers import kind_of
 
 AXES = {
     axis: axis.replace("-", "_")

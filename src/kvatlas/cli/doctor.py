@@ -13,7 +13,9 @@ from kvatlas.cli.failures import plain
 from kvatlas.cli.tables import indented, table
 from kvatlas.engines.vllm import Diagnosis, EngineArguments, read_engine
 from kvatlas.errors import AtlasError, Code
-from kvatlas.planning import LARGEST_JSON, Plan, size
+from kvatlas.geometry.byte_sizes import size
+from kvatlas.planning import Plan
+from kvatlas.planning.plans import LARGEST_JSON
 
 _STYLES = {"ok": "green", "look": "yellow", "no": "bold red"}
 

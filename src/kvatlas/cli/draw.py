@@ -14,7 +14,8 @@ from kvatlas.cli.options import PlanOptions
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.maps import Map
-from kvatlas.planning import LARGEST_JSON, Plan
+from kvatlas.planning import Plan
+from kvatlas.planning.plans import LARGEST_JSON
 
 _VARIED: dict[str, tuple[object, ...]] = {
     "layout": tuple(layout.order for layout in ENGINE_LAYOUTS),

@@ -15,8 +15,10 @@ from kvatlas.cli.merged_notes import merged_notes
 from kvatlas.cli.options import PlanOptions
 from kvatlas.cli.tables import headline, indented, labelled_notes, plan_details, table
 from kvatlas.errors import AtlasError
+from kvatlas.geometry.byte_sizes import size
 from kvatlas.models import Model, Weights, find_gpus
-from kvatlas.planning import Fit, Fitting, Plan, length, size
+from kvatlas.planning import Fit, Fitting, Plan
+from kvatlas.planning.request import length
 
 _NARROWER = ((2, 5), (2, 2), (1, 2), (1, 1))
 """(gap between columns, sizes of a topology per line) to try, from wide tables to narrow ones."""

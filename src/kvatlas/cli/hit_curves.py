@@ -8,8 +8,9 @@ from typing import Any
 import typer
 
 from kvatlas.cli.failures import plain
+from kvatlas.geometry.byte_sizes import size
 from kvatlas.maps import Curve, CurveText, curves_page
-from kvatlas.planning import quantity, size
+from kvatlas.planning.request import quantity
 
 Row = dict[str, Any]
 

@@ -15,10 +15,11 @@ from kvatlas.cli.progress import progress_bar
 from kvatlas.cli.replay_options import CHECKPOINTS, EVICTIONS, ReplayOptions
 from kvatlas.errors import AtlasError
 from kvatlas.models import Weights
-from kvatlas.planning import quantity
+from kvatlas.planning.request import quantity
 
 if TYPE_CHECKING:
-    from kvatlas.pool import PrefillCost, Trace
+    from kvatlas.pool import Trace
+    from kvatlas.pool.simulation.prefill_cost import PrefillCost
 
 PLAN_AXES = ("policy", "block-size", "memory", "states", "pack", "kv-dtype", "tp")
 SHARES = ("none", "shared", "10", "25", "50", "75")
@@ -137,7 +138,7 @@ def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
 
 def _cost(options: PlanOptions, question: Question) -> PrefillCost | None:
     """Make the cost model; None if the number of active parameters is unknown."""
-    from kvatlas.pool import PrefillCost, active_parameters
+    from kvatlas.pool.simulation.prefill_cost import PrefillCost, active_parameters
 
     given = question.replay.active_params
     active = quantity(given, "the number of parameters") if given else None

@@ -12,7 +12,9 @@ from rich.progress import Progress
 from kvatlas.cli.compare import way_of
 from kvatlas.errors import AtlasError
 from kvatlas.models import Model, catalogue
-from kvatlas.planning import DECODING, Plan, Policy, kind_of, padding, plan
+from kvatlas.planning import Plan, Policy, padding, plan
+from kvatlas.planning.plan_data import DECODING
+from kvatlas.planning.sized_layers import kind_of
 
 TP = (1, 2, 8)
 MEMORY = "60GiB"

@@ -11,7 +11,9 @@ import msgspec
 
 from kvatlas.geometry import ENGINE_LAYOUTS
 from kvatlas.models import Model
-from kvatlas.planning import ANY_ORDER, BACKENDS, FULL_KINDS, kind_of
+from kvatlas.planning import BACKENDS
+from kvatlas.planning.backends import ANY_ORDER
+from kvatlas.planning.sized_layers import FULL_KINDS, kind_of
 from kvatlas.specs import AnySpec, EncoderOnlyAttention
 
 

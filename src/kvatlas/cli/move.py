@@ -18,21 +18,24 @@ from kvatlas.cli.failures import plain
 from kvatlas.cli.options import PlanOptions
 from kvatlas.cli.tables import both_ends, indented, table
 from kvatlas.errors import AtlasError, Code
-from kvatlas.planning import Plan, size
+from kvatlas.geometry.byte_sizes import size
+from kvatlas.planning import Plan
 from kvatlas.routing import Route, scattered
 from kvatlas.wire import (
-    SAMPLE_IDENTITY,
     TRANSPORT_NAMES,
-    Bytes,
     How,
     Node,
-    SampleTask,
     Session,
-    converting,
     copy_request,
     make_transport,
     memory_of,
     pools_for,
+)
+from kvatlas.wire.run_bounds import Bytes
+from kvatlas.wire.sample_server import (
+    SAMPLE_IDENTITY,
+    SampleTask,
+    converting,
     random_bytes,
     run_sample_server,
 )

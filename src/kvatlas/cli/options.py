@@ -16,9 +16,11 @@ from typing import Annotated, Any, get_args
 import typer
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ENGINE_LAYOUTS, positive
+from kvatlas.geometry import ENGINE_LAYOUTS
+from kvatlas.geometry.integers import positive
 from kvatlas.models import GPUS, Model, catalogue, find_gpus
-from kvatlas.planning import BACKENDS, Fit, Fitting, Plan, Policy, given_topology, plan
+from kvatlas.planning import BACKENDS, Fit, Fitting, Plan, Policy, plan
+from kvatlas.planning.fitting import given_topology
 from kvatlas.specs import ATTENTION_CACHES, LATENT_CACHES
 
 POLICIES: tuple[str, ...] = get_args(Policy)

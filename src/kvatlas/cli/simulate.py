@@ -26,7 +26,7 @@ from kvatlas.cli.progress import progress_bar
 from kvatlas.cli.replay_options import ReplayOptions, takes_replay_options
 from kvatlas.cli.tables import indented, labelled_notes, table, written
 from kvatlas.errors import AtlasError, Code
-from kvatlas.planning import size
+from kvatlas.geometry.byte_sizes import size
 
 if TYPE_CHECKING:
     from kvatlas.pool import Trace

@@ -18,7 +18,7 @@ from kvatlas.cli.compare import Row
 from kvatlas.cli.failures import plain
 from kvatlas.cli.fitted_table import FittedTable
 from kvatlas.cli.merged_notes import merged_notes
-from kvatlas.planning import size
+from kvatlas.geometry.byte_sizes import size
 
 _WIDEST = 96
 """Longest line of a paragraph, in columns: longer lines are hard to read."""

@@ -9,7 +9,7 @@ import typer
 from kvatlas.cli.app import Json, answer
 from kvatlas.cli.tables import table
 from kvatlas.cli.tier_app import Where, opened
-from kvatlas.planning import size
+from kvatlas.geometry.byte_sizes import size
 
 Tenant = Annotated[
     str, typer.Option(help="Remove all objects of this tenant: a digest from `tier ls`.")

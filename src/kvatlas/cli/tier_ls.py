@@ -11,10 +11,10 @@ from kvatlas.cli.failures import plain
 from kvatlas.cli.fitted_table import FittedTable
 from kvatlas.cli.tables import table
 from kvatlas.cli.tier_app import Where, opened
-from kvatlas.planning import size
+from kvatlas.geometry.byte_sizes import size
 
 if TYPE_CHECKING:
-    from kvatlas.tier import NamespaceSummary
+    from kvatlas.tier.store_inspection import NamespaceSummary
 
 _NAMES, _NUMBERS = ("model", "tenant", "namespace"), ("rows", "incomplete", "objects", "bytes")
 

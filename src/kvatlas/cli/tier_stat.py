@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvatlas.cli.app import Json, answer
 from kvatlas.cli.tables import table
 from kvatlas.cli.tier_app import Where, opened
-from kvatlas.planning import size
+from kvatlas.geometry.byte_sizes import size
 
 
 def stat(where: Where, as_json: Json = False) -> None:

@@ -4,20 +4,9 @@ All kernels run in torch on any device. On a GPU, most have a Triton implementat
 """
 
 import kvatlas.cache  # noqa: F401 - first: its error names the extra that installs torch
-from kvatlas.kernels.address_runs import (
-    BlockSpans,
-    PlacedStarts,
-    RepeatedCopy,
-    can_convert,
-    convert_address_runs,
-    copy_address_runs,
-    place_starts,
-)
-from kvatlas.kernels.append_tokens import AppendStep, append_step
+from kvatlas.kernels.append_and_gather import AppendStep, append_step
 from kvatlas.kernels.block_conversion import convert_blocks
 from kvatlas.kernels.block_copy import copy_blocks, gather_blocks, zero_blocks
-from kvatlas.kernels.cast_scales import PlacedScales, place_scales
-from kvatlas.kernels.cell_conversion import convert_cells
 from kvatlas.kernels.paged_attention import attend, attend_latent
 from kvatlas.kernels.quantise import decode, encode
 from kvatlas.kernels.recurrent_states import read_states, write_states
@@ -33,26 +22,16 @@ from kvatlas.kernels.write_read_latent import (
 
 __all__ = [
     "AppendStep",
-    "BlockSpans",
-    "PlacedScales",
-    "PlacedStarts",
-    "RepeatedCopy",
     "append_step",
     "attend",
     "attend_latent",
-    "can_convert",
-    "convert_address_runs",
     "convert_blocks",
-    "convert_cells",
-    "copy_address_runs",
     "copy_blocks",
     "decode",
     "decode_latent",
     "encode",
     "encode_latent",
     "gather_blocks",
-    "place_scales",
-    "place_starts",
     "read",
     "read_latent",
     "read_rows",

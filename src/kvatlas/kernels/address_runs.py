@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels.cast_scales import PlacedScales
-from kvatlas.specs import ElementCast
+from kvatlas.specs.cell_formats import ElementCast
 
 _WIDEST = 16
 """Maximum width of a load, in bytes."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from kvatlas.cache import LayerCache, checked_ids, view
+from kvatlas.cache import LayerCache
+from kvatlas.cache.tensors import checked_ids, view
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement
 from kvatlas.kernels.dispatch import gpu_kernels

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvatlas.specs import ElementCast
+from kvatlas.specs.cell_formats import ElementCast
 
 
 class PlacedScales(NamedTuple):

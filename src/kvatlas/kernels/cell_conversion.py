@@ -24,7 +24,8 @@ from kvatlas.kernels.write_read_latent import (
     encode_latent,
     encode_rows,
 )
-from kvatlas.specs import Attention, CellFormat, CellRow, LatentAttention
+from kvatlas.specs import Attention, CellFormat, LatentAttention
+from kvatlas.specs.cell_formats import CellRow
 
 Fields = dict[str, torch.Tensor]
 ByteArray = TypeVar("ByteArray", NDArray[np.uint8], torch.Tensor)

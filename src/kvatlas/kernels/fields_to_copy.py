@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Placement, tile_alike
+from kvatlas.geometry import Placement
+from kvatlas.geometry.combine import tile_alike
 
 
 def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Placement, Placement]]:

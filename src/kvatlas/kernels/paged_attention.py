@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvatlas.cache import LayerCache, whole_tensor
+from kvatlas.cache import LayerCache
+from kvatlas.cache.tensors import whole_tensor
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels.dispatch import gpu_kernels
 from kvatlas.kernels.quantise import check_scales

@@ -45,7 +45,8 @@ from kvatlas.kernels.fp8_fp4_formats import (
     to_fp8,
     to_nvfp4,
 )
-from kvatlas.specs import Attention, sides
+from kvatlas.specs import Attention
+from kvatlas.specs.cell_content import sides
 
 Side = Literal["k", "v"]
 Fields = dict[str, torch.Tensor]

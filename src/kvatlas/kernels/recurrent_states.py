@@ -16,7 +16,8 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s, ShardRange
+from kvatlas.geometry import ShardRange
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.kernels.block_copy import block_ids
 
 ConvOrder = Literal["SD", "DS"]

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvatlas.cache import LayerCache, checked_ids, whole_tensor
+from kvatlas.cache import LayerCache
+from kvatlas.cache.tensors import checked_ids, whole_tensor
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.kernels.strided_copy import WORDS, as_runs, stretch_starts
 
 _ROW_AXES = ("B", "N", "H", "C", "c")

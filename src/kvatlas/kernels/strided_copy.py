@@ -22,8 +22,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvatlas.cache import view
-from kvatlas.geometry import Int64s, Placement, fold_beside, in_words, widest_word
+from kvatlas.cache.tensors import view
+from kvatlas.geometry import Placement
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry.combine import fold_beside, in_words, widest_word
 
 WORDS = {
     16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.maps.address_lookup import look_up
 from kvatlas.maps.plan_drawing import Box, PageDrawing, PlanDrawing, RegionDrawing
 

@@ -8,7 +8,7 @@ from importlib import resources
 from math import ceil, log2
 from typing import NamedTuple
 
-from kvatlas.planning import size
+from kvatlas.geometry.byte_sizes import size
 
 COLOURS = 6
 _LEFT, _RIGHT, _TOP, _BOTTOM = 36, 388, 12, 214

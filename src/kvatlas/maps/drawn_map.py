@@ -18,7 +18,8 @@ from kvatlas.maps.route_drawing import draw_route
 from kvatlas.maps.svg_picture import svg_picture
 from kvatlas.maps.text_picture import text_picture
 from kvatlas.models import find_gpus
-from kvatlas.planning import Fit, Plan, checked_plan
+from kvatlas.planning import Fit, Plan
+from kvatlas.planning.plans import checked_plan
 
 _SCRIPTS = (
     "geometry.js",

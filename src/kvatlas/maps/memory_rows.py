@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvatlas.geometry import Int64s, Page, Placement, join_ranges
+from kvatlas.geometry import Page, Placement
+from kvatlas.geometry.address_arrays import Int64s, join_ranges
 from kvatlas.planning import Plan, Pool, Region
 
 _FEWEST, _MOST = 4, 64

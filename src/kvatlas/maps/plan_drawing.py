@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from kvatlas.geometry import Field, Page, Placement
+from kvatlas.geometry.byte_sizes import size
 from kvatlas.maps.memory_rows import BlockStretch, block_rows, page_rows, unused
-from kvatlas.planning import Plan, Region, size
+from kvatlas.planning import Plan, Region
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import Route, check, scattered
 

@@ -7,10 +7,10 @@ from itertools import groupby
 from string import ascii_uppercase
 from textwrap import wrap
 
+from kvatlas.geometry.byte_sizes import size
 from kvatlas.maps.block_picture import GroupRows, RowSample, nesting, sampled_groups, short_label
 from kvatlas.maps.map_data import MapData
 from kvatlas.maps.plan_drawing import FieldDrawing
-from kvatlas.planning import size
 
 _HEADS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _LONGEST_LABEL = 20

@@ -12,7 +12,7 @@ import re
 from typing import NamedTuple
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import size
+from kvatlas.geometry.byte_sizes import size
 
 GIB = 2**30
 

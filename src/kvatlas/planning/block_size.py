@@ -13,7 +13,7 @@ from math import lcm
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ceil_div, positive, round_up
+from kvatlas.geometry.integers import ceil_div, positive, round_up
 from kvatlas.models import Model
 from kvatlas.planning.backends import Backend, smallest_common_block
 from kvatlas.planning.request import PlanRequest

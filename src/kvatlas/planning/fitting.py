@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import positive
+from kvatlas.geometry.integers import positive
 from kvatlas.models import OVERHEAD, Gpu, Model, Weights, find_gpus, memory_for_cache
 from kvatlas.planning.plan_data import DECODING
 from kvatlas.planning.planner import plan

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Page, Placement, ceil_div, natural, positive
+from kvatlas.geometry import Page, Placement
+from kvatlas.geometry.integers import ceil_div, natural, positive
 from kvatlas.models import Layer, Model
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.plans import Plan

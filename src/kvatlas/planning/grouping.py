@@ -19,7 +19,8 @@ from operator import attrgetter
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout, ceil_div
+from kvatlas.geometry import Layout
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning.sized_layers import (
     FULL_KINDS,
     SLIDING_KINDS,

@@ -16,13 +16,12 @@ from kvatlas.geometry import (
     Layout,
     PageSet,
     PoolPosition,
-    ceil_div,
     pack_positions,
-    round_up,
     shared_pages,
     side_by_side,
-    size,
 )
+from kvatlas.geometry.byte_sizes import size
+from kvatlas.geometry.integers import ceil_div, round_up
 from kvatlas.planning.backends import Backend
 from kvatlas.planning.block_size import BlockSize
 from kvatlas.planning.grouping import GroupDraft

@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import INT64_MAX, Layout, Placement, keeps_to_its_blocks, validate
+from kvatlas.geometry import Layout, Placement, validate
+from kvatlas.geometry.integers import INT64_MAX
+from kvatlas.geometry.validation import keeps_to_its_blocks
 from kvatlas.models import Layer
 from kvatlas.planning.plan_data import PlanData
 from kvatlas.planning.plan_parts import Group, Region

@@ -7,7 +7,7 @@ from functools import cached_property
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import natural, positive
+from kvatlas.geometry.integers import natural, positive
 from kvatlas.planning.plan_parts import Group, Pool, Region, blocks_taken
 
 DECODING = 1

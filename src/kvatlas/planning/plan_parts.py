@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import msgspec
 
-from kvatlas.geometry import Page, Placement, PoolPosition, Whole, at_most, ceil_div
+from kvatlas.geometry import Page, Placement, PoolPosition
+from kvatlas.geometry.integers import Whole, at_most, ceil_div
 from kvatlas.models import Layer
 from kvatlas.planning.sized_layers import FULL_KINDS, SLIDING_KINDS, Kind, page_of
 from kvatlas.specs import Spec, Visibility

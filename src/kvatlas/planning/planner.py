@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import integer, natural, positive
+from kvatlas.geometry.integers import integer, natural, positive
 from kvatlas.models import Model
 from kvatlas.planning.backends import EVERY_ORDER, backends_of, packed_for
 from kvatlas.planning.plans import Plan

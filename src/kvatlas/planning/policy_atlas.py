@@ -29,7 +29,8 @@ from itertools import islice
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Layout, ceil_div
+from kvatlas.geometry import Layout
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning.backends import ANY_ORDER, EVERY_ORDER, smallest_common_block
 from kvatlas.planning.block_size import (
     DEFAULT_BLOCK,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.geometry import size
+from kvatlas.geometry.byte_sizes import size
 from kvatlas.planning.plan_data import DECODING, PlanData
 from kvatlas.planning.plan_parts import Group, Pool, Region
 from kvatlas.planning.sized_layers import FULL_KINDS, page_of

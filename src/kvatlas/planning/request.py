@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import integer, positive
+from kvatlas.geometry.integers import integer, positive
 from kvatlas.models import Model
 from kvatlas.planning.backends import Backend
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError
-from kvatlas.geometry import Whole
+from kvatlas.geometry.integers import Whole
 from kvatlas.planning.capacity import LENGTHS, PROMISE, steps
 from kvatlas.planning.grouping import GroupDraft, dealt, kinds_of
 from kvatlas.planning.placing import PlanDraft

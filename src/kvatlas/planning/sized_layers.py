@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvatlas.geometry import Page, Sharding, round_up
+from kvatlas.geometry import Page, Sharding
+from kvatlas.geometry.integers import round_up
 from kvatlas.models import Layer
 from kvatlas.planning.backends import Backend
 from kvatlas.planning.request import PlanRequest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import natural, positive
+from kvatlas.geometry.integers import natural, positive
 from kvatlas.models import Model
 from kvatlas.specs import Attention, Mamba2
 

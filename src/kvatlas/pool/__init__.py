@@ -14,14 +14,7 @@ from kvatlas.pool.events import AllBlocksCleared, BlockEvent, BlockRemoved, Bloc
 from kvatlas.pool.eviction import EVICTIONS, Eviction
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
 from kvatlas.pool.reservation import CopyOnWrite, Reservation
-from kvatlas.pool.simulation import (
-    HitRates,
-    PrefillCost,
-    TriedPlan,
-    active_parameters,
-    choose,
-    simulate,
-)
+from kvatlas.pool.simulation import HitRates, TriedPlan, choose, simulate
 from kvatlas.pool.traces import Trace, Unseen, read_trace
 
 __all__ = [
@@ -43,14 +36,12 @@ __all__ = [
     "Eviction",
     "HashChain",
     "HitRates",
-    "PrefillCost",
     "PrefixIdentity",
     "ReceivedBatch",
     "Reservation",
     "Trace",
     "TriedPlan",
     "Unseen",
-    "active_parameters",
     "checkpoint_policy",
     "choose",
     "read_trace",

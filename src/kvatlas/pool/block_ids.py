@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s, natural
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry.integers import natural
 from kvatlas.pool.eviction import Eviction, Use
 
 NO_BLOCK = -1

@@ -13,8 +13,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ceil_div, integer
-from kvatlas.planning import Plan, checked_plan
+from kvatlas.geometry.integers import ceil_div, integer
+from kvatlas.planning import Plan
+from kvatlas.planning.plans import checked_plan
 from kvatlas.pool.block_ids import NO_BLOCK, BlockIds
 from kvatlas.pool.checkpoint_share import checkpoint_shares
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt

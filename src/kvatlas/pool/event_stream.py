@@ -16,7 +16,7 @@ from threading import Event, Lock, Thread
 from typing import Any, NamedTuple, Self
 
 from kvatlas.errors import AtlasError, Code, MissingExtraError
-from kvatlas.geometry import duration
+from kvatlas.geometry.integers import duration
 from kvatlas.pool.events import MOST_BYTES, BlockEvent, EventBatch, decode_batch, encode_batch
 
 END = b"\xff" * 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import gcd, lcm
 
-from kvatlas.geometry import ceil_div
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning import Group, Plan
 from kvatlas.specs import Attention, CrossAttention, Indexer, LatentAttention, Spec
 

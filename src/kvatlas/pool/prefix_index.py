@@ -13,7 +13,7 @@ from itertools import repeat, takewhile
 
 import msgspec
 
-from kvatlas.geometry import ceil_div
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning import Group, Plan
 from kvatlas.pool.group_needs import (
     can_be_cut,

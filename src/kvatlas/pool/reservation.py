@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import integer
+from kvatlas.geometry.integers import integer
 
 
 class CopyOnWrite(NamedTuple):

@@ -11,20 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import (
-    INT64_MAX,
-    Int64s,
-    SpanStarts,
-    StateSpans,
-    StridedRuns,
-    fold_states,
-    join_copies,
-    natural,
-    refuse_too_many,
-)
+from kvatlas.geometry import StateSpans, StridedRuns
+from kvatlas.geometry.address_arrays import Int64s, join_copies, refuse_too_many
+from kvatlas.geometry.integers import INT64_MAX, natural
+from kvatlas.geometry.state_spans import SpanStarts
+from kvatlas.geometry.strided_runs import fold_states
 from kvatlas.routing.compiler import GroupPair
 from kvatlas.routing.request import BoundStates
-from kvatlas.specs import ElementCast
+from kvatlas.specs.cell_formats import ElementCast
 
 _MOST_STARTS = 1 << 15
 """The most starts that `RepeatedRuns.in_states` keeps for one number of states."""

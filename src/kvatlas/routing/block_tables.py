@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import CommonStates, Int64s, whole_numbers
-from kvatlas.planning import Plan, checked_plan
+from kvatlas.geometry.address_arrays import Int64s, whole_numbers
+from kvatlas.geometry.state_spans import CommonStates
+from kvatlas.planning import Plan
+from kvatlas.planning.plans import checked_plan
 
 Ids = Sequence[int] | Int64s
 Blocks = Mapping[int, Sequence[int]] | Mapping[int, Int64s] | Ids

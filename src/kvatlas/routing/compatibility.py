@@ -12,7 +12,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing.conversion import needed_pairs, spell_conversion
 from kvatlas.routing.plan_ends import PlanEnd
-from kvatlas.specs import without_dtypes, without_packing
+from kvatlas.specs.identity import without_dtypes, without_packing
 
 _SHOWN = 3
 

@@ -14,8 +14,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvatlas.geometry import Ends, ShardRange, StateBlocks, StridedRuns, merge_runs, tile_alike
-from kvatlas.planning import kind_of
+from kvatlas.geometry import ShardRange, StateBlocks, StridedRuns, merge_runs
+from kvatlas.geometry.combine import tile_alike
+from kvatlas.geometry.strided_runs import Ends
+from kvatlas.planning.sized_layers import kind_of
 from kvatlas.routing.plan_ends import FieldView, LayerPart, PlanEnd
 from kvatlas.specs import Visibility
 

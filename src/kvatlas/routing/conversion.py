@@ -18,17 +18,9 @@ from typing import Any, Literal, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing.plan_ends import PlanEnd
-from kvatlas.specs import (
-    PLAIN_FORMATS,
-    CellFormat,
-    Spec,
-    TensorScales,
-    content_formats,
-    format_name,
-    needs_scales,
-    without_dtypes,
-    without_packing,
-)
+from kvatlas.specs import CellFormat, Spec, TensorScales, content_formats
+from kvatlas.specs.cell_formats import PLAIN_FORMATS, format_name, needs_scales
+from kvatlas.specs.identity import without_dtypes, without_packing
 
 Way = Literal["copied", "elements", "rows"]
 """`copied`: unchanged. `elements`: cast one by one. `rows`: decode and encode whole rows."""

@@ -26,16 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import (
-    CommonStates,
-    Placement,
-    StateBlocks,
-    StridedRuns,
-    integer,
-    merge_runs,
-    positive,
-    tile_alike,
-)
+from kvatlas.geometry import Placement, StateBlocks, StridedRuns, merge_runs
+from kvatlas.geometry.combine import tile_alike
+from kvatlas.geometry.integers import integer, positive
+from kvatlas.geometry.state_spans import CommonStates
 from kvatlas.routing.binding import (
     CompiledPair,
     Copy,

@@ -53,7 +53,7 @@ class Costs:
         first = min(nbytes, self.piece) / self.copy
         return received + first + pieces * self.descriptor
 
-    def landed(self, descriptors: int, nbytes: int) -> float:
+    def coalesced(self, descriptors: int, nbytes: int) -> float:
         """Return the seconds of a transfer with one descriptor per source run, then a scatter."""
         return self.direct(descriptors, nbytes) + nbytes / self.copy
 

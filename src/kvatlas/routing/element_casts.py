@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import StridedRuns, fold_states, merge_runs, tile_alike
+from kvatlas.geometry import StridedRuns, merge_runs
+from kvatlas.geometry.combine import tile_alike
+from kvatlas.geometry.strided_runs import fold_states
 from kvatlas.routing.binding import CompiledPair, RunGrid, compile_pair, repeated
 from kvatlas.routing.compiler import GroupPair, NeededShard
 from kvatlas.routing.conversion import way_between
 from kvatlas.routing.converted_stream import ConvertingCompiler
 from kvatlas.routing.request import RequestEnds
 from kvatlas.routing.streams import Stream
-from kvatlas.specs import ElementCast
+from kvatlas.specs.cell_formats import ElementCast
 
 CastPairs = Mapping[ElementCast | None, list[CompiledPair]]
 """Compiled pairs by element cast; None for bytes that are copied unchanged."""

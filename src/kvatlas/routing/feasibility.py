@@ -8,8 +8,9 @@ from itertools import islice
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ceil_div, positive
-from kvatlas.planning import Group, Plan, checked_plan
+from kvatlas.geometry.integers import ceil_div, positive
+from kvatlas.planning import Group, Plan
+from kvatlas.planning.plans import checked_plan
 from kvatlas.routing.binding import Copy
 from kvatlas.routing.compatibility import Reason, fingerprint, reasons
 from kvatlas.routing.conversion import FormatChange

@@ -17,15 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import (
-    Ends,
-    Int64s,
-    SpanStarts,
-    StridedRuns,
-    fill_descriptors,
-    fold_states,
-    natural,
-)
+from kvatlas.geometry import StridedRuns
+from kvatlas.geometry.address_arrays import Int64s, fill_descriptors
+from kvatlas.geometry.integers import natural
+from kvatlas.geometry.state_spans import SpanStarts
+from kvatlas.geometry.strided_runs import Ends, fold_states
 from kvatlas.planning import Plan
 from kvatlas.routing.binding import RepeatedRuns, repeated
 from kvatlas.routing.block_tables import Blocks, RequestTables

@@ -6,7 +6,11 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import CommonStates, Ends, Int64s, StateBlocks, StateSpans, natural
+from kvatlas.geometry import StateBlocks, StateSpans
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry.integers import natural
+from kvatlas.geometry.state_spans import CommonStates
+from kvatlas.geometry.strided_runs import Ends
 from kvatlas.planning import Plan
 from kvatlas.routing.block_tables import RequestTables, checked_rank
 from kvatlas.routing.compiler import GroupPair

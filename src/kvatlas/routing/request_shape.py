@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing.block_tables import RequestTables
 from kvatlas.routing.run_grids import BlockIds, SpanPattern
 

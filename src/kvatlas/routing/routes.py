@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s, join_ranges
-from kvatlas.planning import Plan, checked_plan
+from kvatlas.geometry.address_arrays import Int64s, join_ranges
+from kvatlas.planning import Plan
+from kvatlas.planning.plans import checked_plan
 from kvatlas.routing.binding import (
     CompiledPair,
     Copy,

@@ -13,7 +13,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry import CommonStates, Int64s, SpanStarts, StateSpans
+from kvatlas.geometry import StateSpans
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry.state_spans import CommonStates, SpanStarts
 from kvatlas.routing.binding import CompiledPair, RepeatedRuns, RunGrid, Starts
 
 _Chosen = Literal["all", "whole", "rest"]

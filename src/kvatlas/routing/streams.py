@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import CommonStates, Int64s, ceil_div, integer, positive
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry.integers import ceil_div, integer, positive
+from kvatlas.geometry.state_spans import CommonStates
 from kvatlas.routing.binding import (
     CompiledPair,
     Copy,

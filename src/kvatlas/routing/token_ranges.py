@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import integer
+from kvatlas.geometry.integers import integer
 from kvatlas.planning import Plan
 from kvatlas.specs import Visibility
 

@@ -19,18 +19,8 @@ from kvatlas.specs.attention import (
     SlidingAttention,
 )
 from kvatlas.specs.base import Spec
-from kvatlas.specs.cell_content import ATTENTION_CACHES, sides
-from kvatlas.specs.cell_formats import (
-    PLAIN_FORMATS,
-    CellFormat,
-    CellRow,
-    ElementCast,
-    TensorScales,
-    content_formats,
-    format_name,
-    needs_scales,
-)
-from kvatlas.specs.identity import without_dtypes, without_packing
+from kvatlas.specs.cell_content import ATTENTION_CACHES
+from kvatlas.specs.cell_formats import CellFormat, TensorScales, content_formats
 from kvatlas.specs.latent import (
     LATENT_CACHES,
     CompressorState,
@@ -77,15 +67,12 @@ AnySpec = (
 __all__ = [
     "ATTENTION_CACHES",
     "LATENT_CACHES",
-    "PLAIN_FORMATS",
     "AnySpec",
     "Attention",
     "CellFormat",
-    "CellRow",
     "ChunkedAttention",
     "CompressorState",
     "CrossAttention",
-    "ElementCast",
     "EncoderOnlyAttention",
     "FullAttention",
     "GatedDeltaNet",
@@ -108,10 +95,5 @@ __all__ = [
     "Visibility",
     "compressed_latent",
     "content_formats",
-    "format_name",
-    "needs_scales",
-    "sides",
     "sparse_latent",
-    "without_dtypes",
-    "without_packing",
 ]

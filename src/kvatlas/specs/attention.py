@@ -23,17 +23,8 @@ from __future__ import annotations
 from typing import Literal
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import (
-    Field,
-    FieldAxis,
-    Page,
-    Shard,
-    Sharding,
-    flat_field,
-    in_cells,
-    in_planes,
-    row_bytes,
-)
+from kvatlas.geometry import Field, FieldAxis, Page, Shard, Sharding
+from kvatlas.geometry.packing import flat_field, in_cells, in_planes, row_bytes
 from kvatlas.specs.base import Spec, bad_spec, check, plain_dtype
 from kvatlas.specs.cell_content import Sides, sides
 

@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import DType, Page, ShardRange, natural, positive
+from kvatlas.geometry import DType, Page, ShardRange
+from kvatlas.geometry.integers import natural, positive
 from kvatlas.specs.visibility import Visibility
 
 

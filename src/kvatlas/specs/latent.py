@@ -18,19 +18,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from kvatlas.geometry import (
-    DType,
-    ElementRow,
-    Field,
-    FieldAxis,
-    Page,
-    Shard,
-    Sharding,
-    in_cells,
-    in_planes,
-    round_up,
-    row_bytes,
-)
+from kvatlas.geometry import DType, ElementRow, Field, FieldAxis, Page, Shard, Sharding
+from kvatlas.geometry.integers import round_up
+from kvatlas.geometry.packing import in_cells, in_planes, row_bytes
 from kvatlas.specs.base import Spec, bad_spec, check, check_page, plain_dtype
 
 Version = Literal["v3", "v4", "v4.1"]

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kvatlas.geometry import Field, Page, Section, Shard, Sharding, flat_field
+from kvatlas.geometry import Field, Page, Section, Shard, Sharding
+from kvatlas.geometry.packing import flat_field
 from kvatlas.specs.base import Spec, bad_spec, check, check_page, plain_dtype
 
 

@@ -13,8 +13,11 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, Scales, fingerprint, route, tensor_scales
-from kvatlas.specs import Spec, needs_scales, without_packing
+from kvatlas.routing import Route, Scales, fingerprint, route
+from kvatlas.routing.conversion import tensor_scales
+from kvatlas.specs import Spec
+from kvatlas.specs.cell_formats import needs_scales
+from kvatlas.specs.identity import without_packing
 
 PLANS = 16
 """Number of plans whose routes to and from a tier are cached."""

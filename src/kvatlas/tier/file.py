@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, RunGrid
 from kvatlas.tier.file_map import FileMap
@@ -40,15 +40,11 @@ from kvatlas.tier.file_writing import PieceWriter
 from kvatlas.tier.format import EMPTY_RECORD, RECORD, RecordFormat
 from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.tier.part_sums import SummedStretches, block_checksum, part_sums
-from kvatlas.wire import (
-    Bytes,
-    Memory,
-    check_bounds,
-    check_grid_bounds,
-    copy_file_runs,
-    crc32,
-    memory_of,
-)
+from kvatlas.wire import Memory, memory_of
+from kvatlas.wire.checksum import crc32
+from kvatlas.wire.run_bounds import Bytes
+from kvatlas.wire.transports.bounds import check_bounds, check_grid_bounds
+from kvatlas.wire.transports.file import copy_file_runs
 
 _RECORDS = 8192
 """Number of records in one read."""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 
 _AT_ONCE = 1024
 """Maximum number of ranges in one call (IOV_MAX)."""

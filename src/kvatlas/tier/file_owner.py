@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire import forget_path
+from kvatlas.wire.unix_sockets import forget_path
 
 _WAIT_SECONDS = 5.0
 """Seconds that a new owner waits for clients of the previous owner."""

@@ -20,7 +20,7 @@ import struct
 from typing import NamedTuple
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import round_up
+from kvatlas.geometry.integers import round_up
 from kvatlas.planning import Plan
 from kvatlas.tier.index import TierBlock
 from kvatlas.tier.request_blocks import LONGEST_KEY, Cover

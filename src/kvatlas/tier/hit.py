@@ -9,12 +9,13 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, RunGrid, checked_rank
+from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing.block_tables import checked_rank
 from kvatlas.tier.converting import Converting, TierRoutes
 from kvatlas.tier.index import TierBlock
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.storage import Carry, TierStorage
-from kvatlas.wire import is_on_gpu
+from kvatlas.wire.memory_copy import is_on_gpu
 
 
 @dataclass(eq=False, repr=False)

@@ -19,8 +19,11 @@ import msgspec
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s, Layout, ceil_div, join_ranges
-from kvatlas.planning import Plan, checked_plan
+from kvatlas.geometry import Layout
+from kvatlas.geometry.address_arrays import Int64s, join_ranges
+from kvatlas.geometry.integers import ceil_div
+from kvatlas.planning import Plan
+from kvatlas.planning.plans import checked_plan
 from kvatlas.routing import Copy, RunGrid, route
 from kvatlas.tier.request_blocks import NeededBlock, TierSpans
 

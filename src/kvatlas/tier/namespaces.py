@@ -26,7 +26,7 @@ from kvatlas.routing import fingerprint
 from kvatlas.tier.object_header import ObjectPlace, checksum, header
 from kvatlas.tier.request_blocks import Cover
 from kvatlas.tier.row_objects import RowObjects
-from kvatlas.wire import Bytes
+from kvatlas.wire.run_bounds import Bytes
 
 ROOT = "kv1"
 _DIGEST = 16

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy
 from kvatlas.tier.ingest import APART

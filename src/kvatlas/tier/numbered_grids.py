@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy, RunGrid
 from kvatlas.tier.numbered_copies import NumberedRows
 from kvatlas.tier.row_frames import End

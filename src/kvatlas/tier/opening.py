@@ -10,8 +10,10 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity, Layer, Model
-from kvatlas.planning import Plan, plan, quantity
-from kvatlas.routing import fingerprint, parse_conversion
+from kvatlas.planning import Plan, plan
+from kvatlas.planning.request import quantity
+from kvatlas.routing import fingerprint
+from kvatlas.routing.conversion import parse_conversion
 from kvatlas.tier.converting import Converting, check_converting
 from kvatlas.tier.prefix_finder import AnyTier
 from kvatlas.tier.served.client import TierClient

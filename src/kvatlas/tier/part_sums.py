@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 
 _POLYNOMIAL = 0xEDB88320
 """The polynomial of CRC-32, with the highest power in the lowest bit."""

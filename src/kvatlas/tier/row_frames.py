@@ -14,8 +14,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
-from kvatlas.routing import Copy, Starts
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing import Copy
+from kvatlas.routing.binding import Starts
 from kvatlas.tier.object_header import HEADER
 from kvatlas.tier.row_objects import GroupObjects
 

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvatlas.planning import Plan
-from kvatlas.routing import ConvertedPart, ConvertedStream
+from kvatlas.routing import ConvertedStream
+from kvatlas.routing.converted_stream import ConvertedPart
 from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
 from kvatlas.tier.numbered_grids import NumberedGrids
 from kvatlas.tier.request_blocks import NeededBlock

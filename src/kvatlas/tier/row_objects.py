@@ -18,8 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s, Placement, Sharding, join_ranges
-from kvatlas.planning import Plan, Region, stage_layers
+from kvatlas.geometry import Placement, Sharding
+from kvatlas.geometry.address_arrays import Int64s, join_ranges
+from kvatlas.planning import Plan, Region
+from kvatlas.planning.topology import stage_layers
 
 MOST_SHARDS = 16
 """Default number of shards that rows are cut for: the most that engines use."""

@@ -18,7 +18,7 @@ from kvatlas.tier.row_traffic import RowTraffic, StagedObject
 from kvatlas.tier.storage import TierStorage, Write
 from kvatlas.tier.store_calls import Deadline
 from kvatlas.tier.store_hit import batches
-from kvatlas.wire import is_on_gpu
+from kvatlas.wire.memory_copy import is_on_gpu
 
 Puts = dict[Future[list[str]], list[RowName]]
 """Writes in flight, and the rows of each."""

@@ -20,7 +20,7 @@ from kvatlas.tier.row_objects import RowShare
 from kvatlas.tier.staging_rows import RowLease, StagingRows
 from kvatlas.tier.store_calls import Deadline, StoreCalls
 from kvatlas.tier.stores import ABSENT, ObjectStore
-from kvatlas.wire import Bytes
+from kvatlas.wire.run_bounds import Bytes
 
 _REMEMBERED = 4096
 """Number of cached (row shape, rank) pairs with their objects."""

@@ -15,7 +15,7 @@ import numpy as np
 from kvatlas.tier.row_frames import RowFrame
 from kvatlas.tier.row_objects import RowObjects
 from kvatlas.tier.store_calls import Deadline
-from kvatlas.wire import Bytes
+from kvatlas.wire.run_bounds import Bytes
 
 _LEASES = 8
 """Number of leases that fit into staging memory at once."""

@@ -11,27 +11,21 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import CELLS, ConvertedPart, Copy, RunGrid
+from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing.converted_stream import CELLS, ConvertedPart
 from kvatlas.tier.file import TierFile
 from kvatlas.tier.file_pieces import grid_pieces
 from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.tier.ingest import Delivery, Ingest, Shape
 from kvatlas.tier.request_blocks import NeededBlock
-from kvatlas.wire import (
-    BlockStaging,
-    Bytes,
-    GpuOffload,
-    HostPins,
-    Memory,
-    Metrics,
-    convert_parts,
-    copy_pools,
-    gpu_pools,
-    is_on_gpu,
-    load_driver,
-    move_pools,
-    rank_pools,
-)
+from kvatlas.wire import Memory, Metrics
+from kvatlas.wire.block_staging import BlockStaging
+from kvatlas.wire.gpu_offload import GpuOffload, HostPins
+from kvatlas.wire.memory_copy import copy_pools, gpu_pools, is_on_gpu, rank_pools
+from kvatlas.wire.nested_copy import move_pools
+from kvatlas.wire.run_bounds import Bytes
+from kvatlas.wire.stream_copy import convert_parts
+from kvatlas.wire.transports.cuda_driver import load_driver
 
 Carry = Callable[[Sequence[Copy]], None]
 """Executes copies with any transport and returns when all bytes have arrived."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
-from kvatlas.routing import checked_rank
+from kvatlas.routing.block_tables import checked_rank
 from kvatlas.tier.converting import Converting, TierRoutes, converting_rows
 from kvatlas.tier.namespaces import RowName
 from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
@@ -20,7 +20,7 @@ from kvatlas.tier.row_moves import ConvertedRows, CopiedRows, RowMoves
 from kvatlas.tier.row_traffic import RowTraffic, StagedRows
 from kvatlas.tier.storage import TierStorage
 from kvatlas.tier.store_calls import Deadline
-from kvatlas.wire import is_on_gpu
+from kvatlas.wire.memory_copy import is_on_gpu
 
 _AHEAD = 3
 """Number of batches that are prefetched while one is copied."""

@@ -19,10 +19,11 @@ from functools import lru_cache
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import duration
+from kvatlas.geometry.integers import duration
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
-from kvatlas.routing import checked_rank, token_range
+from kvatlas.routing.block_tables import checked_rank
+from kvatlas.routing.token_ranges import token_range
 from kvatlas.tier.converting import PLANS, Converting, kept_as_written
 from kvatlas.tier.hit import check_all_there
 from kvatlas.tier.index import StoreResult

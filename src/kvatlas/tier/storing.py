@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from kvatlas.planning import Plan
-from kvatlas.routing import checked_rank, token_range
+from kvatlas.routing.block_tables import checked_rank
+from kvatlas.routing.token_ranges import token_range
 from kvatlas.tier.converting import PLANS
 from kvatlas.tier.index import BlockIndex, Claim, PartSums, StoreResult, TierBlock
 from kvatlas.tier.ingest import Delivery, Ingest

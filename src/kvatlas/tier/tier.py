@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvatlas.planning import Plan
-from kvatlas.routing import token_range
+from kvatlas.routing.token_ranges import token_range
 from kvatlas.tier.converting import Converting, TierRoutes
 from kvatlas.tier.file import TierFile
 from kvatlas.tier.hit import Hit, check_all_there, tables_of
@@ -25,7 +25,9 @@ from kvatlas.tier.ingest import check_tier_plan
 from kvatlas.tier.request_blocks import Keys, TierSpans, keys_by_group
 from kvatlas.tier.storage import Carry, TierStorage
 from kvatlas.tier.storing import StoreDesk
-from kvatlas.wire import Bytes, Memory, rank_pools
+from kvatlas.wire import Memory
+from kvatlas.wire.memory_copy import rank_pools
+from kvatlas.wire.run_bounds import Bytes
 
 _NAMES = 1 << 14
 """Maximum number of names in one listing, so that it fits in one message."""

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.planning import Plan
 
 Use = Literal["offered", "filling", "expected", "quarantined"]

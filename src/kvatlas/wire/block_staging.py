@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import RunGrid
 from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.device_queue import AddressRuns, Posted

@@ -16,8 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvatlas.geometry import INT64_MAX, Int64s, NestedSteps, Steps, ceil_div
-from kvatlas.routing import Copy, RunGrid, Starts
+from kvatlas.geometry import NestedSteps
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry.integers import INT64_MAX, ceil_div
+from kvatlas.geometry.nested_steps import Steps
+from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing.binding import Starts
 from kvatlas.wire.nested_copy import copy_nested_unchecked
 from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports.base import STAGING

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.wire.block_ledger import BlockClaim

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy
 from kvatlas.wire.run_bounds import Bytes, Places, check_runs

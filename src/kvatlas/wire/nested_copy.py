@@ -14,7 +14,8 @@ from math import gcd, prod
 import numpy as np
 
 from kvatlas.geometry import NestedSteps
-from kvatlas.routing import Copy, RunGrid, Starts
+from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing.binding import Starts
 from kvatlas.wire.memory_copy import copy_pools, copy_runs_unchecked
 from kvatlas.wire.run_bounds import Bytes, check_nested
 from kvatlas.wire.transports.bounds import check_grid_bounds

@@ -13,8 +13,10 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
-from kvatlas.planning import Plan, check_plan_version
-from kvatlas.routing import Scales, fingerprint, parse_conversion, spell_conversion, tensor_scales
+from kvatlas.planning import Plan
+from kvatlas.planning.plans import check_plan_version
+from kvatlas.routing import Scales, fingerprint
+from kvatlas.routing.conversion import parse_conversion, spell_conversion, tensor_scales
 from kvatlas.wire.protocol import VERSION, ConversionTerms, Hello, bad_handshake, check_versions
 from kvatlas.wire.transports.base import STAGING, Memory
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.metrics import Metrics

@@ -16,7 +16,8 @@ import numpy as np
 from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import MOST_SECONDS, Int64s
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry.integers import MOST_SECONDS
 from kvatlas.models import CacheIdentity
 from kvatlas.wire.transports.base import HOST, Memory
 

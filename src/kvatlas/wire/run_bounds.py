@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s, NestedSteps, positive
+from kvatlas.geometry import NestedSteps
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry.integers import positive
 
 Bytes = NDArray[np.uint8]
 Places = Int64s | range

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.checksum import crc32
 from kvatlas.wire.memory_copy import copy_runs_unchecked, one_length

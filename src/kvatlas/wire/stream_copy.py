@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import ConvertedPart, ConvertedStream, Copy, Route, Stream, checked_rank
+from kvatlas.routing import ConvertedStream, Copy, Route, Stream
+from kvatlas.routing.block_tables import checked_rank
+from kvatlas.routing.converted_stream import ConvertedPart
 from kvatlas.wire.checksum import crc32
 from kvatlas.wire.memory_copy import copy_pools, rank_pools
 from kvatlas.wire.run_bounds import Bytes
@@ -160,7 +162,7 @@ def _bytes_like(piece: Any, nbytes: int) -> Any:
 
 def _converted(part: ConvertedPart, cells: Any) -> Any:
     """Cells in the source's format as they are in the destination's."""
-    from kvatlas.kernels import convert_cells  # torch, where something is converted
+    from kvatlas.kernels.cell_conversion import convert_cells  # torch, where something is converted
 
     src, dst = part.formats
     return convert_cells(cells.reshape(-1, src.nbytes), src, dst).reshape(-1)

@@ -13,19 +13,19 @@ import numpy as np
 import torch
 
 from kvatlas.cache import LayerCache, torch_dtype
-from kvatlas.geometry import ENGINE_LAYOUTS, DType, Int64s, Layout
-from kvatlas.kernels import (
-    BlockSpans,
-    RepeatedCopy,
-    append_step,
-    convert_address_runs,
-    copy_address_runs,
-    place_scales,
-    place_starts,
-    read,
-)
+from kvatlas.geometry import ENGINE_LAYOUTS, DType, Layout
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.kernels import append_step, read
 from kvatlas.kernels import write as write_by_torch
 from kvatlas.kernels import write_latent as write_latent_by_torch
+from kvatlas.kernels.address_runs import (
+    BlockSpans,
+    RepeatedCopy,
+    convert_address_runs,
+    copy_address_runs,
+    place_starts,
+)
+from kvatlas.kernels.cast_scales import place_scales
 from kvatlas.kernels.triton import (
     BlockConversion,
     TableAppend,
@@ -39,15 +39,14 @@ from kvatlas.kernels.triton import (
 from kvatlas.specs import (
     ChunkedAttention,
     CrossAttention,
-    ElementCast,
     LatentAttention,
     SinkAttention,
     SlidingAttention,
     SlidingLatentAttention,
     Spec,
     TensorScales,
-    needs_scales,
 )
+from kvatlas.specs.cell_formats import ElementCast, needs_scales
 
 ORDERS = [layout.order for layout in ENGINE_LAYOUTS]
 GUARD = 512

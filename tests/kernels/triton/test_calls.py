@@ -24,7 +24,7 @@ from kvatlas.kernels.triton import (
     write_latent,
 )
 from kvatlas.kernels.triton import storage_formats as formats
-from kvatlas.kernels.triton.attention import arguments as calls
+from kvatlas.kernels.triton.attention import launch_arguments as calls
 from kvatlas.kernels.triton.attention.decode_device import decode
 from kvatlas.kernels.triton.attention.layer_launch import Scores, layer_launch
 from kvatlas.kernels.triton.attention.prefill_device import prefill

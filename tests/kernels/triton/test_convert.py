@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from kvatlas import AtlasError, Code
-from kvatlas.kernels import convert_blocks, convert_cells, read_latent
+from kvatlas.kernels import convert_blocks, read_latent
+from kvatlas.kernels.cell_conversion import convert_cells
 from kvatlas.kernels.triton import BlockConversion
 from kvatlas.specs import CellFormat, FullAttention, LatentAttention, Mamba2, TensorScales
 from tests.kernels.triton.cases import Pool, check_convert

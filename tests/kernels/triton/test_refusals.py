@@ -22,7 +22,7 @@ from kvatlas.kernels.triton import (
     write_latent,
     zero_blocks,
 )
-from kvatlas.kernels.triton.attention.schedule import Schedule
+from kvatlas.kernels.triton.attention.step_schedule import Schedule
 from kvatlas.specs import FullAttention, LatentAttention
 from tests.kernels.triton.cases import Pool
 

@@ -11,14 +11,10 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from kvatlas.geometry import DType
-from kvatlas.kernels import (
-    convert_address_runs,
-    copy_address_runs,
-    place_scales,
-    place_starts,
-)
+from kvatlas.kernels.address_runs import convert_address_runs, copy_address_runs, place_starts
+from kvatlas.kernels.cast_scales import place_scales
 from kvatlas.kernels.fp8_fp4_formats import to_fp8
-from kvatlas.specs import ElementCast
+from kvatlas.specs.cell_formats import ElementCast
 from tests.kernels.triton.cases import check_cast_runs, check_repeated_runs, check_runs
 
 SIZES = [512, 48, 20, 7, 4096, 2, 264, 1]

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from kvatlas.specs import ElementCast
-from kvatlas.wire import Bytes, Memory, Node, as_bytes
+from kvatlas.specs.cell_formats import ElementCast
+from kvatlas.wire import Memory, Node
+from kvatlas.wire.memory_copy import as_bytes
+from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports.cuda import CudaTransport
 from kvatlas.wire.transports.cuda_driver import HANDLE_BYTES, UUID_BYTES, CudaDriver, DriverError
 from kvatlas.wire.transports.cuda_streams import StreamStock

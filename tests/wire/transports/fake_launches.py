@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvatlas.kernels import BlockSpans
-from kvatlas.wire import Memory, as_bytes
+from kvatlas.kernels.address_runs import BlockSpans
+from kvatlas.wire import Memory
+from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.transports.cuda_driver import DriverError
 from kvatlas.wire.transports.torch_prepared import LaunchTables
 

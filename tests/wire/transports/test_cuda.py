@@ -13,7 +13,8 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.routing import Copy, RunGrid, route, scattered
 from kvatlas.routing.binding import Starts
-from kvatlas.wire import Memory, Session, Transfer, as_bytes
+from kvatlas.wire import Memory, Session, Transfer
+from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.protocol import Release
 from kvatlas.wire.transports import cuda
 from kvatlas.wire.transports.cuda import CudaTransport

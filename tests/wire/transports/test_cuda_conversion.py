@@ -14,8 +14,9 @@ pytest.importorskip("torch")
 from kvatlas import AtlasError, Code
 from kvatlas.geometry import DType
 from kvatlas.planning import Plan
-from kvatlas.routing import RunGrid, Starts, scattered
-from kvatlas.specs import ElementCast
+from kvatlas.routing import RunGrid, scattered
+from kvatlas.routing.binding import Starts
+from kvatlas.specs.cell_formats import ElementCast
 from kvatlas.wire import Memory, Session
 from kvatlas.wire.protocol import Release
 from kvatlas.wire.transports.cuda import CudaTransport

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ceil_div
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.kernels import AppendStep, append_step, copy_blocks, zero_blocks
 from kvatlas.planning import Group
 from kvatlas.pool import NO_BLOCK, BlockIds

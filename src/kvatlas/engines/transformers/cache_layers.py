@@ -20,7 +20,7 @@ from kvatlas.cache import LayerCache
 from kvatlas.engines.transformers.block_table import BlockTable
 from kvatlas.engines.transformers.sequence_batch import SequenceBatch
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ceil_div
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.kernels import read, read_latent, read_states, write, write_latent, write_states
 from kvatlas.specs import Attention, LatentAttention, Recurrent, State
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from kvatlas.geometry import DType, positive
+from kvatlas.geometry import DType
+from kvatlas.geometry.integers import positive
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 

@@ -21,15 +21,10 @@ from kvatlas.cache import Cache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.pool import PrefixIdentity
-from kvatlas.tier import (
-    AnyTier,
-    EventListener,
-    PrefixChain,
-    PrefixFinder,
-    StoreTier,
-    TierEvents,
-    open_tier,
-)
+from kvatlas.tier import PrefixFinder, StoreTier, TierEvents, open_tier
+from kvatlas.tier.chained_keys import PrefixChain
+from kvatlas.tier.prefix_finder import AnyTier
+from kvatlas.tier.tier_events import EventListener
 
 log = logging.getLogger("kvatlas.transformers")
 

@@ -55,8 +55,10 @@ from kvatlas.engines.vllm.worker_side import PullCounts, WorkerSide
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
 from kvatlas.planning import Plan
-from kvatlas.tier import MEMORY, STORAGE, Converting, StoreTier, TierClient
-from kvatlas.wire import Memory, device_of
+from kvatlas.tier import Converting, StoreTier, TierClient
+from kvatlas.tier.tier_events import MEMORY, STORAGE
+from kvatlas.wire import Memory
+from kvatlas.wire.memory_copy import device_of
 
 log = logging.getLogger("kvatlas.vllm")
 

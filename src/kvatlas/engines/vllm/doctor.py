@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvatlas.engines.vllm.engine_arguments import EngineArguments
-from kvatlas.engines.vllm.engine_ends import Ends, EngineEnd, Finding, beside
+from kvatlas.engines.vllm.engine_pair import Ends, EngineEnd, Finding, beside
 from kvatlas.engines.vllm.plan_findings import dtypes_of, plan_findings, windows_of
 from kvatlas.engines.vllm.supported_versions import KNOWN
 from kvatlas.errors import AtlasError, Code

@@ -14,7 +14,8 @@ from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import Model
-from kvatlas.planning import Plan, length, plan
+from kvatlas.planning import Plan, plan
+from kvatlas.planning.request import length
 
 _SHORT = {
     "tp": "tensor_parallel_size",

@@ -17,13 +17,8 @@ from kvatlas.engines.vllm.tier_conversion import searching
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
-from kvatlas.tier import (
-    Converting,
-    StoreTier,
-    open_store,
-    open_store_tier,
-    other_rows,
-)
+from kvatlas.tier import Converting, StoreTier, open_store
+from kvatlas.tier.opening import open_store_tier, other_rows
 
 log = logging.getLogger("kvatlas.vllm")
 

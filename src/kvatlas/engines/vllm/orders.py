@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.tier import BlockKeys
+from kvatlas.tier.chained_keys import BlockKeys
 
 VERSION = 1
 """Of the parameters; an engine that reads others computes the request itself."""

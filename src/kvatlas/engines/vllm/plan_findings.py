@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvatlas.engines.vllm.engine_ends import Ends, Finding, beside
+from kvatlas.engines.vllm.engine_pair import Ends, Finding, beside
 from kvatlas.errors import Code
 from kvatlas.planning import Group, Plan
 from kvatlas.routing import Check, check

@@ -20,16 +20,10 @@ from typing import Any
 
 from kvatlas.pool import BlockEvent
 from kvatlas.specs import Visibility
-from kvatlas.tier import (
-    BlockKeys,
-    Hit,
-    PrefixChain,
-    PrefixFinder,
-    StoreHit,
-    StoreTier,
-    TierClient,
-    TierEvents,
-)
+from kvatlas.tier import PrefixFinder, StoreTier, TierClient, TierEvents
+from kvatlas.tier.chained_keys import BlockKeys, PrefixChain
+from kvatlas.tier.hit import Hit
+from kvatlas.tier.store_hit import StoreHit
 
 log = logging.getLogger("kvatlas.vllm")
 

@@ -26,7 +26,7 @@ from kvatlas.engines.vllm.orders import (
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.tier_scheduler import PATIENCE, TierScheduler
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ceil_div
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.pool import BlockEvent
 from kvatlas.specs import Visibility
 

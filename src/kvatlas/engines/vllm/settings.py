@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from msgspec import Meta
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.planning import quantity
-from kvatlas.routing import parse_conversion
-from kvatlas.tier import is_store
+from kvatlas.planning.request import quantity
+from kvatlas.routing.conversion import parse_conversion
+from kvatlas.tier.opening import is_store
 from kvatlas.wire import TRANSPORT_NAMES, How
+from kvatlas.wire.client.transfer_request import how_hint
 
 _NO_TRANSPORT = "none"
 _IN_MEMORY = "memory"
@@ -53,7 +54,7 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
     transport_options: dict[str, Any] = {}
     """Options of the transport's class: `{"device": "eth0"}` for nixl, say."""
     how: How = "auto"
-    """One by one (`direct`), gathered (`staged`), put in place here (`landed`), or as measured."""
+    """One by one (`direct`), gathered (`staged`), scattered here (`coalesced`), or as measured."""
     listen: str = "127.0.0.1"
     """The address on which ranks answer their peers."""
     advertise: str | None = None
@@ -104,6 +105,8 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
                 hint = f"Did you mean {near[0]!r}?" if near else f"Keys are {', '.join(_keys())}"
                 problem = "kv_connector_extra_config has a key that the connector does not know"
                 raise AtlasError(Code.BAD_CONFIG, problem, got=repr(key), hint=hint)
+        if given.get("how", "auto") not in get_args(How):
+            raise _bad(f"how {given['how']!r}", how_hint(given["how"]))
         try:
             settings = msgspec.convert(given, cls)
         except msgspec.ValidationError as wrong:

@@ -13,8 +13,9 @@ from kvatlas.engines.vllm.layer_specs import dtype_name
 from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.engines.vllm.weights_identity import cache_identity
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import Scales, parse_conversion
-from kvatlas.specs import PLAIN_FORMATS, format_name, needs_scales
+from kvatlas.routing import Scales
+from kvatlas.routing.conversion import parse_conversion
+from kvatlas.specs.cell_formats import PLAIN_FORMATS, format_name, needs_scales
 from kvatlas.tier import Converting
 
 _TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}

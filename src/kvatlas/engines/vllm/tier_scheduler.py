@@ -10,7 +10,7 @@ from typing import Any
 from kvatlas.engines.vllm.prefix_tier import FoundPrefix, PrefixTier
 from kvatlas.errors import AtlasError
 from kvatlas.pool import BlockEvent
-from kvatlas.tier import BlockKeys, PrefixChain
+from kvatlas.tier.chained_keys import BlockKeys, PrefixChain
 
 log = logging.getLogger("kvatlas.vllm")
 

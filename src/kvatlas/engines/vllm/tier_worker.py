@@ -19,8 +19,13 @@ from kvatlas.engines.vllm.ended_requests import EndedRequests
 from kvatlas.engines.vllm.orders import LoadOrder, StepOrders, StoreOrder
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.tier import Converting, Hit, StoreHit, StoreTier, TierClient
-from kvatlas.wire import DeviceMarks, Memory, is_on_gpu, load_driver
+from kvatlas.tier import Converting, StoreTier, TierClient
+from kvatlas.tier.hit import Hit
+from kvatlas.tier.store_hit import StoreHit
+from kvatlas.wire import Memory
+from kvatlas.wire.memory_copy import is_on_gpu
+from kvatlas.wire.transports.cuda_driver import load_driver
+from kvatlas.wire.transports.device_marks import DeviceMarks
 
 log = logging.getLogger("kvatlas.vllm")
 

@@ -13,9 +13,9 @@ a tuple, as an argument. And a tuple cannot mix None with numbers, so unused arg
 some available tensor or number instead.
 """
 
-from kvatlas.kernels.triton.attention.arguments import split_of
 from kvatlas.kernels.triton.attention.launch import attend, attend_latent
-from kvatlas.kernels.triton.attention.schedule import Schedule, WorkSplit, schedule
+from kvatlas.kernels.triton.attention.launch_arguments import split_of
+from kvatlas.kernels.triton.attention.step_schedule import Schedule, WorkSplit, schedule
 from kvatlas.kernels.triton.launch_append import TableAppend
 from kvatlas.kernels.triton.launch_convert import BlockConversion
 from kvatlas.kernels.triton.launch_copy import (

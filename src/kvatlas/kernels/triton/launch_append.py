@@ -14,8 +14,8 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ceil_div
-from kvatlas.kernels.append_tokens import check_block
+from kvatlas.geometry.integers import ceil_div
+from kvatlas.kernels.table_checks import check_block
 from kvatlas.kernels.triton import checks, relaunch, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import RowSteps

@@ -16,7 +16,8 @@ import triton
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import DType, Placement, fold_together, tile_alike
+from kvatlas.geometry import DType, Placement, fold_together
+from kvatlas.geometry.combine import tile_alike
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import VECTOR, common, gap

@@ -21,7 +21,7 @@ from kvatlas.kernels.triton import tune
 from kvatlas.kernels.triton.addresses import VECTOR
 from kvatlas.kernels.triton.launch_copy import tile_of
 from kvatlas.kernels.triton.runs_device import convert_run_grid, copy_run_grid, place_spans
-from kvatlas.specs import ElementCast
+from kvatlas.specs.cell_formats import ElementCast
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 

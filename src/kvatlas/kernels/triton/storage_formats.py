@@ -13,7 +13,8 @@ from kvatlas.cache import LayerCache
 from kvatlas.geometry import DType, Page, Placement
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.addresses import RowSteps, field_rows
-from kvatlas.specs import Attention, LatentAttention, sides
+from kvatlas.specs import Attention, LatentAttention
+from kvatlas.specs.cell_content import sides
 
 ELEMENTS: dict[str, Any] = {
     "fp32": tl.float32,

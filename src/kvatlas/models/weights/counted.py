@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import natural
+from kvatlas.geometry.integers import natural
 from kvatlas.models.config import Config
 from kvatlas.models.model import Model, read_model, text_of
 from kvatlas.models.sources import Source, checkpoint_bytes, find_config

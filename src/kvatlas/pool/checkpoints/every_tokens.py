@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvatlas.geometry import positive
+from kvatlas.geometry.integers import positive
 from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 
 

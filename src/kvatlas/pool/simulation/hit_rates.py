@@ -14,15 +14,15 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.pool.checkpoints import checkpoint_policy
 from kvatlas.pool.eviction import eviction_policy
-from kvatlas.pool.simulation.arrivals import TimedReplay
-from kvatlas.pool.simulation.copies import CopyingReplay
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.prefill_cost import PrefillCost
 from kvatlas.pool.simulation.prefill_steps import batched_tokens
+from kvatlas.pool.simulation.prompt_spans import Spans
 from kvatlas.pool.simulation.replay import Replay
 from kvatlas.pool.simulation.replay_base import Outcome, Progress, ReplayBase, ReplayPolicy
-from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.simulation.tiers import LowerTier, TieredReplay
+from kvatlas.pool.simulation.timed_replay import TimedReplay
+from kvatlas.pool.simulation.vllm_replay import VllmReplay
 from kvatlas.pool.traces import Ints, Trace
 
 BRANCH_POINTS = "branch-points"
@@ -165,7 +165,7 @@ def _one_by_one(
     spans = spans_of(trace, model.step)
     if as_vllm:
         tokens = batched_tokens(plan)
-        return CopyingReplay(model, spans, policy, trace=trace, batched_tokens=tokens)
+        return VllmReplay(model, spans, policy, trace=trace, batched_tokens=tokens)
     return Replay(model, spans, policy, **_options(model, trace, spans, cost))
 
 

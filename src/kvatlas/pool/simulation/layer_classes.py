@@ -8,10 +8,10 @@ from typing import Literal
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ceil_div
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning import Group, Plan
 from kvatlas.pool.group_needs import hit_step, reuses_prefixes
-from kvatlas.pool.simulation.spans import check_step
+from kvatlas.pool.simulation.prompt_spans import check_step
 from kvatlas.pool.traces import Ints
 from kvatlas.specs import Visibility
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvatlas.geometry import ceil_div
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.pool.eviction.base import LAST_SERIAL, SPARE
 from kvatlas.pool.traces import Ints
 

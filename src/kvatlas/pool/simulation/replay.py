@@ -11,13 +11,13 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry import ceil_div
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.pool.checkpoints import EveryBlock
 from kvatlas.pool.eviction import Use, eviction_policy
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
+from kvatlas.pool.simulation.prompt_spans import Spans
 from kvatlas.pool.simulation.release_order import along_the_request, by_group
 from kvatlas.pool.simulation.replay_base import ReplayBase, ReplayPolicy
-from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.traces import Ints
 
 

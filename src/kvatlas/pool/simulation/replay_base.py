@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
 from kvatlas.pool.simulation.layer_classes import PoolModel
-from kvatlas.pool.simulation.spans import Spans
+from kvatlas.pool.simulation.prompt_spans import Spans
 from kvatlas.pool.traces import Ints
 
 Progress = Callable[[float], None]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ceil_div
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning import Plan
 from kvatlas.pool.eviction import Lru, Use
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from kvatlas.planning import FULL_KINDS
+from kvatlas.planning.sized_layers import FULL_KINDS
 from kvatlas.pool.events import (
     MEDIUM,
     AllBlocksCleared,

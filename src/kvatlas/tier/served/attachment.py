@@ -18,24 +18,16 @@ from kvatlas.tier.file import TierFile
 from kvatlas.tier.ingest import check_tier_plan
 from kvatlas.tier.served import messages as m
 from kvatlas.tier.storage import TierStorage
-from kvatlas.wire import (
-    Bytes,
-    Channels,
-    Connection,
-    Message,
-    Metrics,
-    Refusal,
-    Security,
-    bad_handshake,
-    check_plan_size,
-    connect_to_path,
-    decode,
-    encode,
-    map_pools,
-    peer_lost,
-    raise_refusal,
-    unix_endpoint,
-)
+from kvatlas.wire import Metrics, Security
+from kvatlas.wire.channels import Channels
+from kvatlas.wire.connection import Connection
+from kvatlas.wire.peers import check_plan_size
+from kvatlas.wire.protocol import Message, Refusal, bad_handshake, decode, encode
+from kvatlas.wire.refusals import raise_refusal
+from kvatlas.wire.run_bounds import Bytes
+from kvatlas.wire.shared_pools import map_pools
+from kvatlas.wire.transports.errors import peer_lost
+from kvatlas.wire.unix_sockets import connect_to_path, unix_endpoint
 
 
 class Attachment:

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import duration
+from kvatlas.geometry.integers import duration
 from kvatlas.planning import Plan
-from kvatlas.routing import checked_rank, token_range
+from kvatlas.routing.block_tables import checked_rank
+from kvatlas.routing.token_ranges import token_range
 from kvatlas.tier.converting import PLANS, Converting, TierRoutes
 from kvatlas.tier.hit import Hit, check_all_there
 from kvatlas.tier.index import PartSums, StoreResult
@@ -28,15 +29,9 @@ from kvatlas.tier.served import messages as m
 from kvatlas.tier.served.attachment import Attachment
 from kvatlas.tier.storage import Carry, TierStorage
 from kvatlas.tier.storing import Ingests
-from kvatlas.wire import (
-    Metrics,
-    SendPlan,
-    bad_handshake,
-    by_group,
-    pack_tables,
-    peer_lost,
-    unpack_tables,
-)
+from kvatlas.wire import Metrics
+from kvatlas.wire.protocol import SendPlan, bad_handshake, by_group, pack_tables, unpack_tables
+from kvatlas.wire.transports.errors import peer_lost
 
 _PAUSE = 0.25
 """Seconds to wait before looking again for a server that was not found."""

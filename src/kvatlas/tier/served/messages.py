@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from kvatlas.tier.request_blocks import LONGEST_KEY
-from kvatlas.wire import BlockTables, Key, Message, Ok, Refusal, SendPlan
+from kvatlas.wire.protocol import BlockTables, Key, Message, Ok, Refusal, SendPlan
 
 VERSION = 1
 """Protocol version. Both ends must use the same one: they share a host."""

@@ -30,22 +30,20 @@ from kvatlas.tier.request_blocks import keys_by_group
 from kvatlas.tier.served import messages as m
 from kvatlas.tier.storing import OpenStore
 from kvatlas.tier.tier import Tier
-from kvatlas.wire import (
-    Caller,
+from kvatlas.wire.peers import check_plan_size
+from kvatlas.wire.protocol import (
     Key,
     Message,
     Ok,
     SendPlan,
-    Server,
-    SharedPools,
     bad_handshake,
-    check_plan_size,
-    forget_path,
     new_key,
     pack_tables,
-    unix_endpoint,
     unpack_tables,
 )
+from kvatlas.wire.rpc import Caller, Server
+from kvatlas.wire.shared_pools import SharedPools
+from kvatlas.wire.unix_sockets import forget_path, unix_endpoint
 
 _MAX_PLANS = 64
 """Maximum number of client plans that are cached."""

@@ -23,7 +23,8 @@ from kvatlas.tier.file_owner import socket_beside
 from kvatlas.tier.served.client import TierClient
 from kvatlas.tier.served.server import TierServer
 from kvatlas.tier.tier import Tier
-from kvatlas.wire import forget_path, make_transport, pools_for
+from kvatlas.wire import make_transport, pools_for
+from kvatlas.wire.unix_sockets import forget_path
 
 log = logging.getLogger("kvatlas.tier")
 

@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import natural
+from kvatlas.geometry.integers import natural
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
 from kvatlas.tier.stores.folder_room import UNFINISHED, FolderRoom, is_object, is_there
-from kvatlas.wire import Bytes
+from kvatlas.wire.run_bounds import Bytes
 
 _NAME = re.compile(r"[a-z0-9_.-]+(/[a-z0-9_.-]+)*")
 _MOST_PARTS = 512

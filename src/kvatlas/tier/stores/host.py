@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvatlas.geometry import natural
+from kvatlas.geometry.integers import natural
 from kvatlas.tier.stores.base import (
     ABSENT,
     ObjectStore,
@@ -17,7 +17,7 @@ from kvatlas.tier.stores.base import (
     joined_size,
     tenant_of,
 )
-from kvatlas.wire import Bytes
+from kvatlas.wire.run_bounds import Bytes
 
 
 class TenantObjects:

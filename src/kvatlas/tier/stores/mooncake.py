@@ -23,7 +23,7 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.tier.store_calls import Deadline, StoreCalls
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom
-from kvatlas.wire import Bytes
+from kvatlas.wire.run_bounds import Bytes
 
 _NOT_STORED = (-10, -200, -800)
 """No segment, no space, or a segment whose host cannot be reached."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kvatlas.geometry import Int64s
-from kvatlas.routing import Lengths, Route, table_lengths
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing import Route
+from kvatlas.routing.request_shape import Lengths, table_lengths
 from kvatlas.wire.block_ledger import BlockClaim, BlockLedger
 
 _KEPT = 128

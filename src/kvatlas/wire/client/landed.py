@@ -62,7 +62,7 @@ def _land(lease: RankLease, left: _BatchesLeft, nth: int) -> None:
         while (not nth or nth < node.landing_threads) and (batch := left.take()) is not None:
             lease.transfer.check_cancelled()
             lease.renew_in_time()
-            with node.metrics.phase("landed"):
+            with node.metrics.phase("coalesced"):
                 lease.read([batch.read(buffer * room)])
                 here = node.staging.view(buffer, room)
                 for one in batch.placing:

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import ceil_div
+from kvatlas.geometry.integers import ceil_div
 from kvatlas.routing import ConvertedStream, Copy, Costs, Stream
 from kvatlas.wire.client.peer_connection import Way
 from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
@@ -37,7 +37,7 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
     if isinstance(stream, ConvertedStream):
         if converts_on_the_way(lease, stream):
             return "direct"
-        if wanted.how in ("direct", "landed"):
+        if wanted.how in ("direct", "coalesced"):
             hint = "Let the transfer be staged: cells are converted in staging buffers"
             got = "a conversion, and pools that are read as they are"
             raise AtlasError(Code.CONTRADICTORY, got=got, hint=hint)
@@ -51,7 +51,7 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
         got = "pools that the source keeps to itself"
         raise failed(got, "Share them, or let the transfer be staged")
     if wanted.how != "auto":
-        if wanted.how == "landed" and not _can_land(lease):
+        if wanted.how == "coalesced" and not _can_land(lease):
             raise failed("no buffers and pools on this host to land in", "Choose another way")
         return wanted.how
     return _cheapest_way(lease, stream)
@@ -130,8 +130,8 @@ def _weighed(lease: RankLease, stream: Stream, costs: Costs) -> Way:
         pieces = ceil_div(nbytes, costs.piece)
         gathering = nbytes / costs.copy + pieces * connection.question_seconds
         reads, nbytes = expected_reads(stream.grids(), lease.node.staging.piece)
-        if costs.landed(reads, nbytes) < min(direct, staged + gathering):
-            return "landed"
+        if costs.coalesced(reads, nbytes) < min(direct, staged + gathering):
+            return "coalesced"
     return "staged" if staged < direct else "direct"
 
 

@@ -11,7 +11,7 @@ from kvatlas.wire.client.warm_shapes import MakeStream, WarmShapes
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.transports.base import Link
 
-Way = Literal["direct", "staged", "landed"]
+Way = Literal["direct", "staged", "coalesced"]
 
 
 @dataclass

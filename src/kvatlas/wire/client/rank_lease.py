@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
-from kvatlas.routing import Copy, RunGrid, Stream, token_range
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing import Copy, RunGrid, Stream
+from kvatlas.routing.token_ranges import token_range
 from kvatlas.wire import protocol
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.peer_connection import PeerConnection

@@ -108,7 +108,7 @@ class RankTransfer:
             pull_staged(lease, stream)
         elif isinstance(stream, ConvertedStream):
             pull_converted(lease, stream, behind)
-        elif way == "landed":
+        elif way == "coalesced":
             pull_landed(lease, stream)
         else:
             pull_direct(lease, stream, behind)

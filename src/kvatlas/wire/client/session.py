@@ -21,9 +21,12 @@ from typing import Any
 from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s, duration, natural
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry.integers import duration, natural
 from kvatlas.models import CacheIdentity
-from kvatlas.routing import Costs, check_tables, table_arrays, token_range
+from kvatlas.routing import Costs, check_tables
+from kvatlas.routing.block_tables import table_arrays
+from kvatlas.routing.token_ranges import token_range
 from kvatlas.wire.arguments import check_request_name, text_list
 from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.client.connections import PEER_GONE, Connections

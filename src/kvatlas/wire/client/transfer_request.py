@@ -6,15 +6,22 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from kvatlas.geometry import duration
+from kvatlas.geometry.integers import duration
 from kvatlas.models import CacheIdentity
 from kvatlas.routing import Costs
 from kvatlas.wire.arguments import check_request_name, checked_identity
 from kvatlas.wire.protocol import Direction
 from kvatlas.wire.transports.errors import failed
 
-How = Literal["auto", "direct", "staged", "landed"]
-"""One by one, gathered at the source, put in place at the destination, or as measured."""
+How = Literal["auto", "direct", "staged", "coalesced"]
+"""How runs are moved.
+
+`direct` uses one descriptor per run. `staged` gathers runs at the source. `coalesced` reads joined
+runs and scatters them at the destination. `auto` chooses by measured cost.
+"""
+
+RENAMED_HOWS = {"landed": "coalesced"}
+"""Former values, for the hint of an error."""
 
 
 @dataclass(frozen=True)
@@ -46,4 +53,15 @@ class TransferRequest:
         duration(self.seconds)
         duration(self.wait_for_offer)
         if self.how not in get_args(How):
-            raise failed(f"how={self.how!r}", f"Choose one of {', '.join(get_args(How))}")
+            raise failed(f"how={self.how!r}", how_hint(self.how))
+
+
+def how_hint(how: object) -> str:
+    """Return the hint for a value that is not one of `How`.
+
+    >>> how_hint("landed")
+    "'landed' is now called 'coalesced'"
+    """
+    if renamed := RENAMED_HOWS.get(str(how)):
+        return f"{how!r} is now called {renamed!r}"
+    return f"Choose one of {', '.join(get_args(How))}"

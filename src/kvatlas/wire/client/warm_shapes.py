@@ -23,8 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvatlas.errors import AtlasError
-from kvatlas.geometry import Int64s
-from kvatlas.routing import BlockIds, Lengths, RequestShape, Stream, block_table, table_lengths
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing import RequestShape, Stream
+from kvatlas.routing.block_tables import block_table
+from kvatlas.routing.request_shape import Lengths, table_lengths
+from kvatlas.routing.run_grids import BlockIds
 from kvatlas.wire.rpc import log
 from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import Handle, Link, PreparedRead

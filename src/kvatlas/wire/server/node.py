@@ -14,10 +14,12 @@ from collections.abc import Collection
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s, duration
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.geometry.integers import duration
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
-from kvatlas.routing import check_tables, token_range
+from kvatlas.routing import check_tables
+from kvatlas.routing.token_ranges import token_range
 from kvatlas.wire.arguments import check_new_request, text_list
 from kvatlas.wire.connection import open_to_strangers
 from kvatlas.wire.leases import Expected, Offer, Released, WrittenLayers

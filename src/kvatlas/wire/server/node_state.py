@@ -14,10 +14,11 @@ import msgspec
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import natural
+from kvatlas.geometry.integers import natural
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, Route, Scales, checked_rank, fingerprint, route
+from kvatlas.routing import Copy, Route, Scales, fingerprint, route
+from kvatlas.routing.block_tables import checked_rank
 from kvatlas.wire.arguments import check_node_name, checked_identity
 from kvatlas.wire.block_ledger import BlockLedger
 from kvatlas.wire.channels import Channels

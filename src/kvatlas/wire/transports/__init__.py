@@ -1,15 +1,5 @@
-"""Transports: one interface over CUDA IPC, NIXL, Mooncake, shared memory, files, plain memory."""
+"""Transports: one interface over CUDA IPC, NIXL, Mooncake, shared memory, files, plain memory.
 
-from kvatlas.wire.transports.base import HOST, STAGING, Handle, Link, Memory, Transport
-from kvatlas.wire.transports.registry import TRANSPORT_NAMES, make_transport
-
-__all__ = [
-    "HOST",
-    "STAGING",
-    "TRANSPORT_NAMES",
-    "Handle",
-    "Link",
-    "Memory",
-    "Transport",
-    "make_transport",
-]
+`base` defines the interface and `registry` creates a transport by its name. This file imports
+neither: the modules of `wire` that transports use import `base` themselves.
+"""

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import Int64s
-from kvatlas.routing import BlockIds, Copy, RequestShape, RunGrid
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing import Copy, RequestShape, RunGrid
+from kvatlas.routing.run_grids import BlockIds
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.bounds import check_bounds
 from kvatlas.wire.transports.cuda_driver import CudaDriver, load_driver

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvatlas.geometry import Int64s
-from kvatlas.routing import BlockIds, SpanPattern
-from kvatlas.specs import ElementCast
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing.run_grids import BlockIds, SpanPattern
+from kvatlas.specs.cell_formats import ElementCast
 
 NO_STARTS = (np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
 """For runs that are told one by one: each span is one."""

@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 
 from kvatlas.errors import AtlasError
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import split_runs
 from kvatlas.wire.transports import errors

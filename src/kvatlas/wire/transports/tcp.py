@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from kvatlas.errors import AtlasError
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.connection import tune
 from kvatlas.wire.memory_copy import STEP, as_bytes, copy_runs_unchecked

@@ -24,7 +24,7 @@ from contextlib import suppress
 import numpy as np
 
 from kvatlas.errors import AtlasError
-from kvatlas.geometry import Int64s
+from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.connection import tune
 from kvatlas.wire.memory_copy import as_bytes, copy_runs_unchecked

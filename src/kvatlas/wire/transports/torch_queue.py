@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry import Int64s
-from kvatlas.specs import ElementCast
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.specs.cell_formats import ElementCast
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.cuda_streams import LentStream, StreamStock
 from kvatlas.wire.transports.device_queue import (
@@ -110,7 +110,7 @@ class TorchQueue(DeviceQueue):
 
     def converts(self, cast: ElementCast) -> bool:
         """Whether the device has both types of elements."""
-        from kvatlas.kernels import can_convert
+        from kvatlas.kernels.address_runs import can_convert
 
         return can_convert(cast, self._device)
 
@@ -207,7 +207,7 @@ class TorchQueue(DeviceQueue):
 
     def _launch(self, runs: Sequence[AddressRuns], choice: dict[str, Any]) -> TorchPosted:
         """Launch under the lock: tables are used in the order in which they are uploaded."""
-        from kvatlas.kernels import convert_address_runs, copy_address_runs
+        from kvatlas.kernels.address_runs import convert_address_runs, copy_address_runs
 
         use = {"programs": self.programs} | choice
         slots: list[_TableSlot] = []
@@ -262,7 +262,7 @@ class TorchQueue(DeviceQueue):
 
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
         """Starts on the device; those that were used longest ago are forgotten."""
-        from kvatlas.kernels import place_starts
+        from kvatlas.kernels.address_runs import place_starts
 
         if id(starts[0]) not in self._starts:
             with self.on_stream():
@@ -275,7 +275,7 @@ class TorchQueue(DeviceQueue):
 
     def _scales(self, runs: AddressRuns, cast: ElementCast) -> Any:
         """Scales on the device; kept as long as the starts that they are of."""
-        from kvatlas.kernels import place_scales
+        from kvatlas.kernels.cast_scales import place_scales
 
         kept = self._starts[id(runs.starts[0])]
         if cast not in kept.scales:

@@ -2,8 +2,8 @@
 
 Decode and prefill in Triton:
 
-- schedule: `schedule` and `schedule_device` (decode), `prefill_device` (one program per tile)
-- walk over pages: `walk_device`; for 4-bit rows `packed_walk_device`
+- schedule: `step_schedule` and `schedule_device` (decode), `prefill_device` (one program per tile)
+- walk over pages: `walk_device`; for 4-bit rows `decode_packed_device`
 - dequantisation: `..dequantise_device`; for 4-bit rows `packed_words_device`
 - merge of partial results: `merge_device`, also for MLA
 

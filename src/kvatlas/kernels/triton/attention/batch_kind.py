@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from kvatlas.kernels.triton.attention.layer_launch import AttentionCall
-from kvatlas.kernels.triton.attention.schedule import Schedule
+from kvatlas.kernels.triton.attention.step_schedule import Schedule
 from kvatlas.kernels.triton.relaunch import TensorKind, kind_of, number_kind
 
 

@@ -7,7 +7,7 @@ import torch
 from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels.triton import checks
 from kvatlas.kernels.triton.attention.layer_launch import AttentionCall
-from kvatlas.kernels.triton.attention.schedule import Schedule, WorkSplit
+from kvatlas.kernels.triton.attention.step_schedule import Schedule, WorkSplit
 
 
 def check_kinds(

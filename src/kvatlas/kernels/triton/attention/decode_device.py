@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvatlas.kernels.triton.attention.packed_walk_device import walk_words
+from kvatlas.kernels.triton.attention.decode_packed_device import walk_words
 from kvatlas.kernels.triton.attention.walk_device import (
     Queries,
     Stretch,

@@ -15,8 +15,8 @@ import torch
 from kvatlas.cache import LayerCache
 from kvatlas.kernels.triton import checks, hadamard, relaunch, tune
 from kvatlas.kernels.triton.addresses import batch_rows
-from kvatlas.kernels.triton.attention import arguments as calls
 from kvatlas.kernels.triton.attention import checks as batches
+from kvatlas.kernels.triton.attention import launch_arguments as calls
 from kvatlas.kernels.triton.attention.batch_kind import batch_kind
 from kvatlas.kernels.triton.attention.layer_launch import (
     AttentionCall,
@@ -26,7 +26,7 @@ from kvatlas.kernels.triton.attention.layer_launch import (
     layer_launch,
 )
 from kvatlas.kernels.triton.attention.merge_device import merge
-from kvatlas.kernels.triton.attention.schedule import Schedule, scheduled
+from kvatlas.kernels.triton.attention.step_schedule import Schedule, scheduled
 from kvatlas.specs import Attention, LatentAttention
 
 MERGED_AT_ONCE = 2048

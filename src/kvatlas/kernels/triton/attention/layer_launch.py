@@ -18,10 +18,10 @@ import triton.language as tl
 from kvatlas.cache import LayerCache
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton import storage_formats as formats
-from kvatlas.kernels.triton.attention import arguments as calls
+from kvatlas.kernels.triton.attention import launch_arguments as calls
 from kvatlas.kernels.triton.attention.decode_device import decode
 from kvatlas.kernels.triton.attention.prefill_device import prefill
-from kvatlas.kernels.triton.attention.schedule import WorkSplit, fit_of
+from kvatlas.kernels.triton.attention.step_schedule import WorkSplit, fit_of
 from kvatlas.kernels.triton.attention.walk_device import LOG2E
 from kvatlas.kernels.triton.relaunch import Compiled
 from kvatlas.kernels.triton.storage_formats import SideRows, StoredSide
@@ -306,11 +306,11 @@ def on_hopper(
     )
     if not suits:
         return launch
-    name = "decode_latent_few" if launch.tiling.rows <= _FEW_LATENT_ROWS else "decode_latent"
-    file = "latent_few_device" if launch.tiling.rows <= _FEW_LATENT_ROWS else "latent_decode_device"
-    module = import_module(f"kvatlas.kernels.triton.attention.{file}")
+    few = launch.tiling.rows <= _FEW_LATENT_ROWS
+    file = "few" if few else "decode"
+    module = import_module(f"kvatlas.kernels.triton.attention.latent_{file}_device")
     return launch._replace(
-        kernel=getattr(module, name),
+        kernel=module.decode_latent_few if few else module.decode_latent,
         tiling=launch.tiling._replace(together=2),
         options={"num_warps": 4, "launch_pdl": True},
     )

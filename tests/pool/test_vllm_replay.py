@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from kvatlas.pool.checkpoints import checkpoint_policy
 from kvatlas.pool.simulation import (
-    CopyingReplay,
     LayerClass,
     PoolModel,
     Replay,
     ReplayPolicy,
     Spans,
+    VllmReplay,
 )
 from kvatlas.pool.traces import TraceBuilder
 from tests.pool.test_replay import KEPT, random_classes, random_trace, simulated
 from tests.profiles import DEEP
 
 
-def ids_there(replay: CopyingReplay) -> list[int]:
+def ids_there(replay: VllmReplay) -> list[int]:
     """The id of every copy of every entry that is found."""
     firsts = len(replay._present)
     alone = np.flatnonzero(replay._present & ~replay._copied[:firsts]).tolist()
@@ -40,7 +40,7 @@ def test_copies_are_counted_found_and_evicted_one_by_one(seed: int) -> None:
     model = PoolModel(step, tuple(map(simulated, kinds)), blocks)
     policy = ReplayPolicy(checkpoints=checkpoint_policy(dice.choice(KEPT)), by_group=True)
     spans, tokens = Spans.of(trace, step), dice.randint(step, 40)
-    replay = CopyingReplay(model, spans, policy, trace=trace, batched_tokens=tokens)
+    replay = VllmReplay(model, spans, policy, trace=trace, batched_tokens=tokens)
     for request in range(len(trace)):
         replay.serve(request)
         there = ids_there(replay)
@@ -71,6 +71,6 @@ def test_what_is_computed_again_takes_room_of_its_own() -> None:
     policy = ReplayPolicy(checkpoints=checkpoint_policy("prompt-end"), by_group=True)
     # The first state goes when the second request comes; attention's four blocks stay.
     once = Replay(PoolModel(1, classes, (6,)), spans, policy)
-    twice = CopyingReplay(PoolModel(1, classes, (6,)), spans, policy, trace=trace)
+    twice = VllmReplay(PoolModel(1, classes, (6,)), spans, policy, trace=trace)
     assert once.run().hits.tolist() == twice.run().hits.tolist() == [0, 0, 0]
     assert once.outcome.evictions < twice.outcome.evictions

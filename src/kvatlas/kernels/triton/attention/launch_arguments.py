@@ -11,7 +11,7 @@ import triton.language as tl
 from kvatlas.cache import LayerCache
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.addresses import gap
-from kvatlas.kernels.triton.attention.schedule import WorkSplit, fit_of
+from kvatlas.kernels.triton.attention.step_schedule import WorkSplit, fit_of
 from kvatlas.kernels.triton.storage_formats import SideRows, StorageFormat, StoredSide, width_of
 from kvatlas.specs import Attention, LatentAttention, Visibility
 

@@ -12,8 +12,9 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry import natural, positive
+from kvatlas.geometry.integers import natural, positive
 from kvatlas.kernels.dispatch import gpu_kernels
+from kvatlas.kernels.table_checks import check_block, check_tables
 from kvatlas.kernels.write_read_kv import read, write
 from kvatlas.specs import Attention
 
@@ -44,7 +45,7 @@ def append_step(
     >>> k.shape, k[:, :, :20].equal(prompt), v[:, :, 20:].equal(token)
     (torch.Size([2, 8, 21, 128]), True, True)
     """
-    _check_tables(tables)
+    check_tables(tables)
     block, start = positive(block, "the block"), natural(start, "the start")
     count, first = natural(count, "the count"), natural(first, "the first token")
     visible = natural(visible, "the first visible token")
@@ -83,29 +84,6 @@ def append_step(
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     return append
-
-
-def check_block(layer: LayerCache, block: int) -> None:
-    """Raise an error if a layer's block size differs from that of the tables."""
-    if layer.block_states != block:
-        raise AtlasError(
-            Code.CONTRADICTORY,
-            "The tables and the layer must have the same block size",
-            got=f"{block} tokens in the tables, {layer.block_states} in the layer",
-            hint="Append to layers of the group that the tables belong to",
-        )
-
-
-def _check_tables(tables: torch.Tensor) -> None:
-    whole = isinstance(tables, torch.Tensor) and tables.dtype in (torch.int32, torch.int64)
-    if not whole or tables.ndim != 2:
-        got = f"{tables.dtype} of shape {tuple(tables.shape)}" if whole else repr(tables)[:80]
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            "Tables must be a tensor of int32 or int64, [sequences, blocks]",
-            got=got,
-            hint="Pass the scheduler's block tables as one tensor",
-        )
 
 
 def _check_rows(

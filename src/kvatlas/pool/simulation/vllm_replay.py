@@ -1,4 +1,4 @@
-"""`CopyingReplay`: replay requests exactly as vLLM serves them, block table by block table.
+"""`VllmReplay`: replay requests exactly as vLLM serves them, block table by block table.
 
 A prompt is computed in steps, and each group's table grows with them. If a state or a window is
 missing, attention's blocks are computed again although they are cached. vLLM's tables only grow,
@@ -18,8 +18,8 @@ from kvatlas.pool.simulation.block_tables import AttentionTable, SimulatedTable,
 from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
 from kvatlas.pool.simulation.lru_queue import LruQueue
 from kvatlas.pool.simulation.prefill_steps import BATCHED_TOKENS, PrefillSteps
+from kvatlas.pool.simulation.prompt_spans import Spans
 from kvatlas.pool.simulation.replay_base import ReplayBase, ReplayPolicy
-from kvatlas.pool.simulation.spans import Spans
 from kvatlas.pool.traces import MOST_TOKENS, Ints, Trace
 
 
@@ -43,7 +43,7 @@ Served = tuple[AlikeGroups, SimulatedTable, Ints]
 """Equal groups of a request, their table, and the [group, place] ids of its named places."""
 
 
-class CopyingReplay(ReplayBase):
+class VllmReplay(ReplayBase):
     """A replay in which entries may have several copies, with LRU eviction, as in vLLM.
 
     Ids below `_entries_end` are first copies, all others are further copies. A step computes
