@@ -1,4 +1,4 @@
-"""What a transfer is asked to do, as its caller has said it."""
+"""The options of one transfer, as the caller of `pull` or `push` passed them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from kvatlas.wire.protocol import Direction
 from kvatlas.wire.transports.errors import failed
 
 How = Literal["auto", "direct", "staged", "landed"]
-"""One by one, gathered at the source, put in place at the destination, or as measured."""
+"""How a pull reads its runs.
+
+`direct`: one descriptor per run. `staged`: gather at the source. `landed`: read adjacent runs
+together and scatter at the destination. `auto`: by measured cost.
+"""
 
 
 @dataclass(frozen=True)
 class TransferRequest:
-    """What the caller of `pull` or `push` wants."""
+    """The options that the caller of `pull` or `push` passed."""
 
     direction: Direction
     request: str
@@ -35,9 +39,9 @@ class TransferRequest:
     final: bool = False
     wait_for_offer: float = 0.0
     identity: CacheIdentity | None = None
-    """The identity of the request's cache, if it is not the node's."""
+    """The identity of the request's cache, if it differs from the node's."""
     mark: int | None = None
-    """Behind which this node's blocks are read or written, where they are on a GPU."""
+    """The mark after which this node's blocks may be read or written, if they are on a GPU."""
 
     def __post_init__(self) -> None:
         check_request_name(self.request)
@@ -46,4 +50,5 @@ class TransferRequest:
         duration(self.seconds)
         duration(self.wait_for_offer)
         if self.how not in get_args(How):
-            raise failed(f"how={self.how!r}", f"Choose one of {', '.join(get_args(How))}")
+            hint = f"Choose one of {', '.join(get_args(How))}"
+            raise failed(f"how={self.how!r}", hint, "There is no such way to move a request")

@@ -1,4 +1,4 @@
-"""Transports: one interface over CUDA IPC, NIXL, Mooncake, shared memory, files, plain memory."""
+"""Transports: one interface to CUDA IPC, NIXL, Mooncake, TCP, shared memory, files and memory."""
 
 from kvatlas.wire.transports.base import HOST, STAGING, Handle, Link, Memory, Transport
 from kvatlas.wire.transports.registry import TRANSPORT_NAMES, make_transport
