@@ -42,7 +42,7 @@ class Placing(NamedTuple):
     length: int
 
     def carry_out(self, batch: Bytes, pools: Mapping[int, Bytes]) -> None:
-        """Copy the runs from a batch that was read into their pool."""
+        """Copy the runs of a batch into their pool."""
         copy_nested_unchecked(batch, pools[self.pool], self.places, self.length)
 
 

@@ -41,7 +41,7 @@ Steps = Iterator[None]
 
 
 def as_bytes(memory: Memory) -> Bytes:
-    """View a host region of this process as bytes. Whoever registered the region keeps it alive."""
+    """View a host region of this process as bytes. The caller keeps the region alive."""
     if memory.device != HOST:
         hint = "Copy it to the host first, or use a transport that supports GPUs"
         problem = "Host code cannot access GPU memory"

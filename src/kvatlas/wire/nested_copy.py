@@ -97,5 +97,5 @@ def move_pools(
 
 @lru_cache(maxsize=64)
 def _nested(starts: Starts) -> NestedSteps:
-    """What requests of one route have in common."""
+    """Return the part that all requests of one route share."""
     return NestedSteps.of(starts.src, starts.dst)

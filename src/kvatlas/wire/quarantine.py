@@ -110,7 +110,7 @@ class Quarantine:
 
 
 def _carefully(act: Callable[[], None]) -> None:
-    """What fails here must not keep other memory from being let go."""
+    """Log an error, so that one failure does not keep other memory in quarantine."""
     try:
         act()
     except Exception:

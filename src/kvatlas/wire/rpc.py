@@ -38,7 +38,7 @@ _MAX_ANSWERING = 64
 _STRANGER_SECONDS = 5.0
 """Seconds for a new connection to authenticate, and the same again for its first question."""
 _BUSY_SECONDS = 0.25
-"""Seconds that a question waits for its turn, and then the delay that the peer is told."""
+"""Seconds that a question waits for its turn, and then the retry delay in the error."""
 _IDLE_SECONDS = 0.05
 
 
@@ -155,9 +155,10 @@ class Server(threading.Thread):
             caller.hang_up()
 
     def _drop_strangers(self, most: int) -> None:
-        """Hang up on strangers until there are no more than so many.
+        """Disconnect unauthenticated connections until at most `most` are left.
 
-        The oldest goes, of the host that has the most: one that opens many drops its own.
+        The oldest one of the host with the most connections goes first, so a host that opens many
+        drops its own.
         """
         with self._lock:
             strangers = [one for one in self._callers if not one.known and one.open]
@@ -170,7 +171,7 @@ class Server(threading.Thread):
                 oldest.hang_up()
 
     def _admit(self, caller: Caller) -> bool:
-        """Whether there is room for a caller that is a stranger no more."""
+        """Return whether an authenticated caller fits into the limits."""
         most = min(_MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
         with self._lock:
             known = [one for one in self._callers if one.known]

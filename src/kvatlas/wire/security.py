@@ -27,7 +27,7 @@ Secret = bytes | Sequence[bytes] | None
 MIN_SECRET_BYTES = 16
 _MAX_SECRETS = 4
 _HANDSHAKE_FAILURE = bytes([21, 3, 3, 0, 2, 2, 40])
-"""That fatal alert as a TLS record."""
+"""The fatal alert `handshake_failure` as a TLS record."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class _Identity:
 
     @cached_property
     def name(self) -> str:
-        """What callers name the secret by: a hash of the certificate, which is public."""
+        """The name of the secret for clients: a hash of the certificate, which is public."""
         return hashlib.sha256(b"kvatlas name" + self.certificate).hexdigest()[:32]
 
     @property
@@ -264,7 +264,7 @@ def _checked_secrets(secret: Secret) -> tuple[bytes, ...]:
 
 
 def _check_contexts(tls: TlsContexts, secret: Secret) -> None:
-    """Refuse contexts that let anybody in, and those beside a secret."""
+    """Raise an error for contexts without verification, and for contexts with a secret."""
     if not isinstance(tls, TlsContexts):
         problem, hint = "tls must be a pair of TLS contexts", "Pass TlsContexts(server, client)"
         raise AtlasError(Code.BAD_SECRET, problem, got=f"a {type(tls).__name__}", hint=hint)

@@ -101,7 +101,7 @@ def scatter(copies: Sequence[Copy], stream: Bytes, pools: Mapping[int, Bytes]) -
 
 
 def _stream_places(length: Int64s, first: int) -> Places:
-    """Where runs start in a stream, each behind the one before."""
+    """Return the start of each run in the stream."""
     if len(length) and one_length(length):
         size = int(length[0])
         return range(first, first + size * len(length), size)

@@ -35,7 +35,7 @@ class StreamPiece(NamedTuple):
 
     copies: Sequence[Copy]
     parts: Sequence[ConvertedPart] = ()
-    """What each copy contains, if the route converts."""
+    """The parts that the copies belong to, if the route converts."""
 
     @classmethod
     def of(cls, stream: AnyStream, start: int, stop: int, end: int) -> StreamPiece:

@@ -100,7 +100,7 @@ class Connections:
             return connection
 
     def _connect(self, endpoint: str, deadline: float) -> PeerConnection:
-        """Exchange hellos with a peer, check what it says, and open a link to its memory."""
+        """Exchange hellos with a peer, check its hello, and open a link to its memory."""
         node = self._node
         with node.metrics.phase("handshake"):
             answer: Any = SendPlan()
@@ -128,7 +128,7 @@ class Connections:
         if known.rank != peer.rank or not plans <= {peer.plan_hash}:
             raise AtlasError(
                 Code.PEER_LOST,
-                "The endpoint now serves another rank or another plan",
+                "The endpoint serves another rank or another plan than expected",
                 got=f"rank {peer.rank} of {peer.plan} at {endpoint}",
                 hint="Open a new session",
             )

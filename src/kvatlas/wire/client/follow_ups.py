@@ -99,7 +99,7 @@ class FollowUps:
         return False
 
     def _do_all(self, over: list[_FollowUp]) -> None:
-        """Follow up one after the other; behind a source that stalls, all at once."""
+        """Follow up in order. If a source stalls, handle all the others in parallel."""
         try:
             for place, one in enumerate(over):
                 begun = time.monotonic()
@@ -122,7 +122,7 @@ def _hand_on(to: Executor, act: Callable[..., None], *given: Any) -> None:
 
 
 def _carefully(act: Callable[[], None]) -> None:
-    """What fails here must not keep others from being followed up."""
+    """Log an error, so that one failure does not affect the others."""
     try:
         act()
     except Exception:

@@ -35,7 +35,7 @@ def pull_landed(lease: RankLease, stream: Stream) -> None:
 
 
 class _BatchesLeft:
-    """Batches that nobody has taken yet, for several threads."""
+    """Batches that no thread has taken yet."""
 
     def __init__(self, batches: Generator[LandingBatch]) -> None:
         self._batches, self._lock = batches, threading.Lock()
@@ -46,7 +46,7 @@ class _BatchesLeft:
             return next(self._batches, None)
 
     def drop(self) -> None:
-        """There are none any more: what has failed need not go on."""
+        """Drop the remaining batches after a failure."""
         with self._lock:
             self._batches.close()
 

@@ -71,7 +71,7 @@ def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
 
 
 def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
-    """The way that is expected to be the fastest; where two are close, the source is spared."""
+    """Return the way expected to be fastest, with less source work if two are close."""
     wanted, connection = lease.wanted, lease.connection
     if connection.link.adds or not lease.node.staging.most() or not _may_stage(lease):
         return "direct"
@@ -97,7 +97,7 @@ def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
 
 
 def _with_buffers(lease: RankLease, stream: Stream, way: Way, costs: Costs) -> Way:
-    """The way, once its buffers are there; direct where there are none, or not soon enough."""
+    """Return the way once its buffers are acquired; `direct` if that fails or takes too long."""
     if way == "staged":
         lease.ask_after_all()
         if not _may_stage(lease):
@@ -144,7 +144,7 @@ def _can_land(lease: RankLease) -> bool:
 
 
 def _measured(lease: RankLease) -> Costs:
-    """What the link is measured at, if there are buffers for that now."""
+    """Measure the link if buffers are free now; default costs otherwise."""
     staging, connection = lease.node.staging, lease.connection
     lease.buffers = staging.acquire(min(BUFFERS, staging.most()))
     if not lease.buffers:
@@ -158,7 +158,7 @@ def _measured(lease: RankLease) -> Costs:
 
 
 def _measure(lease: RankLease) -> Costs:
-    """What this link costs: many short runs against one long one, between staging buffers."""
+    """Measure many short runs against one long one, between staging buffers."""
     staging = lease.node.staging
     piece = min(lease.opened.piece, staging.piece)
     short, count = 4096, max(1, min(64, piece // 8192))

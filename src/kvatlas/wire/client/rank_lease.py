@@ -109,7 +109,7 @@ class RankLease:
         self._renew_at = forever
 
     def _find_offer(self) -> SeenOffer | None:
-        """The offer where no more has to be known or done than its blocks read."""
+        """Return the offer from the board, if reading its blocks is all that the transfer needs."""
         wanted, connection = self.wanted, self.connection
         if not self.pull or wanted.checksums or wanted.how not in ("auto", "direct"):
             return None
@@ -160,7 +160,7 @@ class RankLease:
             raise protocol.bad_handshake(got)
 
     def _check_seen(self, offer: PostedOffer, told: Mapping[int, Int64s]) -> None:
-        """What a peer checks where it is asked."""
+        """Check an offer from the board as the peer would have done."""
         mine = {group: np.asarray(ids) for group, ids in (self.theirs or {}).items()}
         if mine:
             told = {group: np.where(ids == _NOT_NEEDED, -1, ids) for group, ids in told.items()}

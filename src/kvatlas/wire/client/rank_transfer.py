@@ -114,7 +114,7 @@ class RankTransfer:
             pull_direct(lease, stream, behind)
 
     def _behind(self) -> int | None:
-        """The mark behind which all of it is there; waits for layers that are yet to come."""
+        """Return the mark after which the stream may be read, after waiting for all layers."""
         opened = self.lease.opened
         return self._all_written() if opened.layered else opened.mark
 

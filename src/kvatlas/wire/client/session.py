@@ -379,7 +379,7 @@ class Session:
     def _after_started(
         self, transfer: Transfer, wanted: TransferRequest, started: StartedPull
     ) -> None:
-        """What comes after a read that was started; nothing more where it has failed."""
+        """Finish the work after a read that was started early. Does nothing if the read failed."""
         lease = started.tidy_up(self.node, wanted, transfer, _ANSWER_SECONDS)
         if lease is not None:
             self.node.metrics.ended("pull", "ok")

@@ -298,7 +298,7 @@ class Transfer:
         self._fail(problem)
 
     def _expire(self) -> None:
-        """End it where its deadline has passed: nobody has to wait for that but who looks."""
+        """End the transfer if its deadline has passed. Called by whichever thread checks."""
         if not self._over.is_set() and time.monotonic() > self.deadline:
             got = f"{self.moved:,} bytes after {time.monotonic() - self.begun:.1f} s"
             hint = "Allow more time, or retry on another replica"

@@ -149,7 +149,7 @@ class WarmShapes:
     def _foreseen(
         self, key: _Key, theirs: Mapping[int, BlockIds], mine: Mapping[int, Int64s]
     ) -> WarmShape | None:
-        """What a request is read by that is the first of its shape; its tables are checked."""
+        """Prepare the first request of a shape, and check its tables."""
         if max(map(len, theirs.values()), default=0) > _MOST_SPANS:
             return None
         wide = {group: ids.astype(np.int64) for group, ids in theirs.items()}

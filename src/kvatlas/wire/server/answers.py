@@ -169,7 +169,7 @@ class Answers:
             raise
 
     def _held(self, question: protocol.Open, peer: Peer) -> Offer | Expected:
-        """What this node offers to be read, or expects to be pushed, under a request's name."""
+        """Return the offer or expectation of a request."""
         with self.node.lock:
             held = self._held_now(question, peer)
         if held is None:
@@ -403,7 +403,7 @@ class Answers:
 
 
 def _is_complete(question: protocol.Open, held: Offer | Expected) -> bool:
-    """Whether nothing more is to come: all of it moves, or its reader wants no more."""
+    """Whether the transfer is the last one: it covers everything, or its reader is done."""
     if question.direction == "pull" and question.final:
         return True
     return question.layers is None and (question.start, question.stop) == (held.start, held.stop)

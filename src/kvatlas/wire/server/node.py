@@ -75,7 +75,7 @@ class Node(NodeState):
             raise
 
     def _check_transport(self) -> None:
-        """Refuse a transport that serves other hosts for a node that keeps nobody out."""
+        """Raise an error if the transport serves other hosts and the node is unprotected."""
         beyond = self.transport.beyond_host
         if beyond and not self.security.protected and not self.unprotected:
             raise open_to_strangers(f"transport {self.transport.name!r} at {beyond}")
@@ -200,7 +200,7 @@ class Node(NodeState):
     def _checked(
         self, blocks: Any, tokens: Any, end: str, *, recompute: int = 0
     ) -> tuple[dict[int, Int64s], int, int]:
-        """Block tables by group, and the first token and the one behind the last."""
+        """Return block tables by group, the first token, and the end of the token range."""
         start, stop = token_range(tokens, self.plan.max_len)
         tables = check_tables(
             self.plan, self.rank, blocks, (start, stop), end=end, recompute=recompute

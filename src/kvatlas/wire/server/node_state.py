@@ -328,7 +328,7 @@ class NodeState:
                 log.exception("released callback failed request=%r why=%s", request, why)
 
     def _lease_ended(self, lease: Lease) -> None:
-        """Let others have its buffers, once nothing can be read into them any more."""
+        """Return the lease's buffers once nothing can be written to them."""
         then = partial(self.staging.give_back, lease.buffers)
         self.quarantine.hold(lease.reads, then, sever=lease.sever)
 

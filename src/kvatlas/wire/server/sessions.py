@@ -142,6 +142,6 @@ class Sessions:
 
 
 def _digest(hello: Hello) -> bytes:
-    """What a hello says of its sender, whether or not the plan came along."""
+    """Return a digest of a hello without its plan."""
     alone = msgspec.structs.replace(hello, plan=None)
     return hashlib.sha256(msgspec.msgpack.encode(alone)).digest()

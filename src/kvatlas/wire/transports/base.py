@@ -147,7 +147,7 @@ class Handle(ABC):
         return self._settled
 
     def _settle(self) -> bool:
-        """Whether it is proved that nothing comes any more; not asked of what is done."""
+        """Whether the operation is proved to be over. Not called for a completed one."""
         return False
 
 

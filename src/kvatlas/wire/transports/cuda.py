@@ -194,7 +194,7 @@ class CudaTransport(Transport):
             raise
 
     def _end(self, token: str) -> CudaEnd:
-        """What a link to a peer has of this end."""
+        """Make this end's resources for a link."""
 
         def marks_here() -> DeviceMarks | None:
             peer = _here.get(token)

@@ -105,7 +105,7 @@ class CudaCopy(Handle):
         self._given_up = True
 
     def _settle(self) -> bool:
-        """Over where the device says so or has failed, or where it is never launched."""
+        """Whether the copy has ended, the device has failed, or the copy will never be launched."""
         with self._lock:
             if self._posted is None:
                 return self._given_up or self._failure is not None

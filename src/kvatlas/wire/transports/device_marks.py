@@ -62,7 +62,7 @@ class DeviceMarks:
         return self._made - 1
 
     def _tell_done(self, number: int) -> None:
-        """Let everybody know of a mark that is done, before its event is recorded again."""
+        """Publish a completed mark before its event is recorded again."""
         self.done = number
         if self.board is not None:
             self.board.tell_done(number)

@@ -32,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _MAX_RANGES = 1024
 """The maximum number of memory ranges in one system call (IOV_MAX)."""
 _WORTH_SORTING = 16
-"""The average number of adjacent runs below which sorting the runs saves calls."""
+"""Runs are sorted if fewer than this many, on average, are adjacent in the file."""
 
 _system = ctypes.CDLL(None, use_errno=True)
 for _call in (_system.preadv, _system.pwritev):
@@ -271,7 +271,7 @@ def _finish(
     offset: int,
     done: int,
 ) -> None:
-    """Repeat a call that did less than it was told, for the rest."""
+    """Repeat a partial read or write for the remaining ranges."""
     while True:
         problem = ctypes.get_errno() if done < 0 else 0
         if problem and problem != errno.EINTR:

@@ -160,7 +160,7 @@ def make_engine(host: str) -> Any:
 
 
 def _narrowed(before: Container[int], addresses: Iterable[str]) -> bool:
-    """Hold an engine's new sockets to some addresses; False where somebody was quicker."""
+    """Restrict an engine's new sockets to addresses; False if another process connected first."""
     after = listeners()
     new = [one for inode, one in after.items() if inode not in before and _everywhere(one)]
     try:
@@ -328,7 +328,7 @@ class MooncakeHandle(Handle):
             return not self._given_up
 
     def _release(self) -> None:
-        """No further call for it; one that is under way cannot be taken back."""
+        """Make no further call. A call in progress cannot be cancelled."""
         with self._lock:
             self._given_up = True
 

@@ -120,7 +120,7 @@ class NixlTransport(Transport):
             self.retired += link.retired
 
     def _close(self) -> None:
-        """End all agents; what is still under way after a while ends with them."""
+        """End all agents. Operations still in flight after a grace period end with them."""
         for link in list(self.links):
             link.close()
         deadline = time.monotonic() + _CLOSING

@@ -170,14 +170,14 @@ class NixlLink(Link):
         self._end_after(math.inf)
 
     def _end_after(self, seconds: float) -> None:
-        """End the agent once nothing is under way, or it is too late, without waiting for that."""
+        """End the agent in the background, once nothing is in flight or the time is over."""
         if self.posted:
             threading.Thread(target=self._drain, args=[seconds], daemon=True).start()
         else:
             self._end()
 
     def _drain(self, seconds: float) -> None:
-        """Look at what is under way until nothing is."""
+        """Poll until no operation is in flight."""
         deadline = time.monotonic() + seconds
         while self.posted and time.monotonic() < deadline:
             self._look_at_all()
@@ -281,7 +281,7 @@ class NixlHandle(Handle):
             raise
 
     def _settle(self) -> bool:
-        """Over where NIXL says so, or its agent is gone."""
+        """Whether NIXL reports the transfer as over, or its agent is gone."""
         link = self._link
         if self._arrived:
             return True

@@ -131,7 +131,7 @@ def _head(agent: str, backend: str) -> bytes:
 
 
 def _section(kind: Kind, backend: str, rows: int) -> bytes:
-    """What stands between an agent's address and its regions."""
+    """Return the section between an agent's address and its regions."""
     head = _field("", b"MemSection") + _field("nixlSecElms", _number(1 if rows else 0))
     if not rows:
         return head

@@ -104,7 +104,7 @@ class PairedNixlLink(NixlLink):
             self._second.sever()
 
     def _end(self) -> None:
-        """End both; what the other has under way comes to its end."""
+        """End both agents. Operations in flight with the second one finish first."""
         super()._end()
         with self._pairing:
             helper, second = self._helper, self._second

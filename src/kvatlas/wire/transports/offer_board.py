@@ -247,7 +247,7 @@ class PeerBoard:
                 yield seen
 
     def _look_at(self, slot: int, request: str) -> SeenOffer | None:
-        """What a slot has, if that is an offer of this name."""
+        """Return the content of a slot if it is an offer of this name."""
         generation, _, nbytes, digest = _ROW.unpack_from(self._memory, slot * _ROW.size)
         at = _HEAD_BYTES + slot * _SLOT_BYTES
         payload = self._memory[at : at + min(max(nbytes, 0), _SLOT_BYTES)]

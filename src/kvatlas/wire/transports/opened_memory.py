@@ -17,7 +17,7 @@ _MOST = 256
 
 @dataclass(frozen=True, slots=True)
 class ForeignAllocation:
-    """An allocation of a peer. The peer's token distinguishes handles that are used again."""
+    """An allocation of a peer. The peer's token distinguishes reused handles."""
 
     peer: str
     handle: bytes

@@ -36,7 +36,7 @@ class Stepwise(Handle):
         return False
 
     def _pause(self, seconds: float) -> None:
-        """Nobody else has to act: the next step follows at once."""
+        """Do not pause: the next step depends on no other process."""
 
     def _release(self) -> None:
         """No further step; one that another thread is in comes to its end."""

@@ -161,7 +161,7 @@ class SegmentServer:
         self._selector.register(one, selectors.EVENT_READ)
 
     def _hear(self, one: socket.socket) -> None:
-        """Answer a connection that says its token, or close it."""
+        """Answer a connection that presents its token, or close it."""
         process = self._waiting[one][0]
         try:
             if not hmac.compare_digest(one.recv(1 + TOKEN_BYTES), self.token):
@@ -213,7 +213,8 @@ def _ask(one: socket.socket, name: str, token: bytes, deadline: float) -> list[i
     one.connect(_address(name))
     _, user = other_end(one)
     if user != os.getuid():
-        raise errors.peer_lost("a process of another user")
+        problem, hint = "The peer belongs to another user", "Run both processes as the same user"
+        raise AtlasError(Code.PEER_LOST, problem, got=f"user {user}", hint=hint)
     one.send(token)
     descriptors: list[int] = []
     try:

@@ -182,7 +182,7 @@ class _TableLaunches:
     def __init__(self, copies: list[Any], pieces: list[_Piece]) -> None:
         self.copies, self.pieces = copies, pieces
         self.graph: int | None = None
-        """What launches all of them at once."""
+        """The graph that launches all of them at once."""
 
 
 class TorchPreparedRuns(PreparedRuns):
@@ -235,7 +235,7 @@ class TorchPreparedRuns(PreparedRuns):
         return table.posted
 
     def _make(self, table: RequestTable) -> _TableLaunches:
-        """What launches a request whose block ids are in a table."""
+        """Make the launches for a request whose block ids are in a table."""
         pieces = [piece for one in self._groups for piece in one.pieces(table.ids)]
         return _TableLaunches(_copies(self._queue, self._patterns, self._groups, table), pieces)
 

@@ -289,7 +289,7 @@ class _KeptStarts(NamedTuple):
     """Starts on the device."""
 
     starts: tuple[Int64s, Int64s]
-    """Kept too: nobody else's can have their identity meanwhile."""
+    """Kept alive so that its `id` is not reused."""
     placed: Any
     scales: dict[ElementCast, Any]
 
