@@ -94,7 +94,7 @@ def test_a_helper_process_that_fails_is_no_traceback(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (2, "")
     lines = result.stderr.splitlines()
     assert [line.split(":")[0].strip() for line in lines] == ["error", "got", "hint", "code"]
-    assert "The helper process did not start" in lines[0]
+    assert "The sample server process did not start" in lines[0]
     assert lines[1].endswith("RuntimeError: nothing works today")
 
 

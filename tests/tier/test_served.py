@@ -410,5 +410,5 @@ def test_another_users_socket_and_a_file_that_was_exchanged_are_not_used(
         TierClient(server.path)
     with pytest.raises(AtlasError, match="requires a socket path"):
         TierServer(Tier(tier_plan(MODEL)))
-    with pytest.raises(AtlasError, match="not shared"):
+    with pytest.raises(AtlasError, match="not in shared memory"):
         TierServer(Tier(tier_plan(MODEL)), tmp_path / "m")

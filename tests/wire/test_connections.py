@@ -356,7 +356,7 @@ def test_who_is_busy_says_so_and_is_asked_again(monkeypatch: pytest.MonkeyPatch)
         assert begun.wait(10)
         with Raw(made.endpoint) as raw:
             said = raw.ask(RENEW)
-            assert (said.code, said.retry, "Ask again in" in said.hint) == ("busy", 0.05, True)
+            assert (said.code, said.retry, "Retry after" in said.hint) == ("busy", 0.05, True)
         act = partial(asks.ask, made.endpoint, RENEW, deadline=soon(0.5))
         assert refused(act) in (Code.BUSY, Code.DEADLINE)
         threading.Timer(0.3, going_on.set).start()

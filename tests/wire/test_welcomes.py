@@ -116,9 +116,9 @@ def test_a_process_that_starts_again_leaves_nothing_of_its_last_run(
 
 def test_unlike_ends_are_told_what_is_unlike(attacked: Attacked) -> None:
     said = attacked.raw.ask(greeting(version=4, oldest=4))
-    assert (said.code, "which speaks version 3" in said.hint) == ("unlike_versions", True)
+    assert (said.code, "with version 3" in said.hint) == ("unlike_versions", True)
     said = attacked.raw.ask(greeting(version=1, oldest=1))
-    assert (said.code, "which speaks version 1" in said.hint) == ("unlike_versions", True)
+    assert (said.code, "with version 1" in said.hint) == ("unlike_versions", True)
     said = attacked.raw.ask(greeting(transport="pigeon"))
     assert (said.code, "transport" in said.hint) == ("bad_handshake", True)
     assert "version" not in said.hint
@@ -150,8 +150,10 @@ def test_logs_of_both_ends_name_the_request(caplog: pytest.LogCaptureFixture) ->
             assert failure(pull(session, target, "one\nthat fails")) is Code.UNKNOWN_REQUEST
     said = [record.getMessage() for record in caplog.records]
     assert any(line.startswith("open request='one that works'") for line in said)
-    assert any(line.startswith("refused question=open request='one\\nthat fails'") for line in said)
-    assert any(line.startswith("failed request='one\\nthat fails'") for line in said)
+    assert any(
+        line.startswith("rejected question=open request='one\\nthat fails'") for line in said
+    )
+    assert any(line.startswith("transfer failed request='one\\nthat fails'") for line in said)
     assert not any("\n" in line for line in said)
 
 

@@ -1,7 +1,7 @@
-"""Wires: bytes moved along routes, by transports that people run.
+"""Move KV caches between processes and hosts, along routes and over transports.
 
-A `Node` puts one rank's caches on the wire, a `Session` connects it to its peers, and a
-`Transfer` is one request on its way.
+A `Node` serves one rank's caches, a `Session` connects a node to its peers, and a `Transfer` tracks
+one request while it moves.
 """
 
 from kvatlas.wire.client import Session, Transfer

@@ -1,4 +1,4 @@
-"""What callers of nodes and sessions pass: refused here, before a peer has to refuse it."""
+"""Checks of the arguments of nodes and sessions, made before anything is sent to a peer."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from kvatlas.wire.protocol import LONGEST_NAME
 
 
 def check_node_name(name: Any) -> None:
-    """Refuse a node's name that peers would not take.
+    """Raise `bad_config` for a node name that peers would not accept.
 
     >>> check_node_name("decode-0")
     >>> check_node_name("x" * 257)
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: The name of a node is not a text of 1 to 256 characters. \
-Got a text of 257 characters. Use the host's name and the rank's number. [bad_config]
+    kvatlas.errors.AtlasError: A node name must be a string of 1 to 256 characters. \
+Got a string of 257 characters. Use the host's name and the rank's number. [bad_config]
     """
     if not _is_name(name):
-        problem = f"The name of a node is not a text of 1 to {LONGEST_NAME} characters"
+        problem = f"A node name must be a string of 1 to {LONGEST_NAME} characters"
         hint = "Use the host's name and the rank's number"
         raise AtlasError(Code.BAD_CONFIG, problem, got=_shown(name), hint=hint)
 
 
 def check_request_name(request: Any) -> None:
-    """Refuse a request's name that peers would not take."""
+    """Raise `unknown_request` for a request name that peers would not accept."""
     if not _is_name(request):
-        problem = f"The name of a request is not a text of 1 to {LONGEST_NAME} characters"
+        problem = f"A request name must be a string of 1 to {LONGEST_NAME} characters"
         hint = "Use the engine's request id"
         raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=_shown(request), hint=hint)
 
 
 def checked_identity(identity: Any) -> CacheIdentity:
-    """Return a cache identity, or refuse what is none.
+    """Return the cache identity, or raise `bad_config` if it is not a `CacheIdentity`.
 
     >>> checked_identity(None)
     Traceback (most recent call last):
@@ -55,22 +55,22 @@ identity=CacheIdentity(weights=...), or check_identity=False to exchange caches 
 
 
 def check_new_request(request: Any, known: Mapping[str, object]) -> None:
-    """Refuse a request that is offered or expected already."""
+    """Raise `twice` if the request is already offered or expected."""
     check_request_name(request)
     if request in known:
-        problem, hint = "The request is offered or expected already", "Withdraw or forget it first"
+        problem, hint = "The request is already offered or expected", "Withdraw or forget it first"
         raise AtlasError(Code.TWICE, problem, got=request, hint=hint)
 
 
 def text_list(given: Iterable[str], what: str) -> tuple[str, ...]:
-    """Texts in a list, each once; a text by itself is not a list of its letters.
+    """Return the unique strings of a list. A single string is an error, not a list of characters.
 
     >>> text_list(["a", "b", "a"], "endpoints")
     ('a', 'b')
     """
     named = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     if named is None or not all(isinstance(one, str) for one in named):
-        problem, hint = f"The {what} are not a list of texts", "Pass a list, also of one"
+        problem, hint = f"The {what} must be a list of strings", "Pass a list, even for one item"
         raise AtlasError(Code.BAD_CONFIG, problem, got=repr(given)[:100], hint=hint)
     return tuple(dict.fromkeys(named))
 
@@ -81,4 +81,4 @@ def _is_name(name: Any) -> bool:
 
 
 def _shown(name: Any) -> str:
-    return f"a text of {len(name)} characters" if isinstance(name, str) else repr(name)[:100]
+    return f"a string of {len(name)} characters" if isinstance(name, str) else repr(name)[:100]

@@ -1,9 +1,9 @@
-"""The blocks that a node is using, so that no two operations use one block in conflict.
+"""Block ownership: prevents two operations of a node from using one block in conflict.
 
 A block is free, offered (any number of offers and pushes read it), being filled by one pull,
-expected by one push, or quarantined: a failed pull may still write to it. Every operation of a
-node claims its blocks first, and fails with `blocks_in_use` if another claim conflicts. Each
-claim has a generation, so an old owner cannot release the claim of a newer one.
+expected by one push, or quarantined: a failed pull may still write to it. Every operation of a node
+claims its blocks first, and fails with `blocks_in_use` if another claim conflicts. Each claim has a
+generation, so an old owner cannot release the claim of a newer one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.planning import Plan
 
 Use = Literal["offered", "filling", "expected", "quarantined"]
-"""What a claim does with its blocks."""
+"""How a claim uses its blocks."""
 
 _SHOWN = 8
 _VERBS: dict[Use, str] = {

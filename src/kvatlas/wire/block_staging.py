@@ -1,9 +1,9 @@
-"""Whole blocks of a host's pool on their way to or from a GPU, by the GPU's copy engine.
+"""Copies of whole blocks between a pinned host pool and a GPU, by the GPU's copy engine.
 
-Blocks that lie in one piece on the host go over the link as they are, many at a time, into a
-buffer of the GPU or out of one. A kernel takes the buffer apart, or puts it together, in
-whatever order the GPU's own pools have, at the speed of the GPU's memory. So the link carries
-long stretches alone, which no kernel that reads across it does as fast.
+Blocks that are contiguous on the host cross the link unchanged, many at a time, into or out of a
+buffer on the GPU. A kernel then scatters the buffer into the GPU's pools, or gathers it from them,
+at the bandwidth of GPU memory. The link thus carries only long contiguous copies, which is faster
+than a kernel that reads across the link.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ STAGED_BYTES = 32 << 20
 
 @dataclass(frozen=True, eq=False)
 class BlockPiece:
-    """Some whole blocks of one host pool, which follow each other in the buffer."""
+    """Whole blocks of one host pool that are consecutive in the buffer."""
 
     pool: int
     blocks: Int64s
-    """Their ids, ascending."""
+    """Block ids, ascending."""
     grids: list[RunGrid]
-    """What moves, with the buffer at the host's end."""
+    """The runs to copy; the buffer replaces the host pool at the host's end."""
 
     def stretches(self, block_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Where blocks that follow each other lie: offsets in the pool and buffer, and bytes.
+        """Yield each contiguous stretch: pool offset, buffer offset and number of bytes.
 
         >>> piece = BlockPiece(0, np.array([3, 4, 9]), [])
         >>> list(piece.stretches(100))
@@ -49,20 +49,20 @@ class BlockPiece:
 
 
 class SplitBlocks(NamedTuple):
-    """What moves, divided by how it goes."""
+    """The runs of a copy, divided by how they are moved."""
 
     pieces: list[BlockPiece]
     rest: list[RunGrid]
-    """Of blocks that move in part, or are larger than the buffer."""
+    """Runs of blocks that move only in part or exceed the buffer."""
 
 
 def split_blocks(
     grids: Sequence[RunGrid], block_bytes: Mapping[int, int], *, end: int, room: int
 ) -> SplitBlocks:
-    """Divide runs into pieces of whole blocks of the host, and the rest.
+    """Divide runs into pieces of whole host blocks, and the remaining runs.
 
-    `end` is the host's: 0 for the source, 1 for the destination. A block is whole where every
-    one of its bytes moves.
+    `end` is the host's end: 0 for the source, 1 for the destination. A block is whole if all of its
+    bytes move.
     """
     split = SplitBlocks([], [])
     for pool in dict.fromkeys(_host_pool(grid, end) for grid in grids):
@@ -115,7 +115,7 @@ def _with_spans(grid: RunGrid, chosen: Any, end: int, at: Int64s) -> RunGrid:
 
 
 class BlockBuffer:
-    """A buffer of a GPU, and the stream on which it is used."""
+    """A buffer on a GPU, and the stream that uses it."""
 
     def __init__(self, queue: Any, room: int) -> None:
         self.queue, self.room = queue, room
@@ -125,7 +125,7 @@ class BlockBuffer:
         self, piece: BlockPiece, gpu: Mapping[int, Memory], pool: int, block_bytes: int, *,
         out: bool,
     ) -> Posted:  # fmt: skip
-        """Move a piece between a GPU's pools and a host's, which begins at an address."""
+        """Copy a piece between the GPU's pools and the host pool at address `pool`."""
         if self._buffer is None:
             self._buffer = self.queue.buffer(self.room)
         base = self._buffer.data_ptr()
@@ -140,29 +140,29 @@ class BlockBuffer:
 
 
 class BlockStaging:
-    """The buffers of one GPU; any thread may use them.
+    """The staging buffers of one GPU. Any thread may use them.
 
-    Pieces take them in turn: a kernel sees to one while the link carries the other.
+    Pieces alternate between the buffers: a kernel works on one while the link fills the other.
     """
 
     def __init__(self, queues: Sequence[Any], room: int = STAGED_BYTES) -> None:
-        """`room` is that of each; every queue has one."""
+        """`room` is the size of each buffer in bytes. Each queue has one buffer."""
         self._buffers = [BlockBuffer(queue, room) for queue in queues]
         self._used = 0
         self._lock = threading.Lock()
 
     @property
     def queue(self) -> Any:
-        """The first one's stream, for what needs no buffer."""
+        """The first buffer's queue, for work that needs no buffer."""
         return self._buffers[0].queue
 
     @property
     def room(self) -> int:
-        """Bytes of a piece, at most."""
+        """The maximum size of a piece in bytes."""
         return self._buffers[0].room
 
     def after_caller(self) -> None:
-        """What is moved from now on comes after what the caller's current stream has to do."""
+        """Order later copies after the work that is queued on the caller's current stream."""
         for buffer in self._buffers:
             buffer.queue.after_caller()
 
@@ -170,7 +170,7 @@ class BlockStaging:
         self, split: SplitBlocks, gpu: Mapping[int, Memory], host: Mapping[int, Memory],
         block_bytes: Mapping[int, int], under_way: list[Posted], *, out: bool,
     ) -> None:  # fmt: skip
-        """Move one piece after the other; each is `under_way`, also where a later one fails."""
+        """Copy pieces in order. Append each to `under_way`, even if a later piece fails."""
         for piece in split.pieces:
             pool, size = host[piece.pool].address, block_bytes[piece.pool]
             with self._lock:
@@ -179,7 +179,7 @@ class BlockStaging:
                 under_way.append(buffer.move(piece, gpu, pool, size, out=out))
 
     def close(self) -> None:
-        """Give the streams back; nothing is moved any more."""
+        """Release the streams. Nothing can be copied after this."""
         for buffer in self._buffers:
             buffer.queue.close()
 
@@ -187,7 +187,7 @@ class BlockStaging:
 def address_runs(
     grids: Sequence[RunGrid], src: Mapping[int, Memory], dst: Mapping[int, Memory]
 ) -> list[AddressRuns]:
-    """Grids between regions, by their addresses."""
+    """Convert grids between regions to runs between addresses."""
     return [
         AddressRuns(
             src[grid.src_pool].address, dst[grid.dst_pool].address,

@@ -1,8 +1,8 @@
-"""The end of the side channel that asks: connections to peers, kept for the next question.
+"""The client end of the side channel: connections to peers, kept open for the next question.
 
-A connection carries one question at a time, so that an answer belongs to its question; one
-whose question was given up is closed. A peer that has died is noticed at once by the end of
-its connections, those that wait for no answer included.
+A connection carries one question at a time, so an answer always belongs to the question before it.
+A connection whose question timed out is closed. When a peer dies, its connections end, so the loss
+is noticed at once, even on idle connections.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from kvatlas.wire.transports.errors import closed, failed, peer_lost
 from kvatlas.wire.unix_sockets import connect_to_path, unix_path
 
 _PER_ENDPOINT = 8
-"""Connections to one endpoint at most, and so questions that it is asked at once."""
+"""The maximum number of connections to one endpoint, and so of concurrent questions to it."""
 
 _ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 _CHECK_SECONDS = 0.05
-"""Seconds between looks at a connection that nobody uses."""
+"""Seconds between checks of an idle connection."""
 
 _REPEATABLE = (protocol.Hello, protocol.Renew, protocol.Gather, protocol.GetChecksums)
-"""Questions between nodes that do no harm when they are carried out twice."""
+"""Questions between nodes that are idempotent: a repeated one does no harm."""
 
 
 @dataclass
@@ -42,18 +42,18 @@ class _Pool:
 
     idle: list[Connection] = field(default_factory=list)
     opened: int = 0
-    """How many there are, the idle ones included."""
+    """The number of connections, including idle ones."""
     lost: int = 0
-    """How many the peer has ended so far."""
+    """How many connections the peer has ended so far."""
     choice: int = 0
-    """Which secret the peer was last found to know."""
+    """The index of the secret that the peer accepted last."""
 
 
 class Channels:
-    """A node's connections to its peers; any thread may ask.
+    """A node's connections to its peers. Any thread may ask questions.
 
-    Answers are of the type `answers`; questions of the types `repeatable` do no harm when they
-    are carried out twice.
+    Answers must be of the type `answers`. Questions of the types in `repeatable` are idempotent and
+    may be sent twice.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Channels:
         self._closed = False
 
     def ask(self, endpoint: str, message: protocol.Message, *, deadline: float) -> Any:
-        """The peer's answer, or its refusal raised here; never later than `deadline` (monotonic).
+        """Return the peer's answer, or raise the error it sent, by `deadline` (monotonic clock).
 
-        A peer that is busy is asked again when it says so, as long as there is time.
+        A busy peer is asked again after the delay that it requests, while there is time.
         """
         payload = protocol.encode(message)
         repeatable = isinstance(message, self._repeatable)
@@ -85,24 +85,24 @@ class Channels:
             time.sleep(pause)
 
     def monitor(self, endpoint: str) -> PeerMonitor:
-        """Notices from now on whether the peer at an endpoint dies."""
+        """Start watching for the death of the peer at an endpoint."""
         return PeerMonitor(self, endpoint, self.lost(endpoint))
 
     def lost(self, endpoint: str) -> int:
-        """How many connections a peer has ended so far; idle ones are looked at."""
+        """Check idle connections, and return how many connections the peer has ended so far."""
         with self._changed:
             pool = self._pools[endpoint]
             self._drop_ended(pool)
             return pool.lost
 
     def sweep(self) -> None:
-        """Close connections that peers have ended, also to endpoints that nobody asks any more."""
+        """Close connections that peers have ended, including those to unused endpoints."""
         with self._changed:
             for pool in self._pools.values():
                 self._drop_ended(pool)
 
     def close(self) -> None:
-        """Ask nobody any more; a connection that waits for its answer is closed after it."""
+        """Stop asking questions. A connection that waits for an answer is closed after it."""
         with self._changed:
             self._closed = True
             for pool in self._pools.values():
@@ -185,7 +185,7 @@ class Channels:
     def _lost(self, endpoint: str, problem: Exception) -> AtlasError:
         """The peer has ended a connection, or accepts none."""
         self._count_lost(endpoint)
-        return peer_lost(f"{str(problem) or 'the end of a connection'} at {endpoint}")
+        return peer_lost(f"{str(problem) or 'a closed connection'} at {endpoint}")
 
     def _open(self, endpoint: str, pool: _Pool, deadline: float) -> Connection:
         """A new connection, with the first secret that the peer knows too."""
@@ -203,7 +203,8 @@ class Channels:
                 continue
             except socket.gaierror as problem:
                 got = f"{problem} for {endpoint}"
-                raise failed(got, "Endpoints look like tcp://host:port") from None
+                unresolved = "The endpoint's host name cannot be resolved"
+                raise failed(got, "Use an endpoint such as tcp://host:port", unresolved) from None
             except OSError as problem:
                 raise self._lost(endpoint, problem) from None
             pool.choice = choice
@@ -228,23 +229,23 @@ class Channels:
 
 
 class PeerMonitor:
-    """Says whether a peer has died since it was made: cheap enough to ask between polls."""
+    """Detects that a peer has died since the monitor was made. Cheap enough for every poll."""
 
     def __init__(self, channels: Channels, endpoint: str, lost: int) -> None:
         self._channels, self._endpoint, self._lost = channels, endpoint, lost
         self._next = 0.0
 
     def check(self) -> None:
-        """Raise `peer_lost` where the peer has ended a connection since."""
+        """Raise `peer_lost` if the peer has ended a connection since."""
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + _CHECK_SECONDS
         if self._channels.lost(self._endpoint) > self._lost:
-            raise peer_lost(f"the end of a connection, {self._endpoint}")
+            raise peer_lost(f"a closed connection to {self._endpoint}")
 
 
 def no_answer(endpoint: str) -> AtlasError:
-    """The deadline passed before a peer answered."""
-    hint = "Check that it runs and can be reached, or allow more time"
+    """The error for a deadline that passed before the peer answered."""
+    hint = "Check that the peer is running and reachable, or allow more time"
     return AtlasError(Code.DEADLINE, got=f"no answer from {endpoint}", hint=hint)

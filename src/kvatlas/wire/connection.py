@@ -1,7 +1,7 @@
 """One connection of the side channel: frames over a TCP socket, each within a deadline.
 
-A frame is a length of 4 bytes and that many bytes of a message. Nothing is allocated for
-what a length claims, only for what arrives.
+A frame is a length of 4 bytes and that many bytes of a message. Nothing is allocated for what a
+length claims, only for what arrives.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _FINISH_SECONDS = 0.5
 _CHUNK = 1 << 16
 _LENGTH = struct.Struct(">I")
 _TLS_RECORDS = b"\x15\x16"
-"""First bytes of what an end says that speaks TLS: an alert, a handshake."""
+"""The first bytes of a TLS peer's data: an alert or a handshake."""
 _ZEROMQ = 0xFF
-"""First byte of what an end says that speaks version 1."""
+"""The first byte of the data of a peer with protocol version 1."""
 
 
 class Connection:
-    """Frames over a connected socket; one thread at a time may use it."""
+    """Frames over a connected socket. Only one thread at a time may use it."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._arrived = bytearray()
 
     def send(self, payload: bytes, deadline: float) -> None:
-        """Send a frame, whole by `deadline` (monotonic), or raise."""
+        """Send a whole frame by `deadline` (monotonic clock), or raise."""
         self._socket.settimeout(_left(deadline))
         self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
 
     def receive(self, deadline: float | None) -> bytes:
-        """The next frame, or EOFError; with no deadline, as long as it takes to begin."""
+        """Return the next frame, or raise EOFError. Without a deadline, wait until one starts."""
         arrived = self._arrived
         missing = self._missing()
         while missing > 0:
@@ -63,21 +63,21 @@ class Connection:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing has come that nobody has taken; the end of a connection counts too."""
+        """Whether no unread data has arrived and the peer has not closed the connection."""
         inside = self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN)
         return not self._arrived and not inside and not poll.poll(0)
 
     def hang_up(self, *, reading_only: bool = False) -> None:
-        """End it for whoever reads here, in another thread too; what is sent may still go."""
+        """Stop the thread that reads from this connection. Data may still be sent."""
         with suppress(OSError):
             # Not the method of TLS sockets, which would go on in the clear.
             how = socket.SHUT_RD if reading_only else socket.SHUT_RDWR
             socket.socket.shutdown(self._socket, how)
 
     def finish(self) -> None:
-        """Say no more, and let what was said be read: an end with bytes unread is a reset."""
+        """Stop sending, and let the peer read what was sent: closing at once might reset it."""
         with suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
             until = time.monotonic() + _FINISH_SECONDS
@@ -87,7 +87,7 @@ class Connection:
                     return
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._socket.close()
 
     def _missing(self) -> int:
@@ -115,14 +115,14 @@ def _left(deadline: float) -> float:
 def _no_frame(arrived: bytearray, nbytes: int) -> AtlasError:
     """Why what has come is no frame."""
     if arrived[0] in _TLS_RECORDS and arrived[1] == 3:
-        return not_the_secret("TLS, which this end does not speak without a secret")
+        return not_the_secret("a TLS connection, but this node has no secret")
     if arrived[0] == _ZEROMQ:
         return protocol.unlike_versions(1, 1)
     return protocol.bad_handshake(f"a frame of {nbytes:,} bytes")
 
 
 def tune(connected: socket.socket) -> None:
-    """Send small frames at once, and notice within seconds that the other host has gone."""
+    """Send small frames without delay, and detect within seconds that the other host is gone."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
@@ -132,7 +132,7 @@ def tune(connected: socket.socket) -> None:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Host and port of an endpoint.
+    """Split an endpoint into host and port.
 
     >>> split_endpoint("tcp://127.0.0.1:5555"), split_endpoint("tcp://[::1]:80")
     (('127.0.0.1', 5555), ('::1', 80))
@@ -141,18 +141,19 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     named = str(endpoint).startswith("tcp://") and host and "/" not in host
     if not named or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise failed(f"endpoint {str(endpoint)[:200]!r}", "Endpoints look like tcp://host:port")
+        got, hint = f"endpoint {str(endpoint)[:200]!r}", "Use an endpoint such as tcp://host:port"
+        raise failed(got, hint, "The endpoint is invalid")
     return host, int(port)
 
 
 def open_to_strangers(got: str) -> AtlasError:
-    """A node would listen beyond this host, and keep nobody out."""
-    hint = "Give all nodes a secret, or unprotected=True where the network is your own"
+    """The error for an endpoint that would accept connections from any host."""
+    hint = "Give all nodes a secret, or pass unprotected=True on a trusted network"
     return AtlasError(Code.UNPROTECTED, got=f"{got} and no secret", hint=hint)
 
 
 def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.socket:
-    """A socket that listens; beyond this host only if strangers are kept out, or on request."""
+    """Return a listening socket. Without protection, it must be local or opted in explicitly."""
     host, port = split_endpoint(endpoint)
     try:
         family, kind, number, _, address = socket.getaddrinfo(
@@ -170,5 +171,6 @@ def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.so
             raise
     except OSError as problem:
         got = f"{problem} for {endpoint}"
-        raise failed(got, "Use tcp://127.0.0.1:0 for any free port") from problem
+        hint = "Use tcp://127.0.0.1:0 for any free port"
+        raise failed(got, hint, "The node cannot listen at this endpoint") from problem
     return listening

@@ -1,10 +1,9 @@
-"""Between pools on a GPU and pools on the host, of one process: what a tier stores and fetches.
+"""Copies between GPU pools and host pools of one process, for a tier's stores and fetches.
 
-Where the host's pools are pinned, whole blocks go over the link as they lie there, and a kernel
-sees to the order of the GPU's pools (`block_staging`); blocks that move in part are read or
-written across the link by a kernel of few programs. Where they are not (memory that stands
-for a file), pieces go through two pinned buffers, one on the link while the processor is busy
-with the other.
+If the host pools are pinned, whole blocks cross the link unchanged and a kernel rearranges them for
+the GPU's pools (`block_staging`). Blocks that move only in part are read or written across the link
+by a kernel with few programs. If the host pools are not pinned (a mapped file, for example), the
+bytes pass through two pinned buffers: the link fills one while the processor works on the other.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns, Posted
 
 _PIECE = 32 << 20
-"""Bytes of a buffer; no run is longer than half of it."""
+"""The size of a buffer in bytes. No run is longer than half of it."""
 _OUT = {"programs": 8, "tile": 16384, "warps": 16, "stages": 3}
 _IN = {"programs": 32, "tile": 16384, "warps": 16, "stages": 1}
-"""How a kernel that reaches the host is launched. Reads wait for answers: they need more."""
+"""Launch options of kernels that access host memory. Reads need more programs to hide latency."""
 
 
 class GpuOffload:
-    """Copies between GPU pools and host pools, by index."""
+    """Copies between GPU pools and host pools, by pool index."""
 
     def __init__(
         self,
@@ -41,24 +40,24 @@ class GpuOffload:
         block_bytes: Mapping[int, int],
         staging: BlockStaging,
     ) -> None:
-        """`pinned` says that the GPU reaches all of the host's pools, of blocks in one piece."""
+        """`pinned`: the GPU can access all host pools, and their blocks are contiguous."""
         self._gpu, self._host, self.pinned = dict(gpu), dict(host), pinned
         self._block_bytes, self._staging, self._queue = block_bytes, staging, staging.queue
 
     def store(self, copies: Sequence[Copy]) -> None:
-        """From the GPU to the host, behind what the caller's stream has to do."""
+        """Copy from the GPU to the host, after the work queued on the caller's stream."""
         self._move(copies, out=True)
 
     def fetch(self, copies: Sequence[Copy]) -> None:
-        """From the host to the GPU."""
+        """Copy from the host to the GPU."""
         self._move(copies, out=False)
 
     def store_sums(self, grids: Sequence[RunGrid]) -> None:
-        """The same as `store` of runs that nobody has written out, to pools that are pinned."""
+        """Like `store`, for the runs of grids, to pinned pools."""
         self._direct(grids, out=True)
 
     def fetch_sums(self, grids: Sequence[RunGrid]) -> None:
-        """The same as `fetch`, from pools that are pinned."""
+        """Like `fetch`, for the runs of grids, from pinned pools."""
         self._direct(grids, out=False)
 
     def _move(self, copies: Sequence[Copy], *, out: bool) -> None:
@@ -129,7 +128,7 @@ class GpuOffload:
 
 
 def piece_bytes(pieces: Sequence[Sequence[Copy]]) -> int:
-    """Bytes of the largest of some pieces."""
+    """Return the size in bytes of the largest piece."""
     return max((sum(copy.nbytes for copy in piece) for piece in pieces), default=0)
 
 
@@ -164,19 +163,19 @@ def _pieces(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
 
 
 class HostPins:
-    """Host pools that are pinned for the GPU, each once, until they are let go."""
+    """Host pools that are pinned for the GPU, each once, until `release`."""
 
     def __init__(self) -> None:
         self._pins: dict[int, PinnedMemory] = {}
 
     def pin(self, pools: Mapping[int, Bytes]) -> bool:
-        """Pin pools that are not yet; whether all of them are now."""
+        """Pin the pools that are not pinned yet. Return whether all of them are pinned now."""
         for pool in pools.values():
             if pool.nbytes and pool.ctypes.data not in self._pins:
                 self._pins[pool.ctypes.data] = PinnedMemory(pool)
         return all(pin.held for pin in self._pins.values())
 
     def release(self) -> None:
-        """Let go of all."""
+        """Unpin all pools."""
         while self._pins:
             self._pins.popitem()[1].release()

@@ -1,9 +1,9 @@
-"""Which bytes of a source are read together, and how they get from a buffer into their blocks.
+"""Batches for coalesced reads: which source bytes to read together, and how to scatter them.
 
-Runs are short where the two ends lie differently; at the source most of them touch. Those that
-lie close together there, and at regular steps at both ends, are a tile: what is read, sorted
-and put in place goes by tiles, of which there are few, whatever their runs. Tiles that touch
-are read as one.
+Runs are short where the two layouts differ, but at the source most of them are adjacent. Runs that
+are close together at the source, and at regular strides at both ends, form a tile. Reading, sorting
+and scattering work on tiles, of which there are few regardless of the number of runs. Adjacent
+tiles are read as one.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports.base import STAGING
 
 _SHARE = 4
-"""A tile has a quarter of a buffer at most, and so has a run."""
+"""The fraction of a buffer that a tile or a run may fill: a quarter."""
 _SPARSE = 8
-"""A tile reaches over eight times its own bytes at most: others may fill what is between."""
+"""The span of a tile is at most this multiple of its bytes: other tiles may fill its gaps."""
 _MOST_TILES = 1 << 17
-"""Tiles that are sorted together, more or less: so many take 10 MB."""
+"""The approximate number of tiles that are sorted together. This many take 10 MB."""
 _LOOKED_AT = 16
-"""Spans that tell what the others are like."""
+"""The number of spans from which the others are estimated."""
 _KEPT = 1 << 10
-"""Tiles of a batch whose steps are kept for batches that lie alike."""
+"""The maximum number of tiles in a batch whose strides are cached for similar batches."""
 
 
 class Placing(NamedTuple):
-    """Runs of one length that lie at nested steps in a batch, and where they go in a pool."""
+    """Runs of one length at nested strides in a batch, and their destinations in a pool."""
 
     pool: int
     places: NestedSteps
     length: int
 
     def carry_out(self, batch: Bytes, pools: Mapping[int, Bytes]) -> None:
-        """Copy them out of a batch that was read."""
+        """Copy the runs of a batch into their pool."""
         copy_nested_unchecked(batch, pools[self.pool], self.places, self.length)
 
 
 class LandingBatch(NamedTuple):
-    """Ranges of a source's pool that are read one behind the other, and where they go then."""
+    """Ranges of a source pool that are read consecutively into a buffer, and their destinations."""
 
     pool: int
     src: Int64s
@@ -60,20 +60,20 @@ class LandingBatch(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are put in place."""
+        """The number of bytes that are scattered."""
         return sum(
             one.length * len(one.places.src) * prod(step.times for step in one.places.steps)
             for one in self.placing
         )
 
     def read(self, at: int) -> Copy:
-        """What is read into the staging memory, from an offset on."""
+        """Return the copy that reads the batch into the staging memory at an offset."""
         places = np.cumsum(self.length) - self.length + at
         return Copy(self.pool, STAGING, self.src, places, self.length)
 
 
 class _Tiles(NamedTuple):
-    """Where the tiles of a grid start, beside its spans, and the steps in each."""
+    """The starts of a grid's tiles relative to its spans, and the strides inside each tile."""
 
     grid: RunGrid
     src: Int64s
@@ -82,21 +82,21 @@ class _Tiles(NamedTuple):
     reach: int
     """Bytes between the first run of a tile and the start of its last, at the source."""
     extent: int
-    """The same of what would be a tile if there were room for it."""
+    """The reach if the tile's size were not limited."""
 
     @classmethod
     def of(cls, grid: RunGrid, most: int) -> _Tiles:
-        """As many steps in a tile as keep it dense, and within `most` bytes."""
+        """Put as many strides into a tile as keep it dense and within `most` bytes."""
         return cls(grid, *_tiled(grid.starts, int(grid.length.max()), most))
 
     @property
     def source_stop(self) -> int:
-        """Where the last of them ends at the source."""
+        """The end of the last tile at the source."""
         return int((self.grid.src + self.grid.length).max()) + int(self.src.max()) + self.reach
 
 
 def landing_batches(grids: Sequence[RunGrid], room: int) -> Generator[LandingBatch]:
-    """All runs of some grids, in batches of at most `room` bytes."""
+    """Yield all runs of the grids, in batches of at most `room` bytes."""
     alike: defaultdict[tuple[int, int], list[RunGrid]] = defaultdict(list)
     for grid in grids:
         if len(grid):
@@ -110,7 +110,7 @@ def landing_batches(grids: Sequence[RunGrid], room: int) -> Generator[LandingBat
 
 
 def expected_reads(grids: Sequence[RunGrid], room: int) -> tuple[int, int]:
-    """Ranges that are read for some grids, and their bytes, as far as the first spans tell."""
+    """Estimate the number of ranges read for some grids, and their bytes, from the first spans."""
     some = [_first_spans(grid) for grid in grids if len(grid)]
     reads = [batch.length for batch in landing_batches(some, room)]
     total, part = (max(1, sum(grid.nbytes for grid in several)) for several in (grids, some))

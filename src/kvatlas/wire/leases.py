@@ -1,4 +1,4 @@
-"""Offers, expectations and leases: who may touch which blocks, and until when."""
+"""Offers, expectations and leases: which peers may access which blocks, and until when."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import Handle
 
 Released = Callable[[str, str], None]
-"""Called with a request and why: `read`, `let_go`, `expired`, `withdrawn` or `closed`."""
+"""Called with a request and a reason: `read`, `let_go`, `expired`, `withdrawn` or `closed`."""
 
 _MAX_LEASES = 1 << 16
-"""Leases that may be open at once: a peer cannot make this process keep more."""
+"""The maximum number of open leases, so that peers cannot exhaust this process's memory."""
 
 _MAX_ENTRIES = 1 << 24
-"""Entries that the block tables of all open leases may have together, for the same reason."""
+"""The maximum number of block table entries over all open leases, for the same reason."""
 
 
 @dataclass
@@ -44,21 +44,21 @@ class Held:
     """The identity of the cache; None if the node compares no identities."""
 
     def release_blocks(self) -> None:
-        """Let other operations of the node use the blocks."""
+        """Release the claim, so that other operations of the node can use the blocks."""
         if self.claim is not None:
             self.claim.release()
 
     def check_asked(self, tokens: tuple[int, int], told: Mapping[int, Int64s], plan: Plan) -> None:
-        """Refuse tokens that are not held, and a peer that means other blocks by the request."""
+        """Raise an error if the tokens are not held, or the peer names other blocks for them."""
         for group, ids in told.items():
             mine = self.blocks.get(group)
             kept = mine >= 0 if mine is not None and len(ids) == len(mine) else None
             if mine is None or kept is None or not np.array_equal(ids[kept], mine[kept]):
                 raise AtlasError(
                     Code.UNKNOWN_REQUEST,
-                    "The two ends mean different blocks by the request",
-                    got=f"other blocks for group {group}",
-                    hint="Leave the peer's blocks out to be told them",
+                    "The peer's block table differs from the one of the request",
+                    got=f"different blocks for group {group}",
+                    hint="Omit the peer's blocks to use those that it reports",
                 )
         # A lone recurrent state is the one after the last token.
         alone = any(
@@ -69,15 +69,19 @@ class Held:
         if not self.start <= start <= stop <= self.stop or (alone and stop != self.stop):
             raise AtlasError(
                 Code.BAD_TOKENS,
-                f"The tokens are not among {self.start}..{self.stop}"
-                + (", or do not end with the last, whose state is the one kept" if alone else ""),
+                f"The tokens must be within {self.start}..{self.stop}"
+                + (
+                    " and end with the last token, the only one whose state is kept"
+                    if alone
+                    else ""
+                ),
                 got=(start, stop),
-                hint="Ask for what is offered",
+                hint="Request only tokens that are offered or expected",
             )
 
 
 class WrittenLayers:
-    """Layers of an offer that have been written, each with its mark."""
+    """The layers of an offer that are written, each with its mark."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
@@ -85,17 +89,17 @@ class WrittenLayers:
         self._changed = threading.Condition()
 
     def add(self, layer: str, mark: int | None) -> None:
-        """A layer has been written, once what was marked is done."""
+        """Record that a layer is written once its mark completes."""
         with self._changed:
             if layer not in self._names or layer in self._written:
-                problem = "There is no such layer, or it was written before"
-                hint = "Name each layer of the node's plan once"
+                problem = "The layer does not exist or was already written"
+                hint = "Call layer_written once per layer of the node's plan"
                 raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(layer)[:300], hint=hint)
             self._written[layer] = mark
             self._changed.notify_all()
 
     def wait(self, layer: str, seconds: float) -> tuple[bool, int | None]:
-        """Whether a layer is written within so many seconds, and its mark."""
+        """Wait up to `seconds` for a layer. Return whether it is written, and its mark."""
         with self._changed:
             written = self._changed.wait_for(lambda: layer in self._written, seconds)
             return written, self._written.get(layer)
@@ -103,34 +107,34 @@ class WrittenLayers:
 
 @dataclass
 class Offer(Held):
-    """Blocks of a finished request, kept as they are until they are read or the offer expires."""
+    """Blocks of a finished request, kept unchanged until they are read or the offer expires."""
 
     expires: float
     released: Released | None = None
     readers: frozenset[str] | None = None
     """Names of the nodes that may read it; None for any."""
     read_by: set[tuple[bytes, int]] = field(default_factory=set)
-    """Destinations that read no more of it: the hash of a plan, and a rank of it."""
+    """Destinations that will read no more of it, each as the hash of a plan and a rank."""
     let_go_by: set[tuple[bytes, int]] = field(default_factory=set)
-    """Those of them that have not said that they had read it, or cannot have."""
+    """Destinations in `read_by` that are not known to have read all of it."""
     mark: int | None = None
-    """Behind which the blocks hold what they shall, where they are on a GPU."""
+    """The mark after which the blocks hold their content, if they are on a GPU."""
     layers: WrittenLayers | None = None
-    """Those that are written already; None where all are."""
+    """The layers that are written; None if all of them are."""
 
     def may_be_read_by(self, name: str) -> bool:
-        """Whether a node of this name may read it."""
+        """Whether a node of this name may read the offer."""
         return self.readers is None or name in self.readers
 
 
 @dataclass
 class Expected(Held):
-    """Blocks into which a request is to be pushed."""
+    """Blocks into which a request will be pushed."""
 
     source: bytes
-    """The hash of the plan that it comes from."""
+    """The hash of the source's plan."""
     sources: frozenset[int]
-    """Ranks of that plan that all have to push."""
+    """The ranks of that plan, all of which must push."""
     pushers: frozenset[str]
     """Names of the nodes that may push."""
     current: dict[int, bytes] = field(default_factory=dict)
@@ -138,31 +142,31 @@ class Expected(Held):
     arrived: set[int] = field(default_factory=set)
     """Source ranks whose bytes are complete. An arrived rank is not pushed again."""
     ready: threading.Event = field(default_factory=threading.Event)
-    """Set once this node has itself put every byte of every source where it belongs."""
+    """Set once this node has itself copied every byte of every source into the blocks."""
     mark: int | None = None
-    """Behind which the blocks may be written, where they are on a GPU."""
+    """The mark after which the blocks may be written, if they are on a GPU."""
 
     @property
     def complete(self) -> bool:
-        """Whether all sources have arrived."""
+        """Whether all source ranks have arrived."""
         return self.sources <= self.arrived
 
     def may_be_pushed_by(self, peer: Peer) -> bool:
-        """Whether a peer may begin to push its part."""
+        """Whether a peer may start to push its part."""
         if peer.plan_hash != self.source or peer.name not in self.pushers:
             return False
         return peer.rank not in self.arrived
 
 
 class LeaseRead:
-    """One read into a lease's buffers, which are in use from before it is posted."""
+    """One read into a lease's buffers, which count as in use from before it is posted."""
 
     def __init__(self) -> None:
         self._over = False
         self._posted: Handle | None = None
 
     def run(self, post: Callable[[], Handle], deadline: float, check: Callable[[], None]) -> None:
-        """Post it and wait; `check` is called meanwhile, and what it raises ends the wait."""
+        """Post the read and wait. `check` is called in between; an error from it ends the wait."""
         try:
             self._posted = post()
         finally:
@@ -173,13 +177,13 @@ class LeaseRead:
             self._posted.release()
 
     def settle(self) -> bool:
-        """Whether nothing can be read into the buffers any more."""
+        """Whether nothing can be written to the buffers anymore."""
         return self._over or (self._posted is not None and self._posted.settle())
 
 
 @dataclass
 class Lease:
-    """One transfer's right to the blocks of one request."""
+    """One transfer's right to use the blocks of one request."""
 
     key: bytes
     session: bytes
@@ -187,26 +191,26 @@ class Lease:
     direction: Direction
     peer_rank: int
     complete: bool
-    """Whether it covers all that is offered or expected, every layer of it."""
+    """Whether it covers everything that is offered or expected, in every layer."""
     stream: AnyStream
     entries: int
-    """Entries of the block tables that it keeps."""
+    """The number of block table entries that it keeps."""
     expires: float
     buffers: list[int] = field(default_factory=list)
-    """Staging buffers of this process that are the lease's own."""
+    """Staging buffers of this process that are reserved for the lease."""
     gathered: int = 0
-    """Bytes from the first on of a pulled stream that this process has gathered for its reader."""
+    """Leading bytes of a pulled stream that this process has gathered for the reader."""
     fetched: int = 0
-    """Bytes of a pushed stream that this process has read and put into the blocks."""
+    """Bytes of a pushed stream that this process has read and copied into the blocks."""
     received: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Checksums of its pieces as they came, where they were converted before they were put."""
+    """Checksums of pieces as received, if they were converted before they were stored."""
     reads: list[LeaseRead] = field(default_factory=list)
-    """What this process is reading into those buffers."""
+    """Reads of this process into those buffers that are in flight."""
     sever: Callable[[], None] = lambda: None
-    """Tears down the link that those reads go over."""
+    """Severs the link that those reads use."""
     over: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
-    """Held while this process touches blocks or buffers for the lease, which cannot end then."""
+    """Held while this process accesses blocks or buffers for the lease. It cannot end then."""
 
     @property
     def held(self) -> bool:
@@ -219,34 +223,34 @@ class Lease:
         return max(0.0, self.expires - time.monotonic())
 
     def check(self) -> None:
-        """Refuse a lease that is no longer held."""
+        """Raise `lease_expired` if it is no longer held."""
         if not self.held:
             raise lease_expired()
 
     def check_all_moved(self, moved: int) -> None:
-        """Refuse to call a transfer complete of which so many bytes have moved, and not all."""
+        """Raise an error if fewer bytes have moved than the stream has."""
         if moved != self.stream.nbytes:
-            problem = f"A {self.direction} was called complete before all of it had moved"
+            problem = f"The peer closed a {self.direction} as complete before all bytes had moved"
             got = f"{moved:,} of {self.stream.nbytes:,} bytes"
-            hint = "Have every piece gathered or fetched first"
+            hint = "Gather or fetch every piece first"
             raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
 
 
 def lease_expired() -> AtlasError:
-    """The lease has ended, or there never was one."""
+    """The error for a lease that has ended or never existed."""
     return AtlasError(
         Code.LEASE_EXPIRED,
-        got="a lease that has expired, was closed, or was never granted",
-        hint="Open the transfer again, for longer",
+        got="a lease that is not open",
+        hint="Retry with a longer time limit",
     )
 
 
 class Leases:
-    """All leases of a process; any thread may use them.
+    """All leases of a process. Any thread may use them.
 
     Locks are taken in one order: a lease's guard, then the node's lock, then those of leases,
-    sessions, routes and staging buffers, under which nothing else is taken. Nothing that waits
-    for a peer, binds or compiles is done under any of them, but copies under a guard.
+    sessions, routes and staging buffers. No other lock is taken under the last group. Waiting for a
+    peer, binding and compiling never happen under any of these locks; copies run under a guard.
     """
 
     def __init__(self, ended: Callable[[Lease], None]) -> None:
@@ -260,23 +264,23 @@ class Leases:
             return len(self._open)
 
     def grant(self, seconds: float, **fields: Any) -> Lease:
-        """A new lease of so many seconds."""
+        """Grant a new lease for `seconds`."""
         lease = Lease(key=new_key(), expires=time.monotonic() + seconds, **fields)
         with self._lock:
             if len(self._open) >= _MAX_LEASES or self._entries + lease.entries > _MAX_ENTRIES:
                 raise AtlasError(
                     Code.TOO_MANY,
-                    f"Too many transfers are open: {_MAX_LEASES:,}, and {_MAX_ENTRIES:,} blocks "
-                    "in all, are the most",
-                    got=f"one more of {lease.entries:,} blocks",
-                    hint="Close transfers, or wait until their leases expire",
+                    f"Open transfers are limited to {_MAX_LEASES:,}, and to {_MAX_ENTRIES:,} "
+                    "block table entries in total",
+                    got=f"one more with {lease.entries:,} entries",
+                    hint="Close some transfers, or wait until their leases expire",
                 )
             self._open[lease.key] = lease
             self._entries += lease.entries
         return lease
 
     def find(self, key: bytes, session: bytes) -> Lease:
-        """A lease of this session that is still held."""
+        """Return a lease of this session, or raise `lease_expired`."""
         with self._lock:
             lease = self._open.get(key)
         if lease is None or lease.session != session or not lease.held:
@@ -284,7 +288,7 @@ class Leases:
         return lease
 
     def renew(self, lease: Lease, seconds: float) -> None:
-        """Extend a lease to at least so many seconds from now."""
+        """Extend a lease to at least `seconds` from now."""
         lease.expires = max(lease.expires, time.monotonic() + seconds)
 
     def fence(self, newer: Lease) -> list[Lease]:
@@ -322,7 +326,7 @@ class Leases:
         self._drop_where(lambda lease: not lease.held)
 
     def drop_request(self, request: str, direction: Direction) -> None:
-        """End all leases of a request in one direction: it may be offered and expected at once."""
+        """End all leases of a request in one direction. It may be offered and expected at once."""
         self._drop_where(lambda lease: (lease.request, lease.direction) == (request, direction))
 
     def drop_all(self, sessions: set[bytes] | None = None) -> None:

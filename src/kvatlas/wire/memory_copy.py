@@ -1,9 +1,9 @@
 """Copies of runs between byte buffers of one address space, in steps.
 
-Short runs of one length are elements of a type that wide, which start at any byte of a
-buffer: numpy copies thousands of them in one call. Long runs go one by one at the speed of
-memcpy. The work is done in steps of a few milliseconds, so that whoever drives it can look
-at the clock, or at the peer, in between.
+Short runs of one length are copied as numpy elements of that width, which may start at any byte of
+a buffer: one call copies thousands. Long runs are copied one by one at the speed of memcpy. The
+work is divided into steps of a few milliseconds, so that the caller can check the clock or the peer
+in between.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from kvatlas.wire.transports.base import HOST, Memory
 from kvatlas.wire.transports.cuda_driver import load_driver
 
 STEP = 16 << 20
-"""Bytes that are copied between two looks at the clock."""
+"""Bytes that are copied per step."""
 
 _SHORT = 8 << 10
-"""Runs up to here are copied together; longer ones are copied faster one by one."""
+"""Runs of up to this many bytes are copied together; longer ones are faster one by one."""
 _SHORT_PACKED = 16 << 10
-"""The same where the runs follow each other in one of the buffers."""
+"""The same limit for runs that are contiguous in one of the buffers."""
 _FEW = 4
-"""Fewer short runs than this are not worth an array."""
+"""With fewer short runs than this, building an array costs more than it saves."""
 _CACHED = 256 << 10
-"""Bytes that are copied together: what stays in the processor's cache on its way."""
+"""Bytes that are copied together, so that they stay in the processor's cache."""
 _UNLOCKED = 1 << 20
-"""Runs from here on are copied without holding up other threads."""
+"""Runs of at least this many bytes are copied without blocking other threads."""
 
 Steps = Iterator[None]
 
 
 def as_bytes(memory: Memory) -> Bytes:
-    """The bytes of a host region of this process; whoever registered it keeps it alive."""
+    """View a host region of this process as bytes. The caller keeps the region alive."""
     if memory.device != HOST:
-        hint = "Copy it to the host first, or use a transport that reaches GPUs"
-        problem = "The processor cannot reach memory of a GPU"
+        hint = "Copy it to the host first, or use a transport that supports GPUs"
+        problem = "Host code cannot access GPU memory"
         raise AtlasError(Code.WRONG_DEVICE, problem, got=f"memory on {memory.device}", hint=hint)
     region: Any = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
     return np.frombuffer(region, np.uint8)
 
 
 def memory_of(pools: Any) -> dict[int, Memory]:
-    """Where pools are, as transports register them; keeps the pools alive.
+    """Return the pools as regions that transports can register. Each region keeps its pool alive.
 
-    Pools are those of a `Cache`, or by index: numpy arrays, or tensors on any device, each one
-    contiguous stretch. What is `Memory` already stays as it is.
+    `pools` are a `Cache`, or numpy arrays or tensors on any device by index, each contiguous.
+    `Memory` values are returned unchanged.
 
     >>> pool = np.zeros(64, np.uint8)
     >>> memory_of({0: pool})[0].nbytes, memory_of({0: pool})[0].device
@@ -62,7 +62,7 @@ def memory_of(pools: Any) -> dict[int, Memory]:
     """
     given = getattr(pools, "pools", pools)
     if not isinstance(given, Mapping):
-        raise _no_pool("its pools", given)
+        raise _no_pool("this value", given)
     return {index: _memory_of(index, pool) for index, pool in given.items()}
 
 
@@ -79,7 +79,7 @@ def _memory_of(index: int, pool: Any) -> Memory:
 
 
 def is_on_gpu(pools: Any) -> bool:
-    """Whether pools, as `memory_of` takes them, are in a GPU's memory.
+    """Whether pools, as accepted by `memory_of`, are in GPU memory.
 
     >>> is_on_gpu({0: np.zeros(8)}), is_on_gpu({0: Memory(64, 8, "cuda:0")}), is_on_gpu(None)
     (False, True, False)
@@ -90,7 +90,7 @@ def is_on_gpu(pools: Any) -> bool:
 
 
 def device_of(tensor: Any) -> str:
-    """The name of the device that a torch tensor is on.
+    """Return the name of a torch tensor's device.
 
     >>> import torch
     >>> device_of(torch.zeros(1))
@@ -101,13 +101,13 @@ def device_of(tensor: Any) -> str:
 
 
 def _no_pool(what: str, got: object) -> AtlasError:
-    problem = f"{what[0].upper()}{what[1:]} cannot be put on a wire"
-    hint = "Pass a Cache, or by index Memory, arrays or tensors, each in one contiguous stretch"
+    problem = f"{what[0].upper()}{what[1:]} cannot be registered with a transport"
+    hint = "Pass a Cache, or a dict of contiguous arrays, tensors or Memory by pool index"
     return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
 
 
 def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]) -> None:
-    """Carry out copies between pools, all at once.
+    """Copy runs between pools, without intermediate steps.
 
     >>> pools = {0: np.arange(8, dtype=np.uint8)}, {0: np.zeros(8, dtype=np.uint8)}
     >>> copy_pools([Copy(0, 0, np.array([6, 0]), np.array([0, 4]), np.array([2, 3]))], *pools)
@@ -121,16 +121,19 @@ def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[in
 
 
 def find_pool(pools: Mapping[int, Bytes], index: int) -> Bytes:
-    """A pool by its index, or a refusal."""
+    """Return a pool by its index, or raise an error."""
     if index not in pools:
-        problem, hint = "There is no memory of a pool", "Pass every pool of the plan by its index"
-        got = f"pool {index}, not one of {list(pools)}"
+        problem, hint = (
+            "The memory of a pool is missing",
+            "Pass every pool of the plan by its index",
+        )
+        got = f"pool {index}; there are pools {list(pools)}"
         raise AtlasError(Code.OUT_OF_BOUNDS, problem, got=got, hint=hint)
     return pools[index]
 
 
 def copy_runs(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: Int64s) -> Steps:
-    """Copy runs from buffer to buffer, a step at a time.
+    """Copy runs between two buffers, one step per iteration.
 
     >>> src, dst = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
     >>> for _ in copy_runs(src, dst, np.array([6, 0]), np.array([0, 5]), np.array([2, 3])):
@@ -146,7 +149,7 @@ def copy_runs(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: In
 def copy_runs_unchecked(
     src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: Int64s
 ) -> Steps:
-    """`copy_runs` of runs that are known to lie inside both buffers, which nobody looks at."""
+    """`copy_runs` without bounds checks, for runs that are known to be inside both buffers."""
     if not len(length):
         return
     if one_length(length):
@@ -166,7 +169,7 @@ def copy_runs_unchecked(
 
 
 def one_length(length: Int64s) -> bool:
-    """Whether all runs, of which there are some, have the same length."""
+    """Whether all runs have the same length. There must be at least one run."""
     return length.strides == (0,) or bool((length == length[0]).all())
 
 
@@ -245,7 +248,7 @@ def _one_by_one(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: 
 
 
 def split_runs(src_at: Int64s, dst_at: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """The same runs, none longer than a step.
+    """Split runs so that none is longer than a step.
 
     >>> runs = split_runs(np.array([0]), np.array([7]), np.array([STEP + 1]))
     >>> [column.tolist() for column in runs]
@@ -260,7 +263,7 @@ def split_runs(src_at: Int64s, dst_at: Int64s, length: Int64s) -> tuple[Int64s, 
 
 
 def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Bytes]:
-    """The pools of a rank as bytes, from `Memory`, numpy arrays or CPU tensors, by index."""
+    """Return the pools of a rank as bytes, from `Memory`, numpy arrays or CPU tensors, by index."""
     pools = {}
     for index, pool in plan.rank_pools(rank).items():
         held = _bytes_of(given[index]) if index in given else None
@@ -271,7 +274,7 @@ def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Byt
 
 
 def gpu_pools(plan: Plan, rank: int, given: Any) -> dict[int, Memory]:
-    """The pools of a rank on a GPU, from what `memory_of` takes; refused where there is none."""
+    """Return the GPU pools of a rank, from any input of `memory_of`. Raise if one is missing."""
     memory = memory_of(given)
     for index, pool in plan.rank_pools(rank).items():
         held = memory[index].nbytes if index in memory else None
@@ -284,9 +287,9 @@ def gpu_pools(plan: Plan, rank: int, given: Any) -> dict[int, Memory]:
 def _not_held(index: int, nbytes: int, given: Mapping[int, Any], held: int | None) -> AtlasError:
     return AtlasError(
         Code.OUT_OF_BOUNDS,
-        f"Pool {index} has no {nbytes:,} bytes that this process can reach",
+        f"Pool {index} must have {nbytes:,} bytes that this process can access",
         got=f"pools {sorted(given)}" if held is None else f"{held:,} bytes",
-        hint="Pass the rank's own pools by index, or carry= for memory elsewhere",
+        hint="Pass the rank's pools by index, or carry= for memory elsewhere",
     )
 
 

@@ -1,4 +1,4 @@
-"""Counters of what was moved: plain values, and text for Prometheus."""
+"""Counters of transfers: as plain values, and as text for Prometheus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class Metrics:
-    """Bytes, descriptors, seconds by phase, and how transfers ended.
+    """Counts of bytes and descriptors, seconds by phase, and outcomes of transfers.
 
     >>> made = Metrics()
     >>> made.add(bytes=4096, descriptors=2)
@@ -28,18 +28,18 @@ class Metrics:
         self._lock = threading.Lock()
 
     def add(self, **amounts: int) -> None:
-        """Count bytes, descriptors, messages."""
+        """Add to the counts of bytes, descriptors or messages."""
         with self._lock:
             self.values.update(amounts)
 
     def ended(self, direction: str, outcome: str) -> None:
-        """Count a transfer by how it ended: ok, or the code of its error."""
+        """Count the outcome of a transfer: `ok`, or the code of its error."""
         with self._lock:
             self.outcomes[direction, outcome] += 1
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the seconds of a phase."""
+        """Add the duration of the `with` block to a phase."""
         begun = time.perf_counter()
         try:
             yield
@@ -48,7 +48,7 @@ class Metrics:
                 self.seconds[name] += time.perf_counter() - begun
 
     def prometheus(self) -> str:
-        """Everything in the text format that Prometheus reads."""
+        """Return all metrics in the Prometheus text format."""
         with self._lock:
             counters = {name: {"": f"{n}"} for name, n in sorted(self.values.items())}
             phases, outcomes = sorted(self.seconds.items()), sorted(self.outcomes.items())

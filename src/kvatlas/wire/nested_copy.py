@@ -1,8 +1,8 @@
-"""Copies of runs that lie at regular steps in both buffers: one strided copy of numpy's each.
+"""Copies of runs at regular strides in both buffers, each as one strided numpy copy.
 
-Where the two ends of a route are in unlike orders, runs are short, and there are many. To look up
-where each of them starts takes longer than to copy it. But they lie at nested steps, by head,
-layer and token, the same in every block: numpy is told of the steps, and walks them itself.
+If the two ends of a route have different layouts, there are many short runs, and looking up the
+start of each takes longer than copying it. But the runs are at nested strides, by head, layer and
+token, the same in every block, so numpy can iterate over them itself.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from kvatlas.wire.run_bounds import Bytes, check_nested
 from kvatlas.wire.transports.bounds import check_grid_bounds
 
 _FEW_CALLS = 64
-"""Copies that are always worth being made one by one."""
+"""Up to this many copies are always made one by one."""
 _WORTH_A_CALL = 16
-"""Runs of a copy from which on any number of them is."""
+"""Copies of at least this many runs are made one by one, regardless of their number."""
 _ELEMENT, _WORD = 1 << 10, 256
-"""Runs up to so many bytes are an element each; longer ones are several, which numpy copies
-without holding up other threads where there are many."""
+"""Runs of up to `_ELEMENT` bytes are one numpy element; longer runs are several smaller ones.
+
+numpy copies many elements without blocking other threads.
+"""
 
 
 def copy_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> None:
@@ -42,7 +44,7 @@ def copy_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> Non
 
 
 def copy_nested_unchecked(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> None:
-    """`copy_nested` of runs that are known to lie inside both buffers, which nobody looks at."""
+    """`copy_nested` without bounds checks, for runs that are known to be inside both buffers."""
     steps = places.steps
     if len(places.src) > _FEW_CALLS and prod(one.times for one in steps) < _WORTH_A_CALL:
         src_at, dst_at = places.written_out(steps)  # in no order: better looked up one by one
@@ -62,7 +64,7 @@ def copy_nested_unchecked(src: Bytes, dst: Bytes, places: NestedSteps, length: i
 def copy_grids(
     grids: Iterable[RunGrid], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]
 ) -> None:
-    """Carry out sums of runs between pools, all at once.
+    """Copy the runs of grids between pools.
 
     >>> starts = Starts.of(np.array([0, 4]), np.array([0, 2]))
     >>> pools = {0: np.arange(16, dtype=np.uint8)}, {0: np.zeros(8, np.uint8)}
@@ -86,7 +88,7 @@ def copy_grids(
 def move_pools(
     moves: Iterable[Copy | RunGrid], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]
 ) -> None:
-    """Carry out copies and sums of runs between pools."""
+    """Copy runs and grids between pools."""
     for move in moves:
         if isinstance(move, RunGrid):
             copy_grids([move], src, dst)
@@ -96,5 +98,5 @@ def move_pools(
 
 @lru_cache(maxsize=64)
 def _nested(starts: Starts) -> NestedSteps:
-    """What requests of one route have in common."""
+    """Return the part that all requests of one route share."""
     return NestedSteps.of(starts.src, starts.dst)

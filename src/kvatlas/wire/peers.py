@@ -1,4 +1,4 @@
-"""What a peer says of itself, checked against its own plan before any of it is used."""
+"""Peers: check a peer's hello against its own plan before using any of it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from kvatlas.wire.protocol import VERSION, ConversionTerms, Hello, bad_handshake
 from kvatlas.wire.transports.base import STAGING, Memory
 
 ALIGNMENT = 8
-"""Bytes that a pool's address is a multiple of: no element of any dtype is larger."""
+"""The required alignment of pool addresses in bytes: no element of any dtype is larger."""
 
 _MAX_RANKS = 1024
 _MAX_PAGES = 1 << 14
-"""Pages of a block, over all regions of a plan; the deepest models have hundreds."""
+"""The maximum pages per block over all regions of a plan; the deepest models have hundreds."""
 _MAX_REGIONS = 1 << 11
-"""Regions or pools of a plan; the largest that models need have tens."""
+"""The maximum regions or pools of a plan; the largest models need tens."""
 _MAX_PLANS = 64
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another process, as its hello described it, checked against its plan."""
+    """Another process, as described by its hello and checked against its plan."""
 
     name: str
     incarnation: bytes
@@ -48,14 +48,14 @@ class Peer:
 
 
 class PeerPlans:
-    """Plans of peers by their hash, so that a plan travels once; the oldest are forgotten."""
+    """Plans of peers by hash, so that each is sent once; the oldest are dropped."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, Plan] = OrderedDict()
         self._lock = threading.Lock()
 
     def find(self, hello: Hello) -> Plan | None:
-        """The plan that a hello is about; None where it has to be sent."""
+        """Return the plan of a hello, or None if the peer must send it."""
         check_versions(hello.version, hello.oldest)
         if hello.plan is None:
             return self._known.get(hello.plan_hash)
@@ -91,7 +91,7 @@ msgspec.json.Decoder(_PlanOutline)
 
 
 def check_plan_size(plan: bytes) -> None:
-    """Refuse a plan, as JSON, that would cost more to check than any model's does."""
+    """Raise an error for a plan, as JSON, that is too large to be a real model's."""
     try:
         check_plan_version(plan)
         outline = msgspec.json.decode(plan, type=_PlanOutline)
@@ -107,12 +107,12 @@ def check_plan_size(plan: bytes) -> None:
 
 
 def plan_hash(plan: Plan) -> bytes:
-    """The hash that stands for a plan which the peer has seen."""
+    """Return the hash that identifies a plan."""
     return hashlib.sha256(plan.without_notes().to_json()).digest()
 
 
 def conversion_terms(plan: Plan, convert: str | None, scales: Scales) -> ConversionTerms | None:
-    """What a node agrees to convert, with the scales of its own tensors; None for nothing."""
+    """Return the conversion that a node accepts, with its tensors' scales; None for none."""
     if convert is None:
         return None
     given = tensor_scales(scales, plan.layers)
@@ -123,21 +123,21 @@ def conversion_terms(plan: Plan, convert: str | None, scales: Scales) -> Convers
 
 
 def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
-    """The peer behind a hello, or a coded refusal."""
+    """Return the peer that a hello describes, or raise an error."""
     if hello.transport != transport:
         raise AtlasError(
             Code.BAD_HANDSHAKE,
             "The two ends use different transports",
-            got=f"{hello.transport!r} where this end has {transport!r}",
-            hint="Make both nodes with the same transport",
+            got=f"{hello.transport!r} at the peer, {transport!r} here",
+            hint="Use the same transport in both nodes",
         )
     if hello.fingerprint != fingerprint(plan):
-        raise bad_handshake("a fingerprint that is not its plan's")
+        raise bad_handshake("a fingerprint that does not match the plan")
     if hello.rank >= plan.ranks:
-        raise bad_handshake(f"rank {hello.rank} of tp {plan.tp} x pp {plan.pp}")
+        raise bad_handshake(f"rank {hello.rank} for a plan of tp {plan.tp} x pp {plan.pp}")
     memory = {one.index: one.memory for one in hello.memory}
     if len(memory) < len(hello.memory):
-        raise bad_handshake("a region twice")
+        raise bad_handshake("a region that is listed twice")
     if set(memory) == {STAGING}:  # its pools are its own, and peers reach its staging alone
         _check_places(memory)
     else:
@@ -157,37 +157,37 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
 
 
 def check_same_identity(mine: CacheIdentity | None, theirs: CacheIdentity | None) -> None:
-    """Refuse a cache that was not computed with the same weights and settings.
+    """Raise `different_identity` unless both caches use the same weights and settings.
 
     >>> base = CacheIdentity(weights="base")
     >>> check_same_identity(base, CacheIdentity(weights="tuned"))
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: The two ends compute their caches with different weights or \
-settings. Got weights 'base' and 'tuned', here and at the peer. Serve the same checkpoint at both \
-ends, or pass check_identity=False at both. [different_identity]
+settings. Got weights 'base' and 'tuned' (this node and the peer). Serve the same checkpoint at \
+both ends, or pass check_identity=False at both. [different_identity]
     """
     if mine == theirs:
         return
     if mine is None:
-        got = "no identity here"
+        got = "an identity at the peer and none here"
     elif theirs is None:
-        got = f"weights {mine.weights!r} here, and a peer without an identity"
+        got = f"weights {mine.weights!r} here and no identity at the peer"
     else:
-        got = f"{mine.differences(theirs)}, here and at the peer"
+        got = f"{mine.differences(theirs)} (this node and the peer)"
     hint = "Serve the same checkpoint at both ends, or pass check_identity=False at both"
     raise AtlasError(Code.DIFFERENT_IDENTITY, got=got, hint=hint)
 
 
 def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
-    """Refuse regions that are not the pools of a rank: too small, misaligned, overlapping."""
+    """Raise an error for regions that are too small, misaligned, overlapping or no pools."""
     pools = plan.rank_pools(rank)
     if set(memory) - {STAGING} != set(pools):
         raise bad_handshake(f"regions {sorted(memory)} for pools {sorted(pools)}")
     for index, pool in pools.items():
         if memory[index].nbytes < pool.nbytes:
-            raise bad_handshake(f"{memory[index].nbytes} bytes for pool {index} of {pool.nbytes}")
+            raise bad_handshake(f"{memory[index].nbytes} bytes for pool {index}, not {pool.nbytes}")
         if memory[index].address % ALIGNMENT or not memory[index].address:
-            raise bad_handshake(f"pool {index} at address {memory[index].address}")
+            raise bad_handshake(f"pool {index} at the invalid address {memory[index].address}")
     _check_places(memory)
 
 
@@ -196,6 +196,6 @@ def _check_places(memory: Mapping[int, Memory]) -> None:
     placed = sorted(memory.values(), key=lambda region: (region.device, region.address))
     for one, two in pairwise(placed):
         if one.device == two.device and one.address + one.nbytes > two.address:
-            raise bad_handshake("regions that overlap")
+            raise bad_handshake("overlapping regions")
     if any(region.address + region.nbytes > 1 << 63 for region in placed):
-        raise bad_handshake("a region past the end of memory")
+        raise bad_handshake("a region outside the address space")

@@ -1,9 +1,9 @@
-"""A node's own pools: gathered into streams, filled from them, summed up; on the host or a GPU.
+"""Gather, scatter and checksum a node's own pools, on the host or on a GPU.
 
-What is staged over a wire is one piece of a stream in one buffer. Where the pools are on the
-host, numpy gathers and scatters. Where they are on a GPU, a kernel does, into a buffer of the
-same GPU if the transport reaches that; if not, the buffer is host memory that is pinned, and
-the piece takes one more step over the link: the host bounce.
+A staged transfer moves one piece of a stream in one buffer at a time. numpy gathers and scatters
+pools on the host. For pools on a GPU a kernel does so, into a buffer on the same GPU if the
+transport can access it. Otherwise the buffer is pinned host memory, and the piece crosses the link
+once more (a host bounce).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns
 
 
 def staging_memory(transport: Transport, device: str, nbytes: int) -> Any:
-    """Zeroed memory for staging: an array of the host, or a tensor of bytes of a GPU."""
+    """Allocate zeroed staging memory: an array on the host, or a byte tensor on a GPU."""
     if device == HOST:
         return transport.allocate(nbytes)
     import torch
@@ -39,28 +39,28 @@ class PoolMover(ABC):
 
     @abstractmethod
     def gather(self, copies: Sequence[Copy], stream: Any) -> None:
-        """The stream of some copies, out of the pools."""
+        """Gather the stream of some copies from the pools."""
 
     @abstractmethod
     def scatter(self, copies: Sequence[Copy], stream: Any) -> int:
-        """The stream of some copies, into the pools; how many bytes."""
+        """Scatter the stream of some copies into the pools. Return the number of bytes."""
 
     @abstractmethod
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
-        """Scatters into so many bytes of scratch memory for pool 0, to be timed."""
+        """Return a scatter into `nbytes` of scratch memory for pool 0, to be timed."""
 
     @abstractmethod
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """A CRC-32 of every `piece` bytes of the stream of some copies."""
+        """Return a CRC-32 of every `piece` bytes of the stream of some copies."""
 
     def follow(self, mark: int | None) -> None:  # noqa: B027
-        """What is moved from now on comes behind a mark of this process."""
+        """Order later copies after a mark of this process."""
 
     def wait_for_caller(self) -> None:  # noqa: B027
-        """Wait for what the caller has put on its own stream of the GPU."""
+        """Wait for the work that is queued on the caller's GPU stream."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back what is kept for it."""
+        """Release its resources."""
 
 
 class HostMover(PoolMover):
@@ -70,15 +70,15 @@ class HostMover(PoolMover):
         self._pools = pools
 
     def gather(self, copies: Sequence[Copy], stream: Any) -> None:
-        """By numpy."""
+        """Gather with numpy."""
         gather(copies, self._pools, stream)
 
     def scatter(self, copies: Sequence[Copy], stream: Any) -> int:
-        """By numpy."""
+        """Scatter with numpy."""
         return scatter(copies, stream, self._pools)
 
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
-        """By numpy."""
+        """Scatter with numpy."""
         scratch = {0: np.empty(nbytes, dtype=np.uint8)}
 
         def act() -> None:
@@ -87,7 +87,7 @@ class HostMover(PoolMover):
         return act
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """By numpy and the processor."""
+        """Compute checksums on the processor."""
         return checksums(copies, self._pools, piece, src=src)
 
 
@@ -107,7 +107,7 @@ class GpuMover(PoolMover):
         self._pinned = PinnedMemory(staging) if bounces else None
 
     def follow(self, mark: int | None) -> None:
-        """The GPU waits, and no host does."""
+        """Make the GPU stream wait for the mark, without blocking the host."""
         if mark is not None and self._marks is not None:
             self._queue.after(self._marks.event(mark))
 
@@ -118,15 +118,15 @@ class GpuMover(PoolMover):
         torch.cuda.current_stream(self._device).synchronize()
 
     def gather(self, copies: Sequence[Copy], stream: Any) -> None:
-        """By a kernel, into the GPU's memory; then in one stretch to the host if it is there."""
+        """Gather with a kernel into GPU memory, then copy to the host if the stream is there."""
         self._count(stream, self._through(copies, self._memory, stream, out=True))
 
     def scatter(self, copies: Sequence[Copy], stream: Any) -> int:
-        """The other way."""
+        """Scatter with a kernel, after a copy to the GPU if the stream is on the host."""
         return self._count(stream, self._through(copies, self._memory, stream, out=False))
 
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
-        """By a kernel."""
+        """Scatter with a kernel."""
         scratch = self._queue.buffer(nbytes)
         pools = {0: Memory(scratch.data_ptr(), nbytes, f"{self._device}", owner=scratch)}
 
@@ -159,7 +159,7 @@ class GpuMover(PoolMover):
         return nbytes
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """Gathered by way of the host, and summed there."""
+        """Gather through the host and compute checksums there."""
         if not src:
             copies = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in copies]
         stream = np.empty(stream_bytes(copies), dtype=np.uint8)
@@ -167,7 +167,7 @@ class GpuMover(PoolMover):
         return crc_pieces(stream, piece)
 
     def close(self) -> None:
-        """Let go of the stream and of the pinned memory."""
+        """Release the stream and the pinned memory."""
         self._queue.close()
         if self._pinned is not None:
             self._pinned.release()
@@ -177,7 +177,7 @@ class GpuMover(PoolMover):
 def stream_runs(
     copies: Iterable[Copy], pools: Mapping[int, Memory], stream: int, *, out: bool
 ) -> list[AddressRuns]:
-    """Copies between pools and a stream that lies at an address: out of the pools, or into them."""
+    """Return copies between pools and a stream at an address, out of the pools or into them."""
     runs, done = [], 0
     for copy in copies:
         at = np.cumsum(copy.length) - copy.length + done
@@ -192,7 +192,7 @@ def stream_runs(
 
 
 class PinnedMemory:
-    """Host memory that the GPU reaches at the link's full speed, until it is released."""
+    """Pinned host memory, which the GPU accesses at the link's full speed, until it is released."""
 
     def __init__(self, memory: Bytes) -> None:
         import torch
@@ -203,7 +203,7 @@ class PinnedMemory:
         self.held = not int(failed)  # slower where it cannot be pinned, and as right
 
     def release(self) -> None:
-        """Let go of it."""
+        """Release the memory."""
         if self.held:
             self.held = False
             self._runtime.cudaHostUnregister(self._memory.ctypes.data)
@@ -212,7 +212,7 @@ class PinnedMemory:
 def mover_for(
     transport: Transport, memory: Mapping[int, Memory], staging: Any, metrics: Metrics
 ) -> PoolMover:
-    """What moves the pools of a node, by the device that they are on."""
+    """Return the mover for a node's pools, by their device."""
     pools = {index: at for index, at in memory.items() if index != STAGING}
     if pools_device(pools) == HOST:
         return HostMover({index: as_bytes(at) for index, at in pools.items()})
@@ -220,13 +220,13 @@ def mover_for(
 
 
 def pools_device(pools: Mapping[int, Memory]) -> str:
-    """The one device that a rank's pools are on; the host where there are none."""
+    """Return the device of a rank's pools; the host if there are none. Raise if they differ."""
     devices = {at.device for at in pools.values()}
     if len(devices) > 1:
         raise AtlasError(
             Code.WRONG_DEVICE,
-            "The pools of one rank are on different devices",
+            "The pools of one rank must be on one device",
             got=", ".join(sorted(devices)),
-            hint="Allocate them on one device: kernels read them together",
+            hint="Allocate all pools of the rank on the same device",
         )
     return min(devices, default=HOST)

@@ -1,8 +1,8 @@
-"""The messages of the side channel, and how they are encoded and limited.
+"""The messages of the side channel, their encoding and their limits.
 
-Messages are msgspec structs in msgpack, tagged, with a limit on every length and number;
-block tables are packed integers, so that a few bytes never decode into many. Who sent them,
-and that nobody changed them, is the connection's business.
+Messages are tagged msgspec structs in msgpack, with a limit on every length and number. Block
+tables are packed integers, so a few bytes never decode into many. The connection, not this module,
+authenticates messages.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from kvatlas.models import CacheIdentity
 from kvatlas.wire.transports.base import HOST, Memory
 
 VERSION = 3
-"""The version of this end. Version 1 used ZeroMQ; version 2 had no identities."""
+"""The protocol version of this end. Version 1 used ZeroMQ; version 2 had no identities."""
 
 OLDEST_VERSION = 2
-"""The oldest version that this end understands."""
+"""The oldest protocol version that this end understands."""
 
 IDENTITY_VERSION = 3
 """The first version whose messages carry an identity."""
 
 MAX_MESSAGE_BYTES = 4 << 20
-"""Bytes of a message, the plan in it included."""
+"""The maximum size of a message in bytes, including the plan in it."""
 
 MAX_CHECKSUM_SPAN = 16 << 20
-"""Bytes of a stream that one question about checksums may span, so that answers stay quick."""
+"""The maximum bytes of a stream that one `GetChecksums` may cover, so that answers stay quick."""
 
 MIN_PIECE_BYTES = 4096
-"""The least size of a staging buffer, so that a peer cannot ask for a stream byte by byte."""
+"""The minimum size of a staging buffer, so that a peer cannot read a stream byte by byte."""
 
 KEY_BYTES = 16
 
 LONGEST_NAME = 256
-"""Characters of the name of a node, a request or a layer."""
+"""The maximum characters in the name of a node, a request or a layer."""
 
 Direction = Literal["pull", "push"]
 Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
@@ -52,7 +52,7 @@ Whole = Annotated[int, Meta(ge=0, le=2**62)]
 Seconds = Annotated[float, Meta(gt=0, le=MOST_SECONDS)]
 Scale = Annotated[float, Meta(ge=2.0**-126, le=1e30)]
 RequestNote = Annotated[str, Meta(max_length=LONGEST_NAME)]
-"""The request that a lease is about, repeated for the log of the other end."""
+"""The request that a lease belongs to, repeated for the receiver's log."""
 BlockTables = dict[Annotated[int, Meta(ge=0, le=65535)], bytes]
 """Block ids by group, each table as little-endian 32-bit integers."""
 
@@ -64,66 +64,66 @@ class Message(
 
 
 class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A region that the sender has registered with its transport: a pool, or staging (-1).
+    """A memory region that the sender has registered: a pool, or its staging buffers (index -1).
 
-    A newer version may say more of it, which is left unread.
+    Unknown fields from a newer version are ignored.
     """
 
     index: Annotated[int, Meta(ge=-1, le=65535)]
     address: Whole
     nbytes: Whole
     device: Annotated[int, Meta(ge=0, le=9999)] = 0
-    """The number of its GPU; 0 for the host."""
+    """The GPU's index; 0 for the host."""
     kind: Literal["host", "cuda"] = "host"
 
     @classmethod
     def of(cls, index: int, at: Memory) -> RegisteredMemory:
-        """A region as it travels."""
+        """Make the message for a region."""
         kind: Literal["host", "cuda"] = "host" if at.device == HOST else "cuda"
         return cls(index=index, address=at.address, nbytes=at.nbytes, device=at.number, kind=kind)
 
     @property
     def memory(self) -> Memory:
-        """The region as transports know it."""
+        """The region as transports use it."""
         device = HOST if self.kind == "host" else f"cuda:{self.device}"
         return Memory(self.address, self.nbytes, device)
 
 
 class ConversionTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the sender agrees to convert between unlike formats, and the scales of its tensors."""
+    """The conversion between formats that the sender accepts, and the scales of its tensors."""
 
     convert: Name
     scales: Annotated[dict[Name, tuple[Scale, Scale]], Meta(max_length=16384)] = msgspec.field(
         default_factory=dict
     )
-    """Of K and of V, by layer."""
+    """The scales of K and V, by layer."""
 
 
 class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
-    """Who the sender is, what it caches, and where."""
+    """The sender's name, protocol versions, plan, memory and identity."""
 
     version: int
     oldest: int
-    """The oldest version that the sender understands too."""
+    """The oldest protocol version that the sender also understands."""
     name: Name
     incarnation: Key
-    """Drawn anew whenever the process starts."""
+    """A random key, new at every start of the process."""
     fingerprint: Annotated[str, Meta(min_length=32, max_length=32)]
     plan_hash: Digest
     plan: Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)] | None = None
-    """The plan as JSON; left out where the peer is thought to have it."""
+    """The plan as JSON; None if the receiver is expected to have it."""
     rank: Annotated[int, Meta(ge=0, le=65535)]
     memory: Annotated[tuple[RegisteredMemory, ...], Meta(max_length=1024)]
     transport: Name
     metadata: Annotated[bytes, Meta(max_length=1 << 18)]
     conversion: ConversionTerms | None = None
-    """Left out where nothing is converted: peers that know of no conversion understand that."""
+    """Omitted if nothing is converted, so that peers without conversion understand the message."""
     identity: CacheIdentity | None = None
-    """The identity of the sender's caches; None if it compares none, or before version 3."""
+    """The identity of the sender's caches; None if it checks none, or before version 3."""
 
 
 class NewerHello(Hello, frozen=True, kw_only=True, forbid_unknown_fields=False, tag="hello"):
-    """A hello of a newer version, which may say more than is understood here."""
+    """A hello of a newer version, which may contain unknown fields."""
 
 
 class _HelloVersions(msgspec.Struct, frozen=True, tag_field="type", tag="hello"):
@@ -134,18 +134,18 @@ class _HelloVersions(msgspec.Struct, frozen=True, tag_field="type", tag="hello")
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """The answer to a hello: the other end's own hello, and a session."""
+    """The answer to a hello: the receiver's own hello, and the key of the new session."""
 
     hello: Hello
     session: Key
 
 
 class SendPlan(Message, frozen=True, kw_only=True, tag="send_plan"):
-    """The answer to a hello whose plan is not known here: say it again, with the plan."""
+    """The answer to a hello with an unknown plan: send the hello again, with the plan."""
 
 
 class Open(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open"):
-    """Begin a transfer: `pull` reads what is offered, `push` brings what is expected."""
+    """Start a transfer: `pull` reads an offered request, `push` delivers an expected one."""
 
     session: Key
     direction: Direction
@@ -153,29 +153,29 @@ class Open(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open"):
     blocks: BlockTables
     """The sender's own blocks."""
     peer_blocks: BlockTables | None = None
-    """The other end's blocks as the sender knows them; None to be told."""
+    """The receiver's blocks, if the sender knows them; None to get them in the answer."""
     start: Whole
     stop: Whole
     layers: Annotated[tuple[Name, ...], Meta(max_length=16384)] | None = None
     seconds: Seconds
     final: bool = False
-    """The sender reads no more of what is offered, however much of it this is."""
+    """Whether this is the sender's last read of the offer, even if it covers only a part of it."""
     identity: CacheIdentity | None = None
-    """The identity of the request's cache, if it is not that of the sender's hello."""
+    """The identity of the request's cache, if it differs from the one in the sender's hello."""
 
 
 class Opened(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opened"):
-    """A lease: the blocks stay as they are until it ends."""
+    """A granted lease: the blocks stay unchanged until it ends."""
 
     lease: Key
     seconds: float
     blocks: BlockTables
     piece: Whole = 0
-    """Bytes of a staging buffer of this end; 0 where it has none."""
+    """The size of a staging buffer of the node that grants the lease; 0 if it has none."""
     mark: Whole | None = None
-    """The mark of this end behind which its blocks are read; None where nothing is to wait for."""
+    """The mark after which the blocks may be read; None if there is nothing to wait for."""
     layered: bool = False
-    """Whether layers are still being written: each is waited for before it is read."""
+    """Whether layers are still being written. The reader must wait for each one."""
 
 
 class LeaseQuestion(Message, frozen=True, kw_only=True):
@@ -187,14 +187,14 @@ class LeaseQuestion(Message, frozen=True, kw_only=True):
 
 
 class Borrow(LeaseQuestion, frozen=True, kw_only=True, tag="borrow"):
-    """Ask for staging buffers of the other end, waiting a while for them."""
+    """Ask to borrow staging buffers of the receiver, and wait a while for them."""
 
     buffers: Annotated[int, Meta(ge=1, le=16)]
     seconds: Seconds
 
 
 class Lent(Message, frozen=True, kw_only=True, tag="lent"):
-    """Staging buffers that are the lease's own while it lasts; none where none came free."""
+    """Staging buffers that belong to the lease while it lasts; empty if none became free."""
 
     buffers: Annotated[tuple[Whole, ...], Meta(max_length=16)] = ()
 
@@ -206,14 +206,14 @@ class Renew(LeaseQuestion, frozen=True, kw_only=True, tag="renew"):
 
 
 class AwaitLayer(LeaseQuestion, frozen=True, kw_only=True, tag="await_layer"):
-    """Ask whether a layer of what is offered has been written, waiting a while until it is."""
+    """Ask whether a layer of an offer is written, and wait a while for it."""
 
     layer: Name
     seconds: Seconds
 
 
 class LayerWritten(Message, frozen=True, kw_only=True, tag="layer_written"):
-    """Whether it has, and the mark behind which it is read."""
+    """Whether the layer is written, and the mark after which it may be read."""
 
     written: bool
     mark: Whole | None = None
@@ -228,20 +228,20 @@ class Gather(LeaseQuestion, frozen=True, kw_only=True, tag="gather"):
 
 
 class Fetch(LeaseQuestion, frozen=True, kw_only=True, tag="fetch"):
-    """Read bytes start .. stop - 1 of a pushed stream and put them into the expected blocks.
+    """Read bytes start .. stop - 1 of a pushed stream and copy them into the expected blocks.
 
-    The receiver does the reading, into staging memory of its own, so that nobody else ever
-    writes to its pools. Pieces are fetched one after the other, each where the last one ended.
+    The receiver reads the bytes into its own staging memory, so that no other process ever writes
+    to its pools. Pieces are fetched in order, each starting where the previous one ended.
     """
 
     start: Whole
     stop: Whole
     staged_at: Whole | None = None
-    """Where they lie, gathered, in the sender's staging memory; None to read its pools."""
+    """The offset of the gathered bytes in the sender's staging memory; None to read its pools."""
 
 
 class GetChecksums(LeaseQuestion, frozen=True, kw_only=True, tag="get_checksums"):
-    """Ask for checksums of bytes start .. stop - 1 of the lease's stream, piece by piece."""
+    """Ask for a checksum of each piece of bytes start .. stop - 1 of the lease's stream."""
 
     start: Whole
     stop: Whole
@@ -255,40 +255,40 @@ class Checksums(Message, frozen=True, kw_only=True, tag="checksums"):
 
 
 class Close(LeaseQuestion, frozen=True, kw_only=True, tag="close"):
-    """End a transfer; `complete` says that every byte has moved."""
+    """End a transfer. `complete` means that every byte has moved."""
 
     complete: bool
 
 
 class Ok(Message, frozen=True, kw_only=True, tag="ok"):
-    """Done; `seconds` are left of the lease that the question was about."""
+    """Success. `seconds` is the remaining time of the lease that the question was about."""
 
     seconds: float = 0.0
 
 
 class Release(Message, frozen=True, kw_only=True, omit_defaults=True, tag="release"):
-    """The sender reads no more of an offered request: where it was the last, the offer ends."""
+    """The sender will read no more of an offered request. The offer ends with its last reader."""
 
     session: Key
     request: Name
     read: bool = False
-    """Whether it has read all that it wanted, without a lease."""
+    """Whether the sender has read everything it wanted, without a lease."""
     posting: tuple[Annotated[int, Meta(ge=0, le=65535)], Whole] | None = None
-    """Which posting it has read, where it was seen on a board: its slot, and that's generation.
+    """The posting on the offer board that the sender has read: its slot and generation.
 
-    An offer that was made anew under the same name is another, and is kept.
+    A newer offer under the same name has another generation, and is kept.
     """
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
-    """Not done, and why."""
+    """An error, sent instead of an answer."""
 
     code: Annotated[str, Meta(max_length=64)]
     problem: Annotated[str, Meta(max_length=4096)]
     got: Annotated[str, Meta(max_length=4096)]
     hint: Annotated[str, Meta(max_length=4096)]
     retry: Annotated[float, Meta(ge=0, le=60)] = 0.0
-    """Seconds after which a peer that was busy may be asked again."""
+    """Seconds after which the sender may ask a busy node again."""
 
 
 Question = (
@@ -300,20 +300,20 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def encode(message: Message) -> bytes:
-    """A message as it travels in a frame."""
+    """Encode a message as the payload of a frame."""
     payload = msgspec.msgpack.encode(message)
     if len(payload) > MAX_MESSAGE_BYTES:
         raise AtlasError(
             Code.TOO_MANY,
-            f"A message has more than {MAX_MESSAGE_BYTES:,} bytes",
+            f"A message must not exceed {MAX_MESSAGE_BYTES:,} bytes",
             got=f"{type(message).__name__} of {len(payload):,} bytes",
-            hint="Ask for fewer tokens, layers or checksums at once",
+            hint="Request fewer tokens, layers or checksums at once",
         )
     return payload
 
 
 def decode(payload: bytes, kind: Any) -> Any:
-    """The message in a frame from outside, or a refusal.
+    """Decode the message in a frame from a peer, or raise `bad_handshake`.
 
     >>> decode(encode(Ok(seconds=2.0)), Answer)
     Ok(seconds=2.0)
@@ -346,33 +346,33 @@ def _newer_hello(payload: bytes) -> NewerHello | None:
 
 
 def check_versions(version: int, oldest: int | None) -> None:
-    """Refuse a peer with which this end has no version in common."""
+    """Raise `unlike_versions` if this end and the peer have no protocol version in common."""
     oldest = version if oldest is None else oldest
     if min(version, VERSION) < max(oldest, OLDEST_VERSION):
         raise unlike_versions(version, oldest)
 
 
 def unlike_versions(version: int, oldest: int) -> AtlasError:
-    """The peer speaks other versions than this end does."""
+    """The error for a peer whose protocol versions are all different from this end's."""
     return AtlasError(
         Code.UNLIKE_VERSIONS,
-        got=f"versions {oldest} to {version} against {OLDEST_VERSION} to {VERSION}",
-        hint=f"Upgrade the older end, which speaks version {min(version, VERSION)}",
+        got=f"versions {oldest} to {version}, here {OLDEST_VERSION} to {VERSION}",
+        hint=f"Upgrade kvatlas at the end with version {min(version, VERSION)}",
     )
 
 
 def new_key() -> bytes:
-    """The key of a session or a lease, that nobody can guess."""
+    """Return an unguessable key for a session or a lease."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def by_group(blocks: Any) -> Mapping[int, Any]:
-    """Block tables by group; a table alone is that of group 0."""
+    """Return block tables by group. A single table is that of group 0."""
     return blocks if isinstance(blocks, Mapping) else {0: blocks}
 
 
 def pack_tables(blocks: Mapping[int, Any]) -> BlockTables:
-    """Encode block tables; ids that are not needed may be negative here."""
+    """Encode block tables. Entries that are not needed may be negative."""
     return {
         int(group): (np.asarray(ids, dtype=np.int64) & 0xFFFFFFFF).astype("<u4").tobytes()
         for group, ids in blocks.items()
@@ -390,7 +390,7 @@ def unpack_tables(blocks: BlockTables) -> dict[int, Int64s]:
 
 
 def bad_handshake(got: str) -> AtlasError:
-    """A message that is malformed, or contradicts its sender's plan."""
+    """The error for a message that is malformed or contradicts its sender's plan."""
     return AtlasError(
         Code.BAD_HANDSHAKE, got=got, hint="Run the same version of kvatlas at both ends"
     )

@@ -1,8 +1,8 @@
-"""Memory that a transport was given and has not been seen to be done with.
+"""Quarantine: memory that an abandoned operation of a transport may still access.
 
-A read that was given up may still arrive: a stopped source goes on, and its bytes land
-wherever the read was posted. Such memory is not reused before the transport has said that
-the operation is over, however it ended.
+An abandoned read may still arrive: if a stopped source continues, its bytes are written to wherever
+the read was posted. Such memory is not reused until the transport reports that the operation is
+over, whether it succeeded or failed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ log = logging.getLogger("kvatlas.wire")
 
 
 class Settling(Protocol):
-    """An operation, as far as quarantine goes: a transport's handle, for one."""
+    """An operation that may be quarantined, such as a transport's handle."""
 
     def settle(self) -> bool:
-        """Whether it can touch memory no more."""
+        """Whether it can no longer access memory."""
 
 
 _EVERY = 0.02
-"""Seconds between two looks at operations that were given up."""
+"""Seconds between two checks of abandoned operations."""
 
 _PATIENCE = 10.0
-"""Seconds in which they may end by themselves; then their link is torn down.
+"""Seconds that abandoned operations get to end by themselves before their link is severed.
 
-What a torn down link keeps for good (NIXL) or takes with it is worth some patience.
+Severing is expensive: a severed link may keep its resources for good (NIXL).
 """
 
 
@@ -43,7 +43,7 @@ class _Kept:
 
 
 class Quarantine:
-    """Operations that were given up, each with what is done once it cannot touch memory.
+    """Abandoned operations, each with a callback for when it can no longer access memory.
 
     >>> from kvatlas.wire.transports.base import Done
     >>> quarantine = Quarantine()
@@ -68,10 +68,10 @@ class Quarantine:
         then: Callable[[], None],
         sever: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `then` once all operations are over: now, or from a thread that watches them.
+        """Call `then` once all operations are over: now, or later from the watching thread.
 
-        Operations that do not end by themselves are ended by `sever`, which tears their link
-        down.
+        Operations that do not end by themselves are ended by calling `sever`, which tears down
+        their link.
         """
         left = [handle for handle in handles if not handle.settle()]
         if not left:
@@ -84,7 +84,7 @@ class Quarantine:
             threading.Thread(target=self._watch, name="kvatlas-quarantine", daemon=True).start()
 
     def sweep(self) -> None:
-        """Let go of what is over."""
+        """Run the callbacks of operations that are over."""
         with self._lock:
             kept, self._kept = self._kept, []
         for one in kept:
@@ -110,8 +110,8 @@ class Quarantine:
 
 
 def _carefully(act: Callable[[], None]) -> None:
-    """What fails here must not keep other memory from being let go."""
+    """Log an error, so that one failure does not keep other memory in quarantine."""
     try:
         act()
     except Exception:
-        log.exception("memory could not be let go")
+        log.exception("releasing quarantined memory failed")

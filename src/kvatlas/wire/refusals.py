@@ -1,4 +1,4 @@
-"""Errors as they travel: a refusal is sent to the peer that caused it, and raised there."""
+"""Errors on the wire: a node sends an error to the peer that caused it, which raises it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from kvatlas.wire.protocol import Refusal
 
 
 class BusyError(AtlasError):
-    """Too much to do at this end; the peer may ask again after `retry` seconds."""
+    """The node is busy. The peer may ask again after `retry` seconds."""
 
     def __init__(self, got: str, retry: float) -> None:
-        super().__init__(Code.BUSY, got=got, hint=f"Ask again in {retry:g} s")
+        super().__init__(Code.BUSY, got=got, hint=f"Retry after {retry:g} s")
         self.retry = retry
 
 
 def refusal_of(error: AtlasError) -> Refusal:
-    """An error as it is sent to the peer that caused it."""
+    """Return an error as the message that is sent to the peer that caused it."""
     texts = [str(text)[:4096] for text in (error.problem, error.got, error.hint)]
     retry = error.retry if isinstance(error, BusyError) else 0.0
     return Refusal(code=str(error.code), problem=texts[0], got=texts[1], hint=texts[2], retry=retry)
 
 
 def raise_refusal(refusal: Refusal) -> NoReturn:
-    """Raise a refusal that came from a peer, with the peer's own code."""
+    """Raise an error that a peer sent, with the peer's error code."""
     known = {str(code): code for code in Code}
     code = known.get(refusal.code, Code.WIRE_FAILED)
-    raise AtlasError(code, refusal.problem, got=f"{refusal.got} (says the peer)", hint=refusal.hint)
+    raise AtlasError(
+        code, refusal.problem, got=f"{refusal.got} (reported by the peer)", hint=refusal.hint
+    )

@@ -1,9 +1,9 @@
-"""The end of the side channel that answers: a thread for every connection, all of them bounded.
+"""The server end of the side channel: one thread per connection, with limits on connections.
 
-A connection is a stranger's until its first question has been understood, which with a
-secret takes who knows it. Strangers are few, and the oldest is dropped when one more comes,
-so that they lock nobody out; connections of peers are bounded for each host (or certificate)
-and in all. Who comes when there are too many is told so, and when to ask again.
+A connection is unauthenticated until its first question is understood, which requires the secret if
+there is one. Few unauthenticated connections are kept, and a new one replaces the oldest, so they
+cannot lock out peers. Authenticated connections are limited per host (or per certificate) and in
+total. A peer above the limit gets a `busy` error with a delay after which to retry.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ log = logging.getLogger("kvatlas.wire")
 
 _MAX_STRANGERS = 32
 _MAX_CONNECTIONS = 1024
-"""Connections of peers at most, and never more than a third of the process's descriptors."""
+"""The maximum number of peer connections, and at most a third of the process's descriptors."""
 _MAX_ANSWERING = 64
-"""Questions that are answered at once; others wait a moment, and are then told to come back."""
+"""Questions that are answered at once. Others wait briefly and then get a `busy` error."""
 
 _STRANGER_SECONDS = 5.0
-"""Seconds that a stranger has to prove itself, and as many to ask its first question."""
+"""Seconds for a new connection to authenticate, and the same again for its first question."""
 _BUSY_SECONDS = 0.25
-"""Seconds that a question waits for its turn, and that who asked it is to wait then."""
+"""Seconds that a question waits for its turn, and then the retry delay in the error."""
 _IDLE_SECONDS = 0.05
 
 
 class Caller:
-    """A connection that asks, as those who answer know it."""
+    """The peer's end of a connection, as passed to `answer`."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.connection = Connection(connected)
         self.identity = _whose(connected)
-        """What its quotas are counted by: its host, its certificate, or its process."""
+        """The key for its quotas: its host, its certificate, or its process."""
         self.known = self.answering = False
         self.open = True
 
     def hang_up(self) -> None:
-        """End it; an answer that is being made is still sent."""
+        """End the connection. An answer in progress is still sent."""
         self.connection.hang_up(reading_only=self.answering)
 
 
 class Server(threading.Thread):
-    """Answers questions until it is closed, those of different connections beside each other.
+    """Answers questions until it is closed. Questions on different connections run in parallel.
 
-    `answer` is called with a question, one of the type `questions`, and its caller; `closed`
-    with a caller that has gone, `idle` again and again.
+    `answer` is called with a question of the type `questions` and its caller. `closed` is called
+    with a caller that disconnected, and `idle` at regular intervals.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class Server(threading.Thread):
             try:
                 self._receive_caller(connected)
             except Exception as problem:
-                log.warning("a connection failed problem=%r", str(problem))
+                log.warning("connection failed problem=%r", str(problem))
                 connected.close()
         self._listening.close()
 
     def stop(self) -> None:
-        """Answer no further question, without waiting for those at hand."""
+        """Stop answering, without waiting for answers in progress."""
         self._closing.set()
         with suppress(OSError):  # it is closed already
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes who accepts
@@ -126,7 +126,7 @@ class Server(threading.Thread):
             caller.hang_up()
 
     def close(self) -> None:
-        """Stop, and wait for the answers at hand; a second call does nothing."""
+        """Stop, and wait for answers in progress. A second call has no effect."""
         self.stop()
         _join(self)  # nobody is received after this
         with self._lock:
@@ -155,9 +155,10 @@ class Server(threading.Thread):
             caller.hang_up()
 
     def _drop_strangers(self, most: int) -> None:
-        """Hang up on strangers until there are no more than so many.
+        """Disconnect unauthenticated connections until at most `most` are left.
 
-        The oldest goes, of the host that has the most: one that opens many drops its own.
+        The oldest one of the host with the most connections goes first, so a host that opens many
+        drops its own.
         """
         with self._lock:
             strangers = [one for one in self._callers if not one.known and one.open]
@@ -170,7 +171,7 @@ class Server(threading.Thread):
                 oldest.hang_up()
 
     def _admit(self, caller: Caller) -> bool:
-        """Whether there is room for a caller that is a stranger no more."""
+        """Return whether an authenticated caller fits into the limits."""
         most = min(_MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
         with self._lock:
             known = [one for one in self._callers if one.known]
@@ -201,11 +202,13 @@ class Server(threading.Thread):
             self._answer_all(caller)
         except AtlasError as refusal:
             got = str(refusal.got)
-            log.warning("refused peer=%s code=%s got=%r", caller.identity, refusal.code, got)
+            log.warning(
+                "connection rejected peer=%s code=%s got=%r", caller.identity, refusal.code, got
+            )
         except (OSError, EOFError) as problem:
-            log.debug("hung up peer=%s problem=%r", caller.identity, str(problem))
+            log.debug("disconnected peer=%s problem=%r", caller.identity, str(problem))
         except Exception:
-            log.exception("a connection failed peer=%s", caller.identity)
+            log.exception("connection failed peer=%s", caller.identity)
         finally:
             self._forget(caller)
 
@@ -239,15 +242,15 @@ class Server(threading.Thread):
     def _answer(self, question: Any, caller: Caller) -> bytes:
         """The encoded answer to a question; whatever goes wrong on the way to it is refused."""
         if not self._turns.acquire(timeout=_BUSY_SECONDS):
-            raise BusyError(f"{_MAX_ANSWERING} questions at once", _BUSY_SECONDS)
+            raise BusyError(f"{_MAX_ANSWERING} questions in progress", _BUSY_SECONDS)
         try:
             return protocol.encode(self.answer(question, caller))
         except AtlasError:
             raise
         except Exception as defect:
-            log.exception("an answer failed")
+            log.exception("answering a question failed")
             got = f"{type(defect).__name__} while answering"
-            raise failed(got, "See the peer's log") from defect
+            raise failed(got, "See the peer's log", "The peer failed internally") from defect
         finally:
             self._turns.release()
 
@@ -279,7 +282,7 @@ def _refused(refusal: AtlasError, question: Any, caller: Caller) -> bytes:
     level = logging.INFO if refusal.code is Code.UNKNOWN_REQUEST else logging.WARNING
     log.log(
         level,
-        "refused question=%s request=%r peer=%s code=%s got=%r",
+        "rejected question=%s request=%r peer=%s code=%s got=%r",
         kind, request, caller.identity, refusal.code, got,
     )  # fmt: skip
     return protocol.encode(refusal_of(refusal))

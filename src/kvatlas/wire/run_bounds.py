@@ -1,8 +1,8 @@
-"""Whether runs stay inside byte buffers of this process: looked at before a byte is copied.
+"""Bounds checks of runs in byte buffers of this process, made before any byte is copied.
 
-A copy by address writes wherever it is told, and a slice that starts before its buffer wraps to
-the buffer's end. What is called from outside looks first; what routes have bound is not looked at
-again.
+A copy by address writes to any address it is given, and a slice that starts before its buffer wraps
+to the buffer's end. Public functions therefore check their runs. Runs that a route has bound are
+not checked again.
 """
 
 from __future__ import annotations
@@ -17,42 +17,44 @@ from kvatlas.geometry.integers import positive
 
 Bytes = NDArray[np.uint8]
 Places = Int64s | range
-"""Where runs start; a range where runs of one length follow each other."""
+"""The starts of runs; a range if runs of one length are contiguous."""
 _LARGEST = int(np.iinfo(np.int64).max)
 
 
 def check_runs(
     starts: Places, length: Int64s, buffer: Bytes, *, written: bool = False
 ) -> tuple[Int64s, Int64s]:
-    """Starts and lengths of runs as columns of int64; refused where they leave a buffer.
+    """Return starts and lengths as int64 columns, or raise an error if a run leaves the buffer.
 
     >>> check_runs(np.array([0, 60]), np.array([8, 8]), np.zeros(64, np.uint8))
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: A byte range extends outside the buffer. Got runs of 8 to 8 bytes \
-that start in 0..60, in 64 bytes. Pass pools as large as the plan says, by their index. \
+that start at 0..60, in 64 bytes. Pass pools by index, each as large as in the plan. \
 [out_of_bounds]
     """
     _check_buffer(buffer, written=written)
     at, length = _offsets(starts), _offsets(length)
     if len(at) != len(length):
-        problem = "Runs have not a length each"
+        problem = "Each run needs one start and one length"
         got = f"{len(at)} starts, {len(length)} lengths"
-        raise AtlasError(Code.BAD_SIZE, problem, got=got, hint="Pass columns of the same length")
+        raise AtlasError(
+            Code.BAD_SIZE, problem, got=got, hint="Pass starts and lengths of the same size"
+        )
     if not len(at):
         return at, length
     nbytes = len(buffer)
     if int(length.min()) < 1:
-        problem, hint = "A run has no bytes", "Leave such runs out"
+        problem, hint = "A run must have at least 1 byte", "Omit empty runs"
         raise AtlasError(Code.BAD_SIZE, problem, got=f"{length.min()} bytes", hint=hint)
     # Taken away from the size, not added to the start: sums of large numbers wrap around.
     if int(at.min()) < 0 or not (at <= nbytes - length).all():
         runs = f"runs of {length.min()} to {length.max()} bytes"
-        raise _outside(f"{runs} that start in {at.min()}..{at.max()}, in {nbytes} bytes")
+        raise _outside(f"{runs} that start at {at.min()}..{at.max()}, in {nbytes} bytes")
     return at, length
 
 
 def check_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> NestedSteps:
-    """Runs at nested steps; refused where they leave the buffer of either end."""
+    """Return runs at nested strides, or raise an error if they leave the buffer of either end."""
     nbytes = positive(length, "the length of runs")
     for one in places.steps:
         positive(one.times, "the number of steps")
@@ -62,8 +64,8 @@ def check_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> Ne
     )
     if len(ends[0][0]) != len(ends[1][0]):
         got = f"{len(ends[0][0])} at the source, {len(ends[1][0])} at the destination"
-        hint = "Pass as many firsts at either end"
-        problem = "Runs have not a start at either end"
+        hint = "Pass as many source starts as destination starts"
+        problem = "Each run needs one source start and one destination start"
         raise AtlasError(Code.BAD_SIZE, problem, got=got, hint=hint)
     for firsts, reach, buffer, written in ends:
         _check_buffer(buffer, written=written)
@@ -83,12 +85,14 @@ def _check_buffer(buffer: Bytes, *, written: bool) -> None:
         got = (
             f"{buffer.dtype} with {buffer.ndim} axes" if isinstance(buffer, np.ndarray) else buffer
         )
-        problem = "A buffer is not one contiguous row of bytes"
-        hint = "Pass array.reshape(-1).view(np.uint8) of what is contiguous"
+        problem = "A buffer must be a contiguous one-dimensional uint8 array"
+        hint = "Pass array.reshape(-1).view(np.uint8) of a contiguous array"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if written and not buffer.flags.writeable:
-        problem, hint = "A buffer cannot be written to", "Pass memory of your own"
-        raise AtlasError(Code.BAD_TENSOR, problem, got=f"{len(buffer)} bytes", hint=hint)
+        problem, hint = "The destination buffer is read-only", "Pass a writable array"
+        raise AtlasError(
+            Code.BAD_TENSOR, problem, got=f"a read-only array of {len(buffer)} bytes", hint=hint
+        )
 
 
 def _offsets(given: Places) -> Int64s:
@@ -96,7 +100,7 @@ def _offsets(given: Places) -> Int64s:
         return np.arange(given.start, given.stop, given.step)  # asarray would walk it
     at = np.asarray(given)
     if at.ndim != 1 or (at.dtype.kind not in "iu" and at.size):
-        problem = "Offsets and lengths of runs are not rows of whole numbers"
+        problem = "Offsets and lengths must be one-dimensional integer arrays"
         got = f"{type(given).__name__} of {at.dtype} with {at.ndim} axes"
         raise AtlasError(Code.NOT_AN_INTEGER, problem, got=got, hint="Pass numpy arrays of int64")
     if at.dtype == np.uint64 and at.size and int(at.max()) > _LARGEST:
@@ -105,5 +109,5 @@ def _offsets(given: Places) -> Int64s:
 
 
 def _outside(got: str) -> AtlasError:
-    hint = "Pass pools as large as the plan says, by their index"
+    hint = "Pass pools by index, each as large as in the plan"
     return AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)

@@ -1,8 +1,7 @@
-"""A process that puts all ranks of a plan on the wire, full of bytes that can be recomputed.
+"""A process that serves all ranks of a plan, filled with reproducible random bytes.
 
-`python -m kvatlas.wire.sample_server` reads one task from stdin, prints where its nodes
-listen, and serves until stdin ends. It is the far end of `kvatlas move`, of benchmarks and
-of tests.
+`python -m kvatlas.wire.sample_server` reads one task from stdin, prints the endpoints of its nodes,
+and serves until stdin ends. `kvatlas move`, benchmarks and tests use it as their remote end.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from kvatlas.wire.transports.registry import make_transport
 _MARK = b"kvatlas serves "
 
 SAMPLE_IDENTITY = CacheIdentity(weights="kvatlas sample")
-"""The identity of sample servers, whose bytes come from no model."""
+"""The identity of sample servers, whose bytes belong to no model."""
 
 
 class SampleTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a sample server is to serve."""
+    """The plan and options of a sample server."""
 
     plan: Plan
     transport: str
@@ -43,11 +42,11 @@ class SampleTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seconds: float = 300.0
     secret: bytes | None = None
     convert: str | None = None
-    """What both ends agree to convert, their tensors' scales being 1."""
+    """The conversion that both ends agree on, with all scales 1."""
 
 
 def converting(convert: str | None) -> dict[str, Any]:
-    """What a node is told of a conversion between samples, whose scales are all 1.
+    """Return the conversion options of a sample node. All scales are 1.
 
     >>> converting("fp8->bf16"), converting(None)
     ({'convert': 'fp8->bf16', 'scales': 1.0}, {})
@@ -56,7 +55,7 @@ def converting(convert: str | None) -> dict[str, Any]:
 
 
 def random_bytes(nbytes: int, *seed: int) -> Bytes:
-    """Random bytes, the same for the same seed."""
+    """Return random bytes that depend only on the seed."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
@@ -88,9 +87,9 @@ def main() -> None:
 
 @contextmanager
 def run_sample_server(task: SampleTask) -> Iterator[list[str]]:
-    """Run a sample server; yields where its nodes listen, rank by rank.
+    """Run a sample server, and yield the endpoints of its nodes by rank.
 
-    What it prints on stderr is kept for the error, should it fail to start.
+    Its stderr is captured for the error message if it fails to start.
     """
     command = [sys.executable, "-m", "kvatlas.wire.sample_server"]
     with (
@@ -113,9 +112,9 @@ def run_sample_server(task: SampleTask) -> Iterator[list[str]]:
                 last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
                 raise AtlasError(
                     Code.WIRE_FAILED,
-                    "The helper process did not start",
-                    got=f"exit code {status}, {last[:300] or 'without a word'}",
-                    hint="Run python -m kvatlas.wire.sample_server to see more",
+                    "The sample server process did not start",
+                    got=f"exit code {status}, {last[:300] or 'no output'}",
+                    hint="Run python -m kvatlas.wire.sample_server to see its output",
                 )
             yield msgspec.json.decode(line[len(_MARK) :], type=list[str])
         finally:

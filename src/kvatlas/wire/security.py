@@ -1,11 +1,10 @@
-"""Who may talk on the side channel: TLS 1.3 between ends that share a secret.
+"""Authentication on the side channel: TLS 1.3 between ends that share a secret.
 
-From each shared secret both ends derive the same private key and the same self-signed
-certificate. A connection uses one secret: the caller names it by its certificate, both ends
-present that certificate and accept no other. So each end proves that it knows the secret, and
-nothing can be read, changed, or said again on another connection. An end may have several
-secrets while they are rotated. Whoever runs a public key infrastructure passes TLS contexts
-of its own instead.
+From each shared secret both ends derive the same private key and the same self-signed certificate.
+A connection uses one secret: the client names it by its certificate, and both ends present that
+certificate and accept no other. Each end thereby proves that it has the secret, and no third party
+can read, change, or replay the traffic. An end may accept several secrets during a rotation. Users
+with a public key infrastructure pass TLS contexts instead.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from functools import cached_property
 from kvatlas.errors import AtlasError, Code, MissingExtraError
 
 Secret = bytes | Sequence[bytes] | None
-"""A shared secret, or several while they are rotated, the preferred one first."""
+"""A shared secret, or several during a rotation, the preferred one first."""
 
 MIN_SECRET_BYTES = 16
 _MAX_SECRETS = 4
 _HANDSHAKE_FAILURE = bytes([21, 3, 3, 0, 2, 2, 40])
-"""The fatal alert of that name, as a TLS record."""
+"""The fatal alert `handshake_failure` as a TLS record."""
 
 
 @dataclass(frozen=True)
 class TlsContexts:
-    """TLS contexts of the caller's own: how to accept connections, and how to open them.
+    """User-provided TLS contexts: one to accept connections, one to open them.
 
-    Both must verify the other end's certificate; the one that opens connections decides
-    whether host names are checked too.
+    Both must verify the other end's certificate. The client context decides whether host names are
+    checked as well.
     """
 
     server: ssl.SSLContext
@@ -44,7 +43,7 @@ class TlsContexts:
 
 
 class Security:
-    """How connections of a node are protected: by secrets, by TLS contexts, or not at all.
+    """How a node's connections are protected: by secrets, by TLS contexts, or not at all.
 
     >>> Security().protected, Security(b"0123456789abcdef").protected
     (False, True)
@@ -52,7 +51,7 @@ class Security:
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: A shared secret must be a bytes object of at least 16 bytes.
     Got a str.
-    Draw one with secrets.token_bytes(32), and give it to all nodes as bytes. [bad_secret]
+    Make one with secrets.token_bytes(32), and give it to all nodes as bytes. [bad_secret]
     """
 
     def __init__(self, secret: Secret = None, *, tls: TlsContexts | None = None) -> None:
@@ -66,16 +65,16 @@ class Security:
 
     @property
     def protected(self) -> bool:
-        """Whether strangers are kept out."""
+        """Whether connections are authenticated."""
         return self._accepting is not None
 
     @property
     def choices(self) -> int:
-        """In how many ways a connection can be opened: one for each secret."""
+        """The number of ways to open a connection: one per secret."""
         return max(1, len(self._identities))
 
     def wrap(self, accepted: socket.socket) -> socket.socket:
-        """A connection that was accepted, ready for its handshake."""
+        """Wrap an accepted connection for its TLS handshake."""
         if self._accepting is None:
             return accepted
         return self._accepting.wrap_socket(
@@ -83,9 +82,9 @@ class Security:
         )
 
     def identify(self, accepted: socket.socket) -> str:
-        """Shake hands within the socket's time-out; says who is at the other end.
+        """Complete the handshake within the socket's time-out, and return the peer's identity.
 
-        All who know a secret are alike, so that they are told apart by their hosts.
+        All holders of a secret have the same certificate, so they are distinguished by host.
         """
         host = str(accepted.getpeername()[0])
         if not isinstance(accepted, ssl.SSLSocket):
@@ -95,17 +94,17 @@ class Security:
         except ssl.SSLError as problem:
             _say_tls(accepted)
             unknown = problem.reason == "CALLBACK_FAILED"  # the one that chooses by name
-            raise not_the_secret("another secret" if unknown else problem.reason) from None
+            raise not_the_secret("a different secret" if unknown else problem.reason) from None
         certificate = accepted.getpeercert(binary_form=True) or b""
         if self._tls is not None:
             return hashlib.sha256(certificate).hexdigest()
         chosen = [one for one in self._identities if one.server is accepted.context]
         if not chosen or chosen[0].certificate != certificate:
-            raise not_the_secret("another certificate than that of the secret")
+            raise not_the_secret("a certificate that does not match the secret")
         return host
 
     def open(self, connection: socket.socket, host: str, choice: int) -> socket.socket:
-        """The protected connection, opened in one of the possible ways."""
+        """Open a protected connection with the chosen secret or context."""
         if self._tls is not None:
             protected = self._tls.client.wrap_socket(connection, server_hostname=host)
         elif not self._identities:
@@ -115,7 +114,7 @@ class Security:
             protected = identity.client.wrap_socket(connection, server_hostname=identity.name)
             if protected.getpeercert(binary_form=True) != identity.certificate:
                 protected.close()
-                raise not_the_secret("another certificate than that of the secret")
+                raise not_the_secret("a certificate that does not match the secret")
         return protected
 
     def _make_accepting(self) -> ssl.SSLContext | None:
@@ -149,7 +148,7 @@ def _say_tls(accepted: ssl.SSLSocket) -> None:
 
 
 def not_the_secret(got: object) -> AtlasError:
-    """The two ends share no secret, or one of them has none."""
+    """The error for two ends that share no secret, or of which only one has a secret."""
     hint = "Give both ends the same secret, or the same certificate authority"
     return AtlasError(Code.BAD_SIGNATURE, got=got, hint=hint)
 
@@ -162,7 +161,7 @@ class _Identity:
 
     @cached_property
     def name(self) -> str:
-        """What callers name the secret by: a hash of the certificate, which is public."""
+        """The name of the secret for clients: a hash of the certificate, which is public."""
         return hashlib.sha256(b"kvatlas name" + self.certificate).hexdigest()[:32]
 
     @property
@@ -252,28 +251,28 @@ def _checked_secrets(secret: Secret) -> tuple[bytes, ...]:
             raise AtlasError(
                 Code.BAD_SECRET,
                 got=got,
-                hint="Draw one with secrets.token_bytes(32), and give it to all nodes as bytes",
+                hint="Make one with secrets.token_bytes(32), and give it to all nodes as bytes",
             )
     if not 1 <= len(secrets) <= _MAX_SECRETS or len(set(secrets)) < len(secrets):
         raise AtlasError(
             Code.BAD_SECRET,
-            f"There are not 1 to {_MAX_SECRETS} different secrets",
-            got=f"{len(secrets)} secrets, {len(set(secrets))} different ones",
-            hint="Give one secret, or (new, old) while they are rotated",
+            f"A node needs 1 to {_MAX_SECRETS} different secrets",
+            got=f"{len(secrets)} secrets, {len(set(secrets))} of them different",
+            hint="Pass one secret, or (new, old) during a rotation",
         )
     return secrets
 
 
 def _check_contexts(tls: TlsContexts, secret: Secret) -> None:
-    """Refuse contexts that let anybody in, and those beside a secret."""
+    """Raise an error for contexts without verification, and for contexts with a secret."""
     if not isinstance(tls, TlsContexts):
-        problem, hint = "This is no pair of TLS contexts", "Pass TlsContexts(server, client)"
+        problem, hint = "tls must be a pair of TLS contexts", "Pass TlsContexts(server, client)"
         raise AtlasError(Code.BAD_SECRET, problem, got=f"a {type(tls).__name__}", hint=hint)
     contexts = tls.server, tls.client
     if secret is not None or any(one.verify_mode != ssl.CERT_REQUIRED for one in contexts):
         raise AtlasError(
             Code.BAD_SECRET,
-            "TLS contexts must verify the other end, and take the place of a secret",
-            got="a secret too" if secret is not None else "a context that verifies nobody",
-            hint="Set verify_mode to ssl.CERT_REQUIRED in both contexts, and leave secret out",
+            "TLS contexts must verify the other end, and replace a secret",
+            got="tls= and secret=" if secret is not None else "a context without verification",
+            hint="Set verify_mode to ssl.CERT_REQUIRED in both contexts, and omit secret=",
         )

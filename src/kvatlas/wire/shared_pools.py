@@ -1,4 +1,4 @@
-"""Pools in shared memory that other processes of this user map and use as their own."""
+"""Pools in shared memory that other processes of this user can map."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvatlas.wire.transports.shm_sockets import hang_up
 
 
 class SharedPools:
-    """Pools of this process, given to whoever has what is `published`.
+    """Pools of this process, shared with any process that has the `published` bytes.
 
     >>> import numpy as np
     >>> from kvatlas.wire.transports.shm import create_segment
@@ -32,20 +32,20 @@ class SharedPools:
         for pool in memory:
             if not self._transport.shares(pool):
                 self._transport.close()
-                problem = "Other processes cannot reach memory that is not shared"
+                problem = "The pool is not in shared memory"
                 hint = "Allocate it with pools_for(plan, 0, make_transport('shm'))"
                 raise AtlasError(Code.WRONG_DEVICE, problem, got=f"pool {pool}", hint=hint)
         self.published = self._transport.publish()
 
     def close(self) -> None:
-        """Give them to nobody else; who has them keeps them."""
+        """Stop sharing with new processes. Existing mappings stay valid."""
         self._transport.close()
 
 
 def map_pools(published: bytes, sizes: Mapping[int, int]) -> dict[int, Bytes]:
-    """The pools of another process, by index, all of them as large as is said here."""
+    """Map the pools of another process, by index, and check that they have the given sizes."""
     connection, mapped = map_published(published, sizes)
     hang_up(connection)
     if mapped.keys() != sizes.keys():
-        raise bad_metadata(f"pools {sorted(mapped)} where there are {sorted(sizes)}")
+        raise bad_metadata(f"pools {sorted(mapped)}, not {sorted(sizes)}")
     return mapped

@@ -1,8 +1,8 @@
 """Streams of runs, and the buffers through which they are staged.
 
-The stream of some copies is their bytes, one copy behind the other, in the order of the
-runs. Both ends of a transfer know it from the route alone, so that a piece of it needs no
-description but where it starts and stops.
+The stream of some copies is the concatenation of their bytes, in the order of the runs. Both ends
+of a transfer derive it from the route alone, so a piece is fully described by where it starts and
+stops.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvatlas.wire.transports.base import STAGING
 
 
 class StagingBuffers:
-    """A registered buffer of some pieces, lent piece by piece.
+    """A registered memory of several buffers, lent one by one.
 
-    Half of the buffers are for transfers of this node, half for its peers': two nodes that
-    read from each other would otherwise each wait for what the other has taken.
+    Half of the buffers are for transfers of this node, half for its peers. Otherwise two nodes that
+    read from each other could each wait for a buffer that the other holds.
 
     >>> staging = StagingBuffers(np.zeros(4 * 4096, np.uint8), 4096)
     >>> mine, lent = staging.acquire(2), staging.acquire(2, for_peer=True)
@@ -45,16 +45,16 @@ class StagingBuffers:
 
     @property
     def free(self) -> int:
-        """Buffers that nobody has now."""
+        """The number of free buffers."""
         with self._changed:
             return sum(map(len, self._free.values()))
 
     def most(self, *, for_peer: bool = False) -> int:
-        """Buffers that there are for transfers of this node, or of its peers."""
+        """The number of buffers available to transfers of this node, or to its peers."""
         return self.count - self._own if for_peer else self._own
 
     def acquire(self, count: int, seconds: float = 0.0, *, for_peer: bool = False) -> list[int]:
-        """So many buffers, by index, once they are free; none where that takes too long."""
+        """Wait for `count` free buffers and return their indices; none if that takes too long."""
         free = self._free[for_peer]
         with self._changed:
             if not self._changed.wait_for(lambda: count <= len(free), seconds):
@@ -62,24 +62,24 @@ class StagingBuffers:
             return [free.pop() for _ in range(count)]
 
     def give_back(self, buffers: Iterable[int]) -> None:
-        """Let others have buffers that were acquired."""
+        """Return buffers that were acquired."""
         with self._changed:
             for buffer in buffers:
                 self._free[buffer >= self._own].append(buffer)
             self._changed.notify_all()
 
     def view(self, buffer: int, nbytes: int) -> Any:
-        """The first bytes of a buffer: an array of the host, or a tensor of a GPU."""
+        """View the first bytes of a buffer: an array on the host, or a tensor on a GPU."""
         return self.memory[buffer * self.piece :][:nbytes]
 
 
 def stream_bytes(copies: Sequence[Copy]) -> int:
-    """Bytes of the stream of some copies."""
+    """Return the size in bytes of the stream of some copies."""
     return sum(copy.nbytes for copy in copies)
 
 
 def gather(copies: Sequence[Copy], pools: Mapping[int, Bytes], stream: Bytes) -> int:
-    """The stream of some copies, out of the source's pools; how many bytes."""
+    """Gather the stream of some copies from the source's pools. Return its bytes."""
     done = 0
     for copy in copies:
         at = _stream_places(copy.length, done)
@@ -90,7 +90,7 @@ def gather(copies: Sequence[Copy], pools: Mapping[int, Bytes], stream: Bytes) ->
 
 
 def scatter(copies: Sequence[Copy], stream: Bytes, pools: Mapping[int, Bytes]) -> int:
-    """The stream of some copies, into the destination's pools; how many bytes."""
+    """Scatter the stream of some copies into the destination's pools. Return its bytes."""
     done = 0
     for copy in copies:
         at = _stream_places(copy.length, done)
@@ -101,7 +101,7 @@ def scatter(copies: Sequence[Copy], stream: Bytes, pools: Mapping[int, Bytes]) -
 
 
 def _stream_places(length: Int64s, first: int) -> Places:
-    """Where runs start in a stream, each behind the one before."""
+    """Return the start of each run in the stream."""
     if len(length) and one_length(length):
         size = int(length[0])
         return range(first, first + size * len(length), size)
@@ -111,7 +111,7 @@ def _stream_places(length: Int64s, first: int) -> Places:
 def checksums(
     copies: Sequence[Copy], pools: Mapping[int, Bytes], piece: int, *, src: bool
 ) -> Int64s:
-    """A CRC-32 of every `piece` bytes of the stream of some copies, read at one end."""
+    """Return a CRC-32 of every `piece` bytes of the stream of some copies, read at one end."""
     if not src:
         copies = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in copies]
     stream = np.empty(stream_bytes(copies), dtype=np.uint8)
@@ -120,7 +120,7 @@ def checksums(
 
 
 def crc_pieces(stream: Bytes, piece: int) -> Int64s:
-    """A CRC-32 of every `piece` bytes.
+    """Return a CRC-32 of every `piece` bytes.
 
     >>> crc_pieces(np.zeros(3, np.uint8), 2).tolist()
     [1104745215, 3523407757]
@@ -130,7 +130,7 @@ def crc_pieces(stream: Bytes, piece: int) -> Int64s:
 
 
 def into_buffer(copies: Sequence[Copy], at: int) -> list[Copy]:
-    """Runs of a source's pools, one behind the other from an offset of the staging memory on.
+    """Return copies of a source's runs into consecutive bytes of the staging memory at an offset.
 
     >>> copy = Copy(0, 3, np.array([70, 10]), np.array([0, 8]), np.array([4, 2]))
     >>> (read,) = into_buffer([copy], 4096)

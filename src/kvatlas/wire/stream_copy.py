@@ -1,7 +1,7 @@
-"""Streams into and out of pools, converted on the way where the route converts.
+"""Copy streams into and out of pools, with conversion if the route converts.
 
-A piece travels in one format. The source fills it from its pools and the destination puts it
-into its own; where the route converts, the end that has the other format does so in between.
+A piece is sent in one format. The source fills it from its pools and the destination copies it into
+its own. If the route converts, the end with the other format converts the piece in between.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.staging import gather, scatter
 
 AnyStream = Stream | ConvertedStream
-"""A request's bytes as they are, or formats changed on the way."""
+"""A stream of unchanged bytes, or one that is converted."""
 
 MoveRuns = Callable[[Sequence[Copy], Any], object]
 """Gathers the runs of some copies into a stream, or scatters a stream into them."""
@@ -29,26 +29,26 @@ MoveRuns = Callable[[Sequence[Copy], Any], object]
 SOURCE, DESTINATION = 0, 1
 
 _CONVERTED = 1 << 20
-"""Bytes of a piece that is converted, at most: codecs are slow, and the other end waits."""
+"""The maximum bytes of a converted piece: codecs are slow, and the other end waits."""
 
 
 class StreamPiece(NamedTuple):
-    """A piece of a stream at one end, with its runs there, ready to be filled or delivered."""
+    """A piece of a stream with its runs at one end, ready to be filled or delivered."""
 
     copies: Sequence[Copy]
     parts: Sequence[ConvertedPart] = ()
-    """What each copy is of, where the route converts."""
+    """The parts that the copies belong to, if the route converts."""
 
     @classmethod
     def of(cls, stream: AnyStream, start: int, stop: int, end: int) -> StreamPiece:
-        """Bytes start .. stop - 1 of a stream, with the runs of one end."""
+        """Make the piece of bytes start .. stop - 1 of a stream, with the runs of one end."""
         if isinstance(stream, Stream):
             return cls(stream.copies(start, stop))
         parts = list(stream.parts(start, stop))
         return cls([part.copy(end) for part in parts], parts)
 
     def fill(self, gather: MoveRuns, piece: Any) -> None:
-        """The piece as it travels, gathered out of the source's pools."""
+        """Gather the piece from the source's pools, in the format that is sent."""
         if not self.parts:
             gather(self.copies, piece)
         done = 0
@@ -63,7 +63,7 @@ class StreamPiece(NamedTuple):
                 gather([copy], into)
 
     def deliver(self, piece: Any, scatter: MoveRuns) -> int:
-        """Scatter the piece into the destination's pools; how many bytes arrive there."""
+        """Scatter the piece into the destination's pools. Return how many bytes arrive."""
         if not self.parts:
             scatter(self.copies, piece)
         done = 0
@@ -75,7 +75,7 @@ class StreamPiece(NamedTuple):
 
 
 def piece_spans(stream: AnyStream, piece: int) -> Iterator[tuple[int, int]]:
-    """Where the pieces of a stream start and stop."""
+    """Yield the start and stop of each piece of a stream."""
     if isinstance(stream, ConvertedStream):
         return stream.spans(min(piece, _CONVERTED))
     total = stream.nbytes
@@ -83,7 +83,7 @@ def piece_spans(stream: AnyStream, piece: int) -> Iterator[tuple[int, int]]:
 
 
 def piece_checksum(piece: Any) -> int:
-    """A CRC-32 of a piece, wherever it is."""
+    """Return the CRC-32 of a piece, on any device."""
     return crc32((piece if isinstance(piece, np.ndarray) else piece.cpu().numpy()).data)
 
 
@@ -96,9 +96,9 @@ def copy_request(
     dst_blocks: Any,
     tokens: Any,
 ) -> int:
-    """Copy a request between ranks that are all in this process; how many bytes arrived.
+    """Copy a request between ranks in this process. Return the number of bytes that arrived.
 
-    `src` and `dst` are byte arrays by rank, and by pool within it; a route that converts does so.
+    `src` and `dst` are byte arrays by rank, then by pool. A route that converts does so here too.
 
     >>> import numpy as np
     >>> from kvatlas.planning import plan
@@ -117,8 +117,11 @@ def copy_request(
         )
         for src_rank in route.sources(dst_rank):
             if src_rank not in src:
-                problem, hint = "There is no memory of a source rank", "Pass every rank's pools"
-                got = f"rank {src_rank}, not one of {list(src)}"
+                problem, hint = (
+                    "The memory of a source rank is missing",
+                    "Pass the pools of every rank",
+                )
+                got = f"rank {src_rank}; there are ranks {list(src)}"
                 raise AtlasError(Code.BAD_RANK, problem, got=got, hint=hint)
             held = rank_pools(route.src, src_rank, src[src_rank])
             ask: dict[str, Any] = {"src_rank": src_rank, "dst_rank": dst_rank, "tokens": tokens}
@@ -144,7 +147,7 @@ def _convert_pools(
 
 
 def convert_parts(parts: Iterable[ConvertedPart], gather: MoveRuns, scatter: MoveRuns) -> int:
-    """Gather cells, convert and scatter them, part by part; how many bytes arrived."""
+    """Gather cells, convert and scatter them, part by part. Return the bytes that arrived."""
     arrived = 0
     for part in parts:
         cells = np.empty(part.nbytes(SOURCE), dtype=np.uint8)

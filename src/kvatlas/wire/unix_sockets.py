@@ -1,7 +1,7 @@
-"""Endpoints at a path of this host: `unix:///path`, for processes of one user.
+"""Endpoints at a path on this host: `unix:///path`, for processes of one user.
 
-The socket has mode 600, and the system says who is at the other end of a connection:
-processes of other users are not heard, whoever has made the folder.
+The socket has mode 600, and the kernel reports the user at the other end of a connection. Processes
+of other users are rejected, even if they own the folder.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvatlas.wire.transports.shm_sockets import not_in_children, other_end
 
 _SCHEME = "unix://"
 _LONGEST_PATH = 100
-"""Bytes of a path that a socket takes as it is; longer ones go by a descriptor of their folder."""
+"""The maximum path length of a socket. Longer ones are opened through their folder."""
 _WAITING = 1024
-"""Connections that wait to be accepted."""
+"""The maximum number of connections that wait to be accepted."""
 
 
 def unix_path(endpoint: str) -> Path | None:
-    """The path of an endpoint of this host; None for an endpoint of another kind.
+    """Return the path of a `unix://` endpoint; None for other endpoints.
 
     >>> unix_path("unix:///run/tier.sock"), unix_path("tcp://127.0.0.1:80")
     (PosixPath('/run/tier.sock'), None)
@@ -32,17 +32,18 @@ def unix_path(endpoint: str) -> Path | None:
         return None
     path = endpoint.removeprefix(_SCHEME)
     if not path.startswith("/") or "\0" in path:
-        raise failed(f"endpoint {endpoint[:200]!r}", "Such endpoints look like unix:///path")
+        got, hint = f"endpoint {endpoint[:200]!r}", "Use an endpoint such as unix:///path"
+        raise failed(got, hint, "The endpoint is invalid")
     return Path(path)
 
 
 def unix_endpoint(path: str | Path) -> str:
-    """The endpoint at a path."""
+    """Return the endpoint at a path."""
     return f"{_SCHEME}{Path(path).absolute()}"
 
 
 def listen_at_path(path: Path) -> socket.socket:
-    """A socket that listens at a path, where nothing may be; for this user alone."""
+    """Listen at a path that does not exist yet, for this user only."""
     listening = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         # Before it has a name: at no moment may others connect.
@@ -52,12 +53,13 @@ def listen_at_path(path: Path) -> socket.socket:
         listening.listen(_WAITING)
     except OSError as problem:
         listening.close()
-        raise failed(f"{problem} for {path}", "Use a path in a folder of your own") from problem
+        got, hint = f"{problem} for {path}", "Use an unused path in a folder that you can write to"
+        raise failed(got, hint, "The server cannot listen at this path") from problem
     return listening
 
 
 def connect_to_path(path: Path, seconds: float) -> socket.socket:
-    """A connection to whoever listens at a path, which must be a process of this user."""
+    """Connect to the socket at a path. Its process must belong to this user."""
     connected = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         connected.settimeout(seconds)
@@ -73,7 +75,7 @@ def connect_to_path(path: Path, seconds: float) -> socket.socket:
 
 
 def check_user(connected: socket.socket) -> int:
-    """Refuse a process of another user at the other end; the process there."""
+    """Return the process at the other end, or raise an error if it belongs to another user."""
     process, user = other_end(connected)
     if user != os.geteuid():
         raise peer_lost(f"a process of another user ({user})")
@@ -81,7 +83,7 @@ def check_user(connected: socket.socket) -> int:
 
 
 def forget_path(path: Path) -> None:
-    """Remove a socket that nobody listens at any more."""
+    """Remove a socket that no process listens at anymore, if it exists."""
     with suppress(FileNotFoundError):
         path.unlink()
 

@@ -1,4 +1,4 @@
-"""The end that asks: a session with peers, and the transfers it carries out."""
+"""The client end: a session with peers, and the transfers that it runs."""
 
 from kvatlas.wire.client.session import Session
 from kvatlas.wire.client.transfer import Transfer

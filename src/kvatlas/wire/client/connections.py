@@ -1,4 +1,4 @@
-"""A session's connections: hellos exchanged, what peers say checked, links kept while used."""
+"""A session's connections: exchange hellos, check peers, and keep links open while in use."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake
 from kvatlas.wire.server.node_state import NodeState
 
 PEER_GONE = {Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAILED}
-"""Failures after which a peer has to be connected to anew: it may have gone, or restarted."""
+"""Error codes after which a peer must be connected again: it may have exited or restarted."""
 
 
 class Connections:
-    """Connections of a node to some endpoints; any thread may use them."""
+    """Connections of a node to some endpoints. Any thread may use them."""
 
     def __init__(
         self, node: NodeState, endpoints: Sequence[str], beside: ThreadPoolExecutor
@@ -32,7 +32,7 @@ class Connections:
         self._connecting = {endpoint: threading.Lock() for endpoint in endpoints}
         self._lock = threading.Lock()
         self.known: dict[str, Peer] = {}
-        """The peers as they were when first connected to."""
+        """The peers as they were at the first connection."""
 
     def connect(self, endpoint: str, deadline: float) -> Peer:
         """Connect to a peer for the first time."""
@@ -41,7 +41,7 @@ class Connections:
         return connection.peer
 
     def find(self, endpoint: str) -> PeerConnection | None:
-        """The connection to an endpoint, if there is one now."""
+        """Return the current connection to an endpoint, or None."""
         return self._open.get(endpoint)
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Connections:
 
     @contextmanager
     def use(self, endpoint: str, deadline: float) -> Iterator[PeerConnection]:
-        """A peer for one transfer; its link stays open while any transfer uses it."""
+        """Connect to a peer for one transfer. Its link stays open while any transfer uses it."""
         connecting = self._connecting[endpoint]
         if not connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise no_answer(endpoint)
@@ -70,7 +70,7 @@ class Connections:
 
     @contextmanager
     def using(self, connection: PeerConnection) -> Iterator[None]:
-        """Around what is done with a connection that was taken; one to a lost peer is forgotten."""
+        """A context that returns a taken connection, and drops it if its peer was lost."""
         try:
             yield
         except AtlasError as refused:
@@ -84,7 +84,7 @@ class Connections:
             self.give_back(connection)
 
     def give_back(self, connection: PeerConnection) -> None:
-        """A connection that was taken is used no more."""
+        """Return a connection that was taken."""
         with self._lock:
             connection.users -= 1
             unused = connection.gone and not connection.users
@@ -92,7 +92,7 @@ class Connections:
             connection.link.close()
 
     def take(self, endpoint: str) -> PeerConnection | None:
-        """The connection to an endpoint, if there is one, kept open for one user more."""
+        """Take the connection to an endpoint, if any, and keep it open until it is returned."""
         with self._lock:
             connection = self._open.get(endpoint)
             if connection is not None:
@@ -100,7 +100,7 @@ class Connections:
             return connection
 
     def _connect(self, endpoint: str, deadline: float) -> PeerConnection:
-        """Exchange hellos with a peer, check what it says, and open a link to its memory."""
+        """Exchange hellos with a peer, check its hello, and open a link to its memory."""
         node = self._node
         with node.metrics.phase("handshake"):
             answer: Any = SendPlan()
@@ -122,13 +122,13 @@ class Connections:
         return PeerConnection(endpoint, peer, answer.session, link, stream, self._beside)
 
     def _check_same_plan(self, endpoint: str, peer: Peer) -> None:
-        """Refuse ranks of another plan: parts of two plans do not make up a request."""
+        """Raise an error for a rank of another plan: all ranks of a session must share one plan."""
         known = self.known.get(endpoint, peer)
         plans = {one.plan_hash for one in self.known.values()}
         if known.rank != peer.rank or not plans <= {peer.plan_hash}:
             raise AtlasError(
                 Code.PEER_LOST,
-                "Another rank, or a rank of another plan, is at this endpoint",
+                "The endpoint serves another rank or another plan than expected",
                 got=f"rank {peer.rank} of {peer.plan} at {endpoint}",
                 hint="Open a new session",
             )

@@ -1,4 +1,4 @@
-"""A pull without staging: a descriptor for every run, from the source's pools into this node's."""
+"""Direct pulls: one descriptor per run, from the source's pools into this node's, unstaged."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from kvatlas.routing import ConvertedStream, Stream
 from kvatlas.wire.client.rank_lease import RankLease
 
 _BATCH = 64 << 20
-"""Bytes that are posted at once: progress, and a chance to cancel, after each."""
+"""Bytes posted at once. Progress is reported, and cancellation checked, after each batch."""
 
 _BATCH_RUNS = 1 << 20
-"""Runs that are posted at once, more or less: each costs memory at this end."""
+"""The approximate number of runs posted at once. Each costs memory at this end."""
 
 
 def pull_direct(lease: RankLease, stream: Stream, behind: int | None) -> None:
-    """Read a stream into its blocks, batch by batch; at once where the transport adds.
+    """Read a stream into its blocks in batches, or all at once if the transport computes the runs.
 
-    `behind` is the mark of the source behind which it is there.
+    `behind` is the source's mark after which the blocks may be read.
     """
     total = stream.nbytes
     if lease.connection.link.adds:
@@ -37,7 +37,7 @@ def pull_direct(lease: RankLease, stream: Stream, behind: int | None) -> None:
 
 
 def pull_converted(lease: RankLease, stream: ConvertedStream, behind: int | None) -> None:
-    """Read a stream into its blocks, elements cast by what copies them."""
+    """Read a stream into its blocks. The copy kernel casts the elements."""
     with lease.node.metrics.phase("converted"):
         lease.read_grids(stream.grids() or [], behind)
     lease.node.metrics.add(gpu_converted_bytes=stream.arriving)

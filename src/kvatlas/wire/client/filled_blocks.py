@@ -1,4 +1,4 @@
-"""The blocks that a pull fills, found quickly for requests of a shape that was seen before."""
+"""The blocks that a pull fills, cached by the shape of the request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvatlas.routing.request_shape import Lengths, table_lengths
 from kvatlas.wire.block_ledger import BlockClaim, BlockLedger
 
 _KEPT = 128
-"""Shapes that are kept; the least recently used is dropped first."""
+"""The number of shapes kept; the least recently used is dropped first."""
 
 _Key = tuple[tuple[int, int], Lengths]
 _Entries = dict[int, list[tuple[int, slice | Int64s]]]

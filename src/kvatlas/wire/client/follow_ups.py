@@ -1,9 +1,8 @@
-"""What comes after a pull that was started by who asked for it: later, and by another thread.
+"""Deferred work after a pull that its caller started: notify the source from another thread.
 
-Who waits for such a pull finishes it. What the source is told afterwards can wait for a moment:
-a thread that was woken for it at once would take the interpreter from whoever was waiting, just
-when it goes on. One thread looks after all of them from time to time, as long as there are any,
-and for a moment longer.
+The caller that waits for such a pull finishes it. Notifying the source can wait: a thread woken at
+once would take the interpreter lock from the caller just as it continues. One thread handles all
+deferred work at intervals. It exits shortly after the work runs out.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ from kvatlas.wire.client.transfer import Transfer, TransferPart
 from kvatlas.wire.rpc import log
 
 _EVERY = 2e-3
-"""Seconds between looks."""
+"""Seconds between checks."""
 
 _LINGER = 0.1
-"""Seconds for which the thread goes on looking where there is nothing: to wake one takes longer
-than to look, and whoever pulls next would wait for it."""
+"""Seconds that the thread keeps polling without work, because waking a thread takes longer."""
 
 _TOGETHER = 6e-3
-"""Seconds for which sources are not told, so that they are told of several pulls in a row."""
+"""Seconds by which notifications are delayed, so that one covers several consecutive pulls."""
 
 _SLOW = 0.05
-"""Seconds after which others do not wait for a source that is being told."""
+"""Seconds after which other notifications stop waiting for a source that does not answer."""
 
 
 @dataclass
@@ -41,7 +39,7 @@ class _FollowUp:
 
 
 class FollowUps:
-    """Pulls that were started; any thread may use them."""
+    """Pulls that their callers have started. Any thread may use it."""
 
     def __init__(self, workers: Executor, beside: Executor) -> None:
         self._workers, self._beside = workers, beside
@@ -49,10 +47,10 @@ class FollowUps:
         self._lock = threading.Lock()
         self._looking = self._closing = False
         self._rows = 0
-        """Rows of pulls that are being followed up."""
+        """Batches of pulls whose follow-up is in progress."""
 
     def add(self, transfer: Transfer, part: TransferPart, then: Callable[[], None]) -> None:
-        """Have a part finished if nobody does so soon, and call `then` once it is."""
+        """Finish `part` if no other thread does so soon, then call `then`."""
         with self._lock:
             self._kept.append(_FollowUp(transfer, part, then))
             start, self._looking = not self._looking, True
@@ -60,7 +58,7 @@ class FollowUps:
             _hand_on(self._beside, self._look)
 
     def close(self) -> None:
-        """Finish everything, before the threads that do so end; nothing is added any more."""
+        """Finish all pulls before the worker threads end. Nothing can be added after this."""
         self._closing = True
         while self._looking or self._rows:
             time.sleep(_EVERY)
@@ -101,7 +99,7 @@ class FollowUps:
         return False
 
     def _do_all(self, over: list[_FollowUp]) -> None:
-        """Follow up one after the other; behind a source that stalls, all at once."""
+        """Follow up in order. If a source stalls, handle all the others in parallel."""
         try:
             for place, one in enumerate(over):
                 begun = time.monotonic()
@@ -124,8 +122,8 @@ def _hand_on(to: Executor, act: Callable[..., None], *given: Any) -> None:
 
 
 def _carefully(act: Callable[[], None]) -> None:
-    """What fails here must not keep others from being followed up."""
+    """Log an error, so that one failure does not affect the others."""
     try:
         act()
     except Exception:
-        log.exception("a pull was not followed up")
+        log.exception("the work after a pull failed")

@@ -1,8 +1,8 @@
-"""A pull by way of this end's staging buffers alone: the source does nothing for it.
+"""Coalesced pulls (`landed`): read into this node's staging buffers, then scatter.
 
-Where runs are short only because the two ends lie differently, most of them touch at the
-source. They are read as they lie there, joined, and put in place from a buffer of this end,
-while another thread reads the next into another.
+Runs are often short only because the two layouts differ; at the source most of them are adjacent.
+Adjacent runs are read as one, and scattered from a buffer of this node, while another thread reads
+the next batch into another buffer. The source does no work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvatlas.wire.landing import LandingBatch, landing_batches
 
 
 def pull_landed(lease: RankLease, stream: Stream) -> None:
-    """Read a stream batch by batch into buffers, and from there into its blocks."""
+    """Read a stream in batches into staging buffers, and scatter each into its blocks."""
     staging = lease.node.staging
     lease.borrow_own(min(BUFFERS, staging.most(), max(1, lease.node.landing_threads)))
     lease.count(stream.runs_apart)
@@ -35,7 +35,7 @@ def pull_landed(lease: RankLease, stream: Stream) -> None:
 
 
 class _BatchesLeft:
-    """Batches that nobody has taken yet, for several threads."""
+    """Batches that no thread has taken yet."""
 
     def __init__(self, batches: Generator[LandingBatch]) -> None:
         self._batches, self._lock = batches, threading.Lock()
@@ -46,7 +46,7 @@ class _BatchesLeft:
             return next(self._batches, None)
 
     def drop(self) -> None:
-        """There are none any more: what has failed need not go on."""
+        """Drop the remaining batches after a failure."""
         with self._lock:
             self._batches.close()
 

@@ -1,4 +1,4 @@
-"""What a link is measured at, and which way a stream then takes over it."""
+"""Measure what a link costs, and choose how a stream moves over it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from kvatlas.wire.transports.base import STAGING
 from kvatlas.wire.transports.errors import failed
 
 _LONG_RUN = 128 << 10
-"""Bytes of a run that nobody gathers: a copy of them takes longer than any descriptor."""
+"""Runs of at least this many bytes are not gathered: copying them costs more than a descriptor."""
 _KEPT_WAYS = 256
-"""Numbers of runs and bytes for which the way that was found is kept."""
+"""The number of (runs, bytes) pairs for which the chosen way is cached."""
 _SHORTEST_WAIT, _WORTH_WAITING = 0.1, 16
-"""Seconds that everybody waits for buffers, and how many times what it takes without them.
+"""How long a transfer waits for buffers: at least these seconds, else a multiple of a direct one.
 
-Long transfers keep theirs until they end: a short one would wait for that.
+Long transfers keep their buffers until they end, and a short one must not wait for that.
 """
 _LEFT_FOR_DIRECT = 2
-"""How many times what a transfer takes without buffers is left for that, while it waits."""
+"""The multiple of a direct transfer's time to reserve for it while waiting for buffers."""
 
 
 def choose_way(lease: RankLease, stream: AnyStream) -> Way:
-    """How a stream goes: as asked, or by what the link was measured at."""
+    """Return the way a stream moves: the requested one, or the cheapest by measured cost."""
     wanted = lease.wanted
     if isinstance(stream, ConvertedStream):
         if converts_on_the_way(lease, stream):
             return "direct"
         if wanted.how in ("direct", "coalesced"):
-            hint = "Let the transfer be staged: cells are converted in staging buffers"
-            got = "a conversion, and pools that are read as they are"
+            hint = 'Use how="auto" or how="staged": conversion needs staging buffers'
+            got = f"how={wanted.how!r} with a conversion"
             raise AtlasError(Code.CONTRADICTORY, got=got, hint=hint)
         lease.ask_after_all()
         return "staged"
@@ -48,19 +48,20 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
     if not lease.reaches_pools():
         if wanted.how == "auto":
             return "staged"
-        got = "pools that the source keeps to itself"
-        raise failed(got, "Share them, or let the transfer be staged")
+        got, hint = f"how={wanted.how!r}", 'Share the pools, or use how="staged"'
+        raise failed(got, hint, "The transport cannot access the pools of one of the nodes")
     if wanted.how != "auto":
         if wanted.how == "coalesced" and not _can_land(lease):
-            raise failed("no buffers and pools on this host to land in", "Choose another way")
+            got, hint = "how='coalesced'", 'Use how="auto"'
+            raise failed(got, hint, "This node has no staging buffers or no pools in host memory")
         return wanted.how
     return _cheapest_way(lease, stream)
 
 
 def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
-    """Whether what copies casts elements too, from the source's pools into this node's.
+    """Whether the copy kernel can cast the elements, from the source's pools into this node's.
 
-    There is nothing that travels then, and so no checksum of it.
+    No stream is sent in that case, so there is nothing to checksum.
     """
     wanted, link = lease.wanted, lease.connection.link
     if not lease.pull or not link.adds or wanted.checksums or wanted.how not in ("auto", "direct"):
@@ -70,7 +71,7 @@ def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
 
 
 def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
-    """The way that is expected to be the fastest; where two are close, the source is spared."""
+    """Return the way expected to be fastest, with less source work if two are close."""
     wanted, connection = lease.wanted, lease.connection
     if connection.link.adds or not lease.node.staging.most() or not _may_stage(lease):
         return "direct"
@@ -96,7 +97,7 @@ def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
 
 
 def _with_buffers(lease: RankLease, stream: Stream, way: Way, costs: Costs) -> Way:
-    """The way, once its buffers are there; direct where there are none, or not soon enough."""
+    """Return the way once its buffers are acquired; `direct` if that fails or takes too long."""
     if way == "staged":
         lease.ask_after_all()
         if not _may_stage(lease):
@@ -143,7 +144,7 @@ def _can_land(lease: RankLease) -> bool:
 
 
 def _measured(lease: RankLease) -> Costs:
-    """What the link is measured at, if there are buffers for that now."""
+    """Measure the link if buffers are free now; default costs otherwise."""
     staging, connection = lease.node.staging, lease.connection
     lease.buffers = staging.acquire(min(BUFFERS, staging.most()))
     if not lease.buffers:
@@ -157,7 +158,7 @@ def _measured(lease: RankLease) -> Costs:
 
 
 def _measure(lease: RankLease) -> Costs:
-    """What this link costs: many short runs against one long one, between staging buffers."""
+    """Measure many short runs against one long one, between staging buffers."""
     staging = lease.node.staging
     piece = min(lease.opened.piece, staging.piece)
     short, count = 4096, max(1, min(64, piece // 8192))

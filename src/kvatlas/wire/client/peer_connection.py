@@ -1,4 +1,4 @@
-"""A peer that has welcomed this node: the session with it, the link to its memory."""
+"""A connected peer: the session with it, and the link to its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Way = Literal["direct", "staged", "coalesced"]
 
 @dataclass
 class PeerConnection:
-    """A peer that has welcomed this node, and the link to its memory."""
+    """A connected peer, and the link to its memory."""
 
     endpoint: str
     peer: Peer
@@ -24,17 +24,17 @@ class PeerConnection:
     link: Link
     stream: InitVar[MakeStream]
     beside: ThreadPoolExecutor
-    """Asks questions while a transfer does something else."""
+    """Runs questions in the background during a transfer."""
     costs: Costs | None = None
-    """What the link was measured at."""
+    """The measured costs of the link."""
     ways: dict[tuple[int, int], Way] = field(default_factory=dict)
-    """Which way was found the fastest, by runs and bytes."""
+    """The fastest way found, by the number of runs and bytes."""
     question_seconds: float = 0.0
-    """How long the peer takes to answer a question."""
+    """How many seconds the peer takes to answer a question."""
     users: int = 0
-    """Transfers that use it now: the link is closed after the last of them."""
+    """The number of transfers that use it. The link is closed after the last one."""
     gone: bool = False
 
     def __post_init__(self, stream: MakeStream) -> None:
         self.warm = WarmShapes(self.link, stream)
-        """What was pulled over it, to be pulled sooner the next time."""
+        """The shapes that were pulled over this link, for the fast path."""

@@ -1,4 +1,4 @@
-"""One rank's lease at a peer: what is asked of it, what both ends lend for it, what is read."""
+"""A transfer's lease at one rank: questions to the peer, staging buffers, and reads."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ BUFFERS = 2
 """Staging buffers of a transfer at each end: one is filled while the other is sent."""
 
 _NOT_NEEDED = 0xFFFFFFFF
-"""A block id that stands for none in a table as it travels."""
+"""The block id that stands for "no block" in a block table on the wire."""
 
 _SEVERED = 1.0
-"""Seconds in which a link that was torn down is seen to be done with what it was reading."""
+"""Seconds to wait for a severed link to be confirmed idle."""
 
 
 @dataclass
 class RankLease:
     """A transfer's lease at one peer.
 
-    The peer has `patience` seconds for an answer; where there are `others` to turn to, also
-    for every batch of bytes.
+    The peer has `patience` seconds to answer a question. If the transfer has `others`, replicas to
+    fall back to, the same limit applies to each batch of bytes.
     """
 
     node: NodeState
@@ -67,19 +67,19 @@ class RankLease:
         self.mine = protocol.by_group(wanted.blocks)
         self.theirs = None if wanted.peer_blocks is None else protocol.by_group(wanted.peer_blocks)
         self.seen: SeenOffer | None = None
-        """The offer, where it was seen without asking: there is no lease then."""
+        """The offer, if it was found on the peer's board. There is no lease then."""
         self.read_whole: Stream | None = None
-        """What was read at once, in the way that pulls mostly take."""
+        """The stream, if it was read at once, as most pulls are."""
         self.buffers: list[int] = []
         """Staging buffers of this node."""
         self.lent: tuple[int, ...] = ()
         """Staging buffers of the peer."""
         self.runs: int | None = None
-        """Runs that were read; None where those of the stream stand for them."""
+        """The runs that were read; None to use the runs of the stream."""
         self.received: dict[tuple[int, int], int] = {}
-        """Checksums of pieces as they travelled, where they were converted at one end."""
+        """Checksums of the pieces as they were sent, if one end converted them."""
         self.given_up: dict[str, list[Handle]] = {"blocks": [], "buffers": []}
-        """Reads that were given up before they were done, by what they would land in."""
+        """Abandoned reads that may not be over, by the memory that they write to."""
 
     # -- questions ------------------------------------------------------------------------
 
@@ -93,13 +93,13 @@ class RankLease:
     def ask_of_lease(
         self, message: Callable[..., protocol.Message], kind: type[A], **fields: Any
     ) -> A:
-        """The peer's answer to a question about this lease."""
+        """Return the peer's answer to a question about this lease."""
         session, lease = self.connection.session, self.opened.lease
         about = {"session": session, "lease": lease, "request": self.wanted.request}
         return self._ask(message(**about, **fields), kind)
 
     def open(self) -> None:
-        """See on the peer's board what it offers, or have it grant the lease."""
+        """Find the offer on the peer's board, or ask the peer for a lease."""
         with self.node.metrics.phase("open"):
             self.seen = self._find_offer()
             if self.seen is None:
@@ -110,7 +110,7 @@ class RankLease:
         self._renew_at = forever
 
     def _find_offer(self) -> SeenOffer | None:
-        """The offer where no more has to be known or done than its blocks read."""
+        """Return the offer from the board, if reading its blocks is all that the transfer needs."""
         wanted, connection = self.wanted, self.connection
         if not self.pull or wanted.checksums or wanted.how not in ("auto", "direct"):
             return None
@@ -125,7 +125,7 @@ class RankLease:
         return connection.link.find_offer(wanted.request)
 
     def ask_after_all(self) -> None:
-        """Have a lease granted for an offer that was seen, where the peer has to do something."""
+        """Ask for a lease for an offer found on the board, because the peer must do some work."""
         if self.seen is not None:
             self._ask_for_lease()  # for the blocks that were seen, and no others
             self.seen = None
@@ -150,18 +150,18 @@ class RankLease:
         self._renew_at = time.monotonic() + self.opened.seconds / 2
 
     def check_opened(self) -> None:
-        """Take the peer's blocks, and its staging only where that can be what it says."""
+        """Check and store the peer's blocks and staging size from its answer."""
         told = protocol.unpack_tables(self.opened.blocks)
         if self.seen is not None:
             self._check_seen(self.seen.offer, told)
         self.theirs = told if self.theirs is None else self.theirs
         piece = self.opened.piece
         if piece and (piece < protocol.MIN_PIECE_BYTES or piece > self._staging_bytes()):
-            got = f"buffers of {piece} bytes in {self._staging_bytes()}"
+            got = f"buffers of {piece} bytes in staging memory of {self._staging_bytes()}"
             raise protocol.bad_handshake(got)
 
     def _check_seen(self, offer: PostedOffer, told: Mapping[int, Int64s]) -> None:
-        """What a peer checks where it is asked."""
+        """Check an offer from the board as the peer would have done."""
         mine = {group: np.asarray(ids) for group, ids in (self.theirs or {}).items()}
         if mine:
             told = {group: np.where(ids == _NOT_NEEDED, -1, ids) for group, ids in told.items()}
@@ -172,12 +172,12 @@ class RankLease:
         return max(0.001, min(self.deadline, until) - time.monotonic())
 
     def renew_in_time(self) -> None:
-        """Renew the lease where half of it is over."""
+        """Renew the lease if half of its time has passed."""
         if time.monotonic() >= self._renew_at:
             self.renew()
 
     def renew(self) -> None:
-        """Have the peer confirm that the lease is held, and extend it."""
+        """Extend the lease. The peer thereby confirms that the lease is still held."""
         if self.seen is not None:
             self._confirm(self.seen)
             return
@@ -185,7 +185,7 @@ class RankLease:
         self._renew_at = time.monotonic() + ok.seconds / 2
 
     def await_layer(self, layer: str) -> int | None:
-        """Wait until the peer has written a layer; the mark behind which it is read."""
+        """Wait until the peer has written a layer. Return the mark after which it may be read."""
         if not self.opened.layered:
             return self.opened.mark
         while True:
@@ -198,7 +198,7 @@ class RankLease:
                 return said.mark
 
     def close(self, *, complete: bool) -> None:
-        """End the lease; where all went well, the source confirms that it was held."""
+        """End the lease. After a complete transfer, the source confirms that the lease was held."""
         if self.seen is not None:
             if complete:
                 with self.node.metrics.phase("confirm"):
@@ -214,10 +214,10 @@ class RankLease:
     def _confirm(self, seen: SeenOffer) -> None:
         """Look whether the blocks have been held until now."""
         if not seen.confirmed:
-            raise peer_lost("a process that ends") if seen.held else lease_expired()
+            raise peer_lost("an exiting process") if seen.held else lease_expired()
 
     def tell_read(self, tell: Callable[..., object]) -> None:
-        """Let the source know what it has not been asked about; `tell` does so, now or later."""
+        """Notify the source of a read that it was not asked about. `tell` may defer it."""
         seen, wanted = self.seen, self.wanted
         if seen is None or self.transfer.error is not None:  # who failed may come again for it
             return
@@ -234,7 +234,7 @@ class RankLease:
         try:
             self.node.channels.ask(self.connection.endpoint, told, deadline=deadline)
         except AtlasError as refused:  # the offer ends by itself then
-            log.warning("not released request=%r: %s", self.wanted.request, refused)
+            log.warning("release failed request=%r: %s", self.wanted.request, refused)
 
     def _abandon(self) -> None:
         deadline = time.monotonic() + min(1.0, self.patience)
@@ -246,7 +246,7 @@ class RankLease:
     # -- what both ends lend --------------------------------------------------------------
 
     def borrow(self, count: int, until: float = math.inf) -> None:
-        """Get staging buffers of the peer, which lie inside its staging memory."""
+        """Borrow staging buffers of the peer, and check that they are inside its staging memory."""
         while len(self.lent) < count and time.monotonic() < until:
             self.transfer.check_cancelled()
             seconds = min(self.patience / 2, self._seconds_left(until))
@@ -262,7 +262,7 @@ class RankLease:
                 return
 
     def borrow_both(self) -> None:
-        """Get staging buffers of both ends, waiting for them; the peer's are got last."""
+        """Acquire staging buffers at both ends, waiting if needed. The peer's are acquired last."""
         count = min(BUFFERS, self.node.staging.most())
         self.borrow_own(count)
         if self.opened.piece:
@@ -270,20 +270,20 @@ class RankLease:
         if not self.buffers or not self.lent:
             raise AtlasError(
                 Code.TOO_MANY,
-                "An end of the transfer has no staging buffers",
-                got=f"{len(self.buffers)} here, {len(self.lent)} there",
-                hint="Give the nodes more buffers, or let the transfer choose",
+                "A staged transfer needs staging buffers at both ends",
+                got=f"{len(self.buffers)} buffers here, {len(self.lent)} at the peer",
+                hint='Give the nodes more buffers, or use how="auto"',
             )
 
     def borrow_own(self, count: int, until: float = math.inf) -> None:
-        """Get staging buffers of this end, waiting for them; none where it has none."""
+        """Acquire staging buffers of this node, waiting if needed; none if it has none."""
         while count and not self.buffers and time.monotonic() < until:
             self.transfer.check_cancelled()
             seconds = min(0.1, self._seconds_left(until))
             self.buffers = self.node.staging.acquire(count, seconds)
 
     def borrow_in_time(self, seconds: float, *, both: bool) -> bool:
-        """Get staging buffers of this end, and of the peer; none where that takes longer."""
+        """Acquire staging buffers at this end and the peer's; none if that takes too long."""
         until = time.monotonic() + seconds
         staging = self.node.staging
         threads = BUFFERS if both else max(1, self.node.landing_threads)
@@ -297,7 +297,7 @@ class RankLease:
         return False
 
     def staging_copy(self, buffer: int, nbytes: int, near: Any = (0,), far: Any = (0,)) -> Copy:
-        """Runs of one length between offsets in a staging buffer of the peer and of this end."""
+        """Return runs of one length from a staging buffer of the peer to one of this node."""
         mine = self.buffers[buffer] * self.node.staging.piece + np.asarray(near)
         theirs = self.lent[buffer] * self.opened.piece + np.asarray(far)
         return Copy(STAGING, STAGING, theirs, mine, np.full(len(mine), nbytes, dtype=np.int64))
@@ -309,12 +309,12 @@ class RankLease:
     # -- bytes ----------------------------------------------------------------------------
 
     def stream(self, layers: Collection[str] | None) -> AnyStream:
-        """The bytes of some layers, or of all, that move between the two ends."""
+        """Return the stream of all layers, or of the given ones, between the two ends."""
         mine, theirs, peer = self.mine, self.theirs, self.connection.peer
         return self.node.stream(peer, mine, theirs, self.tokens, layers, incoming=self.pull)
 
     def reaches_pools(self) -> bool:
-        """Whether pools can be read where they are, and what is pulled be put where it belongs."""
+        """Whether the peer's pools can be read, and this node's pools written, without staging."""
         node, peer = self.node, self.connection.peer
         own = node.plan.rank_pools(node.rank)
         if not self.pull:
@@ -324,22 +324,22 @@ class RankLease:
         return taken and all(map(self.connection.link.reaches, theirs))
 
     def may_fill_blocks(self) -> bool:
-        """Whether a read that stalls may leave blocks undecided: no other replica fills them."""
+        """Whether a stalled read may leave blocks undecided: no other replica fills them."""
         return not self.others or self.connection.link.prompt
 
     def follow(self) -> None:
-        """Have what is moved now come behind what this node's GPU had to do at first."""
+        """Order later copies after the GPU work that was queued when the transfer began."""
         self.node.mover.follow(self.wanted.mark)
         self.connection.link.follow(self.wanted.mark)
 
     def read(self, copies: Sequence[Copy], into: str = "buffers") -> None:
-        """Read runs over the link; where that is given up, it is remembered."""
+        """Read runs over the link, and record the read if it is abandoned."""
         self._finish(self.connection.link.read(copies), into, self._check_going_on)
 
     def read_grids(self, grids: Sequence[RunGrid], behind: int | None) -> None:
-        """Read runs that nobody has written out into blocks, behind a mark of the peer.
+        """Read the runs of grids into blocks, after a mark of the peer completes.
 
-        The lease is renewed meanwhile.
+        The lease is renewed during the read.
         """
 
         def check() -> None:
@@ -350,12 +350,12 @@ class RankLease:
         self._finish(self.connection.link.read_grids(grids, behind), "blocks", check)
 
     def finish_started(self, started: StartedRead) -> None:
-        """Wait for a read that was begun before there was a lease."""
+        """Wait for a read that was started before the lease was granted."""
         self.seen = started.seen
         self._finish(started.handle, "blocks", self._check_going_on)
 
     def learn(self) -> None:
-        """Get ready, beside everything else, for the next request of the same shape."""
+        """Prepare the fast path for the next request of this shape, in the background."""
         stream, total = self.read_whole, self.transfer.total
         plain = self.wanted.layers is None and not self.wanted.streamed
         if plain and stream is not None and total is not None and not self.others:
@@ -365,10 +365,10 @@ class RankLease:
         try:
             self.connection.warm.learn(self.tokens, stream, total)
         except Exception:  # then the next one takes as long as this
-            log.exception("a shape was not learnt request=%r", self.wanted.request)
+            log.exception("preparing the fast path failed request=%r", self.wanted.request)
 
     def count(self, runs: int) -> None:
-        """So many runs more are read."""
+        """Add to the count of runs read."""
         self.runs = (self.runs or 0) + runs
 
     def _finish(self, handle: Handle, into: str, check: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""One rank's part of a transfer: a lease, the bytes, and the source's confirmation afterwards."""
+"""One rank's part of a transfer: take a lease, move the bytes, confirm the lease."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class RankTransfer:
         self.node, self.wanted, self.transfer = lease.node, lease.wanted, lease.transfer
 
     def run(self) -> None:
-        """Carry it out, or raise why not.
+        """Run this part, or raise its error.
 
-        What this end lent is given back, and the transfer is told that its blocks are left
-        alone, once nothing can be read into them any more.
+        Staging buffers are returned, and the blocks marked as no longer used, once no read can
+        write to them.
         """
         self._carry_out(self._run)
 
     def finish(self, started: StartedRead) -> None:
-        """The same of a read that was begun before: wait for it, and have it confirmed."""
+        """Wait for a read that was started before, and have it confirmed."""
         self._carry_out(partial(self._finish, started))
 
     def _carry_out(self, act: Callable[[], None]) -> None:
@@ -114,7 +114,7 @@ class RankTransfer:
             pull_direct(lease, stream, behind)
 
     def _behind(self) -> int | None:
-        """The mark behind which all of it is there; waits for layers that are yet to come."""
+        """Return the mark after which the stream may be read, after waiting for all layers."""
         opened = self.lease.opened
         return self._all_written() if opened.layered else opened.mark
 
@@ -176,8 +176,8 @@ class RankTransfer:
         if wrong:
             raise AtlasError(
                 Code.CHECKSUM,
-                got=f"{wrong} of {pieces} pieces that differ",
-                hint="Transfer them again, and mistrust the wire",
+                got=f"{wrong} of {pieces} pieces with different checksums",
+                hint="Retry the transfer, and check the network and its devices",
             )
 
     def _differing(self, stream: AnyStream, start: int, stop: int) -> int:

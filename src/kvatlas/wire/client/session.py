@@ -1,10 +1,9 @@
-"""`Session`: a node's connections to the ranks that feed it, or that it feeds.
+"""`Session`: a node's connections to the ranks it pulls from or pushes to.
 
-`pull` reads a request from its source ranks and `push` writes it to its destination
-ranks; both return a `Transfer` at once and run beside the caller. A transfer is ready when
-every source rank of the route has delivered all of its bytes and has confirmed, afterwards,
-that its blocks were still held. Anything else is a failure with a code, and delivers
-nothing.
+`pull` reads a request from its source ranks and `push` writes it to its destination ranks. Both
+return a `Transfer` at once and run in the background. A transfer is ready when every source rank of
+the route has delivered all of its bytes and has then confirmed that its blocks were still held.
+Otherwise the transfer fails with an error code and delivers nothing.
 """
 
 from __future__ import annotations
@@ -47,21 +46,21 @@ from kvatlas.wire.transports.errors import failed
 
 Needed = Callable[[], int] | int | None
 _RETRIED = PEER_GONE | {Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM, Code.BUSY}
-"""Failures that another replica may be spared."""
+"""Error codes that a retry on another replica may avoid."""
 _AT_ONCE = 64
-"""Parts of transfers that are carried out at once; the others wait until one has ended."""
+"""The maximum number of parts of transfers that run at once; others wait for one to end."""
 _TURNS = 4
-"""Parts that get on at once, as long as all get on: more only get in each other's way."""
+"""Parts that run at once while all of them progress: more would only contend."""
 _TURN_SECONDS = 0.5
-"""Seconds that a part waits for its turn, where those before it do not get on."""
+"""Seconds that a part waits for its turn while the parts before it do not progress."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
-"""Seconds between questions about a request that is not offered yet: each twice the last."""
+"""Seconds between questions about a request that is not offered yet; doubled each time."""
 _ANSWER_SECONDS = 5.0
-"""Seconds that a peer has for an answer, within the transfer's own deadline."""
+"""Seconds that a peer has to answer, within the transfer's deadline."""
 
 
 class Session:
-    """Connections of a node to the ranks of one plan; several of one rank are replicas."""
+    """A node's connections to the ranks of one plan. Several endpoints of one rank are replicas."""
 
     def __init__(self, node: NodeState, endpoints: Sequence[str], *, seconds: float = 10.0) -> None:
         self.node, endpoints, patience = node, text_list(endpoints, "endpoints"), duration(seconds)
@@ -85,12 +84,12 @@ class Session:
 
     @property
     def peers(self) -> list[Peer]:
-        """The peers as they were when first connected to, in the order of their ranks."""
+        """The peers as they were at the first connection, ordered by rank."""
         known = self._connections.known
         return [known[one] for rank in sorted(self._replicas) for one in self._replicas[rank]]
 
     def link(self, rank: int) -> Link:
-        """The transport's own connection to a rank, for those who know what they read."""
+        """Return the transport's link to a rank, for direct access to its memory."""
         for connection in map(self._connections.find, self._replicas.get(rank, ())):
             if connection is not None:
                 return connection.link
@@ -116,15 +115,17 @@ class Session:
     ) -> Transfer:
         """Read a request's tokens from its source ranks into blocks of this node.
 
-        Source blocks may be left out: the source knows what it offers. With `streamed`,
-        layers arrive one after the other: `Transfer.layers` says which have, and `wait_layers`
-        waits for some. The last `recompute` tokens are computed here again: they stay behind,
-        and windows come as the first of them sees them. A `final` pull is the last of its request
-        by this node, however little of the offer it takes: sources that nobody else reads may
-        then reuse their blocks. It waits `wait_for_offer` seconds for one that is not offered yet.
-        `identity` is that of this request, if an adapter or a salt makes it different from the
-        node's. Blocks that an offer, a push or another pull uses are refused with
-        `blocks_in_use`; those of a failed pull stay in use until it is `released`.
+        `src_blocks` may be omitted: the source's offer contains them. With `streamed`, layers
+        arrive one by one: `Transfer.layers` lists those that have arrived, and `wait_layers` waits
+        for some. With `recompute`, this node computes the last `recompute` tokens itself: they are
+        not transferred, and sliding windows arrive as the first of these tokens needs them. A
+        `final` pull is this node's last read of the request, even if it reads only a part of the
+        offer: the source may reuse its blocks once no other rank reads them. The pull waits up to
+        `wait_for_offer` seconds for a request that is not offered yet. `identity` overrides the
+        node's identity for this request, for example if it uses an adapter or a salt.
+
+        Raises `blocks_in_use` if an offer, a push or another pull uses one of the blocks. The
+        blocks of a failed pull stay in use until the transfer is `released`.
         """
         check_request_name(request)
         seconds, wait_for_offer = duration(seconds), duration(wait_for_offer)
@@ -163,11 +164,12 @@ class Session:
             raise
 
     def release(self, request: str, *, seconds: float = _ANSWER_SECONDS) -> Transfer:
-        """Tell all ranks of the session that this node reads no more of a request.
+        """Notify all ranks of the session that this node will read no more of a request.
 
-        A rank ends its offer once everyone who reads from it has read it or let it go; one
-        that nobody reads does so at the first word. What is returned is ready when all have
-        been told. Where one cannot be, its offer ends by itself when it expires.
+        A rank ends its offer once every destination rank that reads from it has read or released
+        the request. A rank that no destination needs ends its offer at the first notification. The
+        returned transfer is ready when all ranks are notified. The offer of an unreachable rank
+        ends when it expires.
         """
         check_request_name(request)
         with self._lock:
@@ -190,8 +192,8 @@ class Session:
     ) -> Transfer:
         """Write a request's tokens from blocks of this node to every rank that reads from it.
 
-        The destination must expect the request from this node. Blocks that a pull fills are
-        refused with `blocks_in_use`.
+        The destination must expect the request from this node. Raises `blocks_in_use` if a pull is
+        filling one of the blocks.
         """
         layers = None if layers is None else tuple(layers)
         node = self.node
@@ -209,7 +211,7 @@ class Session:
             raise
 
     def close(self) -> None:
-        """Forget all peers; transfers under way are cancelled."""
+        """Disconnect from all peers. Transfers in flight are cancelled."""
         with self._lock:
             self._closed = True
             running = list(self._running)
@@ -236,7 +238,7 @@ class Session:
                 Code.PEER_LOST,
                 "The session is closed" if self._closed else "The session has no peers",
                 got="no connection",
-                hint="Connect to the ranks of the other plan",
+                hint="Open a session with the endpoints of the other plan's ranks",
             )
         return next(iter(self._connections.known.values()))
 
@@ -245,7 +247,7 @@ class Session:
             Code.NOT_A_SOURCE,
             f"The session is not connected to ranks {', '.join(map(str, ranks))}",
             got=f"connections to ranks {sorted(self._replicas)}",
-            hint="Pass the endpoints of all ranks that take part",
+            hint="Pass the endpoints of all ranks that the request needs",
         )
 
     def _start_warm(
@@ -317,7 +319,9 @@ class Session:
                         raise bad_handshake(f"{type(answer).__name__} instead of Ok")
             except AtlasError as refused:
                 problem = refused
-                log.warning("not released request=%r rank=%d: %s", transfer.request, rank, refused)
+                log.warning(
+                    "release failed request=%r rank=%d: %s", transfer.request, rank, refused
+                )
         if problem is None:
             transfer.finished(rank)
         else:
@@ -348,8 +352,10 @@ class Session:
         except AtlasError as refused:
             error = refused
         except Exception as defect:
-            log.exception("a transfer failed request=%r rank=%d", wanted.request, rank)
-            error = failed(f"{type(defect).__name__}: {defect}", hint="See the log")
+            log.exception("transfer failed request=%r rank=%d", wanted.request, rank)
+            error = failed(
+                f"{type(defect).__name__}: {defect}", hint="See the traceback in the log"
+            )
         else:
             if started is not None:
                 transfer.finished(rank)  # what else there is to do, another thread does
@@ -364,7 +370,7 @@ class Session:
         transfer.failed(rank, error)
         code = error.code if transfer.error is None else transfer.error.code
         self.node.metrics.ended(wanted.direction, str(code))
-        log.warning("failed request=%r rank=%d code=%s", wanted.request, rank, error.code)
+        log.warning("transfer failed request=%r rank=%d code=%s", wanted.request, rank, error.code)
 
     def _after_reading(
         self, transfer: Transfer, lease: RankLease, tell: Callable[..., object]
@@ -377,7 +383,7 @@ class Session:
     def _after_started(
         self, transfer: Transfer, wanted: TransferRequest, started: StartedPull
     ) -> None:
-        """What comes after a read that was started; nothing more where it has failed."""
+        """Finish the work after a read that was started early. Does nothing if the read failed."""
         lease = started.tidy_up(self.node, wanted, transfer, _ANSWER_SECONDS)
         if lease is not None:
             self.node.metrics.ended("pull", "ok")

@@ -1,7 +1,7 @@
-"""Transfers through staging buffers: pulls, and every push.
+"""Transfers through staging buffers: staged pulls, and every push.
 
-A stream goes piece by piece. The source gathers one into a buffer while the destination
-reads the last one and scatters it.
+A stream moves in pieces. The source gathers one piece into a buffer while the destination reads and
+scatters the previous one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvatlas.wire.stream_copy import (
 
 
 def pull_staged(lease: RankLease, stream: AnyStream) -> None:
-    """Have pieces gathered, read and scatter them; one is gathered while another is read."""
+    """Pull piece by piece: the peer gathers one while this node reads and scatters another."""
     lease.borrow_both()
     staging = lease.node.staging
     piece = min(staging.piece, lease.opened.piece)
@@ -60,7 +60,7 @@ def _gather_beside(lease: RankLease, span: tuple[int, int], buffer: int) -> Futu
 
 
 def push(lease: RankLease, stream: AnyStream, *, staged: bool) -> None:
-    """Have the peer fetch piece after piece; with `staged`, the next is gathered meanwhile."""
+    """Have the peer fetch the pieces in order. With `staged`, gather the next one meanwhile."""
     staging = lease.node.staging
     piece = lease.opened.piece
     if staged:

@@ -1,4 +1,4 @@
-"""One rank's part of a pull that was begun by who asked for it, and is finished by who waits."""
+"""One rank's part of a pull that the calling thread starts and the waiting thread finishes."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ from kvatlas.wire.client.warm_shapes import StartedRead
 from kvatlas.wire.server.node_state import NodeState
 
 _SOON = 2e-3
-"""Seconds for which a read is looked at without a pause: a gigabyte takes half a millisecond."""
+"""Seconds of polling without a pause. A read of 1 GB takes half a millisecond."""
 
 _NEARLY = 1e-4
-"""Seconds before and after the expected end of a read in which nobody is let run: to get the
-interpreter back from another thread takes up to as long."""
+"""Seconds around the expected end of a read in which the interpreter lock is not released.
+
+To get the lock back from another thread takes up to as long.
+"""
 
 _EVERY = 1e-4
-"""Seconds between looks at a read that nobody wants any more."""
+"""Seconds between polls of a read that was abandoned."""
 
 
 @dataclass
 class StartedPull:
-    """A read that is under way, over a connection that was taken for it."""
+    """A read in flight, over a connection that was taken for it."""
 
     connections: Connections
     connection: PeerConnection
     read: StartedRead
     _arrived: bool = False
-    """Whether every byte has arrived, and the source's blocks were held until then."""
+    """Whether every byte has arrived, and the source held its blocks until then."""
     _untidy: bool = True
 
     @classmethod
     def begin(
         cls, connections: Connections, endpoint: str, request: str, tokens: Any, blocks: Any
     ) -> StartedPull | None:
-        """Begin to read, where a peer is connected and such a request was pulled from it before."""
+        """Start reading if a peer is connected and this shape was pulled from it before."""
         connection = connections.take(endpoint)
         if connection is None:
             return None
@@ -56,25 +58,25 @@ class StartedPull:
 
     @property
     def total(self) -> int | None:
-        """Bytes that must arrive, of all ranks; None where nobody has counted yet."""
+        """The bytes that must arrive from all ranks; None if not counted yet."""
         return self.read.warm.total
 
     @property
     def nbytes(self) -> int:
-        """Bytes that come from this rank."""
+        """The bytes that arrive from this rank."""
         return self.read.warm.shape.nbytes
 
     @property
     def runs(self) -> int:
-        """Runs that they come in."""
+        """The number of runs from this rank."""
         return self.read.warm.shape.runs
 
     def finish(
         self, node: NodeState, wanted: TransferRequest, transfer: Transfer, patience: float
     ) -> bool:
-        """Wait until it is over, and confirm that the source held its blocks; or raise why not.
+        """Wait for the read, and check that the source held its blocks; raise if the read failed.
 
-        False where it is over and counts for nothing: it read what it should not have.
+        Returns False if the read is over but invalid: the offer it read was not genuine.
         """
         rank, nbytes = self.connection.peer.rank, self.nbytes
         try:
@@ -129,9 +131,9 @@ class StartedPull:
     def tidy_up(
         self, node: NodeState, wanted: TransferRequest, transfer: Transfer, patience: float
     ) -> RankLease | None:
-        """Give back what a read that is over has used, if that was left for later.
+        """Return the resources of a finished read, if that was deferred.
 
-        The lease that it stands for, where every byte has arrived.
+        Returns the lease that the read stands for, if every byte has arrived.
         """
         if self._untidy:
             self._untidy = False
@@ -147,7 +149,7 @@ class StartedPull:
         return lease
 
     def abandon(self) -> None:
-        """Wait until nothing is written any more, where nothing comes of it."""
+        """Wait until an invalid read can no longer write to memory."""
         self._untidy = False
         self.read.handle.release()
         while not self.read.handle.settle():

@@ -1,4 +1,4 @@
-"""`Transfer`: one request on its way, its progress and its outcome."""
+"""`Transfer`: one request in flight, its progress and its outcome."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.transports.errors import failed
 
 _LOOK_SECONDS = 0.002
-"""Seconds in which who waits for layers sees that the transfer has ended."""
+"""Seconds within which a thread that waits for layers notices the end of the transfer."""
 
 
 class TransferPart:
-    """Work of a transfer, done once: by a thread that is there for it, or by who waits for it."""
+    """A part of a transfer that runs once, in a worker thread or in the waiting thread."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
         self._claim, self._under_way = threading.Lock(), threading.Lock()
         self._under_way.acquire()
         self.over = False
-        """Whether it has been done."""
+        """Whether the part has finished."""
 
     def __call__(self) -> None:
-        """Do it, unless somebody has begun to."""
+        """Run the part, unless another thread has started it."""
         if self._claim.acquire(blocking=False):
             try:
                 self._act()
@@ -36,19 +36,19 @@ class TransferPart:
                 self._under_way.release()
 
     def join(self) -> None:
-        """Wait until whoever has begun to do it is done."""
+        """Wait for the thread that runs the part."""
         if self._claim.locked():
             with self._under_way:
                 pass
 
 
 class Transfer:
-    """A request on its way over several ranks.
+    """A request in flight over several ranks.
 
-    It is ready when every rank has delivered; the first failure ends it, and so does its
-    deadline, whatever its ranks are waiting for. Its blocks may be reused once it is
-    `released`, which a failed transfer is only when the transport has been seen to be done
-    with them.
+    It is ready when every rank has delivered. The first failure of a rank ends it, and so does its
+    deadline, regardless of what the ranks are waiting for. Its blocks may be reused once it is
+    `released`. A failed transfer is released only when the transport is known to have stopped using
+    its blocks.
 
     >>> transfer = Transfer("request 17", ranks=(0, 1), total=8192, seconds=30)
     >>> transfer.add(0, 4096)
@@ -66,9 +66,9 @@ class Transfer:
         layers: Collection[str] | None = None,
         claim: BlockClaim | None = None,
     ) -> None:
-        """`total` may be found out later, while the bytes are on their way.
+        """`total` may be None and computed later, while bytes move.
 
-        `layers` are those that it brings; None where nobody waits for one of them. `claim` holds
+        `layers` are the layers that it delivers, or None if it does not track layers. `claim` holds
         its blocks, and is released once they may be reused.
         """
         self.request = request
@@ -102,43 +102,43 @@ class Transfer:
 
     @property
     def total(self) -> int | None:
-        """Bytes that must arrive, by the two plans; None for a push."""
+        """The bytes that must arrive according to the two plans; None for a push."""
         total = self._total
         if callable(total):  # threads that find it out at once find the same
             total = self._total = total()
         return total
 
     def find_total_beside(self, beside: Executor) -> None:
-        """Have it found out by another thread, where it is not known yet: bytes move meanwhile."""
+        """Compute `total` in another thread, if it is not known yet, while bytes move."""
         if callable(self._total):
             beside.submit(lambda: self.total)  # what it may raise, it raises again for who asks
 
     @property
     def moved(self) -> int:
-        """Bytes that have moved so far, of all ranks."""
+        """The bytes moved so far, over all ranks."""
         with self._lock:
             return sum(self._bytes.values())
 
     @property
     def layers(self) -> set[str]:
-        """Layers that every rank has delivered, in a streamed transfer."""
+        """The layers that every rank has delivered, in a streamed transfer."""
         with self._lock:
             return set.intersection(*self._layers.values()) if self._layers else set()
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, ready or failed."""
+        """Whether the transfer has ended, either ready or failed."""
         self._expire()
         return self._over.is_set()
 
     @property
     def ready(self) -> bool:
-        """Whether every byte has arrived and every source has confirmed it."""
+        """Whether every byte has arrived and every source has confirmed its lease."""
         return self.done and self.error is None
 
     @property
     def released(self) -> bool:
-        """Whether its blocks may be reused: it has ended, and nothing can touch them any more."""
+        """Whether the blocks may be reused: it has ended, and nothing can access them anymore."""
         self._expire()
         return self._released.is_set()
 
@@ -148,12 +148,12 @@ class Transfer:
         return self._cancel.is_set()
 
     def cancel(self) -> None:
-        """Cancel it: unless it has already delivered, it has failed when this returns."""
+        """Cancel the transfer. When this returns, it has failed, unless it was already ready."""
         self._cancel.set()
         self._fail(self._cancellation())
 
     def wait(self, seconds: float | None = None) -> Transfer:
-        """Wait until it has ended; raises its failure, or once `seconds` have passed."""
+        """Wait for the end. Raise the transfer's error, or `deadline` after `seconds`."""
         left = self.deadline - time.monotonic()
         if seconds is None or seconds >= left:
             self._help()
@@ -168,11 +168,11 @@ class Transfer:
         return self
 
     def wait_layers(self, names: Iterable[str], seconds: float | None = None) -> Transfer:
-        """Wait until some layers are here, whatever the others are: a step can begin with them.
+        """Wait until the given layers have arrived, so that a forward pass can start with them.
 
-        In a streamed transfer they come in the order in which they are computed; in any other
-        all come at once. Raises its failure, or once `seconds` have passed; a layer that it does
-        not bring is refused.
+        In a streamed transfer, layers arrive in the order in which they are computed. Otherwise all
+        layers arrive together at the end. Raises the transfer's error, `deadline` after `seconds`,
+        or `unknown_layer` for a layer that the transfer does not deliver.
 
         >>> transfer = Transfer("request 17", ranks=(0,), total=8192, seconds=30)
         >>> transfer.add_layer(0, "layers.0.attn")
@@ -183,15 +183,18 @@ class Transfer:
         until = self.deadline if seconds is None else begun + seconds
         others = set() if self._brings is None else wanted.difference(self._brings)
         if others:
-            problem, got = "The transfer brings no such layer", repr(min(others, key=str))[:200]
-            hint = "Wait for layers that were asked for, by the names of the plan"
+            problem, got = (
+                "The transfer does not deliver this layer",
+                repr(min(others, key=str))[:200],
+            )
+            hint = "Use layer names of the plan that the transfer includes"
             raise AtlasError(Code.UNKNOWN_LAYER, problem, got=got, hint=hint)
         while not wanted <= self.layers:
             if self.done:
                 return self.wait(0.0)  # all are here, or its failure is raised
             if time.monotonic() > until:
                 missing = sorted(wanted - self.layers)
-                problem = f"Layers are still on their way after {time.monotonic() - begun:.1f} s"
+                problem = f"Layers have not arrived after {time.monotonic() - begun:.1f} s"
                 hint = "Wait longer, or cancel the transfer"
                 raise AtlasError(Code.DEADLINE, problem, got=", ".join(missing[:3]), hint=hint)
             with self._lock:
@@ -199,15 +202,15 @@ class Transfer:
         return self
 
     def carry_out(self) -> None:
-        """Do what nobody has begun of it in the calling thread: one that has nothing else to do.
+        """Run the parts that no thread has started yet, in the calling thread.
 
-        Threads of the session are spared that way, and waking them.
+        This saves waking the session's threads while the caller has nothing else to do.
         """
         for part in self._parts:
             part()
 
     def wait_released(self, seconds: float | None = None) -> bool:
-        """Wait until its blocks may be reused; False where that takes longer than `seconds`."""
+        """Wait until the blocks may be reused. Return False if that takes longer than `seconds`."""
         begun = time.monotonic()
         with suppress(AtlasError):
             self.wait(seconds)
@@ -217,9 +220,9 @@ class Transfer:
     # -- for those who carry it out ---------------------------------------------------------
 
     def add_part(self, act: Callable[[], None], *, quick: bool) -> TransferPart:
-        """Work that it consists of; what is `quick`, whoever waits may as well do.
+        """Add a part. A `quick` part may also run in the thread that waits for the transfer.
 
-        A thread that is woken for it costs a tenth of what such work takes.
+        Waking a thread for it would cost a tenth of the time that such a part takes.
         """
         part = TransferPart(act)
         self._parts.append(part)
@@ -228,7 +231,7 @@ class Transfer:
         return part
 
     def join(self) -> None:
-        """Wait until nobody does any of its work."""
+        """Wait until no thread works on the transfer."""
         for part in self._parts:
             part.join()
 
@@ -241,41 +244,41 @@ class Transfer:
             raise
 
     def check_cancelled(self) -> None:
-        """Raise where it has ended already: cancelled, past its deadline, another rank failed."""
+        """Raise an error if the transfer has ended: cancelled, timed out, or failed elsewhere."""
         if self.done:
             raise self._cancellation()
 
     def add(self, rank: int, nbytes: int) -> None:
-        """Count bytes of a rank."""
+        """Count bytes that a rank has moved."""
         with self._lock:
             self._bytes[rank] += nbytes
 
     def add_layer(self, rank: int, name: str) -> None:
-        """A rank has delivered a layer."""
+        """Record that a rank has delivered a layer."""
         with self._lock:
             self._layers[rank].add(name)
             self._layer_came.notify_all()
 
     def restart(self, rank: int) -> None:
-        """A rank starts over, on another replica."""
+        """Reset the progress of a rank that starts over on another replica."""
         with self._lock:
             self._bytes[rank] = 0
             self._layers[rank].clear()
 
     def use(self) -> None:
-        """Somebody may touch its blocks from now on, until `leave`."""
+        """Record that a thread may access the blocks, until it calls `leave`."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """Whoever called `use` touches its blocks no more."""
+        """End a `use`: the caller no longer accesses the blocks."""
         with self._lock:
             self._users -= 1
             if not self._users and self._over.is_set():
                 self._release()
 
     def finished(self, rank: int) -> None:
-        """A rank has delivered and its source has confirmed."""
+        """Record that a rank has delivered and its source has confirmed."""
         total = self.total
         with self._lock:
             self._waiting.discard(rank)
@@ -283,18 +286,19 @@ class Transfer:
                 return
             moved = sum(self._bytes.values())
             if total not in (None, moved):
-                got = f"{moved} bytes where the destination's plan needs {total}"
-                self.error = failed(got, "Please report it: a route has left bytes out")
+                got = f"{moved} bytes; the destination's plan needs {total}"
+                problem = "The transfer delivered the wrong number of bytes"
+                self.error = failed(got, "Please report this as a bug in kvatlas", problem)
             self._end()
 
     def failed(self, rank: int, problem: AtlasError) -> None:
-        """A rank has failed on every replica; the others are cancelled."""
+        """Record that a rank has failed on every replica, and cancel the other ranks."""
         with self._lock:
             self._waiting.discard(rank)
         self._fail(problem)
 
     def _expire(self) -> None:
-        """End it where its deadline has passed: nobody has to wait for that but who looks."""
+        """End the transfer if its deadline has passed. Called by whichever thread checks."""
         if not self._over.is_set() and time.monotonic() > self.deadline:
             got = f"{self.moved:,} bytes after {time.monotonic() - self.begun:.1f} s"
             hint = "Allow more time, or retry on another replica"
@@ -307,7 +311,9 @@ class Transfer:
                 self._end()
 
     def _cancellation(self) -> AtlasError:
-        return AtlasError(Code.CANCELLED, got=f"request {self.request}", hint="Start it again")
+        return AtlasError(
+            Code.CANCELLED, got=f"request {self.request}", hint="Start a new transfer"
+        )
 
     def _end(self) -> None:
         self.seconds = time.monotonic() - self.begun

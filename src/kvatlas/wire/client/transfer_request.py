@@ -1,4 +1,4 @@
-"""What a transfer is asked to do, as its caller has said it."""
+"""The options of one transfer, as the caller of `pull` or `push` passed them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RENAMED_HOWS = {"landed": "coalesced"}
 
 @dataclass(frozen=True)
 class TransferRequest:
-    """What the caller of `pull` or `push` wants."""
+    """The options that the caller of `pull` or `push` passed."""
 
     direction: Direction
     request: str
@@ -42,9 +42,9 @@ class TransferRequest:
     final: bool = False
     wait_for_offer: float = 0.0
     identity: CacheIdentity | None = None
-    """The identity of the request's cache, if it is not the node's."""
+    """The identity of the request's cache, if it differs from the node's."""
     mark: int | None = None
-    """Behind which this node's blocks are read or written, where they are on a GPU."""
+    """The mark after which this node's blocks may be read or written, if they are on a GPU."""
 
     def __post_init__(self) -> None:
         check_request_name(self.request)
@@ -53,7 +53,8 @@ class TransferRequest:
         duration(self.seconds)
         duration(self.wait_for_offer)
         if self.how not in get_args(How):
-            raise failed(f"how={self.how!r}", how_hint(self.how))
+            problem = "There is no such way to move a request"
+            raise failed(f"how={self.how!r}", how_hint(self.how), problem)
 
 
 def how_hint(how: object) -> str:

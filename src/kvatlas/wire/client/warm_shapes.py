@@ -1,16 +1,16 @@
-"""Pulls that are launched by who asks for them, because others went before them over the link.
+"""Fast path: a pull whose shape was seen before is launched in the calling thread.
 
-A pull works out, from two plans, tokens and block tables, what is read from where. For the
-next request of the same tokens, in as many blocks, all of that is known but the block ids, and
-a transport may have prepared launches for it. Then it is begun before anything else is done:
-the offer is seen on the peer's board, the caller's blocks are seen to lie in their pools, and
-the copy is launched. Everything that a pull consists of beside that happens while it runs. Should
-the offer not be genuine then, name blocks that are not there, or one twice, the copy counts for
-nothing, and the pull goes its whole way. A request of other tokens is begun in the same way
-once its shape was worked out, which takes some tenths of a millisecond and is kept.
+A pull computes, from two plans, the tokens and the block tables, which bytes to read from where.
+For the next request with the same tokens and the same number of blocks, only the block ids are new,
+and the transport may have prepared the launches. Such a pull starts at once: it finds the offer on
+the peer's board, checks that the caller's blocks are inside their pools, and launches the copy. All
+other work of the pull happens while the copy runs. If the offer then proves not to be genuine, or
+names blocks that do not exist or one block twice, the result is discarded and the pull takes the
+normal path. For a new shape, the fast path first computes the runs, which takes some tenths of a
+millisecond, and caches them.
 
-Whatever is unusual is not begun here: the pull then goes its whole way, which says what is
-wrong, or waits where something has to be waited for.
+Unusual requests do not take this path. The normal path reports their errors and waits where that is
+necessary.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ from kvatlas.wire.transports.base import Handle, Link, PreparedRead
 from kvatlas.wire.transports.offer_board import SeenOffer
 
 _KEPT = 128
-"""Shapes that are kept ready for one peer; those that were used longest ago go first."""
+"""The number of shapes cached per peer; the least recently used is dropped first."""
 
 _MOST_SPANS = 1 << 12
-"""Spans of a shape that is kept: longer requests take so long that it would not be noticed."""
+"""The maximum number of spans of a cached shape. For longer requests the gain is negligible."""
 
 _TOLD = np.dtype("<u4")
-"""Block ids as they stand on a board."""
+"""Block ids as they are stored on a board."""
 
 _WHOLE = np.dtype(np.int64)
 
 _Key = tuple[tuple[int, int], Lengths, Lengths]
-"""Tokens, and how long the block tables of source and destination are."""
+"""The tokens, and the lengths of the source's and the destination's block tables."""
 
 
 class WarmShape(NamedTuple):
-    """A shape of requests, and what a transport has prepared for it."""
+    """The shape of a request, and what a transport has prepared for it."""
 
     shape: RequestShape
     read: PreparedRead
     total: int | None
-    """Bytes that must arrive at this node, of all ranks; None before anybody has counted."""
+    """The bytes that must arrive at this node from all ranks; None before they are counted."""
 
 
 MakeStream = Callable[[Mapping[int, Int64s], Mapping[int, Int64s], tuple[int, int]], AnyStream]
-"""What moves of some tokens, between blocks of this node and of the peer."""
+"""The stream of some tokens, between blocks of this node and of the peer."""
 
 
 class StartedRead(NamedTuple):
-    """A read that is under way."""
+    """A read in flight."""
 
     key: _Key
     seen: SeenOffer
     handle: Handle
     warm: WarmShape
     tables: tuple[Mapping[int, BlockIds], Mapping[int, BlockIds]]
-    """Block ids at the source and here."""
+    """Block ids at the source and at this node."""
 
     @property
     def sound(self) -> bool:
-        """Whether it reads what was offered, all of it is there, and no block was named twice.
+        """Whether the offer is genuine, its blocks exist, and none is named twice.
 
-        Looked at while it is read, and not before: no other memory is touched if it is not so.
+        This is checked during the read: an unsound read touches no other memory either.
         """
         (src, dst), shape = self.tables, self.warm.shape
         distinct = shape.src.distinct(src) and shape.dst.distinct(dst)
@@ -83,7 +83,7 @@ class StartedRead(NamedTuple):
 
 
 class WarmShapes:
-    """Shapes that are pulled over one link; any thread may use them."""
+    """The shapes that are pulled over one link. Any thread may use them."""
 
     def __init__(self, link: Link, stream: MakeStream) -> None:
         self._link, self._stream = link, stream
@@ -92,7 +92,7 @@ class WarmShapes:
         self._lock = threading.Lock()
 
     def learn(self, tokens: tuple[int, int], stream: Stream, total: int) -> None:
-        """Get ready for requests like one that was pulled, unless it is the first of the link."""
+        """Prepare for requests of the shape that was pulled, unless it is the first on the link."""
         key = (tokens, *stream.table_lengths)
         with self._lock:
             self._pulled += 1
@@ -101,13 +101,13 @@ class WarmShapes:
         self._prepare(key, stream, total)
 
     def count(self, key: _Key, total: int) -> None:
-        """Remember how many bytes must arrive of requests like one that was started."""
+        """Store how many bytes must arrive for requests of this shape."""
         with self._lock:
             if key in self._kept:
                 self._kept[key] = self._kept[key]._replace(total=total)
 
     def start(self, request: str, tokens: Any, blocks: Mapping[int, Int64s]) -> StartedRead | None:
-        """Read what is offered under a name into blocks; None where nothing was begun."""
+        """Read the offer of this name into blocks. Return None if the fast path does not apply."""
         if not self._kept:
             return None
         try:
@@ -115,7 +115,7 @@ class WarmShapes:
         except AtlasError:
             return None
         except Exception:
-            log.exception("a warm pull was not begun request=%r", request)
+            log.exception("the fast path of a pull failed request=%r", request)
             return None
 
     def _start(self, request: str, tokens: Any, mine: Mapping[int, Int64s]) -> StartedRead | None:
@@ -152,7 +152,7 @@ class WarmShapes:
     def _foreseen(
         self, key: _Key, theirs: Mapping[int, BlockIds], mine: Mapping[int, Int64s]
     ) -> WarmShape | None:
-        """What a request is read by that is the first of its shape; its tables are checked."""
+        """Prepare the first request of a shape, and check its tables."""
         if max(map(len, theirs.values()), default=0) > _MOST_SPANS:
             return None
         wide = {group: ids.astype(np.int64) for group, ids in theirs.items()}
@@ -175,7 +175,7 @@ class WarmShapes:
 
 
 def plain_tables(blocks: Any) -> dict[int, Int64s]:
-    """Block tables by group as arrays; those that are such already are not copied.
+    """Return block tables by group as arrays. Arrays of the right type are not copied.
 
     >>> plain_tables([2, 5])
     {0: array([2, 5])}

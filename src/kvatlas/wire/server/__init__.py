@@ -1,4 +1,4 @@
-"""The end that answers: a node, what it offers and expects, and the leases it grants."""
+"""The server end: a node, its offers and expectations, and the leases it grants."""
 
 from kvatlas.wire.server.node import Node, pools_for
 

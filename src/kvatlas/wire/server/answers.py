@@ -1,7 +1,7 @@
-"""What a node answers its peers: welcome, leases, staged pieces, checksums.
+"""Answers to a node's peers: welcomes, leases, staged pieces, checksums.
 
-Every question is checked against what the peer's session and lease allow before anything
-is touched; a refusal is an answer too.
+Every question is checked against the peer's session and lease before anything is accessed. An error
+is sent to the peer as an answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvatlas.wire.transports.offer_board import Posting
 
 _LONGEST_LEASE = 3600.0
 _LONGEST_WAIT = 0.2
-"""Seconds that a peer is kept waiting for staging buffers before it is told that none are free."""
+"""Seconds that a peer waits for staging buffers before the answer that none are free."""
 
 
 class Answers:
@@ -40,12 +40,12 @@ class Answers:
         self._links_lock = threading.Lock()
 
     def sweep(self) -> None:
-        """End what has expired: sessions, leases and offers."""
+        """End sessions, leases and offers that have expired."""
         self.sessions.sweep()
         self.node.sweep()
 
     def __call__(self, question: Any, caller: Caller) -> protocol.Message:
-        """The answer to a question, or a refusal raised."""
+        """Return the answer to a question, or raise an error."""
         self.node.metrics.add(messages=1)
         if isinstance(question, protocol.Hello):
             return self._welcome(question, caller)
@@ -127,7 +127,7 @@ class Answers:
                 held.current[peer.rank] = lease.key
                 fenced = node.leases.fence(lease)
         for older in fenced:
-            log.warning("fenced request=%r rank=%d", older.request, older.peer_rank)
+            log.warning("replaced an older push request=%r rank=%d", older.request, older.peer_rank)
             node.leases.drop(older)  # its last copy has ended when this returns
         log.info("open request=%r direction=%s name=%r", lease.request, lease.direction, peer.name)
         return protocol.Opened(
@@ -145,7 +145,7 @@ class Answers:
         with self.node.lock:
             offer = self.node.offers.get(lease.request)
         if offer is None or offer.layers is None:
-            raise protocol.bad_handshake("a layer of what is not offered by layers")
+            raise protocol.bad_handshake("a wait for a layer of an offer that is not layered")
         seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
         written, mark = offer.layers.wait(question.layer, seconds)
         lease.check()
@@ -169,7 +169,7 @@ class Answers:
             raise
 
     def _held(self, question: protocol.Open, peer: Peer) -> Offer | Expected:
-        """What this node offers to be read, or expects to be pushed, under a request's name."""
+        """Return the offer or expectation of a request."""
         with self.node.lock:
             held = self._held_now(question, peer)
         if held is None:
@@ -203,7 +203,9 @@ class Answers:
         lease = self._lease(question, "pull")
         nbytes = self._checked_piece(question)
         if question.buffer not in lease.buffers:
-            raise protocol.bad_handshake(f"buffer {question.buffer}, not one of the lease's")
+            raise protocol.bad_handshake(
+                f"buffer {question.buffer}, which the lease has not borrowed"
+            )
         part = StreamPiece.of(lease.stream, question.start, question.stop, SOURCE)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
@@ -219,13 +221,13 @@ class Answers:
         lease, node = self._lease(question, "push"), self.node
         nbytes = self._checked_piece(question)
         if not lease.buffers:
-            raise protocol.bad_handshake("a piece for a lease that has borrowed no buffer")
+            raise protocol.bad_handshake("a piece for a lease without a borrowed buffer")
         part = StreamPiece.of(lease.stream, question.start, question.stop, DESTINATION)
         landing = lease.buffers[0]
         at = landing * node.staging.piece
         if question.staged_at is None:
             if part.parts:
-                raise protocol.bad_handshake("a piece to be converted that was not staged")
+                raise protocol.bad_handshake("an unstaged piece that needs conversion")
             reads = into_buffer(part.copies, at)
         else:
             one = [np.array([n], np.int64) for n in (question.staged_at, at, nbytes)]
@@ -235,7 +237,9 @@ class Answers:
         with lease.guard:
             lease.check()
             if question.start != lease.fetched or lease.reads:
-                raise protocol.bad_handshake(f"byte {question.start} after {lease.fetched}")
+                raise protocol.bad_handshake(
+                    f"a piece that starts at byte {question.start}, not {lease.fetched}"
+                )
             lease.reads.append(read)
         with node.metrics.phase("fetch"):
             read.run(lambda: link.read(reads), lease.expires, lease.check)
@@ -252,13 +256,17 @@ class Answers:
     def _checked_piece(self, question: protocol.Gather | protocol.Fetch) -> int:
         nbytes = question.stop - question.start
         if not 0 <= nbytes <= self.node.staging.piece:
-            raise protocol.bad_handshake(f"a piece of bytes {question.start}..{question.stop}")
+            raise protocol.bad_handshake(
+                f"a piece {question.start}..{question.stop} of invalid size"
+            )
         return nbytes
 
     def _checksums(self, question: protocol.GetChecksums) -> protocol.Message:
         lease = self._lease(question)
         if not 0 <= question.stop - question.start <= protocol.MAX_CHECKSUM_SPAN:
-            raise protocol.bad_handshake(f"checksums of bytes {question.start}..{question.stop}")
+            raise protocol.bad_handshake(
+                f"a checksum range {question.start}..{question.stop} of invalid size"
+            )
         if isinstance(lease.stream, ConvertedStream):
             return self._converted_checksum(question, lease, lease.stream)
         part = lease.stream.copies(question.start, question.stop)
@@ -276,7 +284,7 @@ class Answers:
         span = question.start, question.stop
         if lease.direction == "push":
             if span not in lease.received:
-                raise protocol.bad_handshake(f"a checksum of bytes {span}, which were no piece")
+                raise protocol.bad_handshake(f"a checksum of bytes {span}, which are not one piece")
             found = lease.received[span]
         else:
             part = StreamPiece.of(stream, *span, SOURCE)
@@ -384,7 +392,9 @@ class Answers:
     def _lease(self, question: Any, direction: protocol.Direction | None = None) -> Lease:
         lease = self.node.leases.find(question.lease, question.session)
         if direction not in (None, lease.direction):
-            raise protocol.bad_handshake(f"{type(question).__name__} for a {lease.direction}")
+            raise protocol.bad_handshake(
+                f"{type(question).__name__}, which is invalid for a {lease.direction}"
+            )
         return lease
 
     def _longest(self, lease: Lease) -> float:
@@ -393,15 +403,15 @@ class Answers:
 
 
 def _is_complete(question: protocol.Open, held: Offer | Expected) -> bool:
-    """Whether nothing more is to come: all of it moves, or its reader wants no more."""
+    """Whether the transfer is the last one: it covers everything, or its reader is done."""
     if question.direction == "pull" and question.final:
         return True
     return question.layers is None and (question.start, question.stop) == (held.start, held.stop)
 
 
 def _not_held(question: protocol.Open) -> AtlasError:
-    problem = "The request is not offered, or not to this node"
+    problem = "The request is not offered to this node"
     if question.direction == "push":
         problem = "The request is not expected from this node and plan, or has already arrived"
-    hint = "Offer or expect it first, and for long enough"
+    hint = "Call offer or expect first, with a longer time limit if it expired"
     return AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(question.request), hint=hint)

@@ -1,9 +1,8 @@
-"""`Node`: one rank's caches on the wire.
+"""`Node`: serves one rank's caches to peers.
 
-A node registers its pools with a transport, answers peers, and keeps track of which
-requests are offered and until when, which are expected, and who holds a lease. It trusts
-nothing that a peer says before it is checked against the peer's plan; what a peer may do
-is what its lease says.
+A node registers its pools with a transport and answers peers. It tracks which requests are offered
+and until when, which are expected, and which peers hold a lease. Everything that a peer sends is
+checked against the peer's plan first, and a peer may access only what its lease covers.
 """
 
 from __future__ import annotations
@@ -34,26 +33,31 @@ _LONGEST_OFFER = 3600.0
 
 
 def pools_for(plan: Plan, rank: int, transport: Transport) -> dict[int, Bytes]:
-    """Host memory for the pools of a rank that peers of a transport can reach, by index."""
+    """Allocate host memory for a rank's pools that peers of a transport can access, by index."""
     pools = plan.rank_pools(rank).items()
     return {index: transport.allocate(pool.nbytes) for index, pool in pools}
 
 
 class Node(NodeState):
-    """One rank of a plan, reachable by others.
+    """One rank of a plan, served to peers.
 
-    `memory` are the rank's pools, which it keeps alive: a `Cache`, or by index tensors, arrays
-    or `Memory`. On a GPU, what is offered, expected or pulled is ordered behind the kernels that
-    the calling thread's current stream was given before. `listen` is the endpoint where peers
-    ask. With a `secret` of 16 bytes or more only those who know it can ask, and nobody can
-    listen; `(new, old)` are both good while secrets are rotated, and `tls` takes the place of
-    secrets. Without either a node and its transport listen on this host alone, unless it is
-    `unprotected`.
-    `buffers` staging buffers of `piece` bytes are kept for staged transfers. The leases of a
-    peer end soon after its connections do. With `convert` ("fp8->bf16") peers in unlike formats
-    are served that ask for the same; `scales` are those of this node's tensors.
+    `memory` is the rank's pools, which the node keeps alive: a `Cache`, or tensors, arrays or
+    `Memory` by index. On a GPU, offers, expectations and pulls are ordered after the kernels
+    already queued on the calling thread's current stream. `listen` is the endpoint that peers
+    connect to.
+
+    With a `secret` of 16 bytes or more, only peers with the same secret can connect, and the side
+    channel is encrypted. Pass `(new, old)` to accept both during a rotation, or `tls` to use TLS
+    contexts instead of secrets. Without either, the node and its transport listen only on this
+    host, unless `unprotected` is set.
+
+    The node keeps `buffers` staging buffers of `piece` bytes for staged transfers. The leases of a
+    peer end soon after its connections do. With `convert` ("fp8->bf16"), the node also serves peers
+    with a different format that request the same conversion; `scales` are the scales of this node's
+    tensors.
+
     `identity` names the weights and settings that the caches are computed with. A peer with a
-    different identity is refused, unless both nodes are made with `check_identity=False`.
+    different identity gets an error, unless both nodes use `check_identity=False`.
     """
 
     def __post_init__(self) -> None:
@@ -73,14 +77,14 @@ class Node(NodeState):
             raise
 
     def _check_transport(self) -> None:
-        """Refuse a transport that serves other hosts for a node that keeps nobody out."""
+        """Raise an error if the transport serves other hosts and the node is unprotected."""
         beyond = self.transport.beyond_host
         if beyond and not self.security.protected and not self.unprotected:
-            raise open_to_strangers(f"a transport {self.transport.name} at {beyond}")
+            raise open_to_strangers(f"transport {self.transport.name!r} at {beyond}")
 
     @property
     def endpoint(self) -> str:
-        """Where peers reach this node."""
+        """The endpoint at which peers reach this node."""
         return self.server.endpoint
 
     def offer(
@@ -96,18 +100,20 @@ class Node(NodeState):
         layered: bool = False,
         identity: CacheIdentity | None = None,
     ) -> None:
-        """Let peers read a request's blocks, which stay untouched until they are released.
+        """Let peers read a request's blocks, which must not change until they are released.
 
-        `readers` are the names of the nodes that may; any may where they are left out.
-        `released` is called once, with the request and why: all ranks that read from this
-        one have done so, or the offer has expired. Only then may the blocks be reused.
-        With `recompute`, windows also have what the last so many tokens see, for peers that
-        compute those again. Entries that no token of the offer needs may hold anything.
-        What is `layered` may be offered before it is there: `layer_written` says of one layer
-        after the other that it is, and a pull that is `streamed` reads each as it comes.
-        `identity` is that of this request, if an adapter or a salt makes it different from the
-        node's. The blocks may be part of several offers; blocks that a pull fills or a push is
-        expected for are refused with `blocks_in_use`.
+        `readers` names the nodes that may read; None allows any. `released` is called once, with
+        the request and a reason, for example when all ranks that read from this one have done so or
+        the offer has expired. Only then may the blocks be reused. With `recompute`, sliding windows
+        also include what the last `recompute` tokens need, for peers that compute these tokens
+        again. Block table entries that no offered token needs may have any value.
+
+        A `layered` offer may be made before its content is written: the node calls `layer_written`
+        for each layer, and a `streamed` pull reads each layer as it becomes available. `identity`
+        overrides the node's identity for this request, for example if it uses an adapter or a salt.
+
+        Several offers may share blocks. Raises `blocks_in_use` if a pull fills one of the blocks or
+        a push is expected in it.
         """
         held = self._checked(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(text_list(readers, "readers"))
@@ -127,17 +133,17 @@ class Node(NodeState):
             self.post(offer)
 
     def layer_written(self, request: str, layer: str) -> None:
-        """Say that a layer of a layered offer is written, once the caller's stream is done."""
+        """Mark a layer of a layered offer as written, once the caller's stream has finished it."""
         with self.lock:
             offer = self.offers.get(request)
         if offer is None or offer.layers is None:
-            problem = "No layered offer has this name; it may have expired"
-            hint = "Offer it first, layered and for long enough"
+            problem = "There is no layered offer of this name, or it has expired"
+            hint = "Call offer(..., layered=True) first, with a longer time limit"
             raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request)[:300], hint=hint)
         offer.layers.add(layer, self.mark())
 
     def withdraw(self, request: str) -> None:
-        """End an offer before its time; transfers that are under way fail."""
+        """End an offer early. Transfers in flight fail."""
         self.release(request, "withdrawn")
 
     def expect(
@@ -152,11 +158,11 @@ class Node(NodeState):
     ) -> Expected:
         """Let the ranks of a source plan push a request into these blocks.
 
-        `pushers` are the names of the nodes that may push; `ready` is set once every source
-        rank has. This node reads the bytes into its staging memory and copies them into the
-        blocks itself, so nothing is written to the blocks after `forget`. If a rank pushes
-        again before it has arrived, the new push replaces the old one. The blocks are in use
-        until the request is ready or forgotten.
+        `pushers` names the nodes that may push. `ready` is set once every source rank has pushed.
+        This node reads the bytes into its staging memory and copies them into the blocks itself, so
+        nothing is written to the blocks after `forget`. If a rank pushes again before it has
+        arrived, the new push replaces the old one. The blocks are in use until the request is ready
+        or forgotten.
         """
         held = self._checked(blocks, tokens, "destination")
         names = frozenset(text_list(pushers, "pushers"))
@@ -171,7 +177,7 @@ class Node(NodeState):
         return expected
 
     def forget(self, request: str) -> None:
-        """Expect a request no longer; its blocks may be reused once this returns."""
+        """Stop expecting a request. Its blocks may be reused once this returns."""
         with self.lock:
             expected = self.expected.pop(request, None)
         self.leases.drop_request(request, "push")
@@ -179,7 +185,7 @@ class Node(NodeState):
             expected.release_blocks()
 
     def close(self) -> None:
-        """Answer no more peers, end all offers and leases, deregister all memory."""
+        """Stop answering peers, end all offers and leases, and deregister all memory."""
         self.server.stop()
         self.leases.drop_all()  # answers at hand end, whatever they wait for
         self.server.close()
@@ -196,7 +202,7 @@ class Node(NodeState):
     def _checked(
         self, blocks: Any, tokens: Any, end: str, *, recompute: int = 0
     ) -> tuple[dict[int, Int64s], int, int]:
-        """Block tables by group, and the first token and the one behind the last."""
+        """Return block tables by group, the first token, and the end of the token range."""
         start, stop = token_range(tokens, self.plan.max_len)
         tables = check_tables(
             self.plan, self.rank, blocks, (start, stop), end=end, recompute=recompute

@@ -1,4 +1,4 @@
-"""What a node has: its rank's memory, its offers, leases and routes. No peer is answered here."""
+"""A node's state: its rank's memory, offers, leases and routes. `answers` serves the peers."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ from kvatlas.wire.transports.offer_board import PostedOffer, Posting
 
 _MAX_ROUTES = 128
 _CHANNELS_SECONDS = 1.0
-"""Seconds between looks at connections to peers that may have gone."""
+"""Seconds between checks of connections to peers that may be gone."""
 
 
 @dataclass(eq=False, repr=False)
 class NodeState:
-    """One rank's memory and what is promised of it.
+    """One rank's memory, and the offers and leases on it.
 
-    `lock` guards offers and expectations; `Leases` says in which order locks are taken.
+    `lock` guards offers and expectations. `Leases` documents the lock order.
     """
 
     plan: Plan
@@ -105,18 +105,18 @@ class NodeState:
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
         self.staging = StagingBuffers(staging, self.piece)
         self.landing_threads = 2
-        """Threads that put a request in place, one while another reads; may change at any time.
+        """Threads that scatter a request, one while another reads. May change at any time.
 
-        One, where something else needs the cores.
+        Set to 1 if other work needs the cores.
         """
         self.leases = Leases(self._lease_ended)
         self.ledger = BlockLedger(self.plan, self.rank)
         """The blocks that offers, pulls, pushes and expectations of this node use."""
         self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == HOST}
-        """Its memory on the host, as bytes."""
+        """The node's host memory, as bytes."""
 
     def check_arguments(self) -> None:
-        """Refuse a name, secret, rank, memory or staging that cannot be this node's."""
+        """Raise an error for an invalid name, secret, rank, memory or staging option."""
         if self.name:
             check_node_name(self.name)
         self.security = Security(self.secret, tls=self.tls)
@@ -124,24 +124,24 @@ class NodeState:
         self.memory = memory_of(self.memory)
         device = pools_device(self.memory)
         self.staging_device = device if self.transport.takes(device) else HOST
-        """Where staging buffers are: beside the pools where the transport reaches them there."""
+        """The device of the staging buffers: the pools' device if the transport can access it."""
         self.conversion = conversion_terms(self.plan, self.convert, self.scales)
         if self.identity is not None or self.check_identity:
             self.identity = checked_identity(self.identity)
         try:
             check_memory(self.plan, rank, self.memory)
         except AtlasError as error:
-            problem = f"The memory is not that of rank {rank}'s pools"
-            hint = "Pass {pool index: Memory(address, nbytes)}, aligned and as large as planned"
+            problem = f"The memory does not match the pools of rank {rank}"
+            hint = "Pass {pool index: Memory(address, nbytes)}, aligned and as large as in the plan"
             raise AtlasError(error.code, problem, got=error.got, hint=hint) from None
         self.buffers = natural(self.buffers, "the number of staging buffers")
         self.piece = natural(self.piece, "the size of a staging buffer")
         if self.buffers and self.piece < MIN_PIECE_BYTES:
             raise AtlasError(
                 Code.BAD_SIZE,
-                f"A staging buffer has fewer than {MIN_PIECE_BYTES} bytes",
+                f"A staging buffer must have at least {MIN_PIECE_BYTES} bytes",
                 got=self.piece,
-                hint="Leave piece out, or give buffers=0 for no staging",
+                hint="Omit piece=, or pass buffers=0 for no staging",
             )
         if not self.buffers:
             self._check_pools_are_shared(device)
@@ -152,19 +152,19 @@ class NodeState:
         if transport.shared == "staging" or not transport.takes(device):
             raise AtlasError(
                 Code.CONTRADICTORY,
-                "Peers would reach neither a pool of this node nor a staging buffer",
+                "Peers could access neither the pools of this node nor staging buffers",
                 got=f"buffers=0, pools on {device}, {transport.name} shares {transport.shared!r}",
-                hint="Leave buffers out, or share pools over a transport that takes the device",
+                hint="Omit buffers=, or share the pools over a transport that supports the device",
             )
 
     def check_plan_travels(self) -> None:
-        """Refuse a plan that is too large to be told: it goes whole, in one message."""
+        """Raise an error for a plan that does not fit into one message."""
         plan = self.plan.without_notes().to_json()
         try:
             check_plan_size(plan)
             encode(Welcome(hello=self.hello(with_plan=True), session=self.incarnation))
         except AtlasError as refused:
-            problem = "The plan is too large to be told to peers"
+            problem = "The plan is too large to send to peers"
             got = f"{len(plan):,} bytes as JSON: {refused.got}"
             hint = "Plan fewer layers or pools, or give layers shorter names"
             raise AtlasError(Code.TOO_MANY, problem, got=got, hint=hint) from None
@@ -188,35 +188,35 @@ class NodeState:
         )
 
     def check_peer_identity(self, peer: Peer) -> None:
-        """Refuse a peer whose caches were computed with other weights or settings."""
+        """Raise `different_identity` if the peer's caches use other weights or settings."""
         if self.check_identity:
             check_same_identity(self.identity, peer.identity)
 
     def request_identity(self, given: CacheIdentity | None) -> CacheIdentity | None:
-        """Return the identity of a request: the one that is given, or the node's."""
+        """Return the identity of a request: the given one, or the node's."""
         return self.identity if given is None else checked_identity(given)
 
     def register(self) -> None:
-        """Make the memory known to the transport, and get ready to move it."""
+        """Register the memory with the transport, and prepare to move it."""
         self.transport.register(self.memory)
         self.mover = mover_for(self.transport, self.memory, self.staging.memory, self.metrics)
 
     def mark(self) -> int | None:
-        """Mark what the caller's stream of the GPU has to do; None where the pools are no GPU's."""
+        """Record a mark on the caller's GPU stream; None if the pools are not on a GPU."""
         return None if self.transport.marks is None else self.transport.marks.mark()
 
     def route_from(self, peer: Peer) -> Route:
-        """The route from a peer to this node."""
+        """Return the route from a peer to this node."""
         return self._route(peer, "from", peer.plan, self.plan)
 
     def route_to(self, peer: Peer) -> Route:
-        """The route from this node to a peer."""
+        """Return the route from this node to a peer."""
         return self._route(peer, "to", self.plan, peer.plan)
 
     def check_route(self, peer: Peer) -> None:
-        """Refuse a peer that this node can neither read from nor feed.
+        """Raise an error for a peer that this node can neither read from nor write to.
 
-        A conversion is agreed on by both, and goes one way.
+        A conversion needs the agreement of both ends, and works in one direction.
         """
         try:
             self.route_to(peer)
@@ -248,8 +248,8 @@ class NodeState:
             named = [repr(terms.convert) if terms else "nothing" for terms in (mine, theirs)]
             raise AtlasError(
                 Code.UNLIKE_CONVERSIONS,
-                got=f"{named[0]} here, {named[1]} there",
-                hint="Make both nodes with the same convert=",
+                got=f"{named[0]} here, {named[1]} at the peer",
+                hint="Pass the same convert= to both nodes",
             )
         scales = [mine.scales or None, theirs.scales or None]
         if src is peer.plan:
@@ -257,7 +257,7 @@ class NodeState:
         return route(src, dst, convert=mine.convert, src_scales=scales[0], dst_scales=scales[1])
 
     def sources_of(self, source: Plan) -> frozenset[int]:
-        """The ranks of a plan that this node reads."""
+        """The ranks of a plan that this node reads from."""
         convert: dict[str, Any] = {}
         if self.conversion is not None and fingerprint(source) != fingerprint(self.plan):
             # Who reads from whom does not depend on scales, which the source will say.
@@ -272,7 +272,7 @@ class NodeState:
     def stream(
         self, peer: Peer, mine: Any, theirs: Any, tokens: Any, layers: Any, *, incoming: bool
     ) -> AnyStream:
-        """What moves between blocks of this node and blocks of a peer."""
+        """Return the stream between blocks of this node and blocks of a peer."""
         between = self.route_from(peer) if incoming else self.route_to(peer)
         ends = (peer.rank, theirs), (self.rank, mine)
         (src_rank, src_blocks), (dst_rank, dst_blocks) = ends if incoming else ends[::-1]
@@ -283,13 +283,13 @@ class NodeState:
         )  # fmt: skip
 
     def fill(self, part: StreamPiece, piece: Any) -> None:
-        """Fill a piece out of this node's pools, as it travels; it is there when this returns."""
+        """Fill a piece from this node's pools, in the format that is sent. Blocks until filled."""
         part.fill(self.mover.gather, piece)
         if part.parts:
             self.mover.wait_for_caller()
 
     def deliver(self, piece: Any, part: StreamPiece) -> int:
-        """Put a piece into this node's pools; how many bytes arrive there."""
+        """Copy a piece into this node's pools. Return the number of bytes that arrive there."""
         return part.deliver(piece, self._scatter_converted if part.parts else self.mover.scatter)
 
     def _scatter_converted(self, copies: Sequence[Copy], stream: Any) -> int:
@@ -298,7 +298,7 @@ class NodeState:
         return self.mover.scatter(copies, stream)
 
     def post(self, offer: Offer) -> None:
-        """Let peers of this host see an offer without asking, where anybody may read all of it."""
+        """Post an offer on the board for peers on this host, if any peer may read all of it."""
         board = self.transport.board
         own = offer.identity == self.identity
         if board is not None and offer.readers is None and offer.layers is None and own:
@@ -306,12 +306,12 @@ class NodeState:
             board.post(PostedOffer(offer.request, tables, offer.start, offer.stop, offer.mark))
 
     def posting(self, request: str) -> Posting | None:
-        """Where peers see an offer now; None where they do not."""
+        """Return where an offer is posted now; None if it is not."""
         board = self.transport.board
         return None if board is None else board.posting(request)
 
     def release(self, request: str, why: str, only: Offer | None = None) -> None:
-        """End an offer and its leases, and tell whoever made it; `only` it, if it is given."""
+        """End an offer and its leases, and notify its owner. With `only`, end just that offer."""
         with self.lock:
             if only is not None and self.offers.get(request) is not only:
                 return  # it has ended, and the one that is there now is another
@@ -326,20 +326,20 @@ class NodeState:
                 offer.released(request, why)
             except Exception:
                 # Whoever made the offer has failed; peers and other requests have not.
-                log.exception("a release failed request=%r why=%s", request, why)
+                log.exception("released callback failed request=%r why=%s", request, why)
 
     def _lease_ended(self, lease: Lease) -> None:
-        """Let others have its buffers, once nothing can be read into them any more."""
+        """Return the lease's buffers once nothing can be written to them."""
         then = partial(self.staging.give_back, lease.buffers)
         self.quarantine.hold(lease.reads, then, sever=lease.sever)
 
     def sweep(self) -> None:
-        """End offers and leases that have expired, and connections that peers have ended."""
+        """End expired offers and leases, and connections that peers have ended."""
         self.leases.sweep()
         now = time.monotonic()
         if now >= self._channels_swept + _CHANNELS_SECONDS:
             self._channels_swept = now
             self.channels.sweep()
         for offer in [one for one in list(self.offers.values()) if one.expires <= now]:
-            log.warning("expired request=%r", offer.request)
+            log.warning("offer expired request=%r", offer.request)
             self.release(offer.request, "expired", offer)

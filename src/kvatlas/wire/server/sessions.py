@@ -1,9 +1,8 @@
-"""Sessions: peers that were welcomed, each under a key, as long as they are connected.
+"""Sessions: connected peers, each under a key.
 
-A session ends when its last connection has been gone for some seconds: a process that was
-killed, or has started again, has lost its connections. Nothing that a peer says ends the
-session of another, whatever name it uses; where there are too many, who asks is told to
-come back.
+A session ends a few seconds after its last connection: a process that was killed or restarted has
+lost its connections. A peer cannot end the session of another, whatever name it sends. Above the
+limit, a new peer gets a `busy` error.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from kvatlas.wire.rpc import Caller
 
 _MAX_SESSIONS = 4096
 _MAX_OF_ONE = _MAX_SESSIONS // 2
-"""Sessions of one host, or of one certificate."""
+"""The maximum number of sessions of one host or certificate."""
 _MAX_OF_CONNECTION = 32
-"""Sessions that were begun over one connection; the least recently used makes room."""
+"""The maximum number of sessions started on one connection; the least recently used is ended."""
 _GRACE_SECONDS = 3.0
-"""Seconds that a session outlives its last connection: a peer may connect again."""
+"""Seconds that a session outlives its last connection, so that the peer can reconnect."""
 
 
 @dataclass(eq=False)
@@ -39,17 +38,17 @@ class _Welcomed:
     key: bytes
     peer: Peer
     said: bytes
-    """A digest of the hello that it began with."""
+    """A digest of the hello that started it."""
     first: Caller
     callers: set[Caller] = field(default_factory=set)
     ends: float = float("inf")
-    """When it ends, where no connection is left."""
+    """When it ends, if it has no connection left."""
 
 
 class Sessions:
-    """All sessions of a node; any thread may use them.
+    """All sessions of a node. Any thread may use them.
 
-    `ended` is called with the keys of sessions that are over, under no lock.
+    `ended` is called with the keys of ended sessions, without holding a lock.
     """
 
     def __init__(self, ended: Callable[[set[bytes]], None]) -> None:
@@ -62,7 +61,7 @@ class Sessions:
             return len(self._open)
 
     def begin(self, hello: Hello, peer: Peer, caller: Caller) -> bytes:
-        """The key of a peer's session; who says the same again over a connection has the same."""
+        """Return the key of a peer's session. A repeated hello gets the same key."""
         said = _digest(hello)
         with self._lock:
             gone = self._left_behind(peer)
@@ -81,7 +80,7 @@ class Sessions:
         return same.key
 
     def find(self, key: bytes, caller: Caller) -> Peer:
-        """The peer of a session, which has been heard from over a connection."""
+        """Return the peer of a session, and record the connection as one of the session's."""
         with self._lock:
             found = self._open.get(key)
             if found is not None:
@@ -89,12 +88,12 @@ class Sessions:
                 return found.peer
         raise AtlasError(
             Code.UNKNOWN_SESSION,
-            got="a session that has ended, or was never begun",
-            hint="Say hello again",
+            got="an unknown session key",
+            hint="Connect again",
         )
 
     def disconnected(self, caller: Caller) -> None:
-        """A connection has gone; sessions that have no other end soon."""
+        """Record that a connection ended. Sessions without another connection end soon."""
         ends = time.monotonic() + _GRACE_SECONDS
         with self._lock:
             for one in self._open.values():
@@ -129,7 +128,9 @@ class Sessions:
     def _check_room(self, caller: Caller) -> None:
         of_one = sum(one.first.identity == caller.identity for one in self._open.values())
         if len(self._open) >= _MAX_SESSIONS or of_one >= _MAX_OF_ONE:
-            raise BusyError(f"{of_one} sessions, {len(self._open)} in all", _GRACE_SECONDS)
+            raise BusyError(
+                f"{of_one} sessions of this peer, {len(self._open)} in total", _GRACE_SECONDS
+            )
 
     def _forget(self, keys: set[bytes]) -> None:
         for key in keys:
@@ -141,6 +142,6 @@ class Sessions:
 
 
 def _digest(hello: Hello) -> bytes:
-    """What a hello says of its sender, whether or not the plan came along."""
+    """Return a digest of a hello without its plan."""
     alone = msgspec.structs.replace(hello, plan=None)
     return hashlib.sha256(msgspec.msgpack.encode(alone)).digest()

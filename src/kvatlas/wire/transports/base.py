@@ -1,9 +1,9 @@
-"""What every transport can do: register memory, publish, connect, read, write, wait, release.
+"""The interface of transports: register memory, publish, connect, read, write, wait, release.
 
-A transport moves byte ranges between pools of two processes and knows nothing else: no
-plan, no request, no lease. Ranges are offsets into pools that both ends have agreed on,
-checked against their sizes before anything is posted, so that no transport is ever
-given an address that the handshake did not name.
+A transport moves byte ranges between pools of two processes. It is independent of plans, requests
+and leases. Ranges are offsets into pools that both ends have agreed on. They are checked against
+the pool sizes before anything is posted, so no transport ever gets an address that the handshake
+did not name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from kvatlas.wire.transports.device_marks import DeviceMarks
 from kvatlas.wire.transports.offer_board import OfferBoard, SeenOffer
 
 STAGING = -1
-"""The index under which a process registers its staging buffers, beside its pools."""
+"""The index under which a process registers its staging buffers."""
 
 Shared = Literal["all", "staging"]
-"""What peers may reach of what is registered: everything, or the staging buffers alone."""
+"""The registered memory that peers may access: all of it, or only the staging buffers."""
 
 HOST = "host"
-"""The device of memory that the processor reaches; GPUs are called `cuda:0` and so on."""
+"""The device name of host memory. GPUs are named `cuda:0`, `cuda:1` and so on."""
 
 _DEVICE = re.compile(r"host|cuda:(0|[1-9][0-9]{0,3})")
 _LONGEST_PAUSE = 2e-3
@@ -44,10 +44,10 @@ _LONGEST_PAUSE = 2e-3
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One registered region: where it is in its process, how large, on which device.
+    """One region of memory: its address, size and device.
 
-    Devices have names: `host`, or `cuda:0`, as torch calls them. What it is the memory of is
-    kept alive with it, where `owner` names that.
+    `device` is `host`, or a torch device name such as `cuda:0`. `owner` is kept alive as long as
+    this value.
 
     >>> Memory(0x7F0000000000, 4096, "cuda:1").number
     1
@@ -62,28 +62,28 @@ class Memory:
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise AtlasError(
                 Code.WRONG_DEVICE,
-                "Memory is on the host, or on a GPU that is named with its number",
+                "A device must be the host, or a GPU with its index",
                 got=repr(self.device),
-                hint='Say "host", or "cuda:0"',
+                hint='Use "host", or a name such as "cuda:0"',
             )
 
     @property
     def number(self) -> int:
-        """The number of its GPU; 0 for the host."""
+        """The GPU's index; 0 for the host."""
         return 0 if self.device == HOST else int(self.device.removeprefix("cuda:"))
 
 
 class Handle(ABC):
-    """An operation that has been posted."""
+    """An operation that was posted."""
 
     _done = False
     _settled = False
     _failure: AtlasError | None = None
     expected_end = math.inf
-    """When it should be done by the monotonic clock, as far as that can be foreseen."""
+    """The expected end of the operation by the monotonic clock, if it can be estimated."""
 
     def poll(self) -> bool:
-        """Whether it is done; raises where it has failed, and does so whenever asked again."""
+        """Whether it is done. Raises the error of a failed operation, also on later calls."""
         if self._failure is not None:
             raise self._failure
         if not self._done:
@@ -98,7 +98,7 @@ class Handle(ABC):
         return self._done
 
     def peek(self) -> bool:
-        """The same at once: what is to be done when it is done, the next `poll` does."""
+        """Like `poll`, but without side effects: the next `poll` completes the operation."""
         return self.poll()
 
     @abstractmethod
@@ -106,16 +106,16 @@ class Handle(ABC):
         """Whether it is done; not called again once it is, or has failed."""
 
     def wait(self, deadline: float, interrupt: Callable[[], None] = lambda: None) -> None:
-        """Wait until it is done, or refuse once the monotonic clock passes `deadline`.
+        """Wait until the operation is done. Raise `deadline` after `deadline` (monotonic clock).
 
-        `interrupt` is called between polls; what it raises ends the wait.
+        `interrupt` is called between polls; an error that it raises ends the wait.
         """
         begun = time.monotonic()
         while not self.poll():
             interrupt()
             now = time.monotonic()
             if now > deadline:
-                got = f"an operation that is still under way after {now - begun:.1f} s"
+                got = f"an operation that is still in flight after {now - begun:.1f} s"
                 hint = "Allow more time, or retry on another replica"
                 raise AtlasError(Code.DEADLINE, got=got, hint=hint)
             # A twentieth of the time so far: what is quick is noticed quickly.
@@ -125,7 +125,7 @@ class Handle(ABC):
         time.sleep(seconds)
 
     def release(self) -> None:
-        """Give back what the transport keeps for it; also ends it where that is possible."""
+        """Return the transport's resources for the operation, and end the operation if possible."""
         if not self._done and self._failure is None:
             self._failure = errors.cancelled()
         self._release()
@@ -134,11 +134,11 @@ class Handle(ABC):
         """Tell the library below, where there is one; must not block."""
 
     def settle(self) -> bool:
-        """Whether the transport was seen to be done with this process's memory, for good.
+        """Whether the transport is known to have finished with this process's memory for good.
 
-        Until then the operation may still write to it, or send what is in it: an operation
-        that was released or has failed is not over for that. Once True, always True. Never
-        raises, and may be asked at any time and from any thread.
+        Until then the operation may still write to the memory or send its content, even if it was
+        released or has failed. Once True, the result stays True. Never raises, and may be called at
+        any time from any thread.
         """
         if not self._settled:
             try:
@@ -148,12 +148,12 @@ class Handle(ABC):
         return self._settled
 
     def _settle(self) -> bool:
-        """Whether it is proved that nothing comes any more; not asked of what is done."""
+        """Whether the operation is proved to be over. Not called for a completed one."""
         return False
 
 
 class Done(Handle):
-    """An operation that was over when it was posted."""
+    """An operation that was complete when it was posted."""
 
     _done = True
 
@@ -162,20 +162,20 @@ class Done(Handle):
 
 
 class PreparedRead(ABC):
-    """Reads of requests that differ in their block ids alone. The peer's were not checked."""
+    """Prepared reads of requests that differ only in block ids. The peer's ids are unchecked."""
 
     @property
     def stale(self) -> bool:
-        """Whether it will never read again: it has to be prepared anew."""
+        """Whether it can never read again and must be prepared anew."""
         return False
 
     @abstractmethod
     def begin(
         self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds], behind: int | None
     ) -> Handle | None:
-        """Read between blocks of two tables, behind a mark of the peer and the caller's stream.
+        """Read between blocks of two tables, after a mark of the peer and the caller's stream.
 
-        None where that cannot be done at once: then nothing is.
+        Returns None, and does nothing, if the read cannot start at once.
         """
 
 
@@ -183,54 +183,53 @@ class Link(ABC):
     """A connection to one peer's memory."""
 
     prompt: ClassVar[bool] = False
-    """Whether an operation that is given up is over at once: this process carries it out."""
+    """Whether an abandoned operation is over at once, because this process performs it."""
     adds: ClassVar[bool] = False
-    """Whether `read_grids` is there: the transport adds starts and spans for itself, and no
-    stream is so scattered that staging it would pay."""
+    """Whether the link implements `read_grids`: it computes the runs, and staging never pays."""
     sees_offers: bool = False
-    """Whether `find_offer` may find something."""
+    """Whether `find_offer` may find an offer."""
 
     def __init__(self, owner: Transport, theirs: Mapping[int, Memory]) -> None:
         self.owner, self.mine, self.theirs = owner, owner.memory, dict(theirs)
         self.open = True
 
     def read(self, copies: Sequence[Copy]) -> Handle:
-        """Bytes of the peer into memory of this process: the peer is the source."""
+        """Read bytes of the peer into this process's memory. The peer is the source."""
         check_bounds(copies, self.theirs, self.mine)
         return self._checked(copies, write=False)
 
     def read_grids(self, grids: Sequence[RunGrid], behind: int | None = None) -> Handle:
-        """The same of runs that nobody has written out, once the peer's mark is done."""
+        """Read the runs of grids after the peer's mark completes."""
         raise NotImplementedError(f"{type(self).__name__} takes runs: {len(grids)}, {behind}")
 
     def converts(self, grids: Sequence[RunGrid]) -> bool:
-        """Whether `read_grids` takes these, some of whose elements change on the way."""
+        """Whether `read_grids` supports these grids, some of which cast elements."""
         return all(grid.cast is None for grid in grids)
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
-        """Get ready to read requests of one shape; None where every one is read anew."""
+        """Prepare to read requests of one shape. Return None if the link prepares nothing."""
         del shape
         return None
 
     def find_offer(self, request: str) -> SeenOffer | None:
-        """What the peer offers under a name, seen without asking; None where it has to be asked."""
+        """Return the peer's offer of this name from its board; None if the peer must be asked."""
         del request
         return None
 
     def glimpse_offer(self, request: str) -> SeenOffer | None:
-        """The same, where nobody has looked whether the peer is still there."""
+        """Like `find_offer`, without checking that the peer is alive."""
         return self.find_offer(request)
 
     def follow(self, mark: int | None) -> None:
-        """What is posted from now on comes behind a mark of this process.
+        """Order later operations after a mark of this process.
 
-        Where the transport cannot order that on the device, the host waits.
+        If the transport cannot order them on the device, the host waits.
         """
         if mark is not None and self.owner.marks is not None:
             self.owner.marks.wait(mark)
 
     def write(self, copies: Sequence[Copy]) -> Handle:
-        """Bytes of this process into memory of the peer: the peer is the destination."""
+        """Write bytes of this process into the peer's memory. The peer is the destination."""
         check_bounds(copies, self.mine, self.theirs)
         return self._checked(copies, write=True)
 
@@ -250,7 +249,7 @@ class Link(ABC):
         return (source, target, length) if write else (target, source, length)
 
     def check(self) -> None:
-        """Raise where the link or its transport is closed, or the peer is gone."""
+        """Raise an error if the link or its transport is closed, or the peer is lost."""
         if not self.open or not self.owner.open:
             raise errors.closed("link")
 
@@ -258,20 +257,20 @@ class Link(ABC):
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle: ...
 
     def close(self) -> None:
-        """Forget the peer; a second call does nothing."""
+        """Disconnect from the peer. A second call has no effect."""
         if self.open:
             self.open = False
             self._close()
 
     def sever(self) -> None:
-        """Tear the connection down, so that what is under way ends, and is seen to have ended.
+        """Tear down the connection, so that operations in flight end and are known to have ended.
 
-        `Handle.settle` then becomes True as soon as that is proved.
+        `Handle.settle` becomes True as soon as that is certain.
         """
         self.close()
 
     def reaches(self, pool: int) -> bool:
-        """Whether a region of the peer can be reached over this link."""
+        """Whether a region of the peer can be accessed over this link."""
         return pool in self.theirs
 
     def _close(self) -> None:  # noqa: B027
@@ -279,42 +278,43 @@ class Link(ABC):
 
 
 class Transport(ABC):
-    """One way to move bytes, on one end.
+    """One end of a way to move bytes between processes.
 
-    With `shared="staging"`, peers reach the staging buffers and nothing else: the pools are
-    this process's own, and every byte of a peer goes through a buffer that it was lent.
+    With `shared="staging"`, peers can access only the staging buffers. The pools stay private, and
+    all bytes for a peer pass through a buffer that was lent to it.
     """
 
     name: ClassVar[str]
 
     marks_travel: ClassVar[bool] = False
-    """Whether peers look at marks by themselves; else they are waited for before an answer."""
+    """Whether peers can wait for marks themselves; otherwise this end waits before it answers."""
     casts: ClassVar[bool] = False
-    """Whether peers read pools and cast their elements; else this end converts in its buffers."""
+    """Whether peers can read pools and cast elements; otherwise this end converts."""
 
     def __init__(self, *, shared: Shared = "all") -> None:
         if shared not in ("all", "staging"):
-            raise errors.failed(f"shared={shared!r}", hint='Share "all", or "staging" alone')
+            hint = 'Use shared="all" or shared="staging"'
+            raise errors.failed(f"shared={shared!r}", hint, "The option shared is invalid")
         self.shared: Shared = shared
         self.beyond_host = ""
-        """The address or device beyond this host that it listens at; empty where there is none."""
+        """The address or device on which other hosts can reach it; empty if they cannot."""
         self.memory: dict[int, Memory] = {}
         self.marks: DeviceMarks | None = None
-        """Marks of the GPU that registered memory is on; None where all is on the host."""
+        """The marks of the GPU with the registered memory; None if all memory is on the host."""
         self.board: OfferBoard | None = None
-        """Where peers see offers without asking; None where they ask."""
+        """The board on which peers find offers without asking; None if they must ask."""
         self.open = True
         self.copy_threads = 1  # that may copy for one read at any time, where no device does
         self.retired = 0
-        """Connections that cannot be ended safely, and are kept for good with what they hold."""
+        """Connections that cannot be closed safely and are kept for good with their resources."""
 
     def register(self, memory: Mapping[int, Memory]) -> None:
-        """Make regions of this process known, by pool index; what is shared, peers can reach."""
+        """Register regions of this process by pool index. Peers can access shared ones."""
         self.check()
         taken = set(memory) & set(self.memory)
         if taken:
-            problem, got = "A region is registered already", f"regions {sorted(taken)} again"
-            hint = "Close the transport before its memory changes"
+            problem, got = "A region is already registered", f"regions {sorted(taken)} again"
+            hint = "Close the transport before you register other memory"
             raise AtlasError(Code.TWICE, problem, got=got, hint=hint)
         # Libraries disagree on what an empty region is, and nobody can read from one.
         taken_here = {p: at for p, at in memory.items() if at.nbytes and self.takes(at.device)}
@@ -326,37 +326,37 @@ class Transport(ABC):
 
     @property
     def driver(self) -> CudaDriver:
-        """CUDA's driver, for memory on GPUs."""
+        """The CUDA driver, for memory on GPUs."""
         return load_driver()
 
     def takes(self, device: str) -> bool:
-        """Whether it moves bytes of a device itself; others go by way of staging it does take."""
+        """Whether it can move bytes of this device. Other devices need staging."""
         return device == HOST
 
     def check_takes(self, region: Memory) -> None:
-        """Refuse memory on a device whose bytes it does not move itself."""
+        """Raise an error for memory on a device that it cannot move bytes of."""
         if not self.takes(region.device):
             raise AtlasError(
                 Code.WRONG_DEVICE,
-                f"The transport {self.name} moves no bytes of this device itself",
+                f"The transport {self.name!r} does not support this device",
                 got=f"memory on {region.device}",
-                hint="Let the transfer be staged, or choose a transport that does",
+                hint="Use staged transfers, or a transport that supports the device",
             )
 
     def shares(self, pool: int) -> bool:
-        """Whether peers may reach a region of this index."""
+        """Whether peers may access a region of this index."""
         region = self.memory.get(pool)
         reached = region is None or self.takes(region.device)
         return reached and (self.shared == "all" or pool == STAGING)
 
     @property
     def reachable(self) -> dict[int, Memory]:
-        """The regions that peers may reach: those that a handshake names."""
+        """The regions that peers may access, which are those in a handshake."""
         return {pool: region for pool, region in self.memory.items() if self.shares(pool)}
 
     @property
     def registered(self) -> int:
-        """Regions that are registered now."""
+        """The regions that are registered now."""
         return len(self.memory)
 
     def _register(self, memory: Mapping[int, Memory]) -> None:  # noqa: B027
@@ -364,10 +364,10 @@ class Transport(ABC):
 
     @abstractmethod
     def publish(self) -> bytes:
-        """What a peer needs to connect, beside the regions themselves."""
+        """Return the metadata that a peer needs to connect, in addition to the regions."""
 
     def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
-        """A link to a peer that published `metadata` and has these regions."""
+        """Connect to a peer that published `metadata` and has these regions."""
         self.check()
         return self._connect(metadata, memory)
 
@@ -375,16 +375,16 @@ class Transport(ABC):
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link: ...
 
     def check(self) -> None:
-        """Raise where it has been closed."""
+        """Raise an error if it was closed."""
         if not self.open:
             raise errors.closed("transport")
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Host memory of this process, zeroed, that peers of this transport can reach."""
+        """Allocate zeroed host memory that peers of this transport can access."""
         return np.zeros(nbytes, dtype=np.uint8)
 
     def close(self) -> None:
-        """Give everything back; a second call does nothing."""
+        """Release everything. A second call has no effect."""
         if self.open:
             self.open = False
             self._close()

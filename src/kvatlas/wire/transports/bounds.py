@@ -1,4 +1,4 @@
-"""Whether byte ranges stay inside regions: looked at before anything is posted."""
+"""Bounds checks of byte ranges in regions, made before anything is posted."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvatlas.routing import Copy, RunGrid
 
 
 class SizedRegion(Protocol):
-    """A region, as far as its size goes."""
+    """Anything with a size in bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The size in bytes."""
 
 
 def check_bounds(
     copies: Iterable[Copy], src: Mapping[int, SizedRegion], dst: Mapping[int, SizedRegion]
 ) -> None:
-    """Refuse ranges that leave the regions of either end."""
+    """Raise an error for ranges that leave the regions of either end."""
     for copy in copies:
         ends = (copy.src_pool, copy.src, src), (copy.dst_pool, copy.dst, dst)
         for pool, starts, regions in ends:
@@ -33,7 +33,7 @@ def check_bounds(
 def check_grid_bounds(
     grids: Iterable[RunGrid], src: Mapping[int, SizedRegion], dst: Mapping[int, SizedRegion]
 ) -> None:
-    """Refuse sums that leave the regions of either end: their extremes are those of the parts."""
+    """Raise an error for grids that leave the regions of either end. Checks only their extremes."""
     for grid in grids:
         ends = (grid.src_pool, 0, grid.src, src), (grid.dst_pool, 1, grid.dst, dst)
         for pool, end, spans, regions in ends:
@@ -48,8 +48,8 @@ def _region_bytes(pool: int, regions: Mapping[int, SizedRegion]) -> int:
     if pool not in regions:
         raise AtlasError(
             Code.OUT_OF_BOUNDS,
-            "A range lies in a region that is not registered",
-            got=f"pool {pool}, not one of {sorted(regions)}",
+            "A range is in a region that is not registered",
+            got=f"pool {pool}; registered are {sorted(regions)}",
             hint="Register every pool before the handshake",
         )
     return regions[pool].nbytes
@@ -59,7 +59,7 @@ def _outside(pool: int, nbytes: int) -> AtlasError:
     return AtlasError(
         Code.OUT_OF_BOUNDS,
         got=f"bytes outside 0..{nbytes - 1} of pool {pool}",
-        hint="Check that the plan is the one that the memory was made for",
+        hint="Check that the memory was allocated for this plan",
     )
 
 

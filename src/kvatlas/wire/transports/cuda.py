@@ -1,16 +1,15 @@
-"""Between processes of one host: caches in a GPU's memory, mapped by CUDA IPC, copied by a kernel.
+"""CUDA IPC between processes of one host: map a peer's GPU memory and copy it with a kernel.
 
-What an end publishes are handles of the allocations that its pools lie in (a framework's
-allocator may have put much else there), where in them the pools are, and handles of events.
-Whoever connects maps each allocation once. A transfer is then a launch for every kind of run
-that a route has, mostly one, that reads the peer's pages in their order and writes this end's
-in its own: nothing is staged, and nothing passes through the host.
+Each end publishes handles of the allocations that contain its pools (a framework's allocator may
+have put other data there), the pools' offsets in them, and handles of events. A peer maps each
+allocation once. A transfer is then one kernel launch for every kind of run in the route, usually a
+single one. The kernel reads the peer's pages in their layout and writes this end's pages in theirs:
+nothing is staged, and nothing passes through the host.
 
-The copy comes behind the kernels that filled the peer's blocks: it is launched once an event
-which the peer recorded when it offered them is seen to be done. That the blocks were held until the
-last byte was read is confirmed afterwards by the lease, as over every wire: the memory of a
-process that has freed it, or died, may be mapped and read here, and whether it is, and what is
-in it, CUDA leaves undefined.
+The copy runs after the kernels that filled the peer's blocks: it is launched once the event that
+the peer recorded with its offer has completed. As with every transport, the lease confirms
+afterwards that the blocks were held until the last byte was read. This is necessary because CUDA
+leaves undefined what a mapping contains after its owner has freed the memory or died.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from kvatlas.wire.transports.opened_memory import OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace
 
 _SHARE = 0.08
-"""Of the GPU's time: slows down what is bound by memory beside it by less than a twentieth."""
+"""The default share of GPU time. It slows down memory-bound kernels by less than 5%."""
 
 _here: weakref.WeakValueDictionary[str, CudaTransport] = weakref.WeakValueDictionary()
-"""The transports of this process by token: CUDA opens no handle in the process that made it."""
+"""This process's transports by token: CUDA opens no handle in the process that made it."""
 
 
 class CudaTransport(Transport):
-    """Moves bytes between pools in the memory of GPUs of one host.
+    """Moves bytes between pools in the memory of GPUs on one host.
 
-    Copies take at most `share` of the GPU's time in the long run: each runs at full speed, and
-    the next waits until what else runs there has had the rest; 1 for no limit. A copy keeps at
-    most `multiprocessors` of the GPU busy, where it is not 0. All regions of one transport are
-    on one GPU; the two ends of a link may be on two, where one can reach the other's memory.
+    In the long run, copies take at most `share` of the GPU's time; 1 means no limit. Each copy runs
+    at full speed, and the next one waits. If `multiprocessors` is not 0, a copy occupies at most
+    that many. All regions of one transport are on one GPU. The two ends of a link may be on
+    different GPUs, if one can access the other's memory.
     """
 
     name: ClassVar[str] = "cuda"
@@ -70,37 +69,40 @@ class CudaTransport(Transport):
         super().__init__(shared=shared)
         if not isinstance(multiprocessors, int) or multiprocessors < 0:
             got = f"multiprocessors={multiprocessors!r}"
-            raise errors.failed(got, hint="Give a number of multiprocessors, or 0 for all")
+            problem = "The option multiprocessors must be an integer of at least 0"
+            raise errors.failed(got, "Pass a number of multiprocessors, or 0 for all", problem)
         if not isinstance(share, int | float) or not 0 < share <= 1:
-            raise errors.failed(f"share={share!r}", hint="Give a part of the time, at most 1")
+            problem = "The option share must be above 0 and at most 1"
+            raise errors.failed(f"share={share!r}", "Pass a share of GPU time, or 1", problem)
         self._pace = CopyPace(share)
         self._driver = driver or load_driver()
         self.multiprocessors = multiprocessors
         self.token = secrets.token_hex(16)
         self.device = -1
-        """The number of the GPU that the regions are on; -1 before there are any."""
+        """The index of the GPU with the regions; -1 before any is registered."""
         self._allocations: dict[int, PublishedAllocation] = {}
         self._regions: dict[int, PublishedRegion] = {}
         self._opened: OpenedMemory | None = None
 
     @property
     def driver(self) -> CudaDriver:
-        """CUDA's driver."""
+        """The CUDA driver."""
         return self._driver
 
     @property
     def opened(self) -> OpenedMemory:
-        """What is mapped of peers."""
+        """The mapped allocations of peers."""
         if self._opened is None:
-            raise errors.failed("no memory of this end", hint="Register it before connecting")
+            problem = "The transport has no registered memory"
+            raise errors.failed("no regions", "Register memory before connecting", problem)
         return self._opened
 
     def takes(self, device: str) -> bool:
-        """GPUs alone: it has nothing to do on the host."""
+        """Whether the device is a GPU: the transport does not move host memory."""
         return device != HOST
 
     def register(self, memory: Mapping[int, Memory]) -> None:
-        """Make regions of one GPU known."""
+        """Register regions on one GPU."""
         for region in memory.values():
             self.check_takes(region)
         devices = {region.number for region in memory.values()} | {self.device} - {-1}
@@ -108,9 +110,9 @@ class CudaTransport(Transport):
         if len(devices) > 1 or any(number >= count for number in devices):
             raise AtlasError(
                 Code.WRONG_DEVICE,
-                "The regions of a transport are on one GPU that is there",
-                got=f"GPUs {sorted(devices)} of {count}",
-                hint="Make a transport for every GPU, and look at CUDA_VISIBLE_DEVICES",
+                "All regions of a transport must be on one GPU that exists",
+                got=f"GPUs {sorted(devices)}; this process sees {count}",
+                hint="Make one transport per GPU, and check CUDA_VISIBLE_DEVICES",
             )
         self.device = max(devices, default=self.device)
         super().register(memory)
@@ -137,23 +139,24 @@ class CudaTransport(Transport):
         except DriverError as problem:
             raise AtlasError(
                 Code.WRONG_DEVICE,
-                "CUDA gives no handle of this memory to other processes",
+                "CUDA cannot share this memory with other processes",
                 got=f"{region.nbytes:,} bytes on {region.device}: {problem}",
-                hint="Allocate it with cudaMalloc: no expandable segments, no managed memory",
+                hint="Allocate it with cudaMalloc, without expandable segments or managed memory",
             ) from problem
         offset = region.address - base
         if offset + region.nbytes > nbytes:
             got = f"{region.nbytes:,} bytes from byte {offset:,} of an allocation of {nbytes:,}"
             raise AtlasError(
-                Code.OUT_OF_BOUNDS, got=got, hint="Pass the memory as it was allocated"
+                Code.OUT_OF_BOUNDS, got=got, hint="Pass a region inside one allocation"
             )
         return PublishedRegion(list(self._allocations).index(base), offset, region.nbytes)
 
     def publish(self) -> bytes:
-        """Handles of its allocations and events, and where its regions are."""
+        """Return handles of the allocations and events, and the offsets of the regions."""
         self.check()
         if self.marks is None:
-            raise errors.failed("no memory of this end", hint="Register it before publishing")
+            problem = "The transport has no registered memory"
+            raise errors.failed("no regions", "Register memory before publishing", problem)
         return errors.write_metadata(
             PublishedMemory(
                 _host(),
@@ -174,14 +177,15 @@ class CudaTransport(Transport):
             other = published.host != _host()
             raise AtlasError(
                 Code.WRONG_DEVICE,
-                "The transport cuda reaches GPUs of one host that both processes see",
+                "The transport 'cuda' needs GPUs on one host that both processes see",
                 got="a peer on another host" if other else "a GPU that this process does not see",
-                hint="Use nixl between hosts; let both processes see both GPUs",
+                hint="Use nixl between hosts; on one host, make both GPUs visible to both",
             )
         here = _here.get(published.token)
         if here is not None and any(here.memory.get(pool) != at for pool, at in memory.items()):
-            hint = "Name memory as it was registered"
-            raise errors.failed("memory that this process has not registered so", hint=hint)
+            problem = "The peer's memory differs from what it registered in this process"
+            got, hint = "other regions", "Pass the regions as they were registered"
+            raise errors.failed(got, hint, problem)
         end = self._end(published.token)
         try:
             return CudaLink(self, end, published, memory)
@@ -190,7 +194,7 @@ class CudaTransport(Transport):
             raise
 
     def _end(self, token: str) -> CudaEnd:
-        """What a link to a peer has of this end."""
+        """Make this end's resources for a link."""
 
         def marks_here() -> DeviceMarks | None:
             peer = _here.get(token)

@@ -1,4 +1,4 @@
-"""A copy that a GPU carries out, from when it may be launched until it is seen to be over."""
+"""One copy on a GPU, from when it may be launched until it is known to be over."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvatlas.wire.transports.device_queue import Posted
 from kvatlas.wire.transports.pace import CopyPace
 
 _SPIN = 2e-3
-"""Seconds for which a copy is looked at without a pause."""
+"""Seconds of polling without a pause."""
 
 _LOOKS = 8
-"""Times that the device is asked at each poll."""
+"""How often each poll queries the device."""
 
 
 class CudaCopy(Handle):
-    """A copy that the GPU carries out; once it was launched, nothing ends it before its time."""
+    """A copy on a GPU. Once launched, it cannot be cancelled."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class CudaCopy(Handle):
         self._launch, self._may_begin, self._check = launch, may_begin, check
         self._pace, self._launched, self._nbytes = pace, 0.0, nbytes
         self._ended = 0.0
-        """When it was first seen to be over."""
+        """When the copy was first known to be over."""
         self._posted: Posted | None = None
         self._over: Callable[[], None] = lambda: None
         self._given_up = False
@@ -47,14 +47,14 @@ class CudaCopy(Handle):
         pace: CopyPace,
         nbytes: int,
     ) -> CudaCopy:
-        """One that the device was told of already; `over` is called once it has ended."""
+        """Wrap a copy that is already queued. `over` is called once it has ended."""
         copy = cls(lambda: (posted, over), lambda: True, check, pace, lambda: nbytes)
         copy._posted, copy._over, copy._launched = posted, over, copy._begun
         copy.expected_end = pace.end_of(nbytes, copy._begun)
         return copy
 
     def begin(self) -> None:
-        """Launch it if that may be now."""
+        """Launch the copy if that is allowed now."""
         with self._lock:
             if self._posted is not None or self._given_up:
                 return
@@ -72,7 +72,7 @@ class CudaCopy(Handle):
         return False
 
     def peek(self) -> bool:
-        """Whether the device has done it: several looks, since little comes between."""
+        """Whether the device has finished the copy; queries several times."""
         posted = self._posted
         if posted is not None:
             for _ in range(_LOOKS):
@@ -105,7 +105,7 @@ class CudaCopy(Handle):
         self._given_up = True
 
     def _settle(self) -> bool:
-        """Over where the device says so or has failed, or where it is never launched."""
+        """Whether the copy has ended, the device has failed, or the copy will never be launched."""
         with self._lock:
             if self._posted is None:
                 return self._given_up or self._failure is not None

@@ -1,7 +1,7 @@
-"""What is asked of CUDA's driver: handles of allocations and events, and order between streams.
+"""The part of the CUDA driver API that transports use: IPC handles, events, stream order.
 
-An interface, so that everything above it runs without a GPU: `LibCuda` calls the driver's own
-library, and torch where there must be a stream for kernels.
+It is an interface, so that the code above it runs without a GPU. `LibCuda` calls the driver's
+library, and torch where kernels need a stream.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from kvatlas.wire.transports.device_queue import DeviceQueue
 from kvatlas.wire.transports.torch_queue import TorchQueue
 
 HANDLE_BYTES = 64
-"""Bytes of a handle, of an allocation or of an event."""
+"""The size of an IPC handle of an allocation or an event, in bytes."""
 
 UUID_BYTES = 16
 
 _UNTIMED, _SHARED = 2, 4
-"""Flags of events: no timing, and to be shared with other processes."""
+"""Event flags: no timing, interprocess."""
 _PEER_ACCESS = 1
 _RELAXED = 2
-"""A capture that forbids nobody anything."""
+"""`cudaStreamCaptureModeRelaxed`."""
 _NON_BLOCKING = 1
-"""Streams that do not wait for the default stream."""
+"""Streams that do not synchronize with the default stream."""
 _NOT_READY, _NOT_SUPPORTED = 600, 801
 
 
@@ -39,71 +39,71 @@ _AS_IT_IS = nullcontext()
 
 
 class DriverError(Exception):
-    """The driver, or its library, refuses."""
+    """An error from the driver or its library."""
 
 
 class CudaDriver(ABC):
-    """CUDA as transports need it. Devices are numbers of this process's own."""
+    """The CUDA driver as transports use it. Devices are this process's device indices."""
 
     streams: StreamStock
-    """Streams that torch hands out to nobody."""
+    """Streams that torch does not hand out."""
 
     @abstractmethod
     def devices(self) -> list[bytes]:
-        """The identity of each device that this process sees, by number."""
+        """The identity of each device that this process sees, by index."""
 
     @abstractmethod
     def allocation(self, device: int, address: int) -> tuple[int, int]:
-        """Where the allocation that an address lies in begins, and its bytes."""
+        """Return the start and size of the allocation that contains an address."""
 
     @abstractmethod
     def export_memory(self, device: int, base: int) -> bytes:
-        """A handle of an allocation for other processes."""
+        """Return an IPC handle of an allocation."""
 
     @abstractmethod
     def open_memory(self, device: int, handle: bytes) -> int:
-        """Map another process's allocation; its address here."""
+        """Map another process's allocation. Return its address in this process."""
 
     @abstractmethod
     def close_memory(self, device: int, address: int) -> None:
-        """Unmap what was opened; nothing may be reading it."""
+        """Unmap an opened allocation. No copy may be reading it."""
 
     @abstractmethod
     def make_event(self, device: int) -> int:
-        """An event that other processes can wait for."""
+        """Make an event that other processes can wait for."""
 
     @abstractmethod
     def export_event(self, device: int, event: int) -> bytes:
-        """A handle of an event for other processes."""
+        """Return an IPC handle of an event."""
 
     @abstractmethod
     def open_event(self, device: int, handle: bytes) -> int:
-        """Another process's event."""
+        """Open another process's event."""
 
     @abstractmethod
     def end_event(self, device: int, event: int) -> None:
-        """Give an event back, made or opened."""
+        """Destroy an event that was made or opened here."""
 
     @abstractmethod
     def synchronize(self, device: int, event: int) -> None:
-        """Wait, on the host, for what an event was last recorded behind."""
+        """Block the host until the last recorded work of an event has completed."""
 
     @abstractmethod
     def finished(self, device: int, event: int) -> bool:
-        """Whether what an event was last recorded behind is done."""
+        """Whether the last recorded work of an event has completed."""
 
     @abstractmethod
     def recorder(self, device: int, stream: int) -> Callable[[int], None]:
-        """Records events in a stream, behind what the caller's current stream has to do."""
+        """Return a stream that records events after the work on the caller's current stream."""
 
     @abstractmethod
     def queue(self, device: int, multiprocessors: int) -> DeviceQueue:
-        """A new queue, that keeps at most so many multiprocessors busy; 0 for no limit."""
+        """Make a queue that occupies at most `multiprocessors`; 0 for no limit."""
 
 
 @lru_cache(maxsize=1)
 def load_driver() -> CudaDriver:
-    """The driver of this machine, refused where there is none."""
+    """Load the CUDA driver of this machine, or raise an error if there is none."""
     try:
         import torch
 
@@ -114,9 +114,9 @@ def load_driver() -> CudaDriver:
         got = f"{type(problem).__name__}: {problem}"
     raise AtlasError(
         Code.WRONG_DEVICE,
-        "There is no CUDA device that this process can use",
+        "No CUDA device is available to this process",
         got=got,
-        hint="Install a driver and a torch with CUDA, or keep the caches on the host",
+        hint="Install a CUDA driver and torch with CUDA, or keep the caches on the host",
     )
 
 
@@ -129,12 +129,12 @@ class _Handle(ctypes.Structure):
 
 
 class LibCuda(CudaDriver):
-    """The driver's own library, `libcuda`."""
+    """The driver's library, `libcuda`."""
 
     def __init__(self) -> None:
         self._library: Any = ctypes.CDLL("libcuda.so.1")
         self._looks: Any = ctypes.PyDLL("libcuda.so.1")
-        """For calls that never wait: whoever makes them keeps the interpreter."""
+        """For calls that never block: the caller keeps the interpreter lock."""
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.RLock()
         self.streams = StreamStock(self._make_stream)
@@ -149,7 +149,7 @@ class LibCuda(CudaDriver):
             ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
         ]  # fmt: skip
         self._write_word: Any = getattr(self._looks, "cuStreamWriteValue32_v2", None)
-        """None where the driver is older than that, or its GPUs cannot."""
+        """None if the driver is too old or its GPUs do not support it."""
         if self._write_word is not None:
             self._write_word.argtypes = [
                 ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint,
@@ -160,7 +160,7 @@ class LibCuda(CudaDriver):
 
     def _check(self, name: str, code: int) -> None:
         if code:
-            raise DriverError(f"{name} answers {self._error(code)}")
+            raise DriverError(f"{name} returned {self._error(code)}")
 
     def _error(self, code: int) -> str:
         text = ctypes.c_char_p()
@@ -168,7 +168,7 @@ class LibCuda(CudaDriver):
         return f"{code} ({(text.value or b'unknown').decode()})"
 
     def on(self, device: int) -> AbstractContextManager[None]:
-        """Around calls that are about a device: its context is this thread's meanwhile."""
+        """A context in which a device is current for the calling thread."""
         context = self._contexts.get(device)
         current = ctypes.c_void_p()
         self._looks.cuCtxGetCurrent(ctypes.byref(current))
@@ -191,7 +191,7 @@ class LibCuda(CudaDriver):
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def devices(self) -> list[bytes]:
-        """UUIDs of the devices that are visible."""
+        """The UUIDs of the visible devices."""
         count = ctypes.c_int()
         self._call("cuDeviceGetCount", ctypes.byref(count))
         uuids = []
@@ -203,7 +203,7 @@ class LibCuda(CudaDriver):
         return uuids
 
     def allocation(self, device: int, address: int) -> tuple[int, int]:
-        """The driver's allocation, which torch's allocator may have divided."""
+        """Return the driver's allocation, which torch's allocator may have subdivided."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         with self.on(device):
             self._call(
@@ -213,7 +213,7 @@ class LibCuda(CudaDriver):
         return base.value, nbytes.value
 
     def export_memory(self, device: int, base: int) -> bytes:
-        """A legacy IPC handle; memory of other kinds has none."""
+        """Return a legacy IPC handle. Other kinds of memory have none."""
         handle = _Handle()
         with self.on(device):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
@@ -229,16 +229,16 @@ class LibCuda(CudaDriver):
         return address.value
 
     def close_memory(self, device: int, address: int) -> None:
-        """Unmap it again."""
+        """Unmap an allocation."""
         with self.on(device):
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def make_event(self, device: int) -> int:
-        """An interprocess event."""
+        """Make an interprocess event."""
         return self._event(device, _UNTIMED | _SHARED)
 
     def local_event(self, device: int) -> int:
-        """An event of this process, to be recorded again and again."""
+        """Make an event for this process, which can be recorded repeatedly."""
         return self._event(device, _UNTIMED)
 
     def _event(self, device: int, flags: int) -> int:
@@ -248,35 +248,35 @@ class LibCuda(CudaDriver):
         return event.value or 0
 
     def export_event(self, device: int, event: int) -> bytes:
-        """Its IPC handle."""
+        """Return the event's IPC handle."""
         handle = _Handle()
         with self.on(device):
             self._call("cuIpcGetEventHandle", ctypes.byref(handle), ctypes.c_void_p(event))
         return bytes(handle)
 
     def open_event(self, device: int, handle: bytes) -> int:
-        """An event of another process."""
+        """Open an event of another process."""
         event = ctypes.c_void_p()
         with self.on(device):
             self._call("cuIpcOpenEventHandle", ctypes.byref(event), _Handle.of(handle))
         return event.value or 0
 
     def end_event(self, device: int, event: int) -> None:
-        """Destroy it, at this end."""
+        """Destroy the event at this end."""
         with self.on(device):
             self._call("cuEventDestroy_v2", ctypes.c_void_p(event))
 
     def synchronize(self, device: int, event: int) -> None:
-        """Wait for an event without holding up other threads."""
+        """Wait for an event without blocking other threads."""
         with self.on(device):
             self._call("cuEventSynchronize", ctypes.c_void_p(event))
 
     def finished(self, device: int, event: int) -> bool:
-        """Look at an event without waiting."""
+        """Query an event without waiting."""
         with self.on(device):
             code = self._looks.cuEventQuery(event)
         if code not in (0, _NOT_READY):
-            raise DriverError(f"cuEventQuery answers {self._error(code)}")
+            raise DriverError(f"cuEventQuery returned {self._error(code)}")
         return bool(code == 0)
 
     def _make_stream(self, device: int) -> int:
@@ -288,12 +288,12 @@ class LibCuda(CudaDriver):
                 about = ctypes.byref(stream), _NON_BLOCKING, least.value
                 self._call("cuStreamCreateWithPriority", *about)
         except DriverError as problem:
-            got = f"a GPU that gives no stream: {problem}"
-            raise errors.failed(got, hint="Free memory of the GPU, or restart") from problem
+            hint = "Free GPU memory, or restart the process"
+            raise errors.failed(str(problem), hint, "The GPU cannot create a stream") from problem
         return stream.value or 0
 
     def recorder(self, device: int, stream: int) -> Callable[[int], None]:
-        """Behind the caller's current stream, and behind all that was recorded before."""
+        """Record after the caller's current stream, and after all earlier records."""
         import torch
 
         order: Any = torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
@@ -306,16 +306,16 @@ class LibCuda(CudaDriver):
         return record
 
     def queue(self, device: int, multiprocessors: int) -> DeviceQueue:
-        """A stream that launches Triton's kernels."""
+        """Make a stream that launches Triton kernels."""
         return TorchQueue(self, device, multiprocessors)
 
     def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from pinned memory of the host, in the order of a stream; its device is current."""
+        """Copy from pinned host memory in stream order. The stream's device must be current."""
         code = self._looks.cuMemcpyHtoDAsync_v2(to, source, nbytes, stream)
         self._check("cuMemcpyHtoDAsync", code)
 
     def write_word(self, to: int, number: int, stream: int) -> bool:
-        """Write 32 bits to pinned memory in the order of a stream; False where no GPU can."""
+        """Write 32 bits to pinned memory in stream order; False if the GPU does not support it."""
         if self._write_word is None:
             return False
         code = self._write_word(stream, to, number, 0)
@@ -326,28 +326,28 @@ class LibCuda(CudaDriver):
         return True
 
     def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy into pinned memory of the host, in the order of a stream; its device is current."""
+        """Copy into pinned host memory in stream order. The stream's device must be current."""
         address, begin = ctypes.c_void_p(to), ctypes.c_uint64(source)
         size, order = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
         self._call("cuMemcpyDtoHAsync_v2", address, begin, size, order)
 
     def stream_waits(self, device: int, stream: int, event: int) -> None:
-        """What a stream is given from now on comes after an event."""
+        """Make a stream wait for an event."""
         with self.on(device):
             self._call("cuStreamWaitEvent", stream, event, 0)
 
     def record(self, event: int, stream: int) -> None:
-        """Record an event behind what a stream has to do; its device is current."""
+        """Record an event on a stream. Its device must be current."""
         self._check("cuEventRecord", self._looks.cuEventRecord(event, stream))
 
     def order(self, event: int, before: int, stream: int) -> None:
-        """What a stream is given from now on comes after another; their device is current."""
+        """Make a stream wait for another stream. Their device must be current."""
         if self._looks.cuStreamQuery(before):  # it has something to do
             self.record(event, before)
             self._call("cuStreamWaitEvent", stream, event, 0)
 
     def capture(self, stream: int, act: Callable[[], None]) -> int:
-        """What is given to a stream meanwhile, to be launched as often as wanted, and not now."""
+        """Capture what is queued on a stream into a graph, without running it."""
         graph, made = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), _RELAXED)
         try:
@@ -362,10 +362,10 @@ class LibCuda(CudaDriver):
         return made.value or 0
 
     def launch_graph(self, graph: int, stream: int) -> None:
-        """Launch what was captured; its device is current."""
+        """Launch a captured graph. Its device must be current."""
         self._check("cuGraphLaunch", self._looks.cuGraphLaunch(graph, stream))
 
     def end_graph(self, device: int, graph: int) -> None:
-        """Give back what was captured."""
+        """Destroy a captured graph."""
         with self.on(device):
             self._call("cuGraphExecDestroy", ctypes.c_void_p(graph))

@@ -1,4 +1,4 @@
-"""A link of the transport `cuda`: a peer's memory as it is mapped here, and copies out of it."""
+"""A link of the `cuda` transport: a peer's memory mapped into this process, and copies from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _PoolRuns(NamedTuple):
 
 
 class CudaEnd(NamedTuple):
-    """What a link has of its own end."""
+    """Resources of a link at its own end."""
 
     driver: CudaDriver
     device: int
@@ -56,11 +56,11 @@ class CudaEnd(NamedTuple):
     queue: DeviceQueue
     pace: CopyPace
     marks_here: Callable[[], DeviceMarks | None]
-    """The marks of a peer of this process, whose addresses are good as they are; else None."""
+    """The marks of a peer in this process, whose addresses are valid here; otherwise None."""
 
 
 class CudaLink(Link):
-    """The memory of one peer."""
+    """A connection to the memory of one peer."""
 
     adds: ClassVar[bool] = True
 
@@ -83,7 +83,7 @@ class CudaLink(Link):
         self._board = None if published.board is None else open_board(published.board)
         self.sees_offers = self._board is not None
         self._marks: PeerMarks | None = None
-        """Marks of the peer, once they were looked at."""
+        """The peer's marks, once they were opened."""
         if end.marks_here() is None:
             # Opened now, so that a handle which is stale is refused before anything moves.
             for allocation in self._allocations:
@@ -91,15 +91,15 @@ class CudaLink(Link):
                 end.opened.release(allocation)
 
     def find_offer(self, request: str) -> SeenOffer | None:
-        """On the peer's board, where this process can see it."""
+        """Find an offer on the peer's board, if this process can access it."""
         return None if self._board is None else self._board.find(request)
 
     def glimpse_offer(self, request: str) -> SeenOffer | None:
-        """The same, without asking the kernel after the peer's process."""
+        """Find an offer without checking that the peer's process is alive."""
         return None if self._board is None else self._board.glimpse(request)
 
     def follow(self, mark: int | None) -> None:
-        """The queue waits on the device, and no host does."""
+        """Make the queue wait on the device, without blocking the host."""
         if mark is not None and self.owner.marks is not None:
             self._queue.after(self.owner.marks.event(mark))
 
@@ -113,21 +113,21 @@ class CudaLink(Link):
                 try:
                     self._events[number] = driver.open_event(device, self._handles[number])
                 except DriverError as problem:
-                    got = f"an event whose handle opens no more: {problem}"
+                    got = f"an event that can no longer be opened: {problem}"
                     raise errors.peer_lost(got) from problem
             return self._events[number]
 
     def read_grids(self, grids: Sequence[RunGrid], behind: int | None = None) -> Handle:
-        """Read runs that are sums: the kernel adds. It is launched once the peer's mark is done.
+        """Read the runs of grids with a kernel, which is launched once the peer's mark completes.
 
-        No stream waits for that: were the peer to die before, it would wait for ever, and so
-        would whoever waits for all that this process's GPU has to do.
+        No stream waits for the mark: if the peer died before it, that stream would wait forever,
+        and with it every thread that synchronizes the GPU.
         """
         self.check()
         check_grid_bounds(grids, self.theirs, self.mine)
         if not self.converts(grids):
-            got = "elements of types that the GPU does not have, or between their multiples"
-            raise errors.failed(got, "Let the transfer be staged")
+            got = "unsupported element types, or pools that are not aligned to them"
+            raise errors.failed(got, 'Use how="staged"', "The GPU cannot cast these elements")
         told = []
         for grid in grids:
             spans = (grid.src, grid.dst, grid.length)
@@ -139,7 +139,7 @@ class CudaLink(Link):
         return self._copy(told, lambda: self._passed(behind), write=False)
 
     def converts(self, grids: Sequence[RunGrid]) -> bool:
-        """Where the GPU has the types, and pools begin at multiples of an element."""
+        """Whether the GPU supports the element types, and the pools are aligned to them."""
         for grid in grids:
             cast = grid.cast
             if cast is not None:
@@ -156,7 +156,7 @@ class CudaLink(Link):
         return self.theirs[pool].address if here else self._regions[pool].offset
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
-        """Launches with all but block ids in place, where every block lies in its pool."""
+        """Prepare launches that lack only block ids, if every block is inside its pool."""
         self.check()
         regions, ends = (self.theirs, self.mine), (shape.src, shape.dst)
         for pattern in shape.patterns:
@@ -195,7 +195,7 @@ class CudaLink(Link):
         return CudaPreparedRead(runs, memory, self._marks, end.pace, self.check, shape.nbytes)
 
     def mapped(self, pools: Iterable[int]) -> tuple[dict[int, int], Callable[[], None]]:
-        """Where pools of the peer are in this process, until what comes with it is called."""
+        """Map the peer's pools. Return their addresses, and a function that unmaps them."""
         used: list[ForeignAllocation] = []
         try:
             return {p: self._address(p, used) for p in pools}, lambda: self._unused(used)
@@ -212,7 +212,7 @@ class CudaLink(Link):
         try:
             return self._end.driver.finished(self._end.device, self._event(mark % EVENTS))
         except DriverError as problem:
-            raise errors.peer_lost(f"an event that cannot be looked at: {problem}") from problem
+            raise errors.peer_lost(f"an event that cannot be queried: {problem}") from problem
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         told = [

@@ -1,4 +1,4 @@
-"""Reads over a link of the transport `cuda` that were prepared: as little as can be before them."""
+"""Prepared reads over a `cuda` link, with as little work as possible before the launch."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from kvatlas.wire.transports.pace import CopyPace
 
 
 class MappedMemory(NamedTuple):
-    """Allocations of a peer, where they were mapped when a read was prepared."""
+    """A peer's allocations, as they were mapped when a read was prepared."""
 
     opened: OpenedMemory
     allocations: list[MappedAllocation]
 
     @property
     def gone(self) -> bool:
-        """Whether one of them is mapped no more, or will not be for long."""
+        """Whether one of them was unmapped, or soon will be."""
         return any(one.gone or one.forgotten for one in self.allocations)
 
     def hold(self) -> bool:
-        """Keep them mapped until `let_go`; False where they are so no more, or elsewhere."""
+        """Keep them mapped until `let_go`. Return False if they were unmapped or have moved."""
         return self.opened.hold(self.allocations)
 
     def let_go(self) -> None:
-        """Nothing that was posted reads them any more."""
+        """End a `hold`: no posted copy reads them anymore."""
         for one in self.allocations:
             self.opened.release(one.allocation)
 
 
 class PeerMarks(NamedTuple):
-    """Marks of a peer, whose events are all open: to open one takes longer than all else."""
+    """A peer's marks with all events opened in advance, because opening one is slow."""
 
     driver: CudaDriver
     device: int
@@ -45,7 +45,7 @@ class PeerMarks(NamedTuple):
     events: Sequence[int]
 
     def passed(self, mark: int | None) -> bool:
-        """Whether a mark is done."""
+        """Whether a mark has completed."""
         if mark is None or mark <= self.board.marks_done:
             return True
         return self.driver.finished(self.device, self.events[mark % len(self.events)])
@@ -60,16 +60,16 @@ class CudaPreparedRead(PreparedRead):
     marks: PeerMarks
     pace: CopyPace
     check: Callable[[], None]
-    """Raises where the link is closed."""
+    """Raises an error if the link is closed."""
     nbytes: int
 
     @property
     def stale(self) -> bool:
-        """Whether the peer's memory is mapped no more where it was."""
+        """Whether the peer's memory is no longer mapped at the same addresses."""
         return self.memory.gone
 
     def begin(self, src: Tables, dst: Tables, behind: int | None) -> Handle | None:
-        """Launch it, if that may be now and the peer's memory is where it was."""
+        """Launch the read, if that is allowed now and the peer's memory is still mapped."""
         self.check()
         if not self.marks.passed(behind) or not self.pace.may_begin() or not self.memory.hold():
             return None

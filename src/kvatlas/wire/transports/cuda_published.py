@@ -1,4 +1,4 @@
-"""What an end of the transport `cuda` publishes, and what of it is refused."""
+"""The metadata that an end of the `cuda` transport publishes, and its validation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_ALLOCATIONS = 1024
 
 
 class PublishedRegion(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
-    """A region: in which allocation, and where."""
+    """A region: the index of its allocation, and its offset there."""
 
     allocation: int
     offset: int
@@ -26,14 +26,14 @@ class PublishedRegion(msgspec.Struct, forbid_unknown_fields=True, array_like=Tru
 
 
 class PublishedAllocation(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
-    """An allocation that others can map."""
+    """An allocation that other processes can map."""
 
     handle: bytes
     nbytes: int
 
 
 class PublishedMemory(msgspec.Struct, tag="cuda", forbid_unknown_fields=True):
-    """Handles of allocations and events, and where regions are."""
+    """Handles of allocations and events, and the offsets of regions."""
 
     host: str
     token: str
@@ -45,22 +45,22 @@ class PublishedMemory(msgspec.Struct, tag="cuda", forbid_unknown_fields=True):
 
 
 def check_form(published: PublishedMemory, memory: Mapping[int, Memory]) -> None:
-    """Refuse what no transport publishes, or not with these regions."""
+    """Raise an error for metadata that no transport with these regions publishes."""
     handles = [*(one.handle for one in published.allocations), *published.events]
     if not _TOKEN.fullmatch(published.token) or len(published.device) != UUID_BYTES:
-        raise errors.bad_metadata("a token or a device of another length")
+        raise errors.bad_metadata("a token or device id of the wrong length")
     if any(len(handle) != HANDLE_BYTES for handle in handles) or len(published.events) != EVENTS:
-        raise errors.bad_metadata("handles of another length, or too few")
+        raise errors.bad_metadata("handles of the wrong length or number")
     if len(published.allocations) > _MAX_ALLOCATIONS:
-        raise errors.bad_metadata(f"{len(published.allocations)} allocations")
+        raise errors.bad_metadata(f"{len(published.allocations)} allocations, which are too many")
     for pool, at in memory.items():
         region = published.regions.get(pool)
         if region is None or region.nbytes != at.nbytes:
             if at.nbytes:
-                raise errors.bad_metadata(f"region {pool} that is not the one of the handshake")
+                raise errors.bad_metadata(f"region {pool}, which does not match the handshake")
             continue
         if not 0 <= region.allocation < len(published.allocations):
-            raise errors.bad_metadata(f"region {pool} in an allocation that is not there")
+            raise errors.bad_metadata(f"region {pool} in an allocation that is not published")
         nbytes = published.allocations[region.allocation].nbytes
         if region.nbytes < 0 or not 0 <= region.offset <= nbytes - region.nbytes:
-            raise errors.bad_metadata(f"region {pool} past its allocation")
+            raise errors.bad_metadata(f"region {pool}, which exceeds its allocation")

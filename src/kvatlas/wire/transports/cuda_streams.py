@@ -1,13 +1,12 @@
-"""Streams that nobody else is given as long as their owner is there.
+"""CUDA streams that have only one owner at a time.
 
-torch hands out 32 streams of a device in turn, so that a process with more owners than that
-has some that share one. A graph that is captured on a shared stream takes in the other's work,
-or fails because of it. So these are made by the driver, and torch never hands them out.
+torch hands out 32 streams per device in rotation, so with more owners than that some share a
+stream. A graph captured on a shared stream would include the other owner's work, or fail because of
+it. These streams are therefore made by the driver, and torch never hands them out.
 
-They are lent, and not destroyed. torch's allocators keep memory by the stream that it was used
-on, and turn to that stream when they give it back, which may be long after the stream's owner
-has gone. Whoever is lent a stream next comes behind what is still under way there, and uses
-the memory that was kept for it.
+Streams are reused, not destroyed. torch's allocators keep memory by the stream that used it, and
+may use that stream to free the memory long after its owner is gone. The next owner of a stream is
+ordered after the work still queued on it, and reuses the memory kept for it.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import NamedTuple
 
 
 class LentStream(NamedTuple):
-    """A stream, and what to call once it is not used any more: the first call alone counts."""
+    """A stream, and a function that returns it. Only the first call has an effect."""
 
     address: int
     give_back: Callable[[], object]
 
 
 class StreamStock:
-    """Streams of the devices of this process; any thread may use it.
+    """Streams of this process's devices. Any thread may use it.
 
     >>> stock = StreamStock(make=lambda device: 100 + device)
     >>> class Queue: ...
@@ -40,12 +39,12 @@ class StreamStock:
     """
 
     def __init__(self, make: Callable[[int], int]) -> None:
-        """`make` has the driver make a stream of a device."""
+        """`make` creates a stream on a device."""
         self._make = make
         self._idle: dict[int, deque[int]] = {}
 
     def lend(self, device: int, owner: object) -> LentStream:
-        """A stream of a device, until it is given back or its owner is garbage."""
+        """Lend a stream of a device until it is given back or its owner is garbage collected."""
         idle = self._idle.setdefault(device, deque())
         try:
             address = idle.pop()
@@ -57,5 +56,5 @@ class StreamStock:
         return LentStream(address, give_back)
 
     def idle(self, device: int) -> int:
-        """Streams of a device that nobody has."""
+        """The number of free streams of a device."""
         return len(self._idle.get(device, ()))

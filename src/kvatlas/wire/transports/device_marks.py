@@ -1,11 +1,11 @@
-"""Marks: what a process had told its GPU to do at some moment, for others to wait behind.
+"""Marks: recorded points in a process's GPU work, which other operations can wait for.
 
-A mark is recorded when blocks are offered, expected or to be filled: whoever then reads or
-writes them, in this process or in another, does so behind the kernels that were launched
-before it. Events are few and used in turn. They are recorded one behind the other, so that
-one which was used again since stands for more than it did, never for less. One that is not
-done yet is not used again, but for the last, and that it was done is said before it is: of a
-device that is far behind, nobody would ever see it.
+A mark is recorded when blocks are offered, expected or to be filled. Reads and writes of these
+blocks, in this process or another, then run after the kernels that were launched before the mark. A
+few events are reused in rotation. They are recorded in order, so an event that was reused covers
+more work than its mark, never less. An event is reused only once it has completed, except for the
+latest one. Its completion is published before the reuse: on a device with a long backlog, no
+process would see it otherwise.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError
 from kvatlas.wire.transports.offer_board import OfferBoard
 
 EVENTS = 64
-"""Events that marks take in turn."""
+"""The number of events that marks use in rotation."""
 
 
 class DeviceMarks:
-    """Marks of one device of this process."""
+    """The marks of one device of this process."""
 
     def __init__(self, driver: CudaDriver, device: int) -> None:
         self._driver, self._device = driver, device
         self._order = driver.streams.lend(device, self)
-        """Where events are recorded; asked for first, since it comes back by itself."""
+        """The stream that records events; acquired first, because it frees itself."""
         self._events = [driver.make_event(device) for _ in range(EVENTS)]
         self._record = driver.recorder(device, self._order.address)
         self._lock = threading.Lock()
         self._made = 0
         self.done = -1
-        """Marks up to this one are done, and their events may stand for others."""
+        """Marks up to this one have completed, and their events may be reused."""
         self.board: OfferBoard | None = None
-        """Where other processes see that."""
+        """Where other processes read `_done`."""
 
     def mark(self) -> int:
-        """Mark what the calling thread's current stream has to do; the number of the mark."""
+        """Record a mark on the calling thread's current stream, and return its number."""
         try:
             with self._lock:
                 return self._mark()
         except DriverError as problem:
             raise errors.failed(
-                f"a GPU that has failed: {problem}", hint="Restart the process"
+                str(problem), "Restart the process", "The GPU failed to record an event"
             ) from problem
 
     def _mark(self) -> int:
@@ -62,32 +62,32 @@ class DeviceMarks:
         return self._made - 1
 
     def _tell_done(self, number: int) -> None:
-        """Let everybody know of a mark that is done, before its event is recorded again."""
+        """Publish a completed mark before its event is recorded again."""
         self.done = number
         if self.board is not None:
             self.board.tell_done(number)
 
     def passed(self, number: int) -> bool:
-        """Whether what was marked is done."""
+        """Whether the marked work has completed."""
         return number <= self.done or self._driver.finished(self._device, self.event(number))
 
     def event(self, number: int) -> int:
-        """The event that stands for a mark; refused once they were given back."""
+        """Return the event of a mark, or raise an error after `close`."""
         events = self._events
         if not events:
             raise errors.closed("transport")
         return events[number % EVENTS]
 
     def wait(self, number: int) -> None:
-        """Wait on the host until what was marked is done."""
+        """Block the host until the marked work has completed."""
         self._driver.synchronize(self._device, self.event(number))
 
     def export(self) -> tuple[bytes, ...]:
-        """Handles of the events, in their order."""
+        """Return the IPC handles of the events, in order."""
         return tuple(self._driver.export_event(self._device, event) for event in self._events)
 
     def close(self) -> None:
-        """Give the events back, and the stream that they were recorded in."""
+        """Destroy the events and return their stream."""
         with self._lock:
             events, self._events = self._events, []
             self._order.give_back()

@@ -1,6 +1,6 @@
-"""Copies that a device is told to do in order, and how they are told.
+"""Queues of copies on a device.
 
-An interface, so that everything above it runs without a GPU.
+It is an interface, so that the code above it runs without a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvatlas.routing.run_grids import BlockIds, SpanPattern
 from kvatlas.specs.cell_formats import ElementCast
 
 NO_STARTS = (np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
-"""For runs that are told one by one: each span is one."""
+"""Starts for runs that are listed one by one: each span is a run."""
 
 
 Tables = Mapping[int, BlockIds]
@@ -24,91 +24,91 @@ Tables = Mapping[int, BlockIds]
 
 
 class AddressRuns(NamedTuple):
-    """Runs between two addresses, at every sum of a start and a span."""
+    """Runs between two addresses, one for each sum of a start and a span."""
 
     source: int
     target: int
     starts: tuple[Int64s, Int64s]
-    """Offsets at the source and at the target; kept on the device as long as they are used."""
+    """Start offsets at the source and the target; kept on the device while in use."""
     spans: tuple[Int64s, Int64s, Int64s]
-    """Offsets at either end, and lengths."""
+    """Span offsets at the source and the target, and lengths."""
     cast: ElementCast | None = None
-    """How elements change on the way: starts and spans are then counted in elements."""
+    """How elements are cast, if they are. Starts and spans then count elements."""
     scales: Int64s | None = None
-    """Which of the cast's scales each start has, where there are several."""
+    """The index of each start's scale in the cast, if there are several."""
 
     def between(self, source: int, target: int) -> AddressRuns:
-        """The same runs, counted from addresses that were not known before."""
+        """Return the same runs relative to other addresses."""
         return self._replace(source=self.source + source, target=self.target + target)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read, or written where those are more."""
+        """The bytes read, or the bytes written if those are more."""
         count = len(self.starts[0]) * int(self.spans[2].sum())
         return count * (1 if self.cast is None else max(self.cast.items))
 
 
 class AddressPattern(NamedTuple):
-    """Runs between two addresses that only lack block ids."""
+    """Runs between two addresses that lack only block ids."""
 
     source: int
     target: int
     pattern: SpanPattern
     blocks: int
-    """How many blocks the source has."""
+    """The number of blocks of the source."""
 
 
 class Posted(ABC):
-    """Work that a queue was given."""
+    """Work that was posted to a queue."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the device has done it; raises where the device has failed."""
+        """Whether the device has completed it. Raises an error if the device has failed."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until it is done."""
+        """Wait until it is complete."""
 
 
 class DeviceQueue(ABC):
-    """A stream of its own on one device: what it is given is done in that order."""
+    """A separate stream on one device, which runs its work in order."""
 
     @abstractmethod
     def after(self, event: int) -> None:
-        """What is posted from now on comes after what the event was last recorded behind."""
+        """Order later work after the last recorded work of an event."""
 
     @abstractmethod
     def after_caller(self) -> None:
-        """What is posted from now on comes after what the caller's current stream has to do."""
+        """Order later work after the work queued on the caller's current stream."""
 
     @abstractmethod
     def post(self, runs: Sequence[AddressRuns]) -> Posted:
-        """Copy; nobody waits."""
+        """Queue copies without waiting for them."""
 
     def converts(self, cast: ElementCast) -> bool:
-        """Whether runs whose elements change so can be posted."""
+        """Whether runs with this cast can be posted."""
         del cast
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """Give its stream back; what was posted goes on, and nothing more can be."""
+        """Return the stream. Posted work continues, and nothing more can be posted."""
 
     def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
-        """Get ready to copy the same runs of many requests; None where they are too many."""
+        """Prepare to copy the same runs for many requests. Return None if there are too many."""
         return _PostedAsRuns(self, patterns)
 
 
 class PreparedRuns(ABC):
-    """Runs of requests that differ in their block ids alone."""
+    """Prepared runs of requests that differ only in block ids."""
 
     @abstractmethod
     def post(self, src: Tables, dst: Tables) -> Posted | None:
-        """Copy between blocks of two tables, behind what the caller's current stream has to do.
+        """Copy between blocks of two tables, after the work queued on the caller's current stream.
 
-        Block ids of the destination were checked. Those of the source may be anything: whatever
-        is none of its blocks is taken for the first, so that no other memory is touched.
-        None where too many such copies are under way: nothing is done then.
+        The destination's block ids must be valid. The source's may be anything: an invalid id is
+        replaced by the first block, so that no other memory is accessed. Returns None, and does
+        nothing, if too many such copies are in flight.
         """
 
 

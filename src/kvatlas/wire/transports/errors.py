@@ -1,4 +1,4 @@
-"""How transports fail: the same words for the same faults, whatever library is below."""
+"""Errors that all transports share, independent of the underlying library."""
 
 from __future__ import annotations
 
@@ -11,79 +11,81 @@ import msgspec
 from kvatlas.errors import AtlasError, Code, MissingExtraError
 
 MAX_METADATA_BYTES = 1 << 20
-"""Bytes of metadata that are looked at; what transports publish is far smaller."""
+"""The maximum size of metadata in bytes. Real metadata is far smaller."""
 
 Published = TypeVar("Published", bound=msgspec.Struct)
 
 _decoding = threading.Lock()
-"""msgspec crashes where two threads are the first to decode a type."""
+"""msgspec crashes if two threads decode a type for the first time concurrently."""
 
 
 def bad_metadata(got: object) -> AtlasError:
-    """What a peer published is not what its transport publishes."""
+    """The error for metadata that does not come from the same kind of transport."""
     return AtlasError(
         Code.BAD_HANDSHAKE,
-        "The peer's metadata is not what its transport published",
+        "The peer's metadata is invalid for this transport",
         got=got,
-        hint="Use the same transport at both ends, and pass its publish() on as it is",
+        hint="Use the same transport at both ends, and pass the result of publish() unchanged",
     )
 
 
 def peer_lost(got: object) -> AtlasError:
-    """The peer is gone."""
+    """The error for a peer that is gone."""
     return AtlasError(
         Code.PEER_LOST,
         got=got,
-        hint="Close this link, and retry on another replica or once the peer is back",
+        hint="Close this link, then retry on another replica or when the peer is back",
     )
 
 
-def failed(got: object, hint: str = "See the transport's own log for the cause") -> AtlasError:
-    """The transport, or the library below it, has failed."""
-    return AtlasError(Code.WIRE_FAILED, got=got, hint=hint)
+def failed(
+    got: object, hint: str = "See the log of the transport's library", problem: str = ""
+) -> AtlasError:
+    """The error for a failure of the transport or its library, unless `problem` names another."""
+    return AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint)
 
 
 def no_room(what: str, nbytes: int, problem: OSError, hint: str) -> AtlasError:
-    """The system cannot hold so many bytes, for want of room or otherwise."""
+    """The error for memory or disk space that the system cannot provide."""
     full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
     code = Code.NOT_ENOUGH_MEMORY if full else Code.WIRE_FAILED
     return AtlasError(code, what, got=f"{nbytes:,} bytes: {problem}", hint=hint)
 
 
 def closed(what: str) -> AtlasError:
-    """A link or transport is used after it was closed."""
+    """The error for using a link or transport after it was closed."""
     return AtlasError(
         Code.WIRE_FAILED,
         f"The {what} is closed",
-        got=f"a call to a closed {what}",
+        got="a call after close()",
         hint=f"Open a new {what}",
     )
 
 
 def cancelled() -> AtlasError:
-    """An operation was released before it was done."""
+    """The error for an operation that was released before it was done."""
     return AtlasError(
         Code.CANCELLED,
         "The operation was released before it was done",
-        got="a poll of it",
-        hint="Release a handle once it is done",
+        got="a poll after release()",
+        hint="Release a handle only after it is done",
     )
 
 
 def cannot_import(library: str, problem: ImportError, note: str = "") -> AtlasError:
-    """The library of a transport, whose extra has its name, is missing or does not load."""
+    """The error for a transport's library that is missing or cannot be loaded."""
     if isinstance(problem, ModuleNotFoundError):
         return MissingExtraError(library, library, note)
     return AtlasError(
         Code.MISSING_EXTRA,
-        f"{library} is installed and cannot be loaded",
+        f"{library} is installed but cannot be loaded",
         got=problem,
-        hint="Install the system libraries that it names, or choose another transport",
+        hint="Install the missing system libraries, or use another transport",
     )
 
 
 def read_metadata(metadata: bytes, kind: type[Published]) -> Published:
-    """Decode what a transport published; anything else is refused.
+    """Decode metadata that a transport published, or raise `bad_handshake`.
 
     >>> class Port(msgspec.Struct):
     ...     port: int
@@ -96,7 +98,9 @@ def read_metadata(metadata: bytes, kind: type[Published]) -> Published:
     bad_handshake
     """
     if not isinstance(metadata, bytes | bytearray) or len(metadata) > MAX_METADATA_BYTES:
-        raise bad_metadata(f"{type(metadata).__name__}, not at most {MAX_METADATA_BYTES:,} bytes")
+        raise bad_metadata(
+            f"{type(metadata).__name__} instead of at most {MAX_METADATA_BYTES:,} bytes"
+        )
     try:
         with _decoding:
             return msgspec.msgpack.decode(metadata, type=kind)
@@ -105,5 +109,5 @@ def read_metadata(metadata: bytes, kind: type[Published]) -> Published:
 
 
 def write_metadata(published: msgspec.Struct) -> bytes:
-    """What `read_metadata` reads."""
+    """Encode metadata for `read_metadata`."""
     return msgspec.msgpack.encode(published)

@@ -1,10 +1,9 @@
-"""Between memory and a file: the disk tier.
+"""Transfers between memory and a file, for the disk tier.
 
-A file has pools as a process has, at offsets instead of addresses. The system's
-scattering reads and gathering writes take a stretch of the file and a thousand ranges of
-memory in one call, so runs are handed over in the order of the file. A disk that fails
-or fills is then an error that can be reported, which a mapped file would turn into the
-end of the process.
+A file has pools like a process, at offsets instead of addresses. Vectored reads and writes move a
+contiguous range of the file from or to a thousand memory ranges in one call, so runs are passed in
+file order. A disk error or a full disk then raises an error; with a mapped file it would kill the
+process.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from kvatlas.wire.transports.polled_copy import Stepwise
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _MAX_RANGES = 1024
-"""Ranges of memory that the system takes in one call (IOV_MAX)."""
+"""The maximum number of memory ranges in one system call (IOV_MAX)."""
 _WORTH_SORTING = 16
-"""Runs that follow each other in the file, on the whole: with fewer, sorting saves calls."""
+"""Runs are sorted if fewer than this many, on average, are adjacent in the file."""
 
 _system = ctypes.CDLL(None, use_errno=True)
 for _call in (_system.preadv, _system.pwritev):
@@ -49,10 +48,9 @@ class _Published(msgspec.Struct, tag="file", forbid_unknown_fields=True):
 class FileTransport(Transport):
     r"""Moves bytes between pools in memory and pools in a file.
 
-    The end with a `name` is a file in `folder`: its regions are offsets, and registering
-    them makes the file as large as they need. The other end has its regions in memory
-    and connects to files in the same folder, never to any other. With `sync`, a write is
-    done only when the disk has it.
+    The end with a `name` is a file in `folder`. Its regions are offsets, and registering them makes
+    the file large enough. The other end has its regions in memory and connects only to files in the
+    same folder. With `sync`, a write is done only when the data is on disk.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -74,7 +72,8 @@ class FileTransport(Transport):
     def __init__(self, folder: str | Path, name: str | None = None, *, sync: bool = False) -> None:
         super().__init__()
         if name is not None and not _NAME.fullmatch(name):
-            raise errors.failed(f"a file named {name!r}", "Use letters, digits, '.', '_' and '-'")
+            hint = "Use letters, digits, '.', '_' and '-'"
+            raise errors.failed(f"name={name!r}", hint, "The file name is invalid")
         self._file, self._sync = name, sync
         self._own = -1
         try:
@@ -82,7 +81,8 @@ class FileTransport(Transport):
             if name is not None:
                 self._own = open_in(self._folder, name, os.O_CREAT)
         except OSError as problem:
-            raise errors.failed(f"{folder}: {problem}", "Name a folder to use") from problem
+            got, hint = f"{folder}: {problem}", "Pass an existing folder with write access"
+            raise errors.failed(got, hint, "The folder or its file cannot be opened") from problem
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         if self._own < 0:
@@ -93,11 +93,14 @@ class FileTransport(Transport):
                 # Room now, so that no write finds the disk full.
                 os.posix_fallocate(self._own, 0, stop)
         except OSError as problem:
-            what, hint = "The disk cannot hold the pools of the file", "Make room, or plan for less"
+            what, hint = (
+                "The pools do not fit on the disk",
+                "Free disk space, or plan for less memory",
+            )
             raise errors.no_room(what, stop, problem, hint) from problem
 
     def publish(self) -> bytes:
-        """The file's name in its folder, and which file it is."""
+        """Return the file's name in its folder, and its identity."""
         inode = 0 if self._own < 0 else os.fstat(self._own).st_ino
         return errors.write_metadata(_Published(self._file or "", inode))
 
@@ -117,7 +120,7 @@ class FileTransport(Transport):
         starts = [region.address for region in memory.values()]
         if state.st_ino != published.inode or min(starts, default=0) < 0 or stop > state.st_size:
             os.close(descriptor)
-            raise errors.bad_metadata(f"another file, or one of less than {stop:,} bytes")
+            raise errors.bad_metadata(f"a replaced file, or one with fewer than {stop:,} bytes")
         return _FileLink(self, descriptor, memory, sync=self._sync)
 
     def _close(self) -> None:
@@ -129,12 +132,12 @@ class FileTransport(Transport):
 
 
 def open_in(folder: int, name: str, flags: int) -> int:
-    """A plain file of a folder; never a link out of it, nor a device."""
+    """Open a regular file in a folder. Symbolic links and devices raise an error."""
     flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(name, flags, 0o600, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{name} is not a plain file")
+        raise OSError(errno.EINVAL, f"{name} is not a regular file")
     return descriptor
 
 
@@ -162,11 +165,11 @@ class _FileLink(Link):
                 self.check()
                 os.fdatasync(self._open_file)
         except OSError as problem:
-            hint = "Look at the disk and its file system, or make the file again"
+            hint = "Check the disk and its file system, or create the file again"
             raise errors.failed(problem.strerror, hint) from problem
 
     def check(self) -> None:
-        """Refuse once the link is closed or the file is removed."""
+        """Raise an error if the link is closed or the file was removed."""
         super().check()
         if os.fstat(self._open_file).st_nlink == 0:
             raise errors.peer_lost("a file that was removed")
@@ -180,10 +183,10 @@ class _FileLink(Link):
 def copy_file_runs(
     file: Callable[[], int], near: Int64s, far: Int64s, length: Int64s, *, write: bool
 ) -> Iterator[None]:
-    """Copy runs between addresses of this process and offsets of a file, a step at a time.
+    """Copy runs between addresses of this process and offsets of a file, one step per iteration.
 
-    `file` is asked for the descriptor before every call, since it may be closed meanwhile.
-    Raises `OSError`, also where the file ends before a run does.
+    `file` is called for the descriptor before every system call, because it may be closed in
+    between. Raises `OSError`, also if the file ends before a run does.
     """
     calls = vectored_calls(near, far, length)
     act = _system.pwritev if write else _system.preadv
@@ -200,25 +203,25 @@ def copy_file_runs(
 
 
 class VectoredCalls(NamedTuple):
-    """Ranges of memory, and which of them go in one call: neighbours in the file."""
+    """Memory ranges grouped into vectored calls, each for adjacent bytes of the file."""
 
     ranges: NDArray[np.uint64]
-    """Rows (address, length), as the system's vectored calls take them."""
+    """Rows (address, length), as in the system's `iovec`."""
     first: Int64s
-    """Where each call's ranges begin."""
+    """The index of each call's first range."""
     offset: Int64s
-    """Where each call begins in the file."""
+    """The file offset of each call."""
     nbytes: Int64s
 
     def each(self) -> Iterator[tuple[int, int, int, int]]:
-        """First range, number of ranges, offset and bytes of every call."""
+        """Yield the first range, number of ranges, offset and bytes of every call."""
         count = np.diff(self.first, append=len(self.ranges))
         columns = (self.first, count, self.offset, self.nbytes)
         yield from zip(*(column.tolist() for column in columns), strict=True)
 
 
 def vectored_calls(near: Int64s, far: Int64s, length: Int64s) -> VectoredCalls:
-    """Runs as calls: neighbours in the file together, as many as the system takes at once.
+    """Group runs that are adjacent in the file into calls, within the system's limits.
 
     >>> near, far, length = np.array([70, 50, 10]), np.array([4, 0, 90]), np.array([4, 4, 8])
     >>> calls = vectored_calls(near, far, length)
@@ -268,7 +271,7 @@ def _finish(
     offset: int,
     done: int,
 ) -> None:
-    """Repeat a call that did less than it was told, for the rest."""
+    """Repeat a partial read or write for the remaining ranges."""
     while True:
         problem = ctypes.get_errno() if done < 0 else 0
         if problem and problem != errno.EINTR:
@@ -283,7 +286,7 @@ def _finish(
 
 
 def rest_of(ranges: NDArray[np.uint64], done: int) -> NDArray[np.uint64]:
-    """What is left of some ranges after so many bytes of them.
+    """Return the remaining ranges after `done` bytes of them were moved.
 
     >>> rest_of(np.array([[100, 4], [200, 4]], np.uint64), 5).tolist()
     [[201, 3]]

@@ -1,8 +1,8 @@
-"""Listening sockets of a library that binds them to every interface, narrowed to one address.
+"""Restrict a library's listening sockets, which it binds to every interface, to one address.
 
-The kernel lets a filter be put on a socket that listens: packets that it drops never
-become a connection. So who has the socket's descriptor, which everybody in the process
-has, can hold it to the address that the library was told.
+The kernel can attach a packet filter to a listening socket: packets that it drops never become a
+connection. All code in the process can use the socket's descriptor, so this module can restrict the
+socket to the intended address.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kvatlas.wire.transports import errors
 _SO_ATTACH_FILTER, _SO_LOCK_FILTER = 26, 44
 _NETWORK_HEADER = 0xFFF00000  # where a filter finds it, whatever lies before it
 _DESTINATION = {4: 16, 6: 24}
-"""Where the header of either version has the address that a packet is for."""
+"""The offset of the destination address in the IP header, by version."""
 _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
 _WHOLE = 0xFFFFFFFF
 _LISTENS, _GONE = "0A", ("06", "07")
-"""The kernel's numbers for states: a socket that listens; connections that are over."""
+"""The kernel's socket states: listening, and closed connections."""
 
 
 def own_addresses(host: str) -> list[str]:
-    """The addresses of this machine that a name stands for; not the one that means all of them.
+    """Resolve a name to addresses of this machine. Wildcard addresses raise an error.
 
     >>> own_addresses("127.0.0.1")
     ['127.0.0.1']
@@ -39,15 +39,17 @@ def own_addresses(host: str) -> list[str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as problem:
         got = f"{host}: {problem}"
-        raise errors.failed(got, hint="Name an address of this machine") from problem
+        hint = "Pass an address of this machine"
+        raise errors.failed(got, hint, "The host name cannot be resolved") from problem
     addresses = sorted({str(entry[4][0]) for entry in found})
     if any(ipaddress.ip_address(address).is_unspecified for address in addresses):
-        raise errors.failed(f"{host}, which is every address", hint="Name the one for peers")
+        hint = "Pass the address that peers connect to"
+        raise errors.failed(f"host={host!r}", hint, "The host must not be a wildcard address")
     return addresses
 
 
 def is_loopback(address: str) -> bool:
-    """Whether nobody but processes of this host can connect to an address.
+    """Whether only processes on this host can connect to an address.
 
     >>> is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("fe80::1%eth0")
     (True, True, False)
@@ -56,7 +58,7 @@ def is_loopback(address: str) -> bool:
 
 
 def listeners() -> dict[int, socket.socket]:
-    """Duplicates of the TCP sockets of this process that listen, by inode."""
+    """Return duplicates of this process's listening TCP sockets, by inode."""
     found = {}
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
@@ -73,7 +75,7 @@ def listeners() -> dict[int, socket.socket]:
 
 
 def narrow(listener: socket.socket, addresses: Iterable[str]) -> None:
-    """Let a socket that listens take connections to these addresses alone, for good."""
+    """Restrict a listening socket permanently to connections to these addresses."""
     program = b"".join(struct.pack("HBBI", *step) for step in _only_to(addresses))
     code = ctypes.create_string_buffer(program, len(program))
     whole = struct.pack("HP", len(program) // 8, ctypes.addressof(code))
@@ -102,7 +104,7 @@ def _only_to(addresses: Iterable[str]) -> list[tuple[int, int, int, int]]:
 
 
 def connected(ports: Iterable[int]) -> bool:
-    """Whether anybody is connected, or about to be, to one of these ports."""
+    """Whether any peer is connected, or connecting, to one of these ports."""
     wanted = {f"{port:04X}" for port in ports}
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Between two transports of one process: the reference that the others are held to."""
+"""Transfers between two transports of one process: the reference for the other transports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
 
 _open: WeakValueDictionary[str, MemoryTransport] = WeakValueDictionary()
-"""The transports of this process that are open, by the name they publish."""
+"""The open transports of this process, by the name they publish."""
 
 
 class _Published(msgspec.Struct, tag="memory", forbid_unknown_fields=True):
@@ -45,14 +45,14 @@ class MemoryTransport(Transport):
         _open[self.token] = self
 
     def publish(self) -> bytes:
-        """The name under which this process knows it."""
+        """Return the name of this transport within the process."""
         return errors.write_metadata(_Published(self.token))
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         token = errors.read_metadata(metadata, _Published).name
         peer = _open.get(token)
         if peer is None:
-            raise errors.peer_lost("a transport that is closed, or of another process")
+            raise errors.peer_lost("a transport that is closed or belongs to another process")
         if any(peer.reachable.get(pool) != region for pool, region in memory.items()):
             raise errors.bad_metadata("regions that the peer has not registered")
         return _MemoryLink(self, token, memory)
@@ -70,10 +70,10 @@ class _MemoryLink(Link):
         self._token = token
 
     def check(self) -> None:
-        """Refuse once either transport is closed."""
+        """Raise an error if either transport is closed."""
         super().check()
         if self._token not in _open:
-            raise errors.peer_lost("a transport that was closed")
+            raise errors.peer_lost("a closed transport")
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         src, dst = (self.mine, self.theirs) if write else (self.theirs, self.mine)

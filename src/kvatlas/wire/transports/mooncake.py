@@ -1,18 +1,18 @@
-"""Mooncake's transfer engine over TCP, its peers found without a metadata server.
+"""Mooncake's transfer engine over TCP, without a metadata server.
 
-Mooncake answers 0 or -1 and blocks meanwhile, also for ever where the peer stands
-still. So each link has a thread that makes its calls, and a handle only looks at how
-far that has come. Calls are kept below the length of Mooncake's queues, which when
-overrun make a peer unusable for seconds, and small enough to be over soon.
+Mooncake's calls return 0 or -1 and block until then, possibly forever if the peer is stopped. So
+each link has a thread that makes the calls, and a handle only checks that thread's progress. Calls
+are kept shorter than Mooncake's queues, because an overrun makes a peer unusable for seconds, and
+short enough to end soon.
 
-After -1, parts of a call may still be under way, and write to memory when the peer goes
-on. Only the end of the engine ends them: it closes its connections and joins the thread
-that alone reads from them. So one engine serves peers, each link calls with one of its
-own, and ends it after a call that did not end well.
+After -1, parts of a call may still be in flight, and write to memory when the peer continues. Only
+destroying the engine stops them: that closes its connections and joins the one thread that reads
+from them. So one engine serves peers, each link calls a separate engine, and destroys it after a
+call that failed.
 
-Mooncake listens on every interface, whatever host it is given: `listening` narrows
-that. It refuses what lies outside the memory that the peer has registered, and does not
-look at this end's: the bounds that a link checks are all there is.
+Mooncake listens on every interface, whatever host it is given; `listening` restricts that. It
+rejects ranges outside the peer's registered memory but does not check this end's, so the link's
+bounds check is the only one.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ _SETTINGS = {
     "MC_TRANSFER_TIMEOUT": "10",
 }
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,252}")
-_CUDA_WHEEL = "; it brings the CPU wheel, GPU users install mooncake-transfer-engine instead"
+_CUDA_WHEEL = "; this installs the CPU wheel, GPU users install mooncake-transfer-engine instead"
 _ANSWERS = 1.0
-"""Seconds in which a peer that is alive accepts a connection."""
+"""Seconds in which a live peer accepts a connection."""
 _TRIES = 3
-"""Engines that are made where a stranger connects to each before it is narrowed."""
+"""How many engines to make if an unknown process connects to each before it is restricted."""
 _SHORTEST_PAUSE = 0.01
-"""Seconds between two looks at an operation."""
+"""Seconds between two checks of an operation."""
 _LISTENERS = 2
-"""Sockets that an engine listens with: for questions, and for data."""
+"""The number of listening sockets of an engine: one for queries, one for data."""
 _ATTENTION = struct.pack("ll", 0, 50_000)
-"""How long (a timeval) an engine that is to end may wait for the next question."""
+"""How long (a timeval) an ending engine may wait for the next query."""
 
 _making = threading.Lock()
-"""Held while an engine is made, so that its sockets are told from those of another."""
+"""Held while an engine is made, so that its sockets can be identified."""
 
 
 class _Published(msgspec.Struct, tag="mooncake", forbid_unknown_fields=True):
@@ -82,9 +82,9 @@ class _Published(msgspec.Struct, tag="mooncake", forbid_unknown_fields=True):
 
 
 class MooncakeTransport(Transport):
-    """Moves bytes through Mooncake engines of its own.
+    """Moves bytes through its own Mooncake engines.
 
-    `host` is how peers reach it, and the only address that it can be reached at.
+    `host` is the only address at which peers can reach it.
     """
 
     name: ClassVar[str] = "mooncake"
@@ -107,11 +107,12 @@ class MooncakeTransport(Transport):
                 raise errors.failed(
                     f"{answer} from Mooncake for {region.nbytes:,} bytes at {region.address:#x}",
                     hint="Register regions that do not overlap",
+                    problem="Mooncake cannot register this memory",
                 )
             done.append(region.address)
 
     def publish(self) -> bytes:
-        """Where its engine listens."""
+        """Return the address of its engine."""
         self.check()
         return errors.write_metadata(_Published(self.host, self._engine.get_rpc_port()))
 
@@ -121,7 +122,7 @@ class MooncakeTransport(Transport):
         if not _HOST.fullmatch(published.host) or not 0 < published.port < 1 << 16:
             raise errors.bad_metadata(f"an engine at {published.session[:64]!r}")
         if not answers(published):
-            raise errors.peer_lost(f"nobody listens at {published.session}")
+            raise errors.peer_lost(f"no listening engine at {published.session}")
         link = MooncakeLink(self, published, memory)
         self._links.add(link)
         return link
@@ -134,7 +135,7 @@ class MooncakeTransport(Transport):
 
 
 def make_engine(host: str) -> Any:
-    """A Mooncake engine that takes connections to `host` alone."""
+    """Make a Mooncake engine that accepts connections to `host` only."""
     for setting, value in _SETTINGS.items():
         os.environ.setdefault(setting, value)
     try:
@@ -147,23 +148,26 @@ def make_engine(host: str) -> Any:
             before = set(listeners())
             engine = TransferEngine()
             if engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
-                raise errors.failed(f"no engine on {host}", hint="Name an address of this machine")
+                hint = "Pass an address of this machine"
+                raise errors.failed(f"host={host!r}", hint, "Mooncake cannot start an engine")
             if _narrowed(before, addresses):
                 # It waits for a question in its own time, and after one in the time it was given.
                 answers(_Published(host, engine.get_rpc_port()))
                 return engine
-    got = f"a stranger that connects to engines on {host} as they are made"
-    raise errors.failed(got, hint="Look at who connects to this machine")
+    got, hint = f"host={host!r}", "Check which processes connect to this machine"
+    stranger = "An unknown process connected to each new engine before it was restricted"
+    raise errors.failed(got, hint, stranger)
 
 
 def _narrowed(before: Container[int], addresses: Iterable[str]) -> bool:
-    """Hold an engine's new sockets to some addresses; False where somebody was quicker."""
+    """Restrict an engine's new sockets to addresses; False if another process connected first."""
     after = listeners()
     new = [one for inode, one in after.items() if inode not in before and _everywhere(one)]
     try:
         if len(new) < _LISTENERS:
-            got = f"a Mooncake that listens with {len(new)} sockets, not {_LISTENERS}"
-            raise errors.failed(got, hint="Install a version that kvatlas is tested with")
+            got = f"{len(new)} listening sockets, not {_LISTENERS}"
+            hint = "Install a version that kvatlas is tested with"
+            raise errors.failed(got, hint, "This version of Mooncake is not supported")
         if len(new) > _LISTENERS:
             return False  # some are another thread's, and nobody can tell which
         for one in new:
@@ -200,7 +204,7 @@ class MooncakeLink(Link):
         self.peer = peer
         self._jobs: queue.SimpleQueue[MooncakeHandle | None] = queue.SimpleQueue()
         self._first = np.zeros(1, dtype=np.uint8)
-        """Where the first byte goes that an engine reads."""
+        """The destination of the first byte that an engine reads."""
         self._working = False
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
@@ -267,7 +271,7 @@ class MooncakeLink(Link):
         if answer == 0:
             return None
         if not answers(self.peer):
-            return errors.peer_lost(f"nobody listens at {self.peer.session} any more")
+            return errors.peer_lost(f"no listening engine at {self.peer.session}")
         return errors.failed(f"{answer} from Mooncake for {len(part[0])} slices")
 
     def _close(self) -> None:
@@ -276,7 +280,7 @@ class MooncakeLink(Link):
 
 
 def in_calls(near: Int64s, far: Int64s, length: Int64s) -> Iterator[list[list[int]]]:
-    """Runs in as many parts as calls are to be made.
+    """Split runs into parts, one per call.
 
     >>> runs = np.array([0, 0, 0]), np.array([5, 6, 7]), np.array([1 << 20, 70 << 20, 1])
     >>> [len(part[0]) for part in in_calls(*runs)]  # 16 MiB at most in a run, 64 in a call
@@ -303,7 +307,7 @@ class MooncakeHandle(Handle):
         self.begun = False
         """Whether a call was made for it."""
         self.quiet = True
-        """Whether all calls that were made for it have done well, or their engine is gone."""
+        """Whether all of its calls have succeeded, or their engine was destroyed."""
         self.outcome: Future[None] = Future()
 
     def _poll(self) -> bool:
@@ -318,13 +322,13 @@ class MooncakeHandle(Handle):
             self.outcome.exception(max(seconds, _SHORTEST_PAUSE))
 
     def begin(self) -> bool:
-        """Whether a call may be made for it: not once it was given up."""
+        """Return whether a call may be made for it: False once it was released."""
         with self._lock:
             self.begun = self.begun or not self._given_up
             return not self._given_up
 
     def _release(self) -> None:
-        """No further call for it; one that is under way cannot be taken back."""
+        """Make no further call. A call in progress cannot be cancelled."""
         with self._lock:
             self._given_up = True
 

@@ -1,15 +1,15 @@
-"""NIXL over UCX: between processes and machines, one-sided.
+"""NIXL over UCX: one-sided transfers between processes and machines.
 
-A link describes a pool to NIXL by its grid: one row (address, length, device, stride,
-count) says where every run of the usual length can lie, and a transfer is then two
-arrays of indices into such rows. Only runs that are off the grid get rows of their own.
-That makes a million descriptors as cheap to prepare as two arrays of numbers.
+A link describes a pool to NIXL by its grid: one row (address, length, device, stride, count) lists
+all possible positions of runs with the usual length. A transfer is then two arrays of indices into
+such rows. Only runs off the grid get separate rows. A million descriptors thus cost no more to
+prepare than two integer arrays.
 
-One agent serves peers; every link reads and writes with an agent of its own, for the end of
-that agent is all that ends what NIXL was told to do (`nixl_link`).
+One agent serves peers. Every link reads and writes with a separate agent, because only destroying
+the agent stops NIXL's operations (`nixl_link`).
 
-NIXL fences nothing else: a read of memory whose lease has ended is as good a read to it
-as any. Readiness and leases are decided above this file.
+NIXL provides no other fencing: it reads memory whose lease has ended like any other. The modules
+above this one decide on readiness and leases.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from kvatlas.wire.transports.nixl_pair import PairedNixlLink
 from kvatlas.wire.transports.offer_board import OfferBoard
 
 _CLOSING = 2.0
-"""Seconds that a transport which is closed gives to operations that are under way."""
+"""Seconds that a closing transport gives operations in flight to finish."""
 
 
 class NixlTransport(Transport):
-    """Moves bytes through NIXL agents of its own.
+    """Moves bytes through its own NIXL agents.
 
-    `kind` says where this end's memory is: "DRAM" on the host, "VRAM" on GPUs, whose
-    numbers are then the regions' devices. The two ends may differ. `device` is the one
-    network device that UCX uses and listens on, as it names them ("eth0", "mlx5_0:1"):
-    the loopback unless it is given, or UCX_NET_DEVICES set. A device without RDMA is refused
-    unless `over_tcp`: over TCP, UCX may end a process whose peers are killed or give up.
+    `kind` specifies where this end's memory is: "DRAM" on the host, or "VRAM" on GPUs, whose
+    indices are then the regions' devices. The two ends may differ. `device` is the single network
+    device that UCX uses and listens on, by its UCX name ("eth0", "mlx5_0:1"). The default is
+    UCX_NET_DEVICES, or else the loopback device. A device without RDMA raises an error unless
+    `over_tcp` is set: over TCP, UCX may abort a process whose peers are killed or cancel.
     """
 
     name: ClassVar[str] = "nixl"
@@ -64,7 +64,7 @@ class NixlTransport(Transport):
         self._name = f"kvatlas-{secrets.token_hex(16)}"
         self._agent: Any = self._agents.make(self._name, serves=True)
         self.links: set[NixlLink] = set()
-        """Those whose agents have not ended."""
+        """The links whose agents have not ended."""
         self._links_lock = threading.Lock()
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
@@ -77,11 +77,11 @@ class NixlTransport(Transport):
                 self.board = OfferBoard()
 
     def takes(self, device: str) -> bool:
-        """GPUs where it was made for VRAM, else the host: lists of NIXL have one kind of memory."""
+        """Whether the device is a GPU (for VRAM) or the host (for DRAM)."""
         return (device == HOST) == (self.kind == "DRAM")
 
     def publish(self) -> bytes:
-        """Where its agent is, and the keys to its regions."""
+        """Return the address of its agent, and the keys of its regions."""
         self.check()
         with translated():
             metadata = bytes(self._agent.get_agent_metadata())
@@ -120,7 +120,7 @@ class NixlTransport(Transport):
             self.retired += link.retired
 
     def _close(self) -> None:
-        """End all agents; what is still under way after a while ends with them."""
+        """End all agents. Operations still in flight after a grace period end with them."""
         for link in list(self.links):
             link.close()
         deadline = time.monotonic() + _CLOSING

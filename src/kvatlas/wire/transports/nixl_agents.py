@@ -1,4 +1,4 @@
-"""Agents of NIXL: which library, how they are made, and what their errors mean."""
+"""NIXL agents: choose the library, make agents, and translate their errors."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from kvatlas.wire.transports.nixl_metadata import Kind
 from kvatlas.wire.transports.nixl_strided import Rows
 
 PEER_LOST = "nixlRemoteDisconnectError"
-"""What NIXL raises once the connection to a peer broke."""
+"""The exceptions that NIXL raises after a connection to a peer broke."""
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _DEVICES = "UCX_NET_DEVICES"
 _LOOPBACK = "lo"
 _RDMA = Path("/sys/class/infiniband")
 _LONGEST_SLEEP = 5_000
-"""Microseconds that a thread which serves peers sleeps at most; what comes wakes it at once."""
+"""The maximum sleep of a thread that serves peers, in microseconds. Incoming data wakes it."""
 _ON_ONE_HOST = {"all", "sm", "shm", "cma"}
-"""Names of UCX's ways to read from processes of the same host, without their doing."""
+"""UCX transports that read from processes on the same host one-sidedly."""
 
 
 class Agents:
-    """Makes the agents of one transport, all alike."""
+    """Makes the agents of one transport, all with the same options."""
 
     def __init__(
         self, kind: Kind, backend: str, device: str | None, *, over_tcp: bool = False
@@ -42,17 +42,18 @@ class Agents:
         self._device = _network_device(device)
         if backend == "UCX" and not over_tcp and _reads_over_tcp(self._device):
             raise errors.failed(
-                f"UCX on {self._device!r}, which is TCP: it ends processes whose readers die",
-                hint='Use the transport "tcp", or over_tcp=True where that does not matter',
+                f"device {self._device!r} without RDMA",
+                hint='Use the transport "tcp", or pass over_tcp=True to accept that',
+                problem="UCX over TCP may abort a process whose readers die",
             )
         loopback = backend == "UCX" and self._device == _LOOPBACK
         self.beyond_host = "" if loopback else f"{backend} on {self._device}"
-        """Where peers of other hosts reach its agents; empty where they do not."""
+        """The device at which other hosts reach its agents; empty if they cannot."""
         self.by_cpu = backend == "UCX" and kind == "DRAM" and not _has_rdma()
-        """Whether bytes arrive only while an agent of this process is called."""
+        """Whether bytes arrive only during calls to an agent of this process."""
 
     def make(self, name: str, *, serves: bool) -> Any:
-        """An agent; one that serves peers does so from a thread of its own."""
+        """Make an agent. An agent that serves peers does so from its own thread."""
         strict = self._library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = self._library.nixl_agent_config(
             enable_prog_thread=serves, backends=[], sync_mode=strict
@@ -64,9 +65,9 @@ class Agents:
                 agent.agent = self._serving(name)
             agent.create_backend(self.backend, options)
         except Exception as problem:
-            got = f"no NIXL backend {self.backend!r} on {self._device!r}: {problem}"
-            hint = "Choose a backend that NIXL brings, and a network device of this machine"
-            raise errors.failed(got, hint=hint) from problem
+            got = f"backend {self.backend!r} on {self._device!r}: {problem}"
+            hint = "Use a backend that NIXL includes, and a network device of this machine"
+            raise errors.failed(got, hint, "NIXL cannot create its backend") from problem
         return agent
 
     def _serving(self, name: str) -> Any:
@@ -83,19 +84,19 @@ class Agents:
 
 
 def not_empty(memory: Mapping[int, Memory]) -> dict[int, Memory]:
-    """The regions that NIXL can be told of."""
+    """Leave out empty regions, which NIXL does not accept."""
     return {pool: region for pool, region in memory.items() if region.nbytes}
 
 
 def rows_of(memory: Mapping[int, Memory]) -> Rows:
-    """Regions as NIXL takes them."""
+    """Convert regions to the rows that NIXL takes."""
     regions = [(region.address, region.nbytes, region.number) for region in memory.values()]
     return np.array(regions, dtype=np.uint64)
 
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Turn what NIXL raises into an error of kvatlas."""
+    """A context that translates NIXL's exceptions into kvatlas errors."""
     try:
         yield
     except AtlasError:
@@ -113,7 +114,8 @@ def _network_device(wanted: str | None) -> str:
     setting = os.environ.get(_DEVICES)
     if wanted is not None and setting not in (None, wanted):
         got = f"device={wanted!r} and {_DEVICES}={setting}"
-        raise errors.failed(got, hint=f"Unset {_DEVICES}, or leave device out")
+        problem = "The network device is specified twice, with different values"
+        raise errors.failed(got, f"Unset {_DEVICES}, or omit device=", problem)
     return wanted or setting or _LOOPBACK
 
 

@@ -1,15 +1,15 @@
-"""A link over NIXL has an agent of its own, whose end proves that nothing comes any more.
+"""A NIXL link with a separate agent, whose end proves that no operation is left.
 
-NIXL ends no operation that was begun: a request that is released, or whose peer is removed,
-still writes to memory when the peer goes on. Only the end of the agent proves that all is
-over, so it is brought about as soon as it is safe:
-- A link that is closed lets what is under way come to its end.
-- One that has lost its peer is closed too: UCX ends whatever went over a connection that broke,
-  and says so of every operation when it is looked at.
-- One that is severed gives its agent up with operations under way. With RDMA the network writes
-  by itself, so the agent is destroyed. Without, it is retired: it has no thread of its own, so
-  that nothing is received once nobody calls it, and it is kept for good, for UCX aborts, now and
-  then, both the process that destroys such an agent and the peer that was replying to it.
+NIXL cannot cancel an operation: a request that was released, or whose peer was removed, still
+writes to memory if the peer continues. Only the end of the agent proves that all operations are
+over. The link ends its agent as soon as that is safe:
+- A closed link lets its operations in flight finish first.
+- A link that has lost its peer is closed too: UCX ends all operations of a broken connection, and
+  reports that for each one when it is polled.
+- A severed link gives up its agent with operations in flight. With RDMA the network card writes on
+  its own, so the agent is destroyed. Without RDMA the agent is retired: it has no thread, so
+  nothing is received once it is no longer called. It is kept for good, because UCX sometimes aborts
+  both a process that destroys such an agent and the peer that was replying to it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from kvatlas.wire.transports.offer_board import SeenOffer, open_board
 log = logging.getLogger("kvatlas.wire")
 
 BETWEEN_LOOKS = 5e-3
-"""Seconds between two looks at operations that nobody waits for."""
+"""Seconds between two polls of operations that no thread waits for."""
 _INITIATOR = "NIXL_INIT_AGENT"
 _BREAKING = 2.0
-"""Seconds in which all operations over a connection that broke are seen to have ended."""
+"""Seconds in which all operations of a broken connection are seen to have ended."""
 _MEETING = 20e-3
-"""Seconds in which two agents agree on the ways between them, where neither is busy."""
+"""Seconds in which two idle agents agree on the connections between them."""
 
 
 class NixlLink(Link):
@@ -55,26 +55,26 @@ class NixlLink(Link):
         theirs: Mapping[int, Memory],
         ended: Callable[[NixlLink], None],
     ) -> None:
-        """`ended` is called once, when the agent is gone or retired."""
+        """`ended` is called once, when the agent is destroyed or retired."""
         super().__init__(owner, theirs)
         self._agents, self._ended = agents, ended
         self.peer, self._kind, self._lost = published.agent, published.kind, False
         self.lock = threading.RLock()
-        """Held around every call of the agent, so that none is under way when it is ended."""
+        """Held around every call to the agent, so that none is in progress when it is ended."""
         self.agent: Any = agents.make(f"{owner.name}-{secrets.token_hex(16)}", serves=False)
         self._below = weakref.ref(self.agent.agent)
         self.retired = False
         """Whether the agent is kept for good."""
         self.posted: set[NixlHandle] = set()
-        """Operations that were not seen to be over."""
+        """Operations that are not known to be over."""
         self._broken: set[NixlHandle] = set()
-        """Operations that ended as the connection broke: they are given back with the agent."""
+        """Operations that ended when the connection broke; released together with the agent."""
         self._registered: set[int] = set()
         self._board = None if published.board is None else open_board(published.board)
         self.sees_offers = self._board is not None
 
     def meet(self, metadata: bytes) -> None:
-        """Tell the agent of its peer."""
+        """Introduce the peer to the agent."""
         with translated():
             self._register_memory()
         try:
@@ -94,7 +94,7 @@ class NixlLink(Link):
             raise (errors.peer_lost if unreachable else errors.bad_metadata)(got) from problem
 
     def find_offer(self, request: str) -> SeenOffer | None:
-        """On the board of a peer on this host; what a GPU has yet to write is asked for."""
+        """Find an offer on the board of a peer on this host, unless a GPU has yet to write it."""
         board = self._board
         seen = None if board is None else board.find(request)
         return seen if seen is not None and seen.offer.mark is None else None
@@ -138,16 +138,16 @@ class NixlLink(Link):
             self._registered |= set(new)
 
     def check(self) -> None:
-        """Refuse once the link is closed or the peer lost."""
+        """Raise an error if the link is closed or the peer is lost."""
         if self._lost:
-            raise errors.peer_lost("a peer that this link has lost")
+            raise errors.peer_lost("a link whose connection broke")
         super().check()
 
     def failed(self, handle: NixlHandle, problem: AtlasError) -> None:
-        """An operation has failed, which makes it the link's last. The lock is held.
+        """Record a failed operation, which is the link's last. The lock must be held.
 
-        NIXL does not say whether what belongs to it has come to rest. Where the connection
-        broke, all that went over it has, once every operation was seen to end.
+        NIXL does not report whether all parts of the operation have stopped. After a broken
+        connection they have, once every operation is seen to have ended.
         """
         self.open = False
         if problem.code is not Code.PEER_LOST:
@@ -160,7 +160,7 @@ class NixlLink(Link):
         return None
 
     def sever(self) -> None:
-        """End what is under way, now; a peer that was about to reply may not survive it."""
+        """End all operations in flight now. A peer that is about to reply may crash."""
         self.open = False
         with self.lock:
             self._look_at_all()  # what is over by now need not be given up
@@ -170,14 +170,14 @@ class NixlLink(Link):
         self._end_after(math.inf)
 
     def _end_after(self, seconds: float) -> None:
-        """End the agent once nothing is under way, or it is too late, without waiting for that."""
+        """End the agent in the background, once nothing is in flight or the time is over."""
         if self.posted:
             threading.Thread(target=self._drain, args=[seconds], daemon=True).start()
         else:
             self._end()
 
     def _drain(self, seconds: float) -> None:
-        """Look at what is under way until nothing is."""
+        """Poll until no operation is in flight."""
         deadline = time.monotonic() + seconds
         while self.posted and time.monotonic() < deadline:
             self._look_at_all()
@@ -211,7 +211,7 @@ class NixlLink(Link):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing can arrive any more: the agent is retired, or seen to be gone."""
+        """Whether nothing can arrive anymore: the agent is retired or destroyed."""
         return self.retired or self._below() is None
 
 
@@ -219,7 +219,7 @@ def _retire(*objects: Any) -> None:
     """Keep what must never be destroyed, not even when the interpreter ends."""
     for one in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
-    log.warning("retired a NIXL agent with %d operations under way", len(objects) - 1)
+    log.warning("retired a NIXL agent with %d operations in flight", len(objects) - 1)
 
 
 class NixlHandle(Handle):
@@ -228,12 +228,12 @@ class NixlHandle(Handle):
     def __init__(self, link: NixlLink, request: Any) -> None:
         self._link, self._request = link, request
         self._arrived = False
-        """Whether NIXL has said so, to whoever looked first."""
+        """Whether NIXL has reported it as done to the first caller that polled."""
         self._problem: AtlasError | None = None
-        """What NIXL has said instead."""
+        """The error that NIXL has reported instead."""
 
     def start(self) -> None:
-        """Let NIXL begin; how that fails is seen by whoever looks. The link's lock is held."""
+        """Start the transfer. Polling reports a failure. The link's lock must be held."""
         with suppress(AtlasError), self._calling():
             if self._link.agent.transfer(self._request) == "DONE":
                 self._arrive()
@@ -281,7 +281,7 @@ class NixlHandle(Handle):
             raise
 
     def _settle(self) -> bool:
-        """Over where NIXL says so, or its agent is gone."""
+        """Whether NIXL reports the transfer as over, or its agent is gone."""
         link = self._link
         if self._arrived:
             return True
@@ -295,12 +295,12 @@ class NixlHandle(Handle):
             link.lock.release()
 
     def take_request(self) -> Any:
-        """The request, which is then no longer looked at."""
+        """Return the request, which is not polled anymore."""
         request, self._request = self._request, None
         return request
 
     def drop(self) -> None:
-        """Give the request back to NIXL, which forgets it; that ends nothing."""
+        """Release the request to NIXL. This does not end the transfer."""
         request = self.take_request()
         with suppress(Exception):
             request.release()

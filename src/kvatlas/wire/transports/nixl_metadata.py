@@ -1,10 +1,9 @@
-"""What NIXL agents tell each other, taken apart and put together again.
+"""Agent metadata of NIXL, disassembled for sending and validated on arrival.
 
-NIXL and UCX trust what they are told: a wrong memory type or version in it ends the
-process that reads it. So an agent's metadata does not travel. What travels are its
-regions, which have to be those of the handshake, and the two things that only the peer's
-libraries know: its address, and a key for each region. Those are held to the form that
-UCX gives them; all else is put in by the end that connects.
+NIXL and UCX trust metadata: a wrong memory type or version in it crashes the process that reads it.
+So an agent's metadata is not sent as it is. Only its regions, which must match the handshake, its
+address, and one key per region are sent. The receiver checks that address and keys have the form
+that UCX gives them, and fills in everything else itself.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ Kind = Literal["DRAM", "VRAM"]
 
 AGENT = re.compile(r"kvatlas-[0-9a-f]{32}")
 _KINDS: dict[Kind, int] = {"DRAM": 0, "VRAM": 1}
-"""NIXL's numbers for where memory is."""
+"""NIXL's codes for memory kinds."""
 _UCX_MEMORY: dict[Kind, set[int]] = {"DRAM": {0}, "VRAM": {1, 2, 3, 4}}
-"""UCX's numbers for the same: the host's; CUDA's, ROCm's, and what they manage."""
+"""UCX's codes for memory kinds: host; CUDA, ROCm, and their managed memory."""
 _MAX_ADDRESS = 16 << 10
 _UCX_MARGIN = bytes(256)
-"""Put behind an address, for who takes a part of it for longer than it says it is."""
+"""Padding after an address, because some readers take a part of it for longer than it is."""
 _ROW = 24
-"""Bytes of a region's address, length and device."""
+"""The size of a region's address, length and device in bytes."""
 
 
 class KeyedRegion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A region as an agent knows it, in the order of its lists, and the key to it."""
+    """A region in the order of the agent's lists, with its key."""
 
     device: int
     address: int
@@ -43,25 +42,25 @@ class KeyedRegion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def row(self) -> bytes:
-        """How NIXL writes it."""
+        """The region as NIXL writes it."""
         return _row(self.address, self.nbytes, self.device) + self.key
 
 
 class Published(msgspec.Struct, tag="nixl", forbid_unknown_fields=True):
-    """What a peer's libraries need: where its agent is, and its regions."""
+    """The published metadata: the agent's address and its regions."""
 
     agent: str
     kind: Kind
     address: bytes
     regions: dict[int, KeyedRegion]
     board: BoardPlace | None = None
-    """Where processes of the same host see what it offers."""
+    """Where processes on the same host find its offer board."""
 
 
 def take_apart(
     metadata: bytes, agent: str, kind: Kind, backend: str, memory: Mapping[int, Memory]
 ) -> Published:
-    """What is to travel of this process's own agent's metadata."""
+    """Extract the parts to send from this process's agent metadata."""
     reader = _Reader(metadata)
     reader.skip(_head(agent, backend))
     address = reader.field("c")
@@ -82,7 +81,7 @@ def take_apart(
 
 
 def put_together(published: Published, backend: str) -> bytes:
-    """An agent's metadata, as it was before it was taken apart."""
+    """Rebuild an agent's metadata from its parts."""
     return _joined(published, backend, _UCX_MARGIN if backend == "UCX" else b"")
 
 
@@ -99,19 +98,19 @@ def _joined(published: Published, backend: str, margin: bytes) -> bytes:
 
 
 def check(published: Published, backend: str, memory: Mapping[int, Memory]) -> None:
-    """Refuse what no agent of a peer with these regions can have published."""
+    """Raise an error for metadata that no agent with these regions can have published."""
     if not AGENT.fullmatch(published.agent):
         raise errors.bad_metadata(f"an agent named {published.agent[:64]!r}")
     for pool, at in memory.items():
         region = published.regions.get(pool)
         if region is None or (region.address, region.nbytes, region.device) != _place(at):
-            raise errors.bad_metadata(f"region {pool} that is not the one of the handshake")
+            raise errors.bad_metadata(f"region {pool}, which does not match the handshake")
     if len(published.regions) > len(memory):
-        raise errors.bad_metadata("regions that the handshake does not name")
+        raise errors.bad_metadata("regions that are not in the handshake")
     for at in memory.values():
         inside = min(_place(at)) >= 0 and at.address + at.nbytes < 1 << 64 and at.number < 1 << 32
         if not inside:
-            raise errors.bad_metadata("a region past the end of memory")
+            raise errors.bad_metadata("a region outside the address space")
     if not 0 < len(published.address) <= _MAX_ADDRESS:
         raise errors.bad_metadata(f"an address of {len(published.address)} bytes")
     if backend == "UCX":
@@ -120,10 +119,10 @@ def check(published: Published, backend: str, memory: Mapping[int, Memory]) -> N
 
 def _check_ucx(published: Published) -> None:
     if not ucx_forms.is_address(published.address):
-        raise errors.bad_metadata(f"{len(published.address)} bytes that are no address of UCX")
+        raise errors.bad_metadata(f"{len(published.address)} bytes that are not a UCX address")
     for region in published.regions.values():
         if not ucx_forms.is_key(region.key, _UCX_MEMORY[published.kind]):
-            raise errors.bad_metadata(f"{len(region.key)} bytes that are no key of UCX")
+            raise errors.bad_metadata(f"{len(region.key)} bytes that are not a UCX key")
 
 
 def _head(agent: str, backend: str) -> bytes:
@@ -132,7 +131,7 @@ def _head(agent: str, backend: str) -> bytes:
 
 
 def _section(kind: Kind, backend: str, rows: int) -> bytes:
-    """What stands between an agent's address and its regions."""
+    """Return the section between an agent's address and its regions."""
     head = _field("", b"MemSection") + _field("nixlSecElms", _number(1 if rows else 0))
     if not rows:
         return head
@@ -186,4 +185,5 @@ class _Reader:
 
 def _unknown_form() -> Exception:
     hint = "Install a version of nixl that kvatlas is tested with"
-    return errors.failed("metadata of NIXL in a form that is not known", hint=hint)
+    problem = "This version of NIXL is not supported"
+    return errors.failed("agent metadata of unknown form", hint, problem)

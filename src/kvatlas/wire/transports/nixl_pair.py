@@ -1,9 +1,9 @@
-"""A link over NIXL that has another beside it, so that two threads copy at once.
+"""A NIXL link with a second link, so that two threads can copy in parallel.
 
-Between processes of one host a processor copies what is read, in the call that begins it, and an
-agent takes one call at a time. Where there are cores for it, a large read is divided between
-two agents, and of two threads that read at once each has its own. The second agent is made
-beside the first large read, which does not wait for it.
+Between processes of one host, a processor copies the data inside the call that starts a read, and
+an agent handles one call at a time. If there are enough cores, a large read is divided between two
+agents, and two concurrent reads use one agent each. The second agent is made in parallel with the
+first large read, which does not wait for it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvatlas.wire.transports.nixl_link import NixlLink
 log = logging.getLogger("kvatlas.wire")
 
 _WORTH = 4 << 20
-"""Bytes of a read for which a second agent is used."""
+"""Reads of at least this many bytes use a second agent."""
 _DIVIDED = 16 << 20
-"""Bytes from which on a read is divided between both."""
+"""Reads of at least this many bytes are divided between both agents."""
 
 
 class PairedNixlLink(NixlLink):
-    """A link whose large reads two threads carry out, as long as its transport may use two."""
+    """A link whose large reads run in two threads, if its transport may use two."""
 
     def __init__(self, *given: Any, another: Callable[[], NixlLink]) -> None:
         """`another` makes a link to the same peer."""
@@ -38,7 +38,7 @@ class PairedNixlLink(NixlLink):
         self._helper: ThreadPoolExecutor | None = None
         self._second: NixlLink | None = None
         self._pairing = threading.Lock()
-        """Held while either of those changes; under it no other lock is taken."""
+        """Held while either changes. No other lock is taken under it."""
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         if write or self.owner.copy_threads < 2:
@@ -89,7 +89,7 @@ class PairedNixlLink(NixlLink):
         try:
             made = self._another()
         except AtlasError as problem:
-            log.warning("one agent reads where two might: %s", problem)
+            log.warning("no second NIXL agent, reading with one: %s", problem)
             return
         with self._pairing:
             if self.open:
@@ -98,13 +98,13 @@ class PairedNixlLink(NixlLink):
         made.close()
 
     def sever(self) -> None:
-        """End what is under way with either agent."""
+        """End all operations in flight with either agent."""
         super().sever()
         if self._second is not None:
             self._second.sever()
 
     def _end(self) -> None:
-        """End both; what the other has under way comes to its end."""
+        """End both agents. Operations in flight with the second one finish first."""
         super()._end()
         with self._pairing:
             helper, second = self._helper, self._second

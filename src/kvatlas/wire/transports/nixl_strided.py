@@ -1,8 +1,8 @@
-"""Runs as NIXL's strided rows: where runs can lie, and which of those places they are.
+"""Runs as NIXL's strided rows, which list possible positions, and indices into them.
 
-A row (address, length, device, stride, count) stands for `count` descriptors. Runs of
-one length that lie on a grid need one row for the whole pool and an index each, however
-many they are; only runs that are off the grid get rows of their own.
+A row (address, length, device, stride, count) stands for `count` descriptors. Runs of one length on
+a grid need one row for the whole pool and an index each, however many there are. Only runs off the
+grid get separate rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Indices = NDArray[np.int32]
 def describe(
     copies: Sequence[Copy], regions: Mapping[int, Memory], *, src: bool
 ) -> tuple[Rows, Indices]:
-    """One end of some copies as strided rows, and the index of each run among them.
+    """Return one end of some copies as strided rows, and the index of each run in them.
 
     >>> at = np.array([128, 0, 192, 40])
     >>> copy = Copy(0, 0, at, at, np.array([64, 64, 64, 8]))
@@ -45,7 +45,8 @@ def describe(
         indices.append(own_indices)
         first += count
     if first > _MOST_INDICES:
-        raise errors.failed(f"{first:,} places for runs", hint="Split the transfer, or the pools")
+        got, hint = f"{first:,} positions", "Split the transfer, or the pools"
+        raise errors.failed(got, hint, "The runs need more positions than NIXL can index")
     return np.concatenate(rows), indices[0] if len(indices) == 1 else np.concatenate(indices)
 
 

@@ -1,20 +1,19 @@
-"""Offers that processes of one host see without asking: a board in shared memory.
+"""Offer board: shared memory in which processes on one host see offers without asking.
 
-A source posts what it offers, and takes it down before its blocks may be reused. A reader
-that finds an offer on the board reads the blocks, and then looks again. The blocks were held
-until after the last byte if two things are so then: the offer's generation is the one that
-was there before, and the source's process has not begun to end. That is what a source
-would confirm by a message, at the price of looking at memory.
+A source posts its offers, and takes each one down before its blocks may be reused. A reader that
+finds an offer reads the blocks and then checks the board again. If the offer's generation is
+unchanged and the source's process has not begun to exit, the blocks were held until after the last
+byte. This replaces a confirmation by message with a memory read.
 
-Every slot has a generation, odd while an offer is posted. Whoever takes one down first makes
-it even, and only then lets go of the blocks; whoever reads looks at it before and behind
-everything else. What is posted carries a digest over itself and its generation, so that it
-does not matter in which order another processor sees what was written.
+Every slot has a generation, which is odd while an offer is posted. To take an offer down, the
+source first makes it even, and only then releases the blocks. A reader checks the generation before
+and after everything else. Each posting contains a digest of its content and generation, so the
+order in which another processor sees the writes does not matter.
 
-A process is known by its number and the moment it was started, in one namespace of
-processes, and a board by a token, for hosts number alike. A process that ends has no size any
-more (the kernel's `statm`) from before any of its memory is given back, and its devices are
-closed after that. Where the kernel says less, a reader asks by message.
+A process is identified by its number and start time within one process namespace, and a board by a
+token, because different hosts use the same numbers. A process that exits reports a size of 0 (the
+kernel's `statm`) before any of its memory is freed, and its devices are closed after that. If the
+kernel does not report this, readers ask by message.
 """
 
 from __future__ import annotations
@@ -43,23 +42,23 @@ _SLOTS = 128
 _SLOT_BYTES = 32 << 10
 # Native: a number is read at once, and never half of one and half of the next.
 _ROW, _NAME = struct.Struct("4q"), struct.Struct("q")
-"""For each slot: generation, name, bytes and digest; and one of them."""
+"""The fields of each slot (generation, name, bytes, digest), and the size of a slot."""
 _HEAD_BYTES = 8192
-"""Before the slots: their rows, the last mark that is known to be done, and a token."""
+"""The header before the slots: their number, the last completed mark, and a token."""
 _BOARD_BYTES = _HEAD_BYTES + _SLOTS * _SLOT_BYTES
 
 _TOKEN_AT, _TOKEN_BYTES = _SLOTS * _ROW.size + _NAME.size, 16
-"""Where a board says which it is."""
+"""The offset of the board's token."""
 
 Posting = tuple[int, int]
 """A slot, and the generation in which an offer was posted there."""
 
 _MEMFD = "/memfd:kvatlas"
-"""What the kernel calls a segment's descriptor."""
+"""The kernel's name for a segment's descriptor."""
 
 
 class PostedOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """What a reader has to know of an offer."""
+    """The parts of an offer that a reader needs."""
 
     request: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     blocks: dict[Annotated[int, msgspec.Meta(ge=0, le=65535)], bytes]
@@ -70,7 +69,7 @@ class PostedOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
 
 class BoardPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Where a board is: a descriptor of a process."""
+    """The location of a board: a descriptor of a process."""
 
     process: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
     started: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -84,7 +83,7 @@ _decoder = msgspec.msgpack.Decoder(PostedOffer)
 
 
 class OfferBoard:
-    """The board of one source; any thread may use it.
+    """The board of one source. Any thread may use it.
 
     >>> board = OfferBoard()
     >>> board.post(PostedOffer("request 17", {0: b""}, 0, 64, None))
@@ -116,7 +115,7 @@ class OfferBoard:
 
     @property
     def place(self) -> BoardPlace | None:
-        """Where peers find it; None where the kernel does not say what they would look at."""
+        """Where peers find the board; None if the kernel does not report what they must check."""
         namespace = _namespace()
         with suppress(OSError):
             own = WatchedProcess(os.getpid())
@@ -126,7 +125,7 @@ class OfferBoard:
         return None
 
     def post(self, offer: PostedOffer) -> bool:
-        """Post an offer; whether there was room for it."""
+        """Post an offer. Return whether there was room for it."""
         payload = msgspec.msgpack.encode(offer)
         with self._lock:
             if len(payload) > _SLOT_BYTES or not self._free or offer.request in self._slots:
@@ -141,7 +140,7 @@ class OfferBoard:
         return True
 
     def take_down(self, request: str) -> None:
-        """Take an offer down, before its blocks are let go; nothing where it was not posted."""
+        """Take an offer down before its blocks are released. No effect if it was not posted."""
         with self._lock:
             slot = self._slots.pop(request, None)
             if slot is not None and os.getpid() == self._process:
@@ -149,12 +148,12 @@ class OfferBoard:
                 self._free.append(slot)
 
     def tell_done(self, mark: int) -> None:
-        """Let readers know that marks up to this one are done."""
+        """Publish that marks up to this one have completed."""
         if os.getpid() == self._process:
             self._done[0] = mark
 
     def posting(self, request: str) -> Posting | None:
-        """Where an offer is posted now, and for which time; None where it is not."""
+        """Return the slot and generation of a posted offer; None if it is not posted."""
         with self._lock:
             slot = self._slots.get(request)
             return None if slot is None else (slot, int(self._rows[slot, 0]))
@@ -174,65 +173,65 @@ class OfferBoard:
 
 
 class SeenOffer:
-    """An offer that was found on a peer's board, to be looked at again."""
+    """An offer that was found on a peer's board, to be checked again later."""
 
     def __init__(
         self, board: PeerBoard, offer: PostedOffer, posting: Posting, written: tuple[bytes, int]
     ) -> None:
-        """`written` is what stood on the board, and the digest beside it."""
+        """`written` is the content of the posting, and its digest."""
         self.offer, self.posting = offer, posting
         self._board, self._written = board, written
         self._slot, self._generation = posting
 
     @property
     def genuine(self) -> bool:
-        """Whether it is what was posted, and not half of it and half of what was there before."""
+        """Whether the content matches its digest, and is not a mix of two postings."""
         payload, digest = self._written
         return digest == _digest(payload, self._generation)
 
     @property
     def held(self) -> bool:
-        """Whether it has been posted ever since, as far as the board says."""
+        """Whether it has been posted ever since, according to the board."""
         return self._board.generation(self._slot) == self._generation
 
     @property
     def confirmed(self) -> bool:
-        """Whether the blocks are held at this moment, and have been since it was found."""
+        """Whether the blocks are held now, and have been since the offer was found."""
         return self._board.alive and self.held
 
 
 class PeerBoard:
-    """The board of a peer, which may write anything there."""
+    """The board of a peer, whose content is untrusted."""
 
     def __init__(self, memory: mmap.mmap, process: WatchedProcess | None) -> None:
-        """`process` is the peer's, with the board among its files; None where that is this one."""
+        """`process` is the peer's, which has the board open; None if it is in this process."""
         self._memory, self._process = memory, process
 
     @property
     def marks_done(self) -> int:
-        """The last of the marks that its source knows to be done; -1 before there is any."""
+        """The last mark that the source has published as completed; -1 before there is one."""
         mark: int = _NAME.unpack_from(self._memory, _SLOTS * _ROW.size)[0]
         return mark
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not begun to end, and still is the program that has the board."""
+        """Whether the process has not begun to exit and still holds the board."""
         return self._process is None or self._process.alive
 
     def generation(self, slot: int) -> int:
-        """The generation of a slot; odd where something is posted there."""
+        """Return the generation of a slot, which is odd while an offer is posted."""
         generation: int = _NAME.unpack_from(self._memory, slot * _ROW.size)[0]
         return generation
 
     def find(self, request: str) -> SeenOffer | None:
-        """An offer by its name; None where it is not there, is no offer, or its source has gone."""
+        """Return an offer by name; None if it is missing or invalid, or its source is gone."""
         seen = (one for one in self._glimpses(request) if one.genuine and one.held)
         return next(seen, None) if self.alive else None
 
     def glimpse(self, request: str) -> SeenOffer | None:
-        """What may be an offer of that name, as quickly as it can be seen.
+        """Return a possible offer of that name as quickly as possible.
 
-        Whether it is `genuine`, and its source is there, who reads its blocks looks later.
+        The caller checks later whether it is `genuine` and its source is alive.
         """
         name = _NAME.pack(_digest(request.encode()))
         at = self._memory.find(name, 0, _SLOTS * _ROW.size)
@@ -248,7 +247,7 @@ class PeerBoard:
                 yield seen
 
     def _look_at(self, slot: int, request: str) -> SeenOffer | None:
-        """What a slot has, if that is an offer of this name."""
+        """Return the content of a slot if it is an offer of this name."""
         generation, _, nbytes, digest = _ROW.unpack_from(self._memory, slot * _ROW.size)
         at = _HEAD_BYTES + slot * _SLOT_BYTES
         payload = self._memory[at : at + min(max(nbytes, 0), _SLOT_BYTES)]
@@ -273,13 +272,13 @@ class PeerBoard:
             at = self._memory.find(name, at + 1, _SLOTS * _ROW.size)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching the board."""
         if self._process is not None:
             self._process.close()
 
 
 def open_board(place: BoardPlace) -> PeerBoard | None:
-    """The board of a process of this host; None where it cannot be looked at from here."""
+    """Open the board of a process on this host; None if it cannot be accessed."""
     if place.namespace != _namespace():
         return None
     path = Path(f"/proc/{place.process}/fd/{place.descriptor}")

@@ -1,4 +1,4 @@
-"""Allocations of other processes that are mapped here, each once, the least used given up first."""
+"""Allocations of other processes, each mapped once; the least recently used is unmapped first."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError
 
 _MOST = 256
-"""Allocations that stay mapped, where none of them is being read."""
+"""The maximum number of allocations that stay mapped while none is being read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignAllocation:
-    """An allocation of a peer. The peer's token keeps a handle that is used again apart."""
+    """An allocation of a peer. The peer's token distinguishes reused handles."""
 
     peer: str
     handle: bytes
@@ -26,18 +26,18 @@ class ForeignAllocation:
 
 @dataclass(eq=False)
 class MappedAllocation:
-    """Where an allocation of a peer is mapped, as long as it is."""
+    """The mapping of a peer's allocation."""
 
     allocation: ForeignAllocation
     address: int
     users: int = 0
     forgotten: bool = False
     gone: bool = False
-    """Whether it is mapped no more; where the allocation is mapped again is another such."""
+    """Whether it was unmapped. If the allocation is mapped again, that is a new value."""
 
 
 class OpenedMemory:
-    """Mapped allocations of one device; any thread may use them."""
+    """Mapped allocations of one device. Any thread may use them."""
 
     def __init__(self, driver: CudaDriver, device: int, most: int = _MOST) -> None:
         self._driver, self._device, self._most = driver, device, most
@@ -49,11 +49,11 @@ class OpenedMemory:
             return len(self._open)
 
     def acquire(self, allocation: ForeignAllocation) -> int:
-        """Its address here, mapped until it is released as often as it was acquired."""
+        """Map an allocation and return its address. Each call needs one `release`."""
         return self.map(allocation).address
 
     def map(self, allocation: ForeignAllocation) -> MappedAllocation:
-        """The same, to be held again later without being looked up."""
+        """Like `acquire`, but return the mapping, which can be held again without a lookup."""
         with self._lock:
             mapping = self._open.get(allocation)
             if mapping is None:
@@ -66,7 +66,7 @@ class OpenedMemory:
             return mapping
 
     def hold(self, mappings: Sequence[MappedAllocation]) -> bool:
-        """Acquire what was mapped before; False, and nothing is, where some is mapped no more."""
+        """Acquire mappings again. Return False, and acquire none, if one of them was unmapped."""
         with self._lock:
             for mapping in mappings:
                 if mapping.gone or mapping.forgotten:
@@ -76,7 +76,7 @@ class OpenedMemory:
             return True
 
     def release(self, allocation: ForeignAllocation) -> None:
-        """Nothing that was posted reads it any more."""
+        """End an `acquire`: no posted copy reads the allocation anymore."""
         with self._lock:
             mapping = self._open[allocation]
             mapping.users -= 1
@@ -86,7 +86,7 @@ class OpenedMemory:
             self._give_up()
 
     def forget(self, peer: str) -> None:
-        """Unmap what a peer has, once nothing reads it any more."""
+        """Unmap a peer's allocations once nothing reads them."""
         with self._lock:
             for allocation in [one for one in self._open if one.peer == peer]:
                 self._open[allocation].forgotten = True
@@ -97,11 +97,11 @@ class OpenedMemory:
         try:
             address = self._driver.open_memory(self._device, allocation.handle)
         except DriverError as problem:
-            raise errors.peer_lost(f"memory whose handle opens no more: {problem}") from problem
+            raise errors.peer_lost(f"memory that can no longer be opened: {problem}") from problem
         try:
             base, nbytes = self._driver.allocation(self._device, address)
             if base != address or nbytes < allocation.nbytes:
-                got = f"a handle of {nbytes:,} bytes for {allocation.nbytes:,}"
+                got = f"an allocation of {nbytes:,} bytes, not {allocation.nbytes:,}"
                 raise errors.bad_metadata(got)
         except BaseException:
             with suppress(DriverError):

@@ -1,8 +1,8 @@
-"""How much of a GPU's time copies take beside what else runs there.
+"""Limits the share of GPU time that copies take from other work.
 
-A copy at full speed takes all of the memory's bandwidth for a moment: that costs whatever
-runs beside it less than the same bytes at a trickle, which hold multiprocessors for long. So
-copies run at full speed, and pauses between them keep their share of the time.
+A copy at full speed uses all memory bandwidth for a moment. That costs concurrent kernels less than
+a slow copy of the same bytes, which occupies multiprocessors for long. So copies run at full speed,
+and pauses between them limit their share of the time.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable
 
 ALLOWANCE = 10e-3
-"""Seconds that copies which were long apart may take at once."""
+"""Seconds of copying that can be saved up during pauses."""
 
 _SLOWEST = 500e9
-"""Bytes per second, at least, of a copy that runs: what takes longer has waited for the GPU."""
+"""The minimum bandwidth of a running copy. A slower one has waited for the GPU."""
 
 
 class CopyPace:
-    """Says when the next copy may begin, so that in the long run copies take a share of the time.
+    """Decides when the next copy may begin, so that copies take a limited share of the time.
 
-    What was not used is saved up, so that a copy after a quiet time begins at once.
+    Unused time is saved up, so that a copy after a pause begins at once.
 
     >>> now = [0.0]
     >>> pace = CopyPace(0.05, clock=lambda: now[0])
@@ -42,7 +42,7 @@ class CopyPace:
         self._saved, self._at = ALLOWANCE, clock()
         self._ended = 0.0
         self._rate = 0.0
-        """Bytes per second of the last copy."""
+        """The bytes per second of the last copy."""
         self._lock = threading.Lock()
 
     def may_begin(self) -> bool:
@@ -56,7 +56,7 @@ class CopyPace:
             return self._saved > 0
 
     def end_of(self, nbytes: int, begun: float) -> float:
-        """When a copy should be over, where it is as fast as the last; never, before there is one.
+        """Estimate when a copy ends from the speed of the last one; infinity before the first.
 
         >>> pace = CopyPace(1.0)
         >>> pace.end_of(100, begun=5.0)
@@ -68,10 +68,10 @@ class CopyPace:
         return begun + nbytes / self._rate if self._rate else math.inf
 
     def took(self, begun: float, ended: float, nbytes: int) -> None:
-        """A copy was under way between two moments; time that others took as well counts once.
+        """Record when a copy ran. Time that overlaps another copy counts once.
 
-        A copy of so many bytes that took long did not run all the while: kernels of other
-        processes, which a GPU takes in turns, or a host that looked late, are not its doing.
+        A copy that took long for its size did not run all the time: the GPU was switching to
+        kernels of other processes, or the host checked late. That time is not counted.
         """
         with self._lock:
             seconds = max(0.0, ended - max(begun, self._ended))

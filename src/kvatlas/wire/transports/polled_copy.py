@@ -1,4 +1,4 @@
-"""Operations that this process carries out itself, a step at each poll."""
+"""Operations that this process performs itself, one step at each poll."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvatlas.wire.transports.base import Handle
 
 
 class Stepwise(Handle):
-    """An operation of steps: polling does the next one.
+    """An operation of several steps. Each poll performs the next one.
 
     >>> work = Stepwise(iter([None, None]))
     >>> work.poll(), work.poll(), work.poll()
@@ -36,7 +36,7 @@ class Stepwise(Handle):
         return False
 
     def _pause(self, seconds: float) -> None:
-        """Nobody else has to act: the next step follows at once."""
+        """Do not pause: the next step depends on no other process."""
 
     def _release(self) -> None:
         """No further step; one that another thread is in comes to its end."""
@@ -58,7 +58,7 @@ class Stepwise(Handle):
 def copy_steps(
     ends: Iterable[tuple[Bytes, Bytes, Copy]], check: Callable[[], None]
 ) -> Iterator[None]:
-    """Copies between buffers that this process can reach; `check` is called around every step."""
+    """Return copies between buffers of this process. `check` is called around every step."""
     for source, target, copy in ends:
         check()
         for _ in copy_runs_unchecked(source, target, copy.src, copy.dst, copy.length):

@@ -1,4 +1,4 @@
-"""Transports by their names."""
+"""Transports by name."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ _CLASSES = {
     "file": "FileTransport",
 }
 TRANSPORT_NAMES = tuple(_CLASSES)
-"""In the order of preference: first what runs fastest, then what reaches furthest."""
+"""The transports in order of preference: first the fastest, then those with the widest reach."""
 
 
 def make_transport(name: str, /, **options: Any) -> Transport:
-    """A transport by its name, with the options of its class.
+    """Return a new transport by name, with the options of its class.
 
     >>> make_transport("memory").name
     'memory'
     >>> make_transport("pigeon")
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: The transport failed. Got no transport 'pigeon'. \
+    kvatlas.errors.AtlasError: There is no such transport. Got 'pigeon'. \
 Choose one of cuda, nixl, mooncake, tcp, shm, memory, file. [wire_failed]
     """
     if name not in _CLASSES:
-        raise failed(f"no transport {name!r}", f"Choose one of {', '.join(TRANSPORT_NAMES)}")
+        hint = f"Choose one of {', '.join(TRANSPORT_NAMES)}"
+        raise failed(repr(name), hint, "There is no such transport")
     module = import_module(f"kvatlas.wire.transports.{name}")
     transport: Transport = getattr(module, _CLASSES[name])(**options)
     return transport

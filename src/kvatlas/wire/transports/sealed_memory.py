@@ -1,4 +1,4 @@
-"""Files without a name that processes share, whose size nobody can change any more."""
+"""Anonymous shared memory whose size can no longer be changed (sealed memfds)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 def make_sealed(nbytes: int) -> int:
-    """The descriptor of so many bytes of shared memory, zeroed, which the caller closes."""
+    """Return the descriptor of `nbytes` of zeroed shared memory. The caller closes it."""
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-        problem = "Shared memory needs at least one byte"
-        raise AtlasError(Code.BAD_SIZE, problem, got=nbytes, hint="Ask for the bytes of a pool")
+        problem = "A shared memory segment must have at least 1 byte"
+        raise AtlasError(Code.BAD_SIZE, problem, got=nbytes, hint="Pass the size of a pool")
     descriptor = -1
     try:
         if nbytes > _most_bytes():
@@ -41,9 +41,9 @@ def make_sealed(nbytes: int) -> int:
 
 
 def no_segment(nbytes: int, fault: OSError) -> AtlasError:
-    """There is no room for so many bytes."""
-    hint = "Plan for less, make room on the host, or raise the container's limit"
-    return no_room("The host cannot hold the segment", nbytes, fault, hint)
+    """The error for a segment that the host has no memory for."""
+    hint = "Plan for less memory, free host memory, or raise the container's limit"
+    return no_room("The segment does not fit into host memory", nbytes, fault, hint)
 
 
 def _most_bytes() -> int:
@@ -55,16 +55,16 @@ def _most_bytes() -> int:
 
 
 def map_sealed(descriptor: int) -> mmap.mmap:
-    """A peer's segment, mapped whole; what is not sealed is refused."""
+    """Map a peer's whole segment. Raise an error if it is not sealed."""
     with _mapping(descriptor):
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
 
 
 def watch_sealed(descriptor: int, nbytes: int) -> mmap.mmap:
-    """A peer's segment of so many bytes, to be read: its pages are found now, and not later."""
+    """Map `nbytes` of a peer's segment for reading, and fault in its pages now."""
     with _mapping(descriptor):
         if os.fstat(descriptor).st_size != nbytes:  # nobody can change it any more
-            raise bad_metadata(f"shared memory that has not {nbytes:,} bytes")
+            raise bad_metadata(f"shared memory that does not have {nbytes:,} bytes")
         return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
 
 
@@ -74,7 +74,7 @@ def _mapping(descriptor: int) -> Iterator[None]:
     try:
         # Only a memfd has seals, so this refuses all other kinds of files as well.
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
-            raise bad_metadata("shared memory that the peer could take away: it is not sealed")
+            raise bad_metadata("shared memory that is not sealed, which the peer could shrink")
         yield
     except AtlasError:
         raise

@@ -1,9 +1,9 @@
-"""Between processes of one host: pools in shared memory that the peer maps.
+"""Shared memory between processes of one host: the peer maps the pools.
 
-What an end publishes is the name of a socket and where its regions are in segments. Whoever
-connects there is given the segments themselves, which nobody can shrink or take away again,
-and stays connected: so a link knows at once that its peer has closed or died, although
-what that had shared can be read on.
+Each end publishes the name of a socket and the positions of its regions in segments. A peer that
+connects to the socket receives the segments' descriptors. The segments are sealed, so they cannot
+shrink or disappear. The peer stays connected, so a link notices at once that the other end has
+closed or died, although the shared memory stays readable.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class _Published(msgspec.Struct, tag="shm", forbid_unknown_fields=True):
 
 
 class ShmTransport(Transport):
-    """Moves bytes between pools of two processes of one host.
+    """Moves bytes between pools of two processes on one host.
 
-    Memory that peers shall reach is made with `create_segment`; other memory can be
-    registered too, and is then reached from this end alone.
+    Allocate memory that peers should access with `create_segment`. Other memory can be registered
+    too, but only this end can access it.
 
     >>> ends = [ShmTransport(), ShmTransport()]
     >>> pools = [create_segment(64), create_segment(64)]
@@ -77,13 +77,15 @@ class ShmTransport(Transport):
             self._server = SegmentServer()
         except (OSError, RuntimeError) as problem:
             hint = "Raise the limits of open files and threads (ulimit -n, -u)"
-            raise errors.failed(f"no socket to listen on: {problem}", hint) from problem
+            raise errors.failed(
+                str(problem), hint, "The transport cannot open its socket"
+            ) from problem
         self._regions: dict[int, _Region] = {}
         self._numbers: weakref.WeakKeyDictionary[Segment, int] = weakref.WeakKeyDictionary()
         weakref.finalize(self, self._server.close)
 
     def check(self) -> None:
-        """Raise where it has been closed, or belongs to the process that forked this one."""
+        """Raise an error if it was closed, or was made by the parent of a forked process."""
         super().check()
         if not self._server.is_open:
             raise errors.closed("transport")
@@ -97,17 +99,17 @@ class ShmTransport(Transport):
                 self._regions[pool] = _Region(self._numbers[segment], start, region.nbytes)
 
     def shares(self, pool: int) -> bool:
-        """Whether peers may reach a region, and it lies in shared memory."""
+        """Whether peers may access a region and it is in shared memory."""
         return super().shares(pool) and pool in self._regions
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Shared memory; it goes when the last view of it does."""
+        """Allocate shared memory, which is freed with its last view."""
         if nbytes == 0:
             return np.zeros(0, np.uint8)
         return np.frombuffer(create_segment(nbytes), dtype=np.uint8)
 
     def publish(self) -> bytes:
-        """The socket where it can be reached, and where its regions are in its segments."""
+        """Return the name of its socket, and the positions of its regions in its segments."""
         self.check()
         server = self._server
         return errors.write_metadata(_Published(server.name, server.token, self._regions))
@@ -129,17 +131,17 @@ class ShmTransport(Transport):
 def map_published(
     metadata: bytes, sizes: Mapping[int, int]
 ) -> tuple[socket.socket, dict[int, Bytes]]:
-    """A connection to who has published regions, and those that are in shared memory, mapped.
+    """Connect to the owner of published regions and map those in shared memory.
 
-    They stay mapped as long as anybody has a view of them, whatever becomes of the connection.
+    The mappings stay valid while any view of them exists, even after the connection ends.
     """
     published = errors.read_metadata(metadata, _Published)
     if not _NAME.fullmatch(published.socket) or len(published.token) != TOKEN_BYTES:
-        raise errors.bad_metadata("a name or token of another length")
+        raise errors.bad_metadata("a name or token of the wrong form")
     regions = {pool: at for pool, at in published.regions.items() if pool in sizes}
     for pool, region in regions.items():
         if region.nbytes != sizes[pool]:
-            raise errors.bad_metadata(f"pool {pool} of {region.nbytes} bytes")
+            raise errors.bad_metadata(f"pool {pool} of {region.nbytes} bytes, not {sizes[pool]}")
     connection, descriptors = receive_descriptors(published.socket, published.token)
     try:
         return connection, _mapped(regions, descriptors)
@@ -158,12 +160,14 @@ def _mapped(regions: Mapping[int, _Region], descriptors: Sequence[int]) -> dict[
     for pool, region in regions.items():
         number = region.segment
         if not 0 <= number < len(descriptors):
-            raise errors.bad_metadata(f"pool {pool} in a segment that the peer does not give")
+            raise errors.bad_metadata(f"pool {pool} in a segment that the peer did not send")
         if number not in segments:
             segments[number] = np.frombuffer(map_sealed(descriptors[number]), np.uint8)
         segment = segments[number]
         if region.nbytes < 1 or not 0 <= region.start <= segment.size - region.nbytes:
-            raise errors.bad_metadata(f"pool {pool} beyond its segment of {segment.size:,} bytes")
+            raise errors.bad_metadata(
+                f"pool {pool}, which exceeds its segment of {segment.size:,} bytes"
+            )
         mapped[pool] = segment[region.start :][: region.nbytes]
     return mapped
 
@@ -180,13 +184,13 @@ class _ShmLink(Link):
         self.mapped: dict[int, Bytes] = {}
 
     def check(self) -> None:
-        """Refuse once the link is closed or the peer is gone."""
+        """Raise an error if the link is closed or the peer is gone."""
         super().check()
         if not is_connected(self._connection):
-            raise errors.peer_lost("a process that has ended, or closed its transport")
+            raise errors.peer_lost("a process that has exited or closed its transport")
 
     def reaches(self, pool: int) -> bool:
-        """Whether the peer has put a pool in shared memory; one without bytes needs none."""
+        """Whether the peer has put a pool in shared memory. Empty pools need none."""
         return pool in self.mapped or (pool in self.theirs and not self.theirs[pool].nbytes)
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
@@ -195,8 +199,9 @@ class _ShmLink(Link):
             pool, own = (copy.dst_pool, copy.src_pool) if write else (copy.src_pool, copy.dst_pool)
             if pool not in self.mapped:
                 raise errors.failed(
-                    f"pool {pool}, which the peer has not put in shared memory",
-                    hint="Allocate the peer's pools with its transport, or pools_for",
+                    f"pool {pool}",
+                    hint="Allocate the peer's pools with its transport, or with pools_for",
+                    problem="The peer's pool is not in shared memory",
                 )
             near, far = as_bytes(self.mine[own]), self.mapped[pool]
             ends.append((near, far, copy) if write else (far, near, copy))

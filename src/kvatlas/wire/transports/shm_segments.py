@@ -1,9 +1,9 @@
-"""Shared memory that nobody can take away, and that goes with the last process that has it.
+"""Shared memory segments that cannot shrink and are freed with the last process that uses them.
 
-A segment is a sealed memfd: a file without a name, whose pages all exist from the start
-and whose size can never change again, whoever has its descriptor. So no peer can make
-reading or writing it fail, and a killed owner leaves nothing behind. Descriptors reach
-peers through a socket (`shm_sockets`).
+A segment is a sealed memfd: an anonymous file whose pages are all allocated at the start and whose
+size can never change, whichever process has its descriptor. So no peer can make an access to it
+fail, and a killed owner leaves nothing to clean up. Peers receive the descriptors through a socket
+(`shm_sockets`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.sealed_memory import make_sealed, no_segment
 
 _mine: WeakSet[Segment] = WeakSet()
-"""The segments that this process has created and that are in use."""
+"""The segments of this process that are in use."""
 _guard = threading.Lock()
 
 
 class Segment(mmap.mmap):
     """Shared memory as a writable buffer, for `kvatlas.cache.bind` and for registration.
 
-    Made by `create_segment`. Its bytes are freed once it is closed or collected, and no
-    transport or peer has it any more.
+    Made by `create_segment`. Its bytes are freed once it is closed or collected, and no transport
+    or peer uses it anymore.
     """
 
     address: int
@@ -36,11 +36,11 @@ class Segment(mmap.mmap):
 
     @property
     def memory(self) -> Memory:
-        """What to register; it keeps the segment alive."""
+        """The region to register. It keeps the segment alive."""
         return Memory(self.address, self.nbytes, owner=self)
 
     def close(self) -> None:
-        """Let go of it; views of its bytes stay valid."""
+        """Release the segment. Views of its bytes stay valid."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -52,7 +52,7 @@ class Segment(mmap.mmap):
 
 
 def create_segment(nbytes: int) -> Segment:
-    r"""Shared memory of this process, zeroed, that peers on the same host can map.
+    r"""Allocate zeroed shared memory that peers on the same host can map.
 
     >>> pool = create_segment(1 << 20)
     >>> len(pool), pool[:2]
@@ -73,7 +73,7 @@ def create_segment(nbytes: int) -> Segment:
 
 
 def containing(memory: Memory) -> tuple[Segment, int] | None:
-    """The open segment of this process that holds a region, and where it starts there."""
+    """Return the open segment that contains a region, and the region's offset in it."""
     with _guard:
         segments = list(_mine)
     for segment in segments:

@@ -1,11 +1,10 @@
-"""How descriptors of segments reach peers: over a socket of the host, from a thread.
+"""Sends segment descriptors to peers over a local socket, from a thread.
 
-The socket has a name in the abstract namespace, so that nothing is left of it when its
-process ends, however it does. Whoever shares 127.0.0.1 shares these names, containers
-with process numbers of their own included. Anybody may connect, so that the kernel is
-asked who it is: only processes of the same user are heard, and only those that know the
-token are given anything. The connection then stays open for as long as both ends want:
-its end tells each that the other has closed it, or has died.
+The socket has a name in the abstract namespace, so nothing is left of it when its process ends. The
+name is visible to all processes in the same network namespace, including containers with separate
+process namespaces. Any process may connect, so the server asks the kernel for the peer's user: it
+serves only processes of the same user that present the token. The connection then stays open while
+both ends want it. Its end signals to each that the other has closed it or died.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.transports import errors
 
 HANDSHAKE_SECONDS = 5.0
-"""How long a peer may take to answer, or to say its token."""
+"""Seconds that a peer may take to answer or to present its token."""
 
 TOKEN_BYTES = 16
 _MOST_WAITING = 64
-"""Connections that have said no token yet."""
+"""The maximum number of connections without a token."""
 _AT_ONCE = 200
-"""Descriptors in one message; the system takes 253."""
+"""The number of descriptors in one message; the system's limit is 253."""
 _MOST_DESCRIPTORS = 4096
 _ATTEMPTS = 3
 _MORE, _LAST, _WRONG, _FULL = b"+", b".", b"?", b"!"
 
 _sockets: WeakSet[socket.socket] = WeakSet()
-"""Every socket of this process: a forked child must not keep them open."""
+"""Every socket of this process, so that a forked child can close its copies."""
 _guard = threading.Lock()
 
 
 def not_in_children(made: socket.socket) -> socket.socket:
-    """Have a socket closed in processes that are forked from this one."""
+    """Close a socket in processes that are forked from this one."""
     with _guard:
         _sockets.add(made)
     return made
@@ -62,7 +61,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class SegmentServer:
-    """Gives the descriptors of segments to peers, and stays connected to them.
+    """Sends segment descriptors to peers and stays connected to them.
 
     >>> server = SegmentServer()
     >>> connection, descriptors = receive_descriptors(server.name, server.token)
@@ -78,7 +77,7 @@ class SegmentServer:
         self.name, self.token = secrets.token_hex(16), secrets.token_bytes(TOKEN_BYTES)
         self._given: list[int] = []
         self._waiting: dict[socket.socket, tuple[int, float]] = {}
-        """Process and deadline of connections without a token, the oldest first."""
+        """The process and deadline of each connection without a token, oldest first."""
         self._connected: dict[socket.socket, int] = {}
         self._most = max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
         self._listener = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -93,17 +92,17 @@ class SegmentServer:
         self._thread.start()
 
     def add(self, descriptor: int) -> int:
-        """Give a descriptor to peers from now on; its number among all that are given."""
+        """Share a descriptor with peers from now on. Return its index."""
         self._given.append(os.dup(descriptor))
         return len(self._given) - 1
 
     @property
     def is_open(self) -> bool:
-        """Whether peers are served; not in a forked child."""
+        """Whether peers are served; always False in a forked child."""
         return self._listener.fileno() >= 0
 
     def close(self) -> None:
-        """Disconnect all peers; a second call does nothing."""
+        """Disconnect all peers. A second call has no effect."""
         with suppress(OSError):  # closed, or another process's
             self._stop.send(b"x")
         if threading.current_thread() is not self._thread:
@@ -162,7 +161,7 @@ class SegmentServer:
         self._selector.register(one, selectors.EVENT_READ)
 
     def _hear(self, one: socket.socket) -> None:
-        """Answer a connection that says its token, or close it."""
+        """Answer a connection that presents its token, or close it."""
         process = self._waiting[one][0]
         try:
             if not hmac.compare_digest(one.recv(1 + TOKEN_BYTES), self.token):
@@ -191,7 +190,7 @@ class SegmentServer:
 
 
 def receive_descriptors(name: str, token: bytes) -> tuple[socket.socket, list[int]]:
-    """Connect to a server of this user: the connection, and the descriptors that it gives."""
+    """Connect to a server of this user. Return the connection, and the descriptors it sends."""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     for _ in range(_ATTEMPTS):
         one = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -206,7 +205,7 @@ def receive_descriptors(name: str, token: bytes) -> tuple[socket.socket, list[in
             if isinstance(problem, OSError):
                 raise errors.peer_lost(f"no such process on this host: {problem}") from problem
             raise
-    raise errors.peer_lost("a process that hangs up")
+    raise errors.peer_lost("a process that closes every connection")
 
 
 def _ask(one: socket.socket, name: str, token: bytes, deadline: float) -> list[int]:
@@ -214,7 +213,8 @@ def _ask(one: socket.socket, name: str, token: bytes, deadline: float) -> list[i
     one.connect(_address(name))
     _, user = other_end(one)
     if user != os.getuid():
-        raise errors.peer_lost("a process of another user")
+        problem, hint = "The peer belongs to another user", "Run both processes as the same user"
+        raise AtlasError(Code.PEER_LOST, problem, got=f"user {user}", hint=hint)
     one.send(token)
     descriptors: list[int] = []
     try:
@@ -224,7 +224,8 @@ def _ask(one: socket.socket, name: str, token: bytes, deadline: float) -> list[i
             descriptors += more
             if flags & socket.MSG_CTRUNC:
                 hint = "Raise the limit of open files (ulimit -n)"
-                raise errors.failed("descriptors that did not all arrive", hint)
+                got, problem = "a truncated message", "Not all descriptors arrived"
+                raise errors.failed(got, hint, problem)
             if said == _LAST:
                 return descriptors
             if said != _MORE or len(descriptors) > _MOST_DESCRIPTORS:
@@ -239,10 +240,11 @@ def _refused(said: bytes) -> Exception:
     if not said:
         return ConnectionResetError()
     if said == _WRONG:
-        return errors.bad_metadata("a token that its process does not know")
+        return errors.bad_metadata("a token that the peer rejected")
     if said == _FULL:
-        return errors.failed("a peer with as many links as it can have", "Close some, and retry")
-    return errors.bad_metadata("an answer that is none")
+        hint = "Close some links, and retry"
+        return errors.failed("one more link", hint, "The peer has reached its limit of links")
+    return errors.bad_metadata("an invalid answer")
 
 
 def _no_answer() -> AtlasError:
@@ -250,12 +252,12 @@ def _no_answer() -> AtlasError:
         Code.DEADLINE,
         "The peer does not answer",
         got=f"no answer in {HANDSHAKE_SECONDS:.0f} s",
-        hint="See whether its process stands still, or retry on another replica",
+        hint="Check whether its process is stopped, or retry on another replica",
     )
 
 
 def is_connected(one: socket.socket) -> bool:
-    """Whether the other end of a connection is still there; quick enough to ask often."""
+    """Whether the other end is still connected. Cheap enough to call often."""
     descriptor = one.fileno()
     if descriptor < 0:
         return False
@@ -265,7 +267,7 @@ def is_connected(one: socket.socket) -> bool:
 
 
 def hang_up(one: socket.socket) -> None:
-    """End a connection, whoever else has it open."""
+    """End a connection, even if another process has it open too."""
     with suppress(OSError):
         one.shutdown(socket.SHUT_RDWR)
     one.close()
@@ -282,7 +284,7 @@ def _send_descriptors(one: socket.socket, descriptors: Sequence[int]) -> None:
 
 
 def other_end(one: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end; a process of another namespace is 0."""
+    """Return the process and user at the other end. A process of another namespace is 0."""
     layout = struct.Struct("iii")
     process, user, _ = layout.unpack(
         one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size)

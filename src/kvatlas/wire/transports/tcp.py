@@ -1,9 +1,8 @@
-"""Over plain TCP: from any host to any other, with nothing to install.
+"""Plain TCP: between any two hosts, without extra libraries.
 
-The end that wants bytes asks for runs of a region, and puts what comes where it belongs: so
-an operation that is given up is over at once, and nobody writes to another's memory. The end
-that has them sends from threads of its own (`tcp_server`); a reader that is killed, or stands
-still, is no more to it than a connection that ends.
+The reader requests runs of a region and stores the received bytes itself. So an abandoned operation
+is over at once, and no process writes to another's memory. The other end sends from separate
+threads (`tcp_server`). If a reader is killed or stops, only its connection is affected.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from kvatlas.wire.transports.polled_copy import Stepwise
 from kvatlas.wire.transports.tcp_server import GATHERED, MOST_RUNS, SHORT, RegionServer
 
 _MEETING = 5.0
-"""Seconds that a peer may take to welcome a first connection."""
+"""Seconds that a peer may take to accept a first connection."""
 _MOST_IDLE = 8
-"""Connections that a link keeps for its next operations."""
+"""The number of idle connections that a link keeps."""
 _PAUSE = 2
-"""Milliseconds between looks at the clock while a peer says nothing."""
+"""Milliseconds between checks of the clock while a peer sends nothing."""
 _OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-"""Failures of this process, not of the way to its peer."""
+"""Errors of this process, not of the network."""
 
 
 class _Published(msgspec.Struct, tag="tcp", forbid_unknown_fields=True):
@@ -51,13 +50,13 @@ class _Published(msgspec.Struct, tag="tcp", forbid_unknown_fields=True):
     port: int
     token: bytes
     regions: dict[int, tuple[int, int]]
-    """Address and size of every region that can be read."""
+    """The address and size of every readable region."""
 
 
 class TcpTransport(Transport):
     """Reads regions of other processes over TCP.
 
-    `host` is how peers reach this end, and the only address that it listens at.
+    `host` is the address that peers connect to, and the only one on which this end listens.
 
     >>> pools = [np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)]
     >>> ends = [TcpTransport(), TcpTransport()]
@@ -80,12 +79,12 @@ class TcpTransport(Transport):
         try:
             self._server = RegionServer(self.address, lambda: self.reachable)
         except (OSError, RuntimeError) as problem:
-            got = f"no socket that listens on {host}: {problem}"
-            raise errors.failed(got, "Name an address of this machine") from problem
+            got, hint = f"host={host!r}: {problem}", "Pass an address of this machine"
+            raise errors.failed(got, hint, "The transport cannot listen") from problem
         self._links: weakref.WeakSet[TcpLink] = weakref.WeakSet()
 
     def publish(self) -> bytes:
-        """Where it listens, what can be read there, and the token for that."""
+        """Return its address, its readable regions, and the token that authorizes reads."""
         self.check()
         regions = {pool: (at.address, at.nbytes) for pool, at in self.reachable.items()}
         server = self._server
@@ -98,13 +97,13 @@ class TcpTransport(Transport):
         try:
             ipaddress.ip_address(published.address)
         except ValueError:
-            raise errors.bad_metadata(f"an address {published.address[:64]!r}") from None
+            raise errors.bad_metadata(f"the address {published.address[:64]!r}") from None
         token = len(published.token)
         if not 0 < published.port < 1 << 16 or token != tcp_server.TOKEN_BYTES:
             raise errors.bad_metadata(f"port {published.port} and a token of {token} bytes")
         for pool, at in memory.items():
             if published.regions.get(pool) != (at.address, at.nbytes):
-                raise errors.bad_metadata(f"region {pool} that is not the one of the handshake")
+                raise errors.bad_metadata(f"region {pool}, which does not match the handshake")
         link = TcpLink(self, published, memory)
         try:
             _Read(link, []).wait(time.monotonic() + _MEETING)
@@ -120,7 +119,7 @@ class TcpTransport(Transport):
 
 
 class TcpLink(Link):
-    """A peer that is read from, and the connections to it that wait for their next use."""
+    """A peer to read from, and idle connections to it."""
 
     prompt: ClassVar[bool] = True
 
@@ -132,7 +131,8 @@ class TcpLink(Link):
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         if write:
-            raise errors.failed("a write over tcp", "Have the end that wants the bytes read them")
+            hint = "Let the destination read the bytes instead"
+            raise errors.failed("a write", hint, "The transport 'tcp' supports only reads")
         # The regions are looked up now: the bounds were checked against these.
         questions = [part for copy in copies for part in _questions(copy, self.mine)]
         handle = _Read(self, questions)
@@ -141,7 +141,7 @@ class TcpLink(Link):
         return handle
 
     def take(self) -> socket.socket | None:
-        """A connection that is open and that nobody uses, if there is one."""
+        """Return an idle open connection, if there is one."""
         while True:
             with self._lock:
                 if not self._idle:
@@ -152,7 +152,7 @@ class TcpLink(Link):
             one.close()  # the peer has ended it: it says nothing unasked
 
     def give_back(self, one: socket.socket) -> None:
-        """Keep a connection on which all that was asked for has come."""
+        """Keep a connection on which everything requested has arrived."""
         with self._lock:
             if self.open and len(self._idle) < _MOST_IDLE:
                 self._idle.append(one)
@@ -228,7 +228,8 @@ class _Read(Stepwise):
             whole = True
         except OSError as problem:
             if problem.errno in _OWN_LIMITS:
-                raise errors.failed(problem, "Raise the limit of open files (ulimit -n)") from None
+                hint = "Raise the limit of open files (ulimit -n)"
+                raise errors.failed(problem, hint, "The process cannot open a socket") from None
             raise errors.peer_lost(f"{problem} at {link.peer.address}") from None
         finally:
             connection, self._connection = self._connection, None
@@ -263,7 +264,7 @@ class _Read(Stepwise):
         self._outgoing += tcp_server.proof(peer.token, bytes(challenge))
         yield from self._fill(memoryview(welcome))
         if welcome != tcp_server.WELCOME:
-            raise errors.bad_metadata("a welcome that is none")
+            raise errors.bad_metadata("an invalid reply to the handshake")
 
     def _receive(self, question: _Question) -> Iterator[None]:
         dst, length = question.dst, question.length
@@ -287,7 +288,7 @@ class _Read(Stepwise):
                 yield
                 continue
             if not got:
-                raise errors.peer_lost("the end of a connection")
+                raise errors.peer_lost("a closed connection")
             view = view[got:]
             self._moved += got
             if self._moved >= STEP:

@@ -1,11 +1,10 @@
-"""Serves reads of a process's regions over TCP: a thread for every connection.
+"""Serves reads of a process's regions over TCP, with one thread per connection.
 
-A connection begins with a challenge, which only those who know the token can answer; the
-token reaches peers with all else that is published. From then on the peer asks for runs of a
-region, by offset and length, and is sent their bytes one after the other. Whatever else it
-says ends the connection. Nobody can write.
+A connection begins with a challenge that only a peer with the token can answer. Peers get the token
+with the published metadata. The peer then requests runs of a region, by offset and length, and
+receives their bytes in order. Any other input ends the connection. Writes are not supported.
 
-A peer that dies, or stands still, is the end of its connection and of nothing else.
+If a peer dies or stops, only its connection ends.
 """
 
 from __future__ import annotations
@@ -37,41 +36,41 @@ log = logging.getLogger("kvatlas.wire")
 TOKEN_BYTES = 32
 CHALLENGE_BYTES = 32
 WELCOME = b"+"
-"""What the server says once it has seen the right answer to its challenge."""
+"""The server's reply to a correct answer to its challenge."""
 QUESTION = struct.Struct("<iI")
-"""Region and number of the runs that are asked for; their starts and their lengths follow."""
+"""The header of a request: region and number of runs. Starts and lengths follow."""
 MOST_RUNS = 4096
-"""Runs in one question."""
+"""The maximum number of runs in one request."""
 GATHERED = 256 << 10
-"""Bytes of short runs that are sent in one go: what stays in the processor's cache."""
+"""Bytes of short runs that are sent at once, so that they stay in the processor's cache."""
 SHORT = 16 << 10
-"""Runs below this are gathered before they are sent; longer ones are sent from where they are."""
+"""Shorter runs are gathered before they are sent; longer ones are sent without a copy."""
 
 _PROVING = 5.0
-"""Seconds in which a connection has to answer its challenge."""
+"""Seconds in which a connection must answer its challenge."""
 _MOST_UNPROVEN = 64
 _MOST_CONNECTIONS = 1024
 
 
 def proof(token: bytes, challenge: bytes) -> bytes:
-    """The answer to a challenge, by whoever knows the token."""
+    """Compute the answer to a challenge from the token."""
     return hmac.digest(token, b"kvatlas tcp" + challenge, hashlib.sha256)
 
 
 def gathers(length: Int64s) -> bool:
-    """Whether the runs of a question go through memory between, at both ends."""
+    """Whether the runs of a request are gathered into a buffer at both ends."""
     total = int(length.sum())
     return total <= GATHERED and total < SHORT * len(length)
 
 
 def packed(length: Int64s) -> Int64s:
-    """Where runs start when they follow each other."""
+    """Return the starts of runs that are concatenated."""
     starts: Int64s = np.cumsum(length) - length
     return starts
 
 
 class RegionServer:
-    """Listens at one address; `regions` says what may be read, whenever somebody asks."""
+    """Listens at one address. `regions` returns the readable regions for each request."""
 
     def __init__(self, address: str, regions: Callable[[], Mapping[int, Memory]]) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
@@ -81,14 +80,14 @@ class RegionServer:
         self.port = int(self._listener.getsockname()[1])
         self._lock = threading.Lock()
         self._unproven: dict[socket.socket, None] = {}
-        """Connections that have not answered their challenge, the oldest first."""
+        """Connections that have not answered their challenge, oldest first."""
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name="kvatlas-tcp", daemon=True)
         self._accepting.start()
 
     def close(self) -> None:
-        """End all connections, and return once nobody reads any more."""
+        """End all connections. Returns once no thread reads the regions."""
         with self._lock:
             self._closed = True
             threads = dict(self._threads)
@@ -135,7 +134,7 @@ class RegionServer:
         except (OSError, EOFError):
             pass  # it is gone, or says nothing
         except AtlasError as refusal:
-            log.warning("a reader over tcp was refused: %s", refusal)
+            log.warning("rejected a tcp reader: %s", refusal)
         finally:
             with self._lock:
                 self._unproven.pop(one, None)

@@ -1,10 +1,9 @@
-"""Copies of requests of one shape: block ids are written, kernels that are at hand are launched.
+"""Prepared copies of requests of one shape: write the block ids, then launch ready kernels.
 
-Everything else is there before the request is: where spans lie in their blocks, on the device;
-pinned memory, events, and launches whose arguments do not change. Memory and events are those of
-a queue, which all shapes take in turn. The GPU reads block ids where the host has written them:
-to copy some kilobytes first takes longer. What can be done while the copy runs is done once it was
-launched.
+Everything else exists before the request arrives: span offsets on the device, pinned memory,
+events, and launches with fixed arguments. The memory and events belong to a queue, and all shapes
+use them in rotation. The GPU reads block ids from pinned memory, because copying a few kilobytes
+first would take longer. Work that can overlap the copy is done after the launch.
 """
 
 from __future__ import annotations
@@ -23,66 +22,66 @@ from kvatlas.wire.transports.device_queue import AddressPattern, Posted, Prepare
 log = logging.getLogger("kvatlas.wire")
 
 _TABLES = 4
-"""Requests that may be under way at once on one queue."""
+"""The maximum number of requests in flight on one queue."""
 _ALIGNED = 16
-"""Numbers that block tables begin at multiples of: kernels load several at once."""
+"""The alignment of block tables in numbers: kernels load several at once."""
 MOST_IDS = 1 << 14
-"""Block ids that a request may have."""
+"""The maximum number of block ids of a request."""
 _WRITTEN_AT_ONCE = 500
-"""Block ids that are written at once: of more, numpy lets other threads run meanwhile."""
+"""Block ids written at once. For more, numpy would release the interpreter lock."""
 _LOOKS = 64
-"""Looks at a word in memory for each that asks the driver, which says whether it has failed."""
+"""Memory polls per driver query. Only the driver reports a failed device."""
 
 
 class LaunchDriver(Protocol):
-    """What launches of prepared copies need of CUDA's driver; but for `on`, a device is current."""
+    """The driver calls that prepared launches need. All but `on` require a current device."""
 
     def on(self, device: int) -> AbstractContextManager[None]:
-        """Makes a device the calling thread's own."""
+        """Make a device current for the calling thread."""
 
     def write_word(self, to: int, number: int, stream: int) -> bool:
-        """Write 32 bits to pinned memory, in the order of a stream; False where none can."""
+        """Write 32 bits to pinned memory in stream order; False if not supported."""
 
     def local_event(self, device: int) -> int:
-        """An event of this process, to be recorded again and again."""
+        """Make an event for this process, which can be recorded repeatedly."""
 
     def end_event(self, device: int, event: int) -> None:
-        """Give an event back."""
+        """Destroy an event."""
 
     def synchronize(self, device: int, event: int) -> None:
-        """Wait for what an event was last recorded behind."""
+        """Wait for the last recorded work of an event."""
 
     def finished(self, device: int, event: int) -> bool:
-        """Whether what an event was last recorded behind is done."""
+        """Whether the last recorded work of an event has completed."""
 
     def record(self, event: int, stream: int) -> None:
-        """Record an event behind what a stream has to do."""
+        """Record an event on a stream."""
 
     def order(self, event: int, before: int, stream: int) -> None:
-        """What a stream is given from now on comes after another."""
+        """Make a stream wait for another."""
 
     def capture(self, stream: int, act: Callable[[], None]) -> int:
-        """What is given to a stream meanwhile, to be launched as often as wanted, and not now."""
+        """Capture what is queued on a stream into a graph, without running it."""
 
     def launch_graph(self, graph: int, stream: int) -> None:
-        """Launch what was captured."""
+        """Launch a captured graph."""
 
     def end_graph(self, device: int, graph: int) -> None:
-        """Give back what was captured."""
+        """Destroy a captured graph."""
 
 
 class LaunchQueue(Protocol):
-    """A stream, as far as launches of prepared copies need it."""
+    """The parts of a queue that prepared launches need."""
 
     lock: threading.Lock
     number: int
     programs: int
     closed: bool
-    """Whether its streams may be another's."""
+    """Whether its streams may have another owner by now."""
 
     @property
     def driver(self) -> LaunchDriver:
-        """CUDA's driver."""
+        """The CUDA driver."""
 
     @property
     def stream(self) -> Any:
@@ -90,40 +89,40 @@ class LaunchQueue(Protocol):
 
     @property
     def caller_stream(self) -> Callable[[int], int]:
-        """Finds the address of the caller's current stream of a device."""
+        """Return the address of the caller's current stream on a device."""
 
     def another_stream(self) -> Any:
-        """A stream of the same device that nobody else is given before the queue is closed."""
+        """Return another stream of the device, reserved until the queue is closed."""
 
     @property
     def tables(self) -> LaunchTables:
-        """Tables that its launches take in turn."""
+        """Block tables that its launches use in rotation."""
 
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
-        """Starts on the device."""
+        """Return starts in device memory."""
 
     def on_stream(self) -> AbstractContextManager[None]:
-        """Makes the stream the current one."""
+        """A context in which the stream is current."""
 
     def pinned(self, nbytes: int) -> Any:
-        """Memory of the host that the GPU reads and writes."""
+        """Allocate host memory that the GPU can access."""
 
     def wait_for_launches(self) -> None:
-        """Wait for all that was launched, where something has failed."""
+        """Wait for all launches after one has failed."""
 
 
 class LaunchTables:
-    """Block ids of requests under way on a queue, in pinned memory."""
+    """Pinned block tables for the requests in flight on a queue."""
 
     def __init__(self, queue: LaunchQueue) -> None:
         self.all = [RequestTable(queue) for _ in range(_TABLES)]
         self.aside = queue.another_stream()
-        """Where launches are captured."""
+        """The stream on which launches are captured."""
         self.captures = True
         """Whether launches can be captured."""
 
     def free(self) -> RequestTable | None:
-        """One that no copy under way reads."""
+        """Return a table that no copy in flight reads."""
         for table in self.all:
             if table.posted is None or table.posted.done():
                 return table
@@ -131,16 +130,16 @@ class LaunchTables:
 
 
 class RequestTable:
-    """Pinned memory for the block ids of one request, a word behind them, and two events."""
+    """Pinned memory for one request's block ids, a completion word after them, and two events."""
 
     def __init__(self, queue: LaunchQueue) -> None:
         import torch
 
         self.pinned: Any = queue.pinned(8 * (MOST_IDS + _ALIGNED)).view(torch.int64)
-        """Block ids as kernels are given them, and below as they are written."""
+        """Block ids as kernels get them, and below as the host writes them."""
         self.ids: Int64s = self.pinned.numpy()
         self.word = memoryview(self.ids[MOST_IDS:]).cast("B").cast("I")
-        """Which copy was the last that ended, as the device writes it."""
+        """The number of the last copy that ended, written by the device."""
         self.word_address: int = self.pinned.data_ptr() + 8 * MOST_IDS
         self.word[0] = self.copies = 0
         self.driver, self.number = queue.driver, queue.number
@@ -151,7 +150,7 @@ class RequestTable:
 
 
 class GroupIds(NamedTuple):
-    """Where one group's block ids, at one end, are among those of a request.
+    """The position of one group's block ids, at one end, among those of a request.
 
     >>> GroupIds(end=1, group=0, first=2, blocks=2).among([7, 8, 3, 5])
     [3, 5]
@@ -163,11 +162,11 @@ class GroupIds(NamedTuple):
     blocks: int
 
     def among(self, ids: Any) -> Any:
-        """Those of the group."""
+        """Select the group's ids."""
         return ids[self.first : self.first + self.blocks]
 
     def pieces(self, ids: Int64s) -> Iterator[_Piece]:
-        """Where they are written, piece by piece."""
+        """Return where they are written, piece by piece."""
         mine = self.among(ids)
         for first in range(0, self.blocks, _WRITTEN_AT_ONCE):
             part = slice(first, min(self.blocks, first + _WRITTEN_AT_ONCE))
@@ -184,24 +183,24 @@ class _TableLaunches:
     def __init__(self, copies: list[Any], pieces: list[_Piece]) -> None:
         self.copies, self.pieces = copies, pieces
         self.graph: int | None = None
-        """What launches all of them at once."""
+        """The graph that launches all of them at once."""
 
 
 class TorchPreparedRuns(PreparedRuns):
-    """Launches of one queue; any thread may use them."""
+    """The prepared launches of one queue. Any thread may use them."""
 
     def __init__(self, queue: LaunchQueue, patterns: Sequence[AddressPattern]) -> None:
-        """Block ids of the patterns have room: `fits` says so."""
+        """The block ids of the patterns must fit: see `fits`."""
         self._queue, self._tables = queue, queue.tables
         self._address = queue.stream.cuda_stream
         self._patterns, self._groups = patterns, group_ids(patterns)
         first = self._tables.all[0]
         self._made = {first: self._make(first)}
-        """By table; most copies find the first free."""
+        """Launches by table. Most copies find the first table free."""
         self._launched = 0
 
     def post(self, src: Tables, dst: Tables) -> Posted | None:
-        """Write block ids, and launch."""
+        """Write the block ids and launch."""
         queue = self._queue
         with queue.lock, queue.driver.on(queue.number):
             table = None if queue.closed else self._tables.free()
@@ -237,7 +236,7 @@ class TorchPreparedRuns(PreparedRuns):
         return table.posted
 
     def _make(self, table: RequestTable) -> _TableLaunches:
-        """What launches a request whose block ids are in a table."""
+        """Make the launches for a request whose block ids are in a table."""
         pieces = [piece for one in self._groups for piece in one.pieces(table.ids)]
         return _TableLaunches(_copies(self._queue, self._patterns, self._groups, table), pieces)
 
@@ -247,7 +246,7 @@ class TorchPreparedRuns(PreparedRuns):
         try:
             graph = driver.capture(aside.cuda_stream, lambda: _launch_all(made.copies, aside))
         except Exception:
-            log.exception("copies are not captured, and launched one by one")
+            log.exception("capturing copies failed, launching them one by one")
             self._tables.captures = False
             return
         _at_its_end(self, driver.end_graph, self._queue.number, graph)
@@ -255,16 +254,16 @@ class TorchPreparedRuns(PreparedRuns):
 
 
 class PostedTable(Posted):
-    """A copy that was launched; it keeps its table, and what launched it, as long as it runs."""
+    """A launched copy. It keeps its table and its launches alive while it runs."""
 
     def __init__(self, table: RequestTable, runs: object, *, told: bool) -> None:
         self._table: RequestTable | None = table
-        """Let go of once it is over: the table has the copy, and two that have each other stay."""
+        """Cleared once the copy is over, to break the reference cycle with the table."""
         self._runs, self._number, self._told = runs, table.copies, told
         self._looks = 0
 
     def done(self) -> bool:
-        """Whether the device has done it; seen before its table is used for another copy."""
+        """Whether the device has completed it, as seen before its table is reused."""
         table = self._table
         if table is None:
             return True
@@ -278,14 +277,14 @@ class PostedTable(Posted):
         return over
 
     def wait(self) -> None:
-        """Wait without holding up other threads."""
+        """Wait without blocking other threads."""
         table = self._table
         if table is not None:
             table.driver.synchronize(table.number, table.over)
 
 
 def group_ids(patterns: Sequence[AddressPattern]) -> list[GroupIds]:
-    """Where the block ids that some patterns use are put, one group behind the other."""
+    """Lay out the block ids that some patterns use, one group after another."""
     used: dict[tuple[int, int], int] = {}
     for one in patterns:
         for end in (0, 1):
@@ -300,7 +299,7 @@ def group_ids(patterns: Sequence[AddressPattern]) -> list[GroupIds]:
 
 
 def fits(patterns: Sequence[AddressPattern]) -> bool:
-    """Whether there is room for the block ids that some patterns use."""
+    """Whether the block ids that some patterns use fit into a table."""
     tables = group_ids(patterns)
     return bool(tables) and tables[-1].first + tables[-1].blocks <= MOST_IDS
 

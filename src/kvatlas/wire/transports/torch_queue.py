@@ -1,4 +1,4 @@
-"""A stream of torch's that launches the copy kernel, with as little as possible on the host."""
+"""A torch stream that launches the copy kernel with minimal host work."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ from kvatlas.wire.transports.torch_prepared import (
 _KEPT_STARTS = 256
 """Tables of starts that a queue keeps on its device."""
 _SLOTS = 32
-"""Tables of spans that may be under way at once."""
+"""The maximum number of span tables in flight."""
 _SLOT_BYTES = 64 << 10
-"""Longer tables are put into memory of their own."""
+"""Longer tables get separate memory."""
 
 
 class QueueDriver(LaunchDriver, Protocol):
-    """What a queue needs of CUDA's driver."""
+    """The driver calls that a queue needs."""
 
     @property
     def streams(self) -> StreamStock:
-        """Streams that torch hands out to nobody."""
+        """Streams that torch does not hand out."""
 
     def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from pinned memory, in the order of a stream."""
+        """Copy from pinned memory in stream order."""
 
     def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy into pinned memory, in the order of a stream."""
+        """Copy into pinned memory in stream order."""
 
     def stream_waits(self, device: int, stream: int, event: int) -> None:
-        """What a stream is given from now on comes after an event."""
+        """Make a stream wait for an event."""
 
 
 class TorchQueue(DeviceQueue):
-    """One stream of one device; any thread may use it."""
+    """One stream of one device. Any thread may use it."""
 
     def __init__(self, driver: QueueDriver, device: int, multiprocessors: int) -> None:
         import torch
@@ -64,7 +64,7 @@ class TorchQueue(DeviceQueue):
         self._device = torch.device("cuda", device)
         self._lent: list[LentStream] = []
         self.closed = False
-        """Whether its streams may be another's."""
+        """Whether its streams may have another owner by now."""
         self._stream = self.another_stream()
         self.caller_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._starts: OrderedDict[int, _KeptStarts] = OrderedDict()
@@ -72,17 +72,17 @@ class TorchQueue(DeviceQueue):
         self._used = 0
         self._tables: LaunchTables | None = None
         self.lock = threading.Lock()
-        """Held while something is posted."""
+        """Held while work is posted."""
         self._ordering = threading.Lock()
-        """Held while the stream is told to wait: who does that waits for no kernel's compiler."""
+        """Held while the stream is made to wait. Kernels are never compiled under it."""
 
     @property
     def stream(self) -> Any:
-        """The stream, for work of other kinds in the same order."""
+        """The stream, for other work in the same order."""
         return self._stream
 
     def another_stream(self) -> Any:
-        """A stream of the device that nobody else is given before this queue is closed."""
+        """Return another stream of the device, reserved until this queue is closed."""
         import torch
 
         lent = self.driver.streams.lend(self.number, self)
@@ -90,13 +90,13 @@ class TorchQueue(DeviceQueue):
         return torch.cuda.ExternalStream(lent.address, self._device)  # type: ignore[no-untyped-call]
 
     def after(self, event: int) -> None:
-        """Have the stream wait for an event."""
+        """Make the stream wait for an event."""
         with self._ordering:
             self._check_open()
             self.driver.stream_waits(self.number, self._stream.cuda_stream, event)
 
     def after_caller(self) -> None:
-        """Have the stream wait for what the caller's current stream has to do."""
+        """Make the stream wait for the work queued on the caller's current stream."""
         import torch
 
         with self._ordering:
@@ -104,37 +104,37 @@ class TorchQueue(DeviceQueue):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def post(self, runs: Sequence[AddressRuns], **choice: Any) -> Posted:
-        """Launch a kernel for each; `choice` overrides how."""
+        """Launch one kernel for each set of runs. `choice` overrides the launch options."""
         with self._posting(), self.driver.on(self.number):
             return self._launch(runs, choice)
 
     def converts(self, cast: ElementCast) -> bool:
-        """Whether the device has both types of elements."""
+        """Whether the device supports both element types."""
         from kvatlas.kernels.address_runs import can_convert
 
         return can_convert(cast, self._device)
 
     def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
-        """Launches for requests of one shape; None where they have more spans than is foreseen."""
+        """Prepare launches for requests of one shape. Return None if they have too many spans."""
         with self._posting():
             return TorchPreparedRuns(self, patterns) if fits(patterns) else None
 
     @property
     def tables(self) -> LaunchTables:
-        """Tables that prepared launches take in turn; made when they are first asked for."""
+        """The tables that prepared launches use in rotation; made on first use."""
         if self._tables is None:
             self._tables = LaunchTables(self)
         return self._tables
 
     def wait_for_launches(self) -> None:
-        """Wait for all that was launched, where something has failed: it writes until then."""
+        """Wait for all launches after one has failed, because they keep writing until then."""
         with suppress(Exception):  # the device has failed, and writes no more
             TorchPosted(self._stream).wait()
 
     def through(
         self, runs: Sequence[AddressRuns], host: Any, gpu: Any, nbytes: int, *, out: bool
     ) -> Posted:
-        """Copy from or to a buffer of the GPU, that goes to or comes from one of the host."""
+        """Copy runs to or from a GPU buffer, and the buffer to or from the host."""
         with self._posting(), self.on_stream(), self._no_launch_left_behind():
             if not out:
                 gpu[:nbytes].copy_(host[:nbytes], non_blocking=True)
@@ -147,9 +147,9 @@ class TorchQueue(DeviceQueue):
     def staged(
         self, runs: Sequence[AddressRuns], stretches: Sequence[tuple[int, int, int]], *, out: bool
     ) -> Posted:
-        """Runs between pools and a buffer of the GPU, and stretches between it and pinned memory.
+        """Copy runs between pools and a GPU buffer, and stretches between it and pinned memory.
 
-        A stretch is its address on the host, that in the buffer, and its bytes.
+        A stretch is its host address, its address in the buffer, and its bytes.
         """
         stream = self._stream.cuda_stream
         with self._posting(), self.driver.on(self.number), self._no_launch_left_behind():
@@ -163,7 +163,7 @@ class TorchQueue(DeviceQueue):
             return TorchPosted(self._stream) if out else self._launch(runs, {})
 
     def close(self) -> None:
-        """Give its streams back; a second call does nothing."""
+        """Return its streams. A second call has no effect."""
         with self.lock, self._ordering:
             self.closed = True
             for lent in self._lent:
@@ -181,25 +181,25 @@ class TorchQueue(DeviceQueue):
             raise errors.closed("queue")
 
     def buffer(self, nbytes: int) -> Any:
-        """Memory of the GPU, for use in the order of the stream."""
+        """Allocate GPU memory for use in stream order."""
         import torch
 
         with self.on_stream():
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def buffers(self, nbytes: int) -> tuple[Any, Any]:
-        """Pinned memory of the host, and as much of the GPU."""
+        """Allocate pinned host memory, and as much on the GPU."""
         return self.pinned(nbytes), self.buffer(nbytes)
 
     def pinned(self, nbytes: int) -> Any:
-        """Memory of the host that the GPU reads and writes."""
+        """Allocate host memory that the GPU can access."""
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Makes the stream the current one."""
+        """A context in which the stream is current."""
         import torch
 
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -261,7 +261,7 @@ class TorchQueue(DeviceQueue):
         return slot.table[: table.size].view(table.shape)
 
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
-        """Starts on the device; those that were used longest ago are forgotten."""
+        """Return starts in device memory; the least recently used are dropped."""
         from kvatlas.kernels.address_runs import place_starts
 
         if id(starts[0]) not in self._starts:
@@ -289,7 +289,7 @@ class _KeptStarts(NamedTuple):
     """Starts on the device."""
 
     starts: tuple[Int64s, Int64s]
-    """Kept too: nobody else's can have their identity meanwhile."""
+    """Kept alive so that its `id` is not reused."""
     placed: Any
     scales: dict[ElementCast, Any]
 
@@ -313,15 +313,15 @@ class _TableSlot:
 
 
 class TorchPosted(Posted):
-    """What a stream has been given so far."""
+    """The work that a stream was given up to some point."""
 
     def __init__(self, stream: Any) -> None:
         self._event: Any = stream.record_event()
 
     def done(self) -> bool:
-        """Whether the stream has done it."""
+        """Whether the stream has completed it."""
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Wait without holding up other threads."""
+        """Wait without blocking other threads."""
         self._event.synchronize()

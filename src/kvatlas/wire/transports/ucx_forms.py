@@ -1,28 +1,28 @@
-"""The form of UCX's addresses and keys, for UCX itself reads them without looking where they end.
+"""Validates the form of UCX's addresses and keys, because UCX parses them without bounds checks.
 
-What is said in them may still be wrong: then nothing is found at the address, or the key
-opens nothing. But nothing is read that is not in them.
+Their content may still be wrong: then nothing is found at the address, or the key is useless. But
+UCX never reads past their end.
 """
 
 from __future__ import annotations
 
 _WORKER = 2
-"""The flags of a worker's address as workers hand it out: its number, and nothing else."""
+"""The flags of a worker's address as workers return it: the worker's number only."""
 _ABILITIES = {0: 16, 1: 8}
-"""Bytes that say what a way of using a device can do, by the version of the address."""
+"""The bytes that describe a transport's capabilities, by address version."""
 _MOST = 100
-"""Devices and ways in an address; UCX has room for 128."""
+"""The maximum number of devices and transports in an address; UCX has room for 128."""
 _MOST_DOMAINS = 64
 _NO_DEVICE = 0xFF
 _LAST, _WITHOUT_WAYS, _HAS_PATHS, _HAS_SYSTEM_DEVICE, _HAS_ENDPOINTS = 0x80, 0x80, 0x40, 0x20, 0x40
 
 
 def is_address(address: bytes) -> bool:
-    r"""Whether a worker's address can be read to its end, and not beyond.
+    r"""Whether a worker's address can be parsed exactly to its end.
 
-    A byte of version and flags, the worker's number, and then for each device: its domain,
-    the length of its address with flags in it, the address, and for each way to use the
-    device a checksum of its name, what it can do, and an address again.
+    It consists of a byte of version and flags, the worker's number, and then for each device: its
+    domain, the length of its address with flags in it, the address, and for each transport a
+    checksum of its name, its capabilities, and another address.
 
     >>> way = bytes.fromhex("cf19" + "00" * 16 + "82" "aa5d")  # the last one; of 2 bytes
     >>> device = bytes.fromhex("00" "06" "000201020304") + way
@@ -41,10 +41,10 @@ def is_address(address: bytes) -> bool:
 
 
 def is_key(key: bytes, memory: set[int]) -> bool:
-    """Whether a key is a map of domains, a kind of memory, and a part for each domain.
+    """Whether a key is a map of domains, a memory kind, and a part for each domain.
 
-    `memory` are UCX's numbers of the kinds that it may be for. Behind the parts there may
-    be the device, and how far it is from others, three bytes each; and for a GPU an end.
+    `memory` lists the allowed UCX memory kinds. After the parts there may be the device and its
+    distances to others, three bytes each, and for a GPU a terminator.
 
     >>> is_key(bytes.fromhex("0100000000000000" "00" "00" "ff"), {0})
     True

@@ -1,7 +1,7 @@
-"""A process of this host, and whether it has begun to end.
+"""Watches a process on this host, and detects that it has begun to exit.
 
-Looked at when a copy is over and somebody waits: so no other thread is let run meanwhile, from
-which the interpreter comes back a tenth of a millisecond later.
+The check runs right after a copy, while a thread waits for the result. It therefore keeps the
+interpreter lock: getting it back from another thread takes a tenth of a millisecond.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 _FLAGS, _STARTED = 6, 19
-"""Columns of a process's `stat`, counted behind its name."""
+"""Columns of a process's `stat`, counted after its name."""
 _NO_SIZE = b"0 "
-"""How the `statm` of a process begins that has begun to end."""
+"""The start of a process's `statm` once the process has begun to exit."""
 _STATM_BYTES = 64
 
 _ABSOLUTE = -100
-"""Stands for no folder."""
+"""No directory descriptor."""
 _AS_KNOWN = 0x4000
-"""Asks no server of a file system: the process that is looked at chose the file."""
+"""Do not contact a file server: the watched process chose the file."""
 _FILE_NUMBER = 0x100
-"""Asks which file it is of its device."""
+"""Request the file's inode and device."""
 _STATX_BYTES = 256
 _NUMBER, _DEVICE = slice(32, 40), slice(136, 144)
-"""Where the kernel's `statx` says which file it is, and of which device."""
+"""The offsets of the inode and the device in the kernel's `statx`."""
 
 
 def _calls() -> Any:
@@ -43,7 +43,7 @@ def _calls() -> Any:
 
 
 class WatchedProcess:
-    """A process, and whether it has begun to end; another of the same number is another.
+    """A process, and whether it has begun to exit. A reused number is another process.
 
     >>> WatchedProcess(os.getpid()).alive
     True
@@ -52,9 +52,9 @@ class WatchedProcess:
     _statm = -1
 
     def __init__(self, number: int, holds: Path | None = None) -> None:
-        """`holds` is a file among those that it has open, as `/proc` shows them."""
+        """`holds` is a file that the process has open, as a path in `/proc`."""
         self._lock = threading.Lock()
-        """Held while the descriptor is used: closed meanwhile, its number may be another's."""
+        """Held while the descriptor is used, because a closed number may be reused."""
         self._calls = _calls()
         self._said = ctypes.create_string_buffer(_STATX_BYTES)
         how = os.O_RDONLY | os.O_CLOEXEC
@@ -69,7 +69,7 @@ class WatchedProcess:
         finally:
             os.close(folder)
         self.started = int(columns[_STARTED]) if len(columns) > _STARTED else 0
-        """When it was started; 0 where the kernel does not say."""
+        """The process's start time; 0 if the kernel does not report it."""
         # Every process has some flag: a kernel that tells none may tell no end either.
         self._is_told = len(columns) > _FLAGS and int(columns[_FLAGS]) != 0
         self._holds = None if holds is None else os.fsencode(holds)
@@ -79,7 +79,7 @@ class WatchedProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not begun to end, where the kernel says so, and holds the file it held."""
+        """Whether the process has not begun to exit, as far as known, and still holds the file."""
         if not self._is_told:
             return False
         with self._lock:
@@ -100,7 +100,7 @@ class WatchedProcess:
         return told[_NUMBER] + told[_DEVICE]
 
     def close(self) -> None:
-        """Look no more; a second call does nothing."""
+        """Stop watching. A second call has no effect."""
         with self._lock:
             descriptor, self._statm = self._statm, -1
             if descriptor >= 0:
