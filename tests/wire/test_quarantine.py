@@ -17,7 +17,7 @@ from kvatlas.routing import Copy
 from kvatlas.wire import Handle, How, Session, protocol
 from kvatlas.wire.quarantine import Quarantine
 from tests.wire.attacked import Attacked, code_of, opening
-from tests.wire.faulty import Act, failure, pair, pull, pull_block, works
+from tests.wire.faulty import Act, Gate, failure, pair, pull, pull_block, works
 from tests.wire.helpers import End, as_it_is, assert_arrived, ends, pull_all, small, until
 
 
@@ -79,18 +79,24 @@ def test_blocks_of_a_direct_read_are_not_released_before_it_is_over(end: str) ->
 
 def test_a_transfer_that_has_ended_posts_no_further_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvatlas.wire.client.direct._BATCH", 8192)
+    gate, posted = Gate(), []
+
+    def around(act: Act, copies: Sequence[Copy]) -> Handle:
+        posted.append(copies)
+        return gate(act, copies)
+
     with ends(*pair()) as (source, target):
         source.offer("r")
-        stalled = target.arounds = Stalled()
+        target.arounds = around
         with Session(target.nodes[0], source.endpoints) as session:
             transfer = pull(session, target, how="direct", seconds=30.0)
-            assert stalled.posted.wait(5)
-            stalled.reads[0]._done = True  # the worker sees the end of the read first
+            assert gate.reached.wait(5)
             transfer.cancel()
-            stalled.reads[0].arrive()
+            gate.opened.set()
             assert transfer.wait_released(5)
-        assert len(stalled.reads) == 1
+        assert len(posted) == 1
         source.nodes[0].withdraw("r")
+        target.buffers[0].before = target.buffers[0].copy()
         works(source, target)
 
 

@@ -207,6 +207,9 @@ class Answers:
         part = StreamPiece.of(lease.stream, question.start, question.stop, SOURCE)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
+            if question.stop < lease.gathered:
+                # A duplicate that was delayed: its buffer has a later piece, which is being read.
+                raise protocol.bad_handshake(f"byte {question.start} after {lease.gathered}")
             self.node.fill(part, self.node.staging.view(question.buffer, nbytes))
             if question.start <= lease.gathered:
                 lease.gathered = max(lease.gathered, question.stop)
