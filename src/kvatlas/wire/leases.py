@@ -204,6 +204,8 @@ class Lease:
     """What this process is reading into those buffers."""
     sever: Callable[[], None] = lambda: None
     """Tears down the link that those reads go over."""
+    part_of: Held | None = None
+    """The offer or expectation that it was granted for. A later one may have the same name."""
     over: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
     """Held while this process touches blocks or buffers for the lease, which cannot end then."""
@@ -321,9 +323,9 @@ class Leases:
         """End leases that have expired."""
         self._drop_where(lambda lease: not lease.held)
 
-    def drop_request(self, request: str, direction: Direction) -> None:
-        """End all leases of a request in one direction: it may be offered and expected at once."""
-        self._drop_where(lambda lease: (lease.request, lease.direction) == (request, direction))
+    def drop_part(self, held: Held) -> None:
+        """End all leases of an offer or an expectation, and none of another with its name."""
+        self._drop_where(lambda lease: lease.part_of is held)
 
     def drop_all(self, sessions: set[bytes] | None = None) -> None:
         """End all leases, or those of some sessions."""
