@@ -154,7 +154,7 @@ class Protocol(RuleBasedStateMachine):
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Protocol]]:
     monkeypatch.setattr("kvatlas.wire.client.direct._BATCH", BATCH)
-    made = type("Protocol", (Protocol,), {"reached": Counter()})
+    made: type[Protocol] = type("Protocol", (Protocol,), {"reached": Counter()})
     yield made
     if made.nodes is not None:
         made.nodes.close()
