@@ -12,7 +12,7 @@ import pytest
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.wire import Metrics, Transfer
-from kvatlas.wire.leases import Leases
+from kvatlas.wire.leases import Held, Leases
 from kvatlas.wire.transports.base import Done, Handle
 
 KEY = bytes(range(16))
@@ -48,11 +48,12 @@ def test_a_lease_is_found_by_its_own_session_while_it_is_held() -> None:
     assert len(leases) == 0
 
 
-def test_leases_of_a_request_end_one_way_only() -> None:
+def test_leases_of_an_offer_end_with_it_alone() -> None:
     leases = Leases(lambda _: None)
-    lease_of(leases)
-    push, other = lease_of(leases, direction="push"), lease_of(leases, request="")
-    leases.drop_request("r", "pull")
+    first, second = (Held("r", {}, 0, 0) for _ in range(2))
+    lease_of(leases, part_of=first)
+    push, other = lease_of(leases, direction="push"), lease_of(leases, part_of=second)
+    leases.drop_part(first)
     assert len(leases) == 2
     assert all(leases.find(kept.key, KEY) is kept for kept in (push, other))
     leases.drop_all({bytes(16)})
@@ -94,10 +95,11 @@ def test_a_lease_does_not_end_while_bytes_are_copied_for_it() -> None:
 def test_every_thread_that_ends_a_lease_waits_for_its_copy() -> None:
     ended: list[Any] = []
     leases = Leases(ended.append)
-    lease = lease_of(leases, direction="push")
+    held = Held("r", {}, 0, 0)
+    lease = lease_of(leases, part_of=held)
     drops = [
         lambda: leases.drop(lease),
-        lambda: leases.drop_request("r", "push"),
+        lambda: leases.drop_part(held),
         lambda: leases.drop_all({KEY}),
     ]
     with lease.guard:

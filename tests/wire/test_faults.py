@@ -255,7 +255,8 @@ def test_one_rank_that_fails_calls_the_others_off() -> None:
 
         source.nodes[1].server.answer = late
         with Session(target.nodes[0], source.endpoints) as session:
-            transfer = pull(session, target, how="direct")
+            # Rank 1 does not offer it; the wait lets rank 0 begin to read first.
+            transfer = pull(session, target, how="direct", wait_for_offer=1.0)
             assert gate.reached.wait(5)
             until(lambda: transfer.error is not None)
             gate.opened.set()

@@ -127,6 +127,28 @@ def test_a_piece_lies_in_a_buffer_of_the_lease(attacked: Attacked) -> None:
     attacked.source.assert_idle()
 
 
+def test_a_delayed_duplicate_of_a_gather_does_not_reach_a_buffer_that_is_read(
+    attacked: Attacked,
+) -> None:
+    session = attacked.session()
+    lease = attacked.open(session).lease
+    buffers = attacked.borrow(session, lease).buffers
+    staging = attacked.node.staging
+
+    def gather(piece: int) -> str:
+        span = {"start": 4096 * piece, "stop": 4096 * (piece + 1)}
+        about: dict[str, Any] = {"buffer": buffers[piece % 2], **span}
+        said = attacked.raw.ask(protocol.Gather(session=session, lease=lease, **about))
+        return code_of(said)
+
+    assert [gather(piece) for piece in (0, 1, 2, 2)] == ["ok"] * 4, "the last piece may be repeated"
+    before = staging.view(buffers[0], 4096).copy()
+    assert gather(0) == "bad_handshake"
+    assert np.array_equal(staging.view(buffers[0], 4096), before)
+    attacked.raw.ask(protocol.Close(session=session, lease=lease, complete=False))
+    attacked.works()
+
+
 def test_checksums_cost_no_more_than_their_span(attacked: Attacked) -> None:
     session = attacked.session()
     lease = attacked.open(session).lease

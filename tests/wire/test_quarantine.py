@@ -13,12 +13,21 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.routing import Copy
+from kvatlas.routing import Copy, RunGrid
 from kvatlas.wire import Handle, How, Session, protocol
 from kvatlas.wire.quarantine import Quarantine
 from tests.wire.attacked import Attacked, code_of, opening
-from tests.wire.faulty import Act, failure, pair, pull, pull_block, works
-from tests.wire.helpers import End, as_it_is, assert_arrived, ends, pull_all, small, until
+from tests.wire.faulty import Act, Gate, failure, pair, pull, pull_block, works
+from tests.wire.helpers import (
+    End,
+    LocalLink,
+    as_it_is,
+    assert_arrived,
+    ends,
+    pull_all,
+    small,
+    until,
+)
 
 
 class Late(Handle):
@@ -79,18 +88,24 @@ def test_blocks_of_a_direct_read_are_not_released_before_it_is_over(end: str) ->
 
 def test_a_transfer_that_has_ended_posts_no_further_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvatlas.wire.client.direct._BATCH", 8192)
+    gate, posted = Gate(), []
+
+    def around(act: Act, copies: Sequence[Copy]) -> Handle:
+        posted.append(copies)
+        return gate(act, copies)
+
     with ends(*pair()) as (source, target):
         source.offer("r")
-        stalled = target.arounds = Stalled()
+        target.arounds = around
         with Session(target.nodes[0], source.endpoints) as session:
             transfer = pull(session, target, how="direct", seconds=30.0)
-            assert stalled.posted.wait(5)
-            stalled.reads[0]._done = True  # the worker sees the end of the read first
+            assert gate.reached.wait(5)
             transfer.cancel()
-            stalled.reads[0].arrive()
+            gate.opened.set()
             assert transfer.wait_released(5)
-        assert len(stalled.reads) == 1
+        assert len(posted) == 1
         source.nodes[0].withdraw("r")
+        target.buffers[0].before = target.buffers[0].copy()
         works(source, target)
 
 
@@ -174,6 +189,37 @@ def test_a_replica_that_stalls_leaves_time_for_another() -> None:
             assert transfer.seconds < 3.5
         assert len(severed) == 1
         assert_arrived(source, target, 0)
+
+
+class GridLink(LocalLink):
+    """A link that takes grids of runs, and so renews its lease during a read."""
+
+    adds = True
+
+    def read_grids(self, grids: Sequence[RunGrid], behind: int | None = None) -> Handle:
+        del behind
+        return self.read([Copy(grid.src_pool, grid.dst_pool, *grid.runs()) for grid in grids])
+
+
+def test_a_read_that_outlives_its_session_does_not_reach_a_later_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer is connected to again only if the first read can no longer write."""
+    monkeypatch.setattr("tests.wire.helpers.LocalLink", GridLink)
+    with ends(*pair()) as (source, target):
+        source.offer("r")
+        stalled = Stalled()
+        target.arounds = lambda act, copies: act() if stalled.reads else stalled(act, copies)
+        with Session(target.nodes[0], source.endpoints) as session:
+            transfer = pull(session, target, how="direct", seconds=2.0)
+            assert stalled.posted.wait(5)
+            source.nodes[0].answers.sessions._open.clear()  # as after seconds without connections
+            failure(transfer)
+            assert not transfer.wait_released(0.1)
+            assert target.nodes[0].ledger.uses() == {"quarantined": 1}
+            stalled.reads[0].arrive()
+            assert transfer.wait_released(5)
+        assert len(stalled.reads) == 1
 
 
 def test_a_replica_that_stalls_never_had_the_blocks() -> None:

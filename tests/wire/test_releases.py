@@ -119,3 +119,25 @@ def test_windows_reach_one_token_further_where_the_last_is_computed_again() -> N
             dst.buffers[0].assert_untouched()
             session.pull("long", **about, recompute=1).wait(10)
         assert_arrived(src, dst, 0, tokens=tokens - 1)
+
+
+def test_an_offer_is_not_released_by_a_reader_of_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request is offered anew while the node answers the close of an older lease."""
+    with ends(End(small("dense"), 50, seed=1), End(small("dense"), 50, seed=2)) as (src, dst):
+        node = src.nodes[0]
+        drop = node.leases.drop
+
+        def drop_and_offer(lease: Any) -> None:
+            drop(lease)
+            monkeypatch.undo()
+            node.withdraw("r")
+            src.offer("r")
+
+        src.offer("r")
+        monkeypatch.setattr(node.leases, "drop", drop_and_offer)
+        pull_all(src, dst, "r")
+        assert src.released == [(0, "r", "withdrawn")]
+        pull_all(src, dst, "r")
+        assert src.released == [(0, "r", "withdrawn"), (0, "r", "read")]

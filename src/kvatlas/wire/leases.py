@@ -208,6 +208,8 @@ class Lease:
     """Reads of this process into those buffers that are in flight."""
     sever: Callable[[], None] = lambda: None
     """Severs the link that those reads use."""
+    part_of: Held | None = None
+    """The offer or expectation that it was granted for. A later one may have the same name."""
     over: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
     """Held while this process accesses blocks or buffers for the lease. It cannot end then."""
@@ -325,9 +327,9 @@ class Leases:
         """End leases that have expired."""
         self._drop_where(lambda lease: not lease.held)
 
-    def drop_request(self, request: str, direction: Direction) -> None:
-        """End all leases of a request in one direction. It may be offered and expected at once."""
-        self._drop_where(lambda lease: (lease.request, lease.direction) == (request, direction))
+    def drop_part(self, held: Held) -> None:
+        """End all leases of an offer or an expectation, and none of another with its name."""
+        self._drop_where(lambda lease: lease.part_of is held)
 
     def drop_all(self, sessions: set[bytes] | None = None) -> None:
         """End all leases, or those of some sessions."""

@@ -376,14 +376,19 @@ class RankLease:
         deadline = self.deadline
         if self.others:
             deadline = min(deadline, time.monotonic() + self.patience)
+        tried_again = self.others
         try:
             _ = self.transfer.total  # found out while something is read, if it was not yet
             handle.wait(deadline, check)
+        except AtlasError as refused:
+            # A peer that has lost the session is connected to again, and fills the same blocks.
+            tried_again = tried_again or refused.code is Code.UNKNOWN_SESSION
+            raise
         finally:
             handle.release()
             if not handle.settle():
                 self.given_up[into].append(handle)
-                if self.others and into == "blocks":
+                if tried_again and into == "blocks":
                     self._sever()
 
     def _check_going_on(self) -> None:
@@ -394,7 +399,7 @@ class RankLease:
             raise lease_expired()
 
     def _sever(self) -> None:
-        """Tear the link to a stalled replica down before another one fills the same blocks."""
+        """Tear down the link of a stalled read before another read fills the same blocks."""
         self.connection.link.sever()
         patience = time.monotonic() + _SEVERED
         while not all(handle.settle() for handle in self.given_up["blocks"]):

@@ -15,7 +15,7 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream, Copy
 from kvatlas.wire import protocol
-from kvatlas.wire.leases import Expected, Lease, LeaseRead, Offer, lease_expired
+from kvatlas.wire.leases import Expected, Held, Lease, LeaseRead, Offer, lease_expired
 from kvatlas.wire.peers import Peer, check_same_identity, checked_peer
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
@@ -119,6 +119,7 @@ class Answers:
                 peer_rank=peer.rank,
                 complete=_is_complete(question, held),
                 stream=stream,
+                part_of=held,
                 entries=sum(map(len, (*theirs.values(), *held.blocks.values()))),
                 **reading,
             )
@@ -142,9 +143,8 @@ class Answers:
     def _await_layer(self, question: protocol.AwaitLayer) -> protocol.Message:
         """Whether a layer is written, after a while at most."""
         lease = self._lease(question, "pull")
-        with self.node.lock:
-            offer = self.node.offers.get(lease.request)
-        if offer is None or offer.layers is None:
+        offer = lease.part_of
+        if not isinstance(offer, Offer) or offer.layers is None:
             raise protocol.bad_handshake("a wait for a layer of an offer that is not layered")
         seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
         written, mark = offer.layers.wait(question.layer, seconds)
@@ -209,6 +209,9 @@ class Answers:
         part = StreamPiece.of(lease.stream, question.start, question.stop, SOURCE)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
+            if question.stop < lease.gathered:
+                # A duplicate that was delayed: its buffer has a later piece, which is being read.
+                raise protocol.bad_handshake(f"byte {question.start} after {lease.gathered}")
             self.node.fill(part, self.node.staging.view(question.buffer, nbytes))
             if question.start <= lease.gathered:
                 lease.gathered = max(lease.gathered, question.stop)
@@ -306,7 +309,7 @@ class Answers:
             else:
                 if self._alone_sends(lease):
                     lease.check_all_moved(lease.gathered)
-                self._reads_no_more(lease.request, peer, None, read=True)
+                self._reads_no_more(lease.request, peer, None, read=True, only=lease.part_of)
         return protocol.Ok(seconds=left)
 
     def _alone_sends(self, lease: Lease) -> bool:
@@ -326,17 +329,26 @@ class Answers:
         return all(map(self.node.transport.shares, own))
 
     def _reads_no_more(
-        self, request: str, peer: Peer, posting: Posting | None, *, read: bool
+        self,
+        request: str,
+        peer: Peer,
+        posting: Posting | None,
+        *,
+        read: bool,
+        only: Held | None = None,
     ) -> None:
-        """End an offer where with this peer every rank that reads from this one is done with it.
+        """End an offer if this peer was the last that reads from it.
 
-        Not one that was made anew since a posting was read. It was `read` where all have read it.
+        An offer that was made after the posting was read, or that is not `only`, is left alone.
+        The reason is `read` if all ranks have read the offer.
         """
         own = peer.plan_hash, peer.rank
         readers = {(peer.plan_hash, rank) for rank in self.node.readers(peer)}
         with self.node.lock:
             offer = self.node.offers.get(request)
             if offer is None or not offer.may_be_read_by(peer.name):
+                return
+            if only is not None and offer is not only:
                 return
             if posting is not None and self.node.posting(request) != posting:
                 return
@@ -361,7 +373,7 @@ class Answers:
             if not expected.complete:
                 return
         # No lease may write to complete blocks.
-        self.node.leases.drop_request(lease.request, "push")
+        self.node.leases.drop_part(expected)
         expected.release_blocks()
         expected.ready.set()
 
@@ -398,8 +410,8 @@ class Answers:
         return lease
 
     def _longest(self, lease: Lease) -> float:
-        offer = self.node.offers.get(lease.request) if lease.direction == "pull" else None
-        return _LONGEST_LEASE if offer is None else offer.expires - time.monotonic()
+        held = lease.part_of
+        return held.expires - time.monotonic() if isinstance(held, Offer) else _LONGEST_LEASE
 
 
 def _is_complete(question: protocol.Open, held: Offer | Expected) -> bool:

@@ -180,8 +180,8 @@ class Node(NodeState):
         """Stop expecting a request. Its blocks may be reused once this returns."""
         with self.lock:
             expected = self.expected.pop(request, None)
-        self.leases.drop_request(request, "push")
         if expected is not None:
+            self.leases.drop_part(expected)
             expected.release_blocks()
 
     def close(self) -> None:

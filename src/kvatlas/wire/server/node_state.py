@@ -318,10 +318,11 @@ class NodeState:
             offer = self.offers.pop(request, None)
             if self.transport.board is not None:
                 self.transport.board.take_down(request)
-        self.leases.drop_request(request, "pull")
-        if offer is not None:
-            offer.release_blocks()
-        if offer is not None and offer.released is not None:
+        if offer is None:
+            return
+        self.leases.drop_part(offer)
+        offer.release_blocks()
+        if offer.released is not None:
             try:
                 offer.released(request, why)
             except Exception:
