@@ -112,9 +112,7 @@ def _two_pulls(scene: SourceRanks) -> tuple[list[str], bool]:
         if loser and not faults:  # the blocks are free again: the same pull is served now
             again = scene.pull(sessions[loser], requests[loser], seconds=SECONDS)
             code = code_of(again, SECONDS + SLACK)
-            if code != "ready":
-                faults.append(f"a pull into free blocks ended in {code}")
-            faults += scene.holds(_SEEDS[loser], "wrong bytes in the second pull")
+            faults += _served(scene, loser, code)
     for pair, roles in _PAIRS.items():
         scene.withdraw(requests[pair], *roles)
     return faults + scene.nothing_left(), loser is not None
@@ -155,18 +153,25 @@ def _owned(scene: SourceRanks) -> tuple[list[str], bool | None]:
         else:
             faults += _pushed_by_two(scene, own)
         code = code_of(scene.pull(session, request, seconds=SECONDS), SECONDS + SLACK)
-    if code != "ready":
-        faults.append(f"a pull into free blocks ended in {code}")
-    faults += scene.holds(_SEEDS["one"], "wrong bytes in a pull that is ready")
+    faults += _served(scene, "one", code)
     scene.withdraw(request, *_PAIRS["one"])
     return faults + scene.nothing_left(), None
 
 
+def _served(scene: SourceRanks, pair: str, code: str) -> list[str]:
+    """Check a pull into free blocks: it is ready, with every byte of its source."""
+    if code != "ready":
+        return [f"a pull into free blocks ended in {code}"]
+    return scene.holds(_SEEDS[pair], "wrong bytes in a pull that is ready")
+
+
 def _pushed_by_two(scene: SourceRanks, request: str) -> list[str]:
     """The push that the blocks are expected for arrives, and they are free."""
-    codes = {scene.pushed(role, request) for role in _PAIRS["two"]}
-    faults = [] if codes == {"ready"} else [f"the push that is expected ended in {codes}"]
-    faults += scene.holds(_SEEDS["two"], "wrong bytes in a push that is ready")
+    codes = [scene.pushed(role, request) for role in _PAIRS["two"]]
+    if set(codes) == {"ready"}:
+        faults = scene.holds(_SEEDS["two"], "wrong bytes in a push that is ready")
+    else:
+        faults = [f"the pushes that are expected ended in {' and '.join(codes)}"]
     scene.here.node.forget(request)
     return faults
 
@@ -303,10 +308,7 @@ def _wanted(
     go_on()
     if not faults:
         transfer = scene.pull(other, request, seconds=SECONDS)
-        code = code_of(transfer, SECONDS + SLACK)
-        if code != "ready":
-            faults.append(f"the next pull ended in {code}")
-        faults += scene.holds(_SEEDS["two"], "wrong bytes in the next pull")
+        faults += _served(scene, "two", code_of(transfer, SECONDS + SLACK))
     scene.withdraw(request, *_PAIRS["two"])
     return faults, refused
 
