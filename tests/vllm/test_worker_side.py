@@ -24,9 +24,11 @@ from kvatlas.engines.vllm import (
 from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
 from kvatlas.engines.vllm.worker_side import WorkerSide
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import route
 from kvatlas.wire import Memory, copy_request
+from tests.identities import OURS
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, SlidingWindowSpec, vllm_config
 
 LAYERS = [["a.0.attn", "a.1.attn"], ["a.2.attn", "a.3.attn"]]
@@ -62,15 +64,18 @@ def make_pipeline(block: int, tp: int = 1) -> Plan:
 class Ranks:
     """All ranks of an engine, with random bytes in their pools."""
 
-    def __init__(self, plan: Plan, seed: int, **settings: Any) -> None:
+    def __init__(
+        self, plan: Plan, seed: int, identity: CacheIdentity | None = OURS, **settings: Any
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.plan = plan
         sizes = [next(iter(plan.rank_pools(rank).values())).nbytes for rank in range(plan.ranks)]
         self.pools = [rng.integers(0, 256, size, np.uint8) for size in sizes]
         given = ConnectorSettings.read({"transport": "shm", "piece": 4096, **settings})
+        memories = [Memory(pool.ctypes.data, pool.nbytes, owner=pool) for pool in self.pools]
         self.sides = [
-            WorkerSide(plan, rank, Memory(pool.ctypes.data, pool.nbytes, owner=pool), given, port=0)
-            for rank, pool in enumerate(self.pools)
+            WorkerSide(plan, rank, memory, given, port=0, identity=identity)
+            for rank, memory in enumerate(memories)
         ]
 
     def order(self, *, idle: bool = False, **orders: Any) -> None:
