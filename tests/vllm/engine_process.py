@@ -6,6 +6,7 @@ caches: they start in seconds.
 
 from __future__ import annotations
 
+import copy
 import logging
 import multiprocessing
 import os
@@ -292,6 +293,7 @@ def answer_of(output: Any) -> dict[str, Any]:
 class _Running:
     def __init__(self, pipe: Connection, made: Any) -> None:
         self.pipe, self.engine = pipe, made
+        _copy_requests(made.engine_core)
         self.scheduler = made.engine_core.engine_core.scheduler
         self.taken: list[tuple[float, int, bool]] = []
         self.preempted: set[str] = set()
@@ -357,6 +359,12 @@ class _Running:
     def steps(self) -> None:
         self.pipe.send(("steps", self.taken))
         self.taken = []
+
+
+def _copy_requests(core: Any) -> None:
+    """Copy every request, as messages between vLLM's processes do: none share parameters."""
+    add = core.add_request
+    core.add_request = lambda request: add(copy.deepcopy(request))
 
 
 class _Warned(logging.Handler):

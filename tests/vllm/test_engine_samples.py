@@ -69,13 +69,20 @@ def test_every_sample_is_that_of_an_engine_alone(
     """Also if the proxy leaves `n` in the request to the prefill engine, as vLLM's own does."""
     prefill, decode, tokens = engines.prefill, engines.decode[policy], prompt(TOKENS)
     decode.forget()
-    before = decode.facts()["pulled"]
+    first = decode.facts()["pulled"]
+    decode.generate(tokens, params=prefill.prefill(tokens).params)
+    before = decode.idle()["pulled"]
+    decode.forget()
     told = prefill.prefill(tokens, samples=prefilled).params
     got = decode.sample(tokens, SAMPLES, params=told)
     assert got.reasons == ["length"] * SAMPLES
     assert got.samples == right.samples
     facts = decode.idle()
-    assert facts["pulled"] > before, "nothing was read"
+    one, read = before - first, facts["pulled"] - before
+    if policy == "fail":
+        assert read == SAMPLES * one, "each sample was read"
+    else:
+        assert 0 < read <= SAMPLES * one, "later samples found blocks of earlier ones"
     assert not facts["warned"]
     begun = time.monotonic()
     assert_nothing_held(prefill)
@@ -85,9 +92,10 @@ def test_every_sample_is_that_of_an_engine_alone(
 def test_samples_that_are_aborted_leave_nothing_behind(engines: Engines, right: Answer) -> None:
     prefill, decode, tokens = engines.prefill, engines.decode["fail"], prompt(TOKENS)
     for wait in (False, True):
+        before = decode.facts()["pulled"]
         name = decode.add(tokens, params=prefill.prefill(tokens).params, samples=SAMPLES)
         if wait:
-            decode.until(lambda facts: facts["pulled"] > decode.started["pulled"])
+            decode.until(lambda facts, before=before: facts["pulled"] > before)
         decode.abort(name)
         decode.idle()
         begun = time.monotonic()

@@ -238,9 +238,8 @@ class SchedulerSide:
         prompt = prompt_digest(request.prompt_token_ids, tokens, request_context(request, tokens))
         parent = parent_of(name)
         shared = self._made_offers.get(parent or "")
-        if shared is not None and (shared.remote.prompt, shared.remote.tokens) == (prompt, tokens):
-            if time.monotonic() < shared.made + self._lease_seconds / 2:
-                return False, dict(shared.params)
+        if shared is not None and self._is_shareable(shared, prompt, tokens):
+            return False, dict(shared.params)
         offered = f"{name[:200]}/{secrets.token_hex(8)}"
         tables = self._tables(block_ids, tokens)
         self._orders.offers.append(OfferOrder(name, offered, tables, tokens))
@@ -259,6 +258,11 @@ class SchedulerSide:
         if parent is not None:
             self._made_offers[parent] = _MadeOffer(name, told, answer, time.monotonic())
         return True, answer
+
+    def _is_shareable(self, offer: _MadeOffer, prompt: str, tokens: int) -> bool:
+        """Whether a sibling's offer has the same cache, and lasts long enough to be read."""
+        same = (offer.remote.prompt, offer.remote.tokens) == (prompt, tokens)
+        return same and time.monotonic() < offer.made + self._lease_seconds / 2
 
     def _store(self, request: Any, block_ids: Any) -> bool:
         """Have a finished request kept in the tier; whether its blocks wait for that."""

@@ -54,7 +54,7 @@ def engine_identity(
         "uses_long_rope": _uses_long_rope(served) or None,
     }
     folder = _find_folder(vllm_config)
-    stored = None if folder is None else _stored_config(folder)
+    stored = None if folder is None else stored_config(folder)
     if stored is None or untouched is None:
         return CacheIdentity(weights=weights, config=config_identity(effective, engine=about))
     about["changed"] = _changed(untouched, effective)
@@ -174,7 +174,7 @@ def _process_start() -> float:
     return time.time() - age
 
 
-def _stored_config(folder: Path) -> dict[str, Any] | None:
+def stored_config(folder: Path) -> dict[str, Any] | None:
     """Return a checkpoint's `config.json`; None if it has none, as in other formats."""
     try:
         found = json.loads((folder / "config.json").read_bytes())
