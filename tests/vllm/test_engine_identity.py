@@ -99,7 +99,8 @@ def test_engines_that_check_no_identities_read_each_others_caches(
     served: Served, right: Answer
 ) -> None:
     """The tokens are those of neither model: this is what the check prevents."""
-    tokens, unchecked = prompt(TOKENS), {"check_identity": False}
+    tokens = prompt(TOKENS)
+    unchecked: dict[str, Any] = {"check_identity": False}
     with (
         decoding(served.other, "fail", **unchecked) as decode,
         engine(
@@ -150,6 +151,7 @@ def test_arguments_that_change_keys_and_values_make_another_identity(
 ) -> None:
     model = checkpoint("llama", checkpoints)
     plain = identify(model)
+    options: dict[str, Any]
     for options in (
         {"dtype": "float16"},
         {"max_model_len": 512},

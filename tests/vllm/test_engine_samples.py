@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,13 +90,17 @@ def test_every_sample_is_that_of_an_engine_alone(
     assert time.monotonic() < begun + 10, "blocks came back long before their lease ended"
 
 
+def _has_read(facts: dict[str, Any], *, before: int) -> bool:
+    return bool(facts["pulled"] > before)
+
+
 def test_samples_that_are_aborted_leave_nothing_behind(engines: Engines, right: Answer) -> None:
     prefill, decode, tokens = engines.prefill, engines.decode["fail"], prompt(TOKENS)
     for wait in (False, True):
         before = decode.facts()["pulled"]
         name = decode.add(tokens, params=prefill.prefill(tokens).params, samples=SAMPLES)
         if wait:
-            decode.until(lambda facts, before=before: facts["pulled"] > before)
+            decode.until(partial(_has_read, before=before))
         decode.abort(name)
         decode.idle()
         begun = time.monotonic()

@@ -252,6 +252,20 @@ def test_siblings_keep_an_offer_until_the_last_of_them_has_read_it() -> None:
     assert decode.take_orders().release_soon == [], "once"
 
 
+def test_siblings_at_several_data_parallel_ranks_leave_the_offer_to_expire() -> None:
+    """No rank knows the others' siblings, and a release by one would end the offer for all."""
+    for external, released in ((False, 0), (True, 1)):
+        config = vllm_config()
+        config.parallel_config.data_parallel_size = 2
+        config.parallel_config.data_parallel_external_lb = external
+        decode = SchedulerSide(config, Config([FULL]))
+        child = Request("0_d", 100, told(100))
+        decode.on_new_request(child)
+        decode.allocated(child, Blocks([7, 8]), 100)
+        decode.received({"0_d"})
+        assert len(decode.take_orders().release_soon) == released
+
+
 def test_a_request_without_siblings_ends_the_offer_by_its_read() -> None:
     decode = side(FULL)
     request = Request("d", 100, told(100))

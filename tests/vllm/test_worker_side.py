@@ -219,7 +219,7 @@ def test_a_late_sibling_keeps_the_offer() -> None:
         target.ended()
         target.order(release_soon=[source.remote(149)])
         target.order(keep=["p/1"])
-        time.sleep(1.5)
+        time.sleep(2.5)
         assert source.sides[0].node.offers
         target.order(pulls=[sibling(source, 1)])
         assert target.ended() == [Ended(received={"1_d"})]

@@ -107,8 +107,9 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     merged = dict(config)
     for key, value in overrides.items():
         old = merged.get(key)
-        nested = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(old, value) if nested else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merged(old, value)
+        merged[key] = value
     return merged
 
 

@@ -67,6 +67,7 @@ class SchedulerSide:
         `lease_seconds` is how long workers keep an offer.
         """
         self._lease_seconds = lease_seconds
+        self._spreads_siblings = _balances_requests(vllm_config.parallel_config)
         self._alone = alone
         self._config = kv_cache_config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -159,8 +160,9 @@ class SchedulerSide:
             return
         if parent_of(request_id) is None:
             self._orders.let_go.append(remote)
-        else:
+        elif not self._spreads_siblings:
             self._release_soon(remote)
+        # Else another data-parallel rank may still read it, and it expires.
 
     def _release_soon(self, remote: RemoteRequest) -> None:
         self._orders.keep = [name for name in self._orders.keep if name != remote.request]
@@ -399,6 +401,12 @@ class SchedulerSide:
             if first:
                 cached = self._managers[group.index].num_cached_block
                 cached[request_id] = max(cached.get(request_id, 0), first)
+
+
+def _balances_requests(parallel: Any) -> bool:
+    """Whether vLLM sends siblings to different data-parallel ranks, each with a scheduler."""
+    ranks = getattr(parallel, "data_parallel_size", 1)
+    return ranks > 1 and not getattr(parallel, "data_parallel_external_lb", False)
 
 
 class TransferGroup:

@@ -23,8 +23,8 @@ from kvatlas.models import CacheIdentity, config_identity, weights_identity
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 _WITHOUT_FILES = ("dummy",)
 """Load formats that make up weights instead of reading them."""
-_LOADED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
-"""Suffixes of the files of a checkpoint that decide K and V."""
+_LOADED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", "config.json")
+"""How the names of files end that decide K and V."""
 _ONE_ENGINE = ("EngineCore", "VllmWorker")
 """How vLLM names processes that load the weights of one engine and end with it."""
 
@@ -154,7 +154,7 @@ def _check_unchanged(folder: Path) -> None:
     changed = [
         path.name
         for path in sorted(folder.iterdir())
-        if path.suffix in _LOADED
+        if path.name.endswith(_LOADED)
         and path.resolve().parent.name != "blobs"
         and path.stat().st_ctime > started
     ]

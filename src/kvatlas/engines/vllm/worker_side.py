@@ -33,8 +33,8 @@ _LONGEST_QUARANTINE = 600.0
 """Seconds after which a read that does not end is reported all the same."""
 _READING_SECONDS, _OFFERING_SECONDS = 4e-3, 1e-3
 """Seconds that an engine with nothing to compute waits for what it reads, or others read."""
-_LINGER_SECONDS = 1.0
-"""Seconds for which an offer outlives its last known reader: siblings arrive within a step."""
+_LINGER_SECONDS = 2.0
+"""Seconds for which an offer outlives its last known reader: siblings mostly arrive together."""
 
 
 @dataclass
