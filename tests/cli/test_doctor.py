@@ -115,6 +115,69 @@ def test_secrets_are_there_long_and_the_same(tmp_path: Path) -> None:
     assert "x" * 32 not in found, "secrets are not shown"
 
 
+def checkpoint(folder: Path, weights: bytes = b"weights", **changed: Any) -> str:
+    """A folder with the config of a small model, and a file in place of its weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+        "head_dim": 32, "vocab_size": 512, "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16", "rope_theta": 10000.0, "intermediate_size": 256,
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    (folder / "model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+def test_weights_and_configs_of_checkpoints_are_compared(tmp_path: Path) -> None:
+    base, same = (checkpoint(tmp_path / name) for name in ("base", "same"))
+    tuned = checkpoint(tmp_path / "tuned", b"WEIGHTS")
+    longer = checkpoint(tmp_path / "longer", rope_theta=5e5)
+
+    def found(one: Any, other: Any) -> str | None:
+        return verdicts(one, other).get("weights")
+
+    def served(model: str, **about: Any) -> Any:
+        settings = about.pop("settings", {})
+        return engine(settings, model=model, dtype="float16", **about)
+
+    assert found(served(base), served(same)) is None, "paths do not count"
+    assert found(served(base), served(tuned)) == "no"
+    assert found(served(base), served(longer)) == "no"
+    unchecked = {"check_identity": False}
+    assert found(served(base, settings=unchecked), served(tuned)) == "no", "both must accept it"
+    both = [served(name, settings=unchecked) for name in (base, tuned)]
+    assert found(*both) == "look"
+    theta = {"hf_overrides": {"rope_theta": 5e5}}
+    assert found(served(base, **theta), served(base)) == "no"
+    assert found(served(base, **theta), served(longer)) is None, "the same after the override"
+    assert found(served(base, quantization="fp8"), served(base)) == "no"
+    named = {"settings": {"weights_identity": "v7"}}
+    assert found(served(base, **named), served(tuned, **named)) is None
+    assert found(served(base, **named), served(base)) == "no"
+    assert found(served(base, load_format="dummy"), served(base)) == "no"
+    assert found(served(base, load_format="dummy", **named), served(base, **named)) is None
+
+
+def test_weights_that_are_not_on_this_host_are_compared_by_their_names() -> None:
+    assert "weights" not in verdicts(engine(), engine())
+    row = next(f for f in diagnose(engine(), engine()).findings if f.what == "weights")
+    assert "not on this host" in row.why
+    assert verdicts(engine(), engine(model="Qwen3-8B", quantization="fp8"))["weights"] == "no"
+    other = diagnose(engine(), engine(model="Qwen/Qwen3-8B")).findings
+    assert [f.verdict for f in other if f.what == "weights"] == ["look"]
+
+
+def test_latent_attention_on_a_cpu_is_found() -> None:
+    cpu = EngineArguments.of_command("VLLM_CPU_KVCACHE_SPACE=4 vllm serve DeepSeek-V3")
+    assert cpu.device == "cpu"
+    gpu = EngineArguments.of_command("vllm serve DeepSeek-V3")
+    assert verdicts(cpu, gpu)["MLA"] == "no"
+    assert "MLA" not in verdicts(gpu, gpu)
+    plain = EngineArguments.of_command("VLLM_CPU_KVCACHE_SPACE=4 vllm serve Llama-3.1-8B")
+    assert "MLA" not in verdicts(plain, plain)
+
+
 def test_engines_from_files(tmp_path: Path) -> None:
     flag = json.dumps(FLAG | {"kv_connector_extra_config": {"transport": "shm"}})
     line = f"""# prefill

@@ -18,7 +18,7 @@ from tests.vllm.engine_process import (
     Answer,
     answer_of,
     engine_config,
-    greedy,
+    sampling,
 )
 from tests.vllm.engine_process import started as started_process
 
@@ -112,7 +112,7 @@ class _Front:
     async def _one(self, asked: Asked) -> dict[str, Any]:
         self.counter += 1
         given = {"prompt_token_ids": list(asked.prompt)}
-        about = (given, greedy(asked.tokens, asked.params), f"request-{self.counter}")
+        about = (given, sampling(asked.tokens, asked.params), f"request-{self.counter}")
         made = self.engine.generate(*about, data_parallel_rank=asked.rank)
         *_, last = [output async for output in made]
         return answer_of(last)

@@ -6,6 +6,7 @@ caches: they start in seconds.
 
 from __future__ import annotations
 
+import copy
 import logging
 import multiprocessing
 import os
@@ -44,6 +45,10 @@ class Answer:
     cached: int = 0
     drafts: list[list[int]] = field(default_factory=list)
     """What a drafter has guessed after each step."""
+    samples: list[list[int]] = field(default_factory=list)
+    """The tokens of every sample, if the request asked for several."""
+    reasons: list[str] = field(default_factory=list)
+    """Why each of them ended."""
 
 
 @dataclass
@@ -57,10 +62,12 @@ class Engine:
     started: dict[str, Any] = field(default_factory=dict)
     """Its facts before the first request."""
 
-    def add(self, prompt: Sequence[int], *, tokens: int = 8, params: Any = None) -> str:
+    def add(
+        self, prompt: Sequence[int], *, tokens: int = 8, params: Any = None, samples: int = 1
+    ) -> str:
         self.counter += 1
         name = f"{self.process.name}-{self.counter}"
-        self.pipe.send(("add", name, list(prompt), tokens, params))
+        self.pipe.send(("add", name, list(prompt), tokens, params, samples))
         return name
 
     def wait(self, name: str, seconds: float = ANSWER_SECONDS) -> Answer:
@@ -75,8 +82,15 @@ class Engine:
     def generate(self, prompt: Sequence[int], *, tokens: int = 8, params: Any = None) -> Answer:
         return self.wait(self.add(prompt, tokens=tokens, params=params))
 
-    def prefill(self, prompt: Sequence[int]) -> Answer:
-        return self.generate(prompt, tokens=1, params={"do_remote_decode": True})
+    def sample(
+        self, prompt: Sequence[int], samples: int, *, tokens: int = 8, params: Any = None
+    ) -> Answer:
+        """Ask for several seeded samples of one prompt."""
+        return self.wait(self.add(prompt, tokens=tokens, params=params, samples=samples))
+
+    def prefill(self, prompt: Sequence[int], *, samples: int = 1) -> Answer:
+        params = {"do_remote_decode": True}
+        return self.wait(self.add(prompt, tokens=1, params=params, samples=samples))
 
     def abort(self, name: str) -> None:
         self.pipe.send(("abort", name))
@@ -237,23 +251,30 @@ def engine_config(model: str, connector: Any, options: dict[str, Any]) -> Any:
     return config
 
 
-def greedy(tokens: int, params: Any) -> Any:
-    """How a request is sampled, with its kv_transfer_params."""
+def sampling(tokens: int, params: Any, samples: int = 1) -> Any:
+    """How a request is sampled, with its kv_transfer_params: greedily, or seeded if several."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
+    several: dict[str, Any] = {
+        "temperature": 1.0,
+        "seed": 11,
+        "n": samples,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    }
     return SamplingParams(
-        temperature=0,
         max_tokens=tokens,
         logprobs=1,
         ignore_eos=True,
         detokenize=False,
         extra_args=None if params is None else {"kv_transfer_params": params},
+        **(several if samples > 1 else {"temperature": 0}),
     )
 
 
 def answer_of(output: Any) -> dict[str, Any]:
     """What an `Answer` says of a request that vLLM has finished."""
-    (made,) = output.outputs
+    made = output.outputs[0]
     chosen = [
         step[token].logprob
         for step, token in zip(made.logprobs or (), made.token_ids, strict=False)
@@ -264,12 +285,15 @@ def answer_of(output: Any) -> dict[str, Any]:
         "params": output.kv_transfer_params,
         "reason": str(made.finish_reason),
         "cached": output.num_cached_tokens or 0,
+        "samples": [list(one.token_ids) for one in output.outputs],
+        "reasons": [str(one.finish_reason) for one in output.outputs],
     }
 
 
 class _Running:
     def __init__(self, pipe: Connection, made: Any) -> None:
         self.pipe, self.engine = pipe, made
+        _copy_requests(made.engine_core)
         self.scheduler = made.engine_core.engine_core.scheduler
         self.taken: list[tuple[float, int, bool]] = []
         self.preempted: set[str] = set()
@@ -309,8 +333,9 @@ class _Running:
         drafts = self.drafts.pop(output.request_id, [])
         self.pipe.send(("done", output.request_id, answer_of(output) | {"drafts": drafts}))
 
-    def add(self, name: str, prompt: list[int], tokens: int, params: Any) -> None:
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, greedy(tokens, params))
+    def add(self, name: str, prompt: list[int], tokens: int, params: Any, samples: int) -> None:
+        how = sampling(tokens, params, samples)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, how)
 
     def abort(self, name: str) -> None:
         self.engine.abort_request([name])
@@ -324,6 +349,7 @@ class _Running:
             "free": pool.get_num_free_blocks(),
             "requests": len(self.scheduler.requests),
             "moving": _bytes_on_their_way(),
+            "pulled": _bytes_pulled(),
             "warned": self.warned.said,
             "preempted": len(self.preempted),
             "block": self.engine.vllm_config.cache_config.block_size,
@@ -333,6 +359,12 @@ class _Running:
     def steps(self) -> None:
         self.pipe.send(("steps", self.taken))
         self.taken = []
+
+
+def _copy_requests(core: Any) -> None:
+    """Copy every request, as messages between vLLM's processes do: none share parameters."""
+    add = core.add_request
+    core.add_request = lambda request: add(copy.deepcopy(request))
 
 
 class _Warned(logging.Handler):
@@ -349,9 +381,20 @@ def _bytes_on_their_way() -> int:
     return sum(one.transfer.moved for one in _pulls() if one.transfer is not None)
 
 
+def _bytes_pulled() -> int:
+    """Bytes that the connector of this process has read from other engines."""
+    worker = _worker()
+    return 0 if worker is None else int(worker.node.metrics.values["bytes"])
+
+
 def _pulls() -> list[Any]:
     """Requests that the connector of this process is reading."""
+    worker = _worker()
+    return [] if worker is None else list(worker._pulls.values())
+
+
+def _worker() -> Any:
+    """The connector's worker side; None without the connector."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
-    return [] if worker is None else list(worker._pulls.values())
+    return getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None

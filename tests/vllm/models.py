@@ -83,6 +83,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope",
         },
     ),
+    # The sizes that vLLM's CPU backend for MLA takes.
+    "deepseek": (
+        "DeepseekV2Config",
+        {
+            **_DENSE,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 1,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 4,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "head_dim": 64,
+        },
+    ),
     "falcon_h1": (
         "FalconH1Config",
         {
@@ -97,16 +115,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def checkpoint(name: str, folder: Path) -> Path:
-    """A folder with the checkpoint of a tiny model; made once, the same every time."""
+def checkpoint(name: str, folder: Path, *, seed: int = 7) -> Path:
+    """A folder with the checkpoint of a tiny model; made once, the same every time.
+
+    Another `seed` makes other weights of the same shapes.
+    """
     import torch
     import transformers
 
-    path = folder / name
+    path = folder / (name if seed == 7 else f"{name}-{seed}")
     if (path / "model.safetensors").exists():
         return path
     kind, values = CONFIGS[name]
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     config = getattr(transformers, kind)(**values, initializer_range=0.08)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(path)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvatlas import AtlasError
 from kvatlas.engines.vllm.orders import RemoteRequest, prompt_digest
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
+from kvatlas.engines.vllm.request_context import request_context
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide, TransferGroup
 from kvatlas.engines.vllm.supported_versions import check_managers
 from kvatlas.errors import Code
@@ -208,9 +212,194 @@ def test_another_prompts_tokens_are_not_read_and_given_back() -> None:
     request.prompt_token_ids[50] += 1
     decode.on_new_request(request)
     assert decode.matched_tokens(request, 0) == (0, False)
-    assert len(decode.take_orders().let_go) == 1
+    orders = decode.take_orders()
+    assert [one.request for one in orders.release_soon] == ["p/1"], "its real reader may come"
     decode.finished(request, ([],))
-    assert decode.take_orders().let_go == [], "once"
+    orders = decode.take_orders()
+    assert orders.let_go == orders.release_soon == [], "once"
+
+
+def test_siblings_keep_an_offer_until_the_last_of_them_has_read_it() -> None:
+    decode = side(FULL)
+    params = told(100)
+    children = [Request(f"{index}_d", 100, params) for index in range(4)]
+    for child in children[:2]:
+        decode.on_new_request(child)
+    for child in children[:2]:
+        assert decode.matched_tokens(child, 0) == (100, True), "the dictionary may be shared"
+        decode.allocated(child, Blocks([7, 8]), 100)
+    orders = decode.take_orders()
+    assert [order.final for order in orders.pulls] == [False, False]
+    decode.received({"0_d"})
+    assert decode.take_orders().release_soon == [], "another is being read"
+    decode.received({"1_d"})
+    decode.on_new_request(children[2])  # late, in the same step
+    orders = decode.take_orders()
+    assert (orders.release_soon, orders.keep) == ([], ["p/1"])
+    decode.finished(children[2], ([],))  # aborted in the queue
+    orders = decode.take_orders()
+    assert [one.request for one in orders.release_soon] == ["p/1"]
+    decode.on_new_request(children[3])  # later still
+    assert decode.take_orders().keep == ["p/1"]
+    decode.allocated(children[3], Blocks([7, 8]), 100)
+    assert [order.final for order in decode.take_orders().pulls] == [False]
+    decode.finished(children[3], ([7, 8],))  # aborted while it is read
+    orders = decode.take_orders()
+    assert orders.cancelled == ["3_d"]
+    assert [one.request for one in orders.release_soon] == ["p/1"]
+    assert orders.let_go == []
+    decode.received({"3_d"})
+    assert decode.take_orders().release_soon == [], "once"
+
+
+def test_siblings_at_several_data_parallel_ranks_leave_the_offer_to_expire() -> None:
+    """No rank knows the others' siblings, and a release by one would end the offer for all."""
+    for external, released in ((False, 0), (True, 1)):
+        config = vllm_config()
+        config.parallel_config.data_parallel_size = 2
+        config.parallel_config.data_parallel_external_lb = external
+        decode = SchedulerSide(config, Config([FULL]))
+        child = Request("0_d", 100, told(100))
+        decode.on_new_request(child)
+        decode.allocated(child, Blocks([7, 8]), 100)
+        decode.received({"0_d"})
+        assert len(decode.take_orders().release_soon) == released
+
+
+def test_a_request_without_siblings_ends_the_offer_by_its_read() -> None:
+    decode = side(FULL)
+    request = Request("d", 100, told(100))
+    decode.on_new_request(request)
+    decode.allocated(request, Blocks([7, 8]), 100)
+    (order,) = decode.take_orders().pulls
+    assert order.final
+    decode.received({"d"})
+    orders = decode.take_orders()
+    assert orders.let_go == orders.release_soon == []
+
+
+def test_two_requests_with_the_same_parameters_are_both_read() -> None:
+    decode = side(FULL)
+    both = [Request(name, 100, told(100)) for name in ("a", "b")]
+    for request in both:
+        decode.on_new_request(request)
+    for request in both:
+        decode.allocated(request, Blocks([7, 8]), 100)
+    assert [order.final for order in decode.take_orders().pulls] == [False, False]
+    decode.received({"a", "b"})
+    assert [one.request for one in decode.take_orders().let_go] == ["p/1"]
+
+
+def test_another_prompt_does_not_release_an_offer_that_has_a_reader() -> None:
+    """A completion request with several prompts passes the same parameters with each."""
+    decode, other = side(FULL), Request("other", 90, told(100))
+    decode.on_new_request(Request("d", 100, told(100)))
+    decode.on_new_request(other)
+    orders = decode.take_orders()
+    assert orders.let_go == orders.release_soon == []
+
+
+def test_siblings_that_are_prefilled_share_one_offer() -> None:
+    prefill = side(FULL)
+    answers = []
+    for index in range(3):
+        child = Request(f"{index}_p", 100, {"do_remote_decode": True})
+        prefill.on_new_request(child)
+        answers.append(prefill.finished(child, ([4 + index, 9 + index],)))
+    assert [held for held, _ in answers] == [True, False, False]
+    names = {RemoteRequest.read(params or {}).request for _, params in answers}
+    assert len(names) == 1
+    assert len(prefill.take_orders().offers) == 1
+    prefill.sent({"0_p"})
+    late = Request("3_p", 100, {"do_remote_decode": True})
+    held, params = prefill.finished(late, ([4, 9],))
+    assert held, "the shared offer has ended"
+    assert RemoteRequest.read(params or {}).request not in names
+    plain = [Request("q", 100, {"do_remote_decode": True}) for _ in range(2)]
+    assert [prefill.finished(one, ([4, 9],))[0] for one in plain] == [True, True]
+
+
+def test_an_old_offer_is_not_shared() -> None:
+    prefill = SchedulerSide(vllm_config(), Config([FULL]), lease_seconds=1e-6)
+    prefill.set_endpoints({(0, 0): "tcp://h:1"})
+    children = [Request(f"{index}_p", 100, {"do_remote_decode": True}) for index in range(2)]
+    assert [prefill.finished(child, ([4, 9],))[0] for child in children] == [True, True]
+
+
+def test_siblings_that_are_shortened_do_not_shorten_each_other() -> None:
+    prefill, params, tokens = side(FULL, SLIDING), {"do_remote_decode": True}, list(range(100))
+    for index in range(2):
+        child = Request(f"{index}_p", 100, params)
+        child.prompt_token_ids = tokens
+        prefill.on_new_request(child)
+        assert child.num_prompt_tokens == len(child.prompt_token_ids) == 99
+    assert (len(tokens), params) == (100, {"do_remote_decode": True})
+
+
+def adapter(name: str, path: str = "", number: int = 1) -> Any:
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)
+
+
+def image(name: str, offset: int = 5) -> Any:
+    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=3))
+
+
+def test_requests_with_equal_tokens_read_each_other_only_with_equal_contexts() -> None:
+    contexts: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "mine"},
+        {"cache_salt": "\ud800"},
+        {"lora_request": adapter("a")},
+        {"lora_request": adapter("b")},
+        {"mm_features": [image("cat")]},
+        {"mm_features": [image("dog")]},
+        {"mm_features": [image("dog", offset=6)]},
+        {"prompt_embeds": torch.zeros(100, 4)},
+        {"prompt_embeds": torch.ones(100, 4)},
+    ]
+    for ours in contexts:
+        prefill = side(FULL)
+        request = Request("p", 100, {"do_remote_decode": True})
+        vars(request).update(ours)
+        _, params = prefill.finished(request, ([4, 5],))
+        for theirs in contexts:
+            decode = side(FULL)
+            again = Request("d", 100, dict(params or {}))
+            vars(again).update(theirs)
+            decode.on_new_request(again)
+            read = decode.matched_tokens(again, 0)[0] == 100
+            assert read == (ours is theirs), (ours, theirs)
+
+
+def test_media_behind_the_offered_tokens_do_not_count() -> None:
+    request = Request("p", 100)
+    assert request_context(request, 100) == b"", "a plain request"
+    vars(request)["mm_features"] = [image("cat", offset=50)]
+    assert request_context(request, 50) == b""
+    assert request_context(request, 51) != b""
+
+
+def test_adapters_count_by_their_content(tmp_path: Path) -> None:
+    def made(name: str, weights: bytes, alpha: int) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_bytes(weights)
+        about = {"lora_alpha": alpha, "base_model_name_or_path": f"/models/{name}"}
+        (folder / "adapter_config.json").write_text(json.dumps(about))
+        return str(folder)
+
+    def context(name: str, path: str) -> bytes:
+        request = Request("p", 10)
+        vars(request)["lora_request"] = adapter(name, path)
+        return request_context(request, 10)
+
+    one = context("one", made("one", b"weights", 8))
+    assert context("two", made("two", b"weights", 8)) == one, "names and paths do not count"
+    assert context("three", made("three", b"WEIGHTS", 8)) != one
+    assert context("four", made("four", b"weights", 16)) != one
+    assert context("one", "/gone") == context("one", "") != one
+    (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"replaced")
+    assert context("one", str(tmp_path / "one")) == one, "vLLM has loaded the first"
 
 
 def test_blocks_that_a_window_fills_in_part_are_not_cached() -> None:

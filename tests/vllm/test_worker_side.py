@@ -24,9 +24,11 @@ from kvatlas.engines.vllm import (
 from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
 from kvatlas.engines.vllm.worker_side import WorkerSide
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import route
 from kvatlas.wire import Memory, copy_request
+from tests.identities import OURS
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, SlidingWindowSpec, vllm_config
 
 LAYERS = [["a.0.attn", "a.1.attn"], ["a.2.attn", "a.3.attn"]]
@@ -62,15 +64,18 @@ def make_pipeline(block: int, tp: int = 1) -> Plan:
 class Ranks:
     """All ranks of an engine, with random bytes in their pools."""
 
-    def __init__(self, plan: Plan, seed: int, **settings: Any) -> None:
+    def __init__(
+        self, plan: Plan, seed: int, identity: CacheIdentity | None = OURS, **settings: Any
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.plan = plan
         sizes = [next(iter(plan.rank_pools(rank).values())).nbytes for rank in range(plan.ranks)]
         self.pools = [rng.integers(0, 256, size, np.uint8) for size in sizes]
         given = ConnectorSettings.read({"transport": "shm", "piece": 4096, **settings})
+        memories = [Memory(pool.ctypes.data, pool.nbytes, owner=pool) for pool in self.pools]
         self.sides = [
-            WorkerSide(plan, rank, Memory(pool.ctypes.data, pool.nbytes, owner=pool), given, port=0)
-            for rank, pool in enumerate(self.pools)
+            WorkerSide(plan, rank, memory, given, port=0, identity=identity)
+            for rank, memory in enumerate(memories)
         ]
 
     def order(self, *, idle: bool = False, **orders: Any) -> None:
@@ -168,6 +173,88 @@ def test_a_part_that_is_read_gives_the_whole_back() -> None:
         target.order(pulls=[pull(source, start=128)])
         assert target.ended() == [Ended(received={"d"})]
         assert source.ended() == [Ended(sent={"p"})]
+
+
+def sibling(source: Ranks, index: int) -> PullOrder:
+    """A read of the whole offer that leaves it to others."""
+    tables = ((2 * index, 2 * index + 1), (8 + 2 * index, 9 + 2 * index))
+    return PullOrder(f"{index}_d", source.remote(149), tables, 0, 149, final=False)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_siblings_all_read_one_offer_which_then_ends(transport: str) -> None:
+    for plans in ((make_plan(64, 2), make_plan(128)), (make_pipeline(64), make_pipeline(128))):
+        source, target = (
+            Ranks(plan, seed, transport=transport) for seed, plan in enumerate(plans, 1)
+        )
+        with engines(source, target):
+            right = [pool.copy() for pool in target.pools]
+            source.order(offers=[offer()])
+            for index in range(3):
+                copy_request(
+                    route(source.plan, target.plan),
+                    {rank: {0: pool} for rank, pool in enumerate(source.pools)},
+                    {rank: {0: pool} for rank, pool in enumerate(right)},
+                    src_blocks=dict(enumerate(SRC)),
+                    dst_blocks=dict(enumerate(sibling(source, index).tables)),
+                    tokens=149,
+                )
+                target.order(pulls=[sibling(source, index)])
+                ended = Ended(received={f"{index}_d"})
+                assert target.ended() == [ended] * target.plan.ranks
+            assert all(one.node.offers for one in source.sides), "it may be read again"
+            for got, wanted in zip(target.pools, right, strict=True):
+                assert np.array_equal(got, wanted)
+            begun = time.monotonic()
+            target.order(release_soon=[source.remote(149)])
+            assert source.ended() == [Ended(sent={"p"})] * source.plan.ranks
+            assert time.monotonic() < begun + 10
+
+
+def test_a_late_sibling_keeps_the_offer() -> None:
+    source, target = Ranks(make_plan(64), 1), Ranks(make_plan(128), 2)
+    with engines(source, target):
+        source.order(offers=[offer()])
+        target.order(pulls=[sibling(source, 0)])
+        target.ended()
+        target.order(release_soon=[source.remote(149)])
+        target.order(keep=["p/1"])
+        time.sleep(2.5)
+        assert source.sides[0].node.offers
+        target.order(pulls=[sibling(source, 1)])
+        assert target.ended() == [Ended(received={"1_d"})]
+        target.order(release_soon=[source.remote(149)])
+    # The engine that closes releases what waits.
+    assert source.sides[0].take_ended() == Ended(sent={"p"})
+
+
+def test_a_sibling_that_fails_leaves_the_offer_to_the_others() -> None:
+    source, target = Ranks(make_plan(64), 1), Ranks(make_plan(128), 2)
+    with engines(source, target):
+        source.order(offers=[offer()])
+        target.order(pulls=[sibling(source, 0)], cancelled=["0_d"])
+        assert target.ended() == [Ended(received={"0_d"}, failed={"0_d"})]
+        target.order(pulls=[sibling(source, 1)])
+        assert target.ended() == [Ended(received={"1_d"})]
+
+
+def test_caches_of_other_weights_are_read_only_if_both_ends_accept_it() -> None:
+    theirs = CacheIdentity(weights="other weights")
+    for (ours_checked, theirs_checked), read in (
+        ((True, True), False),
+        ((True, False), False),
+        ((False, True), False),
+        ((False, False), True),
+    ):
+        source = Ranks(make_plan(64), 1, check_identity=ours_checked)
+        target = Ranks(make_plan(128), 2, theirs, check_identity=theirs_checked)
+        with engines(source, target):
+            before = target.pools[0].copy()
+            source.order(offers=[offer()])
+            target.order(pulls=[pull(source)])
+            failed = set() if read else {"d"}
+            assert target.ended() == [Ended(received={"d"}, failed=failed)]
+            assert np.array_equal(target.pools[0], before) != read
 
 
 def test_what_fails_is_reported_as_failed_and_given_back() -> None:

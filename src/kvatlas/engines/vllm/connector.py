@@ -40,10 +40,15 @@ from kvatlas.engines.vllm.registered_caches import (
     from_all_stages,
     layer_backends,
     seen_by_layers,
+    untouched_config,
 )
 from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.settings import ConnectorSettings
-from kvatlas.engines.vllm.supported_versions import check_managers, check_version
+from kvatlas.engines.vllm.supported_versions import (
+    check_backend,
+    check_managers,
+    check_version,
+)
 from kvatlas.engines.vllm.tier_conversion import (
     keeps_finished,
     layer_scales,
@@ -51,9 +56,10 @@ from kvatlas.engines.vllm.tier_conversion import (
     tier_converting,
 )
 from kvatlas.engines.vllm.tier_worker import TierCounts, TierWorker
+from kvatlas.engines.vllm.weights_identity import engine_identity
 from kvatlas.engines.vllm.worker_side import PullCounts, WorkerSide
 from kvatlas.errors import AtlasError, Code
-from kvatlas.models import Model
+from kvatlas.models import CacheIdentity, Model
 from kvatlas.planning import Plan
 from kvatlas.tier import Converting, StoreTier, TierClient
 from kvatlas.tier.tier_events import MEMORY, STORAGE
@@ -88,6 +94,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_version(vllm.__version__, KVConnectorBase_V1)
+        check_backend(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._settings = ConnectorSettings.read(extra)
@@ -100,9 +107,19 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         self._rows: bytes | None = None
         """The plan of a fleet's tier, as a worker has opened it."""
         self._scheduler: SchedulerSide | None = None
+        self._served: CacheIdentity | None = None
+        """The identity of this engine's caches, which its peers must have as well."""
+        if role == KVConnectorRole.WORKER and not self._settings.alone:
+            untouched = untouched_config(vllm_config.model_config)
+            self._served = engine_identity(vllm_config, self._settings, untouched)
         if role == KVConnectorRole.SCHEDULER:
             settings = self._settings
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, alone=settings.alone)
+            self._scheduler = SchedulerSide(
+                vllm_config,
+                kv_cache_config,
+                alone=settings.alone,
+                lease_seconds=settings.lease_seconds,
+            )
             tier = self._find_tier(settings.own_tier) if settings.own_tier else None
             if tier is not None:
                 self._use_tier(tier)
@@ -220,7 +237,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._settings.alone:
             port = config.parallel_config.data_parallel_index * plan.ranks + rank
             about = (plan, rank, memory, self._settings)
-            self._worker = WorkerSide(*about, port=port, ended=self._ended)
+            self._worker = WorkerSide(*about, port=port, identity=self._served, ended=self._ended)
             log.info("%s at %s: %s", self._settings.transport, self._worker.endpoint, plan)
 
     def get_handshake_metadata(self) -> KVAtlasEndpoint | None:

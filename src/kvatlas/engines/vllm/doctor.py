@@ -17,6 +17,7 @@ from typing import Any
 
 from kvatlas.engines.vllm.engine_arguments import EngineArguments
 from kvatlas.engines.vllm.engine_pair import Ends, EngineEnd, Finding, beside
+from kvatlas.engines.vllm.identity_findings import latent_on_cpu_finding, weights_finding
 from kvatlas.engines.vllm.plan_findings import dtypes_of, plan_findings, windows_of
 from kvatlas.engines.vllm.supported_versions import KNOWN
 from kvatlas.errors import AtlasError, Code
@@ -175,7 +176,8 @@ def _drafters(ends: Ends) -> Finding | None:
 
 
 _ARGUMENTS: Sequence[Callable[[Ends], Finding | None]] = (
-    _backends, _managers, _drafters, _connector, _roles, _failures,
+    weights_finding, latent_on_cpu_finding, _backends, _managers, _drafters, _connector, _roles,
+    _failures,
 )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ _SHORT = {
 }
 """Names that are written shorter, by vLLM or by kvatlas."""
 _LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"
+_CPU_VARIABLES = "VLLM_CPU_"
 _VARIABLE = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
 _MEMORY = "1TiB"
 """Memory of a rank where none is given: how many blocks there are does not matter here."""
@@ -63,6 +64,11 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_model_len: int | str | None = None
     kv_cache_memory_bytes: int | str | None = None
     disable_hybrid_kv_cache_manager: bool = False
+    hf_overrides: dict[str, Any] | None = None
+    quantization: str | None = None
+    load_format: str = "auto"
+    device: str | None = None
+    """`cpu` also if a variable of vLLM's CPU backend is set."""
     speculative_config: dict[str, Any] | None = None
     kv_transfer_config: dict[str, Any] | None = None
     """None where nothing is said of it, empty where an engine is started without one."""
@@ -78,6 +84,8 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         while words and (variable := _VARIABLE.fullmatch(words[0])):
             if variable[1] == _LAYOUT_VARIABLE:
                 given["kv_cache_layout"] = variable[2]
+            if variable[1].startswith(_CPU_VARIABLES):
+                given["device"] = "cpu"
             del words[0]
         if "serve" in words[:8]:
             del words[: words.index("serve") + 1]
@@ -102,7 +110,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def of_values(cls, given: dict[str, Any]) -> EngineArguments:
         """An engine from its arguments, under vLLM's names or shorter ones."""
         values = {_long(str(name)): value for name, value in given.items()}
-        for name in ("speculative_config", "kv_transfer_config"):
+        for name in ("hf_overrides", "speculative_config", "kv_transfer_config"):
             if isinstance(values.get(name), str):
                 values[name] = _object(name, values[name])
         known = {name: value for name, value in values.items() if name in cls.__struct_fields__}

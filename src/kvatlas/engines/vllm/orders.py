@@ -37,7 +37,7 @@ class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     windows: Annotated[tuple[int, ...], Meta(max_length=256)] = ()
     """Windows and chunks of which only the last tokens are kept."""
     prompt: Annotated[str, Meta(max_length=64)] = ""
-    """A digest of the tokens, so that nobody reads another prompt's; empty without tokens."""
+    """A digest of the tokens, adapter, salt and media that K and V depend on."""
 
     def params(self, engine_id: str, block_ids: Any = ()) -> dict[str, Any]:
         """The `kv_transfer_params` of a response.
@@ -81,15 +81,18 @@ Got no word of kvatlas. Run KVAtlasConnector at both ends, and pass its paramete
         return told
 
 
-def prompt_digest(prompt: Sequence[int] | None, tokens: int) -> str:
-    """A digest of the first tokens of a prompt; empty where a prompt has no tokens.
+def prompt_digest(prompt: Sequence[int] | None, tokens: int, context: bytes = b"") -> str:
+    """Return a digest of the first tokens of a prompt, and of what else K and V depend on.
+
+    `context` is empty for a request without adapter, salt, media and embeddings.
 
     >>> prompt_digest([1, 2, 3], 2) == prompt_digest([1, 2, 9, 9], 2)
     True
+    >>> prompt_digest([1, 2], 2) == prompt_digest([1, 2], 2, b"an adapter")
+    False
     """
-    if prompt is None:
-        return ""
-    return blake2b(array("q", prompt[:tokens]).tobytes(), digest_size=16).hexdigest()
+    digest = blake2b(array("q", (prompt or ())[:tokens]).tobytes(), digest_size=16, key=context)
+    return digest.hexdigest()
 
 
 def _bad_params(got: str) -> AtlasError:
@@ -114,6 +117,8 @@ class PullOrder:
     tables: Tables
     start: int
     stop: int
+    final: bool = True
+    """Whether this is the last read of the offer, which it then releases."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,10 @@ class StepOrders:
     offers: list[OfferOrder] = field(default_factory=list)
     let_go: list[RemoteRequest] = field(default_factory=list)
     """Requests of other engines that are not going to be read."""
+    release_soon: list[RemoteRequest] = field(default_factory=list)
+    """Offers without a known reader; a sibling of the last reader may still arrive."""
+    keep: list[str] = field(default_factory=list)
+    """Names of offers that have a reader again."""
     cancelled: list[str] = field(default_factory=list)
     """Requests of this engine that were aborted while they were being read."""
     loads: list[LoadOrder] = field(default_factory=list)

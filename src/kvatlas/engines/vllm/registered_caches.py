@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.transformers_utils.config import get_config
 
 from kvatlas.engines.vllm.layer_specs import seen_by_group
 from kvatlas.errors import AtlasError, Code
 from kvatlas.specs import Visibility
 
 T = TypeVar("T")
+
+log = logging.getLogger("kvatlas.vllm")
 
 
 def check_reachable(tensor: torch.Tensor) -> None:
@@ -23,6 +27,26 @@ def check_reachable(tensor: torch.Tensor) -> None:
             got=f"tensors on {tensor.device}",
             hint="Leave tier out of kv_connector_extra_config",
         )
+
+
+def untouched_config(served: Any) -> dict[str, Any] | None:
+    """Return a model's config as vLLM reads it without the engine's arguments.
+
+    None if it cannot be read again.
+    """
+    try:
+        found = get_config(
+            served.hf_config_path or served.model,
+            served.trust_remote_code,
+            served.revision,
+            served.code_revision,
+            served.config_format,
+        )
+    except Exception as problem:  # whatever a config's own code raises
+        log.warning("the model's config cannot be read again: %s", problem)
+        return None
+    read: dict[str, Any] = found.to_dict()
+    return read
 
 
 def layer_backends(vllm_config: Any, layers: Any) -> dict[str, str]:

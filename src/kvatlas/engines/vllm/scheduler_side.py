@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 from kvatlas.engines.vllm.layer_specs import seen_by_group
+from kvatlas.engines.vllm.offer_readers import OfferReaders, parent_of
 from kvatlas.engines.vllm.orders import (
     VERSION,
     LoadOrder,
@@ -24,6 +26,7 @@ from kvatlas.engines.vllm.orders import (
     prompt_digest,
 )
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
+from kvatlas.engines.vllm.request_context import request_context
 from kvatlas.engines.vllm.tier_scheduler import PATIENCE, TierScheduler
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import ceil_div
@@ -38,6 +41,15 @@ _SHORTER = "_kvatlas_stops_short"
 _FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
+class _MadeOffer(NamedTuple):
+    """An offer of a request that siblings with the same prompt share."""
+
+    request_id: str
+    remote: RemoteRequest
+    params: dict[str, Any]
+    made: float
+
+
 class SchedulerSide:
     """What the connector does in the scheduler's process."""
 
@@ -48,8 +60,14 @@ class SchedulerSide:
         *,
         tier: PrefixTier | None = None,
         alone: bool = False,
+        lease_seconds: float = 30.0,
     ) -> None:
-        """`tier` keeps what has finished; an engine that is `alone` speaks to no other."""
+        """`tier` keeps what has finished; an engine that is `alone` speaks to no other.
+
+        `lease_seconds` is how long workers keep an offer.
+        """
+        self._lease_seconds = lease_seconds
+        self._spreads_siblings = _balances_requests(vllm_config.parallel_config)
         self._alone = alone
         self._config = kv_cache_config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -72,6 +90,10 @@ class SchedulerSide:
         self._endpoints: tuple[str, ...] = ()
         self._remote: dict[str, RemoteRequest] = {}
         """Requests that may be read from another engine, until they are or are not."""
+        self._readers = OfferReaders()
+        """The requests that keep other engines' offers from being released."""
+        self._made_offers: dict[str, _MadeOffer] = {}
+        """Offers of this engine by the parent of the request, until workers have sent them."""
         self._pulling: set[str] = set()
         """Requests that are being read, from another engine or from the tier."""
         self._windows_alone: set[str] = set()
@@ -109,14 +131,42 @@ class SchedulerSide:
             self._stop_short(request, params)
         if params.get("do_remote_prefill"):
             try:
-                told = RemoteRequest.read(params)
-                self._remote[request.request_id] = told
-                self._check(told, request)
+                self._expect(request, RemoteRequest.read(params))
             except AtlasError as refusal:
                 log.warning("computed here request=%r: %s", request.request_id, refusal)
-                params["do_remote_prefill"] = False
-                if (unread := self._remote.pop(request.request_id, None)) is not None:
-                    self._orders.let_go.append(unread)
+                # Siblings may share the dictionary, so it is replaced instead of changed.
+                request.kv_transfer_params = params | {"do_remote_prefill": False}
+
+    def _expect(self, request: Any, remote: RemoteRequest) -> None:
+        """Count a request as a reader of an offer, or raise why it must not read it."""
+        try:
+            self._check(remote, request)
+        except AtlasError:
+            # Another request of the same client may have the right prompt.
+            if not self._readers.has_readers(remote):
+                self._release_soon(remote)
+            raise
+        self._remote[request.request_id] = remote
+        self._readers.add(request.request_id, remote)
+        self._orders.release_soon = [
+            one for one in self._orders.release_soon if one.request != remote.request
+        ]
+        self._orders.keep.append(remote.request)
+
+    def _reads_no_more(self, request_id: str) -> None:
+        """Release an offer once its last known reader has received it or does without."""
+        remote = self._readers.remove(request_id)
+        if remote is None:
+            return
+        if parent_of(request_id) is None:
+            self._orders.let_go.append(remote)
+        elif not self._spreads_siblings:
+            self._release_soon(remote)
+        # Else another data-parallel rank may still read it, and it expires.
+
+    def _release_soon(self, remote: RemoteRequest) -> None:
+        self._orders.keep = [name for name in self._orders.keep if name != remote.request]
+        self._orders.release_soon.append(remote)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens another engine or the tier has beyond those that are here.
@@ -124,7 +174,7 @@ class SchedulerSide:
         None while that is not known yet.
         """
         remote = self._remote.get(request.request_id)
-        if remote is None or not (request.kv_transfer_params or {}).get("do_remote_prefill"):
+        if remote is None:
             kept = self._tier.matched(request, computed) if self._tier else 0
             return kept, bool(kept)
         if computed >= request.num_prompt_tokens - 1:  # the last is computed here anyway
@@ -134,24 +184,24 @@ class SchedulerSide:
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Blocks were found for a request: order its tokens, or let them go."""
-        params = request.kv_transfer_params or {}
-        remote = self._remote.get(request.request_id)
-        if remote is None or not params.get("do_remote_prefill"):
+        remote = self._remote.pop(request.request_id, None)  # once: what fails is computed here
+        if remote is None:
             self._load(request.request_id, blocks, external)
             return
-        params["do_remote_prefill"] = False  # once: whatever fails is computed here
-        del self._remote[request.request_id]
         if self._tier:
             self._tier.begun(request.request_id)
         if not external:
-            self._orders.let_go.append(remote)
+            self._reads_no_more(request.request_id)
             return
         stop = self._stop(request, remote)
         start, stop = stop - external, self._read_until(request, stop)
         if remote.windows:
             self._note_windows_alone(request.request_id)
         tables = self._reading(request.request_id, blocks, start, stop)
-        order = PullOrder(request.request_id, remote, tables, start, stop)
+        final = self._readers.reads_alone(request.request_id)
+        if final:  # the read itself releases the offer
+            self._readers.remove(request.request_id)
+        order = PullOrder(request.request_id, remote, tables, start, stop, final)
         self._orders.pulls.append(order)
 
     def from_tier(self, request_id: str) -> bool:
@@ -161,27 +211,37 @@ class SchedulerSide:
     def finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Whether a finished request's blocks are kept, and what its response says of them."""
         name = request.request_id
-        if (remote := self._remote.pop(name, None)) is not None:
-            self._orders.let_go.append(remote)
+        self._remote.pop(name, None)
+        self._reads_no_more(name)
         if name in self._pulling:  # its blocks do not have its tokens yet
             self._pulling.discard(name)
             self._orders.cancelled.append(name)
-            stored, params = False, None
+            held, params = False, None
         else:
-            stored = self._store(request, block_ids)
-            params = self._offer(request, block_ids)
+            held = self._store(request, block_ids)
+            offered, params = self._offer(request, block_ids)
+            held |= offered
         if self._tier:
             self._tier.forget(name)
         self._windows_alone.discard(name)
-        return stored or params is not None, params
+        return held, params
 
-    def _offer(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
-        """Keep a request for another engine, where one was named; what its response says."""
+    def _offer(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Offer a finished request that was prefilled for another engine.
+
+        Return whether its blocks are kept, and the parameters of its response. Siblings have the
+        same prompt, and a client uses the parameters of one of them: they share one offer.
+        """
         name, params = request.request_id, request.kv_transfer_params or {}
         tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         keep = params.get("do_remote_decode") and request.status.name in _FINISHED
         if not keep or self._alone or tokens < 1 or not any(block_ids):
-            return None
+            return False, None
+        prompt = prompt_digest(request.prompt_token_ids, tokens, request_context(request, tokens))
+        parent = parent_of(name)
+        shared = self._made_offers.get(parent or "")
+        if shared is not None and self._is_shareable(shared, prompt, tokens):
+            return False, dict(shared.params)
         offered = f"{name[:200]}/{secrets.token_hex(8)}"
         tables = self._tables(block_ids, tokens)
         self._orders.offers.append(OfferOrder(name, offered, tables, tokens))
@@ -194,9 +254,17 @@ class SchedulerSide:
             tokens=tokens,
             endpoints=self._endpoints,
             windows=tuple(sorted(windows)),
-            prompt=prompt_digest(request.prompt_token_ids, tokens),
+            prompt=prompt,
         )
-        return told.params(self._engine_id, block_ids)
+        answer = told.params(self._engine_id, block_ids)
+        if parent is not None:
+            self._made_offers[parent] = _MadeOffer(name, told, answer, time.monotonic())
+        return True, answer
+
+    def _is_shareable(self, offer: _MadeOffer, prompt: str, tokens: int) -> bool:
+        """Whether a sibling's offer has the same cache, and lasts long enough to be read."""
+        same = (offer.remote.prompt, offer.remote.tokens) == (prompt, tokens)
+        return same and time.monotonic() < offer.made + self._lease_seconds / 2
 
     def _store(self, request: Any, block_ids: Any) -> bool:
         """Have a finished request kept in the tier; whether its blocks wait for that."""
@@ -244,6 +312,10 @@ class SchedulerSide:
 
     def sent(self, requests: Any) -> None:
         """Requests were read by others, or stored in the tier; their blocks are free."""
+        for request_id in requests or ():
+            made = self._made_offers.get(parent_of(request_id) or "")
+            if made is not None and made.request_id == request_id:
+                del self._made_offers[parent_of(request_id) or ""]
         if self._tier is not None:
             for request_id in requests or ():
                 self._tier.stored(request_id)
@@ -254,6 +326,8 @@ class SchedulerSide:
 
     def received(self, requests: Any) -> None:
         """Requests are here, or have failed."""
+        for request_id in requests or ():
+            self._reads_no_more(request_id)
         self._pulling.difference_update(requests or ())
         if self._tier is not None:
             for request_id in requests or ():
@@ -274,11 +348,12 @@ class SchedulerSide:
         if request.prompt_token_ids is None:
             log.warning("not shortened request=%r: it has no tokens", request.request_id)
             return
-        del request.prompt_token_ids[-left_out:]
+        # Siblings may share the list and the dictionary, so they are replaced.
+        request.prompt_token_ids = request.prompt_token_ids[:-left_out]
         del request._all_token_ids[-left_out:]
         request.num_prompt_tokens -= left_out
         request.max_tokens = 1
-        params[_SHORTER] = True
+        request.kv_transfer_params = params | {_SHORTER: True}
 
     def _stop(self, request: Any, remote: RemoteRequest) -> int:
         """How many tokens of a prompt may come from elsewhere."""
@@ -294,14 +369,14 @@ class SchedulerSide:
         return stop - int(last and all(stop % group.block for group in self._groups))
 
     def _check(self, remote: RemoteRequest, request: Any) -> None:
-        """Refuse another prompt's tokens."""
-        own = prompt_digest(request.prompt_token_ids, remote.tokens)
-        if own != remote.prompt:
+        """Refuse the cache of another prompt, adapter, salt or image."""
+        context = request_context(request, remote.tokens)
+        if prompt_digest(request.prompt_token_ids, remote.tokens, context) != remote.prompt:
             raise AtlasError(
                 Code.UNKNOWN_REQUEST,
-                "kv_transfer_params are those of another prompt",
+                "kv_transfer_params belong to another prompt, adapter, cache_salt or image",
                 got=f"request {remote.request!r} for one of {request.num_prompt_tokens} tokens",
-                hint="Pass on the parameters that came with the same prompt",
+                hint="Pass on the parameters of the response to the same request",
             )
 
     def _note_windows_alone(self, request_id: str) -> None:
@@ -326,6 +401,12 @@ class SchedulerSide:
             if first:
                 cached = self._managers[group.index].num_cached_block
                 cached[request_id] = max(cached.get(request_id, 0), first)
+
+
+def _balances_requests(parallel: Any) -> bool:
+    """Whether vLLM sends siblings to different data-parallel ranks, each with a scheduler."""
+    ranks = getattr(parallel, "data_parallel_size", 1)
+    return ranks > 1 and not getattr(parallel, "data_parallel_external_lb", False)
 
 
 class TransferGroup:

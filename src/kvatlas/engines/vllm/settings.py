@@ -93,7 +93,9 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
     lookup_seconds: Seconds = 5.0
     """How long a request waits for what the tier has of it, before it is computed."""
     weights_identity: str | None = None
-    """What a tier's prefixes were computed with; else what the checkpoint's files say."""
+    """A name for the weights, used instead of a digest of the checkpoint's files."""
+    check_identity: bool = True
+    """Refuse peers whose weights or config differ; to accept them, both ends set it to false."""
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> ConnectorSettings:

@@ -9,6 +9,9 @@ from kvatlas.errors import AtlasError, Code
 
 KNOWN = (0, 32)
 
+CPU_MLA = "vLLM's CPU backend for MLA computes wrong tokens from a cache that was loaded"
+"""Why such an engine cannot have a connector."""
+
 METHODS = (
     "bind_connector_metadata",
     "bind_kv_cache_manager",
@@ -85,6 +88,23 @@ def check_managers(kv_cache_manager: Any) -> None:
             "vLLM's cache manager does not say which blocks of a request are cached",
             got="managers without num_cached_block",
             hint=f"Use vLLM {'.'.join(map(str, KNOWN))}",
+        )
+
+
+def check_backend(vllm_config: Any) -> None:
+    """Refuse MLA on a CPU, where vLLM computes other tokens after a prefix than with it.
+
+    In vLLM 0.32 the CPU's prefill and decode of MLA disagree in the rotary part of Q and K, also
+    without a connector: one prompt has other logprobs when its last token is a decode step, which
+    it is for every request whose cache was loaded.
+    """
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+    if device == "cpu" and getattr(vllm_config.model_config, "use_mla", False):
+        raise AtlasError(
+            Code.ENGINE_REFUSES,
+            CPU_MLA,
+            got=f"model {vllm_config.model_config.model!r} with MLA on a CPU",
+            hint="Serve it on a GPU, or without a connector",
         )
 
 

@@ -1,33 +1,81 @@
-"""Which model and weights a cache was computed with: what is kept under one is no other's."""
+"""The weights and config that an engine serves: its caches are interchangeable with no others.
+
+`engine_identity` is what nodes compare on the wire, `cache_identity` the prefix of a tier's keys.
+Both name the weights by one function, which reads a checkpoint once per process.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import time
+from collections.abc import Mapping
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.errors import AtlasError, Code
-from kvatlas.models import weights_identity
+from kvatlas.models import CacheIdentity, config_identity, weights_identity
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
+_WITHOUT_FILES = ("dummy",)
+"""Load formats that make up weights instead of reading them."""
+_LOADED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", "config.json")
+"""How the names of files end that decide K and V."""
+_ONE_ENGINE = ("EngineCore", "VllmWorker")
+"""How vLLM names processes that load the weights of one engine and end with it."""
+
+Signature = tuple[tuple[str, int, int, int], ...]
+"""Names, sizes, inodes and change times of a folder's files."""
+
+
+def engine_identity(
+    vllm_config: Any, settings: ConnectorSettings, untouched: Mapping[str, Any] | None
+) -> CacheIdentity | None:
+    """Return the identity of an engine's caches: its weights, and what decides K and V.
+
+    `untouched` is the model's config as vLLM reads it without the engine's arguments: what these
+    changed counts. Paths, names and the dtype of computation do not. None if the weights are
+    unknown and the settings accept any identity.
+    """
+    served = vllm_config.model_config
+    try:
+        weights = _served_weights(vllm_config, settings.weights_identity)
+    except AtlasError:
+        if settings.check_identity:
+            raise
+        return None
+    effective = served.hf_config.to_dict()
+    about: dict[str, Any] = {
+        "quantization": getattr(served, "quantization", None),
+        "uses_long_rope": _uses_long_rope(served) or None,
+    }
+    folder = _find_folder(vllm_config)
+    stored = None if folder is None else stored_config(folder)
+    if stored is None or untouched is None:
+        return CacheIdentity(weights=weights, config=config_identity(effective, engine=about))
+    about["changed"] = _changed(untouched, effective)
+    return CacheIdentity(weights=weights, config=config_identity(stored, engine=about))
 
 
 def cache_identity(
     vllm_config: Any, given: str | None, dtype: str | None = None, cache: str | None = None
 ) -> bytes:
-    """What caches of an engine depend on: weights, the config they are used with, its dtype.
+    """Return a digest of what a tier's prefixes depend on: weights, config and dtypes.
 
-    The weights are those that `given` names, else what the checkpoint's files say. `dtype` is
-    what was computed in, else the engine's own. `cache` is the cache dtype, where a tier does
-    not keep blocks of one apart from those of another.
+    The weights are those that `given` names, or those in the checkpoint's files. `dtype` is the
+    dtype of computation, by default the engine's own. `cache` is the cache dtype, for a tier that
+    does not store blocks of different dtypes separately.
     """
     served = vllm_config.model_config
     config = {
         key: value for key, value in served.hf_config.to_dict().items() if key not in _NOT_THE_MODEL
     }
     about = {
-        "weights": given if given is not None else weights_identity(_folder(served)),
+        "weights": _served_weights(vllm_config, given),
         "config": config,
         "dtype": dtype or str(served.dtype),
         "quantization": getattr(served, "quantization", None),
@@ -37,23 +85,132 @@ def cache_identity(
     return blake2b(said.encode(), digest_size=32).digest()
 
 
-def _folder(served: Any) -> Path:
-    """Where a model's checkpoint is: a folder, or what the hub's cache has of its name."""
+def folder_identity(folder: Path) -> str:
+    """Return `weights_identity` of a folder, computed again only if a file has changed."""
+    return _digest(folder, _signature(folder))
+
+
+def _served_weights(vllm_config: Any, given: str | None) -> str:
+    """Return the name of the weights: the given one, or a digest of the checkpoint's files."""
+    if given is not None:
+        return given
+    load = getattr(vllm_config, "load_config", None)
+    load_format = str(getattr(load, "load_format", "auto"))
+    if load_format in _WITHOUT_FILES:
+        raise _unknown_weights(f"load_format {load_format!r}, which reads no weights")
+    folder = _find_folder(vllm_config)
+    if folder is None:
+        model = vllm_config.model_config.model
+        raise _unknown_weights(f"model {model!r}, which is not a folder on this host")
+    _check_unchanged(folder)
+    return folder_identity(folder)
+
+
+def _find_folder(vllm_config: Any) -> Path | None:
+    """Return the folder of a model's checkpoint: a local one, or a snapshot in the hub's cache."""
+    served = vllm_config.model_config
     if Path(served.model).is_dir():
         return Path(served.model)
-    from huggingface_hub import try_to_load_from_cache
+    if Path(served.model).is_file():
+        return Path(served.model).parent
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    revision = getattr(served, "revision", None)
-    found = try_to_load_from_cache(served.model, "config.json", revision=revision)
-    if not isinstance(found, str):
-        raise _unknown_weights(f"model {served.model!r}, which is no folder here")
-    return Path(found).parent
+    load = getattr(vllm_config, "load_config", None)
+    for cache in dict.fromkeys((getattr(load, "download_dir", None), None)):
+        try:
+            found = snapshot_download(
+                served.model,
+                revision=getattr(served, "revision", None),
+                cache_dir=cache,
+                local_files_only=True,
+            )
+        except (LocalEntryNotFoundError, HFValidationError):
+            continue
+        return Path(found)
+    return None
+
+
+def _signature(folder: Path) -> Signature:
+    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return tuple((name, at.st_size, at.st_ino, at.st_ctime_ns) for name, at in found)
+
+
+@lru_cache(maxsize=64)
+def _digest(folder: Path, _: Signature) -> str:
+    return weights_identity(folder)
+
+
+def _check_unchanged(folder: Path) -> None:
+    """Refuse a checkpoint that was replaced while this process was loading it.
+
+    vLLM makes connectors after it has loaded the weights, so files that changed since the process
+    started may not be those that were loaded. A process that serves several engines in turn is
+    not checked. Files of the hub's cache never change.
+    """
+    if not multiprocessing.current_process().name.startswith(_ONE_ENGINE):
+        return
+    started = _process_start()
+    changed = [
+        path.name
+        for path in sorted(folder.iterdir())
+        if path.name.endswith(_LOADED)
+        and path.resolve().parent.name != "blobs"
+        and path.stat().st_ctime > started
+    ]
+    if changed:
+        raise AtlasError(
+            Code.BAD_CONFIG,
+            "The checkpoint changed while the engine was starting, so its weights are unknown",
+            got=f"{changed[0]!r}, changed after the process started",
+            hint="Start the engine again, or set weights_identity in kv_connector_extra_config",
+        )
+
+
+def _process_start() -> float:
+    """Return when this process started, in seconds since the epoch."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
+
+
+def stored_config(folder: Path) -> dict[str, Any] | None:
+    """Return a checkpoint's `config.json`; None if it has none, as in other formats."""
+    try:
+        found = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _changed(untouched: Mapping[str, Any], effective: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config that an engine's arguments changed; absent ones are null."""
+    return {
+        key: "null" if effective.get(key) is None else effective[key]
+        for key in sorted({*untouched, *effective})
+        if untouched.get(key) != effective.get(key)
+    }
+
+
+def _uses_long_rope(served: Any) -> bool:
+    """Whether vLLM takes the long factors of LongRoPE: `max_model_len` decides that."""
+    text = getattr(served, "hf_text_config", None)
+    rope = getattr(text, "rope_parameters", None)
+    nested = list(rope.values()) if isinstance(rope, Mapping) else []
+    for one in (rope, *nested):
+        if isinstance(one, Mapping) and one.get("rope_type") == "longrope":
+            short = one.get("original_max_position_embeddings") or getattr(
+                text, "original_max_position_embeddings", None
+            )
+            return short is not None and served.max_model_len > short
+    return False
 
 
 def _unknown_weights(got: str) -> AtlasError:
     return AtlasError(
         Code.BAD_CONFIG,
-        "It cannot be told which weights an engine serves, and a tier must not mix them",
+        "The weights of an engine are unknown, and caches of different weights must not mix",
         got=got,
-        hint="Name them in kv_connector_extra_config: weights_identity",
+        hint="Set weights_identity in kv_connector_extra_config to a name that no other weights "
+        "have",
     )

@@ -15,11 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
+from kvatlas.engines.vllm.lingering_releases import LingeringReleases
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder, RemoteRequest, StepOrders
 from kvatlas.engines.vllm.sessions import EngineSessions
 from kvatlas.engines.vllm.settings import ConnectorSettings
 from kvatlas.engines.vllm.thread_cores import ReadingThreads, free_cores, making_threads_for
 from kvatlas.errors import AtlasError
+from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.wire import HOST, Memory, Node, Session, Transfer, make_transport
 
@@ -31,6 +33,8 @@ _LONGEST_QUARANTINE = 600.0
 """Seconds after which a read that does not end is reported all the same."""
 _READING_SECONDS, _OFFERING_SECONDS = 4e-3, 1e-3
 """Seconds that an engine with nothing to compute waits for what it reads, or others read."""
+_LINGER_SECONDS = 2.0
+"""Seconds for which an offer outlives its last known reader: siblings mostly arrive together."""
 
 
 @dataclass
@@ -78,8 +82,10 @@ class WorkerSide:
         settings: ConnectorSettings,
         *,
         port: int,
+        identity: CacheIdentity | None,
         ended: EndedRequests | None = None,
     ) -> None:
+        """`identity` is that of the engine's caches; None only if any identity is accepted."""
         self._settings = settings
         cores = free_cores()
         self._reading = ReadingThreads(cores, behind=memory.device == HOST)
@@ -94,6 +100,8 @@ class WorkerSide:
                 unprotected=settings.unprotected,
                 piece=settings.piece,
                 buffers=settings.buffers,
+                identity=identity,
+                check_identity=settings.check_identity,
             )
         self.endpoint = settings.advertised(self.node.endpoint)
         self._beside = ThreadPoolExecutor(
@@ -102,6 +110,7 @@ class WorkerSide:
         self._sessions = EngineSessions(
             self.node, seconds=min(10.0, settings.pull_seconds), close=self._beside.submit
         )
+        self._releases = LingeringReleases(self._release_beside, seconds=_LINGER_SECONDS)
         self._pulls: dict[str, _Pull] = {}
         self._offered: dict[str, str] = {}
         """Requests of this engine by the names of their offers."""
@@ -116,7 +125,11 @@ class WorkerSide:
         for offer in orders.offers:
             self._offer(offer)
         for remote in orders.let_go:
-            self._beside.submit(self._let_go, remote)
+            self._release_beside(remote)
+        for name in orders.keep:
+            self._releases.cancel(name)
+        for remote in orders.release_soon:
+            self._releases.add(remote)
         for order in orders.pulls:
             pull = self._pulls[order.request_id] = _Pull(order)
             self._beside.submit(self._run, pull)
@@ -146,6 +159,7 @@ class WorkerSide:
         """Cancel what is under way, end all offers, and close the node."""
         for pull in list(self._pulls.values()):
             pull.cancel()
+        self._releases.flush()
         self._beside.shutdown(wait=True)
         self._reading.leave()
         self._sessions.close_all()
@@ -182,7 +196,7 @@ class WorkerSide:
                 try:
                     outcome = "received" if self._read(pull, session) else "failed"
                 finally:
-                    if outcome == "failed":
+                    if outcome == "failed" and order.final:
                         self._release_remote(session, order.remote)
         except AtlasError as refusal:
             log.warning("not read request=%r: %s", order.request_id, refusal)
@@ -195,15 +209,18 @@ class WorkerSide:
     def _read(self, pull: _Pull, session: Session) -> bool:
         """Whether all of it has arrived; what has not can land no more when this returns."""
         order, settings = pull.order, self._settings
+        # A pull of all tokens without a list of layers ends the offer, also if it is not final.
+        layers = None if order.final else tuple(self.node.plan.layers)
         transfer = pull.begin(
             lambda: session.pull(
                 order.remote.request,
                 dst_blocks=dict(enumerate(order.tables)),
                 tokens=(order.start, order.stop),
+                layers=layers,
                 seconds=settings.pull_seconds,
                 how=settings.how,
                 checksums=settings.checksums,
-                final=True,
+                final=order.final,
                 wait_for_offer=settings.wait_for_offer,
             )
         )
@@ -216,6 +233,10 @@ class WorkerSide:
             if not transfer.wait_released(_LONGEST_QUARANTINE):
                 log.error("still being read request=%r", order.request_id)
         return True
+
+    def _release_beside(self, remote: RemoteRequest) -> None:
+        with suppress(RuntimeError):  # the worker is closing: the offer expires
+            self._beside.submit(self._let_go, remote)
 
     def _let_go(self, remote: RemoteRequest) -> None:
         try:

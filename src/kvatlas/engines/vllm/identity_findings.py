@@ -1,0 +1,135 @@
+"""Whether two engines serve the same weights and config, as far as their arguments show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvatlas.engines.vllm.engine_pair import Ends, EngineEnd, Finding, beside
+from kvatlas.engines.vllm.supported_versions import CPU_MLA
+from kvatlas.engines.vllm.weights_identity import stored_config
+from kvatlas.errors import AtlasError
+from kvatlas.models import config_identity, weights_identity
+from kvatlas.specs import LatentAttention
+
+_SHOWN = 8
+"""Characters of a digest that are shown."""
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What is known of an engine's weights and config."""
+
+    weights: str | None
+    """None if they are not on this host."""
+    config: str | None
+    changes: str
+    """A digest of the arguments that change the config."""
+    shown: str
+
+
+def weights_finding(ends: Ends) -> Finding | None:
+    """Compare what both engines serve; None if the arguments of one are unknown."""
+    if any(end.arguments is None for end in ends):
+        return None
+    unnamed = [end for end in ends if _makes_up_weights(end)]
+    if unnamed:
+        why = "load_format dummy needs weights_identity in kv_connector_extra_config"
+        return beside("weights", ("made up" if end in unnamed else "-" for end in ends), "no", why)
+    one, other = (_served(end) for end in ends)
+    shown = (one.shown, other.shown)
+    why = _difference(one, other)
+    if why and all(end.settings and not end.settings.check_identity for end in ends):
+        return beside("weights", shown, "look", f"{why}, which check_identity false accepts")
+    if why:
+        return beside("weights", shown, "no", why)
+    if one.weights is None or other.weights is None:
+        if one.shown == other.shown:
+            return beside("weights", shown, why="one name, whose files are not on this host")
+        why = "cannot be compared here: the engines refuse each other if they differ"
+        return beside("weights", shown, "look", why)
+    return beside("weights", shown, why="the same")
+
+
+def latent_on_cpu_finding(ends: Ends) -> Finding | None:
+    """Report engines that keep latents (MLA) on a CPU."""
+    wrong = [_on_cpu(end) and _keeps_latents(end) for end in ends]
+    if not any(wrong):
+        return None
+    return beside("MLA", ("on a CPU" if one else "-" for one in wrong), "no", CPU_MLA)
+
+
+def _difference(one: _Served, other: _Served) -> str:
+    """Describe what is known to be different; empty if nothing is."""
+    if one.weights and other.weights and one.weights != other.weights:
+        return "the weights differ"
+    if one.config and other.config:
+        return "" if one.config == other.config else "the configs differ"
+    return "" if one.changes == other.changes else "hf_overrides or quantization differ"
+
+
+def _served(end: EngineEnd) -> _Served:
+    assert end.arguments is not None  # noqa: S101
+    given = end.arguments
+    named = end.settings.weights_identity if end.settings else None
+    changes = {"hf_overrides": given.hf_overrides, "quantization": given.quantization}
+    folder = Path(given.model)
+    weights, config = named, None
+    if folder.is_dir():
+        weights = weights if weights is not None else _weights(folder)
+        config = _config(folder, given.hf_overrides or {}, given.quantization)
+    shown = given.model if weights is None else weights
+    if named is None and weights is not None:
+        shown = weights[:_SHOWN]
+    return _Served(weights, config, config_identity(changes), shown)
+
+
+def _weights(folder: Path) -> str | None:
+    try:
+        return weights_identity(folder)
+    except AtlasError:
+        return None
+
+
+def _config(folder: Path, overrides: Mapping[str, Any], quantization: str | None) -> str | None:
+    config = stored_config(folder)
+    if config is None:
+        return None
+    own = config.get("quantization_config") or {}
+    used = quantization or (own.get("quant_method") if isinstance(own, dict) else None)
+    return config_identity(_merged(config, overrides), quantization=used)
+
+
+def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply `hf_overrides`, which reach into nested configs as vLLM's do."""
+    merged = dict(config)
+    for key, value in overrides.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merged(old, value)
+        merged[key] = value
+    return merged
+
+
+def _makes_up_weights(end: EngineEnd) -> bool:
+    """Whether an engine would not start: it reads no weights, and its settings name none."""
+    if end.arguments is None or end.settings is None:
+        return False
+    unnamed = end.settings.weights_identity is None and end.settings.check_identity
+    return unnamed and end.arguments.load_format == "dummy"
+
+
+def _on_cpu(end: EngineEnd) -> bool:
+    given = end.arguments
+    if given is None:
+        return False
+    return given.device == "cpu" or (given.attention_backend or "").startswith("CPU_")
+
+
+def _keeps_latents(end: EngineEnd) -> bool:
+    if end.plan is None:
+        return (end.arguments and end.arguments.attention_backend) == "CPU_MLA"
+    names = (layer.name for region in end.plan.regions for layer in region.layers)
+    return any(isinstance(end.plan.spec(name), LatentAttention) for name in names)
