@@ -9,7 +9,8 @@ _FIRST = """
 import contextlib, sys, threading
 import msgspec
 from kvatlas.planning import Plan
-from kvatlas.wire import check_plan_size, protocol
+from kvatlas.wire import protocol
+from kvatlas.wire.peers import check_plan_size
 from kvatlas.wire.transports.errors import read_metadata
 from tests.wire.helpers import small
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvatlas import kernels
+from kvatlas.kernels import address_runs
 from kvatlas.routing import RequestShape, route, scattered
 from kvatlas.wire.transports.cuda_driver import DriverError
 from kvatlas.wire.transports.device_queue import AddressPattern, Posted
@@ -29,7 +29,7 @@ class Prepared:
             for plan in (self.src, self.dst)
         )
         self.driver, self.queue = driver, FakeLaunchQueue(driver)
-        monkeypatch.setattr(kernels, "RepeatedCopy", self.queue.kernel)
+        monkeypatch.setattr(address_runs, "RepeatedCopy", self.queue.kernel)
 
     def stream(self, tokens: int) -> Any:
         """A request in blocks drawn anew."""
