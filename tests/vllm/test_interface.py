@@ -55,7 +55,7 @@ def test_settings_are_read_when_the_engine_starts() -> None:
     about = (config, KVConnectorRole.SCHEDULER, Config([Group(FullAttentionSpec(block_size=64))]))
     with pytest.raises(AtlasError, match="lease_seconds"):
         KVAtlasConnector(*about)
-    config.kv_transfer_config = transfer_config(lease_seconds=3)
+    config.kv_transfer_config = transfer_config(lease_seconds=3, weights_identity="tests")
     made = KVAtlasConnector(*about)
     step = made.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
     assert not step.orders.pulls
