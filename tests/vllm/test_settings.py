@@ -23,7 +23,7 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104
 def test_settings_that_cannot_be_are_refused_with_what_to_do() -> None:
     for given, hint in (
         ({"lease_second": 3}, "lease_seconds"),
-        ({"quite": 3}, "Keys are transport"),
+        ({"quite": 3}, "Valid keys: transport"),
         ({"transport": "pigeon"}, "nixl"),
         ({"lease_seconds": 0}, "docs/how-to/vllm.md"),
         ({"ports": "many"}, "docs/how-to/vllm.md"),
