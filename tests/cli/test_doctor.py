@@ -38,7 +38,7 @@ def verdicts(one: Any, other: Any) -> dict[str, str]:
 
 def test_engines_of_unlike_topology_understand_each_other() -> None:
     out = shown("doctor", "Qwen3-8B", "--from", "tp=2,block-size=64", "--to", "layout=HND")
-    assert out.splitlines()[-1] == "These two understand each other."
+    assert out.splitlines()[-1] == "These engines can exchange caches."
     assert "1,000 tokens take 141 MiB in" in out
     answer = said("doctor", "gpt-oss-20b", "--from", "tp=2", "--to", "tp=8", "--tokens", "500")
     assert answer["ok"]
@@ -59,8 +59,8 @@ def test_engines_that_do_not_are_told_apart_by_what_is_unlike() -> None:
     ):
         result = kvatlas("doctor", "Llama-3.1-8B", "--from", source, "--to", target)
         assert result.exit_code == 1, (source, target, result.output)
-        last = " ".join(result.output.split()).rpartition("These two")[2]
-        assert f"do not understand each other: {what}:" in last
+        last = " ".join(result.output.split()).rpartition("These engines")[2]
+        assert f"cannot exchange caches: {what}:" in last
     other = diagnose(*(EngineArguments(model=name) for name in ("Qwen3-8B", "gpt-oss-20b")))
     assert [f.what for f in other.findings if f.verdict == "no"] == ["model"]
     assert other.moves is None
@@ -197,7 +197,7 @@ def test_engines_from_files(tmp_path: Path) -> None:
     out = shown(
         "doctor", str(tmp_path / "prefill.sh"), str(tmp_path / "plan.json"), "--tokens", "9"
     )
-    assert out.splitlines()[-1].startswith("These two understand each other")
+    assert out.splitlines()[-1].startswith("These engines can exchange caches")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_as_a_member_of_vllms_multi_connector() -> None:
     groups = Config([Group(FullAttentionSpec(block_size=64))])
     made = KVAtlasConnector(config, KVConnectorRole.SCHEDULER, groups)
     made.set_xfer_handshake_metadata_pp_aware({(0, 0): KVAtlasEndpoint("tcp://h:1")})
-    with pytest.raises(AtlasError, match="first among MultiConnector"):
+    with pytest.raises(AtlasError, match="first in the connectors of MultiConnector"):
         made.set_xfer_handshake_metadata_pp_aware({(0, 0): KVConnectorHandshakeMetadata()})
 
 

@@ -23,7 +23,7 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104
 def test_settings_that_cannot_be_are_refused_with_what_to_do() -> None:
     for given, hint in (
         ({"lease_second": 3}, "lease_seconds"),
-        ({"quite": 3}, "Keys are transport"),
+        ({"quite": 3}, "Valid keys: transport"),
         ({"transport": "pigeon"}, "nixl"),
         ({"lease_seconds": 0}, "docs/how-to/vllm.md"),
         ({"ports": "many"}, "docs/how-to/vllm.md"),
@@ -32,7 +32,7 @@ def test_settings_that_cannot_be_are_refused_with_what_to_do() -> None:
         ({"listen": EVERYWHERE}, "advertise"),
         ({"tier": "redis://host"}, "mooncake://host:port"),
         ({"tier": "host://"}, "mooncake://host:port"),
-        ({"tier": "/a/file", "tenant": "me"}, "Name a store"),
+        ({"tier": "/a/file", "tenant": "me"}, "Set tier to a store"),
         ({"tier": "folder:///mnt/kv", "tier_options": {"stage": 2}}, "docs/how-to/vllm.md"),
     ):
         with pytest.raises(AtlasError) as refusal:

@@ -271,7 +271,7 @@ def test_what_cannot_be_converted_from_is_refused_in_the_settings() -> None:
         ({"convert": "bf16->fp8"}, "other engines"),
         ({"convert": "bf16->fp8", "tier": "memory"}, "other engines"),
         ({"convert": "bf16->fp8, fp32->bf16", "tier": "/f"}, "one pair"),
-        ({"convert_scales": 1.0, "tier": "/f"}, "what is converted"),
+        ({"convert_scales": 1.0, "tier": "/f"}, "Set convert"),
         ({"convert": "fp8->bf16", "tier": "/f", "convert_scales": -1}, "docs/how-to/vllm.md"),
         ({"convert": "bf16", "tier": "/f"}, "fp8->bf16"),
     ):

@@ -1,8 +1,8 @@
-"""vLLM on kvatlas: `KVAtlasConnector`, which moves caches between engines of any topology.
+"""vLLM integration: `KVAtlasConnector` moves KV caches between engines of any topology.
 
-vLLM finds it by `--kv-transfer-config '{"kv_connector": "KVAtlasConnector",
-"kv_connector_module_path": "kvatlas.engines.vllm", "kv_role": "kv_both"}'`. vLLM itself is
-imported by the connector alone, when it is asked for.
+Select it with `--kv-transfer-config '{"kv_connector": "KVAtlasConnector",
+"kv_connector_module_path": "kvatlas.engines.vllm", "kv_role": "kv_both"}'`. vLLM
+is imported only when `KVAtlasConnector` is first accessed.
 """
 
 from __future__ import annotations

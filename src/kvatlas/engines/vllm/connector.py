@@ -1,4 +1,4 @@
-"""`KVAtlasConnector`: vLLM's connector interface, divided between scheduler and workers."""
+"""`KVAtlasConnector`: vLLM's connector interface for the scheduler and the workers."""
 
 from __future__ import annotations
 
@@ -71,24 +71,24 @@ log = logging.getLogger("kvatlas.vllm")
 
 @dataclass
 class KVAtlasStep(KVConnectorMetadata):
-    """What the scheduler's side tells workers with every step."""
+    """The orders that the scheduler sends to the workers with each step."""
 
     orders: StepOrders = field(default_factory=StepOrders)
     idle: bool = False
-    """Whether nothing is computed in it."""
+    """Whether the step computes no tokens."""
 
 
 @dataclass
 class KVAtlasEndpoint(KVConnectorHandshakeMetadata):
-    """Where one rank answers other engines, and what rows of a store look like to it."""
+    """The endpoint of one rank, and the plan of its tier in a store."""
 
     endpoint: str | None
     rows: bytes | None = None
-    """The plan of a fleet's tier, where the rank has opened one."""
+    """The plan of the store's tier as JSON; None if the rank has not opened one."""
 
 
 class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
-    """Moves requests' caches between vLLM engines, whatever their blocks, ranks and orders."""
+    """Move caches of requests between vLLM engines with any block sizes, ranks and layouts."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -101,14 +101,14 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._ended = EndedRequests()
         self._idle = False
-        """Whether nothing is computed in the step that is under way."""
+        """Whether the current step computes no tokens."""
         self._worker: WorkerSide | None = None
         self._tier_worker: TierWorker | None = None
         self._rows: bytes | None = None
-        """The plan of a fleet's tier, as a worker has opened it."""
+        """The plan of the store's tier that this worker opened, as JSON."""
         self._scheduler: SchedulerSide | None = None
         self._served: CacheIdentity | None = None
-        """The identity of this engine's caches, which its peers must have as well."""
+        """The identity of this engine's caches; peers must have the same identity."""
         if role == KVConnectorRole.WORKER and not self._settings.alone:
             untouched = untouched_config(vllm_config.model_config)
             self._served = engine_identity(vllm_config, self._settings, untouched)
@@ -124,17 +124,19 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             if tier is not None:
                 self._use_tier(tier)
 
-    # -- the scheduler's side ---------------------------------------------------------------
+    # -- scheduler methods ---------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Take the endpoints of all ranks."""
+        """Record the endpoints of all ranks."""
         for one in metadata.values():
-            if not isinstance(one, KVAtlasEndpoint):  # of MultiConnector's first member alone
+            if not isinstance(
+                one, KVAtlasEndpoint
+            ):  # MultiConnector passes on its first member's metadata only
                 raise AtlasError(
                     Code.ENGINE_REFUSES,
-                    "Ranks told the scheduler's side where another connector is",
+                    "The ranks sent handshake metadata of another connector",
                     got=type(one).__name__,
-                    hint="Name KVAtlasConnector first among MultiConnector's connectors",
+                    hint="List KVAtlasConnector first in the connectors of MultiConnector",
                 )
         endpoints = {key: one.endpoint for key, one in metadata.items() if one.endpoint}
         self._in_scheduler().set_endpoints(endpoints)
@@ -143,74 +145,74 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             self._use_fleet_tier(rows)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Take the cache manager, which is told what not to cache."""
+        """Bind the cache manager, whose prefix cache must not contain incomplete blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
         check_managers(kv_cache_manager)
         self._in_scheduler().bind_manager(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
-        """A request has come."""
+        """Register a new request."""
         self._in_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens another engine or the tier has, beyond those that are here."""
+        """Return the number of tokens that can be loaded from another engine or the tier."""
         return self._in_scheduler().matched_tokens(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Where those tokens come from, for vLLM's statistics."""
+        """Return the source of the external tokens, for vLLM's statistics."""
         source = self._cache_hit_source
         if self._in_scheduler().from_tier(request.request_id):
             source = _hit_source(self._settings)
         return {source: num_external_tokens}
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """All groups are read, not only those that can be found by their prefix."""
+        """Return all groups: the connector loads also groups without prefix caching."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks were found for a request."""
+        """Order the load of a request whose blocks were just allocated."""
         self._in_scheduler().allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVAtlasStep:
-        """What workers have to do after this step."""
-        # vLLM says so of ranks that step together: each computes as long as one of them does.
+        """Return the orders for the workers in this step."""
+        # Data-parallel ranks step together: each one computes as long as any of them does.
         together = getattr(self._vllm_config.parallel_config, "data_parallel_size", 1) > 1
         idle = not (scheduler_output.total_num_scheduled_tokens or together)
         return KVAtlasStep(self._in_scheduler().take_orders(), idle)
 
     def reset_cache(self) -> bool | None:
-        """Forget what the tier has, as vLLM asks where weights were updated."""
+        """Invalidate the tier's content; vLLM calls this after a weight update."""
         return self._in_scheduler().reset_tier()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What workers have done."""
+        """Process the requests that workers finished receiving and sending."""
         self._in_scheduler().received(connector_output.finished_recving)
         self._in_scheduler().sent(connector_output.finished_sending)
 
     def take_events(self) -> list[Any]:
-        """What the tier has since the last call, and what no more, for vLLM to publish."""
+        """Return the tier's stored and removed blocks since the last call, as vLLM events."""
         return as_vllm_events(self._in_scheduler().take_events())
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request with one group of blocks has finished."""
+        """Handle a finished request with one group of blocks."""
         return self._in_scheduler().finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has finished: whether its blocks are kept, and what its response says."""
+        """Return whether to keep a finished request's blocks, and its response parameters."""
         return self._in_scheduler().finished(request, block_ids)
 
-    # -- a worker's side ----------------------------------------------------------------------
+    # -- worker methods ----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Describe the caches, hold the tensors against that, and put them on the wire."""
+        """Describe the caches, check the tensors against the description, and register them."""
         config = self._vllm_config
         named = {name: tensor for name, tensor in kv_caches.items() if name in self._layers()}
         stage = describe_stage(
@@ -232,7 +234,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             convert = self._converting(stage)
             tier = self._open_tier(self._settings.tier, described_model(stages), plan, convert)
             self._tier_worker = TierWorker(tier, plan, rank, memory, self._ended, convert)
-            used = tier.plan if tier is not None else "cannot be used"
+            used = tier.plan if tier is not None else "unusable"
             log.info("tier %s: %s", self._settings.tier, used)
         if not self._settings.alone:
             port = config.parallel_config.data_parallel_index * plan.ranks + rank
@@ -241,14 +243,14 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             log.info("%s at %s: %s", self._settings.transport, self._worker.endpoint, plan)
 
     def get_handshake_metadata(self) -> KVAtlasEndpoint | None:
-        """Where this rank answers other engines, and the plan of its tier in a store."""
+        """Return this rank's endpoint and the plan of its tier in a store."""
         if self._worker is None and not self._settings.fleet_tier:
             return None
         endpoint = None if self._worker is None else self._worker.endpoint
         return KVAtlasEndpoint(endpoint, self._rows)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Begin what the scheduler has ordered; nothing is waited for."""
+        """Start the transfers that the scheduler ordered, without waiting for them."""
         step = self._get_connector_metadata()
         if not isinstance(step, KVAtlasStep):
             return
@@ -261,24 +263,24 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             self._tier_worker.carry_out(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is read while a step runs."""
+        """Do nothing: a request runs only after its load has finished."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing is saved: finished requests are read where they lie."""
+        """Do nothing: peers read finished requests directly from the cache."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Do nothing: no save is in flight."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """What has been sent and received since the last step."""
+        """Return the requests that were sent and received since the last step."""
         worker, idle = self._worker, self._idle
         ended = self._ended.take() if worker is None else worker.take_ended(idle=idle)
         return KVConnectorTransferResults(ended.sent, ended.received, ended.failed)
 
     def get_kv_connector_stats(self) -> KVAtlasStats | None:
-        """What was counted since the last step; None where that is nothing."""
+        """Return the counts since the last step; None if all are zero."""
         pulled = self._worker.take_counts() if self._worker else PullCounts()
         kept = self._tier_worker.take_counts() if self._tier_worker else TierCounts()
         stats = KVAtlasStats.of(pulled, kept)
@@ -286,18 +288,18 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVAtlasStats:
-        """Counts that came from a worker."""
+        """Build statistics from a worker's counts."""
         return KVAtlasStats(data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> KVAtlasPromMetrics:
-        """The same for Prometheus."""
+        """Build the Prometheus counters."""
         return KVAtlasPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Close the node and its sessions, and the tier once it has what it was given."""
+        """Close the node, its sessions and, after pending stores have finished, the tier."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -313,16 +315,16 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             raise AtlasError(
                 Code.ENGINE_REFUSES,
-                "A worker was asked for what the scheduler's side knows",
-                got="a question for the other role",
-                hint="Please report it: vLLM asks otherwise than its interface says",
+                "A scheduler method was called on a worker's connector",
+                got="role WORKER",
+                hint="Use the connector with role SCHEDULER; if vLLM made this call, report a bug",
             )
         return self._scheduler
 
     def _open_tier(
         self, where: str, model: Model, own: Plan, convert: Converting | None
     ) -> TierClient | StoreTier | None:
-        """The tier that the settings name, for this worker."""
+        """Open the configured tier for this worker."""
         if not self._settings.fleet_tier:
             memory = self._settings.tier_memory
             return open_tier(where, memory, model, own, self._engine_id, convert)
@@ -331,39 +333,47 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return tier
 
     def _converting(self, stage: DescribedStage) -> Converting | None:
-        """How a tier's blocks become those of this engine, with the scales of all its layers."""
+        """Return the conversion from the tier's blocks, with the scales of all layers."""
         if self._settings.convert is None:
             return None
         scales = from_all_stages(layer_scales(self._vllm_config, stage))
         return tier_converting(self._settings, dict(ChainMap(*scales)))
 
     def _find_tier(self, where: str) -> PrefixTier | None:
-        """The tier that this engine's workers have opened, to ask what it has."""
+        """Connect to the tier that this engine's workers opened."""
         tier = find_tier(where, self._engine_id)
         if tier is None:
             return None
         return self._prefixes(tier, self._identity())
 
     def _use_fleet_tier(self, rows: set[bytes | None]) -> None:
-        """Ask the store that all ranks have opened; one that some have not is never whole."""
+        """Use the store if all ranks opened it with the same plan.
+
+        Otherwise some shards of each row would be missing.
+        """
         plan = rows.pop() if len(rows) == 1 else None
         if plan is None:
-            log.error("nothing is kept or found again: not all ranks have opened the store alike")
+            log.error("tier disabled: the ranks did not all open the store with the same plan")
             return
         tier = find_fleet_tier(self._settings, plan, self._identity())
         if self._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
-            log.warning("requests whose tokens the store loses fail: set kv_load_failure_policy")
+            log.warning(
+                "a request fails if the store evicts its tokens before they are loaded: "
+                "set kv_load_failure_policy to recompute"
+            )
         if tier is not None:
-            self._use_tier(self._prefixes(tier, b""))  # the identity is in the store's names
+            self._use_tier(
+                self._prefixes(tier, b"")
+            )  # the store's object names contain the identity
 
     def _use_tier(self, tier: PrefixTier) -> None:
-        """Ask a tier from now on, and store into it unless it is of another cache dtype."""
+        """Look up requests in a tier, and store into it unless its cache dtype differs."""
         settings, served = self._settings, self._vllm_config.model_config
         keeps = keeps_finished(settings, served)
         self._in_scheduler().use_tier(tier, settings.lookup_seconds, keeps=keeps)
 
     def _prefixes(self, tier: TierClient | StoreTier, identity: bytes) -> PrefixTier:
-        """What a tier has, and where vLLM publishes events, events of it."""
+        """Return the tier's prefix lookup, with events if vLLM publishes KV cache events."""
         events, medium = getattr(self._vllm_config, "kv_events_config", None), None
         if events is not None and events.enable_kv_cache_events:
             medium = MEMORY if self._settings.tier == IN_MEMORY else STORAGE
@@ -378,7 +388,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return {name for group in groups for name in group.layer_names}
 
     def _kernel_blocks(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-        """Tokens of a kernel block by layer, where vLLM divides blocks for its kernels."""
+        """Return the tokens per kernel block by layer: vLLM may split blocks for its kernels."""
         blocks = {}
         for group in self._kv_cache_config.transfer_groups:
             specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
@@ -390,20 +400,20 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return blocks
 
     def _device(self, tensor: torch.Tensor) -> str:
-        """The device's name; memory of a GPU only where its transport was asked for."""
+        """Return the device name; GPU memory requires a transport that opts in to it."""
         settings = self._settings
         asked = settings.transport_options.get("kind") == "VRAM" or settings.transport == "cuda"
         if tensor.device.type == "cpu" or asked or settings.alone:
             return device_of(tensor)
         raise AtlasError(
             Code.WRONG_DEVICE,
-            "The caches are in a GPU's memory, with which the connector was not run yet",
+            "The transport is not configured for caches in GPU memory",
             got=f"tensors on {tensor.device}",
-            hint='Try {"transport": "cuda"}, or nixl with {"kind": "VRAM"} as its options',
+            hint='Set transport to "cuda", or to "nixl" with transport_options {"kind": "VRAM"}',
         )
 
 
-# MultiConnector asks for its members' statistics by name, which only registered ones have.
+# MultiConnector looks up the statistics of its members by their registered names.
 if "KVAtlasConnector" not in KVConnectorFactory._registry:
     KVConnectorFactory.register_connector(
         "KVAtlasConnector", "kvatlas.engines.vllm", "KVAtlasConnector"
@@ -411,7 +421,7 @@ if "KVAtlasConnector" not in KVConnectorFactory._registry:
 
 
 def _hit_source(settings: ConnectorSettings) -> CacheHitSource:
-    """What vLLM's statistics call a tier."""
+    """Return vLLM's statistics label for the configured tier."""
     if settings.fleet_tier:
         return CacheHitSource.EXTERNAL_UNSPECIFIED
     return CacheHitSource.HOST if settings.tier == IN_MEMORY else CacheHitSource.DISK

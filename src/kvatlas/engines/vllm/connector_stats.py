@@ -1,4 +1,4 @@
-"""What the connector counts, in vLLM's own statistics: its log, and Prometheus."""
+"""Connector counters for vLLM's statistics log and for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kvatlas.engines.vllm.tier_worker import TierCounts
 from kvatlas.engines.vllm.worker_side import PullCounts
 
 COUNTERS = {
-    "pulls": "Requests that were read from another engine, by rank",
-    "failures": "Requests that could not be read from another engine, by rank",
-    "nbytes": "Bytes that were read from other engines",
-    "seconds": "Seconds that reads took, one beside the other",
-    "expired": "Requests that were kept for another engine, and that nobody read in time",
+    "pulls": "Requests read from another engine, per rank",
+    "failures": "Requests that could not be read from another engine, per rank",
+    "nbytes": "Bytes read from other engines",
+    "seconds": "Total seconds of reads from other engines; concurrent reads add up",
+    "expired": "Requests offered to another engine that expired before they were read",
     "tier_loads": "Requests whose prefix was read from the tier",
-    "tier_tokens": "Tokens that were read from the tier",
-    "tier_seconds": "Seconds that reads from the tier took, one beside the other",
-    "tier_stores": "Requests that were kept in the tier",
-    "tier_failures": "Requests that could not be read from the tier, or kept in it",
+    "tier_tokens": "Tokens read from the tier",
+    "tier_seconds": "Total seconds of reads from the tier; concurrent reads add up",
+    "tier_stores": "Requests stored in the tier",
+    "tier_failures": "Requests that could not be read from the tier or stored in it",
 }
 
 
 @dataclass
 class KVAtlasStats(KVConnectorStats):
-    """Counts since the last look, of one rank or of several together."""
+    """Counts since the last collection, from one rank or summed over several."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -38,23 +38,23 @@ class KVAtlasStats(KVConnectorStats):
 
     @classmethod
     def of(cls, *counts: PullCounts | TierCounts) -> KVAtlasStats:
-        """The counts of one rank."""
+        """Combine the counts of one rank."""
         made = cls()
         for one in counts:
             made.data |= asdict(one)
         return made
 
     def reset(self) -> None:
-        """Count from zero."""
+        """Set all counts to zero."""
         self.data = asdict(PullCounts()) | asdict(TierCounts())
 
     def aggregate(self, other: KVConnectorStats) -> KVAtlasStats:
-        """The counts of both."""
+        """Add the counts of another rank to these."""
         self.data = {name: self.data[name] + other.data.get(name, 0) for name in COUNTERS}
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What the engine logs now and then."""
+        """Return the values for the engine's periodic log line."""
         pulls, seconds = self.data["pulls"], self.data["seconds"]
         return {
             "Requests read": int(pulls),
@@ -68,12 +68,12 @@ class KVAtlasStats(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Whether all counts are zero."""
         return not any(self.data.values())
 
 
 class KVAtlasPromMetrics(KVConnectorPromMetrics):
-    """The same counts as Prometheus counters, `vllm:kvatlas_pulls` and so on."""
+    """The counts as Prometheus counters: `vllm:kvatlas_pulls` and so on."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
@@ -90,6 +90,6 @@ class KVAtlasPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what was counted."""
+        """Add one engine's counts to its Prometheus counters."""
         for name, counter in self._counters.items():
             counter[engine_idx].inc(transfer_stats_data.get(name, 0))

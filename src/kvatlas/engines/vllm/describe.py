@@ -1,7 +1,7 @@
-"""The plan behind a running vLLM engine: from its own `KVCacheConfig`, without its memory.
+"""Derive the plan of a running vLLM engine from its `KVCacheConfig`, without its memory.
 
-Every pipeline stage describes its own layers; together they are the plan of the engine, the
-same on every rank. `check_tensors` then holds what vLLM has really allocated against it.
+Each pipeline stage describes its own layers. Joined, the stages form the plan of the engine, which
+is the same on every rank. `check_tensors` then compares the tensors that vLLM allocated with it.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ _STATE_MODES = ("none", "align")
 
 
 class DescribedLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer's cache: what it keeps, where its cells lie, and its group's number."""
+    """One layer's cache: its spec, the placement of its cells, and its group index."""
 
     layer: Layer
     sizes: tuple[int, ...]
-    """Of B, H, N and C, in kernel blocks and bytes."""
+    """Sizes of B, H, N and C: B counts kernel blocks, C bytes."""
     strides: tuple[int, ...]
     offset: int
     block: int
-    """Tokens of a block."""
+    """Tokens per block."""
     group: int
     full: bool
-    """Whether all tokens are kept, whatever the layer sees."""
+    """Whether the cache keeps all tokens, even if the layer attends to a window only."""
 
     @property
     def placement(self) -> Placement:
-        """Where the layer's cells lie in the allocation."""
+        """The placement of the layer's cells in the allocation."""
         return Placement(("B", "H", "N", "C"), self.sizes, self.strides, self.offset)
 
 
 class DescribedStage(msgspec.Struct, frozen=True, kw_only=True):
-    """What one pipeline stage keeps: pure data, which stages exchange."""
+    """The caches of one pipeline stage, as pure data that stages exchange."""
 
     model: str
     architecture: str
@@ -69,10 +69,10 @@ def describe_engine(
     kernel_blocks: Mapping[str, int] | None = None,
     seen: Mapping[str, Visibility] | None = None,
 ) -> Plan:
-    """The plan of an engine with one pipeline stage, by vLLM's own configs.
+    """Return the plan of an engine with one pipeline stage, from vLLM's configs.
 
-    `backends` names the attention backend of each layer, `kernel_blocks` the tokens that
-    its kernels take as a block, where vLLM divides blocks for them, and `seen` what it sees.
+    By layer name, `backends` gives the attention backend, `kernel_blocks` the tokens per kernel
+    block where vLLM splits blocks for its kernels, and `seen` the window or chunk.
     """
     about: dict[str, Any] = {"backends": backends, "kernel_blocks": kernel_blocks, "seen": seen}
     return join_stages([describe_stage(vllm_config, kv_cache_config, **about)])
@@ -86,7 +86,7 @@ def describe_stage(
     kernel_blocks: Mapping[str, int] | None = None,
     seen: Mapping[str, Visibility] | None = None,
 ) -> DescribedStage:
-    """What the ranks of one pipeline stage keep."""
+    """Describe the caches that the ranks of one pipeline stage hold."""
     _check_topology(vllm_config, kv_cache_config)
     model = ServedModel.of(vllm_config)
     specs = {
@@ -105,7 +105,7 @@ def describe_stage(
     layers = []
     for name, (index, spec) in specs.items():
         if name not in placed:
-            raise refused(name, "no tensor of its own", "Upgrade kvatlas")
+            raise refused(name, "no tensor", "Upgrade kvatlas")
         sizes, strides, offset = placed[name]
         layers.append(
             DescribedLayer(
@@ -131,7 +131,7 @@ def describe_stage(
 
 
 def join_stages(stages: Sequence[DescribedStage]) -> Plan:
-    """The plan of a whole engine, from what its pipeline stages keep, in their order."""
+    """Return the plan of a whole engine from its pipeline stages, in stage order."""
     first = stages[0]
     if len({msgspec.structs.replace(stage, layers=()) for stage in stages}) > 1:
         raise AtlasError(
@@ -157,7 +157,7 @@ def join_stages(stages: Sequence[DescribedStage]) -> Plan:
 
 
 def described_model(stages: Sequence[DescribedStage]) -> Model:
-    """The model that an engine serves: what its layers keep, wherever they keep it."""
+    """Return the model that an engine serves, with the layers of all stages."""
     first = stages[0]
     return Model(
         name=first.model,
@@ -170,14 +170,15 @@ def described_model(stages: Sequence[DescribedStage]) -> Model:
 
 
 def check_tensors(plan: Plan, stage: DescribedStage, tensors: Mapping[str, Any]) -> int:
-    """Hold every tensor that vLLM has allocated against the plan; where the pool begins.
+    """Check every tensor that vLLM allocated against the plan; return the pool's address.
 
-    Tensors are torch's, of this process. A layer whose pointer, shape or strides are not the
-    plan's is refused by its name, before a byte has moved.
+    The tensors are torch tensors of this process. Raise an error that names the first layer whose
+    pointer, shape or strides differ from the plan.
     """
     missing = sorted({one.layer.name for one in stage.layers} ^ set(tensors))
     if missing:
-        raise refused(missing[0], "a tensor, or none", "Upgrade kvatlas", _UNLIKE)
+        got = "a tensor without a spec" if missing[0] in tensors else "no tensor"
+        raise refused(missing[0], got, "Upgrade kvatlas", _UNLIKE)
     base = tensors[stage.layers[0].layer.name].data_ptr() - stage.layers[0].offset
     for one in stage.layers:
         name, tensor = one.layer.name, tensors[one.layer.name]
@@ -186,19 +187,21 @@ def check_tensors(plan: Plan, stage: DescribedStage, tensors: Mapping[str, Any])
         strides = tuple(stride * item for stride in tensor.stride()[:-1])
         begin = tensor.data_ptr() - one.offset
         if shape != one.sizes or tensor.stride()[-1] != 1 or begin != base:
-            got = f"shape {shape} in bytes at {tensor.data_ptr()} for {one.sizes} at {one.offset}"
+            expected = f"{one.sizes} at {base + one.offset}"
+            got = f"byte shape {shape} at {tensor.data_ptr()}, expected {expected},"
             raise refused(name, got, "Upgrade kvatlas", _UNLIKE)
         stepping = [a != b for a, b, n in zip(strides, one.strides, shape, strict=False) if n > 1]
         if any(stepping):
-            raise refused(name, f"strides {strides} for {one.strides}", "Upgrade kvatlas", _UNLIKE)
+            got = f"byte strides {strides}, expected {one.strides[:-1]},"
+            raise refused(name, got, "Upgrade kvatlas", _UNLIKE)
         storage = tensor.untyped_storage()
         end = base + plan.pool_of(name).nbytes
         if base < storage.data_ptr() or end > storage.data_ptr() + storage.nbytes():
-            raise refused(name, "a pool outside its storage", "Upgrade kvatlas", _UNLIKE)
+            raise refused(name, "a pool larger than its storage", "Upgrade kvatlas", _UNLIKE)
     return int(base)
 
 
-_UNLIKE = "vLLM has allocated a layer's cache other than its config says"
+_UNLIKE = "The cache that vLLM allocated for a layer differs from its KVCacheConfig"
 
 
 def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -207,16 +210,16 @@ def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
         if getattr(parallel, name, 1) > 1:
             raise AtlasError(
                 Code.ENGINE_REFUSES,
-                "The connector does not know context parallelism",
+                "The connector does not support context parallelism",
                 got=f"{name} {getattr(parallel, name)}",
                 hint="Use tensor, pipeline or data parallelism",
             )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "Scales that an engine computes by itself are not those of another",
+            "Engines that compute their own KV scales cannot exchange caches",
             got="calculate_kv_scales",
-            hint="Take the scales from the checkpoint",
+            hint="Turn calculate_kv_scales off, so that the scales come from the checkpoint",
         )
     for group in kv_cache_config.transfer_groups:
         mode = getattr(group.kv_cache_spec, "mamba_cache_mode", "none")
@@ -225,7 +228,7 @@ def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _own_windows(config: Any) -> dict[str, Visibility]:
-    """What layers see whose specs are their own, and not merged from those of their group."""
+    """Return the visibility of layers that have their own spec, not one merged for the group."""
     return {
         name: seen_by_group(spec)
         for group in config.transfer_groups
@@ -234,18 +237,18 @@ def _own_windows(config: Any) -> dict[str, Visibility]:
 
 
 def check_windows(name: str, spec: Any, seen: Visibility) -> None:
-    """Refuse a window that the scheduler's side, which knows groups alone, cannot see."""
+    """Reject a window that the group's spec lacks, because the scheduler sees only groups."""
     if (
         keeps_all_tokens(spec)
         and (seen.window or seen.chunk)
         and seen_by_group(spec) == Visibility()
     ):
-        got = f"a window of {seen.window or seen.chunk} tokens, of which its group says nothing,"
-        raise refused(name, got, "Turn the hybrid cache manager on")
+        got = f"a window of {seen.window or seen.chunk} tokens that its group's spec lacks"
+        raise refused(name, got, "Turn on the hybrid KV cache manager")
 
 
 def _own_spec(spec: Any, layer: str) -> Any:
-    """A layer's own spec, where its group has several."""
+    """Return the spec of one layer, also if its group has one spec per layer."""
     several = getattr(spec, "kv_cache_specs", None)
     return spec if several is None else several[layer]
 
@@ -253,7 +256,7 @@ def _own_spec(spec: Any, layer: str) -> Any:
 def _placed_layers(
     config: Any, kernel_blocks: Mapping[str, int]
 ) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[int, ...], int]]]:
-    """Sizes, byte strides and offset of each layer, over B, H, N, C, as vLLM makes its views."""
+    """Yield each layer's sizes, byte strides (over B, H, N, C) and offset, as in vLLM's views."""
     specs = {
         name: _own_spec(group.kv_cache_spec, name)
         for group in config.transfer_groups
@@ -285,6 +288,6 @@ def _placed_layers(
 
 
 def _index(name: str) -> int:
-    """The number of the decoder layer that a layer's name says; 0 where it says none."""
+    """Return the decoder layer's number in a layer's name; 0 if there is none."""
     found = re.search(r"\.(\d+)\.", name)
     return int(found[1]) if found else 0

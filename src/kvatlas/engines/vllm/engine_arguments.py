@@ -1,4 +1,4 @@
-"""The arguments of `vllm serve` that decide what an engine's caches are and who can read them."""
+"""The arguments of `vllm serve` that affect an engine's caches and connector."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _SHORT = {
     "max_len": "max_model_len",
     "memory": "kv_cache_memory_bytes",
 }
-"""Names that are written shorter, by vLLM or by kvatlas."""
+"""Short names of arguments, in vLLM or in kvatlas."""
 _LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"
 _CPU_VARIABLES = "VLLM_CPU_"
 _VARIABLE = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
 _MEMORY = "1TiB"
-"""Memory of a rank where none is given: how many blocks there are does not matter here."""
+"""Default memory per rank; the number of blocks does not matter for a diagnosis."""
 
 Ranks = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine as it will be started, by vLLM's own names.
+    """The arguments of one engine, under vLLM's names.
 
-    >>> said = "VLLM_KV_CACHE_LAYOUT=HND vllm serve Qwen3-8B -tp 2 --block-size=32 --port 8000"
-    >>> made = EngineArguments.of_command(said)
+    >>> command = "VLLM_KV_CACHE_LAYOUT=HND vllm serve Qwen3-8B -tp 2 --block-size=32 --port 8000"
+    >>> made = EngineArguments.of_command(command)
     >>> made.model, made.tensor_parallel_size, made.block_size, made.kv_cache_layout
     ('Qwen3-8B', 2, 32, 'HND')
     >>> EngineArguments.of_changes("Qwen3-8B", "tp=2,layout=HND").kv_cache_layout
@@ -60,7 +60,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     enable_prefix_caching: bool | None = None
     attention_backend: str | None = None
     kv_cache_layout: str | None = None
-    """What VLLM_KV_CACHE_LAYOUT says."""
+    """The value of VLLM_KV_CACHE_LAYOUT."""
     max_model_len: int | str | None = None
     kv_cache_memory_bytes: int | str | None = None
     disable_hybrid_kv_cache_manager: bool = False
@@ -68,14 +68,14 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     quantization: str | None = None
     load_format: str = "auto"
     device: str | None = None
-    """`cpu` also if a variable of vLLM's CPU backend is set."""
+    """`cpu` if given, or if a `VLLM_CPU_` variable is set."""
     speculative_config: dict[str, Any] | None = None
     kv_transfer_config: dict[str, Any] | None = None
-    """None where nothing is said of it, empty where an engine is started without one."""
+    """None if unknown; empty if the engine starts without a connector."""
 
     @classmethod
     def of_command(cls, text: str) -> EngineArguments:
-        """An engine from its command line; options that do not matter here are passed over."""
+        """Parse a `vllm serve` command line; ignore options that do not affect caches."""
         try:
             words = shlex.split(text.replace("\\\n", " "), comments=True)
         except ValueError as problem:
@@ -93,7 +93,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @classmethod
     def of_changes(cls, model: str, text: str) -> EngineArguments:
-        """An engine of a model, from name=value with commas between."""
+        """Parse comma-separated `name=value` arguments for an engine of a model."""
         given: dict[str, Any] = {"model": model}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = part.partition("=")
@@ -108,7 +108,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @classmethod
     def of_values(cls, given: dict[str, Any]) -> EngineArguments:
-        """An engine from its arguments, under vLLM's names or shorter ones."""
+        """Build from a mapping with vLLM's argument names or their short forms."""
         values = {_long(str(name)): value for name, value in given.items()}
         for name in ("hf_overrides", "speculative_config", "kv_transfer_config"):
             if isinstance(values.get(name), str):
@@ -120,7 +120,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise _unreadable(str(wrong)) from None
 
     def plan(self) -> Plan:
-        """The plan that vLLM makes of these."""
+        """Return the plan that vLLM makes from these arguments."""
         dtype = None if self.dtype == "auto" else self.dtype
         model = Model.load(self.model, dtype=dtype)
         return plan(
@@ -140,7 +140,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """Options of a command line and their values; True for those without one."""
+    """Yield the options of a command line with their values; True for bare flags."""
     if words and not words[0].startswith("-"):
         yield "model", words.pop(0)
     while words:
@@ -159,7 +159,7 @@ def _options(words: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _long(name: str) -> str:
-    """An argument's name as vLLM's own objects have it."""
+    """Return an argument's full name, as in vLLM's config objects."""
     name = name.strip().lstrip("-").lower().replace("-", "_")
     return _SHORT.get(name, name)
 
@@ -178,6 +178,6 @@ def _words(names: tuple[str, ...]) -> str:
     return ", ".join(name.replace("_", "-") for name in names)
 
 
-def _unreadable(got: str, hint: str = "Write it as vllm serve takes it") -> AtlasError:
-    problem = "The arguments of an engine cannot be read"
+def _unreadable(got: str, hint: str = "Use the syntax of vllm serve") -> AtlasError:
+    problem = "The engine's arguments cannot be parsed"
     return AtlasError(Code.BAD_CONFIG, problem, got=got[:300], hint=hint)

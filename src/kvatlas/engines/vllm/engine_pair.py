@@ -1,4 +1,4 @@
-"""Two engines that are to understand each other, and what is found of them."""
+"""The two engines of a diagnosis, and findings about them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Verdict = Literal["ok", "look", "no"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at, at both ends."""
+    """The result of one check: the values of both engines, a verdict and the reason."""
 
     what: str
     prefill: str
@@ -29,13 +29,13 @@ class Finding:
 
 
 def beside(what: str, said: Iterable[str], verdict: Verdict = "ok", why: str = "") -> Finding:
-    """A finding, from what is said of both ends."""
+    """Return a finding from the values of the prefill and the decode engine."""
     prefill, decode = said
     return Finding(what, prefill, decode, verdict, why)
 
 
 class EngineEnd:
-    """One of the two engines: its plan, and its connector's settings where they are given."""
+    """One of the two engines: its plan, and its connector settings if given."""
 
     def __init__(self, given: EngineArguments | Plan) -> None:
         self.arguments = given if isinstance(given, EngineArguments) else None
@@ -60,18 +60,18 @@ class EngineEnd:
 
     @property
     def transfer(self) -> dict[str, Any]:
-        """Its kv_transfer_config; empty where none is given."""
+        """The engine's `kv_transfer_config`; empty if not given."""
         return (self.arguments.kv_transfer_config if self.arguments else None) or {}
 
     @property
     def reachable(self) -> str:
-        """The host that its peers are told."""
+        """The host that the engine advertises to its peers."""
         assert self.settings is not None  # noqa: S101
         return self.settings.advertise or self.settings.listen
 
     @property
     def local(self) -> bool:
-        """Whether it can be reached from its own host alone."""
+        """Whether the engine can be reached from its own host only."""
         return self.reachable.startswith(_LOOPBACK)
 
 

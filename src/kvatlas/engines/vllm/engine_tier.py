@@ -1,7 +1,7 @@
-"""The tier that an engine's setting names: opened by its workers, found by its scheduler.
+"""Open a tier in a file or in host memory for an engine's workers and its scheduler.
 
-Any number of engines, and all ranks of each, share the tier of a path: whichever worker
-comes first owns the file, and serves the others. A tier in memory is one engine's own.
+All ranks of any number of engines can share the tier of one path: the first worker owns the file
+and serves the others. A tier in memory belongs to one engine.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kvatlas.tier.opening import stored_as
 log = logging.getLogger("kvatlas.vllm")
 
 IN_MEMORY = "memory"
-"""What the setting says for a tier in host memory."""
+"""The value of the `tier` setting for a tier in host memory."""
 _BLOCK = 64
-"""Tokens of a tier's block, where the model's layers allow it."""
+"""Preferred tokens per block of a tier, if the model's layers allow it."""
 _MOVE_SECONDS = 10.0
-"""Seconds after which a tier that does not answer a worker is a miss."""
+"""Timeout of a worker's calls to the tier, in seconds; a timeout counts as a miss."""
 _ASK_SECONDS = 5.0
-"""Seconds after which a tier that does not answer the scheduler is a miss."""
+"""Timeout of the scheduler's calls to the tier, in seconds; a timeout counts as a miss."""
 _NOT_THERE = (Code.PEER_LOST, Code.DEADLINE)
 _OTHERS = (Code.UNLIKE_MODELS, Code.UNLIKE_DTYPES, Code.UNLIKE_LAYERS, Code.MISSING_LAYERS)
-"""Refusals of another model's blocks."""
+"""Errors that mean that the file contains blocks of another model."""
 
 
 def open_tier(
@@ -44,10 +44,10 @@ def open_tier(
     engine_id: str,
     convert: Converting | None = None,
 ) -> TierClient | None:
-    """The tier that a setting names, for one worker: a new one for a model, or what is there.
+    """Open the configured tier for one worker; create it if it does not exist.
 
-    With `convert` it is that of engines with another cache dtype. None for a file that is
-    damaged or another model's: nothing is found in it, or kept.
+    With `convert`, the tier is shared with engines of another cache dtype. Return None if the
+    file is damaged or belongs to another model; the engine then runs without a tier.
     """
     if where == IN_MEMORY:
         made = _planned(model, memory, own)
@@ -59,7 +59,7 @@ def open_tier(
     except AtlasError as refusal:
         if refusal.code in _NOT_THERE:
             raise
-        log.error("nothing is kept or found again: %s", refusal)
+        log.error("tier disabled: %s", refusal)
         return None
     try:
         _check_stored(tier.plan, own, convert)
@@ -67,30 +67,30 @@ def open_tier(
         tier.close()
         if refusal.code not in _OTHERS:
             raise
-        log.error("nothing is kept or found again: %s is the tier of %s", where, tier.plan)
+        log.error("tier disabled: %s contains blocks of another plan: %s", where, tier.plan)
         return None
     return tier
 
 
 def _check_stored(stored: Plan, own: Plan, convert: Converting | None) -> None:
-    """Refuse blocks that an engine cannot read, or not without being told how."""
+    """Raise if the engine cannot read the tier's blocks with the given conversion."""
     same = fingerprint(stored) == fingerprint(own)
     if convert is None and not same:
-        raise AtlasError(Code.UNLIKE_MODELS, got=f"{stored}", hint="Name another file")
+        raise AtlasError(Code.UNLIKE_MODELS, got=f"{stored}", hint="Set tier to another file")
     if convert is None:
         return
     if same:
         raise AtlasError(
             Code.BAD_CONVERSION,
-            "The file has this engine's own cache dtype",
+            "The tier already stores this engine's cache dtype, so there is nothing to convert",
             got=convert.name,
-            hint="Leave convert out of kv_connector_extra_config",
+            hint="Remove convert from kv_connector_extra_config",
         )
     TierRoutes(stored).to(own, convert)
 
 
 def _planned(model: Model, memory: str, own: Plan) -> Plan:
-    """The plan of a new tier for a model."""
+    """Plan a new tier for a model."""
     about: dict[str, Any] = {
         "memory": memory,
         "layout": "BLHNC",
@@ -101,19 +101,19 @@ def _planned(model: Model, memory: str, own: Plan) -> Plan:
 
 
 def find_tier(where: str, engine_id: str) -> TierClient | None:
-    """The tier that an engine's workers have opened, for its scheduler; None where none has."""
+    """Connect the scheduler to the tier that the workers opened; None if there is none."""
     at = memory_socket(engine_id) if where == IN_MEMORY else socket_beside(Path(where))
     try:
         tier = TierClient(at, seconds=_ASK_SECONDS, patience=_ASK_SECONDS)
     except AtlasError as refusal:
-        log.error("nothing is kept or found again: %s", refusal)
+        log.error("tier disabled: %s", refusal)
         return None
-    tier.patience = 0.0  # from here on a tier that is gone is a miss at once
+    tier.patience = 0.0  # from now on, an unreachable tier is an immediate miss
     return tier
 
 
 def memory_socket(engine_id: str) -> Path:
-    """Where the tier in memory of an engine is found by its own processes."""
+    """Return the socket path at which an engine's processes reach its tier in memory."""
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     name = blake2b(engine_id.encode(), digest_size=12).hexdigest()
     return folder / f"kvatlas-{os.geteuid()}-{name}.sock"

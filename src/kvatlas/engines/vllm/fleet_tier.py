@@ -1,7 +1,7 @@
-"""The store that an engine's setting names: every worker is a client of it, and the scheduler.
+"""Open a tier in a store for an engine's workers and its scheduler, all of which are clients.
 
-Workers know what the model keeps, and so what a row is like; they tell the scheduler, which
-only asks what there is. A store that cannot be reached at the start is not used.
+The workers derive the format of rows from the model's layers and send it to the scheduler, which
+only looks up keys. If the store cannot be reached at startup, the engine runs without it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ _UNREACHABLE = (Code.WIRE_FAILED, Code.UNREADABLE, Code.DEADLINE)
 def open_fleet_tier(
     settings: ConnectorSettings, own: Plan, identity: bytes, convert: Converting | None = None
 ) -> StoreTier | None:
-    """The tier in the store that settings name, for one worker of an engine of this plan.
+    """Open the tier in the configured store for one worker; None if it cannot be reached.
 
-    With `convert` rows of engines with another cache dtype are found as well.
+    With `convert`, lookups also find rows of engines with another cache dtype.
     """
     if own.pp > 1 and settings.tier_options.stages % own.pp:
-        log.error("requests are read from the store and not kept: set stages in tier_options")
+        log.error(
+            "requests are read from the store but not stored: set stages in tier_options to a "
+            "multiple of the pipeline stages"
+        )
     about = {"max_len": own.max_len, "convert": convert}
     options = about | msgspec.structs.asdict(settings.tier_options)
     try:
@@ -44,9 +47,9 @@ def open_fleet_tier(
 
 
 def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -> StoreTier | None:
-    """The same for the scheduler, which moves no rows; `rows` is the plan that workers have."""
+    """Open the tier for the scheduler, for lookups only; `rows` is the plan from the workers."""
     where, options = settings.tier or "", settings.tier_options
-    # Memory for the store is given by workers alone.
+    # Only workers contribute memory to the store.
     none: dict[str, Any] = {"segment": 0} if where.startswith("mooncake:") else {}
     with ExitStack() as on_failure:
         try:
@@ -72,10 +75,10 @@ def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -
 
 
 def _check_unreachable(refusal: AtlasError) -> None:
-    """Go on without a store that cannot be reached; refuse what is wrong with the settings."""
+    """Log an error that means an unreachable store; raise any other error."""
     if refusal.code not in _UNREACHABLE:
         raise refusal
-    log.error("nothing is kept or found again: %s", refusal)
+    log.error("tier disabled: %s", refusal)
 
 
 def _whose(settings: ConnectorSettings, identity: bytes) -> CacheIdentity:

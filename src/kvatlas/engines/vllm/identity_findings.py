@@ -1,4 +1,4 @@
-"""Whether two engines serve the same weights and config, as far as their arguments show it."""
+"""Compare the weights and configs of two engines, as far as their arguments allow."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvatlas.models import config_identity, weights_identity
 from kvatlas.specs import LatentAttention
 
 _SHOWN = 8
-"""Characters of a digest that are shown."""
+"""Displayed characters of a digest."""
 
 
 @dataclass(frozen=True)
 class _Served:
-    """What is known of an engine's weights and config."""
+    """The known identities of an engine's weights and config."""
 
     weights: str | None
-    """None if they are not on this host."""
+    """None if the weights are not on this host."""
     config: str | None
     changes: str
     """A digest of the arguments that change the config."""
@@ -31,7 +31,7 @@ class _Served:
 
 
 def weights_finding(ends: Ends) -> Finding | None:
-    """Compare what both engines serve; None if the arguments of one are unknown."""
+    """Compare the weights of both engines; None if the arguments of one are unknown."""
     if any(end.arguments is None for end in ends):
         return None
     unnamed = [end for end in ends if _makes_up_weights(end)]
@@ -42,19 +42,21 @@ def weights_finding(ends: Ends) -> Finding | None:
     shown = (one.shown, other.shown)
     why = _difference(one, other)
     if why and all(end.settings and not end.settings.check_identity for end in ends):
-        return beside("weights", shown, "look", f"{why}, which check_identity false accepts")
+        return beside(
+            "weights", shown, "look", f"{why}; both accept that (check_identity is false)"
+        )
     if why:
         return beside("weights", shown, "no", why)
     if one.weights is None or other.weights is None:
         if one.shown == other.shown:
-            return beside("weights", shown, why="one name, whose files are not on this host")
-        why = "cannot be compared here: the engines refuse each other if they differ"
+            return beside("weights", shown, why="the same name; the files are not on this host")
+        why = "cannot be compared on this host; the engines reject each other if they differ"
         return beside("weights", shown, "look", why)
     return beside("weights", shown, why="the same")
 
 
 def latent_on_cpu_finding(ends: Ends) -> Finding | None:
-    """Report engines that keep latents (MLA) on a CPU."""
+    """Report engines that use MLA on a CPU."""
     wrong = [_on_cpu(end) and _keeps_latents(end) for end in ends]
     if not any(wrong):
         return None
@@ -62,7 +64,7 @@ def latent_on_cpu_finding(ends: Ends) -> Finding | None:
 
 
 def _difference(one: _Served, other: _Served) -> str:
-    """Describe what is known to be different; empty if nothing is."""
+    """Describe a known difference; empty if there is none."""
     if one.weights and other.weights and one.weights != other.weights:
         return "the weights differ"
     if one.config and other.config:
@@ -103,7 +105,7 @@ def _config(folder: Path, overrides: Mapping[str, Any], quantization: str | None
 
 
 def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply `hf_overrides`, which reach into nested configs as vLLM's do."""
+    """Apply `hf_overrides` to a config, recursively as in vLLM."""
     merged = dict(config)
     for key, value in overrides.items():
         old = merged.get(key)
@@ -114,7 +116,7 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _makes_up_weights(end: EngineEnd) -> bool:
-    """Whether an engine would not start: it reads no weights, and its settings name none."""
+    """Whether an engine has dummy weights without a required `weights_identity`."""
     if end.arguments is None or end.settings is None:
         return False
     unnamed = end.settings.weights_identity is None and end.settings.check_identity

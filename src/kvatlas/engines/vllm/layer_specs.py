@@ -1,11 +1,11 @@
-"""vLLM's cache specs as kvatlas's: what each layer keeps, of the whole model.
+"""Convert vLLM's cache specs of one rank to kvatlas specs of the whole model's layers.
 
-vLLM's specs say what one rank holds, kvatlas's what the model's layer is. Dense attention
-follows from the spec and the number of ranks. What a spec does not say (the sections of a
-convolution, the rotary part of a latent) comes from the model's config, and is held against
-the bytes of vLLM's spec: where they differ, the layer is refused.
+The spec of a dense attention layer follows from vLLM's spec and the number of ranks. vLLM's specs
+lack some details, such as the sections of a convolution and the rotary part of a latent. These
+come from the model's config and are checked against the sizes in vLLM's spec; a mismatch raises an
+error.
 
-Classes of vLLM are known by their names, so that nothing is imported from it.
+vLLM's classes are matched by name, so that this module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvatlas.specs import (
 )
 
 _PACKINGS: dict[str, Packing] = {"CPU_ATTN": "transposed", "ROCM_ATTN": "tiled_planes"}
-"""Backends that keep K and V elsewhere than one behind the other in each cell."""
+"""Backends that do not store `k | v` in each cell, with their packing."""
 
 _KEEPS_ALL = ("FullAttentionSpec",)
 _UNKNOWN = ("RSWASpec", "CircularBufferSpec", "HiddenStateCacheSpec", "CrossAttentionSpec")
@@ -40,25 +40,25 @@ _CPU_DTYPES = ("fp32", "fp16")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What of a running engine's config its layers' specs depend on."""
+    """The parts of a running engine's config that determine the specs of its layers."""
 
     name: str
     architecture: str
     dtype: str
     cache: str
-    """The cache dtype as vLLM was asked for it: `auto`, `fp8`, ..."""
+    """The cache dtype as given to vLLM: `auto`, `fp8`, ..."""
     tp: int
     kv_heads: int
-    """Key and value heads of the whole model, where all layers have as many."""
+    """KV heads of the whole model, if all layers have the same number."""
     max_len: int
     depth: int
     query_heads: int
     layers: Mapping[str, Layer] = field(default_factory=dict)
-    """The layers as kvatlas reads them from the model's config; those that it knows."""
+    """The layers that kvatlas reads from the model's config; empty for an unknown model."""
 
     @classmethod
     def of(cls, vllm_config: Any) -> ServedModel:
-        """The model that an engine serves."""
+        """Read the served model from a `VllmConfig`."""
         served, parallel = vllm_config.model_config, vllm_config.parallel_config
         dtype, cache = dtype_name(served.dtype), str(vllm_config.cache_config.cache_dtype)
         return cls(
@@ -76,7 +76,7 @@ class ServedModel:
 
 
 def dtype_name(dtype: Any) -> str:
-    """A torch dtype by kvatlas's name for it.
+    """Return kvatlas's name of a torch dtype.
 
     >>> dtype_name("torch.float32")
     'fp32'
@@ -91,10 +91,11 @@ def layer_spec(
     backend: str | None,
     seen: Visibility | None = None,
 ) -> AnySpec:
-    """What a layer keeps, from vLLM's spec of it, the backend that reads it, and what it sees.
+    """Return a layer's spec from vLLM's spec, the attention backend and the layer's visibility.
 
-    Where all tokens are kept, vLLM's spec is that of a whole group, and says its windows of
-    all layers: what one of them really sees comes from its module, or from the model's config.
+    If a group keeps all tokens, vLLM merges the specs of its layers, and the merged spec applies
+    one window to all of them. The visibility of a single layer then comes from its module (`seen`)
+    or from the model's config.
     """
     kinds = {kind.__name__ for kind in type(spec).__mro__}
     if unknown := kinds & set(_UNKNOWN):
@@ -104,7 +105,9 @@ def layer_spec(
     if kinds & {"MLAAttentionSpec", "SlidingWindowMLASpec"}:
         return _latent(name, spec, model)
     if "AttentionSpec" not in kinds:
-        raise refused(name, f"a {type(spec).__name__}", "Upgrade kvatlas, or leave it out")
+        raise refused(
+            name, f"a {type(spec).__name__}", "Upgrade kvatlas, or serve the model without it"
+        )
     told = seen_by_group(spec)
     if told != Visibility() and keeps_all_tokens(spec):
         told = seen or _seen_by_layer(name, model)
@@ -112,7 +115,7 @@ def layer_spec(
 
 
 def seen_by_group(spec: Any) -> Visibility:
-    """The windows or chunks of a group, as vLLM's spec says them.
+    """Return the window or chunk in vLLM's spec of a group.
 
     >>> seen_by_group(type("SlidingWindowSpec", (), {"sliding_window": 64})()).window
     64
@@ -122,18 +125,18 @@ def seen_by_group(spec: Any) -> Visibility:
 
 
 def keeps_all_tokens(spec: Any) -> bool:
-    """Whether vLLM keeps all tokens of a layer, also where it sees a window alone."""
+    """Whether vLLM keeps all tokens of a layer, even if it attends to a window only."""
     return bool({kind.__name__ for kind in type(spec).__mro__} & set(_KEEPS_ALL))
 
 
 def refused(layer: str, got: str, hint: str, problem: str = "") -> AtlasError:
-    """A layer's cache that cannot be described."""
-    problem = problem or "vLLM keeps a layer's cache in a way that kvatlas does not know"
+    """Return the error for a layer whose cache cannot be described."""
+    problem = problem or "kvatlas does not support the cache format of a layer"
     return AtlasError(Code.ENGINE_REFUSES, problem, got=f"{got} for {layer}", hint=hint)
 
 
 def _read_layers(config: Any, dtype: str, cache: str) -> dict[str, Layer]:
-    """The layers of a model that kvatlas reads by itself; none of one that it does not know."""
+    """Read the layers from a model's config; empty for an unknown model."""
     try:
         model = Model.load(config, dtype=dtype)
         if cache != "auto":
@@ -144,10 +147,10 @@ def _read_layers(config: Any, dtype: str, cache: str) -> dict[str, Layer]:
 
 
 def _seen_by_layer(name: str, model: ServedModel) -> Visibility:
-    """What a layer sees, by the model's config."""
+    """Return a layer's visibility from the model's config."""
     if name not in model.layers:
-        got = f"windows of a group, of which {model.architecture}'s config does not say whose"
-        raise refused(name, got, "Turn the hybrid cache manager on")
+        got = f"a window of its group, and no window per layer for {model.architecture},"
+        raise refused(name, got, "Turn on the hybrid KV cache manager")
     return model.layers[name].spec.visibility
 
 
@@ -159,7 +162,7 @@ def _dense(
     backend: str | None,
     seen: Visibility,
 ) -> AnySpec:
-    """Attention with K and V: full, or of which a window or a chunk is seen."""
+    """Return the spec of full, sliding-window, chunked or sink attention."""
     cache = _cache(name, spec, model)
     packing = _packing(name, spec, cache, model, backend)
     about: dict[str, Any] = {
@@ -180,18 +183,18 @@ def _dense(
 
 
 def _heads(name: str, local: int, model: ServedModel) -> int:
-    """Key and value heads of the whole model: a rank that holds one may hold a replica."""
+    """Return the KV heads of the whole model; a single head on a rank may be a replica."""
     if local > 1 or model.tp == 1:
         return local * model.tp
     known = getattr(getattr(model.layers.get(name), "spec", None), "heads", None)
     for heads in (known, model.kv_heads):
         if heads and max(1, heads // model.tp) == local:
             return int(heads)
-    raise refused(name, f"{local} kv heads a rank at tp {model.tp}", "Use another tp")
+    raise refused(name, f"{local} KV heads per rank at tp {model.tp}", "Use another tp")
 
 
 def _cache(name: str, spec: Any, model: ServedModel) -> str:
-    """The cache dtype; with one scale for the tensor, both ends read it from the checkpoint."""
+    """Return the cache dtype; both engines read per-tensor scales from the checkpoint."""
     mode = spec.kv_quant_mode.name.lower()
     if mode == "none":
         return "auto"
@@ -205,13 +208,13 @@ def _cache(name: str, spec: Any, model: ServedModel) -> str:
 def _packing(
     name: str, spec: Any, cache: str, model: ServedModel, backend: str | None
 ) -> Packing | None:
-    """Where K and V sit in a page: what the backend does, or what the numbers of cells say."""
+    """Return how a page stores K and V, from the backend or from the number of head slots."""
     if backend == "CPU_ATTN" and dtype_name(spec.dtype) not in _CPU_DTYPES:
-        # bf16 and fp8 keys are tiled by the processor's own instructions.
+        # The CPU backend tiles bf16 and fp8 keys for the instruction set of the processor.
         hint = "Serve it with dtype float32 or float16"
         raise refused(name, f"{dtype_name(spec.dtype)} with {backend}", hint)
     if backend == "CPU_ATTN" and spec.head_size % 32:
-        raise refused(name, f"heads of {spec.head_size} with {backend}", "Use a GPU backend")
+        raise refused(name, f"head size {spec.head_size} with {backend}", "Use a GPU backend")
     if backend in _PACKINGS:
         return _PACKINGS[backend]
     slots, heads = spec.num_head_slots, spec.num_kv_heads
@@ -221,29 +224,31 @@ def _packing(
         return "head_groups"
     if slots == 2:
         return "planes"
-    raise refused(name, f"{slots} head slots of {heads} heads at tp {model.tp}", "Upgrade kvatlas")
+    raise refused(name, f"{slots} head slots and {heads} heads at tp {model.tp}", "Upgrade kvatlas")
 
 
 def _latent(name: str, spec: Any, model: ServedModel) -> AnySpec:
-    """Latent attention or an indexer, as the model's config says, in as many bytes as vLLM's."""
+    """Return the config's spec of latent attention or an indexer, if its size matches vLLM's."""
     known = _known(name, model)
     page = known.page(spec.block_size, tp=model.tp)
     ours = (page.heads, page.states, page.content, page.nbytes)
     padded = spec.page_size_padded or page.nbytes
     theirs = (spec.num_heads, spec.num_states, spec.state_content_size_bytes, padded)
     if ours[:3] != theirs[:3] or page.nbytes > padded:
-        got = f"H, N, C and bytes of {theirs} where the config says {ours}"
+        got = f"H, N, C and bytes {theirs}, expected {ours} from the config,"
         raise refused(name, got, "Check the cache dtype, or upgrade kvatlas")
     return known
 
 
 def _recurrent(name: str, spec: Any, model: ServedModel) -> AnySpec:
-    """A recurrent layer, as the model's config says, with the shapes and dtypes of vLLM's."""
+    """Return the config's spec of a recurrent layer, with vLLM's shapes and dtypes."""
     known = _known(name, model)
     if not isinstance(known, Recurrent):
-        raise refused(name, f"states where the config has {type(known).__name__}", "Upgrade")
+        raise refused(
+            name, f"recurrent states, expected {type(known).__name__},", "Upgrade kvatlas"
+        )
     if spec.tp_replicated and model.tp > 1:
-        raise refused(name, f"states that tp {model.tp} replicates", "Use tp 1")
+        raise refused(name, f"states replicated at tp {model.tp}", "Use tp 1")
     shapes = [tuple(shape) for shape in spec.shapes]
     for candidate in _candidates(known, [dtype_name(dtype) for dtype in spec.dtypes]):
         page: Page = candidate.page(1, tp=model.tp)
@@ -251,11 +256,11 @@ def _recurrent(name: str, spec: Any, model: ServedModel) -> AnySpec:
             found: AnySpec = candidate
             return found
     ours = [tuple(axis.size for axis in f.axes) for f in known.page(1, tp=model.tp).fields]
-    raise refused(name, f"states of {shapes} where the config says {ours}", "Upgrade kvatlas")
+    raise refused(name, f"state shapes {shapes}, expected {ours},", "Upgrade kvatlas")
 
 
 def _candidates(known: Any, dtypes: list[str]) -> Iterator[Any]:
-    """The spec in these dtypes, with its convolution either way round and further taps."""
+    """Yield the spec with these dtypes, in both convolution orders and with extra taps."""
     states = [state.name for state in known.layer_states()]
     if len(states) != len(dtypes):
         return
@@ -272,6 +277,8 @@ def _candidates(known: Any, dtypes: list[str]) -> Iterator[Any]:
 
 def _known(name: str, model: ServedModel) -> AnySpec:
     if name not in model.layers:
-        got = f"{model.architecture}, whose config does not say what it keeps"
-        raise refused(name, got, "Ask for the model to be read by kvatlas.models")
+        got = f"architecture {model.architecture}, which kvatlas cannot read,"
+        raise refused(
+            name, got, "Request support for the model, or serve it without this connector"
+        )
     return model.layers[name].spec

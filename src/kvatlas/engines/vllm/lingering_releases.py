@@ -1,4 +1,4 @@
-"""Releases of other engines' offers that wait a moment, because a late reader may arrive."""
+"""Delayed releases of other engines' offers, because a late reader may still arrive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvatlas.engines.vllm.orders import RemoteRequest
 
 
 class LingeringReleases:
-    """Calls `release` with an offer some seconds after it has lost its last reader.
+    """Call `release` with an offer a fixed time after its last reader is gone.
 
     >>> released: list[RemoteRequest] = []
     >>> waiting = LingeringReleases(released.append, seconds=60.0)
@@ -26,7 +26,7 @@ class LingeringReleases:
         self._lock = threading.Lock()
 
     def add(self, offer: RemoteRequest) -> None:
-        """Release an offer in some seconds, unless it is cancelled before."""
+        """Release an offer after the delay, unless it is cancelled before."""
         timer = threading.Timer(self._seconds, self._fire)
         timer.args, timer.daemon = (offer, timer), True
         self.cancel(offer.request)

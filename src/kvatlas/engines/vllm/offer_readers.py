@@ -1,7 +1,7 @@
-"""The local requests that may still read an offer of another engine.
+"""Track the local requests that may still read an offer of another engine.
 
-With `n` > 1 vLLM makes several requests of one, with the same `kv_transfer_params`. They reach
-the scheduler at different steps, and none of them contains `n`. The offer is released when the
+With `n` > 1, vLLM splits a request into siblings with the same `kv_transfer_params`. They reach
+the scheduler at different steps, and none of them records `n`. The offer is released when the
 last known reader is done with it.
 """
 
@@ -26,7 +26,7 @@ def parent_of(request_id: str) -> str | None:
 
 
 class OfferReaders:
-    """Which local requests may still read which offer.
+    """The offers of other engines and their local readers.
 
     >>> offer = RemoteRequest(version=1, request="p", tokens=9, endpoints=("tcp://h:1",))
     >>> readers = OfferReaders()

@@ -1,7 +1,8 @@
-"""What the scheduler's side of the connector tells the workers', and what engines tell each other.
+"""Orders from the scheduler to the workers, and the messages between engines.
 
-Engines speak through `kv_transfer_params`, which proxies pass on as they are: a prefill
-engine's answer names the request, how many tokens of it there are, and where its ranks are.
+Engines communicate through `kv_transfer_params`, which proxies forward unchanged. The response of
+a prefill engine contains the name of the request, its number of tokens and the endpoints of the
+engine's ranks.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.chained_keys import BlockKeys
 
 VERSION = 1
-"""Of the parameters; an engine that reads others computes the request itself."""
+"""Version of the parameters; an engine that supports another version computes the request."""
 
 _ENDPOINT = re.compile(r"tcp://[^\s/]{1,255}:\d{1,5}")
 Endpoint = Annotated[str, Meta(max_length=300)]
 
 
 class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request that a prefill engine has finished, as decode engines are told of it."""
+    """A request that a prefill engine has finished and offers to decode engines."""
 
     version: int
     request: Annotated[str, Meta(min_length=1, max_length=256)]
     tokens: Annotated[int, Meta(ge=0, le=1 << 40)]
     endpoints: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=4096)]
-    """Of all ranks, in their order."""
+    """Endpoints of all ranks, in rank order."""
     windows: Annotated[tuple[int, ...], Meta(max_length=256)] = ()
-    """Windows and chunks of which only the last tokens are kept."""
+    """Sizes of windows and chunks of which the engine keeps only the last tokens."""
     prompt: Annotated[str, Meta(max_length=64)] = ""
     """A digest of the tokens, adapter, salt and media that K and V depend on."""
 
     def params(self, engine_id: str, block_ids: Any = ()) -> dict[str, Any]:
-        """The `kv_transfer_params` of a response.
+        """Return the `kv_transfer_params` of a response.
 
-        Block ids are there for proxies that look at what vLLM's own connector answers; no
+        Block ids are included for proxies that expect the parameters of vLLM's own connector. No
         engine reads them.
         """
         return {
@@ -56,25 +57,26 @@ class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @classmethod
     def read(cls, params: dict[str, Any]) -> RemoteRequest:
-        """The request that a client's `kv_transfer_params` name, or a refusal.
+        """Parse the `kv_transfer_params` of a client's request.
 
-        >>> told = RemoteRequest(version=1, request="r", tokens=9, endpoints=("tcp://h:1",))
-        >>> RemoteRequest.read(told.params("engine")) == told
+        >>> offer = RemoteRequest(version=1, request="r", tokens=9, endpoints=("tcp://h:1",))
+        >>> RemoteRequest.read(offer.params("engine")) == offer
         True
         >>> RemoteRequest.read({"do_remote_prefill": True, "remote_block_ids": [1]})
         Traceback (most recent call last):
-        kvatlas.errors.AtlasError: kv_transfer_params do not name a request of another engine. \
-Got no word of kvatlas. Run KVAtlasConnector at both ends, and pass its parameters on. [bad_config]
+        kvatlas.errors.AtlasError: kv_transfer_params do not identify a request of another engine. \
+Got no key 'kvatlas'. Run KVAtlasConnector in both engines, and forward its parameters unchanged. \
+[bad_config]
         """
         said = params.get("kvatlas")
         if said is None:
-            raise _bad_params("no word of kvatlas")
+            raise _bad_params("no key 'kvatlas'")
         try:
             told = msgspec.convert(said, cls)
         except msgspec.ValidationError as wrong:
             raise _bad_params(str(wrong)) from None
         if told.version != VERSION:
-            raise _bad_params(f"version {told.version} where this engine reads {VERSION}")
+            raise _bad_params(f"version {told.version}, expected {VERSION}")
         for endpoint in told.endpoints:
             if not _ENDPOINT.fullmatch(endpoint):
                 raise _bad_params(f"endpoint {endpoint!r}")
@@ -82,9 +84,10 @@ Got no word of kvatlas. Run KVAtlasConnector at both ends, and pass its paramete
 
 
 def prompt_digest(prompt: Sequence[int] | None, tokens: int, context: bytes = b"") -> str:
-    """Return a digest of the first tokens of a prompt, and of what else K and V depend on.
+    """Return a digest of a prompt's first tokens and of the request's context.
 
-    `context` is empty for a request without adapter, salt, media and embeddings.
+    `context` comes from `request_context`. It is empty for a request without adapter, salt, media
+    and embeddings.
 
     >>> prompt_digest([1, 2, 3], 2) == prompt_digest([1, 2, 9, 9], 2)
     True
@@ -98,19 +101,19 @@ def prompt_digest(prompt: Sequence[int] | None, tokens: int, context: bytes = b"
 def _bad_params(got: str) -> AtlasError:
     return AtlasError(
         Code.BAD_CONFIG,
-        "kv_transfer_params do not name a request of another engine",
+        "kv_transfer_params do not identify a request of another engine",
         got=got,
-        hint="Run KVAtlasConnector at both ends, and pass its parameters on",
+        hint="Run KVAtlasConnector in both engines, and forward its parameters unchanged",
     )
 
 
 Tables = tuple[tuple[int, ...], ...]
-"""Block ids by group; -1 for entries that hold nothing."""
+"""Block ids by group; -1 for entries without a block."""
 
 
 @dataclass(frozen=True)
 class PullOrder:
-    """Read tokens start .. stop - 1 of another engine's request into these blocks."""
+    """Read tokens start .. stop - 1 of another engine's request into local blocks."""
 
     request_id: str
     remote: RemoteRequest
@@ -118,7 +121,7 @@ class PullOrder:
     start: int
     stop: int
     final: bool = True
-    """Whether this is the last read of the offer, which it then releases."""
+    """Whether this is the last read of the offer; it then releases the offer."""
 
 
 @dataclass(frozen=True)
@@ -127,20 +130,20 @@ class OfferOrder:
 
     request_id: str
     name: str
-    """What peers call it: never used twice, whatever requests are called."""
+    """The name of the offer for peers; unique even if request ids repeat."""
     tables: Tables
     tokens: int
 
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """Read tokens start .. stop - 1 of a request from the tier into these blocks."""
+    """Read tokens start .. stop - 1 of a request from the tier into local blocks."""
 
     request_id: str
     pin: bytes
-    """What the scheduler has pinned, by the name under which others join it; empty in a store."""
+    """The name of the scheduler's pin, which workers join; empty for a store."""
     keys: BlockKeys
-    """The same by its keys: whoever serves the tier next knows no pins."""
+    """The keys of the same blocks: if the tier's server restarts, its pins are lost."""
     tables: Tables
     start: int
     stop: int
@@ -148,7 +151,7 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class StoreOrder:
-    """Keep tokens start .. stop - 1 of a finished request in the tier; its blocks wait for it."""
+    """Store tokens start .. stop - 1 of a finished request in the tier, then free its blocks."""
 
     request_id: str
     keys: BlockKeys
@@ -159,17 +162,17 @@ class StoreOrder:
 
 @dataclass
 class StepOrders:
-    """What a worker has to do after one step."""
+    """The orders for a worker in one step."""
 
     pulls: list[PullOrder] = field(default_factory=list)
     offers: list[OfferOrder] = field(default_factory=list)
     let_go: list[RemoteRequest] = field(default_factory=list)
-    """Requests of other engines that are not going to be read."""
+    """Offers of other engines to release now, because no local request reads them."""
     release_soon: list[RemoteRequest] = field(default_factory=list)
-    """Offers without a known reader; a sibling of the last reader may still arrive."""
+    """Offers to release after a delay: a sibling of the last reader may still arrive."""
     keep: list[str] = field(default_factory=list)
     """Names of offers that have a reader again."""
     cancelled: list[str] = field(default_factory=list)
-    """Requests of this engine that were aborted while they were being read."""
+    """Requests of this engine that were aborted while being read."""
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What two engines keep, one beside the other: model, dtypes, topology, order, groups."""
+"""Compare the plans of two engines: model, dtypes, topology, layout and groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvatlas.specs import Visibility
 
 
 def plan_findings(ends: Ends, tokens: int) -> tuple[list[Finding], Check | None]:
-    """What is found of both plans, and what moves between them where anything can."""
+    """Return findings about both plans, and the transfer between them if it is possible."""
     for name, end in zip(("prefill", "decode"), ends, strict=True):
         if end.refusal is not None:
             refusal = end.refusal
@@ -42,13 +42,13 @@ def _model(src: Plan, dst: Plan, moves: Check, unlike: str) -> Finding:
     if unlike:
         return beside("model", prints, "no", unlike)
     if src.model != dst.model:
-        why = "layers are alike under two names: make sure that the weights are the same"
+        why = "the layers are the same, but the names differ: make sure the weights are the same"
         return beside("model", prints, "look", why)
     return beside("model", prints)
 
 
 def dtypes_of(plan: Plan) -> str:
-    """What attention and states are kept in."""
+    """Return the cache dtypes of a plan's layers, as text."""
     found: dict[str, None] = {}
     for region in plan.regions:
         for layer in region.layers:
@@ -63,9 +63,11 @@ def dtypes_of(plan: Plan) -> str:
 def _topology(src: Plan, dst: Plan) -> Finding:
     said = [", ".join(f"{name} {n}" for name, n in _sizes(plan)) for plan in (src, dst)]
     if src.dcp > 1 or dst.dcp > 1:
-        why = "the connector does not know context parallelism"
+        why = "the connector does not support context parallelism"
         return beside("ranks", said, "no", why)
-    why = "" if (src.tp, src.pp) == (dst.tp, dst.pp) else "heads and layers are cut anew"
+    why = (
+        "" if (src.tp, src.pp) == (dst.tp, dst.pp) else "heads and layers are resharded in transit"
+    )
     return beside("ranks", said, why=why)
 
 
@@ -74,7 +76,7 @@ def _sizes(plan: Plan) -> list[tuple[str, int]]:
 
 
 def _turned(src: str, dst: str) -> str:
-    return "" if src == dst else "bytes are put in the other order on their way"
+    return "" if src == dst else "the layout is converted in transit"
 
 
 def _groups(plan: Plan) -> str:
@@ -85,22 +87,22 @@ def _groups(plan: Plan) -> str:
 
 
 def _partial(src: Plan, dst: Plan) -> list[Finding]:
-    """Windows and recurrent states, of which only the last is kept."""
+    """Report sliding windows and recurrent states, of which only the latest is kept."""
     findings = []
     windows = [windows_of(plan) for plan in (src, dst)]
     if any(windows):
-        why = "the prompt is prefilled one token short, and decode computes it"
+        why = "prefill omits the last token of the prompt, and decode computes it"
         findings.append(beside("windows", (w or "all tokens" for w in windows), why=why))
     states = [sum(group.kind == "recurrent" for group in plan.groups) for plan in (src, dst)]
     if any(states):
         said = [f"{n} group{'s' * (n != 1)}" if n else "none" for n in states]
-        why = "the state after the last token but one moves"
+        why = "the state before the last token of the prompt moves"
         findings.append(beside("recurrent states", said, why=why))
     return findings
 
 
 def windows_of(plan: Plan) -> str:
-    """The windows of its groups, in words; empty where there are none."""
+    """Return the windows of a plan's groups, as text; empty if there are none."""
     seen = {window for group in plan.groups if (window := _window(group))}
     return ", ".join(f"{window:,}" for window in sorted(seen))
 
@@ -114,5 +116,7 @@ def _window(group: Group) -> int | None:
 def _lengths(src: Plan, dst: Plan) -> Finding:
     said = [f"{plan.max_len:,} tokens" for plan in (src, dst)]
     if src.max_len > dst.max_len:
-        return beside("longest request", said, "look", "decode refuses the longest prompts")
+        return beside(
+            "longest request", said, "look", "the decode engine rejects the longest prompts"
+        )
     return beside("longest request", said)

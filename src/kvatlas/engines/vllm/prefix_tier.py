@@ -1,9 +1,9 @@
-"""`PrefixTier`: what a tier has of requests, by their tokens, as an engine's scheduler sees it.
+"""`PrefixTier`: the scheduler's lookup of prefixes in a tier, by their tokens.
 
-The scheduler asks, beside its own thread, and pins what there is: verified before it hears
-of it, so that a damaged block is a miss, and not a request that fails. Workers then fetch
-what is pinned, by its name. A store pins nothing: there workers look for the same keys. A tier
-that is gone, or slow, is a miss.
+Lookups run in background threads. They pin and verify the blocks that they find, so that a
+damaged block is a miss instead of a failed request. Workers then fetch the pinned blocks by the
+name of the pin. A store has no pins; there, workers look up the same keys again. An unreachable
+or slow tier counts as a miss.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ from kvatlas.tier.store_hit import StoreHit
 log = logging.getLogger("kvatlas.vllm")
 
 _ASKING = 4
-"""Requests that are looked up at once."""
+"""Concurrent lookups."""
 _SOON = 0.005
-"""Seconds that the scheduler waits for an answer which it can do without."""
+"""Seconds that the scheduler waits for an optional answer."""
 _HURRIED = 1.0
-"""Seconds for which it waits for none, once one was late."""
+"""Seconds after a late answer in which the scheduler does not wait for optional answers."""
 _ASK_AGAIN = 5.0
-"""Seconds after which the tier is asked whether it still has what listeners were told of."""
+"""Seconds between checks whether the tier still stores the published blocks."""
 _NEWS = 1 << 16
-"""Events that wait to be taken."""
+"""Maximum number of queued events."""
 
 
 @dataclass
 class FoundPrefix:
-    """What a tier has of a request, pinned until it is let go."""
+    """A prefix found in a tier, pinned until `let_go`."""
 
     hit: Hit | StoreHit
     keys: BlockKeys
-    """The keys under which it was found."""
+    """The keys of the prefix's blocks."""
     _pinned: ExitStack
 
     @property
     def tokens(self) -> int:
-        """How many of the request's first tokens."""
+        """The number of tokens in the prefix."""
         return self.hit.tokens
 
     @property
     def pin(self) -> bytes:
-        """The name by which workers join the pin; empty where nothing is pinned."""
+        """The name of the pin, which workers join; empty for a store."""
         return self.hit.name if isinstance(self.hit, Hit) else b""
 
     def let_go(self) -> None:
-        """Unpin it; a second call does nothing."""
+        """Unpin the prefix; a second call does nothing."""
         self._pinned.close()
 
 
 class PrefixTier:
-    """Prefixes of requests in a tier, found by their tokens."""
+    """Find the prefixes of requests in a tier by their tokens."""
 
     def __init__(
         self,
@@ -74,9 +74,10 @@ class PrefixTier:
         *,
         events_from: str | None = None,
     ) -> None:
-        """`identity` is that of the model and its weights, `max_len` the engine's.
+        """Set up lookups for one model and its weights, which `identity` identifies.
 
-        Where `events_from` names a medium, what is there is told as events.
+        `max_len` is the engine's longest request. If `events_from` names a medium, `take_events`
+        reports the tier's blocks under that medium.
         """
         self._tier, self._finder = tier, PrefixFinder(tier, identity)
         self.recurrent, self.partial = self._finder.recurrent, self._finder.partial
@@ -85,9 +86,9 @@ class PrefixTier:
             for region in tier.plan.regions
             for layer in region.layers
         )
-        """Whether the tier has every token of layers that see a window."""
+        """Whether the tier stores all tokens of sliding-window layers."""
         self.has_windows = any(group.visibility != Visibility() for group in tier.plan.groups)
-        """Whether it has windows alone of such layers."""
+        """Whether the tier stores only the windows of some layers."""
         self.longest = min(max_len, tier.plan.max_len)
         self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="kvatlas-ask")
         self._hurried_until = 0.0
@@ -97,47 +98,47 @@ class PrefixTier:
         self._tell_at = 0.0
 
     def chain(self, tokens: Any, salt: str | None) -> PrefixChain:
-        """The keys of a request's tokens."""
-        # A client chooses the salt: what JSON can say, half a surrogate pair too, is one.
+        """Return the chained keys of a request's tokens."""
+        # A client chooses the salt, and JSON allows half of a surrogate pair.
         said = (salt or "").encode("utf-8", "surrogatepass")
         return self._finder.chain(tokens[: self.longest], said)
 
     def find(self, chain: PrefixChain) -> Future[FoundPrefix | None]:
-        """What there is of a request, once that is known; it may be by now."""
+        """Look up and pin the longest stored prefix of a request, in the background."""
         asked = self._asking.submit(self._pin, self._finder, chain)
         self._is_soon(asked)
         return asked
 
     def stored(self, chain: PrefixChain, tokens: int) -> int:
-        """How many of a request's first tokens need not be stored any more; 0 in doubt."""
-        # What is converted as it is read is not there in this engine's own dtype.
+        """Return how many leading tokens the tier already stores; 0 if the answer is late."""
+        # Rows that are converted on read are not stored in this engine's dtype.
         tier = self._tier
         match = partial(tier.match, convert=False) if isinstance(tier, StoreTier) else tier.match
         asked = self._asking.submit(match, chain.keys(tokens), tokens)
         return asked.result() if self._is_soon(asked) else 0
 
     def whole_blocks(self, tokens: int) -> int:
-        """The tokens of a request that are worth storing: whole blocks, or all of them."""
+        """Return how many leading tokens to store: whole blocks, or all tokens."""
         return self._finder.whole_blocks(min(tokens, self.longest))
 
     def let_go(self, found: FoundPrefix) -> None:
-        """Unpin what was found, beside the caller's thread."""
-        with suppress(RuntimeError):  # closed: with the session all pins go
+        """Unpin a prefix in the background."""
+        with suppress(RuntimeError):  # closed: the session's pins are released with it
             self._asking.submit(found.let_go)
 
     @property
     def tells(self) -> bool:
-        """Whether somebody listens to events."""
+        """Whether events are enabled."""
         return self._events is not None
 
     def note(self, chain: PrefixChain, tokens: int) -> None:
-        """A request's first tokens were stored: listeners are told, once they can be found."""
+        """Publish a stored prefix, once the tier can find it."""
         if self._events is not None:
             self._events.note(chain, tokens)
             self._tell_at = 0.0
 
     def take_events(self) -> list[BlockEvent]:
-        """What can be found since the last call, and what no more; the tier is asked beside it."""
+        """Return events since the last call, and start the next check in the background."""
         ready = self._telling is None or self._telling.done()
         if self._events is not None and ready and time.monotonic() >= self._tell_at:
             self._tell_at = time.monotonic() + _ASK_AGAIN
@@ -146,32 +147,35 @@ class PrefixTier:
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def forget_all(self) -> None:
-        """Find nothing of what there is any more, neither now nor after a restart.
+        """Invalidate all stored prefixes, also after a restart.
 
-        From here on nobody knows which weights there are, so what comes is found by this
-        engine alone.
+        The new weights have no known identity. Prefixes stored from now on use a random one, so
+        that only this engine finds them.
         """
         self._finder = PrefixFinder(self._tier, secrets.token_bytes(32))
         self._begin_events()
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of the tier."""
+        """Wait for running lookups, and close the tier."""
         self._asking.shutdown(wait=True, cancel_futures=True)
         if isinstance(self._tier, StoreTier):
-            log.info("misses of the store by reason: %s", dict(self._tier.misses))
+            log.info("store misses by reason: %s", dict(self._tier.misses))
         self._tier.close()
 
     # -- inside ---------------------------------------------------------------------------
 
     def _begin_events(self) -> None:
-        """Know of nothing that listeners were told; what is being asked is told nobody."""
+        """Start with an empty event queue; results of running checks are dropped."""
         self._news: deque[BlockEvent] = deque(maxlen=_NEWS)
         self._events: TierEvents | None = None
         if self._medium is not None:
             self._events = TierEvents(self._tier, self._news.extend, medium=self._medium)
 
     def _is_soon(self, asked: Future[Any]) -> bool:
-        """Whether an answer is there soon; a tier that is slow holds up no step twice."""
+        """Whether an answer arrives soon.
+
+        After a late answer, do not wait for a while, so that a slow tier does not delay every step.
+        """
         if time.monotonic() < self._hurried_until:
             return asked.done() and not asked.exception()
         try:

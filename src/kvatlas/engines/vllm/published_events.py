@@ -1,4 +1,4 @@
-"""Events of a tier as vLLM's own, for its publisher to send."""
+"""Convert a tier's events to vLLM's event types, for vLLM's publisher."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ _DECODER = msgspec.msgpack.Decoder(list[BlockStored | BlockRemoved | AllBlocksCl
 
 
 def as_vllm_events(events: list[BlockEvent]) -> list[Any]:
-    """Make vLLM's own events of ours, which have the same form."""
+    """Convert events to vLLM's types, which have the same msgpack encoding."""
     return _DECODER.decode(msgspec.msgpack.encode(events))

@@ -1,4 +1,4 @@
-"""What a worker learns from vLLM when its caches are registered, beside the tensors."""
+"""Information that a worker collects from vLLM when it registers its caches."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ log = logging.getLogger("kvatlas.vllm")
 
 
 def check_reachable(tensor: torch.Tensor) -> None:
-    """Refuse a tier for caches that it cannot read and write."""
+    """Raise if a tier cannot read and write the caches' memory."""
     if tensor.device.type not in ("cpu", "cuda"):
         raise AtlasError(
             Code.WRONG_DEVICE,
-            "A tier reads and writes caches in host memory, or in that of a CUDA device",
+            "A tier requires caches in host memory or on a CUDA device",
             got=f"tensors on {tensor.device}",
-            hint="Leave tier out of kv_connector_extra_config",
+            hint="Remove tier from kv_connector_extra_config",
         )
 
 
 def untouched_config(served: Any) -> dict[str, Any] | None:
-    """Return a model's config as vLLM reads it without the engine's arguments.
+    """Return a model's config without the changes by the engine's arguments.
 
     None if it cannot be read again.
     """
@@ -42,15 +42,15 @@ def untouched_config(served: Any) -> dict[str, Any] | None:
             served.code_revision,
             served.config_format,
         )
-    except Exception as problem:  # whatever a config's own code raises
-        log.warning("the model's config cannot be read again: %s", problem)
+    except Exception as problem:  # a config's remote code may raise anything
+        log.warning("cannot read the model's config again: %s", problem)
         return None
     read: dict[str, Any] = found.to_dict()
     return read
 
 
 def layer_backends(vllm_config: Any, layers: Any) -> dict[str, str]:
-    """The attention backend of each layer, as its module says."""
+    """Return the attention backend of each layer, from its module."""
     modules = vllm_config.compilation_config.static_forward_context
     found = {}
     for name in layers:
@@ -61,7 +61,7 @@ def layer_backends(vllm_config: Any, layers: Any) -> dict[str, str]:
 
 
 def seen_by_layers(vllm_config: Any, layers: Any) -> dict[str, Visibility]:
-    """What each layer sees, as its module says."""
+    """Return the visibility of each layer, from its module."""
     modules = vllm_config.compilation_config.static_forward_context
     return {
         name: seen_by_group(modules[name])
@@ -71,7 +71,7 @@ def seen_by_layers(vllm_config: Any, layers: Any) -> dict[str, Visibility]:
 
 
 def from_all_stages(own: T) -> list[T]:
-    """What every pipeline stage knows, in their order: each tells the others."""
+    """Gather a value from every pipeline stage, in stage order."""
     group = get_pp_group()
     if group.world_size == 1:
         return [own]

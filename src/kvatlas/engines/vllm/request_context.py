@@ -1,4 +1,4 @@
-"""What K and V of a request depend on besides its tokens: adapter, salt, media, embeddings.
+"""Digest the context of a request's K and V: adapter, salt, media and embeddings.
 
 Requests with equal tokens and different contexts never read each other's caches.
 """
@@ -21,10 +21,10 @@ _NAMES = {"base_model_name_or_path": None, "revision": None, "inference_mode": N
 
 
 def request_context(request: Any, tokens: int) -> bytes:
-    """Return a digest of what the first tokens of a request depend on; empty if on no more.
+    """Return a digest of the context of a request's first tokens; empty if it has none.
 
-    Both engines of a request must compute the same digest. Media count by vLLM's own hashes,
-    adapters by their content if they are in a folder, and by their names otherwise.
+    Both engines of a request must compute the same digest. Media are identified by
+    vLLM's hashes, adapters by their content if they are in a folder and by name otherwise.
     """
     about: dict[str, Any] = {
         "adapter": _adapter(getattr(request, "lora_request", None)),
@@ -56,7 +56,7 @@ def _adapter(adapter: Any) -> str:
 def _identify(name: str, _: int, path: str) -> str:
     """Return the identity of the adapter that vLLM has loaded under a name and number.
 
-    It is kept from the first use on: vLLM loads an adapter once, whatever is stored there later.
+    The first result is cached: vLLM loads an adapter once, even if its files change later.
     """
     folder = Path(path)
     if not path or not folder.is_dir():

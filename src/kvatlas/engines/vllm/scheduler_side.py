@@ -1,8 +1,8 @@
-"""The scheduler's side: which tokens come from another engine or a tier, and what is kept.
+"""The connector in the scheduler: which tokens to load, from where, and which blocks to keep.
 
-A decode engine always computes the last token of a prompt itself, also where it has read it.
-Windows and recurrent states must then be those that this token sees: where a model has any,
-the prefill engine stops one token short.
+A decode engine always computes the last token of a prompt, even if it has read that token's cache.
+This token needs the windows and recurrent states from before it. For a model with windows or
+recurrent layers, the prefill engine therefore omits the last token.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from kvatlas.specs import Visibility
 log = logging.getLogger("kvatlas.vllm")
 
 _NULL_BLOCK = 0
-"""The block that vLLM enters where a request keeps nothing."""
+"""The block id that vLLM enters for positions that a request does not keep."""
 _SHORTER = "_kvatlas_stops_short"
 _FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
 class _MadeOffer(NamedTuple):
-    """An offer of a request that siblings with the same prompt share."""
+    """An offer that sibling requests with the same prompt share."""
 
     request_id: str
     remote: RemoteRequest
@@ -51,7 +51,7 @@ class _MadeOffer(NamedTuple):
 
 
 class SchedulerSide:
-    """What the connector does in the scheduler's process."""
+    """The part of the connector that runs in the scheduler's process."""
 
     def __init__(
         self,
@@ -62,9 +62,10 @@ class SchedulerSide:
         alone: bool = False,
         lease_seconds: float = 30.0,
     ) -> None:
-        """`tier` keeps what has finished; an engine that is `alone` speaks to no other.
+        """Set up the scheduler of one engine.
 
-        `lease_seconds` is how long workers keep an offer.
+        `tier` stores finished requests. An engine that is `alone` exchanges no caches with others.
+        Workers keep an offer for `lease_seconds`.
         """
         self._lease_seconds = lease_seconds
         self._spreads_siblings = _balances_requests(vllm_config.parallel_config)
@@ -78,7 +79,7 @@ class SchedulerSide:
                 kv_cache_config.transfer_group_ids, kv_cache_config.transfer_groups, strict=True
             )
         ]
-        # Drafters of several modules look ahead: what they keep of the last tokens is a guess.
+        # Drafters of several modules look ahead: their cache of the last tokens is speculative.
         ahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1
         self._left_out = max(ahead, int(any(group.partial for group in self._groups)))
         self._ahead = ahead
@@ -89,27 +90,27 @@ class SchedulerSide:
         self._managers: Any = None
         self._endpoints: tuple[str, ...] = ()
         self._remote: dict[str, RemoteRequest] = {}
-        """Requests that may be read from another engine, until they are or are not."""
+        """Requests that may be read from another engine, until their blocks are allocated."""
         self._readers = OfferReaders()
-        """The requests that keep other engines' offers from being released."""
+        """Local readers of other engines' offers; an offer is released after its last reader."""
         self._made_offers: dict[str, _MadeOffer] = {}
-        """Offers of this engine by the parent of the request, until workers have sent them."""
+        """This engine's offers by the parent of the request, until workers have sent them."""
         self._pulling: set[str] = set()
-        """Requests that are being read, from another engine or from the tier."""
+        """Requests in flight from another engine or from the tier."""
         self._windows_alone: set[str] = set()
-        """Requests of which windows were read, where this engine keeps all tokens."""
+        """Requests of which only windows were read, although this engine keeps all tokens."""
         self._orders = StepOrders()
 
-    # -- at the start ---------------------------------------------------------------------
+    # -- startup --------------------------------------------------------------------------
 
     def set_endpoints(self, endpoints: dict[tuple[int, int], str]) -> None:
-        """Where the ranks of this engine are, by stage and tensor-parallel rank."""
+        """Record the endpoints of this engine's ranks, by stage and tensor-parallel rank."""
         self._endpoints = tuple(endpoints[key] for key in sorted(endpoints))
 
     def use_tier(self, tier: PrefixTier, patience: float = PATIENCE, *, keeps: bool = True) -> None:
-        """Ask a tier for requests, each for so many seconds, and have it keep what has finished.
+        """Look up requests in a tier, and store finished requests in it if `keeps` is true.
 
-        Without `keeps` it is only asked.
+        A request waits for its lookup for at most `patience` seconds.
         """
         ahead, guesses = self._ahead, self._guesses
         made = TierScheduler(tier, ahead=ahead, guesses=guesses, patience=patience)
@@ -117,13 +118,13 @@ class SchedulerSide:
         self._tier = made
 
     def bind_manager(self, kv_cache_manager: Any) -> None:
-        """Take vLLM's managers of the groups' blocks, which know what is cached."""
+        """Bind vLLM's block managers, which record the cached blocks of each group."""
         self._managers = kv_cache_manager.coordinator.single_type_managers
 
-    # -- for every request ----------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Note a request that comes from another engine, or goes to one."""
+        """Register a request that is read from another engine or prefilled for one."""
         params = request.kv_transfer_params or {}
         if self._alone:
             return
@@ -133,12 +134,12 @@ class SchedulerSide:
             try:
                 self._expect(request, RemoteRequest.read(params))
             except AtlasError as refusal:
-                log.warning("computed here request=%r: %s", request.request_id, refusal)
+                log.warning("computing locally request=%r: %s", request.request_id, refusal)
                 # Siblings may share the dictionary, so it is replaced instead of changed.
                 request.kv_transfer_params = params | {"do_remote_prefill": False}
 
     def _expect(self, request: Any, remote: RemoteRequest) -> None:
-        """Count a request as a reader of an offer, or raise why it must not read it."""
+        """Add a request to an offer's readers; raise if it must not read the offer."""
         try:
             self._check(remote, request)
         except AtlasError:
@@ -154,7 +155,7 @@ class SchedulerSide:
         self._orders.keep.append(remote.request)
 
     def _reads_no_more(self, request_id: str) -> None:
-        """Release an offer once its last known reader has received it or does without."""
+        """Remove a reader from its offer, and release the offer after its last known reader."""
         remote = self._readers.remove(request_id)
         if remote is None:
             return
@@ -162,29 +163,31 @@ class SchedulerSide:
             self._orders.let_go.append(remote)
         elif not self._spreads_siblings:
             self._release_soon(remote)
-        # Else another data-parallel rank may still read it, and it expires.
+        # Otherwise another data-parallel rank may still read the offer, so it must expire.
 
     def _release_soon(self, remote: RemoteRequest) -> None:
         self._orders.keep = [name for name in self._orders.keep if name != remote.request]
         self._orders.release_soon.append(remote)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """How many tokens another engine or the tier has beyond those that are here.
+        """Return the number of tokens to load, and whether they load asynchronously.
 
-        None while that is not known yet.
+        The number excludes the `computed` tokens. It is None while a lookup is running.
         """
         remote = self._remote.get(request.request_id)
         if remote is None:
             kept = self._tier.matched(request, computed) if self._tier else 0
             return kept, bool(kept)
-        if computed >= request.num_prompt_tokens - 1:  # the last is computed here anyway
+        if computed >= request.num_prompt_tokens - 1:  # the last token is always computed locally
             return 0, False
         count = max(0, self._stop(request, remote) - computed)
         return count, count > 0
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
-        """Blocks were found for a request: order its tokens, or let them go."""
-        remote = self._remote.pop(request.request_id, None)  # once: what fails is computed here
+        """Order the load of a request's external tokens into its new blocks, if it has any."""
+        remote = self._remote.pop(
+            request.request_id, None
+        )  # only once: a failed read is recomputed
         if remote is None:
             self._load(request.request_id, blocks, external)
             return
@@ -205,15 +208,15 @@ class SchedulerSide:
         self._orders.pulls.append(order)
 
     def from_tier(self, request_id: str) -> bool:
-        """Whether the tokens that a request is being given come from the tier."""
+        """Whether the external tokens of a request come from the tier."""
         return any(order.request_id == request_id for order in self._orders.loads)
 
     def finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Whether a finished request's blocks are kept, and what its response says of them."""
+        """Return whether to keep a finished request's blocks, and its response parameters."""
         name = request.request_id
         self._remote.pop(name, None)
         self._reads_no_more(name)
-        if name in self._pulling:  # its blocks do not have its tokens yet
+        if name in self._pulling:  # its tokens are still in flight
             self._pulling.discard(name)
             self._orders.cancelled.append(name)
             held, params = False, None
@@ -229,8 +232,8 @@ class SchedulerSide:
     def _offer(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Offer a finished request that was prefilled for another engine.
 
-        Return whether its blocks are kept, and the parameters of its response. Siblings have the
-        same prompt, and a client uses the parameters of one of them: they share one offer.
+        Return whether to keep its blocks, and its response parameters. Siblings share one offer:
+        they have the same prompt, and a client uses the parameters of only one of them.
         """
         name, params = request.request_id, request.kv_transfer_params or {}
         tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
@@ -262,12 +265,12 @@ class SchedulerSide:
         return True, answer
 
     def _is_shareable(self, offer: _MadeOffer, prompt: str, tokens: int) -> bool:
-        """Whether a sibling's offer has the same cache, and lasts long enough to be read."""
+        """Whether a sibling's offer has the same cache and does not expire soon."""
         same = (offer.remote.prompt, offer.remote.tokens) == (prompt, tokens)
         return same and time.monotonic() < offer.made + self._lease_seconds / 2
 
     def _store(self, request: Any, block_ids: Any) -> bool:
-        """Have a finished request kept in the tier; whether its blocks wait for that."""
+        """Order the store of a finished request; return whether its blocks must be kept for it."""
         if self._tier is None or not any(block_ids):
             return False
         alone = request.request_id in self._windows_alone
@@ -280,7 +283,7 @@ class SchedulerSide:
         return True
 
     def _load(self, request_id: str, blocks: Any, external: int) -> None:
-        """Order what the tier has of a request."""
+        """Order the load of a prefix that was found in the tier."""
         found = self._tier.take(request_id, wanted=external > 0) if self._tier else None
         if self._tier is not None and found is not None:
             start = found.tokens - external
@@ -291,27 +294,27 @@ class SchedulerSide:
             self._orders.loads.append(order)
 
     def _reading(self, request_id: str, blocks: Any, start: int, stop: int) -> Tables:
-        """The blocks that a request is read into, from elsewhere."""
+        """Mark a request as in flight; return the block tables that it is read into."""
         self._keep_out_of_cache(request_id, start, stop)
         self._pulling.add(request_id)
         return self._tables(blocks.get_block_ids(), stop)
 
     def reset_tier(self) -> bool | None:
-        """Forget what the tier has; None where there is none."""
+        """Invalidate the tier's content; return None if there is no tier."""
         if self._tier is None:
             return None
         self._tier.reset()
         return True
 
-    # -- for every step -------------------------------------------------------------------
+    # -- steps ----------------------------------------------------------------------------
 
     def take_orders(self) -> StepOrders:
-        """What workers have to do after this step."""
+        """Return the orders for the workers in this step, and start a new list."""
         orders, self._orders = self._orders, StepOrders()
         return orders
 
     def sent(self, requests: Any) -> None:
-        """Requests were read by others, or stored in the tier; their blocks are free."""
+        """Handle requests that peers have read or the tier has stored; vLLM frees their blocks."""
         for request_id in requests or ():
             made = self._made_offers.get(parent_of(request_id) or "")
             if made is not None and made.request_id == request_id:
@@ -321,11 +324,11 @@ class SchedulerSide:
                 self._tier.stored(request_id)
 
     def take_events(self) -> list[BlockEvent]:
-        """What the tier has since the last call, and what no more."""
+        """Return events for blocks that the tier stored or removed since the last call."""
         return [] if self._tier is None else self._tier.take_events()
 
     def received(self, requests: Any) -> None:
-        """Requests are here, or have failed."""
+        """Handle requests whose load has finished or failed."""
         for request_id in requests or ():
             self._reads_no_more(request_id)
         self._pulling.difference_update(requests or ())
@@ -334,19 +337,22 @@ class SchedulerSide:
                 self._tier.loaded(request_id)
 
     def close(self) -> None:
-        """Let go of the tier."""
+        """Close the tier."""
         if self._tier is not None:
             self._tier.close()
 
     # -- inside ---------------------------------------------------------------------------
 
     def _stop_short(self, request: Any, params: dict[str, Any]) -> None:
-        """Leave the last tokens of a prompt to the decode engine, where that has to be."""
+        """Omit the last tokens of a prompt if the decode engine has to compute them."""
         left_out = self._left_out
         if left_out < 1 or params.get(_SHORTER) or request.num_prompt_tokens <= left_out:
             return
         if request.prompt_token_ids is None:
-            log.warning("not shortened request=%r: it has no tokens", request.request_id)
+            log.warning(
+                "prompt not shortened request=%r: it has embeddings instead of tokens",
+                request.request_id,
+            )
             return
         # Siblings may share the list and the dictionary, so they are replaced.
         request.prompt_token_ids = request.prompt_token_ids[:-left_out]
@@ -356,42 +362,42 @@ class SchedulerSide:
         request.kv_transfer_params = params | {_SHORTER: True}
 
     def _stop(self, request: Any, remote: RemoteRequest) -> int:
-        """How many tokens of a prompt may come from elsewhere."""
+        """Return how many tokens of a prompt may come from another engine."""
         return int(min(request.num_prompt_tokens - self._left_out, remote.tokens))
 
     def _read_until(self, request: Any, stop: int) -> int:
-        """The same without the last token of a prompt, which vLLM computes again anyway.
+        """Return `stop` without the last token of the prompt, which vLLM recomputes anyway.
 
-        Alone in its block it would be thousands of short runs, where K is transposed. Where it
-        is the last of its block, others may find that before it is computed, and it is read.
+        If K is transposed, a single token in a block takes thousands of short runs. A token that
+        completes its block is read: other requests may reuse the block before it is recomputed.
         """
         last = stop == request.num_prompt_tokens
         return stop - int(last and all(stop % group.block for group in self._groups))
 
     def _check(self, remote: RemoteRequest, request: Any) -> None:
-        """Refuse the cache of another prompt, adapter, salt or image."""
+        """Raise if the offer is for another prompt, adapter, salt or image."""
         context = request_context(request, remote.tokens)
         if prompt_digest(request.prompt_token_ids, remote.tokens, context) != remote.prompt:
             raise AtlasError(
                 Code.UNKNOWN_REQUEST,
                 "kv_transfer_params belong to another prompt, adapter, cache_salt or image",
-                got=f"request {remote.request!r} for one of {request.num_prompt_tokens} tokens",
-                hint="Pass on the parameters of the response to the same request",
+                got=f"offer {remote.request!r} for a prompt of {request.num_prompt_tokens} tokens",
+                hint="Use the parameters from the prefill response to the same request",
             )
 
     def _note_windows_alone(self, request_id: str) -> None:
-        """Note that of layers which see a window no more than that is read."""
+        """Record that only the windows of sliding-window layers are read for a request."""
         if any(group.windows_kept_whole for group in self._groups):
             self._windows_alone.add(request_id)
 
     def _tables(self, block_ids: Any, tokens: int) -> Tables:
-        """Block ids of the groups that move; entries without a block are negative."""
+        """Return the block ids of the groups that move; -1 for entries without a block."""
         return tuple(group.table(block_ids[group.index], tokens) for group in self._groups)
 
     def _keep_out_of_cache(self, request_id: str, start: int, stop: int) -> None:
-        """Have vLLM not cache a block of which the tokens before a window are not here.
+        """Exclude blocks before a window, whose tokens were not read, from vLLM's prefix cache.
 
-        A later request may share a shorter prefix, whose window then reaches into them.
+        A later request may share a shorter prefix, whose window includes these tokens.
         """
         if not self._caches_prefixes or self._managers is None:
             return
@@ -410,7 +416,7 @@ def _balances_requests(parallel: Any) -> bool:
 
 
 class TransferGroup:
-    """One group of vLLM's whose blocks move."""
+    """One of vLLM's cache groups whose blocks move."""
 
     def __init__(self, spec: Any, index: int) -> None:
         specs = list((getattr(spec, "kv_cache_specs", None) or {"": spec}).values())
@@ -425,20 +431,20 @@ class TransferGroup:
         self.windows_kept_whole = {
             one.window or one.chunk or 0: one for one in seen if whole and one != Visibility()
         }
-        """What layers see that keep all tokens, by how many that are."""
+        """Windows and chunks of layers that keep all tokens, by size."""
         self.partial = self.recurrent or self.window is not None
 
     def table(self, ids: Any, tokens: int) -> tuple[int, ...]:
-        """The entries that have a request's first tokens, or the state after them."""
+        """Return the entries that hold a request's first tokens, or the state after them."""
         entries = ceil_div(tokens, self.block)
         if self.recurrent and not self.by_position:
             entries = 1
         return tuple(-1 if block == _NULL_BLOCK else block for block in ids[:entries])
 
     def incomplete_blocks(self, start: int, stop: int, *, windows_alone: bool = False) -> int:
-        """Blocks of a request that must not be cached, once tokens start .. stop - 1 have come.
+        """Return how many leading blocks must not be cached once start .. stop - 1 are read.
 
-        With `windows_alone` only what they see has come of layers that keep all tokens.
+        With `windows_alone`, only windows were read, also for layers that keep all tokens.
 
         >>> sliding = type("SlidingWindowSpec", (), {"block_size": 64, "sliding_window": 64})
         >>> TransferGroup(sliding(), 0).incomplete_blocks(0, 150)

@@ -1,4 +1,4 @@
-"""Sessions with other engines, kept for the next request and closed when nobody uses them."""
+"""A cache of sessions with other engines, which closes idle sessions."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from kvatlas.wire import Node, Session
 log = logging.getLogger("kvatlas.vllm")
 
 _MOST = 64
-"""Engines that a rank stays connected to; the least recently used make room."""
+"""Maximum number of cached sessions; the least recently used idle ones are evicted."""
 _STALE = {Code.PEER_LOST, Code.WIRE_FAILED, Code.UNKNOWN_SESSION}
-"""Failures after which an engine is connected to anew: it may have started again."""
+"""Errors after which a session is reopened: the other engine may have restarted."""
 
 
 @dataclass
 class _Kept:
     session: Session | None = None
     failure: AtlasError | None = None
-    """Why it could not be opened, for all who waited for it."""
+    """The error of a failed open, raised in every thread that waited for it."""
     users: int = 0
     dropped: bool = False
     opening: threading.Lock = field(default_factory=threading.Lock)
 
 
 class EngineSessions:
-    """Sessions of one rank with other engines, by their ranks' endpoints; any thread may use them.
+    """Sessions of one rank with other engines, keyed by the engines' endpoints. Thread-safe.
 
-    `close` is called with what closes a session, and carries it out where waiting harms nobody.
+    `close` receives a function that closes a session, and runs it in a thread that may block.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class EngineSessions:
 
     @contextmanager
     def use(self, endpoints: tuple[str, ...]) -> Iterator[Session]:
-        """The session with an engine, opened where there is none; kept open meanwhile."""
+        """Yield the session with an engine, opened on first use; it is not evicted meanwhile."""
         kept = self._borrow(endpoints)
         try:
             yield self._opened(endpoints, kept)
@@ -61,7 +61,7 @@ class EngineSessions:
             self._give_back(kept)
 
     def _opened(self, endpoints: tuple[str, ...], kept: _Kept) -> Session:
-        """The session, opened by the first who wants it; it fails for all who wait."""
+        """Return the session; the first thread opens it, and a failure is raised in all."""
         with kept.opening:
             if kept.failure is not None:
                 raise kept.failure
@@ -74,7 +74,7 @@ class EngineSessions:
             return kept.session
 
     def close_all(self) -> None:
-        """Close every session, whoever uses it."""
+        """Close every session, including those in use."""
         with self._lock:
             kept = list(self._kept.values())
             self._kept.clear()

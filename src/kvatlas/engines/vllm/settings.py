@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say: every key, its default, and what it means."""
+"""The keys of `kv_connector_extra_config`, their defaults and their meaning."""
 
 from __future__ import annotations
 
@@ -26,86 +26,87 @@ Scale = Annotated[float, Meta(gt=0)]
 class StoreOptions(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """How engines use a store; `shards` and `stages` must be the same in the whole fleet."""
+    """Options of a store; `shards` and `stages` must be the same in all engines that share it."""
 
     shards: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    """Parts of a row: a multiple of every tp that stores; else what suits powers of two."""
+    """Parts per row, a multiple of every storing engine's tp; the default fits powers of two."""
     stages: Annotated[int, Meta(ge=1, le=4096)] = 1
-    """Pipeline stages of the engines that store."""
+    """Pipeline stages of the engines that store rows."""
     staging: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 << 20
-    """Bytes of each worker for rows on their way."""
+    """Bytes of each worker's staging buffer for rows in flight."""
     deadline: Seconds = 5.0
-    """Seconds after which a store that does not answer a worker is a miss."""
+    """Timeout of a worker's calls to the store, in seconds; a timeout counts as a miss."""
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How engines reach each other, and where they keep what has finished.
+    """The connector's settings: how engines reach each other, and the tier for finished requests.
 
     >>> ConnectorSettings.read({"transport": "shm", "lease_seconds": 60}).lease_seconds
     60.0
     >>> ConnectorSettings.read({"transports": "shm"})
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: kv_connector_extra_config has a key that the connector does not \
-know. Got 'transports'. Did you mean 'transport'? [bad_config]
+    kvatlas.errors.AtlasError: kv_connector_extra_config contains an unknown key. Got \
+'transports'. Did you mean 'transport'? [bad_config]
     """
 
     transport: str = "nixl"
-    """How bytes move: nixl, mooncake, or shm between processes of one host; `none` not at all."""
+    """The transport: `nixl`, `mooncake`, `shm` (one host only), ...; `none` to use a tier only."""
     transport_options: dict[str, Any] = {}
-    """Options of the transport's class: `{"device": "eth0"}` for nixl, say."""
+    """Options of the transport, such as `{"device": "eth0"}` for nixl."""
     how: How = "auto"
-    """One by one (`direct`), gathered (`staged`), scattered here (`coalesced`), or as measured."""
+    """`direct`: one descriptor per run. `staged`: gather at the source. `coalesced`: scatter at the
+    destination. `auto`: by measured cost."""
     listen: str = "127.0.0.1"
-    """The address on which ranks answer their peers."""
+    """The address on which ranks listen for peers."""
     advertise: str | None = None
-    """The host that peers are told, where it is another (containers); else `listen`."""
+    """The host that peers connect to, if it differs from `listen`, as in containers."""
     ports: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """The first port; rank r takes the r-th from there. 0 for any that are free."""
+    """The first port; rank r listens on `ports + r`. 0 selects free ports."""
     secret_file: str | None = None
-    """A file with the secret that all engines share. Without one they listen on loopback."""
+    """A file with the secret that all engines share; without one they listen on loopback only."""
     unprotected: bool = False
-    """Listen on other addresses without a secret: in a network that is itself closed."""
+    """Allow listening outside the host without a secret, for a trusted network."""
     lease_seconds: Seconds = 30.0
-    """How long a prefill engine keeps the blocks of a finished request to be read."""
+    """Seconds for which a prefill engine keeps the blocks of a finished request for peers."""
     pull_seconds: Seconds = 30.0
-    """How long a decode engine tries to read a request before it has failed."""
+    """Seconds after which a decode engine's read of a request times out."""
     wait_for_offer: Annotated[float, Meta(ge=0, le=3600)] = 5.0
-    """How long a request that is not offered yet may take to be so."""
+    """Seconds for which a read waits for a request that is not offered yet."""
     checksums: bool = False
-    """Compare what has arrived with what the source has, byte by byte."""
+    """Verify the received bytes against checksums from the source."""
     buffers: Annotated[int, Meta(ge=0, le=1024)] = 8
-    """Staging buffers of each rank."""
+    """Number of staging buffers per rank."""
     piece: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
-    """Bytes of each."""
+    """Bytes per staging buffer."""
     tier: str | None = None
-    """Where finished requests are kept: `memory`, a file's path, or the address of a store."""
+    """The tier for finished requests: `memory`, a file's path, or the address of a store."""
     tier_memory: str = "4GiB"
-    """Bytes of a tier; a file that is there stays as large as it is, a store is not asked."""
+    """Size of a new tier in memory or in a file; ignored for an existing file and a store."""
     tier_options: StoreOptions = StoreOptions()
-    """How a store is used: `{"stages": 2}` for pipelines, say."""
+    """Options of a store, such as `{"stages": 2}` for two pipeline stages."""
     tenant: str = ""
-    """Whose prefixes these are in a store: tenants find nothing of each other's."""
+    """The tenant in a store; tenants cannot find each other's prefixes."""
     convert: str | None = None
-    """What is read from the tier becomes: `bf16->fp8`, where engines with bf16 have stored it."""
-    # msgspec 0.22 crashes on pairs of numbers that are bounded; routes look at those in them.
+    """Conversion of blocks that are read from the tier, such as `bf16->fp8`."""
+    # msgspec 0.22 crashes on pairs of bounded numbers; the route checks their values instead.
     convert_scales: Scale | dict[str, float | tuple[float, float]] | None = None
-    """What those engines quantise with, where they do: for all layers, or by layer (K, V)."""
+    """Scales of the stored blocks if they are quantised: one, or (K, V) by layer."""
     lookup_seconds: Seconds = 5.0
-    """How long a request waits for what the tier has of it, before it is computed."""
+    """Seconds for which a request waits for its lookup in the tier before it is computed."""
     weights_identity: str | None = None
     """A name for the weights, used instead of a digest of the checkpoint's files."""
     check_identity: bool = True
-    """Refuse peers whose weights or config differ; to accept them, both ends set it to false."""
+    """Reject peers with different weights or config; to accept them, set false in both engines."""
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> ConnectorSettings:
-        """Settings from vLLM's extra config, or a refusal that names the key."""
+        """Parse vLLM's extra config; errors name the invalid key."""
         given = dict(given or {})
         for key in given:
             if key not in cls.__struct_fields__:
                 near = get_close_matches(str(key), cls.__struct_fields__, 1)
-                hint = f"Did you mean {near[0]!r}?" if near else f"Keys are {', '.join(_keys())}"
-                problem = "kv_connector_extra_config has a key that the connector does not know"
+                hint = f"Did you mean {near[0]!r}?" if near else f"Valid keys: {', '.join(_keys())}"
+                problem = "kv_connector_extra_config contains an unknown key"
                 raise AtlasError(Code.BAD_CONFIG, problem, got=repr(key), hint=hint)
         if given.get("how", "auto") not in get_args(How):
             raise _bad(f"how {given['how']!r}", how_hint(given["how"]))
@@ -114,18 +115,20 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
         except msgspec.ValidationError as wrong:
             raise _bad(str(wrong), "See docs/how-to/vllm.md for each key") from None
         if settings.alone and settings.tier is None:
-            raise _bad("neither a transport nor a tier", "Leave transport out, or name a tier")
+            raise _bad("transport 'none' without a tier", "Set tier, or remove transport")
         if settings.transport not in (*TRANSPORT_NAMES, _NO_TRANSPORT):
             known = ", ".join((*TRANSPORT_NAMES, _NO_TRANSPORT))
             raise _bad(f"transport {settings.transport!r}", f"Choose one of {known}")
         if settings.listen in ("0.0.0.0", "::") and settings.advertise is None:  # noqa: S104
-            raise _bad(f"listen {settings.listen!r}", "Say in advertise how peers reach this host")
+            raise _bad(
+                f"listen {settings.listen!r}", "Set advertise to a host name that peers can reach"
+            )
         quantity(settings.tier_memory, "tier_memory")
         settings._check_tier()
         return settings
 
     def _check_tier(self) -> None:
-        """Refuse a tier that no engine can open, and options that it cannot have."""
+        """Raise if the tier's address is invalid or does not support the given options."""
         self._check_conversion()
         if self.tier is None:
             return
@@ -133,59 +136,59 @@ know. Got 'transports'. Did you mean 'transport'? [bad_config]
         if is_store(self.tier) and not of_one_process:
             return
         if "://" in self.tier:
-            hint = "Write mooncake://host:port, folder:///path, a file's path, or memory"
+            hint = "Use mooncake://host:port, folder:///path, a file's path, or memory"
             raise _bad(f"tier {self.tier!r}", hint)
         if self.tenant or self.tier_options != StoreOptions():
-            raise _bad(f"tenant or tier_options for tier {self.tier!r}", "Name a store as the tier")
+            raise _bad(f"tenant or tier_options for tier {self.tier!r}", "Set tier to a store")
 
     def _check_conversion(self) -> None:
-        """Refuse a conversion of blocks that only this engine can have stored."""
+        """Raise if the conversion is invalid, or if no other engine can use the tier."""
         if self.convert is None:
             if self.convert_scales is not None:
-                raise _bad("convert_scales alone", 'Say what is converted: "convert": "fp8->bf16"')
+                raise _bad("convert_scales without convert", 'Set convert, such as "fp8->bf16"')
             return
         if self.tier in (None, _IN_MEMORY):
             raise _bad(
                 f"convert {self.convert!r} with tier {self.tier!r}",
-                "Name a file or a store that other engines keep their requests in",
+                "Set tier to a file or a store that other engines use too",
             )
         if len(parse_conversion(self.convert)) > 1:
-            raise _bad(f"convert {self.convert!r}", "Name one pair of formats: bf16->fp8")
+            raise _bad(f"convert {self.convert!r}", "Give one pair of formats, such as bf16->fp8")
 
     @property
     def fleet_tier(self) -> bool:
-        """Whether the tier is in a store, which engines of many hosts share."""
+        """Whether the tier is in a store, which engines on several hosts can share."""
         return self.tier is not None and is_store(self.tier)
 
     @property
     def own_tier(self) -> str | None:
-        """The tier that is this host's: in memory, or in a file."""
+        """The tier if it is local to this host, in memory or in a file."""
         return None if self.fleet_tier else self.tier
 
     @property
     def alone(self) -> bool:
-        """Whether an engine has a tier, and speaks to no other."""
+        """Whether the engine uses a tier only and exchanges no caches with other engines."""
         return self.transport == _NO_TRANSPORT
 
     def secret(self) -> bytes | None:
-        """The shared secret, without the line's end."""
+        """Read the shared secret, without surrounding whitespace; None if there is none."""
         if self.secret_file is None:
             return None
         try:
             return Path(self.secret_file).read_bytes().strip()
         except OSError as problem:
             got = f"secret_file {self.secret_file!r}: {problem.strerror}"
-            raise _bad(got, "Let the engine's user read it") from None
+            raise _bad(got, "Make the file readable for the engine's user") from None
 
     def listen_at(self, rank: int) -> str:
-        """Where a rank listens."""
+        """Return the endpoint on which a rank listens."""
         port = self.ports + rank if self.ports else 0
         if port > 65535:
-            raise _bad(f"ports from {self.ports} for rank {rank}", "Begin at a lower port")
+            raise _bad(f"ports from {self.ports} for rank {rank}", "Set ports to a lower number")
         return f"tcp://{_host(self.listen)}:{port}"
 
     def advertised(self, endpoint: str) -> str:
-        """An endpoint as peers are told it."""
+        """Return the endpoint that peers use to reach a listening endpoint."""
         port = endpoint.rpartition(":")[2]
         return f"tcp://{_host(self.advertise or self.listen)}:{port}"
 
@@ -199,5 +202,5 @@ def _keys() -> tuple[str, ...]:
 
 
 def _bad(got: str, hint: str) -> AtlasError:
-    problem = "kv_connector_extra_config cannot be used"
+    problem = "kv_connector_extra_config is invalid"
     return AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint)

@@ -1,4 +1,4 @@
-"""The versions of vLLM that the connector was run with, and what it needs of any."""
+"""Check that vLLM's version and interface support the connector."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvatlas.errors import AtlasError, Code
 
 KNOWN = (0, 32)
 
-CPU_MLA = "vLLM's CPU backend for MLA computes wrong tokens from a cache that was loaded"
-"""Why such an engine cannot have a connector."""
+CPU_MLA = "vLLM's CPU backend for MLA computes wrong tokens from a loaded cache"
+"""The reason why an engine with MLA on a CPU cannot use a connector."""
 
 METHODS = (
     "bind_connector_metadata",
@@ -29,11 +29,11 @@ METHODS = (
     "update_connector_output",
     "update_state_after_alloc",
 )
-"""What vLLM must ask a connector for: without one of these it would silently do less."""
+"""Methods that vLLM must call; if one is missing, the connector would silently do less."""
 
 
 def check_version(version: str, interface: type) -> None:
-    """Refuse a vLLM that lacks a method, and warn of one that nobody has run.
+    """Raise if vLLM's interface lacks a method; warn if the version is untested.
 
     >>> interface = type("KVConnectorBase_V1", (), dict.fromkeys(METHODS))
     >>> check_version("0.32.1", interface)
@@ -54,14 +54,14 @@ needs. Got vLLM 0.9.0 without KVConnectorBase_V1.bind_connector_metadata. Use vL
     if _numbers(version) != KNOWN:
         known = ".".join(map(str, KNOWN))
         warnings.warn(
-            f"kvatlas was run with vLLM {known}, and this is {version}: compare its tokens with "
-            "those of an engine without a connector before you rely on it",
+            f"kvatlas is tested with vLLM {known}; this is vLLM {version}. Compare its output with "
+            "that of an engine without a connector before you rely on it",
             stacklevel=3,
         )
 
 
 def lacking_name(missing: ImportError) -> Exception:
-    """The refusal of a vLLM that lacks what the connector imports; else the error as it is.
+    """Return an `AtlasError` if vLLM lacks an imported name; otherwise the original error.
 
     >>> gone = ImportError("cannot import name 'SupportsHMA' from 'vllm.base'", name="vllm.base")
     >>> raise lacking_name(gone)
@@ -80,23 +80,23 @@ imports. Got cannot import name 'SupportsHMA' from 'vllm.base'. Use vLLM 0.32. [
 
 
 def check_managers(kv_cache_manager: Any) -> None:
-    """Refuse a cache manager that does not say which of a request's blocks are cached."""
+    """Raise if vLLM's cache manager does not report the cached blocks of a request."""
     managers = getattr(getattr(kv_cache_manager, "coordinator", None), "single_type_managers", ())
     if not managers or not all(hasattr(one, "num_cached_block") for one in managers):
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "vLLM's cache manager does not say which blocks of a request are cached",
+            "vLLM's cache manager does not report which blocks of a request are cached",
             got="managers without num_cached_block",
             hint=f"Use vLLM {'.'.join(map(str, KNOWN))}",
         )
 
 
 def check_backend(vllm_config: Any) -> None:
-    """Refuse MLA on a CPU, where vLLM computes other tokens after a prefix than with it.
+    """Raise for MLA on a CPU, where vLLM computes wrong tokens after a loaded prefix.
 
-    In vLLM 0.32 the CPU's prefill and decode of MLA disagree in the rotary part of Q and K, also
-    without a connector: one prompt has other logprobs when its last token is a decode step, which
-    it is for every request whose cache was loaded.
+    In vLLM 0.32, prefill and decode of MLA on a CPU disagree in the rotary part of Q and K, also
+    without a connector. The logprobs of a prompt change if its last token is a decode step, as it
+    is for every request whose cache was loaded.
     """
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
     if device == "cpu" and getattr(vllm_config.model_config, "use_mla", False):
@@ -104,7 +104,7 @@ def check_backend(vllm_config: Any) -> None:
             Code.ENGINE_REFUSES,
             CPU_MLA,
             got=f"model {vllm_config.model_config.model!r} with MLA on a CPU",
-            hint="Serve it on a GPU, or without a connector",
+            hint="Serve the model on a GPU, or without a connector",
         )
 
 

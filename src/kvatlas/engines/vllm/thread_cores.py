@@ -1,8 +1,7 @@
-"""On which cores the threads run that move bytes.
+"""CPU affinity and priority of the threads that move bytes.
 
-vLLM binds the threads of a CPU worker to the cores that they compute on, and threads that are
-made later inherit that: they would take turns with those that compute, beside cores that
-vLLM has left free for them.
+vLLM binds the threads of a CPU worker to the cores that they compute on, and later threads inherit
+this affinity. Transfer threads would then compete with compute threads while other cores are idle.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from multiprocessing import parent_process
 from pathlib import Path
 
 _BOUND_BY = ("OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""What vLLM sets for the processes whose threads it binds."""
+"""Environment variables that vLLM sets for processes whose threads it binds."""
 _BEHIND = 5
-"""Steps of priority that leave a quarter of a core to a thread that shares it."""
+"""Niceness increment; a thread that shares a core then gets about a quarter of it."""
 
 
 def free_cores() -> set[int]:
-    """Cores of the engine that started this worker, where vLLM has bound it to some of them.
+    """Return the cores of the parent engine if vLLM bound this worker to some of them.
 
-    None are named otherwise: threads then run wherever the calling one does.
+    Otherwise return an empty set: threads then keep the affinity of the calling thread.
     """
     engine = parent_process()
     bound = any(name in os.environ for name in _BOUND_BY)
@@ -37,17 +36,17 @@ def free_cores() -> set[int]:
 
 
 def run_on(cores: set[int], thread: int = 0) -> None:
-    """Have a thread, or the calling one, and those that it makes, run on some cores, if named."""
+    """Bind a thread, by default the calling one, to cores; do nothing if there are none."""
     if cores:
-        with suppress(OSError):  # cores that were taken away meanwhile, or a thread that has ended
+        with suppress(OSError):  # the cores are no longer available, or the thread has ended
             os.sched_setaffinity(thread, cores)
 
 
 class ReadingThreads:
-    """Threads that read for an engine: behind what it computes on this host, and beside it.
+    """Transfer threads of an engine, which yield to its compute threads.
 
-    They come after threads that compute, wherever they meet them. While the engine computes they
-    also keep off its own cores, where vLLM has bound it to some.
+    With `behind`, they have a lower priority. While the engine computes, they also avoid the cores
+    that vLLM bound it to.
 
     >>> reading = ReadingThreads(set(), behind=False)
     >>> reading.join()
@@ -55,7 +54,7 @@ class ReadingThreads:
     """
 
     def __init__(self, cores: set[int], *, behind: bool) -> None:
-        """`cores` are those that the engine was started with, where it is bound to fewer."""
+        """Use `cores`, those of the engine's process; empty if vLLM binds no threads."""
         self._cores, self._behind = cores, behind
         self._beside = (cores - _computing_cores(cores)) or cores
         self._computing = False
@@ -63,7 +62,7 @@ class ReadingThreads:
         self._lock = threading.Lock()
 
     def join(self) -> None:
-        """Make the calling thread one of them."""
+        """Add the calling thread."""
         thread = threading.get_native_id()
         if self._behind:
             with suppress(OSError):
@@ -74,7 +73,7 @@ class ReadingThreads:
             run_on(self._now, thread)
 
     def make_room(self, *, computing: bool) -> None:
-        """Keep off the cores that the engine computes on, as long as it does."""
+        """Avoid the engine's compute cores while it computes."""
         if computing == self._computing or self._cores == self._beside:
             return
         with self._lock:
@@ -83,7 +82,7 @@ class ReadingThreads:
                 run_on(self._now, thread)
 
     def leave(self) -> None:
-        """All of them have ended: their numbers may be others'."""
+        """Forget all threads after they have ended, because the system may reuse their ids."""
         with self._lock:
             self._threads.clear()
 
@@ -93,10 +92,10 @@ class ReadingThreads:
 
 
 def _computing_cores(cores: set[int]) -> set[int]:
-    """The cores to which threads of this process are bound, of some: each thread to one or few."""
+    """Return those of `cores` to which threads of this process are bound."""
     bound = set[int]()
     for thread in Path("/proc/self/task").iterdir() if cores else ():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             own = os.sched_getaffinity(int(thread.name))
             bound |= own if own < cores else set()
     return bound & cores
@@ -104,7 +103,7 @@ def _computing_cores(cores: set[int]) -> set[int]:
 
 @contextmanager
 def making_threads_for(cores: set[int]) -> Iterator[None]:
-    """Threads that the calling one makes meanwhile run on some cores; it goes back to its own."""
+    """Bind threads that are created in this context to cores; restore the affinity afterwards."""
     own = os.sched_getaffinity(0) if cores else set()
     run_on(cores)
     try:

@@ -1,7 +1,7 @@
-"""What blocks of a tier are converted from, where engines of another cache dtype stored them.
+"""Conversion of a tier's blocks that engines with another cache dtype stored.
 
-The setting `convert` names both formats. This engine's own scales are those that its layers
-quantise with; those of the engines that stored are in no block, and the settings name them.
+The setting `convert` names both formats. This engine's scales come from its layers. Blocks do not
+contain the scales of the engines that stored them; the setting `convert_scales` specifies those.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.floa
 
 
 def tier_converting(settings: ConnectorSettings, own_scales: Scales) -> Converting | None:
-    """How a tier's blocks become this engine's; None where the settings convert nothing."""
+    """Return the conversion from the tier's blocks to this engine's; None if there is none."""
     if settings.convert is None:
         return None
     return Converting(settings.convert, src_scales=settings.convert_scales, dst_scales=own_scales)
 
 
 def searching(settings: ConnectorSettings) -> Converting | None:
-    """The same for who looks for blocks and fetches none: scales are then of no matter."""
+    """Return the conversion for lookups only, which do not depend on scales."""
     if settings.convert is None:
         return None
     return Converting(settings.convert, src_scales=1.0, dst_scales=1.0)
 
 
 def layer_scales(vllm_config: Any, stage: DescribedStage) -> dict[str, tuple[float, float]]:
-    """What layers quantise K and V with, where they do, as vLLM has read it from the checkpoint."""
+    """Return the K and V scales of quantised layers, as vLLM read them from the checkpoint."""
     modules = vllm_config.compilation_config.static_forward_context
     found = {}
     for name in (one.layer.name for one in stage.layers if needs_scales(one.layer.spec)):
@@ -48,19 +48,20 @@ def layer_scales(vllm_config: Any, stage: DescribedStage) -> dict[str, tuple[flo
 
 
 def _refuse_scales_by_head(layer: str, module: Any) -> None:
-    """Refuse scales of single heads, of which vLLM's own number is the largest alone."""
+    """Raise for per-head scales: vLLM's float value is only their maximum."""
     scales = [getattr(module, name, None) for name in ("_k_scale", "_v_scale")]
     if any(scale is not None and scale.numel() > 1 for scale in scales):
-        problem = "A layer is quantised head by head, and only whole tensors are converted"
-        hint = "Leave convert out of kv_connector_extra_config"
+        problem = "Conversion does not support layers with one scale per head"
+        hint = "Remove convert from kv_connector_extra_config"
         raise AtlasError(Code.CANNOT_CONVERT, problem, got=f"{layer:.200}", hint=hint)
 
 
 def prefix_identity(settings: ConnectorSettings, vllm_config: Any) -> bytes:
-    """What prefixes that are looked for depend on.
+    """Return the identity that the keys of stored prefixes depend on.
 
-    A store keeps rows of unlike cache dtypes apart by their names. A file that workers cannot
-    read may still be served by others, so there the scheduler's keys say which dtype is meant.
+    The names of a store's rows contain their cache dtype. The blocks of a file do not, and other
+    engines may serve a file that this engine's workers cannot read. For a file, the identity
+    therefore includes the cache dtype.
     """
     dtype = stored_dtype(settings, vllm_config.model_config)
     cache = None if settings.fleet_tier else stored_cache(settings, vllm_config)
@@ -68,24 +69,24 @@ def prefix_identity(settings: ConnectorSettings, vllm_config: Any) -> bytes:
 
 
 def stored_cache(settings: ConnectorSettings, vllm_config: Any) -> str:
-    """The cache dtype of blocks that are looked for, by one name for all engines."""
+    """Return the cache dtype of the tier's blocks, by a name that all engines share."""
     said = str(vllm_config.cache_config.cache_dtype)
     if settings.convert is not None:
         ((said, _),) = parse_conversion(settings.convert)
     elif said == "auto":
         said = dtype_name(vllm_config.model_config.dtype)
-    if said == "fp8_ds_mla":  # what workers call fp8 of sparse latents, and schedulers may not
+    if said == "fp8_ds_mla":  # the workers' name for fp8 of sparse MLA; the scheduler may use fp8
         return "fp8"
     try:
         return format_name(said)
-    except AtlasError:  # vLLM has formats that nothing converts
+    except AtlasError:  # a format of vLLM without conversions
         return said
 
 
 def stored_dtype(settings: ConnectorSettings, served: Any) -> str:
-    """The dtype that engines compute in whose blocks are looked for, as torch calls it.
+    """Return the compute dtype of the engines that stored the tier's blocks, as torch names it.
 
-    What they quantise says nothing of it: they are then taken to compute as this one does.
+    A quantised format does not determine it; then this engine's dtype is assumed.
     """
     if settings.convert is not None:
         sources = {source for source, _ in parse_conversion(settings.convert)}
@@ -95,9 +96,10 @@ def stored_dtype(settings: ConnectorSettings, served: Any) -> str:
 
 
 def keeps_finished(settings: ConnectorSettings, served: Any) -> bool:
-    """Whether an engine stores too: not into a file, nor beside what was computed otherwise.
+    """Whether an engine stores its finished requests in the tier.
 
-    A file has blocks of one dtype, and nothing is converted as it is stored.
+    Blocks are never converted when they are stored. With `convert`, an engine therefore does not
+    store into a file, which has one dtype, nor into a store of engines with another compute dtype.
     """
     if settings.convert is None:
         return True

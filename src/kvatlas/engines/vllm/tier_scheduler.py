@@ -1,4 +1,4 @@
-"""The scheduler's side of the tier: what it has of a request, and what is worth keeping."""
+"""The tier in the scheduler: look up requests, and select finished ones to store."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ log = logging.getLogger("kvatlas.vllm")
 
 _FAILED = "FINISHED_ERROR"
 PATIENCE = 5.0
-"""Seconds that a request waits for what a tier has of it."""
+"""Default seconds for which a request waits for its lookup."""
 _PAUSE = 5.0
-"""Seconds for which a tier is asked nothing, once it was late: requests do not all wait for it."""
+"""Seconds without lookups after a timeout, so that not every request waits for a slow tier."""
 
 
 class TierScheduler:
-    """Which tokens of which requests come from a tier, and go to it."""
+    """Decide which tokens are loaded from a tier and which are stored in it."""
 
     def __init__(
         self, tier: PrefixTier, *, ahead: int, guesses: bool, patience: float = PATIENCE
@@ -30,26 +30,26 @@ class TierScheduler:
         self._tier, self._patience = tier, patience
         self.has_windows = tier.has_windows
         self._ahead = max(0, ahead)
-        """Last tokens of a request of which drafters keep a guess."""
-        # A drafter's guesses move a recurrent state on, and a stop must be exactly where it is.
+        """Last tokens of a request whose drafter cache is speculative."""
+        # Speculative tokens advance a recurrent state past the position that would be stored.
         self.keeps = not (tier.partial and (self._ahead or (guesses and tier.recurrent)))
         self._found: dict[str, Future[FoundPrefix | None] | None] = {}
-        """What was found of requests that wait; None for nothing, or what was read before."""
+        """Lookups of waiting requests; None if skipped, timed out or already used."""
         self._loading: dict[str, FoundPrefix] = {}
-        """What workers fetch, pinned until all of them have."""
+        """Prefixes that workers are loading, pinned until all workers have finished."""
         self._storing: dict[str, tuple[PrefixChain, int]] = {}
-        """What workers store, until all of them have."""
+        """Prefixes that workers are storing, until all workers have finished."""
         self._wait_until: dict[str, float] = {}
-        """When requests that are looked up are computed instead."""
+        """Deadlines of lookups; afterwards the request is computed."""
         self._asked_from = 0.0
         self._outdated: set[str] = set()
-        """Requests that were begun before weights changed."""
+        """Requests that started before the last weight update."""
 
     def matched(self, request: Any, computed: int) -> int | None:
-        """How many tokens the tier has beyond those that are here; None while it is verified."""
+        """Return how many more tokens the tier has; None while the lookup is running."""
         name = request.request_id
         if name not in self._found:
-            self._outdated.discard(name)  # it begins anew
+            self._outdated.discard(name)  # the request starts again
             now = time.monotonic()
             self._wait_until[name] = now + self._patience
             self._found[name] = self._find(request) if now >= self._asked_from else None
@@ -59,7 +59,7 @@ class TierScheduler:
         if not looked_up.done():
             if time.monotonic() < self._wait_until[name]:
                 return None
-            log.warning("computed here request=%r: the tier has not answered in time", name)
+            log.warning("computing locally request=%r: the lookup in the tier timed out", name)
             self._asked_from = time.monotonic() + _PAUSE
             self._found[name] = None
             self._let_go(looked_up)
@@ -68,7 +68,7 @@ class TierScheduler:
         return max(0, found.tokens - computed) if found is not None else 0
 
     def take(self, request_id: str, *, wanted: bool) -> FoundPrefix | None:
-        """What was found of a request, for it to be read; it is not looked up again."""
+        """Return the prefix that was found for a request; it is not looked up again."""
         looked_up = self._found.get(request_id)
         self._found[request_id] = None
         if looked_up is not None and wanted and looked_up.done():
@@ -80,32 +80,32 @@ class TierScheduler:
         return None
 
     def begun(self, request_id: str) -> None:
-        """A request has tokens of another engine: if weights change, it is outdated too."""
+        """Register a request from another engine, so that a weight update outdates it too."""
         self._found.setdefault(request_id, None)
 
     def loaded(self, request_id: str) -> None:
-        """All workers have fetched what was found of a request, or have failed to."""
+        """Unpin a prefix after all workers have loaded it or failed."""
         found = self._loading.pop(request_id, None)
         if found is not None:
             self._tier.let_go(found)
 
     def stored(self, request_id: str) -> None:
-        """All workers have stored what they were given of a request, or have failed to."""
+        """Publish a prefix after all workers have stored it or failed."""
         if request_id in self._storing:
             self._tier.note(*self._storing.pop(request_id))
 
     def take_events(self) -> list[BlockEvent]:
-        """What the tier has since the last call, and what no more."""
+        """Return events for blocks that the tier stored or removed since the last call."""
         return self._tier.take_events()
 
     def forget(self, request_id: str) -> None:
-        """A request has finished."""
+        """Forget a finished request."""
         self._outdated.discard(request_id)
         self._wait_until.pop(request_id, None)
         self._let_go(self._found.pop(request_id, None))
 
     def reset(self) -> None:
-        """Weights may have changed: nothing that was computed before is found or kept."""
+        """Invalidate everything that was computed before a weight update."""
         self._tier.forget_all()
         self._outdated |= self._found.keys()
         for looked_up in self._found.values():
@@ -115,15 +115,15 @@ class TierScheduler:
         self._storing.clear()
 
     def close(self) -> None:
-        """Let go of the tier, and of all that was found."""
+        """Close the tier, which unpins all prefixes."""
         self._tier.close()
 
     def worth_keeping(
         self, request: Any, *, windows_alone: bool = False
     ) -> tuple[BlockKeys, int, int] | None:
-        """The keys and the range of tokens of a finished request that the tier does not have.
+        """Return the keys and token range to store for a finished request; None for nothing.
 
-        With `windows_alone` tokens before the windows of layers never came here.
+        With `windows_alone`, the engine does not have the tokens before the layers' windows.
         """
         if windows_alone and self._tier.keeps_windows_whole:
             return None
@@ -134,7 +134,7 @@ class TierScheduler:
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         tokens = request.num_computed_tokens - in_flight - self._ahead
         if self._tier.recurrent and in_flight:
-            # The step that is under way moves the state on before it is read.
+            # The step in flight advances the state before it is stored.
             tokens = request.num_computed_tokens
             if tokens > len(request.all_token_ids):
                 return None
@@ -147,7 +147,7 @@ class TierScheduler:
             chain = self._tier.chain(request.all_token_ids[:tokens], request.cache_salt)
             start = self._tier.stored(chain, tokens)
         except AtlasError as refusal:
-            log.warning("not kept in the tier request=%r: %s", request.request_id, refusal)
+            log.warning("not stored in the tier request=%r: %s", request.request_id, refusal)
             return None
         if start >= tokens:
             return None
@@ -163,12 +163,12 @@ class TierScheduler:
             return self._tier.find(
                 self._tier.chain(request.all_token_ids[:last], request.cache_salt)
             )
-        except (AtlasError, RuntimeError) as refusal:  # closed, or an unsound file
+        except (AtlasError, RuntimeError) as refusal:  # the tier is closed, or its file is damaged
             log.warning("not looked up in the tier request=%r: %s", request.request_id, refusal)
             return None
 
     def _let_go(self, looked_up: Future[FoundPrefix | None] | None) -> None:
-        """Unpin what was found, now or once it is."""
+        """Unpin the result of a lookup, now or when it completes."""
 
         def unpin(done: Future[FoundPrefix | None]) -> None:
             found = _result(done)
@@ -180,7 +180,7 @@ class TierScheduler:
 
 
 def _made_of_tokens(request: Any) -> bool:
-    """Whether tokens alone say what a request's cache is: no pictures, adapters or embeddings."""
+    """Whether tokens alone determine a request's cache: no media, adapter or embeddings."""
     return (
         request.prompt_token_ids is not None
         and not getattr(request, "mm_features", None)
@@ -191,11 +191,11 @@ def _made_of_tokens(request: Any) -> bool:
 
 
 def _result(looked_up: Future[FoundPrefix | None]) -> FoundPrefix | None:
-    """What was found; nothing where looking failed."""
+    """Return the result of a finished lookup; None if it failed."""
     if looked_up.cancelled():
         return None
     problem = looked_up.exception()
     if problem is not None:
-        log.warning("not found in the tier: %s", problem)
+        log.warning("lookup in the tier failed: %s", problem)
         return None
     return looked_up.result()

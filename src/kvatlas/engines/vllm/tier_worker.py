@@ -1,9 +1,9 @@
-"""A worker's side of the tier: requests are read from it and kept in it, beside the engine.
+"""The tier in a worker: load requests from it and store finished ones, in background threads.
 
-Where the caches are on a GPU, a step marks what the engine has told it so far. A request is
-stored behind that, since its last blocks may not be written yet, and read behind it, since
-whoever had its blocks before may still be reading them. What was read is there before it is
-reported, so that kernels which are launched later see it.
+For caches on a GPU, each step records a mark after the kernels that the engine has launched.
+Stores wait for the mark, because a request's last blocks may not be written yet. Loads wait for
+it too, because the previous owner of the blocks may still be reading them. A load is complete
+before it is reported, so that kernels launched later see its data.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from kvatlas.wire.transports.device_marks import DeviceMarks
 log = logging.getLogger("kvatlas.vllm")
 
 _SLOW = 1.0
-"""Seconds of a store that fails after which others are not tried: requests hold their blocks."""
+"""If a failed store took longer than this many seconds, stores pause: they hold blocks."""
 _PAUSE = 5.0
-"""Seconds for which they are not."""
+"""Seconds of that pause."""
 _LOADING = 2
-"""Requests that are read at once; one is stored beside them."""
+"""Concurrent loads; one store runs in parallel."""
 
 
 @dataclass
 class TierCounts:
-    """What went to a tier and came from it since the last look."""
+    """Loads from a tier and stores into it since the last collection."""
 
     tier_loads: int = 0
     tier_tokens: int = 0
@@ -49,9 +49,9 @@ class TierCounts:
 
 
 class TierWorker:
-    """Reads requests from a tier into one rank's blocks, and keeps finished ones in it.
+    """Load requests from a tier into one rank's blocks, and store finished requests in it.
 
-    Without a tier, which may be unusable, everything that is ordered fails.
+    If the tier could not be opened, every load and store fails.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TierWorker:
         ended: EndedRequests,
         convert: Converting | None = None,
     ) -> None:
-        """With `convert`, what is read from the tier becomes what this rank keeps."""
+        """Start the background threads; `convert` converts the tier's blocks to this rank's."""
         self._tier, self._plan, self._rank = tier, own, rank
         self._convert = convert
         self._pools, self._ended = {0: memory}, ended
@@ -76,7 +76,7 @@ class TierWorker:
         self._counts_lock = threading.Lock()
 
     def carry_out(self, orders: StepOrders) -> None:
-        """Begin what a step has ordered, in the thread that launches the engine's kernels."""
+        """Start a step's loads and stores; call it in the thread that launches kernels."""
         if not orders.loads and not orders.stores:
             return
         mark = None if self._marks is None else self._marks.mark()
@@ -86,13 +86,13 @@ class TierWorker:
             self._storing.submit(self._store, store, mark)
 
     def take_counts(self) -> TierCounts:
-        """What was counted since the last look."""
+        """Return the counts since the last call, and reset them."""
         with self._counts_lock:
             counts, self._counts = self._counts, TierCounts()
         return counts
 
     def close(self) -> None:
-        """Finish what was ordered, and let go of the tier."""
+        """Finish pending loads and stores, and close the tier."""
         self._loading.shutdown(wait=True)
         self._storing.shutdown(wait=True)
         if self._tier is not None:
@@ -107,9 +107,9 @@ class TierWorker:
             self._fetch(self._usable(), order)
             failed = False
         except AtlasError as refusal:
-            log.warning("not read from the tier request=%r: %s", order.request_id, refusal)
+            log.warning("not loaded from the tier request=%r: %s", order.request_id, refusal)
         except Exception:
-            log.exception("a read from the tier failed request=%r", order.request_id)
+            log.exception("load from the tier failed request=%r", order.request_id)
         finally:
             tokens = 0 if failed else order.stop - order.start
             seconds = time.monotonic() - begun
@@ -120,27 +120,32 @@ class TierWorker:
             self._ended.arrived(order.request_id, failed=failed)
 
     def _fetch(self, tier: TierClient | StoreTier, order: LoadOrder) -> None:
-        """Read what the scheduler has pinned; where the pin is gone, what is there still."""
+        """Load the blocks that the scheduler pinned; if the pin is lost, look them up again."""
         if isinstance(tier, TierClient):
             try:
                 with tier.join(order.pin) as joined:
                     self._fill(joined, order)
                 return
             except AtlasError as refusal:
-                log.info("looked up again request=%r: %s", order.request_id, refusal)
+                log.info("looking up again request=%r: %s", order.request_id, refusal)
         with tier.pin(order.keys, order.stop) as hit:
             self._fill(hit, order)
 
     def _fill(self, hit: Hit | StoreHit, order: LoadOrder) -> None:
         if hit.tokens < order.stop:
-            hint = "Compute them, or have vLLM do so: kv_load_failure_policy=recompute"
+            hint = "Set kv_load_failure_policy to recompute, so that vLLM computes them"
             got = f"{hit.tokens} of {order.stop} tokens"
-            raise AtlasError(Code.MISSING_BLOCKS, "The tier has lost tokens", got=got, hint=hint)
+            raise AtlasError(
+                Code.MISSING_BLOCKS,
+                "Tokens were evicted from the tier after the lookup",
+                got=got,
+                hint=hint,
+            )
         blocks = dict(enumerate(order.tables))
         about: dict[str, Any] = {"rank": self._rank, "blocks": blocks, "start": order.start}
         if isinstance(hit, Hit):
             hit.fetch(self._pools, self._plan, **about, convert=self._convert)
-        else:  # a store's knows which of its rows are converted
+        else:  # a store's hit records which of its rows need conversion
             hit.fetch(self._pools, self._plan, **about)
 
     def _store(self, order: StoreOrder, mark: int | None) -> None:
@@ -161,9 +166,9 @@ class TierWorker:
             if failed:
                 log.info("no room in the tier request=%r", order.request_id)
         except AtlasError as refusal:
-            log.warning("not kept in the tier request=%r: %s", order.request_id, refusal)
+            log.warning("not stored in the tier request=%r: %s", order.request_id, refusal)
         except Exception:
-            log.exception("a request was not kept request=%r", order.request_id)
+            log.exception("store into the tier failed request=%r", order.request_id)
         finally:
             now = time.monotonic()
             if failed and now - begun > _SLOW:
@@ -172,14 +177,15 @@ class TierWorker:
             self._ended.sent(order.request_id)
 
     def _wait_for_engine(self, mark: int | None) -> None:
-        """Wait until the GPU has done what a step had marked."""
+        """Wait until the GPU has reached a step's mark."""
         if mark is not None and self._marks is not None:
             self._marks.wait(mark)
 
     def _usable(self) -> TierClient | StoreTier:
         if self._tier is None:
-            hint = "See the log of this worker's start"
-            raise AtlasError(Code.UNREADABLE, "The tier cannot be used", got="a call", hint=hint)
+            hint = "See this worker's log for the error at startup"
+            problem = "The tier could not be opened at startup"
+            raise AtlasError(Code.UNREADABLE, problem, got="a load or a store", hint=hint)
         return self._tier
 
     def _count(self, **amounts: float) -> None:

@@ -1,7 +1,7 @@
-"""The weights and config that an engine serves: its caches are interchangeable with no others.
+"""Identities of an engine's weights and config; caches of other identities must not mix.
 
-`engine_identity` is what nodes compare on the wire, `cache_identity` the prefix of a tier's keys.
-Both name the weights by one function, which reads a checkpoint once per process.
+Nodes compare `engine_identity` when they connect. A tier's keys start from `cache_identity`. Both
+identify the weights with the same digest, which is computed once per process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvatlas.models import CacheIdentity, config_identity, weights_identity
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 _WITHOUT_FILES = ("dummy",)
-"""Load formats that make up weights instead of reading them."""
+"""Load formats that generate weights instead of reading them."""
 _LOADED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", "config.json")
-"""How the names of files end that decide K and V."""
+"""Endings of the names of files that determine K and V."""
 _ONE_ENGINE = ("EngineCore", "VllmWorker")
-"""How vLLM names processes that load the weights of one engine and end with it."""
+"""Name prefixes of vLLM processes that load the weights of exactly one engine."""
 
 Signature = tuple[tuple[str, int, int, int], ...]
 """Names, sizes, inodes and change times of a folder's files."""
@@ -35,11 +35,11 @@ Signature = tuple[tuple[str, int, int, int], ...]
 def engine_identity(
     vllm_config: Any, settings: ConnectorSettings, untouched: Mapping[str, Any] | None
 ) -> CacheIdentity | None:
-    """Return the identity of an engine's caches: its weights, and what decides K and V.
+    """Return the identity of an engine's weights and of the config that determines K and V.
 
-    `untouched` is the model's config as vLLM reads it without the engine's arguments: what these
-    changed counts. Paths, names and the dtype of computation do not. None if the weights are
-    unknown and the settings accept any identity.
+    `untouched` is the model's config without the engine's arguments; the values that the arguments
+    changed are part of the identity. Paths, names and the compute dtype are not. Return None if the
+    weights are unknown and the settings accept any identity.
     """
     served = vllm_config.model_config
     try:
@@ -64,11 +64,11 @@ def engine_identity(
 def cache_identity(
     vllm_config: Any, given: str | None, dtype: str | None = None, cache: str | None = None
 ) -> bytes:
-    """Return a digest of what a tier's prefixes depend on: weights, config and dtypes.
+    """Return a digest of the weights, config and dtypes of a tier's prefixes.
 
-    The weights are those that `given` names, or those in the checkpoint's files. `dtype` is the
-    dtype of computation, by default the engine's own. `cache` is the cache dtype, for a tier that
-    does not store blocks of different dtypes separately.
+    `given` is a name for the weights; by default the digest covers the checkpoint's files. `dtype`
+    is the compute dtype, by default the engine's. `cache` is the cache dtype, for a tier that does
+    not store blocks of different dtypes separately.
     """
     served = vllm_config.model_config
     config = {
@@ -107,7 +107,7 @@ def _served_weights(vllm_config: Any, given: str | None) -> str:
 
 
 def _find_folder(vllm_config: Any) -> Path | None:
-    """Return the folder of a model's checkpoint: a local one, or a snapshot in the hub's cache."""
+    """Return the folder of a model's checkpoint: local, or a snapshot in the hub's cache."""
     served = vllm_config.model_config
     if Path(served.model).is_dir():
         return Path(served.model)
@@ -142,7 +142,7 @@ def _digest(folder: Path, _: Signature) -> str:
 
 
 def _check_unchanged(folder: Path) -> None:
-    """Refuse a checkpoint that was replaced while this process was loading it.
+    """Raise if a checkpoint was replaced while this process was loading it.
 
     vLLM makes connectors after it has loaded the weights, so files that changed since the process
     started may not be those that were loaded. A process that serves several engines in turn is
@@ -193,7 +193,7 @@ def _changed(untouched: Mapping[str, Any], effective: Mapping[str, Any]) -> dict
 
 
 def _uses_long_rope(served: Any) -> bool:
-    """Whether vLLM takes the long factors of LongRoPE: `max_model_len` decides that."""
+    """Whether vLLM uses the long factors of LongRoPE, which depends on `max_model_len`."""
     text = getattr(served, "hf_text_config", None)
     rope = getattr(text, "rope_parameters", None)
     nested = list(rope.values()) if isinstance(rope, Mapping) else []
@@ -209,8 +209,7 @@ def _uses_long_rope(served: Any) -> bool:
 def _unknown_weights(got: str) -> AtlasError:
     return AtlasError(
         Code.BAD_CONFIG,
-        "The weights of an engine are unknown, and caches of different weights must not mix",
+        "The engine's weights cannot be identified, and caches of different weights must not mix",
         got=got,
-        hint="Set weights_identity in kv_connector_extra_config to a name that no other weights "
-        "have",
+        hint="Set weights_identity in kv_connector_extra_config to a unique name for the weights",
     )

@@ -1,8 +1,8 @@
-"""A worker's side: one rank's node, what it offers, and what it reads from other engines.
+"""The connector in a worker: one rank's node, its offers, and its reads from other engines.
 
-Nothing here waits for a peer in the engine's own thread: sessions are opened and transfers
-awaited beside it, and every step only looks at what has ended. Blocks of a read that has
-failed are reported once nothing can land in them any more.
+The engine's thread never waits for a peer. Background threads open sessions and wait for
+transfers, and each step only collects what has ended. A failed read is reported once no transfer
+can write to its blocks any longer.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from kvatlas.wire import HOST, Memory, Node, Session, Transfer, make_transport
 log = logging.getLogger("kvatlas.vllm")
 
 _AT_ONCE = 64
-"""Requests that are read at once; the others wait until one has ended."""
+"""Concurrent reads; further requests wait."""
 _LONGEST_QUARANTINE = 600.0
-"""Seconds after which a read that does not end is reported all the same."""
+"""Seconds after which a read in quarantine is reported as ended."""
 _READING_SECONDS, _OFFERING_SECONDS = 4e-3, 1e-3
-"""Seconds that an engine with nothing to compute waits for what it reads, or others read."""
+"""Seconds per step for which an idle engine waits for its reads, or for its offers."""
 _LINGER_SECONDS = 2.0
-"""Seconds for which an offer outlives its last known reader: siblings mostly arrive together."""
+"""Seconds for which an offer is kept after its last known reader, for late siblings."""
 
 
 @dataclass
 class PullCounts:
-    """What was read since the last look, for the engine's own statistics."""
+    """Reads since the last collection, for vLLM's statistics."""
 
     pulls: int = 0
     failures: int = 0
@@ -49,7 +49,7 @@ class PullCounts:
 
 
 class _Pull:
-    """A request on its way here."""
+    """A read in flight, which can be cancelled before or after it starts."""
 
     def __init__(self, order: PullOrder) -> None:
         self.order = order
@@ -58,7 +58,7 @@ class _Pull:
         self._lock = threading.Lock()
 
     def begin(self, start: Callable[[], Transfer]) -> Transfer | None:
-        """Start it, unless it was cancelled before."""
+        """Start the transfer, unless it was cancelled."""
         with self._lock:
             if not self._cancelled:
                 self.transfer = start()
@@ -72,7 +72,7 @@ class _Pull:
 
 
 class WorkerSide:
-    """What the connector does in the process of one rank."""
+    """The part of the connector that runs in the process of one rank."""
 
     def __init__(
         self,
@@ -85,7 +85,10 @@ class WorkerSide:
         identity: CacheIdentity | None,
         ended: EndedRequests | None = None,
     ) -> None:
-        """`identity` is that of the engine's caches; None only if any identity is accepted."""
+        """Start the node of one rank.
+
+        `identity` is the identity of the engine's caches; None only if the settings accept any.
+        """
         self._settings = settings
         cores = free_cores()
         self._reading = ReadingThreads(cores, behind=memory.device == HOST)
@@ -119,7 +122,7 @@ class WorkerSide:
         self._counts_lock = threading.Lock()
 
     def carry_out(self, orders: StepOrders, *, idle: bool = False) -> None:
-        """Begin what a step has ordered; an engine that is not `idle` computes meanwhile."""
+        """Start the transfers of a step; an `idle` engine leaves its cores to them."""
         self.node.landing_threads = self.node.transport.copy_threads = 2 if idle else 1
         self._reading.make_room(computing=not idle)
         for offer in orders.offers:
@@ -138,10 +141,10 @@ class WorkerSide:
                 self._pulls[request_id].cancel()
 
     def take_ended(self, *, idle: bool = False) -> Ended:
-        """What has ended since the last step.
+        """Return the transfers that have ended since the last step.
 
-        An `idle` engine has nothing to do but to look again: it waits here for a moment, which
-        leaves its core and its interpreter to those who read.
+        An `idle` engine waits here briefly instead of polling, which leaves its core and the
+        interpreter lock to the threads that read.
         """
         seconds = _READING_SECONDS if self._pulls else _OFFERING_SECONDS if self._offered else 0.0
         ended = self._ended.take(seconds if idle else 0.0)
@@ -150,13 +153,13 @@ class WorkerSide:
         return ended
 
     def take_counts(self) -> PullCounts:
-        """What was counted since the last look."""
+        """Return the counts since the last call, and reset them."""
         with self._counts_lock:
             counts, self._counts = self._counts, PullCounts()
         return counts
 
     def close(self) -> None:
-        """Cancel what is under way, end all offers, and close the node."""
+        """Cancel reads in flight, end all offers, and close the node."""
         for pull in list(self._pulls.values()):
             pull.cancel()
         self._releases.flush()
@@ -165,7 +168,7 @@ class WorkerSide:
         self._sessions.close_all()
         self.node.close()
 
-    # -- what is offered ------------------------------------------------------------------
+    # -- offers ---------------------------------------------------------------------------
 
     def _offer(self, order: OfferOrder) -> None:
         tables = dict(enumerate(order.tables))
@@ -176,20 +179,20 @@ class WorkerSide:
                 order.name, tables, order.tokens, seconds=seconds, released=self._released
             )
         except AtlasError as refusal:
-            # Whoever wants to read it computes it, or fails, as its engine was told.
+            # A reader then recomputes or fails, depending on its kv_load_failure_policy.
             log.error("not offered request=%r: %s", order.request_id, refusal)
             self._released(order.name, "refused")
 
     def _released(self, name: str, why: str) -> None:
-        """An offer has ended: its blocks may be reused."""
+        """Report that an offer has ended and its blocks may be reused."""
         if why == "expired":
             self._count(expired=1)
         self._ended.sent(self._offered.pop(name))
 
-    # -- what is read ---------------------------------------------------------------------
+    # -- reads ----------------------------------------------------------------------------
 
     def _run(self, pull: _Pull) -> None:
-        """Read a request, beside the engine's own thread, and say how that ended."""
+        """Read a request in a background thread, and report the outcome."""
         order, outcome = pull.order, "failed"
         try:
             with self._sessions.use(order.remote.endpoints) as session:
@@ -201,15 +204,15 @@ class WorkerSide:
         except AtlasError as refusal:
             log.warning("not read request=%r: %s", order.request_id, refusal)
         except Exception:
-            log.exception("a read failed request=%r", order.request_id)
+            log.exception("read failed request=%r", order.request_id)
         finally:
             self._count_pull(pull, outcome)
             self._ended.arrived(order.request_id, failed=outcome == "failed")
 
     def _read(self, pull: _Pull, session: Session) -> bool:
-        """Whether all of it has arrived; what has not can land no more when this returns."""
+        """Read a request; return whether it is complete. No bytes arrive after the return."""
         order, settings = pull.order, self._settings
-        # A pull of all tokens without a list of layers ends the offer, also if it is not final.
+        # A pull of all tokens without a list of layers ends the offer even if it is not final.
         layers = None if order.final else tuple(self.node.plan.layers)
         transfer = pull.begin(
             lambda: session.pull(
@@ -231,7 +234,7 @@ class WorkerSide:
             transfer.wait()
         finally:
             if not transfer.wait_released(_LONGEST_QUARANTINE):
-                log.error("still being read request=%r", order.request_id)
+                log.error("transfer still in flight at the deadline request=%r", order.request_id)
         return True
 
     def _release_beside(self, remote: RemoteRequest) -> None:
@@ -246,7 +249,7 @@ class WorkerSide:
             log.warning("not released request=%r: %s", remote.request, refusal)
 
     def _release_remote(self, session: Session, remote: RemoteRequest) -> None:
-        """Let the other engine have its blocks back; where it cannot be told, they expire."""
+        """Release another engine's offer; if the engine cannot be reached, the offer expires."""
         with suppress(AtlasError):
             session.release(remote.request)
 
