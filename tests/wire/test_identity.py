@@ -107,6 +107,25 @@ def test_a_request_with_an_adapter_is_read_by_requests_with_that_adapter() -> No
         assert_arrived(source, target, 0)
 
 
+@pytest.mark.parametrize("lenient", ["source", "target"])
+def test_one_end_that_compares_identities_is_enough(lenient: str) -> None:
+    about: list[dict[str, Any]] = [
+        {"check_identity": lenient == end} for end in ("target", "source")
+    ]
+    with ends(*two(*about)) as (source, target):
+        source.offer("r", identity=ADAPTED)
+        with Session(target.nodes[0], source.endpoints) as session:
+            transfer = session.pull("r", dst_blocks=target.blocks, tokens=50)
+            assert failure(transfer) is Code.DIFFERENT_IDENTITY
+            assert transfer.wait_released(10)
+        kinds: dict[str, Any] = {"source": source.plan, "pushers": ["end-1"]}
+        target.nodes[0].expect("p", target.blocks, 50, **kinds, identity=ADAPTED)
+        with Session(source.nodes[0], target.endpoints) as session:
+            pushed = session.push("p", src_blocks=source.blocks, tokens=50)
+            assert failure(pushed) is Code.DIFFERENT_IDENTITY
+        target.buffers[0].assert_untouched()
+
+
 def test_a_push_with_an_adapter_is_expected_with_that_adapter() -> None:
     with ends(*two({}, {})) as (source, target):
         about: dict[str, Any] = {"source": source.plan, "pushers": ["end-1"]}

@@ -161,7 +161,7 @@ class Open(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open"):
     final: bool = False
     """Whether this is the sender's last read of the offer, even if it covers only a part of it."""
     identity: CacheIdentity | None = None
-    """The identity of the request's cache, if it differs from the one in the sender's hello."""
+    """The identity that the request's cache must have; None if the sender compares none."""
 
 
 class Opened(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opened"):

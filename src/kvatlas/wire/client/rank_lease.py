@@ -13,6 +13,7 @@ import numpy as np
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.models import CacheIdentity
 from kvatlas.routing import Copy, RunGrid, Stream
 from kvatlas.routing.token_ranges import token_range
 from kvatlas.wire import protocol
@@ -144,10 +145,16 @@ class RankLease:
             layers=None if wanted.layers is None else tuple(wanted.layers),
             seconds=self._seconds_left(),
             final=wanted.final,
-            identity=wanted.identity,
+            identity=self._compared_identity(),
         )
         self.opened = self._ask(question, Opened)
         self._renew_at = time.monotonic() + self.opened.seconds / 2
+
+    def _compared_identity(self) -> CacheIdentity | None:
+        """Return the identity that the peer must compare; None if this node compares none."""
+        if self.wanted.identity is not None:
+            return self.wanted.identity
+        return self.node.identity if self.node.check_identity else None
 
     def check_opened(self) -> None:
         """Check and store the peer's blocks and staging size from its answer."""

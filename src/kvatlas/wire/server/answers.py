@@ -97,7 +97,7 @@ class Answers:
         held = self._held(question, peer)
         tokens = question.start, question.stop
         held.check_asked(tokens, told, node.plan)
-        if node.check_identity:
+        if node.check_identity or question.identity is not None:
             check_same_identity(held.identity, question.identity or peer.identity)
         incoming = question.direction == "push"
         stream = node.stream(peer, held.blocks, theirs, tokens, question.layers, incoming=incoming)
