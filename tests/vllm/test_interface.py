@@ -51,6 +51,7 @@ def test_vllm_finds_the_connector_by_its_flag() -> None:
 
 def test_settings_are_read_when_the_engine_starts() -> None:
     config = vllm_config()
+    config.model_config.hf_config.to_dict = dict
     config.kv_transfer_config = transfer_config(lease_second=3)
     about = (config, KVConnectorRole.SCHEDULER, Config([Group(FullAttentionSpec(block_size=64))]))
     with pytest.raises(AtlasError, match="lease_seconds"):
