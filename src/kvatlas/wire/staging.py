@@ -25,6 +25,7 @@ class StagingBuffers:
     Half of the buffers are for transfers of this node, half for its peers. Otherwise two nodes that
     read from each other could each wait for a buffer that the other holds.
 
+    >>> import numpy as np
     >>> staging = StagingBuffers(np.zeros(4 * 4096, np.uint8), 4096)
     >>> mine, lent = staging.acquire(2), staging.acquire(2, for_peer=True)
     >>> len(mine), len(lent), staging.acquire(1), staging.free

@@ -44,6 +44,7 @@ class FileTransport(Transport):
     >>> folder = tempfile.TemporaryDirectory()
     >>> disk, host = FileTransport(folder.name, "tier"), FileTransport(folder.name)
     >>> disk.register({0: Memory(0, 4096)})
+    >>> import numpy as np
     >>> pool = np.arange(16, dtype=np.uint8)
     >>> host.register({0: Memory(pool.ctypes.data, 16)})
     >>> link = host.connect(disk.publish(), disk.memory)
