@@ -18,12 +18,13 @@ from typing import ClassVar
 
 import msgspec
 
+from kvatlas.copying.memory import Memory
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports import errors, tcp_admission
 from kvatlas.wire.transports.access import Access, Authorise, Guarantees
-from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
+from kvatlas.wire.transports.base import Handle, Link, Shared, Transport
 from kvatlas.wire.transports.listening import is_loopback, own_addresses
 from kvatlas.wire.transports.tcp_read import TcpRead, questions_of, readable
 from kvatlas.wire.transports.tcp_server import RegionServer

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvatlas.copying.memory import Memory
+from kvatlas.copying.memory_copy import STEP, as_bytes, copy_runs_unchecked
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire import protocol
 from kvatlas.wire.connection import tune
-from kvatlas.wire.memory_copy import STEP, as_bytes, copy_runs_unchecked
 from kvatlas.wire.refusals import raise_refusal
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.security import not_the_secret
 from kvatlas.wire.transports import errors, tcp_admission, tcp_server
-from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.polled_copy import Stepwise
 from kvatlas.wire.transports.tcp_server import GATHERED, MOST_RUNS, SHORT
 

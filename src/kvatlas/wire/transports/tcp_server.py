@@ -21,17 +21,17 @@ from functools import partial
 
 import numpy as np
 
+from kvatlas.copying.memory import Memory
+from kvatlas.copying.memory_copy import as_bytes, copy_runs_unchecked
+from kvatlas.copying.pool_bounds import check_bounds
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire import protocol
-from kvatlas.wire.memory_copy import as_bytes, copy_runs_unchecked
 from kvatlas.wire.refusals import refusal_of
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports.access import LEASE_BYTES, AskedRead, Authorise
-from kvatlas.wire.transports.base import Memory
-from kvatlas.wire.transports.bounds import check_bounds
 from kvatlas.wire.transports.tcp_admission import TOKEN_BYTES, Admission, Admitted
 
 log = logging.getLogger("kvatlas.wire")
