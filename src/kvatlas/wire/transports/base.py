@@ -27,10 +27,7 @@ from kvatlas.routing import Copy, RequestShape, RunGrid
 from kvatlas.routing.run_grids import BlockIds
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports import errors
-<<<<<<< HEAD
 from kvatlas.wire.transports.access import Access, Authorise, Guarantees
-=======
->>>>>>> main
 from kvatlas.wire.transports.offer_board import OfferBoard, SeenOffer
 
 Shared = Literal["all", "staging"]
