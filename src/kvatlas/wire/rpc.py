@@ -49,6 +49,8 @@ class Caller:
         self.connection = Connection(connected)
         self.identity = _whose(connected)
         """The key for its quotas: its host, its certificate, or its process."""
+        self.names: frozenset[str] | None = None
+        """The names that it has proved; None if it may call itself by any name."""
         self.known = self.answering = False
         self.open = True
 
@@ -198,7 +200,7 @@ class Server(threading.Thread):
             if self._closing.is_set() or not caller.open:
                 return  # who hung up on it has missed it
             if connected.family != socket.AF_UNIX:
-                caller.identity = self._security.identify(protected)
+                caller.identity, caller.names = self._security.identify(protected)
             self._answer_all(caller)
         except AtlasError as refusal:
             got = str(refusal.got)

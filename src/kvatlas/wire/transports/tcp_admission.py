@@ -33,7 +33,7 @@ TOKEN_BYTES = 32
 CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
 WELCOME = b"+"
-"""The server's reply to a correct answer to its challenge."""
+"""The server's reply to a correct answer to its challenge, once it can serve the connection."""
 
 MOST_UNPROVEN = 64
 """The maximum number of connections that are not authenticated yet."""
@@ -178,7 +178,6 @@ class Admission(threading.Thread):
         right = hmac.compare_digest(answer, proof(self._token, challenge, session))
         if not right or security is not self.security:
             raise EOFError
-        yield from _send(connection, WELCOME)
         connection.settimeout(None)
         return Admitted(connection, session, identity.names)
 

@@ -32,7 +32,7 @@ from kvatlas.wire import protocol
 from kvatlas.wire.refusals import refusal_of
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports.access import LEASE_BYTES, AskedRead, Authorise
-from kvatlas.wire.transports.tcp_admission import TOKEN_BYTES, Admission, Admitted
+from kvatlas.wire.transports.tcp_admission import TOKEN_BYTES, WELCOME, Admission, Admitted
 
 log = logging.getLogger("kvatlas.wire")
 
@@ -125,6 +125,7 @@ class RegionServer:
     def _serve(self, admitted: Admitted) -> None:
         one = admitted.connection
         try:
+            one.sendall(WELCOME)
             while True:
                 self._answer(admitted)
         except (OSError, EOFError):
