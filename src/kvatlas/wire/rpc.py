@@ -40,6 +40,8 @@ _STRANGER_SECONDS = 5.0
 _BUSY_SECONDS = 0.25
 """Seconds that a question waits for its turn, and then the retry delay in the error."""
 _IDLE_SECONDS = 0.05
+_DROP_SECONDS = 1.0
+"""Seconds to wait for the thread of a connection that was dropped; it ends at once, as a rule."""
 
 
 class Caller:
@@ -162,6 +164,7 @@ class Server(threading.Thread):
         The oldest one of the host with the most connections goes first, so a host that opens many
         drops its own.
         """
+        dropped = []
         with self._lock:
             strangers = [one for one in self._callers if not one.known and one.open]
             while len(strangers) > most:
@@ -171,6 +174,9 @@ class Server(threading.Thread):
                 strangers.remove(oldest)
                 oldest.open = False
                 oldest.hang_up()
+                dropped.append(self._callers[oldest])
+        for thread in dropped:  # so that their number is bounded too
+            thread.join(_DROP_SECONDS)
 
     def _admit(self, caller: Caller) -> bool:
         """Return whether an authenticated caller fits into the limits."""
