@@ -1,4 +1,4 @@
-"""One read over TCP: connect, authenticate, ask for runs, and store them as they arrive."""
+"""A link over TCP: it connects, authenticates, asks for runs, and stores them as they arrive."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import errno
 import select
 import socket
 import ssl
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
+import msgspec
 import numpy as np
 
 from kvatlas.copying.memory import Memory
@@ -24,14 +26,17 @@ from kvatlas.routing import Copy
 from kvatlas.wire import protocol
 from kvatlas.wire.connection import tune
 from kvatlas.wire.refusals import raise_refusal
-from kvatlas.wire.security import not_the_secret
+from kvatlas.wire.security import Security, not_the_secret
 from kvatlas.wire.transports import errors, tcp_admission, tcp_server
+from kvatlas.wire.transports.access import Access
+from kvatlas.wire.transports.base import Handle, Link, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise
 from kvatlas.wire.transports.tcp_server import GATHERED, MOST_RUNS, SHORT
 
-if TYPE_CHECKING:
-    from kvatlas.wire.transports.tcp import TcpLink
-
+_MEETING = 5.0
+"""Seconds that a peer may take to accept a first connection."""
+_MOST_IDLE = 8
+"""The number of idle connections that a link keeps."""
 _PAUSE = 2
 """Milliseconds between checks of the clock while a peer sends nothing."""
 _OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
@@ -42,8 +47,88 @@ _ATTEMPTS = 4
 """How often a connection is opened that the peer drops before it has authenticated it."""
 
 
+class TcpPublished(msgspec.Struct, tag="tcp", forbid_unknown_fields=True):
+    """Where a transport serves its regions, and the token that authorizes reads."""
+
+    address: str
+    port: int
+    token: bytes
+    regions: dict[int, tuple[int, int]]
+    """The address and size of every readable region."""
+
+
+class TcpLink(Link):
+    """A peer to read from, and idle connections to it."""
+
+    prompt: ClassVar[bool] = True
+    exact: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        owner: Transport,
+        peer: TcpPublished,
+        theirs: Mapping[int, Memory],
+        security: Security,
+    ) -> None:
+        super().__init__(owner, theirs)
+        self.peer, self.security, self.access = peer, security, Access()
+        self.choice = 0
+        """The index of the secret that the peer accepted last."""
+        self._idle: list[socket.socket] = []
+        self._lock = threading.Lock()
+
+    def sign_in(self, access: Access) -> None:
+        """Open the first connection, and authenticate it."""
+        self.access = access
+        try:
+            _Read(self, []).wait(time.monotonic() + _MEETING)
+        except AtlasError as refusal:
+            if refusal.code is Code.BAD_SIGNATURE:
+                raise
+            raise errors.peer_lost(f"{self.peer.address}: {refusal.got}") from None
+
+    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+        if not write:
+            return self._read(copies, b"")
+        hint = "Let the destination read the bytes instead"
+        raise errors.failed("a write", hint, "The transport 'tcp' supports only reads")
+
+    def _read(self, copies: Sequence[Copy], lease: bytes) -> Handle:
+        # The regions are looked up now: the bounds were checked against these.
+        questions = [part for copy in copies for part in _questions(copy, self.mine, lease)]
+        handle = _Read(self, questions)
+        with suppress(AtlasError):  # whoever waits for it will see
+            handle.poll()
+        return handle
+
+    def take(self) -> socket.socket | None:
+        """Return an idle open connection, if there is one."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                one = self._idle.pop()
+            if not _readable(one, 0):
+                return one
+            one.close()  # the peer has ended it: it says nothing unasked
+
+    def give_back(self, one: socket.socket) -> None:
+        """Keep a connection on which everything requested has arrived."""
+        with self._lock:
+            if self.open and len(self._idle) < _MOST_IDLE:
+                self._idle.append(one)
+                return
+        one.close()
+
+    def _close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for one in idle:
+            one.close()
+
+
 @dataclass(frozen=True)
-class Question:
+class _Question:
     """Runs of a region of the peer, and where they go."""
 
     pool: int
@@ -60,7 +145,7 @@ class Question:
         return head + self.src.astype("<i8").tobytes() + self.length.astype("<i8").tobytes()
 
 
-def questions_of(copy: Copy, mine: Mapping[int, Memory], lease: bytes) -> Iterator[Question]:
+def _questions(copy: Copy, mine: Mapping[int, Memory], lease: bytes) -> Iterator[_Question]:
     """A copy as questions: short runs together, long ones apart from them."""
     into = as_bytes(mine[copy.dst_pool])
     long = copy.length >= SHORT
@@ -72,13 +157,13 @@ def questions_of(copy: Copy, mine: Mapping[int, Memory], lease: bytes) -> Iterat
         for first in range(0, len(chosen), many):
             some = chosen[first : first + many]
             columns = copy.dst[some], copy.length[some]
-            yield Question(copy.src_pool, copy.src[some], into, *columns, lease)
+            yield _Question(copy.src_pool, copy.src[some], into, *columns, lease)
 
 
-class TcpRead(Stepwise):
+class _Read(Stepwise):
     """Asks, one question ahead of the answer that it waits for, and puts answers where they go."""
 
-    def __init__(self, link: TcpLink, questions: Sequence[Question]) -> None:
+    def __init__(self, link: TcpLink, questions: Sequence[_Question]) -> None:
         super().__init__(self._run(link, questions))
         self._connection: socket.socket | None = None
         self._outgoing = b""
@@ -91,13 +176,13 @@ class TcpRead(Stepwise):
         if one is None or one.fileno() < 0:
             time.sleep(seconds)
         elif not isinstance(one, ssl.SSLSocket) or not one.pending():
-            readable(one, _PAUSE, writable=self._connecting or bool(self._outgoing))
+            _readable(one, _PAUSE, writable=self._connecting or bool(self._outgoing))
 
     def _release(self) -> None:
         super()._release()
         self.settle()  # closes the connection, unless a step is running
 
-    def _run(self, link: TcpLink, questions: Sequence[Question]) -> Iterator[None]:
+    def _run(self, link: TcpLink, questions: Sequence[_Question]) -> Iterator[None]:
         whole = False
         try:
             self._connection = link.take()
@@ -119,10 +204,10 @@ class TcpRead(Stepwise):
             elif connection is not None:
                 connection.close()
 
-    def _talk(self, link: TcpLink, questions: Sequence[Question]) -> Iterator[None]:
+    def _talk(self, link: TcpLink, questions: Sequence[_Question]) -> Iterator[None]:
         if self._connection is None:
             yield from self._open(link)
-        asked: deque[Question] = deque()
+        asked: deque[_Question] = deque()
         for question in questions:
             self._outgoing += question.payload
             asked.append(question)
@@ -161,7 +246,7 @@ class TcpRead(Stepwise):
         tune(one)
         self._connecting = True
         begun = one.connect_ex((address, link.peer.port))
-        while begun == errno.EINPROGRESS and not readable(one, 0, writable=True):
+        while begun == errno.EINPROGRESS and not _readable(one, 0, writable=True):
             yield
         failure = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if begun not in (0, errno.EINPROGRESS) or failure:
@@ -195,7 +280,7 @@ class TcpRead(Stepwise):
             self._connection.close()
             self._connection = None
 
-    def _receive(self, question: Question) -> Iterator[None]:
+    def _receive(self, question: _Question) -> Iterator[None]:
         dst, length = question.dst, question.length
         granted = bytearray(1)
         yield from self._fill(memoryview(granted))
@@ -251,7 +336,7 @@ def _changed(got: str) -> AtlasError:
     return AtlasError(Code.CHECKSUM, "The bytes were changed on their way", got=got, hint=hint)
 
 
-def readable(one: socket.socket, milliseconds: int, *, writable: bool = False) -> bool:
+def _readable(one: socket.socket, milliseconds: int, *, writable: bool = False) -> bool:
     """Wait until something has come, or something more can be sent; whether so."""
     looked = select.poll()
     looked.register(one.fileno(), select.POLLIN | (select.POLLOUT if writable else 0))
