@@ -16,6 +16,7 @@ from kvatlas.routing.request import BoundStates, RequestEnds
 from tests.attack.by_tests import ROOT, PassingTests
 from tests.attack.claims import Attack, Claim, Scene, repeated
 from tests.attack.forged import forged_messages
+from tests.attack.hostile_readers import hostile_readers
 from tests.attack.long_contexts import thin, wide
 from tests.attack.opened_again import opened_again
 from tests.attack.other_weights import other_weights
@@ -53,6 +54,11 @@ def test_an_open_takes_no_arrival_away() -> None:
 @pytest.mark.parametrize("claim", [pulls_at_once, owned_blocks, quarantined_blocks])
 def test_blocks_have_one_owner(claim: Claim) -> None:
     _hold(claim, 3)
+
+
+def test_a_peer_reads_the_bytes_of_its_lease_alone() -> None:
+    outcome = hostile_readers(Attack(WIRES["tcp"], tries=3, tokens=512, seed=1))
+    assert (outcome.tries, outcome.held) == (3, 3), outcome.faults
 
 
 def test_processes_that_a_library_ends_are_counted_apart() -> None:
