@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -75,7 +76,7 @@ def sealed_and_opened() -> tuple[Callable[[], None], Callable[[], None]]:
     identity = SecretIdentity(SECRET)
     ways = [ssl.MemoryBIO() for _ in range(2)]
     server = identity.server.wrap_bio(ways[0], ways[1], server_side=True)
-    client = identity.client.wrap_bio(ways[1], ways[0], server_hostname=identity.name)
+    client: Any = identity.client.wrap_bio(ways[1], ways[0], server_hostname=identity.name)
     done: set[ssl.SSLObject] = set()
     while len(done) < 2:
         for one in (client, server):

@@ -115,7 +115,8 @@ def test_a_transport_beyond_this_host_takes_a_secret(kind: Kind) -> None:
         beyond = {"device": own_device(), "over_tcp": True}
     made = small("dense")
     about: dict[str, Any] = {"memory": Buffers(made, 0).memory, "identity": OURS}
-    secret, trusted = {"secret": bytes(range(16))}, {"unprotected": True}
+    secret: dict[str, Any] = {"secret": bytes(range(16))}
+    trusted: dict[str, Any] = {"unprotected": True}
     transport = make_transport(kind.name, **beyond)
     for given in ({},) if kind.name == "tcp" else ({}, secret):
         with pytest.raises(AtlasError) as refusal:

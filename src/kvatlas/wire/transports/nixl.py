@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 from kvatlas.copying.memory import HOST, Memory
 from kvatlas.errors import AtlasError
 from kvatlas.wire.transports import errors, nixl_metadata
-from kvatlas.wire.transports.access import Guarantees
 from kvatlas.wire.transports.base import Link, Shared, Transport
 from kvatlas.wire.transports.nixl_agents import Agents, not_empty, rows_of, translated
 from kvatlas.wire.transports.nixl_link import BETWEEN_LOOKS, NixlLink
@@ -62,7 +61,7 @@ class NixlTransport(Transport):
         self.kind, self.backend = kind, backend
         self._agents = Agents(kind, backend, device, over_tcp=over_tcp)
         self.beyond_host = self._agents.beyond_host
-        self.guarantees = Guarantees(authentication=self._agents.over_rdma)
+        self.guarantees = self._agents.guarantees
         # A name is never used twice: a peer that starts again is another peer.
         self._name = f"kvatlas-{secrets.token_hex(16)}"
         self._agent: Any = self._agents.make(self._name, serves=True)

@@ -16,6 +16,7 @@ import numpy as np
 from kvatlas.copying.memory import Memory
 from kvatlas.errors import AtlasError
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.access import Guarantees
 from kvatlas.wire.transports.nixl_metadata import Kind
 from kvatlas.wire.transports.nixl_strided import Rows
 
@@ -49,8 +50,12 @@ class Agents:
         loopback = backend == "UCX" and self._device == _LOOPBACK
         self.beyond_host = "" if loopback else f"{backend} on {self._device}"
         """The device at which other hosts reach its agents; empty if they cannot."""
-        self.over_rdma = backend == "UCX" and _over_rdma(self._device)
-        """Whether peers need the keys of its memory. Over TCP, UCX checks none."""
+        self.guarantees = Guarantees()
+        """Over RDMA, peers need the keys of its memory. Over TCP, UCX checks none."""
+        if backend == "UCX" and _over_rdma(self._device):
+            self.guarantees = Guarantees(authentication=True)
+        elif loopback and not _reads_over_tcp(self._device):
+            self.guarantees = Guarantees(confidentiality=True, integrity=True)
         self.by_cpu = backend == "UCX" and kind == "DRAM" and not _has_rdma()
         """Whether bytes arrive only during calls to an agent of this process."""
 

@@ -150,6 +150,9 @@ class Admission(threading.Thread):
         except (OSError, EOFError) as problem:
             log.debug("disconnected peer=%s problem=%r", one.host, str(problem))
             self._drop(one)
+        except Exception:
+            log.exception("connection failed peer=%s", one.host)
+            self._drop(one)
 
     def _forget(self, one: _Unproven) -> None:
         del self._unproven[one.fd]

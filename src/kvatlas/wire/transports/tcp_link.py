@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -37,6 +38,8 @@ _MEETING = 5.0
 """Seconds that a peer may take to accept a first connection."""
 _MOST_IDLE = 8
 """The number of idle connections that a link keeps."""
+_MOST_BYTES = 128 << 30
+"""Bytes after which a connection is replaced: TLS limits what one key may encrypt to 2**38."""
 _PAUSE = 2
 """Milliseconds between checks of the clock while a peer sends nothing."""
 _OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
@@ -75,6 +78,7 @@ class TcpLink(Link):
         self.choice = 0
         """The index of the secret that the peer accepted last."""
         self._idle: list[socket.socket] = []
+        self._received: WeakKeyDictionary[socket.socket, int] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def sign_in(self, access: Access) -> None:
@@ -112,10 +116,11 @@ class TcpLink(Link):
                 return one
             one.close()  # the peer has ended it: it says nothing unasked
 
-    def give_back(self, one: socket.socket) -> None:
-        """Keep a connection on which everything requested has arrived."""
+    def give_back(self, one: socket.socket, nbytes: int) -> None:
+        """Keep a connection on which everything requested has arrived, so many bytes."""
         with self._lock:
-            if self.open and len(self._idle) < _MOST_IDLE:
+            received = self._received[one] = self._received.get(one, 0) + nbytes
+            if self.open and len(self._idle) < _MOST_IDLE and received < _MOST_BYTES:
                 self._idle.append(one)
                 return
         one.close()
@@ -200,7 +205,7 @@ class _Read(Stepwise):
         finally:
             connection, self._connection = self._connection, None
             if connection is not None and whole:
-                link.give_back(connection)
+                link.give_back(connection, sum(int(one.length.sum()) for one in questions))
             elif connection is not None:
                 connection.close()
 

@@ -50,6 +50,7 @@ REFUSAL = struct.Struct("<I")
 """The size of the error that follows."""
 LONGEST_REFUSAL = 64 << 10
 
+_ALIGNMENT = 16
 _MOST_CONNECTIONS = 1024
 """The maximum number of connections of peers, and at most a third of the process's descriptors."""
 
@@ -168,12 +169,13 @@ def _send_runs(one: socket.socket, region: Bytes, starts: Int64s, length: Int64s
 
 
 def _gathered(region: Bytes, starts: Int64s, length: Int64s) -> Bytes:
-    """The first byte of the answer, and the runs."""
-    together = np.empty(1 + int(length.sum()), np.uint8)
-    together[0] = GRANTED[0]
-    for _ in copy_runs_unchecked(region, together[1:], starts, packed(length), length):
+    """The first byte of the answer, and the runs, which are copied to an aligned address."""
+    together = np.empty(_ALIGNMENT + int(length.sum()), np.uint8)
+    together[_ALIGNMENT - 1] = GRANTED[0]
+    into = together[_ALIGNMENT:]
+    for _ in copy_runs_unchecked(region, into, starts, packed(length), length):
         pass
-    return together
+    return together[_ALIGNMENT - 1 :]
 
 
 def _exactly(one: socket.socket, nbytes: int) -> bytearray:
