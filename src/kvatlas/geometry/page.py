@@ -143,7 +143,7 @@ class Page:
     def pool_strides(
         self, layout: Layout, *, pages: int, blocks: int, block_stride: int | None = None
     ) -> tuple[int, int]:
-        """Return (page stride, block stride) of such a pool, even for a single page or block.
+        """Return (page stride, block stride) of a pool of such pages, even for one page or block.
 
         A placement drops the stride of an axis of size 1, but engines that reserve space for
         more pages or blocks need it.

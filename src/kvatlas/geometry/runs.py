@@ -99,7 +99,7 @@ def find_difference(
 def coalesce(
     names: Sequence[str], sizes: Sequence[int], strides: Sequence[Sequence[int]], item: int
 ) -> Folded:
-    """Fold axes that are contiguous at every end into each other and into the item.
+    """Fold axes that are contiguous at every end into one axis, or into the item.
 
     >>> coalesce(("B", "N", "C"), (9, 4, 8), [(64, 8, 1)], 1)
     Folded(names=('B',), sizes=(9,), strides=((64,),), item=32)

@@ -82,7 +82,7 @@ class StridedRuns(NamedTuple):
         return self if item == self.item else self._replace(item=item).folded()
 
     def folded(self) -> StridedRuns:
-        """Fold axes that are contiguous at both ends into each other and into the item."""
+        """Fold axes that are contiguous at both ends into one axis, or into the item."""
         if not self.sizes:
             return self
         fold = coalesce([""] * len(self.sizes), self.sizes, self.strides, self.item)
@@ -159,7 +159,7 @@ def merge_runs(families: Iterable[StridedRuns]) -> list[StridedRuns]:
 
 
 def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRuns]:
-    """Add an axis of `states` states to each family, then fold and merge contiguous ones.
+    """Add an axis of `states` states to each family, fold it, and merge adjacent families.
 
     >>> page = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
     >>> [runs.item for runs in fold_states([StridedRuns.between(page, page)], 16)]

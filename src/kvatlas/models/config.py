@@ -89,7 +89,7 @@ class Config:
         return value if value == 0 and type(value) is int else self.count(name, default=default)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """Return a boolean."""
+        """Return the boolean value of a key; `default` if it is missing."""
         value = self._typed((name,), bool, "true or false, without quotes")
         return default if value is None else bool(value)
 
