@@ -16,8 +16,8 @@ from kvatlas.copying.cuda_driver import LibCuda
 from kvatlas.copying.cuda_streams import StreamStock
 from kvatlas.copying.device_marks import DeviceMarks
 from kvatlas.copying.device_queue import AddressRuns
-from kvatlas.routing.binding import ORIGIN
 from kvatlas.copying.torch_queue import TorchQueue
+from kvatlas.routing.binding import ORIGIN
 from kvatlas.wire import Session
 from tests.wire.helpers import small
 from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine, node_of
