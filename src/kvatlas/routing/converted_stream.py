@@ -35,7 +35,6 @@ from kvatlas.routing.binding import (
     CompiledPair,
     Copy,
     RepeatedRuns,
-    RunGrid,
     joined,
     ranges,
     repeated,
@@ -53,7 +52,7 @@ CELLS = -1
 _CHUNK = 4 << 20
 """Target size in bytes of a chunk, for which runs are computed at once; at least one state."""
 
-MakeGrids = Callable[[], list[RunGrid] | None]
+MakeGrids = Callable[[], list[Copy] | None]
 
 _OPEN = ("B", "k", "N")
 _IN_ORDER = StateBlocks(1 << 40)
@@ -273,7 +272,7 @@ class ConvertedStream:
         self._ends = list(accumulate(section.nbytes for section in self.sections))
         # Each value is replaced as a whole, so threads need no lock. At worst, two compute it.
         self._last: dict[int, StreamChunk] = {}
-        self._grids: tuple[list[RunGrid] | None] | None = None
+        self._grids: tuple[list[Copy] | None] | None = None
 
     def __repr__(self) -> str:
         return f"<ConvertedStream of {self.nbytes:,} bytes that arrive as {self.arriving:,}>"
@@ -303,7 +302,7 @@ class ConvertedStream:
         """Whether every element can be converted separately; true without a conversion."""
         return all(one.box.by_element for one in self.sections)
 
-    def grids(self) -> list[RunGrid] | None:
+    def grids(self) -> list[Copy] | None:
         """Return the grids between the pages of both ends, for movers that cast while copying.
 
         Returns None if the conversion is not element-wise. The result is cached.
