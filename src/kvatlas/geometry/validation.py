@@ -34,7 +34,8 @@ def validate(
 
     `padding` declares bytes that belong to no part; with `holes`, all remaining bytes are
     padding. `align` applies to the offset of each part and to its strides along L and B.
-    Validate groups that overlay each other one at a time: a block id belongs to one group.
+    Groups may overlay each other, because a block id belongs to one group at a time: validate
+    each group separately.
 
     >>> rows = Placement.packed([("B", 4)], item=96, strides={"B": 128})
     >>> gaps = Placement.packed([("B", 4)], item=32, strides={"B": 128}, offset=96)

@@ -158,7 +158,7 @@ class Config:
         if not depth:
             raise missing("num_hidden_layers")
         if depth > MOST_LAYERS:
-            problem = f"A config may have at most {MOST_LAYERS} layers"
+            problem = f"A config can have at most {MOST_LAYERS} layers"
             raise bad(problem, f"{depth} layers", "Check num_hidden_layers")
         return depth
 

@@ -130,10 +130,10 @@ def _json_object(path: Path, largest: int = LARGEST_FILE) -> dict[str, Any]:
 
 def _with_quantisation(values: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the config; if it has no quantisation section, add ModelOpt's hf_quant_config.json."""
-    beside = _sibling(path, "hf_quant_config.json")
-    if beside is None or values.get("quantization_config") is not None:
+    found = _sibling(path, "hf_quant_config.json")
+    if found is None or values.get("quantization_config") is not None:
         return values
-    section = _json_object(beside)
+    section = _json_object(found)
     return {**values, "quantization_config": {"quant_method": "modelopt", **section}}
 
 
@@ -142,10 +142,10 @@ def checkpoint_bytes(source: Source) -> int | None:
 
     Returns None if there is no index, or if it has no valid total.
     """
-    beside = _sibling(source.path, "model.safetensors.index.json") if source.path else None
-    if beside is None:
+    found = _sibling(source.path, "model.safetensors.index.json") if source.path else None
+    if found is None:
         return None
-    metadata = _json_object(beside, LARGEST_INDEX).get("metadata")
+    metadata = _json_object(found, LARGEST_INDEX).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total, bool) or not isinstance(total, int | float):  # some tools write a float
         return None
@@ -154,8 +154,8 @@ def checkpoint_bytes(source: Source) -> int | None:
 
 def _sibling(path: Path, name: str) -> Path | None:
     """Return the file `name` next to config.json, or `X_name` next to `X_config.json`."""
-    beside = path.with_name(path.name.removesuffix("config.json") + name)
-    return beside if path.name.endswith("config.json") and beside.is_file() else None
+    file = path.with_name(path.name.removesuffix("config.json") + name)
+    return file if path.name.endswith("config.json") and file.is_file() else None
 
 
 def _unreadable(path: Path, reason: str, hint: str) -> AtlasError:

@@ -231,7 +231,7 @@ def own_block(spec: Spec, backend: Backend | None, block: int) -> int:
 def size_layers(
     request: PlanRequest, *, block: int, state_padding: int | None = None
 ) -> list[SizedLayer]:
-    """Return every layer with blocks of `block` tokens, in the order that engines register.
+    """Return all layers with blocks of `block` tokens, in the order in which engines list them.
 
     Pages of recurrent states are padded to `state_padding` bytes.
     """

@@ -23,7 +23,7 @@ class Reason(NamedTuple):
     code: Code
     got: str
     hint: str = ""
-    """What to do; empty for the default hint of the code."""
+    """A hint for this reason; empty for the default hint of the code."""
 
 
 _HINTS = {

@@ -33,7 +33,7 @@ class Tensor(NamedTuple):
     copies: int = 1
     """The number of weights with this shape, such as one per expert."""
     parts: int = 1
-    """Number of parts that tensor parallelism can divide; a weight with 1 part is replicated."""
+    """Number of parts that can be distributed over ranks; a weight with 1 part is replicated."""
     linear: bool = False
     """Whether the weight is a matrix that can be quantised."""
 
