@@ -57,10 +57,7 @@ class Starts:
         return bool(((np.diff(self.dst) == near) & (np.diff(self.src) == far)).any())
 
 
-_NO_OFFSET = np.zeros(1, dtype=np.int64)
-_NO_OFFSET.flags.writeable = False
-
-ORIGIN = Starts.of(_NO_OFFSET, _NO_OFFSET)
+ORIGIN = Starts.of(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
 """A single start at offset 0. With it, the spans of a copy are its runs."""
 
 
