@@ -20,7 +20,7 @@ from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports.file import copy_file_runs
 
 _LONGEST_RUN = 256 << 10
-"""Mean size from which runs are read one by one, without planning."""
+"""Mean size in bytes from which runs are read one by one, without planning."""
 _MAPPED_STRETCH = 4 << 10
 """Mean size from which stretches of memory are filled through the file map."""
 _LONG_RUN = 4 << 10
@@ -66,7 +66,7 @@ class RunReader:
             while room:
                 done = os.preadv(self._file, (room,), offset)
                 if not done:
-                    raise OSError(errno.ENODATA, f"The file ends at byte {offset}")
+                    raise OSError(errno.ENODATA, f"a file that ends at byte {offset}")
                 room, offset = room[done:], offset + done
 
     def _read_piece(self, piece: Piece, memory: Bytes) -> None:
