@@ -59,7 +59,7 @@ class DecodeGraph:
             raise AtlasError(
                 Code.ENGINE_REFUSES,
                 "A decode graph requires attention that reads the pages directly",
-                got=f"attn_implementation {model.config._attn_implementation}",
+                got=f"attn_implementation={model.config._attn_implementation!r}",
                 hint=f'Load the model with attn_implementation="{NAME}"',
             )
         self.model = model

@@ -170,7 +170,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return {source: num_external_tokens}
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """Return all groups: the connector loads also groups without prefix caching."""
+        """Return all groups: the connector also loads groups without prefix caching."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -200,7 +200,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Handle a finished request with one group of blocks."""
+        """Like `request_finished_all_groups`, for an engine with one group."""
         return self._in_scheduler().finished(request, (block_ids,))
 
     def request_finished_all_groups(

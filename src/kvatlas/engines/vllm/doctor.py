@@ -126,7 +126,7 @@ def _failures(ends: Ends) -> Finding | None:
     if not all(end.transfer for end in ends):
         return None
     policies = [str(end.transfer.get("kv_load_failure_policy", "fail")) for end in ends]
-    why = "a request fails if its cache cannot be read; recompute computes it again"
+    why = "a request fails if its cache cannot be read; with recompute, it is computed instead"
     if policies[1] == "fail":
         return beside("failed reads", policies, "look", why)
     return beside("failed reads", policies)

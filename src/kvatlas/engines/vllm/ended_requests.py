@@ -56,7 +56,7 @@ class EndedRequests:
         self._told.put(("failed" if failed else "received", request_id))
 
     def take(self, seconds: float = 0.0) -> Ended:
-        """Return what ended since the last call; wait up to `seconds` if nothing has."""
+        """Return the requests that ended since the last call; wait `seconds` if there are none."""
         ended = Ended()
         with suppress(queue.Empty):
             while True:

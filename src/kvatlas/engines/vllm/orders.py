@@ -21,7 +21,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.chained_keys import BlockKeys
 
 VERSION = 1
-"""Version of the parameters; an engine that supports another version computes the request."""
+"""Version of the parameters. An engine that does not support it computes the request itself."""
 
 _ENDPOINT = re.compile(r"tcp://[^\s/]{1,255}:\d{1,5}")
 Endpoint = Annotated[str, Meta(max_length=300)]
@@ -36,7 +36,7 @@ class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     endpoints: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=4096)]
     """Endpoints of all ranks, in rank order."""
     windows: Annotated[tuple[int, ...], Meta(max_length=256)] = ()
-    """Sizes of windows and chunks of which the engine keeps only the last tokens."""
+    """Sizes in tokens of the windows and chunks outside of which the engine has no tokens."""
     prompt: Annotated[str, Meta(max_length=64)] = ""
     """A digest of the tokens, adapter, salt and media that K and V depend on."""
 

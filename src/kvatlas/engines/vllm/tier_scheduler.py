@@ -1,4 +1,4 @@
-"""The tier in the scheduler: look up requests, and select finished ones to store."""
+"""The scheduler's use of a tier: look up requests, and select finished ones to store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TierScheduler:
         self._tier, self._patience = tier, patience
         self.has_windows = tier.has_windows
         self._ahead = max(0, ahead)
-        """Last tokens of a request whose drafter cache is speculative."""
+        """Number of last tokens of a request whose drafter cache is speculative."""
         # Speculative tokens advance a recurrent state past the position that would be stored.
         self.keeps = not (tier.partial and (self._ahead or (guesses and tier.recurrent)))
         self._found: dict[str, Future[FoundPrefix | None] | None] = {}
@@ -180,7 +180,7 @@ class TierScheduler:
 
 
 def _made_of_tokens(request: Any) -> bool:
-    """Whether tokens alone determine a request's cache: no media, adapter or embeddings."""
+    """Return whether tokens alone determine a request's cache: no media, adapter or embeddings."""
     return (
         request.prompt_token_ids is not None
         and not getattr(request, "mm_features", None)

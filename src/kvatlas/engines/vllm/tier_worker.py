@@ -1,4 +1,4 @@
-"""The tier in a worker: load requests from it and store finished ones, in background threads.
+"""A worker's use of a tier: load requests and store finished ones, in background threads.
 
 For caches on a GPU, each step records a mark after the kernels that the engine has launched.
 Stores wait for the mark, because a request's last blocks may not be written yet. Loads wait for
@@ -30,7 +30,7 @@ from kvatlas.wire.transports.device_marks import DeviceMarks
 log = logging.getLogger("kvatlas.vllm")
 
 _SLOW = 1.0
-"""If a failed store took longer than this many seconds, stores pause: they hold blocks."""
+"""If a failed store took longer than this many seconds, stores pause, because they hold blocks."""
 _PAUSE = 5.0
 """Seconds of that pause."""
 _LOADING = 2

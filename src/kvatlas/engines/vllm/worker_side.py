@@ -1,4 +1,4 @@
-"""The connector in a worker: one rank's node, its offers, and its reads from other engines.
+"""The worker's part of the connector: one rank's node, its offers and its reads.
 
 The engine's thread never waits for a peer. Background threads open sessions and wait for
 transfers, and each step only collects what has ended. A failed read is reported once no transfer
