@@ -75,7 +75,7 @@ class TierRoutes:
 
 
 def check_converting(convert: object) -> None:
-    """Raise an error unless the value is a `Converting`; a plain name has no scales."""
+    """Raise an error unless `convert` is a `Converting`. A plain name would lack scales."""
     if not isinstance(convert, Converting):
         problem = "A conversion must be a Converting object"
         hint = 'Pass for example Converting("bf16->fp8", dst_scales=0.5)'

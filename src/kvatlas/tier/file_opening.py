@@ -23,7 +23,7 @@ from kvatlas.wire.peers import check_plan_size
 _REMOVE = "Check the path. A damaged file can be deleted: its content can be recomputed"
 _CHECK = "Check the path, the permissions and the disk"
 _SECTOR = 512
-"""The unit in which the system reports allocated space, in bytes."""
+"""The unit of `st_blocks`, which is the allocated space of a file, in bytes."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -34,7 +34,7 @@ def open_own(path: Path) -> int:
     state = os.fstat(fd)
     if not stat.S_ISREG(state.st_mode):
         os.close(fd)
-        raise _unreadable(path, "not a regular file")
+        raise _unreadable(path, "a path that is not a regular file")
     if state.st_uid != os.geteuid():
         os.close(fd)
         problem, got = "The tier's file belongs to another user", f"user {state.st_uid}: {path}"
@@ -111,7 +111,7 @@ def read_plan(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
     """Read the plan, id and extent of a file, and check that they are consistent."""
     first_page = read_all(fd, PAGE, 0)
     if not first_page.startswith(MAGIC):
-        raise _unreadable(path, "not the file of a tier")
+        raise _unreadable(path, "a file of another format")
     said = read_header(first_page)
     if said.version != VERSION:
         problem = f"The tier's file must have format version {VERSION}"

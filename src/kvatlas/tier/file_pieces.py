@@ -30,9 +30,9 @@ _SMALL_PIECE = 1 << 20
 _PIECES = 8
 """Desired number of pieces, so that all cores have work."""
 _LONG_RUN = 32 << 10
-"""Size from which runs need no staging buffer."""
+"""Size in bytes from which runs need no staging buffer."""
 _LONG_STRETCH = 8 << 10
-"""Mean size from which stretches are worth one system call each."""
+"""Mean size in bytes from which stretches are worth one system call each."""
 
 Mask = NDArray[np.bool_]
 

@@ -22,11 +22,11 @@ from kvatlas.wire.transports.file import copy_file_runs
 _LONGEST_RUN = 256 << 10
 """Mean size in bytes from which runs are read one by one, without planning."""
 _MAPPED_STRETCH = 4 << 10
-"""Mean size from which stretches of memory are filled through the file map."""
+"""Mean size in bytes from which stretches of memory are filled through the file map."""
 _LONG_RUN = 4 << 10
-"""Mean size from which runs are worth one system call each."""
+"""Mean size in bytes from which runs are worth one system call each."""
 _LONG_STRETCH = 128 << 10
-"""Mean size from which stretches of the file are worth one scattering call each."""
+"""Mean size in bytes from which stretches of the file are worth one scattering call each."""
 
 
 class RunReader:

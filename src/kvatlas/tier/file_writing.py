@@ -27,7 +27,7 @@ from kvatlas.wire.run_bounds import Bytes
 _AT_ONCE = 256 << 10
 """Bytes per write and checksum update, small enough for the processor's cache."""
 _MAPPED_STRETCH = 8 << 10
-"""Mean size from which the stretches of a piece are written through the file map."""
+"""Mean size in bytes from which the stretches of a piece are written through the file map."""
 _REGION = 1 << 20
 """Granularity in bytes at which the time of the last write is recorded."""
 _STILL_DIRTY = 15.0

@@ -125,7 +125,7 @@ class BlockIndex:
             return len(self._free[pool])
 
     def restore(self, blocks: Iterable[TierBlock]) -> list[TierBlock]:
-        """Add the complete blocks of an opened file and return those with a newer duplicate."""
+        """Add the complete blocks of an opened file. Return blocks that a newer one replaces."""
         older = []
         with self.lock:
             for block in sorted(blocks, key=lambda one: one.sequence):

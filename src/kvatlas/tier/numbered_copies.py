@@ -21,7 +21,7 @@ from kvatlas.tier.row_frames import End
 from kvatlas.tier.staging_rows import StagingRows
 
 _LARGE_ROW = 1 << 20
-"""Size in bytes from which rows are moved one by one, in longer contiguous stretches."""
+"""Size in bytes from which rows are moved one by one, because that joins more runs."""
 
 _LONG_RUN = 4 << 10
 """Mean size in bytes from which runs are worth sorting."""

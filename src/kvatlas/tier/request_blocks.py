@@ -44,7 +44,10 @@ class NeededBlock(NamedTuple):
 
 
 class TierSpans:
-    """The tokens and blocks of each group of a tier that a request of another plan needs."""
+    """The tokens and blocks that a request needs in each group of a tier.
+
+    `other` is the plan of the cache that the request is stored from or fetched into.
+    """
 
     def __init__(self, tier: Plan, other: Plan) -> None:
         self.tier, self.other = tier, other

@@ -254,7 +254,7 @@ class Tier:
 
     @property
     def file(self) -> TierFile | None:
-        """The file of the tier; None if it is in memory."""
+        """The file of the tier; None if the tier is in memory."""
         return self._file
 
     def in_use(self) -> AbstractContextManager[None]:

@@ -146,7 +146,7 @@ class PagedAttentionLayer(CacheLayerMixin):
 
 @dataclass(frozen=True)
 class LentState:
-    """A layer's `conv_states` or `recurrent_states`. Models read item 0 and update it in place."""
+    """A layer's `conv_states` or `recurrent_states`. Models update its item `[0]` in place."""
 
     layer: PagedStateLayer
     name: str
@@ -212,7 +212,7 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
         return [table.ids[:, 0] for table in self.state_tables]
 
     def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Store the last inputs and return the previously stored inputs followed by the new."""
+        """Store the last inputs. Return the previously stored inputs followed by the new ones."""
         self.batch.admit(conv_states.shape[0])
         before = self.lend("conv")
         if before is not None:

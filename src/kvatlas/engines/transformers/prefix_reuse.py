@@ -119,11 +119,14 @@ class PrefixReuse:
             problem = "The cache was reset or used for another request after this request began"
             hint = "Call begin() again, and do not reset the cache before end()"
             raise AtlasError(Code.ENGINE_REFUSES, problem, got=self.cache, hint=hint)
-        if list(tokens[: len(prompt)]) != prompt or len(tokens) < seen:
-            problem = "The tokens do not match the request"
-            got = f"{len(tokens)} tokens; the prompt has {len(prompt)} and the cache holds {seen}"
-            hint = "Pass all tokens including the prompt, as generate returns them"
+        hint = "Pass all tokens of the request including the prompt, as generate() returns them"
+        if list(tokens[: len(prompt)]) != prompt:
+            problem = "The tokens must begin with the prompt of the request"
+            got = f"{len(tokens)} tokens that differ from the prompt of {len(prompt)} tokens"
             raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint=hint)
+        if len(tokens) < seen:
+            problem = f"The tokens must include all {seen} tokens that the cache holds"
+            raise AtlasError(Code.BAD_TOKENS, problem, got=f"{len(tokens)} tokens", hint=hint)
         self.cache.batch.settle()
         self.pool.computed(self, seen, tokens[len(prompt) :])
         self._store(tokens, seen)

@@ -359,7 +359,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         if self._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning(
                 "a request fails if the store evicts its tokens before they are loaded: "
-                "set kv_load_failure_policy to recompute"
+                'set kv_load_failure_policy to "recompute"'
             )
         if tier is not None:
             self._use_tier(
@@ -400,7 +400,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return blocks
 
     def _device(self, tensor: torch.Tensor) -> str:
-        """Return the device name; GPU memory requires a transport that opts in to it."""
+        """Return the device name. Raises if the transport is not configured for GPU memory."""
         settings = self._settings
         asked = settings.transport_options.get("kind") == "VRAM" or settings.transport == "cuda"
         if tensor.device.type == "cpu" or asked or settings.alone:

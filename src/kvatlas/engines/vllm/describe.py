@@ -136,7 +136,7 @@ def join_stages(stages: Sequence[DescribedStage]) -> Plan:
     if len({msgspec.structs.replace(stage, layers=()) for stage in stages}) > 1:
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "Pipeline stages describe different engines",
+            "All pipeline stages must describe the same engine",
             got=f"{len(stages)} stages of {sorted({stage.model for stage in stages})}",
             hint="Start all workers with the same arguments",
         )

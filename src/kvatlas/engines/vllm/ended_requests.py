@@ -36,7 +36,7 @@ class EndedRequests:
         self._lock = threading.Lock()
 
     def hold_twice(self, requests: set[str]) -> None:
-        """Mark requests that both a peer and the tier read: each counts as sent after both."""
+        """Mark requests that both a peer and the tier read, and that count as sent after both."""
         with self._lock:
             self._twice |= requests
 

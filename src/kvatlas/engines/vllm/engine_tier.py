@@ -83,7 +83,7 @@ def _check_stored(stored: Plan, own: Plan, convert: Converting | None) -> None:
         raise AtlasError(
             Code.BAD_CONVERSION,
             "The tier already stores this engine's cache dtype, so there is nothing to convert",
-            got=convert.name,
+            got=repr(convert.name),
             hint="Remove convert from kv_connector_extra_config",
         )
     TierRoutes(stored).to(own, convert)

@@ -12,7 +12,7 @@ import re
 from kvatlas.engines.vllm.orders import RemoteRequest
 
 _CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
-"""The id of a request that vLLM made for one of several samples: index and parent."""
+"""Matches `INDEX_PARENT`, the id of a request that vLLM creates for one of several samples."""
 
 
 def parent_of(request_id: str) -> str | None:

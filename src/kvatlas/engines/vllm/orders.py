@@ -113,7 +113,7 @@ Tables = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class PullOrder:
-    """Read tokens start .. stop - 1 of another engine's request into local blocks."""
+    """An order to read tokens start .. stop - 1 of another engine's request into local blocks."""
 
     request_id: str
     remote: RemoteRequest
@@ -126,7 +126,7 @@ class PullOrder:
 
 @dataclass(frozen=True)
 class OfferOrder:
-    """Keep these blocks of a finished request for another engine to read."""
+    """An order to keep the blocks of a finished request for another engine to read."""
 
     request_id: str
     name: str
@@ -137,7 +137,7 @@ class OfferOrder:
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """Read tokens start .. stop - 1 of a request from the tier into local blocks."""
+    """An order to read tokens start .. stop - 1 of a request from the tier into local blocks."""
 
     request_id: str
     pin: bytes
@@ -151,7 +151,10 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class StoreOrder:
-    """Store tokens start .. stop - 1 of a finished request in the tier, then free its blocks."""
+    """An order to store tokens start .. stop - 1 of a finished request in the tier.
+
+    Its blocks are freed afterwards.
+    """
 
     request_id: str
     keys: BlockKeys

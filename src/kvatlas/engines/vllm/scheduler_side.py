@@ -134,7 +134,9 @@ class SchedulerSide:
             try:
                 self._expect(request, RemoteRequest.read(params))
             except AtlasError as refusal:
-                log.warning("computing locally request=%r: %s", request.request_id, refusal)
+                log.warning(
+                    "computing the request locally request=%r: %s", request.request_id, refusal
+                )
                 # Siblings may share the dictionary, so it is replaced instead of changed.
                 request.kv_transfer_params = params | {"do_remote_prefill": False}
 

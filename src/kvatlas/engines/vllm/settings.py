@@ -183,13 +183,14 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             return Path(self.secret_file).read_bytes().strip()
         except OSError as problem:
             got = f"secret_file {self.secret_file!r}: {problem.strerror}"
-            raise _bad(got, "Make the file readable for the engine's user") from None
+            hint = "Check the path, and that the engine's user can read the file"
+            raise _bad(got, hint) from None
 
     def listen_at(self, rank: int) -> str:
         """Return the endpoint on which a rank listens."""
         port = self.ports + rank if self.ports else 0
         if port > 65535:
-            got = f"ports {self.ports}, which makes the port of rank {rank} {port}"
+            got = f"port {port} for rank {rank}, with ports {self.ports}"
             raise _bad(got, f"Set ports to at most {65535 - rank}")
         return f"tcp://{_host(self.listen)}:{port}"
 

@@ -59,7 +59,7 @@ class TierScheduler:
         if not looked_up.done():
             if time.monotonic() < self._wait_until[name]:
                 return None
-            log.warning("computing locally request=%r: the lookup in the tier timed out", name)
+            log.warning("computing the request locally: the tier lookup timed out request=%r", name)
             self._asked_from = time.monotonic() + _PAUSE
             self._found[name] = None
             self._let_go(looked_up)
@@ -147,7 +147,7 @@ class TierScheduler:
             chain = self._tier.chain(request.all_token_ids[:tokens], request.cache_salt)
             start = self._tier.stored(chain, tokens)
         except AtlasError as refusal:
-            log.warning("not stored in the tier request=%r: %s", request.request_id, refusal)
+            log.warning("store in the tier failed request=%r: %s", request.request_id, refusal)
             return None
         if start >= tokens:
             return None
@@ -164,7 +164,7 @@ class TierScheduler:
                 self._tier.chain(request.all_token_ids[:last], request.cache_salt)
             )
         except (AtlasError, RuntimeError) as refusal:  # the tier is closed, or its file is damaged
-            log.warning("not looked up in the tier request=%r: %s", request.request_id, refusal)
+            log.warning("lookup in the tier failed request=%r: %s", request.request_id, refusal)
             return None
 
     def _let_go(self, looked_up: Future[FoundPrefix | None] | None) -> None:

@@ -217,6 +217,6 @@ TierAnswer = (
 REPEATABLE = (MatchKeys, LearnPlan, ListNames, FindNames)
 """Idempotent requests, which may be repeated."""
 
-# msgspec crashes if two threads decode a type for the first time. This thread is the first.
+# msgspec crashes if two threads decode a type for the first time, so it is prepared here.
 for _kind in (TierQuestion, TierAnswer):
     msgspec.msgpack.Decoder(_kind)

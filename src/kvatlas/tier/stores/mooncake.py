@@ -140,7 +140,7 @@ class MooncakeStore(ObjectStore):
             self._client.unregister_buffer(between.ctypes.data)
 
     def _range(self, name: str, at: int, into: Bytes, size: int, between: Bytes) -> int:
-        """Read a part of an object, up to its end, through registered memory."""
+        """Read a part of an object through registered memory. Return the number of bytes read."""
         nbytes = min(into.nbytes, size - at)
         if nbytes <= 0:
             return 0
