@@ -24,7 +24,7 @@ from kvatlas.tier.stores import ObjectStore
 
 
 class OtherRows(NamedTuple):
-    """The plan of rows that engines with another cache dtype store, and their conversion."""
+    """Rows stored by engines with another cache dtype: their plan and their conversion."""
 
     plan: Plan
     convert: Converting

@@ -170,7 +170,7 @@ def _drafters(ends: Ends) -> Finding | None:
         return None
     said = ["drafter" if one else "none" for one in used]
     if used[0] != used[1]:
-        why = "both engines need the same drafter, because its layers move too"
+        why = "both engines need the same drafter, because its caches are transferred too"
         return beside("speculation", said, "no", why)
     return beside("speculation", said, "look", "the plans do not include the drafter's layers")
 
