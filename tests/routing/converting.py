@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.copying import copy_request
 from kvatlas.planning import Plan
 from kvatlas.routing import Route, RunGrid, route
 from kvatlas.routing.conversion import row_error, spell_conversion, unlike_formats
 from kvatlas.specs import CellFormat, Recurrent, Spec, content_formats
 from kvatlas.specs.cell_formats import ElementCast, needs_scales
-from kvatlas.wire import copy_request
 from tests.routing import conversion_oracle as formats
 from tests.routing import oracle
 from tests.routing.oracle import Memory, Move

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvatlas.copying.file_runs import copy_file_runs
 from kvatlas.routing import RunGrid
 from kvatlas.routing.binding import Starts
 from kvatlas.tier import Tier, file_map, file_reading
@@ -17,7 +18,6 @@ from kvatlas.tier import file as file_
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_pieces import Rooms
 from kvatlas.tier.file_reading import RunReader
-from kvatlas.wire.transports.file import copy_file_runs
 from tests.tier.faults import DENSE, TOKENS, kept
 from tests.tier.world import World, small
 

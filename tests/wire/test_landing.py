@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvatlas.copying.read_coalescing import expected_reads, landing_batches
 from kvatlas.routing import Copy, RunGrid
 from kvatlas.routing.binding import Starts
 from kvatlas.wire import Handle
 from kvatlas.wire.client.transfer import Transfer
-from kvatlas.wire.landing import expected_reads, landing_batches
 from tests.wire.helpers import End, ends, pull_all, small
 
 SRC = np.random.default_rng(1).integers(1, 256, 1 << 15, np.uint8)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
+from kvatlas.copying import copy_request
+from kvatlas.copying.memory_copy import copy_pools, copy_runs
+from kvatlas.copying.nested_copy import copy_grids, copy_nested
 from kvatlas.geometry import NestedSteps
 from kvatlas.geometry.nested_steps import Steps
 from kvatlas.routing import Copy, RunGrid, route
 from kvatlas.routing.binding import Starts
-from kvatlas.wire import copy_request
-from kvatlas.wire.memory_copy import copy_pools, copy_runs
-from kvatlas.wire.nested_copy import copy_grids, copy_nested
 from tests.cases import each
 from tests.wire.helpers import small
 

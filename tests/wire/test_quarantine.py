@@ -121,9 +121,9 @@ def test_buffers_of_a_staged_read_are_not_lent_before_it_is_over() -> None:
             assert failure(transfer) is Code.DEADLINE
             until(lambda: len(node.quarantine) == 1)
             assert node.staging.free == 2
+            assert transfer.wait_released(5), "its blocks were never given to the transport"
             stalled.reads[0].arrive()
             until(lambda: node.staging.free == 4)
-            assert transfer.released, "its blocks were never given to the transport"
             target.buffers[0].assert_untouched()
         source.nodes[0].withdraw("r")
         works(source, target)

@@ -17,6 +17,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvatlas.copying.checksum import crc32
+from kvatlas.copying.file_runs import copy_file_runs
+from kvatlas.copying.pool_bounds import check_bounds, check_grid_bounds
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.planning import Plan
@@ -41,10 +45,6 @@ from kvatlas.tier.format import EMPTY_RECORD, RECORD, RecordFormat
 from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.tier.part_sums import SummedStretches, block_checksum, part_sums
 from kvatlas.wire import Memory, memory_of
-from kvatlas.wire.checksum import crc32
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.transports.bounds import check_bounds, check_grid_bounds
-from kvatlas.wire.transports.file import copy_file_runs
 
 _RECORDS = 8192
 """Number of records in one read."""

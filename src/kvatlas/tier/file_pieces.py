@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.copying.memory_copy import copy_runs_unchecked, one_length
+from kvatlas.copying.nested_copy import copy_nested_unchecked
+from kvatlas.copying.run_bounds import Bytes, Places
 from kvatlas.geometry import NestedSteps
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import RunGrid
-from kvatlas.wire.memory_copy import copy_runs_unchecked, one_length
-from kvatlas.wire.nested_copy import copy_nested_unchecked
-from kvatlas.wire.run_bounds import Bytes, Places
 
 _PIECE = 8 << 20
 """Maximum number of bytes per piece. Threads compete for the GIL after each piece, so pieces are

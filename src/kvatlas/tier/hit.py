@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvatlas.copying.memory_copy import is_on_gpu
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, RunGrid
@@ -15,7 +16,6 @@ from kvatlas.tier.converting import Converting, TierRoutes
 from kvatlas.tier.index import TierBlock
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.storage import Carry, TierStorage
-from kvatlas.wire.memory_copy import is_on_gpu
 
 
 @dataclass(eq=False, repr=False)

@@ -9,6 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kvatlas.copying.block_staging import BlockStaging
+from kvatlas.copying.cuda_driver import load_driver
+from kvatlas.copying.gpu_offload import GpuOffload, HostPins
+from kvatlas.copying.memory_copy import copy_pools, gpu_pools, is_on_gpu, rank_pools
+from kvatlas.copying.nested_copy import move_pools
+from kvatlas.copying.run_bounds import Bytes
+from kvatlas.copying.stream_copy import convert_parts
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, RunGrid
@@ -19,13 +26,6 @@ from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.tier.ingest import Delivery, Ingest, Shape
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.wire import Memory, Metrics
-from kvatlas.wire.block_staging import BlockStaging
-from kvatlas.wire.gpu_offload import GpuOffload, HostPins
-from kvatlas.wire.memory_copy import copy_pools, gpu_pools, is_on_gpu, rank_pools
-from kvatlas.wire.nested_copy import move_pools
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.stream_copy import convert_parts
-from kvatlas.wire.transports.cuda_driver import load_driver
 
 Carry = Callable[[Sequence[Copy]], None]
 """Executes copies with any transport and returns when all bytes have arrived."""

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
+from kvatlas.copying.cuda_driver import CudaDriver, DriverError, load_driver
+from kvatlas.copying.device_marks import EVENTS, DeviceMarks
+from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.routing import Copy, RunGrid, route, scattered
 from kvatlas.routing.binding import Starts
 from kvatlas.wire import Memory, Session, Transfer
-from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.protocol import Release
 from kvatlas.wire.transports import cuda
 from kvatlas.wire.transports.cuda import CudaTransport
-from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError, load_driver
-from kvatlas.wire.transports.device_marks import EVENTS, DeviceMarks
 from kvatlas.wire.transports.offer_board import OfferBoard, PeerBoard
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace

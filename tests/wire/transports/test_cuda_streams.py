@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from kvatlas import AtlasError, Code
+from kvatlas.copying.cuda_driver import LibCuda
+from kvatlas.copying.cuda_streams import StreamStock
+from kvatlas.copying.device_marks import DeviceMarks
+from kvatlas.copying.device_queue import NO_STARTS, AddressRuns
+from kvatlas.copying.torch_queue import TorchQueue
 from kvatlas.wire import Session
-from kvatlas.wire.transports.cuda_driver import LibCuda
-from kvatlas.wire.transports.cuda_streams import StreamStock
-from kvatlas.wire.transports.device_marks import DeviceMarks
-from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns
-from kvatlas.wire.transports.torch_queue import TorchQueue
 from tests.wire.helpers import small
 from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine, node_of
 from tests.wire.transports.fake_launches import FakeLaunches, FakeStream

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvatlas.copying.memory import STAGING
+from kvatlas.copying.stream_copy import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.models import CacheIdentity
@@ -26,8 +28,7 @@ from kvatlas.wire.leases import Held, lease_expired
 from kvatlas.wire.protocol import Ok, Opened
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
-from kvatlas.wire.stream_copy import AnyStream
-from kvatlas.wire.transports.base import STAGING, Handle
+from kvatlas.wire.transports.base import Handle
 from kvatlas.wire.transports.errors import peer_lost
 from kvatlas.wire.transports.offer_board import PostedOffer, SeenOffer
 

@@ -9,68 +9,29 @@ did not name.
 from __future__ import annotations
 
 import math
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.copying.cuda_driver import CudaDriver, load_driver
+from kvatlas.copying.device_marks import DeviceMarks
+from kvatlas.copying.memory import HOST, STAGING, Memory
+from kvatlas.copying.pool_bounds import check_bounds
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy, RequestShape, RunGrid
 from kvatlas.routing.run_grids import BlockIds
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.bounds import check_bounds
-from kvatlas.wire.transports.cuda_driver import CudaDriver, load_driver
-from kvatlas.wire.transports.device_marks import DeviceMarks
 from kvatlas.wire.transports.offer_board import OfferBoard, SeenOffer
-
-STAGING = -1
-"""The index under which a process registers its staging buffers."""
 
 Shared = Literal["all", "staging"]
 """The registered memory that peers may access: all of it, or only the staging buffers."""
 
-HOST = "host"
-"""The device name of host memory. GPUs are named `cuda:0`, `cuda:1` and so on."""
-
-_DEVICE = re.compile(r"host|cuda:(0|[1-9][0-9]{0,3})")
 _LONGEST_PAUSE = 2e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """One region of memory: its address, size and device.
-
-    `device` is `host`, or a torch device name such as `cuda:0`. `owner` is kept alive as long as
-    this value.
-
-    >>> Memory(0x7F0000000000, 4096, "cuda:1").number
-    1
-    """
-
-    address: int
-    nbytes: int
-    device: str = HOST
-    owner: object = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
-            raise AtlasError(
-                Code.WRONG_DEVICE,
-                "A device must be the host, or a GPU with its index",
-                got=repr(self.device),
-                hint='Use "host", or a name such as "cuda:0"',
-            )
-
-    @property
-    def number(self) -> int:
-        """The GPU's index; 0 for the host."""
-        return 0 if self.device == HOST else int(self.device.removeprefix("cuda:"))
 
 
 class Handle(ABC):

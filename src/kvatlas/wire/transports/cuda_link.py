@@ -8,29 +8,23 @@ from contextlib import suppress
 from functools import partial
 from typing import ClassVar, NamedTuple
 
-from kvatlas.routing import Copy, RequestShape, RunGrid
-from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import (
-    Done,
-    Handle,
-    Link,
-    Memory,
-    PreparedRead,
-    Transport,
-)
-from kvatlas.wire.transports.bounds import check_grid_bounds
-from kvatlas.wire.transports.cuda_copy import CudaCopy
-from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError
-from kvatlas.wire.transports.cuda_prepared import CudaPreparedRead, MappedMemory, PeerMarks
-from kvatlas.wire.transports.cuda_published import PublishedMemory
-from kvatlas.wire.transports.device_marks import EVENTS, DeviceMarks
-from kvatlas.wire.transports.device_queue import (
+from kvatlas.copying.cuda_driver import CudaDriver, DriverError
+from kvatlas.copying.device_marks import EVENTS, DeviceMarks
+from kvatlas.copying.device_queue import (
     NO_STARTS,
     AddressPattern,
     AddressRuns,
     DeviceQueue,
     Posted,
 )
+from kvatlas.copying.memory import Memory
+from kvatlas.copying.pool_bounds import check_grid_bounds
+from kvatlas.routing import Copy, RequestShape, RunGrid
+from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.base import Done, Handle, Link, PreparedRead, Transport
+from kvatlas.wire.transports.cuda_copy import CudaCopy
+from kvatlas.wire.transports.cuda_prepared import CudaPreparedRead, MappedMemory, PeerMarks
+from kvatlas.wire.transports.cuda_published import PublishedMemory
 from kvatlas.wire.transports.offer_board import SeenOffer, open_board
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace

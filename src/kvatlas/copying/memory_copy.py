@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.copying.cuda_driver import load_driver
+from kvatlas.copying.memory import HOST, Memory
+from kvatlas.copying.run_bounds import Bytes, Places, check_runs
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy
-from kvatlas.wire.run_bounds import Bytes, Places, check_runs
-from kvatlas.wire.transports.base import HOST, Memory
-from kvatlas.wire.transports.cuda_driver import load_driver
 
 STEP = 16 << 20
 """Bytes that are copied per step."""

@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvatlas.copying.memory import STAGING
+from kvatlas.copying.nested_copy import copy_nested_unchecked
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.geometry import NestedSteps
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.integers import INT64_MAX, ceil_div
 from kvatlas.geometry.nested_steps import Steps
 from kvatlas.routing import Copy, RunGrid
 from kvatlas.routing.binding import Starts
-from kvatlas.wire.nested_copy import copy_nested_unchecked
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.transports.base import STAGING
 
 _SHARE = 4
 """The fraction of a buffer that a tile or a run may fill: a quarter."""

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from kvatlas.copying.block_staging import BlockStaging, address_runs, split_blocks
+from kvatlas.copying.device_queue import NO_STARTS, AddressRuns, Posted
+from kvatlas.copying.memory import Memory
+from kvatlas.copying.memory_copy import copy_runs_unchecked, split_runs
+from kvatlas.copying.movers import PinnedMemory, stream_runs
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.routing import Copy, RunGrid
-from kvatlas.wire.block_staging import BlockStaging, address_runs, split_blocks
-from kvatlas.wire.memory_copy import copy_runs_unchecked, split_runs
-from kvatlas.wire.pool_mover import PinnedMemory, stream_runs
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.transports.base import Memory
-from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns, Posted
 
 _PIECE = 32 << 20
 """The size of a buffer in bytes. No run is longer than half of it."""

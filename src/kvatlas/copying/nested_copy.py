@@ -13,12 +13,12 @@ from math import gcd, prod
 
 import numpy as np
 
+from kvatlas.copying.memory_copy import copy_pools, copy_runs_unchecked
+from kvatlas.copying.pool_bounds import check_grid_bounds
+from kvatlas.copying.run_bounds import Bytes, check_nested
 from kvatlas.geometry import NestedSteps
 from kvatlas.routing import Copy, RunGrid
 from kvatlas.routing.binding import Starts
-from kvatlas.wire.memory_copy import copy_pools, copy_runs_unchecked
-from kvatlas.wire.run_bounds import Bytes, check_nested
-from kvatlas.wire.transports.bounds import check_grid_bounds
 
 _FEW_CALLS = 64
 """Up to this many copies are always made one by one."""

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvatlas.copying.device_queue import AddressRuns, Posted
+from kvatlas.copying.memory import Memory
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import RunGrid
-from kvatlas.wire.transports.base import Memory
-from kvatlas.wire.transports.device_queue import AddressRuns, Posted
 
 STAGED_BYTES = 32 << 20
 """Bytes of each of the two buffers on the GPU."""
