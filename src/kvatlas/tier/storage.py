@@ -64,7 +64,7 @@ class TierStorage:
 
     @property
     def pools(self) -> dict[int, Bytes]:
-        """The memory of the blocks by pool. For a file, the staging memory of a `carry`."""
+        """The memory of the blocks by pool. For a file: the staging memory that `carry` uses."""
         return self._pools if self._file is None else self._file.window.pools
 
     # -- moving bytes -------------------------------------------------------------------

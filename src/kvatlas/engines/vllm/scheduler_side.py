@@ -393,7 +393,7 @@ class SchedulerSide:
             self._windows_alone.add(request_id)
 
     def _tables(self, block_ids: Any, tokens: int) -> Tables:
-        """Return the block ids of the groups that move; -1 for entries without a block."""
+        """Return the block ids of all transferred groups; -1 for entries without a block."""
         return tuple(group.table(block_ids[group.index], tokens) for group in self._groups)
 
     def _keep_out_of_cache(self, request_id: str, start: int, stop: int) -> None:
@@ -418,7 +418,7 @@ def _balances_requests(parallel: Any) -> bool:
 
 
 class TransferGroup:
-    """One of vLLM's cache groups whose blocks move."""
+    """A cache group of vLLM whose blocks are transferred."""
 
     def __init__(self, spec: Any, index: int) -> None:
         specs = list((getattr(spec, "kv_cache_specs", None) or {"": spec}).values())

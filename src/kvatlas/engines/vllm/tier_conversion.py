@@ -1,4 +1,4 @@
-"""Conversion of a tier's blocks that engines with another cache dtype stored.
+"""Convert blocks of a tier that were stored by engines with another cache dtype.
 
 The setting `convert` names both formats. This engine's scales come from its layers. Blocks do not
 contain the scales of the engines that stored them; the setting `convert_scales` specifies those.

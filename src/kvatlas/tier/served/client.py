@@ -178,7 +178,7 @@ class TierClient:
     def join(self, name: bytes) -> Iterator[Hit]:
         """Pin the blocks that another client has pinned, by its `Hit.name`.
 
-        Raises an error if the other client has released its pin.
+        Raises an error if no client holds the pin any longer.
         """
         at = self.find_server()
         hit = self._hit(at, at.ask(m.JoinPin, pin=name))
