@@ -70,8 +70,8 @@ INTERNAL: dict[str, str] = {
         specs.identity
     """,
     "copying": """
-        geometry.address_arrays geometry.integers geometry.nested_steps kernels.address_runs
-        kernels.cast_scales kernels.cell_conversion routing.binding routing.block_tables
+        geometry.address_arrays geometry.integers geometry.nested_steps kernels.cast_scales
+        kernels.cell_conversion kernels.triton.launch_runs routing.binding routing.block_tables
         routing.converted_stream routing.run_grids specs.cell_formats
     """,
     "wire": """

@@ -12,13 +12,13 @@ from typing import Any
 from kvatlas.copying.block_staging import BlockStaging
 from kvatlas.copying.cuda_driver import load_driver
 from kvatlas.copying.gpu_offload import GpuOffload, HostPins
-from kvatlas.copying.memory_copy import copy_pools, gpu_pools, is_on_gpu, rank_pools
-from kvatlas.copying.nested_copy import move_pools
+from kvatlas.copying.memory_copy import gpu_pools, is_on_gpu, rank_pools
+from kvatlas.copying.nested_copy import copy_pools
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.copying.stream_copy import convert_parts
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import Copy
 from kvatlas.routing.converted_stream import CELLS, ConvertedPart
 from kvatlas.tier.file import TierFile
 from kvatlas.tier.file_pieces import grid_pieces
@@ -34,10 +34,10 @@ StoredPart = tuple[int, Any, tuple[int, int], Mapping[NeededBlock, int]]
 """One rank's part of a store: the rank, its blocks, the token range, and the tier's block ids."""
 
 Read = Callable[[Sequence[Any]], None]
-"""Executes copies from a tier, or grids of runs if `takes_sums` is true for the pools."""
+"""Executes copies from a tier, which may be grids of runs if `takes_sums` is true."""
 
 Write = Callable[[Sequence[Any]], PartSums | None]
-"""Executes copies or grids into a tier and returns the known contributions to block checksums."""
+"""Executes copies into a tier and returns the known contributions to block checksums."""
 
 
 class TierStorage:
@@ -74,7 +74,7 @@ class TierStorage:
         if is_on_gpu(pools):
             return self.carried(self.offload(plan, rank, pools).store)
         if self._file is None:
-            return lambda moves: move_pools(moves, rank_pools(plan, rank, pools), self._pools)
+            return lambda moves: copy_pools(moves, rank_pools(plan, rank, pools), self._pools)
         write = self._file.write
         return lambda copies: write(copies, rank_pools(plan, rank, pools))
 
@@ -85,7 +85,7 @@ class TierStorage:
 
         Returns the known contributions to block checksums, and the byte ranges that the rank has
         contributed to blocks of each shape. If the tier is in memory, or in a file that is written
-        in long stretches, the runs are passed as grids, which are more compact than copies.
+        in long stretches, the copies are grids of runs, which are not expanded.
         """
         file, rank = self._file, about[0]
         if not is_on_gpu(pools):
@@ -94,15 +94,14 @@ class TierStorage:
             if file is None:
                 return self.carry("store", grids, self.writing(plan, rank, pools)), brought
             if all(map(grid_pieces, grids)):
-                held = rank_pools(plan, rank, pools)
-                write = partial(file.write_grids, pools=held)
+                write = partial(file.write, pools=rank_pools(plan, rank, pools))
                 return self.carry("store", grids, write), brought
         with self.metrics.phase("bind"):
             copies, brought = ingest.copies(*about)
         return self.carry("store", copies, self.writing(plan, rank, pools)), brought
 
     def takes_sums(self, pools: Mapping[int, Any] | None) -> bool:
-        """Return whether `reading` takes grids of runs: true for pools in host memory."""
+        """Return whether `reading` takes copies that are grids of runs: true for host memory."""
         return not is_on_gpu(pools)
 
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Read:
@@ -110,9 +109,9 @@ class TierStorage:
         if is_on_gpu(pools):
             return self.offload(plan, rank, pools).fetch
         if self._file is None:
-            return lambda moves: move_pools(moves, self._pools, rank_pools(plan, rank, pools))
-        read = self._file.read_grids
-        return lambda grids: read(grids, rank_pools(plan, rank, pools))
+            return lambda moves: copy_pools(moves, self._pools, rank_pools(plan, rank, pools))
+        read = self._file.read
+        return lambda copies: read(copies, rank_pools(plan, rank, pools))
 
     def offload_of_sums(
         self, plan: Plan, rank: int, pools: Mapping[int, Any] | None
@@ -170,7 +169,7 @@ class TierStorage:
             within = [replace(c, dst_pool=c.src_pool, dst=c.src) for c in copies]
             file.read(within, file.window.pools)
 
-    def carry(self, phase: str, moves: Sequence[Copy | RunGrid], carry: Write) -> PartSums:
+    def carry(self, phase: str, moves: Sequence[Copy], carry: Write) -> PartSums:
         """Execute copies, count them, and return the known contributions to block checksums."""
         with self.metrics.phase(phase):
             known = carry(moves)

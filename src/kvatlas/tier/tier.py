@@ -144,7 +144,7 @@ class Tier:
                     if offload is not None:
                         with self.metrics.phase("bind"):
                             grids, deliveries = store.ingest.grids(*about)
-                        sums = storage.carry("store", grids, offload.store_sums)
+                        sums = storage.carry("store", grids, offload.store)
                     elif carry is not None:
                         with self.metrics.phase("bind"):
                             copies, deliveries = store.ingest.copies(*about)

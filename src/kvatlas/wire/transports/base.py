@@ -23,7 +23,7 @@ from kvatlas.copying.memory import HOST, STAGING, Memory
 from kvatlas.copying.pool_bounds import check_bounds
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.routing import Copy, RequestShape, RunGrid
+from kvatlas.routing import Copy, RequestShape
 from kvatlas.routing.run_grids import BlockIds
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.offer_board import OfferBoard, SeenOffer
@@ -146,7 +146,7 @@ class Link(ABC):
     prompt: ClassVar[bool] = False
     """Whether an abandoned operation is over at once, because this process performs it."""
     adds: ClassVar[bool] = False
-    """Whether the link implements `read_grids`: it computes the runs, and staging never pays."""
+    """Whether `read` computes the runs of a copy on the device, so that staging never pays."""
     sees_offers: bool = False
     """Whether `find_offer` may find an offer."""
 
@@ -154,18 +154,19 @@ class Link(ABC):
         self.owner, self.mine, self.theirs = owner, owner.memory, dict(theirs)
         self.open = True
 
-    def read(self, copies: Sequence[Copy]) -> Handle:
-        """Read bytes of the peer into this process's memory. The peer is the source."""
+    def read(self, copies: Sequence[Copy], after: int | None = None) -> Handle:
+        """Read bytes of the peer into this process's memory. The peer is the source.
+
+        The read begins after the peer's mark `after` completes, which needs `marks_travel`.
+        """
+        if after is not None:
+            raise NotImplementedError(f"{type(self).__name__} cannot wait for a peer's mark")
         check_bounds(copies, self.theirs, self.mine)
         return self._checked(copies, write=False)
 
-    def read_grids(self, grids: Sequence[RunGrid], behind: int | None = None) -> Handle:
-        """Read the runs of grids after the peer's mark completes."""
-        raise NotImplementedError(f"{type(self).__name__} takes runs: {len(grids)}, {behind}")
-
-    def converts(self, grids: Sequence[RunGrid]) -> bool:
-        """Whether `read_grids` supports these grids, some of which cast elements."""
-        return all(grid.cast is None for grid in grids)
+    def converts(self, copies: Sequence[Copy]) -> bool:
+        """Whether `read` supports these copies, some of which cast elements."""
+        return all(copy.cast is None for copy in copies)
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
         """Prepare to read requests of one shape. Return None if the link prepares nothing."""
@@ -196,7 +197,7 @@ class Link(ABC):
 
     def _checked(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         self.check()
-        copies = [copy for copy in copies if len(copy)]
+        copies = [copy.expanded() for copy in copies if len(copy)]
         for copy in copies:
             self.owner.check_takes(self.mine[copy.src_pool if write else copy.dst_pool])
         return self._post(copies, write=write) if copies else Done()
