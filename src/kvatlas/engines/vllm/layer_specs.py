@@ -195,7 +195,7 @@ def _heads(name: str, local: int, model: ServedModel) -> int:
 
 
 def _cache(name: str, spec: Any, model: ServedModel) -> str:
-    """Return the cache dtype; both engines read per-tensor scales from the checkpoint."""
+    """Return the cache dtype. Per-tensor scales are not part of it; they are in the checkpoint."""
     mode = spec.kv_quant_mode.name.lower()
     if mode == "none":
         return "auto"
