@@ -211,8 +211,8 @@ class _CapturedStep:
                 Code.ENGINE_REFUSES,
                 "A decode step of this model cannot be captured in a CUDA graph",
                 got=str(failed).splitlines()[0],
-                hint="For an MoE model, call set_experts_implementation('batched_mm') first. For other "
-                "models, do not use a DecodeGraph",
+                hint="For an MoE model, call set_experts_implementation('batched_mm') first. "
+                "For other models, do not use a DecodeGraph",
             ) from failed
         self._graph = graph
 
