@@ -13,7 +13,7 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import Copy
 from kvatlas.wire import Handle, How, Session, protocol
 from kvatlas.wire.quarantine import Quarantine
 from tests.wire.attacked import Attacked, code_of, opening
@@ -192,13 +192,9 @@ def test_a_replica_that_stalls_leaves_time_for_another() -> None:
 
 
 class GridLink(LocalLink):
-    """A link that takes grids of runs, and so renews its lease during a read."""
+    """A link that computes runs itself, so that its lease is renewed during a read."""
 
     adds = True
-
-    def read_grids(self, grids: Sequence[RunGrid], behind: int | None = None) -> Handle:
-        del behind
-        return self.read([Copy(grid.src_pool, grid.dst_pool, *grid.runs()) for grid in grids])
 
 
 def test_a_read_that_outlives_its_session_does_not_reach_a_later_read(

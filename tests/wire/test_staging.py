@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvatlas import AtlasError
 from kvatlas.copying.gather_scatter import checksums, gather, into_buffer, scatter, stream_bytes
-from kvatlas.copying.memory_copy import as_bytes, copy_pools
+from kvatlas.copying.memory_copy import as_bytes
+from kvatlas.copying.nested_copy import copy_pools
 from kvatlas.copying.pool_bounds import check_bounds
 from kvatlas.errors import Code
 from kvatlas.routing import Copy

@@ -28,8 +28,9 @@ def gather(copies: Sequence[Copy], pools: Mapping[int, Bytes], stream: Bytes) ->
     """Gather the stream of some copies from the source's pools. Return its bytes."""
     done = 0
     for copy in copies:
-        at = _stream_places(copy.length, done)
-        for _ in copy_runs_unchecked(pools[copy.src_pool], stream, copy.src, at, copy.length):
+        src, _, length = copy.runs()
+        at = _stream_places(length, done)
+        for _ in copy_runs_unchecked(pools[copy.src_pool], stream, src, at, length):
             pass
         done += copy.nbytes
     return done
@@ -39,8 +40,9 @@ def scatter(copies: Sequence[Copy], stream: Bytes, pools: Mapping[int, Bytes]) -
     """Scatter the stream of some copies into the destination's pools. Return its bytes."""
     done = 0
     for copy in copies:
-        at = _stream_places(copy.length, done)
-        for _ in copy_runs_unchecked(stream, pools[copy.dst_pool], at, copy.dst, copy.length):
+        _, dst, length = copy.runs()
+        at = _stream_places(length, done)
+        for _ in copy_runs_unchecked(stream, pools[copy.dst_pool], at, dst, length):
             pass
         done += copy.nbytes
     return done
@@ -59,7 +61,7 @@ def checksums(
 ) -> Int64s:
     """Return a CRC-32 of every `piece` bytes of the stream of some copies, read at one end."""
     if not src:
-        copies = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in copies]
+        copies = [copy.reversed() for copy in copies]
     stream = np.empty(stream_bytes(copies), dtype=np.uint8)
     gather(copies, pools, stream)
     return crc_pieces(stream, piece)
@@ -85,7 +87,8 @@ def into_buffer(copies: Sequence[Copy], at: int) -> list[Copy]:
     """
     reads = []
     for copy in copies:
-        places = np.cumsum(copy.length) - copy.length + at
-        reads.append(Copy(copy.src_pool, STAGING, copy.src, places, copy.length))
+        src, _, length = copy.runs()
+        places = np.cumsum(length) - length + at
+        reads.append(Copy(copy.src_pool, STAGING, src, places, length))
         at += copy.nbytes
     return reads

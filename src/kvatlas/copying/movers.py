@@ -16,13 +16,14 @@ import numpy as np
 
 from kvatlas.copying.cuda_driver import CudaDriver
 from kvatlas.copying.device_marks import DeviceMarks
-from kvatlas.copying.device_queue import NO_STARTS, AddressRuns
+from kvatlas.copying.device_queue import AddressRuns
 from kvatlas.copying.gather_scatter import checksums, crc_pieces, gather, scatter, stream_bytes
 from kvatlas.copying.memory import HOST, Memory
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
+from kvatlas.routing.binding import ORIGIN
 
 Count = Callable[[str, int], None]
 """Adds bytes to the metric of a name."""
@@ -160,7 +161,7 @@ class GpuMover(PoolMover):
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
         """Gather through the host and compute checksums there."""
         if not src:
-            copies = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in copies]
+            copies = [copy.reversed() for copy in copies]
         stream = np.empty(stream_bytes(copies), dtype=np.uint8)
         self._through(copies, self._memory, stream, out=True)
         return crc_pieces(stream, piece)
@@ -179,14 +180,15 @@ def stream_runs(
     """Return copies between pools and a stream at an address, out of the pools or into them."""
     runs, done = [], 0
     for copy in copies:
-        at = np.cumsum(copy.length) - copy.length + done
+        src, dst, length = copy.runs()
+        at = np.cumsum(length) - length + done
         done += copy.nbytes
         if out:
             pool = pools[copy.src_pool].address
-            runs.append(AddressRuns(pool, stream, NO_STARTS, (copy.src, at, copy.length)))
+            runs.append(AddressRuns(pool, stream, ORIGIN.ends, (src, at, length)))
         else:
             pool = pools[copy.dst_pool].address
-            runs.append(AddressRuns(stream, pool, NO_STARTS, (at, copy.dst, copy.length)))
+            runs.append(AddressRuns(stream, pool, ORIGIN.ends, (at, dst, length)))
     return runs
 
 

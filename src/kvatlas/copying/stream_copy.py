@@ -13,7 +13,8 @@ import numpy as np
 
 from kvatlas.copying.checksum import crc32
 from kvatlas.copying.gather_scatter import gather, scatter
-from kvatlas.copying.memory_copy import copy_pools, rank_pools
+from kvatlas.copying.memory_copy import rank_pools
+from kvatlas.copying.nested_copy import copy_pools
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream, Copy, Route, Stream

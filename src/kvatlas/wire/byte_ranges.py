@@ -13,7 +13,7 @@ import numpy as np
 
 from kvatlas.copying.stream_copy import AnyStream
 from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.routing import Copy, RunGrid, Stream
+from kvatlas.routing import Copy, Stream
 
 _MOST_RANGES = 1 << 19
 """The approximate number of ranges that are kept for one part of a stream: 8 MB.
@@ -85,7 +85,7 @@ def _joined(several: list[ByteRanges]) -> ByteRanges:
     return ByteRanges.of(starts, np.concatenate([one.stops for one in several]))
 
 
-def _grid_ranges(grid: RunGrid, block: int) -> list[ByteRanges]:
+def _grid_ranges(grid: Copy, block: int) -> list[ByteRanges]:
     """The ranges of a grid whose blocks are `block` bytes apart."""
     found = []
     for length in np.unique(grid.length).tolist():

@@ -23,7 +23,7 @@ from kvatlas.copying.memory import HOST, STAGING, Memory
 from kvatlas.copying.pool_bounds import check_bounds
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.routing import Copy, RequestShape, RunGrid
+from kvatlas.routing import Copy, RequestShape
 from kvatlas.routing.run_grids import BlockIds
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports import errors
@@ -148,7 +148,7 @@ class Link(ABC):
     prompt: ClassVar[bool] = False
     """Whether an abandoned operation is over at once, because this process performs it."""
     adds: ClassVar[bool] = False
-    """Whether the link implements `read_grids`: it computes the runs, and staging never pays."""
+    """Whether `read` computes the runs of a copy on the device, so that staging never pays."""
     exact: ClassVar[bool] = False
     """Whether the peer serves only the bytes of a lease, and none between them."""
     sees_offers: bool = False
@@ -161,11 +161,16 @@ class Link(ABC):
     def sign_in(self, access: Access) -> None:  # noqa: B027
         """Authenticate at the peer, if the transport needs that before it reads."""
 
-    def read(self, copies: Sequence[Copy], *, lease: bytes = b"") -> Handle:
+    def read(
+        self, copies: Sequence[Copy], after: int | None = None, *, lease: bytes = b""
+    ) -> Handle:
         """Read bytes of the peer into this process's memory. The peer is the source.
 
-        `lease` is the key of the lease that covers the bytes, for transports that check it.
+        The read begins after the peer's mark `after` completes, which needs `marks_travel`. `lease`
+        is the key of the lease that covers the bytes, for transports that check it.
         """
+        if after is not None:
+            raise NotImplementedError(f"{type(self).__name__} cannot wait for a peer's mark")
         check_bounds(copies, self.theirs, self.mine)
         copies = self._checked(copies, write=False)
         return self._read(copies, lease) if copies else Done()
@@ -174,13 +179,9 @@ class Link(ABC):
         del lease
         return self._post(copies, write=False)
 
-    def read_grids(self, grids: Sequence[RunGrid], behind: int | None = None) -> Handle:
-        """Read the runs of grids after the peer's mark completes."""
-        raise NotImplementedError(f"{type(self).__name__} takes runs: {len(grids)}, {behind}")
-
-    def converts(self, grids: Sequence[RunGrid]) -> bool:
-        """Whether `read_grids` supports these grids, some of which cast elements."""
-        return all(grid.cast is None for grid in grids)
+    def converts(self, copies: Sequence[Copy]) -> bool:
+        """Whether `read` supports these copies, some of which cast elements."""
+        return all(copy.cast is None for copy in copies)
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
         """Prepare to read requests of one shape. Return None if the link prepares nothing."""
@@ -213,7 +214,7 @@ class Link(ABC):
     def _checked(self, copies: Sequence[Copy], *, write: bool) -> list[Copy]:
         """Copies that are not empty, between memory that the transport can access."""
         self.check()
-        copies = [copy for copy in copies if len(copy)]
+        copies = [copy.expanded() for copy in copies if len(copy)]
         for copy in copies:
             self.owner.check_takes(self.mine[copy.src_pool if write else copy.dst_pool])
         return copies
