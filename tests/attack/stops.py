@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +28,8 @@ def posted() -> Iterator[list[Handle]]:
     handles: list[Handle] = []
     read = Link.read
 
-    def noted(link: Link, copies: Sequence[Copy]) -> Handle:
-        handle = read(link, copies)
+    def noted(link: Link, copies: Sequence[Copy], *about: Any, **given: Any) -> Handle:
+        handle = read(link, copies, *about, **given)
         if any(copy.dst_pool != STAGING for copy in copies):
             handles.append(handle)
         return handle
