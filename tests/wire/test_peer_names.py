@@ -14,6 +14,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import PeerAccess, Security, Session, TlsContexts
+from tests.attack.plans import source_plan, target_plan
+from tests.wire import data_plane
+from tests.wire.data_plane import TOKENS, ranks
 from tests.wire.faulty import failure, pull
 from tests.wire.helpers import End, assert_arrived, ends, small
 
@@ -182,6 +185,23 @@ def test_a_name_must_be_in_the_certificate(tmp_path: Path) -> None:
         for liar in all_ends[4:]:
             assert refused(liar, there) is Code.BAD_HANDSHAKE
             assert refused(there, liar) is Code.BAD_HANDSHAKE, "nor does it answer as another"
+
+
+def test_data_connections_use_certificates_too(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    source, target = source_plan(TOKENS), target_plan(TOKENS)
+    with (
+        ranks((source, 1), secret=None, tls=authority.contexts("node-1")) as (there,),
+        ranks((target, 7), secret=None, tls=authority.contexts("node-7")) as (here,),
+        ranks((target, 8), secret=None, tls=Authority(tmp_path).contexts("node-8")) as (stranger,),
+    ):
+        there.offer("r", readers=["node-7"])
+        with Session(here.node, [there.node.endpoint]) as session:
+            data_plane.pull(session, here, checksums=True)
+        data_plane.assert_arrived(here)
+        with pytest.raises(AtlasError) as refusal:
+            Session(stranger.node, [there.node.endpoint])
+        assert refusal.value.code is Code.BAD_SIGNATURE, "the certificate of another authority"
 
 
 def test_roles_by_certificate(tmp_path: Path) -> None:

@@ -89,7 +89,10 @@ class Session:
         return [known[one] for rank in sorted(self._replicas) for one in self._replicas[rank]]
 
     def link(self, rank: int) -> Link:
-        """Return the transport's link to a rank, for direct access to its memory."""
+        """Return the transport's link to a rank, for direct access to its memory.
+
+        Over `tcp`, each read also needs the key of a lease.
+        """
         for connection in map(self._connections.find, self._replicas.get(rank, ())):
             if connection is not None:
                 return connection.link
