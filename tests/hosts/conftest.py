@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +37,19 @@ def _namespaces() -> None:
         pytest.skip(problem)
 
 
+@pytest.fixture(autouse=True)
+def _row(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> None:
+    """Record the parameters of a case for its row of the table."""
+    given = getattr(request.node, "callspec", None)
+    parameters = {} if given is None else dict(given.params)
+    way = parameters.pop("way", None)
+    if way is not None:
+        record_property("way", f"{way.transport}, tp {way.ranks}")
+    record_property("about", ", ".join(map(str, parameters.values())))
+
+
 @pytest.fixture
 def place() -> Iterator[MakeSite]:
     """Make a site on a network. Both end with the test."""
@@ -59,20 +71,18 @@ def place() -> Iterator[MakeSite]:
                 site.network.close()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    report: pytest.TestReport = yield
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect a row of the table. With workers, this runs in the process that prints."""
     if report.when == "call" or report.outcome != "passed":
-        found = dict(item.user_properties)
-        given = getattr(item, "callspec", None)
-        way = given.params.get("way") if given is not None else None
-        transport = "-" if way is None else f"{way.transport}, {way.ranks} ranks"
+        found = dict(report.user_properties)
         result = "xfailed" if hasattr(report, "wasxfail") else report.outcome
         if "outcome" in found:
             result += f": {found['outcome']}"
-        case = item.name.removeprefix("test_").replace("_", " ")
-        _rows.append((case, transport, result, call.duration))
-    return report
+        case = report.nodeid.rpartition("::")[2].removeprefix("test_")
+        case = case.partition("[")[0].replace("_", " ")
+        if found.get("about"):
+            case += f" ({found['about']})"
+        _rows.append((case, str(found.get("way", "-")), result, report.duration))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -80,7 +90,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         return
     table = Table("case", "transport", "result", "seconds", title="Transfers between hosts")
     table.columns[3].justify = "right"
-    for case, transport, result, seconds in _rows:
+    for case, transport, result, seconds in sorted(_rows):
         table.add_row(case, transport, result, f"{seconds:.1f}")
-    table.caption = time.strftime("%H:%M:%S")
-    Console(file=terminalreporter._tw._file, width=terminalreporter._tw.fullwidth).print(table)
+    Console(width=120).print(table)

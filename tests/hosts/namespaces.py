@@ -32,7 +32,7 @@ def run(program: str, *words: str) -> str:
     found = shutil.which(program, path=_SEARCHED)
     if found is None:
         raise FileNotFoundError(f"{program} is not installed; install the package iproute2")
-    done = subprocess.run([found, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run([found, *words], capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
         raise OSError(f"{program} {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout

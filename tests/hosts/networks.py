@@ -5,6 +5,8 @@ All addresses are 10.77.HOST.NUMBER in one subnet, and exist only inside the nam
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from tests.hosts import namespaces
 from tests.hosts.namespaces import run, run_ip
 from tests.hosts.tun_relay import TunRelay
@@ -48,6 +50,12 @@ class Network:
     def limit(self, host: int, rate: str) -> None:
         """Limit what a host sends, for example to "100mbit"."""
         run("tc", "-n", self.hosts[host], *namespaces.tbf(DEVICE, rate))
+
+    def lift_limits(self) -> None:
+        """Let all hosts send at full speed again."""
+        for name in self.hosts:
+            with suppress(OSError):  # it had no limit
+                run("tc", "-n", name, "qdisc", "delete", "dev", DEVICE, "root")
 
     def set_up(self, host: int, *, up: bool) -> None:
         """Set the device of a host up or down."""

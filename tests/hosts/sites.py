@@ -118,6 +118,7 @@ class Site:
 
     def works(self, target: Member, sources: list[Member]) -> None:
         """Connect again and pull into the same blocks: what happened before has left no trace."""
+        self.network.lift_limits()
         self.connect(target, sources)
         for how in ("direct", "staged"):
             self.arrives(target, sources, how=how)

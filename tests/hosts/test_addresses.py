@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.hosts.conftest import MakeSite, Note
 from tests.hosts.networks import BridgedNetwork, Network, RelayedNetwork
 from tests.hosts.sites import FAILURES, SLACK, Way
 from tests.hosts.ways import TCP, over
-
-import pytest
 
 SECONDS = 6.0
 

@@ -10,14 +10,13 @@ from tests.hosts.conftest import MakeSite, Note
 from tests.hosts.faults import pull_to_the_middle, slow_network
 from tests.hosts.member import READY
 from tests.hosts.sites import Way
-from tests.hosts.ways import TCP, over
+from tests.hosts.ways import MIXED, TCP, over
 
 SECONDS = 10.0
 """How long the hosts are apart."""
 
 
-@over(TCP)
-@pytest.mark.parametrize("how", ["direct", "staged"])
+@MIXED
 def test_10_seconds_apart(place: MakeSite, way: Way, how: str, note: Note) -> None:
     """The pull resumes, or ends with a code by its deadline."""
     network = slow_network()
@@ -57,8 +56,7 @@ def test_apart_at_the_deadline(place: MakeSite, way: Way, note: Note) -> None:
     site.works(target, sources)
 
 
-@over([Way("tcp", 2)])
-@pytest.mark.parametrize("how", ["direct", "staged"])
+@MIXED
 @pytest.mark.parametrize("hop", [(0, 1), (1, 0)], ids=["from the source", "to the source"])
 def test_one_way(
     place: MakeSite, way: Way, hop: tuple[int, int], how: str, note: Note

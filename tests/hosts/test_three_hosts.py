@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.hosts.conftest import MakeSite, Note
 from tests.hosts.faults import MIDDLE, pull_to_the_middle, slow_network
 from tests.hosts.member import READY, Compared, Member
 from tests.hosts.networks import RelayedNetwork
 from tests.hosts.sites import FAILURES, SLACK, Site, Way, until
-from tests.hosts.ways import TCP, over
+from tests.hosts.ways import MIXED, TCP, over
 
 
-@over(TCP)
-@pytest.mark.parametrize("how", ["direct", "staged"])
+@MIXED
 def test_another_replica_takes_over(place: MakeSite, way: Way, how: str, note: Note) -> None:
     """The replica that a pull reads from vanishes; the pull arrives from the other one."""
     network = slow_network(3)

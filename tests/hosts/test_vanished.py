@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.hosts.conftest import MakeSite, Note
 from tests.hosts.faults import pull_to_the_middle, slow_network
 from tests.hosts.networks import BridgedNetwork
 from tests.hosts.sites import FREED, NOTICED, SLACK, Way, until
-from tests.hosts.ways import TCP, over
+from tests.hosts.ways import MIXED, TCP, over
 
 
-@over(TCP)
-@pytest.mark.parametrize("how", ["direct", "staged"])
+@MIXED
 def test_the_source_vanishes(place: MakeSite, way: Way, how: str, note: Note) -> None:
     """Its reader notices long before the pull's deadline, and reads from its successor."""
     network = slow_network()
@@ -30,8 +27,7 @@ def test_the_source_vanishes(place: MakeSite, way: Way, how: str, note: Note) ->
     site.works(target, site.source())
 
 
-@over(TCP)
-@pytest.mark.parametrize("how", ["direct", "staged"])
+@MIXED
 def test_the_destination_vanishes(place: MakeSite, way: Way, how: str, note: Note) -> None:
     """The source frees the lease, and keeps the offer for another reader."""
     network = slow_network()
