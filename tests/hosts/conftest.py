@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -38,16 +37,15 @@ def _namespaces() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _row(
-    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
-) -> None:
+def _row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
     """Record the parameters of a case for its row of the table."""
     given = getattr(request.node, "callspec", None)
     parameters = {} if given is None else dict(given.params)
     way = parameters.pop("way", None)
     if way is not None:
         record_property("way", f"{way.transport}, tp {way.ranks}")
-    record_property("about", ", ".join(map(str, parameters.values())))
+    shown = [getattr(value, "__name__", str(value)) for value in parameters.values()]
+    record_property("about", ", ".join(shown))
 
 
 @pytest.fixture
@@ -75,7 +73,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Collect a row of the table. With workers, this runs in the process that prints."""
     if report.when == "call" or report.outcome != "passed":
         found = dict(report.user_properties)
-        result = "xfailed" if hasattr(report, "wasxfail") else report.outcome
+        result: str = "xfailed" if hasattr(report, "wasxfail") else report.outcome
         if "outcome" in found:
             result += f": {found['outcome']}"
         case = report.nodeid.rpartition("::")[2].removeprefix("test_")
@@ -85,7 +83,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _rows.append((case, str(found.get("way", "-")), result, report.duration))
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary() -> None:
     if not _rows:
         return
     table = Table("case", "transport", "result", "seconds", title="Transfers between hosts")

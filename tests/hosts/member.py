@@ -8,11 +8,13 @@ there before.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,17 +24,22 @@ from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Session, Transfer
 from kvatlas.wire.client import direct
+from kvatlas.wire.run_bounds import Bytes
+from kvatlas.wire.transports import offer_board
 from tests.hosts import namespaces
+from tests.hosts.networks import DEVICE
 from tests.routing import oracle
 from tests.routing.oracle import Move
 from tests.wire.child import Json, Rank
 from tests.wire.forking import forked
-from kvatlas.wire.run_bounds import Bytes
 
 READY = "ready"
 _BATCH = 128 << 10
 """Bytes that a direct pull reads at once, so that it has several reads."""
 _ANSWER_SECONDS = 60.0
+_SETTINGS = {"UCX_TLS": "tcp", "UCX_MODULES": "^ib"}
+"""Settings for UCX, which would read from the memory of processes on the same machine."""
+_SENT = Path("/sys/class/net", DEVICE, "statistics/tx_bytes")
 
 
 class Outcome(NamedTuple):
@@ -41,6 +48,8 @@ class Outcome(NamedTuple):
     code: str
     """`ready`, or the code of its error."""
     seconds: float
+    nbytes: int = 0
+    """The bytes of a complete transfer."""
     message: str = ""
 
 
@@ -137,7 +146,11 @@ class _Orders:
             self.transfer.wait()
         except AtlasError as refused:
             return _failed(refused, self.begun)
-        return Outcome(READY, time.monotonic() - self.begun)
+        return Outcome(READY, time.monotonic() - self.begun, self.transfer.moved)
+
+    def sent(self) -> int:
+        """The bytes that the device of this host has sent."""
+        return int(_SENT.read_text())
 
     def released(self, seconds: float) -> bool:
         """Whether the blocks of the transfer can be used again within some seconds."""
@@ -186,13 +199,16 @@ class _Orders:
 
 
 def _failed(refused: AtlasError, begun: float) -> Outcome:
-    return Outcome(str(refused.code), time.monotonic() - begun, str(refused))
+    return Outcome(str(refused.code), time.monotonic() - begun, message=str(refused))
 
 
 def _main(told: Connection, namespace: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("kvatlas").setLevel(logging.CRITICAL)
     namespaces.enter(namespace)
+    os.environ.update(_SETTINGS)
+    # Boards of offers are for processes of one host, which is a network namespace here.
+    offer_board._namespace = lambda: Path("/proc/self/ns/net").stat().st_ino
     direct._BATCH = _BATCH
     orders = _Orders()
     with suppress(EOFError, OSError):

@@ -100,7 +100,7 @@ def sweep() -> None:
 
 @atexit.register
 def _delete_all() -> None:
-    for name in list(_made):
+    for name in _made:
         delete(name)
 
 

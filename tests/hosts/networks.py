@@ -103,4 +103,3 @@ class RelayedNetwork(Network):
         if hasattr(self, "relay"):
             self.relay.close()
         super().close()
-

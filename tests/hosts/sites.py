@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvatlas.planning import Plan, plan
-from kvatlas.specs import FullAttention
+from kvatlas.specs import FullAttention, Spec
 from tests.hosts.member import READY, Compared, Member, Outcome
 from tests.hosts.networks import DEVICE, Network
 from tests.planning.models import model_of
@@ -25,7 +25,8 @@ RESTS = 10.0
 FAILURES = ("deadline", "peer_lost", "wire_failed", "lease_expired")
 """The codes with which a network fault may end a transfer."""
 
-_MODEL = model_of("hosts", *[{"attn": FullAttention(heads=4, head_dim=64)}] * 4)
+_LAYER: dict[str, Spec] = {"attn": FullAttention(heads=4, head_dim=64)}
+_MODEL = model_of("hosts", *[_LAYER] * 4)
 _SECRET = b"a secret of the tests of hosts"
 _UNPROTECTED = ("nixl", "mooncake")
 """Transports whose own connections are not encrypted between hosts."""
@@ -110,10 +111,13 @@ class Site:
 
     def arrives(self, target: Member, sources: list[Member], **about: Any) -> Outcome:
         """Pull a request, which must arrive with every byte and leave nothing behind."""
+        before = sources[0].ask("sent")
         self.pull(target, sources, **about)
-        outcome = target.ask("end")
+        outcome: Outcome = target.ask("end")
         assert outcome.code == READY, outcome
         self.assert_arrived(target, sources)
+        sent = sources[0].ask("sent") - before
+        assert sent >= outcome.nbytes > 0, f"the device sent {sent} of {outcome.nbytes} bytes"
         return outcome
 
     def works(self, target: Member, sources: list[Member]) -> None:
@@ -126,8 +130,7 @@ class Site:
     def assert_arrived(self, target: Member, sources: list[Member]) -> None:
         """Every element is where the oracle has it, no other byte changed, and no lease is left."""
         assert self.compare(target) == Compared(missing=0, wrong=0)
-        for member in (target, *sources):
-            until(lambda member=member: not any(member.ask("left").values()))
+        until(lambda: not any(left(target, *sources)))
         assert [member.ask("changed") for member in sources] == [0] * len(sources)
 
     def assert_failed(self, target: Member, outcome: Outcome, seconds: float) -> None:
@@ -157,6 +160,11 @@ class Site:
             except AssertionError as problem:
                 problems.append(str(problem))
         assert not problems, problems
+
+
+def left(*members: Member) -> list[int]:
+    """How much members still have leased, lent, quarantined or claimed."""
+    return [number for member in members for number in member.ask("left").values()]
 
 
 def until(true: Callable[[], bool], seconds: float = RESTS + SLACK) -> float:

@@ -9,14 +9,15 @@ import pytest
 from tests.hosts.conftest import MakeSite, Note
 from tests.hosts.faults import pull_to_the_middle, slow_network
 from tests.hosts.member import READY
-from tests.hosts.sites import Way
-from tests.hosts.ways import MIXED, TCP, over
+from tests.hosts.networks import RelayedNetwork
+from tests.hosts.sites import FAILURES, SLACK, Way
+from tests.hosts.ways import TCP, over, struck
 
 SECONDS = 10.0
 """How long the hosts are apart."""
 
 
-@MIXED
+@struck()
 def test_10_seconds_apart(place: MakeSite, way: Way, how: str, note: Note) -> None:
     """The pull resumes, or ends with a code by its deadline."""
     network = slow_network()
@@ -35,6 +36,7 @@ def test_10_seconds_apart(place: MakeSite, way: Way, how: str, note: Note) -> No
         site.assert_failed(target, outcome, 30.0)
         for source in sources:
             source.ask("withdraw", request)
+    site.arrives(target, sources)  # over the same session
     site.works(target, sources)
 
 
@@ -53,21 +55,20 @@ def test_apart_at_the_deadline(place: MakeSite, way: Way, note: Note) -> None:
     network.relay.heal()
     for source in sources:
         source.ask("withdraw", request)
+    site.arrives(target, sources)  # over the same session
     site.works(target, sources)
 
 
-@MIXED
-@pytest.mark.parametrize("hop", [(0, 1), (1, 0)], ids=["from the source", "to the source"])
-def test_one_way(
-    place: MakeSite, way: Way, hop: tuple[int, int], how: str, note: Note
-) -> None:
+@struck()
+@pytest.mark.parametrize("lost", ["from the source", "to the source"])
+def test_one_way(place: MakeSite, way: Way, lost: str, how: str, note: Note) -> None:
     """Packets of one direction are dropped until the pull has ended."""
     network = slow_network()
     site = place(network, way)
     sources, target = site.source(), site.target()
     site.connect(target, sources)
     request = pull_to_the_middle(site, target, sources, how=how, seconds=20.0)
-    network.relay.block(hop)
+    network.relay.block((0, 1) if lost == "from the source" else (1, 0))
     outcome = target.ask("end")
     note(f"{outcome.code} after {outcome.seconds:.1f} s")
     site.assert_failed(target, outcome, 20.0)
@@ -75,6 +76,22 @@ def test_one_way(
     for source in sources:
         source.ask("withdraw", request)
     site.works(target, sources)
+
+
+@over(TCP)
+def test_closed_while_apart(place: MakeSite, way: Way, note: Note) -> None:
+    """A session and a node close without waiting for a peer that does not answer."""
+    network = slow_network()
+    site = place(network, way)
+    sources, target = site.source(), site.target()
+    site.connect(target, sources)
+    pull_to_the_middle(site, target, sources, how="direct", seconds=30.0)
+    network.relay.block()
+    begun = time.monotonic()
+    target.ask("close")
+    seconds = time.monotonic() - begun
+    note(f"closed after {seconds:.1f} s")
+    assert seconds < SLACK
 
 
 @over(TCP)
@@ -87,6 +104,43 @@ def test_apart_while_a_session_opens(place: MakeSite, way: Way, note: Note) -> N
     outcome = target.ask("connect", [one.endpoint for one in sources], 3.0)
     note(f"{outcome.code} after {outcome.seconds:.1f} s")
     assert outcome.code == "deadline"
-    assert outcome.seconds < 3.0 * way.ranks + 2.0
+    assert outcome.seconds < 4.0
     network.relay.heal()
+    site.works(target, sources)
+
+
+@over(TCP[:1])
+def test_apart_after_a_slow_connect(place: MakeSite, way: Way, note: Note) -> None:
+    """Connecting and the TLS handshake share one deadline."""
+    network = RelayedNetwork(2)
+    site = place(network, way)
+    sources, target = site.source(), site.target()
+    # The small packets of a TCP connect pass after a second; those of a handshake never do.
+    network.relay.change(delay=1.0, mtu=120)
+    outcome = target.ask("connect", [one.endpoint for one in sources], 3.0)
+    note(f"{outcome.code} after {outcome.seconds:.1f} s")
+    assert outcome.code == "deadline"
+    assert outcome.seconds < 4.0
+    network.relay.change(delay=0.0, mtu=1500)
+    site.works(target, sources)
+
+
+@pytest.mark.xfail(
+    reason="Transport.connect takes no deadline: a link waits 5 s for the data port, whatever the "
+    "session's seconds are"
+)
+@over(TCP)
+def test_a_firewall_drops_the_data_port(place: MakeSite, way: Way, note: Note) -> None:
+    """Messages arrive and data does not: the session ends in time, and names the cause."""
+    network = RelayedNetwork(2)
+    site = place(network, way)
+    sources, target = site.source(), site.target()
+    ports = tuple(int(one.endpoint.rpartition(":")[2]) for one in sources)
+    network.relay.change(ports=ports)
+    outcome = target.ask("connect", [one.endpoint for one in sources], 3.0)
+    note(f"{outcome.code} after {outcome.seconds:.1f} s")
+    assert outcome.code in FAILURES, outcome
+    assert outcome.seconds < 4.0
+    assert site.network.address(0) in outcome.message
+    network.relay.change(ports=())
     site.works(target, sources)

@@ -7,10 +7,10 @@ from tests.hosts.faults import MIDDLE, pull_to_the_middle, slow_network
 from tests.hosts.member import READY, Compared, Member
 from tests.hosts.networks import RelayedNetwork
 from tests.hosts.sites import FAILURES, SLACK, Site, Way, until
-from tests.hosts.ways import MIXED, TCP, over
+from tests.hosts.ways import TCP, over, struck
 
 
-@MIXED
+@struck()
 def test_another_replica_takes_over(place: MakeSite, way: Way, how: str, note: Note) -> None:
     """The replica that a pull reads from vanishes; the pull arrives from the other one."""
     network = slow_network(3)

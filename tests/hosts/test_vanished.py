@@ -5,11 +5,11 @@ from __future__ import annotations
 from tests.hosts.conftest import MakeSite, Note
 from tests.hosts.faults import pull_to_the_middle, slow_network
 from tests.hosts.networks import BridgedNetwork
-from tests.hosts.sites import FREED, NOTICED, SLACK, Way, until
-from tests.hosts.ways import MIXED, TCP, over
+from tests.hosts.sites import FREED, NOTICED, SLACK, Way, left, until
+from tests.hosts.ways import TCP, over, struck
 
 
-@MIXED
+@struck()
 def test_the_source_vanishes(place: MakeSite, way: Way, how: str, note: Note) -> None:
     """Its reader notices long before the pull's deadline, and reads from its successor."""
     network = slow_network()
@@ -27,7 +27,7 @@ def test_the_source_vanishes(place: MakeSite, way: Way, how: str, note: Note) ->
     site.works(target, site.source())
 
 
-@MIXED
+@struck()
 def test_the_destination_vanishes(place: MakeSite, way: Way, how: str, note: Note) -> None:
     """The source frees the lease, and keeps the offer for another reader."""
     network = slow_network()
@@ -38,9 +38,7 @@ def test_the_destination_vanishes(place: MakeSite, way: Way, how: str, note: Not
     assert any(source.ask("left")["leases"] for source in sources)
     network.relay.isolate(1)
     target.kill()
-    freed = until(
-        lambda: not any(any(source.ask("left").values()) for source in sources), FREED + SLACK
-    )
+    freed = until(lambda: not any(left(*sources)), FREED + SLACK)
     note(f"lease freed after {freed:.1f} s")
     assert [source.ask("released_offers") for source in sources] == [[]] * len(sources)
     network.relay.heal()

@@ -23,6 +23,7 @@ from tests.hosts import namespaces
 from tests.wire.forking import forked
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_PORTS = struct.Struct(">HH")
 _LONGEST_PACKET = 1 << 16
 _READ_AT_ONCE = 64
 """Packets read from one device before others get their turn."""
@@ -44,6 +45,15 @@ class Path:
     """Whether all packets are dropped."""
     mtu: int = _LONGEST_PACKET
     """The size above which packets are dropped without an ICMP message."""
+    ports: tuple[int, ...] = ()
+    """The only TCP ports whose packets a firewall lets through; empty for all."""
+
+    def drops(self, packet: bytes) -> bool:
+        """Whether a packet is dropped, apart from random loss."""
+        if self.blocked or len(packet) > self.mtu:
+            return True
+        header = 4 * (packet[0] & 15)
+        return bool(self.ports) and not set(_PORTS.unpack_from(packet, header)) & set(self.ports)
 
 
 class TunRelay:
@@ -107,13 +117,14 @@ class _Relay:
 
     def run(self) -> None:
         """Forward packets until the tests close the control connection."""
+        control = self._control.fileno()
         self._control.send(None)
         while True:
             seconds = None
             if self._waiting:
                 seconds = max(0.0, self._waiting[0][0] - time.monotonic())
-            readable, _, _ = select.select([self._control, *self._devices], [], [], seconds)
-            if self._control in readable:
+            readable, _, _ = select.select([control, *self._devices], [], [], seconds)
+            if control in readable:
                 self._obey()
             for device in self._devices:
                 if device in readable:
@@ -138,8 +149,7 @@ class _Relay:
                 continue  # IPv6 neighbour discovery, which no host needs
             hop = self._hosts[device], packet[18]
             path = self._paths.get(hop)
-            lost = path is None or path.blocked or len(packet) > path.mtu
-            if path is not None and not lost and self._random.random() >= path.loss:
+            if path is not None and not path.drops(packet) and self._random.random() >= path.loss:
                 self._packets += 1
                 due = time.monotonic() + path.delay
                 heapq.heappush(self._waiting, (due, self._packets, hop, packet))

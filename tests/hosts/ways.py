@@ -16,12 +16,19 @@ OTHERS = [Way(name, 2) for name in _INSTALLED]
 """Transports of other libraries that can use a given device or address."""
 
 
-MIXED = pytest.mark.parametrize(
-    ("way", "how"),
-    [(TCP[0], "direct"), (TCP[1], "staged")],
-    ids=["direct-tcp-tp1", "staged-tcp-tp2"],
-)
-"""Faults that take tens of seconds: each source plan and each way to read, in two runs."""
+_STRUCK = [
+    (Way("tcp", 1), "direct"),
+    (Way("tcp", 2), "staged"),
+    (Way("nixl", 2), "direct"),
+    (Way("mooncake", 1), "staged"),
+]
+
+
+def struck() -> pytest.MarkDecorator:
+    """Run a test that takes tens of seconds with each transport, source plan and `how` once."""
+    chosen = [(way, how) for way, how in _STRUCK if way.transport in ("tcp", *_INSTALLED)]
+    ids = [f"{how}-{way.transport}-tp{way.ranks}" for way, how in chosen]
+    return pytest.mark.parametrize(("way", "how"), chosen, ids=ids)
 
 
 def over(ways: Iterable[Way]) -> pytest.MarkDecorator:
