@@ -94,6 +94,10 @@ class RelayedNetwork(Network):
             run_ip("-n", name, "link", "set", device, "name", DEVICE, "txqueuelen", "10000")
         self.relay.change()
 
+    def lift_limits(self) -> None:
+        super().lift_limits()
+        self.relay.change(delay=0.0)
+
     def probe_mtu(self, host: int) -> None:
         """Have a host's TCP search for the MTU of a path that drops packets (RFC 4821)."""
         command = "echo 1 > /proc/sys/net/ipv4/tcp_mtu_probing"

@@ -121,7 +121,7 @@ class Site:
         return outcome
 
     def works(self, target: Member, sources: list[Member]) -> None:
-        """Connect again and pull into the same blocks: what happened before has left no trace."""
+        """Connect again, without limits, and pull into the same blocks: no trace is left."""
         self.network.lift_limits()
         self.connect(target, sources)
         for how in ("direct", "staged"):

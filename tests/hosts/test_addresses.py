@@ -7,13 +7,12 @@ import pytest
 from tests.hosts.conftest import MakeSite, Note
 from tests.hosts.networks import BridgedNetwork, Network, RelayedNetwork
 from tests.hosts.sites import FAILURES, SLACK, Way
-from tests.hosts.ways import TCP, over
+from tests.hosts.ways import TCP
 
 SECONDS = 6.0
 
 
-@over(TCP)
-@pytest.mark.parametrize("made", [BridgedNetwork, RelayedNetwork])
+@pytest.mark.parametrize(("way", "made"), zip(TCP, (BridgedNetwork, RelayedNetwork), strict=True))
 def test_the_source_has_another_address(
     place: MakeSite, way: Way, made: type[Network], note: Note
 ) -> None:

@@ -13,7 +13,7 @@ SECONDS = 6.0
 
 
 @over(TCP + OTHERS)
-@pytest.mark.parametrize("mtu", ["1500 and 9000", "9000 and 1500", "1280 and 9000"])
+@pytest.mark.parametrize("mtu", ["9000 and 1500", "1280 and 9000"])
 def test_hosts_with_unlike_mtus(place: MakeSite, way: Way, mtu: str) -> None:
     """TCP agrees on the smaller one."""
     source, destination = map(int, mtu.split(" and "))

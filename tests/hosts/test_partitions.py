@@ -59,7 +59,7 @@ def test_apart_at_the_deadline(place: MakeSite, way: Way, note: Note) -> None:
     site.works(target, sources)
 
 
-@struck()
+@struck("tcp")
 @pytest.mark.parametrize("lost", ["from the source", "to the source"])
 def test_one_way(place: MakeSite, way: Way, lost: str, how: str, note: Note) -> None:
     """Packets of one direction are dropped until the pull has ended."""
