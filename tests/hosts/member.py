@@ -24,12 +24,11 @@ from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Session, Transfer
 from kvatlas.wire.client import direct
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports import offer_board
 from tests.hosts import namespaces
 from tests.hosts.networks import DEVICE
 from tests.routing import oracle
-from tests.routing.oracle import Move
+from tests.routing.oracle import Bytes, Move
 from tests.wire.child import Json, Rank
 from tests.wire.forking import forked
 
