@@ -18,7 +18,7 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import protocol
-from kvatlas.wire.connection import Connection, split_endpoint, tune
+from kvatlas.wire.connection import Connection, seconds_left, split_endpoint, tune
 from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.security import Security, not_the_secret
 from kvatlas.wire.transports.errors import closed, failed, peer_lost
@@ -213,15 +213,13 @@ class Channels:
         raise refusal
 
     def _dial(self, endpoint: str, choice: int, deadline: float) -> socket.socket:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
         if (path := unix_path(endpoint)) is not None:
-            return connect_to_path(path, left)
+            return connect_to_path(path, seconds_left(deadline))
         host, port = split_endpoint(endpoint)
-        connected = socket.create_connection((host, port), timeout=left)
+        connected = socket.create_connection((host, port), timeout=seconds_left(deadline))
         try:
             tune(connected)
+            connected.settimeout(seconds_left(deadline))
             return self._security.open(connected, host, choice)
         except BaseException:
             connected.close()

@@ -40,7 +40,7 @@ class Connection:
 
     def send(self, payload: bytes, deadline: float) -> None:
         """Send a whole frame by `deadline` (monotonic clock), or raise."""
-        self._socket.settimeout(_left(deadline))
+        self._socket.settimeout(seconds_left(deadline))
         self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
 
     def receive(self, deadline: float | None) -> bytes:
@@ -48,7 +48,7 @@ class Connection:
         arrived = self._arrived
         missing = self._missing()
         while missing > 0:
-            self._socket.settimeout(None if deadline is None else _left(deadline))
+            self._socket.settimeout(None if deadline is None else seconds_left(deadline))
             chunk = self._socket.recv(min(missing, _CHUNK))
             if not chunk:
                 raise EOFError
@@ -82,7 +82,7 @@ class Connection:
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
             until = time.monotonic() + _FINISH_SECONDS
             while True:
-                self._socket.settimeout(_left(until))
+                self._socket.settimeout(seconds_left(until))
                 if not socket.socket.recv(self._socket, _CHUNK):
                     return
 
@@ -104,8 +104,8 @@ class Connection:
         return _LENGTH.size + int(nbytes) - len(arrived)
 
 
-def _left(deadline: float) -> float:
-    """Seconds until a deadline; raises where it has passed."""
+def seconds_left(deadline: float) -> float:
+    """Return the seconds until a deadline (monotonic clock), or raise TimeoutError."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
