@@ -63,7 +63,6 @@ def last_without_need(group: Group, tokens: int) -> int:
 
     That is the start of a chunk, or 0 for layers without chunks.
 
-
     >>> last_without_need(Group(kind="chunked_local_attention", block=16, pool=0, window=24), 80)
     72
     """

@@ -132,7 +132,6 @@ def gap(layer: LayerCache, one: str, other: str) -> int | None:
 
     None if the distance differs between states.
 
-
     >>> from kvatlas.cache import allocate
     >>> from kvatlas.planning import plan
     >>> cache = allocate(plan("Qwen3-8B", memory="1GiB", max_len=512))

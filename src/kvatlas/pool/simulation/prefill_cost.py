@@ -66,7 +66,6 @@ def active_parameters(weights: Weights) -> int | None:
 
     For MoE models, it is taken from the model's name.
 
-
     >>> active_parameters(Weights.load("Qwen3-30B-A3B"))
     3000000000
     """
