@@ -10,7 +10,7 @@ from rich.table import Table
 
 _UNLIMITED = 10_000
 _NARROWEST = 8
-"""Minimum width of a column that may wrap, even if words must be broken."""
+"""Minimum width of a column that may wrap. Longer words are broken."""
 
 
 class FittedTable(Table):

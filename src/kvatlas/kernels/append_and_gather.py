@@ -99,7 +99,7 @@ def _check_rows(
     spec = layer.spec_as(Attention)
     if spec.cache != "auto":
         problem, hint = "append_step does not support quantised layers", "Use write and read"
-        raise AtlasError(Code.NO_KERNEL, problem, got=spec.cache, hint=hint)
+        raise AtlasError(Code.NO_KERNEL, problem, got=f"cache dtype {spec.cache}", hint=hint)
     heads, dtype = layer.place("k").size("H"), layer.field("k").dtype
     for name, rows, dim in (("k", k, spec.head_dim), ("v", v, spec.v_dim or spec.head_dim)):
         wanted = (sequences, heads, count, dim)

@@ -23,10 +23,12 @@ def check_tables(tables: torch.Tensor) -> None:
     """Raise an error unless `tables` is a tensor of integers with two axes."""
     whole = isinstance(tables, torch.Tensor) and tables.dtype in (torch.int32, torch.int64)
     if not whole or tables.ndim != 2:
-        got = f"{tables.dtype} of shape {tuple(tables.shape)}" if whole else repr(tables)[:80]
+        got = type(tables).__name__
+        if isinstance(tables, torch.Tensor):
+            got = f"{tables.dtype} of shape {tuple(tables.shape)}"
         raise AtlasError(
             Code.BAD_TENSOR,
-            "Tables must be a tensor of int32 or int64, [sequences, blocks]",
+            "`tables` must be a tensor [sequences, blocks] of int32 or int64",
             got=got,
             hint="Pass the scheduler's block tables as one tensor",
         )

@@ -183,7 +183,7 @@ def _for_any_step(layer: LayerCache) -> LayerAppend:
     formats.refuse_head(dims[1], "V")
     if spec.cache != "auto":
         problem, hint = "append_step does not support quantised layers", "Use write and read"
-        raise checks.no_kernel(problem, spec.cache, hint)
+        raise checks.no_kernel(problem, f"cache dtype {spec.cache}", hint)
     k, v = formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
     device = layer.buffer.device
     early = tune.dependent_launch(device)

@@ -65,7 +65,7 @@ def copy_runs(
 
     `programs` limits the number of programs; 0 means no limit. No byte may be written twice, or
     be both read and written. A caller that passes `stream` must make its device the current one.
-    Returns a kernel that can repeat the launch; None if Triton interprets on a CPU.
+    Returns a kernel that can repeat the launch; None in Triton's interpreter.
 
     >>> import torch
     >>> memory = torch.arange(48, dtype=torch.uint8)
@@ -107,7 +107,7 @@ class CastTypes(NamedTuple):
     divides: bool
     """Whether to divide by the target's scales instead of multiplying by their inverses."""
     ptx: bool
-    """Whether to use PTX; False if Triton interprets."""
+    """Whether to use PTX; False in Triton's interpreter."""
 
 
 def convert_runs(

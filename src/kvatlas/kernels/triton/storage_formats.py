@@ -59,7 +59,7 @@ class StorageFormat(NamedTuple):
     rotation: int
     """Steps of the Hadamard transform: rows are rotated in blocks of 2**rotation elements."""
     ptx: bool
-    """Whether to use PTX; False if Triton interprets."""
+    """Whether to use PTX; False in Triton's interpreter and on AMD GPUs."""
 
 
 class SideRows(NamedTuple):
@@ -147,7 +147,7 @@ def check_chip(layer: LayerCache) -> None:
     if capability < E4M3_SINCE:
         raise checks.no_kernel(
             "Caches with e4m3 elements require a GPU of compute capability 8.9 or higher",
-            ".".join(str(n) for n in capability),
+            f"compute capability {'.'.join(str(n) for n in capability)}",
             "Use the cache dtype int8_per_token_head or auto",
         )
 
@@ -177,7 +177,7 @@ def takes_ptx(layer: LayerCache) -> bool:
 
 
 def device_takes_ptx(device: torch.device) -> bool:
-    """Whether kernels on a device may use PTX; False if Triton interprets, and on AMD."""
+    """Whether kernels on a device may use PTX: not in Triton's interpreter, nor on AMD GPUs."""
     return device.type == "cuda" and torch.version.hip is None
 
 

@@ -1,4 +1,4 @@
-"""Farthest next use first (Belady's algorithm), an upper bound: it requires the whole trace."""
+"""Farthest next use first (Belady's algorithm): an upper bound that needs the whole trace."""
 
 from __future__ import annotations
 

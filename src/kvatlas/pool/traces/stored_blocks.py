@@ -21,7 +21,7 @@ REMEMBERED = 1 << 18
 
 
 class StoredBlock:
-    """A block and its predecessor. It has slots, because an engine has millions of blocks."""
+    """A block and its predecessor. It has `__slots__`, because an engine has millions of blocks."""
 
     __slots__ = ("before", "content", "name")
 
@@ -90,7 +90,7 @@ class StoredBlocks:
             block = block.before
 
     def store(self, event: BlockStored) -> Addition:
-        """Add an event's blocks and return the result."""
+        """Add an event's blocks, and return the block before them and the last of them."""
         before = self._before(event)
         size, block, new = event.block_size, before, False
         adapter = event.lora_id if event.lora_name is None else event.lora_name

@@ -130,7 +130,7 @@ def find(ends, count, wanted):
 def work_of(batch, turn, SHAPE: gl.constexpr, TILING: gl.constexpr):
     """Return a program's piece of work number `turn`; the longest walks come first.
 
-    Programs alternate between ascending and descending order, which balances their work.
+    In every second round, programs take pieces in reverse order, which balances their work.
     """
     GROUP: gl.constexpr = SHAPE.out.group
     TILE: gl.constexpr = TILING.tile

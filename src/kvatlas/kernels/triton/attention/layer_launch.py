@@ -44,7 +44,7 @@ _ANY_NUMBER = 1 << 31
 
 
 MOST_KEPT = 64
-"""Maximum launches cached per layer. Calls with other scales or `max_queries` need another."""
+"""Maximum launches cached per layer. A call with other scales or `max_queries` adds a launch."""
 
 
 class Scores(NamedTuple):
