@@ -161,7 +161,7 @@ class _Launch(NamedTuple):
 
 
 class BlockCopy:
-    """Copy blocks between layers: prepared once, then launched with ids.
+    """Copies blocks between layers: prepared once, then called with block ids.
 
     >>> import torch
     >>> page = Placement.packed([("B", 4), ("C", 64)])

@@ -202,7 +202,7 @@ class VllmReplay(ReplayBase):
         self.outcome.peak = max(self.outcome.peak, sum(self._used))
 
     def _name(self, stop: int, served: list[Served]) -> None:
-        """Publish the blocks completed up to `stop`. If one is cached already, add a further copy."""
+        """Publish the blocks completed up to `stop`. A block that is cached gets a further copy."""
         for _, table, ids in served:
             new = ids[:, table.name(stop)]
             if new.size:
