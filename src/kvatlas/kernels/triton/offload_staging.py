@@ -1,7 +1,8 @@
 """Move blocks of layers to and from contiguous rows on the host, through a staging buffer.
 
-A kernel gathers the blocks into the buffer, or scatters them from it. The GPU's copy engine then
-transfers one large range at the link's full speed, without occupying a multiprocessor.
+A kernel gathers the blocks into the buffer, or scatters them from it. Between the buffer and the
+host, the GPU's copy engine transfers one large range at the link's full speed, without occupying a
+multiprocessor.
 """
 
 from __future__ import annotations

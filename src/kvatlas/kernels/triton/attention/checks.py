@@ -120,10 +120,13 @@ def refuse_schedule(given: Schedule, split: WorkSplit, count: int) -> None:
 
     With such a schedule, the kernels would leave rows of the output unwritten.
     """
-    if given.split != split or given.sequences != count:
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            f"The schedule must be for {count} sequences and {split}",
-            got=f"{given.sequences} sequences and {given.split}",
-            hint="Call schedule(split_of(layer, ...), lengths, ...) with the same `max_queries`",
-        )
+    if given.sequences != count:
+        problem = f"The schedule must be for the {count} sequences of the batch"
+        got, hint = f"a schedule for {given.sequences}", "Call schedule with this batch's lengths"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
+    if given.split != split:
+        pairs = zip(split._fields, given.split, split, strict=True)
+        problem = "The schedule must be computed for layers of this kind, with this `max_queries`"
+        got = ", ".join(f"{name}={old} instead of {new}" for name, old, new in pairs if old != new)
+        hint = "Call schedule(split_of(layer, ...), lengths, ...) with the same `max_queries`"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
