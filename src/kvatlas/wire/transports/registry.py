@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from kvatlas.wire.transports.base import Transport
-from kvatlas.wire.transports.errors import failed
+from kvatlas.wire.transports.errors import coded_limits, failed
 
 _CLASSES = {
     "cuda": "CudaTransport",
@@ -35,5 +35,6 @@ Choose one of cuda, nixl, mooncake, tcp, shm, memory, file. [wire_failed]
         hint = f"Choose one of {', '.join(TRANSPORT_NAMES)}"
         raise failed(repr(name), hint, "There is no such transport")
     module = import_module(f"kvatlas.wire.transports.{name}")
-    transport: Transport = getattr(module, _CLASSES[name])(**options)
+    with coded_limits():
+        transport: Transport = getattr(module, _CLASSES[name])(**options)
     return transport

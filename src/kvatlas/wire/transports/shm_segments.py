@@ -15,12 +15,13 @@ import threading
 from contextlib import suppress
 from weakref import WeakSet
 
+from kvatlas.wire.fork_safety import fresh_in_children
 from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.sealed_memory import make_sealed, no_segment
 
 _mine: WeakSet[Segment] = WeakSet()
 """The segments of this process that are in use."""
-_guard = threading.Lock()
+_guard = fresh_in_children(threading.Lock())
 
 
 class Segment(mmap.mmap):
