@@ -25,6 +25,8 @@ _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _DEVICES = "UCX_NET_DEVICES"
 _LOOPBACK = "lo"
 _RDMA = Path("/sys/class/infiniband")
+_DESCRIPTORS = 64
+"""Descriptors that must be free before an agent is made: UCX aborts if it runs out of them."""
 _LONGEST_SLEEP = 5_000
 """The maximum sleep of a thread that serves peers, in microseconds. Incoming data wakes it."""
 _ON_ONE_HOST = {"all", "sm", "shm", "cma"}
@@ -54,6 +56,7 @@ class Agents:
 
     def make(self, name: str, *, serves: bool) -> Any:
         """Make an agent. An agent that serves peers does so from its own thread."""
+        errors.check_descriptors(_DESCRIPTORS)
         strict = self._library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = self._library.nixl_agent_config(
             enable_prog_thread=serves, backends=[], sync_mode=strict
