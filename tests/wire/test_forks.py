@@ -83,16 +83,18 @@ def test_a_killed_source_is_noticed_while_its_child_lives(
 def test_a_link_to_a_killed_source_ends_while_its_child_lives(
     transport: str, secret: bytes | None
 ) -> None:
-    with pair(TARGET, transport, secret) as (here, child):
-        with Session(here.node, [child.endpoint]) as session:
-            link, runs = session.link(0), [Copy(0, 0, *(np.array([n]) for n in (0, 0, 4096)))]
-            link.read(runs).wait(time.monotonic() + 5)
-            with forked_and_killed(child):
-                begun = time.monotonic()
-                with pytest.raises(AtlasError) as refused:
-                    link.read(runs).wait(begun + 10)
-                assert refused.value.code is Code.PEER_LOST
-                assert time.monotonic() - begun < SOON
+    with (
+        pair(TARGET, transport, secret) as (here, child),
+        Session(here.node, [child.endpoint]) as session,
+    ):
+        link, runs = session.link(0), [Copy(0, 0, *(np.array([n]) for n in (0, 0, 4096)))]
+        link.read(runs).wait(time.monotonic() + 5)
+        with forked_and_killed(child):
+            begun = time.monotonic()
+            with pytest.raises(AtlasError) as refused:
+                link.read(runs).wait(begun + 10)
+            assert refused.value.code is Code.PEER_LOST
+            assert time.monotonic() - begun < SOON
 
 
 @wires

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -139,10 +140,11 @@ disk.close()
 def test_a_full_dev_shm_is_a_coded_error() -> None:
     """In a mount namespace of its own, with a /dev/shm of 64 KiB."""
     mounted = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
-    if subprocess.run(["unshare", "-m", "sh", "-c", mounted], capture_output=True).returncode:
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-m", "sh", "-c", mounted]).returncode:
         pytest.skip("this process may not mount")
     script = f'{mounted} && exec "$0" -c "$1"'
-    command = ["unshare", "-m", "sh", "-c", script, sys.executable, FULL]
+    command = [unshare, "-m", "sh", "-c", script, sys.executable, FULL]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert said.returncode == 0, said.stderr
     assert said.stdout.startswith("not_enough_memory Free disk space")
