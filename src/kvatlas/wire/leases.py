@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvatlas.copying.stream_copy import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.models import CacheIdentity
@@ -17,7 +18,6 @@ from kvatlas.planning import Plan
 from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Direction, new_key
-from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import Handle
 
 Released = Callable[[str, str], None]

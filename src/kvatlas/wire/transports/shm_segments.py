@@ -15,8 +15,8 @@ import threading
 from contextlib import suppress
 from weakref import WeakSet
 
+from kvatlas.copying.memory import Memory
 from kvatlas.wire.fork_safety import fresh_in_children
-from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.sealed_memory import make_sealed, no_segment
 
 _mine: WeakSet[Segment] = WeakSet()
