@@ -358,8 +358,9 @@ def _newer(payload: bytes, kind: Any) -> NewerHello | NewerWelcome | None:
     if versions.version <= VERSION:
         return None
     try:
-        newer = NewerHello if kind == Question else NewerWelcome
-        return msgspec.msgpack.decode(payload, type=newer)
+        if kind == Question:
+            return msgspec.msgpack.decode(payload, type=NewerHello)
+        return msgspec.msgpack.decode(payload, type=NewerWelcome)
     except _UNREADABLE:
         return None
 
