@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -203,3 +205,27 @@ def test_forks_while_connections_come_and_go() -> None:
     assert failures == []
     here.close()
     source.close()
+
+
+EXITS = """
+import os, sys
+from kvatlas.wire import make_transport
+
+transport = make_transport(sys.argv[1])
+child = os.fork()
+if not child:
+    del transport
+    sys.exit(0)  # as Python does, with all its clean-up
+assert os.waitpid(child, 0)[1] == 0
+transport.close()
+"""
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "mooncake"])
+def test_a_child_that_exits_leaves_libraries_of_its_parent_alone(transport: str) -> None:
+    """UCX aborted the parent: the child had removed sockets from an epoll instance of both."""
+    if transport in ("nixl", "mooncake"):
+        pytest.importorskip("nixl" if transport == "nixl" else "mooncake.engine")
+    command = [sys.executable, "-c", EXITS, transport]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0, said.stderr

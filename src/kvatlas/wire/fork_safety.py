@@ -11,6 +11,7 @@ that use sockets or threads record the process that made them, and raise an erro
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
@@ -21,9 +22,12 @@ from weakref import WeakSet
 from kvatlas.errors import AtlasError, Code
 
 S = TypeVar("S", bound=socket.socket)
+T = TypeVar("T")
 
 _sockets: WeakSet[socket.socket] = WeakSet()
 """Every socket of this process. Changed without a lock, which a forking process might hold."""
+_kept: WeakSet[object] = WeakSet()
+"""Objects of libraries that must not be destroyed in a forked child."""
 _forks = 0
 """The number of forks between the first process and this one."""
 
@@ -42,6 +46,16 @@ def fresh_in_children(lock: threading.Lock) -> threading.Lock:
     # The method that the standard library uses for the locks of its own modules.
     os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
     return lock
+
+
+def keep_in_children(made: T) -> T:
+    """Never destroy an object of a library in forked children. Return the object.
+
+    For libraries whose clean-up in a child would change what the parent still uses. UCX, for one,
+    removes the parent's sockets from an epoll instance that both processes share.
+    """
+    _kept.add(made)
+    return made
 
 
 class OwningProcess:
@@ -75,6 +89,8 @@ class OwningProcess:
 
 def _after_fork_in_child() -> None:
     """Close the sockets of the parent. Takes no lock: a thread of the parent may hold it."""
+    for kept in list(_kept):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # a reference that nothing drops
     global _forks
     _forks += 1
     for one in list(_sockets):

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvatlas.copying.memory import Memory
 from kvatlas.errors import AtlasError
+from kvatlas.wire.fork_safety import keep_in_children
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.nixl_metadata import Kind
 from kvatlas.wire.transports.nixl_strided import Rows
@@ -63,7 +64,7 @@ class Agents:
         )
         options = {"engine_config": f"NET_DEVICES={self._device}"} if self.backend == "UCX" else {}
         try:
-            agent = self._library.nixl_agent(name, config)
+            agent = keep_in_children(self._library.nixl_agent(name, config))
             if serves:
                 agent.agent = self._serving(name)
             agent.create_backend(self.backend, options)
