@@ -15,8 +15,9 @@ from contextlib import suppress
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import protocol
+from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.security import not_the_secret
-from kvatlas.wire.transports.errors import failed
+from kvatlas.wire.transports.errors import failed, own_limit
 from kvatlas.wire.transports.listening import is_loopback
 
 FRAME_SECONDS = 10.0
@@ -161,7 +162,7 @@ def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.so
         )[0]
         if not is_loopback(str(address[0])) and not protected and not unprotected:
             raise open_to_strangers(f"listen={endpoint!r}")
-        listening = socket.socket(family, kind, number)
+        listening = close_in_children(socket.socket(family, kind, number))
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
@@ -172,5 +173,6 @@ def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.so
     except OSError as problem:
         got = f"{problem} for {endpoint}"
         hint = "Use tcp://127.0.0.1:0 for any free port"
-        raise failed(got, hint, "The node cannot listen at this endpoint") from problem
+        unheard = "The node cannot listen at this endpoint"
+        raise own_limit(problem) or failed(got, hint, unheard) from problem
     return listening
