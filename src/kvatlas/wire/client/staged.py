@@ -40,7 +40,7 @@ def pull_staged(lease: RankLease, stream: AnyStream) -> None:
             if number + 1 < len(spans) and many > 1:
                 gathering = _gather_beside(lease, spans[number + 1], (number + 1) % many)
             with lease.node.metrics.phase("staged"):
-                lease.read([lease.staging_copy(number % many, stop - start)])
+                lease.read_lent([lease.staging_copy(number % many, stop - start)])
             if number + 1 < len(spans) and many == 1:
                 gathering = _gather_beside(lease, spans[number + 1], 0)
             here = staging.view(lease.buffers[number % many], stop - start)

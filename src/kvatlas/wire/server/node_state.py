@@ -25,6 +25,7 @@ from kvatlas.wire.channels import Channels
 from kvatlas.wire.leases import Expected, Lease, Leases, Offer
 from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.metrics import Metrics
+from kvatlas.wire.peer_buffers import PeerSegments, SharedBuffers
 from kvatlas.wire.peers import (
     Peer,
     PeerPlans,
@@ -40,6 +41,7 @@ from kvatlas.wire.protocol import (
     MIN_PIECE_BYTES,
     OLDEST_VERSION,
     VERSION,
+    Direction,
     Hello,
     RegisteredMemory,
     Welcome,
@@ -50,6 +52,7 @@ from kvatlas.wire.protocol import (
 from kvatlas.wire.quarantine import Quarantine
 from kvatlas.wire.rpc import log
 from kvatlas.wire.security import Secret, Security, TlsContexts
+from kvatlas.wire.server.lending import Lending
 from kvatlas.wire.staging import StagingBuffers
 from kvatlas.wire.stream_copy import AnyStream, StreamPiece
 from kvatlas.wire.transports.base import HOST, STAGING, Transport
@@ -104,6 +107,14 @@ class NodeState:
             staging = staging_memory(self.transport, self.staging_device, nbytes)
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
         self.staging = StagingBuffers(staging, self.piece)
+        own = self.transport.shared == "staging"
+        shared = Lending(SharedBuffers(self.staging, wiped=own))
+        self.lending: dict[Direction, Lending] = {"pull": shared, "push": shared}
+        """The staging buffers that peers borrow, by the direction of their transfers."""
+        if self.transport.lends_segments:
+            most = self.staging.most(for_peer=True)
+            segments = PeerSegments(self.transport.lend_to_one, self.piece, most)
+            self.lending["pull"] = Lending(segments)
         self.landing_threads = 2
         """Threads that scatter a request, one while another reads. May change at any time.
 
@@ -331,8 +342,20 @@ class NodeState:
 
     def _lease_ended(self, lease: Lease) -> None:
         """Return the lease's buffers once nothing can be written to them."""
-        then = partial(self.staging.give_back, lease.buffers)
-        self.quarantine.hold(lease.reads, then, sever=lease.sever)
+        if lease.loan is not None:
+            then = partial(self.lending[lease.direction].take_back, lease, lease.loan)
+            self.quarantine.hold(lease.reads, then, sever=lease.sever)
+
+    def reclaim_buffers(self, lease: Lease) -> None:
+        """Take the staging buffers of a lease for another peer. `lending` has the reasons."""
+        with lease.guard:
+            if lease.over or lease.loan is None:
+                return
+            loan, lease.loan, lease.reclaimed = lease.loan, None, True
+            reads = list(lease.reads)
+        log.warning("buffers reclaimed request=%r name=%r", lease.request, lease.peer[1])
+        then = partial(self.lending[lease.direction].take_back, lease, loan, keep=False)
+        self.quarantine.hold(reads, then, sever=lease.sever)
 
     def sweep(self) -> None:
         """End expired offers and leases, and connections that peers have ended."""

@@ -38,7 +38,7 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.memory_copy import split_runs
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
+from kvatlas.wire.transports.base import Handle, Link, Memory, Separation, Shared, Transport
 from kvatlas.wire.transports.listening import (
     connected,
     is_loopback,
@@ -88,6 +88,7 @@ class MooncakeTransport(Transport):
     """
 
     name: ClassVar[str] = "mooncake"
+    separation: ClassVar[Separation] = "none"
 
     def __init__(self, *, host: str = "127.0.0.1", shared: Shared = "all") -> None:
         super().__init__(shared=shared)
