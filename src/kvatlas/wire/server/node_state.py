@@ -55,7 +55,7 @@ from kvatlas.wire.security import Secret, Security, TlsContexts
 from kvatlas.wire.server.lending import Lending
 from kvatlas.wire.staging import StagingBuffers
 from kvatlas.wire.stream_copy import AnyStream, StreamPiece
-from kvatlas.wire.transports.base import HOST, STAGING, Transport
+from kvatlas.wire.transports.base import HOST, STAGING, Memory, Transport
 from kvatlas.wire.transports.offer_board import PostedOffer, Posting
 
 _MAX_ROUTES = 128
@@ -182,6 +182,9 @@ class NodeState:
 
     def hello(self, *, with_plan: bool, version: int = VERSION) -> Hello:
         """Describe this node to a peer of a protocol version."""
+        memory = self.transport.reachable
+        if self.transport.lends_segments:
+            memory = {STAGING: Memory(0, 0)}
         return Hello(
             version=VERSION,
             oldest=OLDEST_VERSION,
@@ -191,7 +194,7 @@ class NodeState:
             plan_hash=self.plan_hash,
             plan=self.plan.without_notes().to_json() if with_plan else None,
             rank=self.rank,
-            memory=tuple(RegisteredMemory.of(*one) for one in self.transport.reachable.items()),
+            memory=tuple(RegisteredMemory.of(*one) for one in memory.items()),
             transport=self.transport.name,
             metadata=self.transport.publish(),
             conversion=self.conversion,
