@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from kvatlas import AtlasError
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Handle, Node, Session, make_transport, memory_of
 from kvatlas.wire.client import direct
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.sample_server import random_bytes
 from tests.identities import OURS
 from tests.wire.forking import forked, until_stopped
@@ -146,7 +146,8 @@ def _wrong_after(rank: Rank, source: str, seed: int) -> int:
     """Bytes that are not as they should be after a pull from a source of one rank."""
     from tests.attack.plans import after
 
-    return rank.wrong(after(Plan.from_json(source.encode()), seed, rank.plan, rank.seed, rank.tokens))
+    plan = Plan.from_json(source.encode())
+    return rank.wrong(after(plan, seed, rank.plan, rank.seed, rank.tokens))
 
 
 def _with_identity(about: Json) -> Json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,12 +57,26 @@ class Starts:
         return bool(((np.diff(self.dst) == near) & (np.diff(self.src) == far)).any())
 
 
+_NO_OFFSET = np.zeros(1, dtype=np.int64)
+_NO_OFFSET.flags.writeable = False
+
+ORIGIN = Starts.of(_NO_OFFSET, _NO_OFFSET)
+"""The single start at offset 0: the runs of a copy with it are its spans."""
+
+
 @dataclass(frozen=True, eq=False)
 class Copy:
     """Byte ranges of one source pool and their positions in one destination pool.
 
-    Row i copies `length[i]` bytes from offset `src[i]` to offset `dst[i]`. Rows are sorted by
-    destination; no row is adjacent to the next one at both ends.
+    There is one run for every pair of a start and a span. Span i is `length[i]` bytes from offset
+    `src[i]` to offset `dst[i]`, and a start is added to both offsets. With the single start
+    `ORIGIN`, the spans are the runs. A thousand starts and a thousand spans describe a million
+    runs; a kernel that adds them itself needs only the two thousand numbers.
+
+    >>> starts = Starts.of(np.array([0, 40]), np.array([0, 8]))
+    >>> copy = Copy(0, 0, np.array([100, 200]), np.array([0, 4]), np.array([4, 4]), starts=starts)
+    >>> [column.tolist() for column in copy.runs()]
+    [[100, 140, 200, 240], [0, 8, 4, 12], [4, 4, 4, 4]]
     """
 
     src_pool: int
@@ -70,41 +84,10 @@ class Copy:
     src: Int64s
     dst: Int64s
     length: Int64s
-
-    def __len__(self) -> int:
-        return len(self.length)
-
-    @property
-    def nbytes(self) -> int:
-        """Total bytes to copy."""
-        return int(self.length.sum())
-
-    def descriptors(
-        self, *, src_base: int = 0, dst_base: int = 0, src_device: int = 0, dst_device: int = 0
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return descriptors for a transport: rows (address, length, device) for each end."""
-        return (
-            _rows(self.src, self.length, src_base, src_device),
-            _rows(self.dst, self.length, dst_base, dst_device),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class RunGrid:
-    """Runs between two pools: one run for every pair of a start and a span, kept as factors.
-
-    A thousand starts and a thousand spans describe a million runs. A kernel that adds them
-    itself needs only the two thousand numbers.
-    """
-
-    src_pool: int
-    dst_pool: int
-    starts: Starts
+    """Offsets and lengths of the spans. No span is empty."""
+    _: KW_ONLY
+    starts: Starts = ORIGIN
     """Offsets that depend on the route only; the same object for every request."""
-    src: Int64s
-    dst: Int64s
-    length: Int64s
-    """Offsets and lengths of one request's spans. No span is empty."""
     cast: ElementCast | None = None
     """Element conversion during the copy. If set, offsets and lengths count elements."""
 
@@ -120,21 +103,38 @@ class RunGrid:
     def runs(self) -> tuple[Int64s, Int64s, Int64s]:
         """Return source offsets, destination offsets and lengths of all runs, span by span.
 
-        A grid with a cast has no runs of bytes, because an element has different sizes at the
-        two ends; it raises an error.
-
-        >>> starts = Starts.of(np.array([0, 40]), np.array([0, 8]))
-        >>> grid = RunGrid(0, 0, starts, np.array([100, 200]), np.array([0, 4]), np.array([4, 4]))
-        >>> [column.tolist() for column in grid.runs()]
-        [[100, 140, 200, 240], [0, 8, 4, 12], [4, 4, 4, 4]]
+        Raises an error if the copy casts elements: an element has different sizes at the two ends.
         """
         if self.cast is not None:
-            problem = "A grid that casts elements has no runs of bytes"
-            hint = "Copy it with a mover that casts"
-            raise AtlasError(Code.CONTRADICTORY, problem, got="a grid with a cast", hint=hint)
+            problem = "A copy that casts elements has no runs of bytes"
+            hint = "Use a mover that casts"
+            raise AtlasError(Code.CONTRADICTORY, problem, got="a copy with a cast", hint=hint)
+        if self.starts is ORIGIN:
+            return self.src, self.dst, self.length
         ends = zip((self.src, self.dst), self.starts.ends, strict=True)
         src, dst = ((spans[:, None] + starts).reshape(-1) for spans, starts in ends)
         return src, dst, np.repeat(self.length, len(self.starts.src))
+
+    def expanded(self) -> Copy:
+        """Return the same runs with `ORIGIN` as the only start."""
+        if self.starts is ORIGIN and self.cast is None:
+            return self
+        return Copy(self.src_pool, self.dst_pool, *self.runs())
+
+    def reversed(self) -> Copy:
+        """Return the runs with source and destination exchanged, one start for each run."""
+        src, dst, length = self.runs()
+        return Copy(self.dst_pool, self.src_pool, dst, src, length)
+
+    def descriptors(
+        self, *, src_base: int = 0, dst_base: int = 0, src_device: int = 0, dst_device: int = 0
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return descriptors for a transport: rows (address, length, device) for each end."""
+        src, dst, length = self.runs()
+        return (
+            _rows(src, length, src_base, src_device),
+            _rows(dst, length, dst_base, dst_device),
+        )
 
 
 class RepeatedRuns(NamedTuple):

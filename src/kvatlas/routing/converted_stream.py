@@ -34,7 +34,6 @@ from kvatlas.routing.binding import (
     CompiledPair,
     Copy,
     RepeatedRuns,
-    RunGrid,
     joined,
     ranges,
     repeated,
@@ -52,7 +51,7 @@ CELLS = -1
 _CHUNK = 4 << 20
 """Target size of a chunk, in bytes: runs are computed chunk by chunk. At least one state."""
 
-MakeGrids = Callable[[], list[RunGrid] | None]
+MakeGrids = Callable[[], list[Copy] | None]
 
 _OPEN = ("B", "k", "N")
 _IN_ORDER = StateBlocks(1 << 40)
@@ -272,7 +271,7 @@ class ConvertedStream:
         self._ends = list(accumulate(section.nbytes for section in self.sections))
         # Each value is replaced as a whole, so threads need no lock: at worst, two compute it.
         self._last: dict[int, StreamChunk] = {}
-        self._grids: tuple[list[RunGrid] | None] | None = None
+        self._grids: tuple[list[Copy] | None] | None = None
 
     def __repr__(self) -> str:
         return f"<ConvertedStream of {self.nbytes:,} bytes that arrive as {self.arriving:,}>"
@@ -302,7 +301,7 @@ class ConvertedStream:
         """Whether the conversion, if any, works element by element."""
         return all(one.box.by_element for one in self.sections)
 
-    def grids(self) -> list[RunGrid] | None:
+    def grids(self) -> list[Copy] | None:
         """Return the grids between the pages of both ends, for movers that cast while copying.
 
         None if the conversion is not element-wise. Computed once and cached.

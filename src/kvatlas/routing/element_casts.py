@@ -16,7 +16,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import StridedRuns, merge_runs
 from kvatlas.geometry.combine import tile_alike
 from kvatlas.geometry.strided_runs import fold_states
-from kvatlas.routing.binding import CompiledPair, RunGrid, compile_pair, repeated
+from kvatlas.routing.binding import CompiledPair, Copy, compile_pair, repeated
 from kvatlas.routing.compiler import GroupPair, NeededShard
 from kvatlas.routing.conversion import way_between
 from kvatlas.routing.converted_stream import ConvertingCompiler
@@ -68,7 +68,7 @@ def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) ->
     return CompiledPair(pair, *runs)
 
 
-def cast_grids(pairs: CastPairs, request: RequestEnds) -> list[RunGrid]:
+def cast_grids(pairs: CastPairs, request: RequestEnds) -> list[Copy]:
     """Return the runs of a request as grids of starts and spans."""
     return [
         replace(grid, cast=cast)

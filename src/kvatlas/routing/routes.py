@@ -19,7 +19,6 @@ from kvatlas.planning.plans import checked_plan
 from kvatlas.routing.binding import (
     CompiledPair,
     Copy,
-    RunGrid,
     Runs,
     compile_pair,
     joined,
@@ -361,7 +360,7 @@ class Route:
 
     def _cast_grids(
         self, converter: ConvertingCompiler, request: RequestEnds, names: frozenset[str] | None
-    ) -> list[RunGrid] | None:
+    ) -> list[Copy] | None:
         key = (request.src.rank, request.dst.rank, names)
         try:
             pairs = self._casts[key]

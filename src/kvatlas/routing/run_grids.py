@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvatlas.geometry import StateSpans
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.state_spans import CommonStates, SpanStarts
-from kvatlas.routing.binding import CompiledPair, RepeatedRuns, RunGrid, Starts
+from kvatlas.routing.binding import CompiledPair, Copy, RepeatedRuns, Starts
 
 _Chosen = Literal["all", "whole", "rest"]
 """Selection of spans: all of them, those of whole cells, or the remaining ones."""
@@ -68,13 +68,13 @@ class SpanPattern(NamedTuple):
         if made.inside[end]:
             out += made.offsets[end]
 
-    def grid(self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds]) -> RunGrid:
+    def grid(self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds]) -> Copy:
         """Return the runs of one request."""
         made = self.template
         at = np.empty((2, len(made.length)), dtype=np.int64)
         self.fill(0, src, at[0])
         self.fill(1, dst, at[1])
-        return RunGrid(*self.pools, made.starts, at[0], at[1], made.length)
+        return Copy(*self.pools, at[0], at[1], made.length, starts=made.starts)
 
     def reach(self, end: int, blocks: int) -> tuple[int, int]:
         """Return the first byte and one past the last that any of `blocks` blocks can use."""

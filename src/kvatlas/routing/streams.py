@@ -31,7 +31,6 @@ from kvatlas.routing.binding import (
     CompiledPair,
     Copy,
     RepeatedRuns,
-    RunGrid,
     count_ranges,
     joined,
     ranges,
@@ -126,7 +125,7 @@ class Stream:
         self._ends = list(accumulate(section.nbytes for section in self._sections))
         # Each value is replaced as a whole, so threads need no lock: at worst, two compute it.
         self._last: StreamChunk | None = None
-        self._grids: list[RunGrid] | None = None
+        self._grids: list[Copy] | None = None
 
     def __repr__(self) -> str:
         return f"<Stream of {self.nbytes:,} bytes in at most {self.runs:,} runs>"
@@ -167,7 +166,7 @@ class Stream:
             start = upto
             index += start == self._ends[index]
 
-    def grids(self) -> list[RunGrid]:
+    def grids(self) -> list[Copy]:
         """Return the whole stream as grids of starts and spans, in unspecified order.
 
         Computed once and cached.

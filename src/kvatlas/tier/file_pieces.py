@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.copying.memory_copy import copy_runs_unchecked, one_length
+from kvatlas.copying.nested_copy import copy_nested_unchecked
+from kvatlas.copying.run_bounds import Bytes, Places
 from kvatlas.geometry import NestedSteps
 from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.routing import RunGrid
-from kvatlas.wire.memory_copy import copy_runs_unchecked, one_length
-from kvatlas.wire.nested_copy import copy_nested_unchecked
-from kvatlas.wire.run_bounds import Bytes, Places
+from kvatlas.routing import Copy
 
 _PIECE = 8 << 20
 """Maximum number of bytes per piece. Threads compete for the GIL after each piece, so pieces are
@@ -125,7 +125,7 @@ class GridPiece(NamedTuple):
         return Piece(near, far, np.broadcast_to(np.int64(self.run_bytes), near.shape), first)
 
 
-def grid_pieces(grid: RunGrid) -> list[GridPiece]:
+def grid_pieces(grid: Copy) -> list[GridPiece]:
     """Cut a grid into pieces; none if its stretches of the file are short or differ.
 
     Each span is in one block.
@@ -133,7 +133,7 @@ def grid_pieces(grid: RunGrid) -> list[GridPiece]:
     >>> from kvatlas.routing.binding import Starts
     >>> starts = Starts.of(np.array([0, 1 << 20]), np.array([0, 1 << 14]))
     >>> spans = np.array([7, 9]), np.array([0, 1 << 21]), np.array([1 << 14, 1 << 14])
-    >>> (piece,) = grid_pieces(RunGrid(0, 0, starts, *spans))
+    >>> (piece,) = grid_pieces(Copy(0, 0, *spans, starts=starts))
     >>> piece.made().near.tolist(), piece.made().stretch_bytes.tolist()
     ([7, 1048583, 9, 1048585], [32768, 32768])
     """

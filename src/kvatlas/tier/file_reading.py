@@ -12,12 +12,12 @@ import os
 
 import numpy as np
 
+from kvatlas.copying.file_runs import copy_file_runs
+from kvatlas.copying.memory_copy import copy_runs_unchecked
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_pieces import Piece, Rooms, pieces
-from kvatlas.wire.memory_copy import copy_runs_unchecked
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.transports.file import copy_file_runs
 
 _LONGEST_RUN = 256 << 10
 """Mean size from which runs are read one by one, without planning."""

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import round_up
 from kvatlas.tier.format import PAGE
 from kvatlas.wire import Memory
-from kvatlas.wire.run_bounds import Bytes
 
 _MAP_NORESERVE = 0x4000
 """Reserve addresses without memory. Python 3.11's `mmap` lacks this constant."""

@@ -16,13 +16,13 @@ import time
 
 import numpy as np
 
+from kvatlas.copying.checksum import crc32, has_fast_crc32
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_opening import write_all
 from kvatlas.tier.file_pieces import GridPiece, Piece, Rooms
 from kvatlas.tier.part_sums import START, SummedStretches
-from kvatlas.wire.checksum import crc32, has_fast_crc32
-from kvatlas.wire.run_bounds import Bytes
 
 _AT_ONCE = 256 << 10
 """Bytes per write and checksum update, small enough for the processor's cache."""

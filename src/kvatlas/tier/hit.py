@@ -7,15 +7,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvatlas.copying.memory_copy import is_on_gpu
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import Copy
 from kvatlas.routing.block_tables import checked_rank
 from kvatlas.tier.converting import Converting, TierRoutes
 from kvatlas.tier.index import TierBlock
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.storage import Carry, TierStorage
-from kvatlas.wire.memory_copy import is_on_gpu
 
 
 @dataclass(eq=False, repr=False)
@@ -66,7 +66,7 @@ class Hit:
             offload = None if carry else storage.offload_of_sums(plan, rank, pools)
             if offload is not None:
                 grids = self._sums(plan, rank, blocks, start)
-                storage.carry("fetch", grids, offload.fetch_sums)
+                storage.carry("fetch", grids, offload.fetch)
                 return
             if carry is None and storage.takes_sums(pools):
                 grids = self._sums(plan, rank, blocks, start)
@@ -96,7 +96,7 @@ class Hit:
         with self._storage.metrics.phase("bind"):
             return way.bind(**self._ends(rank, blocks, start)).copies
 
-    def _sums(self, plan: Plan, rank: int, blocks: Any, start: int | None) -> list[RunGrid]:
+    def _sums(self, plan: Plan, rank: int, blocks: Any, start: int | None) -> list[Copy]:
         """Return the same runs in compact form, as sums of starts and spans."""
         way = self._routes.to(plan)
         if not self.tokens or 0 not in way.sources(rank):

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,13 +24,12 @@ from kvatlas.geometry.address_arrays import Int64s, join_ranges
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning import Plan
 from kvatlas.planning.plans import checked_plan
-from kvatlas.routing import Copy, RunGrid, route
+from kvatlas.routing import Copy, route
 from kvatlas.tier.request_blocks import NeededBlock, TierSpans
 
 Shape = tuple[Any, ...]
 Ranges = tuple[Int64s, Int64s]
 
-Move = TypeVar("Move", Copy, RunGrid)
 
 _numbers = itertools.count()
 _REMEMBERED = 1024
@@ -80,7 +79,7 @@ class Ingest:
 
     def grids(
         self, rank: int, blocks: Any, tokens: tuple[int, int], ids: Mapping[NeededBlock, int]
-    ) -> tuple[list[RunGrid], dict[Shape, Delivery]]:
+    ) -> tuple[list[Copy], dict[Shape, Delivery]]:
         """Like `copies`, as grids of runs, which are expanded only for blocks of a new shape."""
         with self._lock:
             tables, numbers = self._number(*tokens)
@@ -130,7 +129,7 @@ class Ingest:
             tables[index] = table[-1:] if recurrent else table
         return tables, numbers
 
-    def _aimed(self, copy: Move, target: Int64s) -> Iterable[Move]:
+    def _aimed(self, copy: Copy, target: Int64s) -> Iterable[Copy]:
         """Translate the ranges of a copy from numbers to block ids; drop those without an id."""
         block_bytes = self.block_bytes[copy.dst_pool]
         number, within = np.divmod(copy.dst, APART * block_bytes)

@@ -20,13 +20,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import fingerprint
 from kvatlas.tier.object_header import ObjectPlace, checksum, header
 from kvatlas.tier.request_blocks import Cover
 from kvatlas.tier.row_objects import RowObjects
-from kvatlas.wire.run_bounds import Bytes
 
 ROOT = "kv1"
 _DIGEST = 16

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvatlas.copying.checksum import crc32
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.tier.stores import Parts
-from kvatlas.wire.checksum import crc32
-from kvatlas.wire.run_bounds import Bytes
 
 MAGIC, VERSION, CRC32 = b"kvobject", 1, 1
 _FIELDS = struct.Struct("<8sHHIQ16s16sI")

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any, NamedTuple
 
+from kvatlas.copying.memory_copy import is_on_gpu
 from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.ingest import Ingest
 from kvatlas.tier.namespaces import RowName
@@ -18,7 +19,6 @@ from kvatlas.tier.row_traffic import RowTraffic, StagedObject
 from kvatlas.tier.storage import TierStorage, Write
 from kvatlas.tier.store_calls import Deadline
 from kvatlas.tier.store_hit import batches
-from kvatlas.wire.memory_copy import is_on_gpu
 
 Puts = dict[Future[list[str]], list[RowName]]
 """Writes in flight, and the rows of each."""

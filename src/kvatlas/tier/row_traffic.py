@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.namespaces import LEVELS, Namespace, RowName
 from kvatlas.tier.object_header import HEADER, ObjectPlace, checksum, header, is_sound
@@ -20,7 +21,6 @@ from kvatlas.tier.row_objects import RowShare
 from kvatlas.tier.staging_rows import RowLease, StagingRows
 from kvatlas.tier.store_calls import Deadline, StoreCalls
 from kvatlas.tier.stores import ABSENT, ObjectStore
-from kvatlas.wire.run_bounds import Bytes
 
 _REMEMBERED = 4096
 """Number of cached (row shape, rank) pairs with their objects."""

@@ -9,9 +9,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kvatlas.copying.block_staging import BlockStaging
+from kvatlas.copying.cuda_driver import load_driver
+from kvatlas.copying.gpu_offload import GpuOffload, HostPins
+from kvatlas.copying.memory_copy import gpu_pools, is_on_gpu, rank_pools
+from kvatlas.copying.nested_copy import copy_pools
+from kvatlas.copying.run_bounds import Bytes
+from kvatlas.copying.stream_copy import convert_parts
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import Copy
 from kvatlas.routing.converted_stream import CELLS, ConvertedPart
 from kvatlas.tier.file import TierFile
 from kvatlas.tier.file_pieces import grid_pieces
@@ -19,13 +26,6 @@ from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.tier.ingest import Delivery, Ingest, Shape
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.wire import Memory, Metrics
-from kvatlas.wire.block_staging import BlockStaging
-from kvatlas.wire.gpu_offload import GpuOffload, HostPins
-from kvatlas.wire.memory_copy import copy_pools, gpu_pools, is_on_gpu, rank_pools
-from kvatlas.wire.nested_copy import move_pools
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.stream_copy import convert_parts
-from kvatlas.wire.transports.cuda_driver import load_driver
 
 Carry = Callable[[Sequence[Copy]], None]
 """Executes copies with any transport and returns when all bytes have arrived."""
@@ -74,7 +74,7 @@ class TierStorage:
         if is_on_gpu(pools):
             return self.carried(self.offload(plan, rank, pools).store)
         if self._file is None:
-            return lambda moves: move_pools(moves, rank_pools(plan, rank, pools), self._pools)
+            return lambda moves: copy_pools(moves, rank_pools(plan, rank, pools), self._pools)
         write = self._file.write
         return lambda copies: write(copies, rank_pools(plan, rank, pools))
 
@@ -92,8 +92,7 @@ class TierStorage:
             if file is None:
                 return self.carry("store", grids, self.writing(plan, rank, pools)), brought
             if all(map(grid_pieces, grids)):
-                held = rank_pools(plan, rank, pools)
-                write = partial(file.write_grids, pools=held)
+                write = partial(file.write, pools=rank_pools(plan, rank, pools))
                 return self.carry("store", grids, write), brought
         with self.metrics.phase("bind"):
             copies, brought = ingest.copies(*about)
@@ -108,9 +107,9 @@ class TierStorage:
         if is_on_gpu(pools):
             return self.offload(plan, rank, pools).fetch
         if self._file is None:
-            return lambda moves: move_pools(moves, self._pools, rank_pools(plan, rank, pools))
-        read = self._file.read_grids
-        return lambda grids: read(grids, rank_pools(plan, rank, pools))
+            return lambda moves: copy_pools(moves, self._pools, rank_pools(plan, rank, pools))
+        read = self._file.read
+        return lambda copies: read(copies, rank_pools(plan, rank, pools))
 
     def offload_of_sums(
         self, plan: Plan, rank: int, pools: Mapping[int, Any] | None
@@ -162,7 +161,7 @@ class TierStorage:
             within = [replace(c, dst_pool=c.src_pool, dst=c.src) for c in copies]
             file.read(within, file.window.pools)
 
-    def carry(self, phase: str, moves: Sequence[Copy | RunGrid], carry: Write) -> PartSums:
+    def carry(self, phase: str, moves: Sequence[Copy], carry: Write) -> PartSums:
         """Execute and count copies, and return the known contributions to block checksums."""
         with self.metrics.phase(phase):
             known = carry(moves)

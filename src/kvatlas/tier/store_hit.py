@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kvatlas.copying.memory_copy import is_on_gpu
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.routing.block_tables import checked_rank
@@ -20,7 +21,6 @@ from kvatlas.tier.row_moves import ConvertedRows, CopiedRows, RowMoves
 from kvatlas.tier.row_traffic import RowTraffic, StagedRows
 from kvatlas.tier.storage import TierStorage
 from kvatlas.tier.store_calls import Deadline
-from kvatlas.wire.memory_copy import is_on_gpu
 
 _AHEAD = 3
 """Number of batches that are prefetched while one is copied."""

@@ -17,13 +17,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.tier.namespaces import LEVELS, ROOT, parse_name, row_digest
 from kvatlas.tier.object_header import HEADER, ObjectPlace, is_sound
 from kvatlas.tier.row_objects import RowObjects
 from kvatlas.tier.stores import ABSENT, ObjectStore
-from kvatlas.wire.run_bounds import Bytes
 
 LARGEST = 1 << 32
 """Size limit of objects that are read, in bytes."""

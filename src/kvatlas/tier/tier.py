@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvatlas.copying.memory_copy import rank_pools
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.planning import Plan
 from kvatlas.routing.token_ranges import token_range
 from kvatlas.tier.converting import Converting, TierRoutes
@@ -26,8 +28,6 @@ from kvatlas.tier.request_blocks import Keys, TierSpans, keys_by_group
 from kvatlas.tier.storage import Carry, TierStorage
 from kvatlas.tier.storing import StoreDesk
 from kvatlas.wire import Memory
-from kvatlas.wire.memory_copy import rank_pools
-from kvatlas.wire.run_bounds import Bytes
 
 _NAMES = 1 << 14
 """Maximum number of names in one listing, so that it fits in one message."""
@@ -144,7 +144,7 @@ class Tier:
                     if offload is not None:
                         with self.metrics.phase("bind"):
                             grids, deliveries = store.ingest.grids(*about)
-                        sums = storage.carry("store", grids, offload.store_sums)
+                        sums = storage.carry("store", grids, offload.store)
                     elif carry is not None:
                         with self.metrics.phase("bind"):
                             copies, deliveries = store.ingest.copies(*about)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvatlas.copying.stream_copy import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.models import CacheIdentity
@@ -20,7 +21,6 @@ from kvatlas.wire.peer_buffers import Loan
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Direction, new_key
 from kvatlas.wire.refusals import BusyError
-from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import Handle
 
 T = TypeVar("T")

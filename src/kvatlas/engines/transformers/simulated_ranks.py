@@ -10,11 +10,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+from kvatlas.copying import copy_request
 from kvatlas.engines.transformers.cache import AtlasCache
 from kvatlas.engines.transformers.identity_of_model import model_identity
 from kvatlas.planning import Plan
 from kvatlas.routing import route, scattered
-from kvatlas.wire import Node, copy_request, make_transport, memory_of, pools_for
+from kvatlas.wire import Node, make_transport, memory_of, pools_for
 
 
 class SimulatedRanks(ExitStack):

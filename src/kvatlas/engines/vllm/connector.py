@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvatlas.copying.memory_copy import device_of
 from kvatlas.engines.vllm.connector_stats import KVAtlasPromMetrics, KVAtlasStats
 from kvatlas.engines.vllm.describe import (
     DescribedStage,
@@ -64,7 +65,6 @@ from kvatlas.planning import Plan
 from kvatlas.tier import Converting, StoreTier, TierClient
 from kvatlas.tier.tier_events import MEMORY, STORAGE
 from kvatlas.wire import Memory
-from kvatlas.wire.memory_copy import device_of
 
 log = logging.getLogger("kvatlas.vllm")
 

@@ -15,6 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from kvatlas.copying.cuda_driver import load_driver
+from kvatlas.copying.device_marks import DeviceMarks
+from kvatlas.copying.memory_copy import is_on_gpu
 from kvatlas.engines.vllm.ended_requests import EndedRequests
 from kvatlas.engines.vllm.orders import LoadOrder, StepOrders, StoreOrder
 from kvatlas.errors import AtlasError, Code
@@ -23,9 +26,6 @@ from kvatlas.tier import Converting, StoreTier, TierClient
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.store_hit import StoreHit
 from kvatlas.wire import Memory
-from kvatlas.wire.memory_copy import is_on_gpu
-from kvatlas.wire.transports.cuda_driver import load_driver
-from kvatlas.wire.transports.device_marks import DeviceMarks
 
 log = logging.getLogger("kvatlas.vllm")
 

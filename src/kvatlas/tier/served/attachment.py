@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.tier.file import TierFile
@@ -24,7 +25,6 @@ from kvatlas.wire.connection import Connection
 from kvatlas.wire.peers import check_plan_size
 from kvatlas.wire.protocol import Message, Refusal, bad_handshake, decode, encode
 from kvatlas.wire.refusals import raise_refusal
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.shared_pools import map_pools
 from kvatlas.wire.transports.errors import peer_lost
 from kvatlas.wire.unix_sockets import connect_to_path, unix_endpoint

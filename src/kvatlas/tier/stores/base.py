@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
-from kvatlas.wire.run_bounds import Bytes
+from kvatlas.copying.run_bounds import Bytes
 
 ABSENT = -1
 """The size that `get`, `ranges` and `size` return for an absent object."""

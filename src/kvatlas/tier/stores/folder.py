@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import natural
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
 from kvatlas.tier.stores.folder_room import UNFINISHED, FolderRoom, is_object, is_there
-from kvatlas.wire.run_bounds import Bytes
 
 _NAME = re.compile(r"[a-z0-9_.-]+(/[a-z0-9_.-]+)*")
 _MOST_PARTS = 512

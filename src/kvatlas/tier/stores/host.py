@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.geometry.integers import natural
 from kvatlas.tier.stores.base import (
     ABSENT,
@@ -17,7 +18,6 @@ from kvatlas.tier.stores.base import (
     joined_size,
     tenant_of,
 )
-from kvatlas.wire.run_bounds import Bytes
 
 
 class TenantObjects:

@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.tier.store_calls import Deadline, StoreCalls
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom
-from kvatlas.wire.run_bounds import Bytes
 
 _NOT_STORED = (-10, -200, -800)
 """No segment, no space, or a segment whose host cannot be reached."""

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
+from kvatlas.copying.memory import STAGING, Memory
 from kvatlas.routing import Costs
 from kvatlas.wire.client.warm_shapes import MakeStream, WarmShapes
 from kvatlas.wire.peers import Peer
-from kvatlas.wire.transports.base import STAGING, Link, Memory, Transport
+from kvatlas.wire.transports.base import Link, Transport
 
 _MAX_LENT = 16
 """The maximum number of links to memory that a peer has for this node alone."""

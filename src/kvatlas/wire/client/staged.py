@@ -10,11 +10,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-from kvatlas.routing import ConvertedStream
-from kvatlas.wire import protocol
-from kvatlas.wire.client.rank_lease import RankLease
-from kvatlas.wire.protocol import Ok
-from kvatlas.wire.stream_copy import (
+from kvatlas.copying.stream_copy import (
     DESTINATION,
     SOURCE,
     AnyStream,
@@ -22,6 +18,10 @@ from kvatlas.wire.stream_copy import (
     piece_checksum,
     piece_spans,
 )
+from kvatlas.routing import ConvertedStream
+from kvatlas.wire import protocol
+from kvatlas.wire.client.rank_lease import RankLease
+from kvatlas.wire.protocol import Ok
 
 
 def pull_staged(lease: RankLease, stream: AnyStream) -> None:

@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from kvatlas.copying.gather_scatter import into_buffer
+from kvatlas.copying.memory import STAGING
+from kvatlas.copying.stream_copy import DESTINATION, SOURCE, StreamPiece, piece_checksum
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream, Copy
 from kvatlas.wire import protocol
@@ -29,9 +32,7 @@ from kvatlas.wire.peers import Peer, check_same_identity, checked_peer
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
-from kvatlas.wire.staging import into_buffer
-from kvatlas.wire.stream_copy import DESTINATION, SOURCE, StreamPiece, piece_checksum
-from kvatlas.wire.transports.base import STAGING, Link
+from kvatlas.wire.transports.base import Link
 from kvatlas.wire.transports.offer_board import Posting
 
 _LONGEST_LEASE = 3600.0

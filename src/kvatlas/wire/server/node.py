@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.integers import duration
@@ -24,7 +25,6 @@ from kvatlas.wire.connection import open_to_strangers
 from kvatlas.wire.leases import Expected, Offer, Released, WrittenLayers
 from kvatlas.wire.peers import plan_hash
 from kvatlas.wire.rpc import Server
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.server.answers import Answers
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Transport

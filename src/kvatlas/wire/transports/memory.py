@@ -9,14 +9,13 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from kvatlas.copying.memory import STAGING, Memory
+from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import (
-    STAGING,
     Handle,
     Link,
-    Memory,
     OnePeerMemory,
     Separation,
     Shared,

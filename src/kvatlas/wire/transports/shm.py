@@ -18,15 +18,14 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from kvatlas.copying.memory import STAGING, Memory
+from kvatlas.copying.memory_copy import as_bytes
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import as_bytes
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import (
-    STAGING,
     Handle,
     Link,
-    Memory,
     OnePeerMemory,
     Separation,
     Shared,

@@ -11,23 +11,23 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.specs.cell_formats import ElementCast
-from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.cuda_streams import LentStream, StreamStock
-from kvatlas.wire.transports.device_queue import (
+from kvatlas.copying.cuda_streams import LentStream, StreamStock
+from kvatlas.copying.device_queue import (
     AddressPattern,
     AddressRuns,
     DeviceQueue,
     Posted,
     PreparedRuns,
 )
-from kvatlas.wire.transports.torch_prepared import (
+from kvatlas.copying.torch_prepared import (
     LaunchDriver,
     LaunchTables,
     TorchPreparedRuns,
     fits,
 )
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.specs.cell_formats import ElementCast
 
 _KEPT_STARTS = 256
 """Tables of starts that a queue keeps on its device."""
@@ -178,7 +178,12 @@ class TorchQueue(DeviceQueue):
 
     def _check_open(self) -> None:
         if self.closed:
-            raise errors.closed("queue")
+            raise AtlasError(
+                Code.WIRE_FAILED,
+                "The queue is closed",
+                got="a call after close()",
+                hint="Open a new queue",
+            )
 
     def buffer(self, nbytes: int) -> Any:
         """Allocate GPU memory for use in stream order."""

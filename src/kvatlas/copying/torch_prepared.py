@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+from kvatlas.copying.device_queue import AddressPattern, Posted, PreparedRuns, Tables
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.integers import ceil_div
-from kvatlas.wire.transports.device_queue import AddressPattern, Posted, PreparedRuns, Tables
 
 log = logging.getLogger("kvatlas.wire")
 
