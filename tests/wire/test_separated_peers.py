@@ -23,7 +23,7 @@ SOURCE = small("dense", 512, layout="LBNHC", memory="4MiB")
 TARGET = small("dense", 512, layout="BHLNC", block_size=32, memory="4MiB")
 SEGMENTS = ["memory", "shm"]
 """Transports that give each peer its own memory."""
-CHUNK = 64
+CHUNK = 16
 TOKENS = 500
 
 
