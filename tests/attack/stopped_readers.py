@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from functools import partial
 
 from kvatlas.wire import Session
 from tests.attack.claims import SLACK, Attack, Outcome, code_of, repeated_in
@@ -17,8 +16,10 @@ _SEED = 1
 _CAST: dict[str, Json] = {
     role: {"rank": rank, "seed": _SEED, "name": "one"} for rank, role in enumerate(_RANKS)
 }
-_READERS = 2
-"""Two of them hold all buffers that a rank has for peers."""
+_READERS, _ALL = 2, 4
+"""Two readers hold all buffers that a rank has for peers."""
+_SLOW = 0.05
+"""Seconds that a reader takes longer for each piece, so that there is time to stop it."""
 _PROMPT = 12.0
 """Seconds in which another reader must be served, on a machine that is busy."""
 _ENDS = {"ready", "deadline", "lease_expired", "buffers_reclaimed", "unknown_request", "peer_lost"}
@@ -33,8 +34,8 @@ class _Scene(SourceRanks):
         self.readers = [self._reader(nth) for nth in range(_READERS)]
 
     def _reader(self, nth: int) -> Child:
-        about: Json = {"tokens": self.tokens, "settings": self.wire.settings} | self.node
-        return Child().start(self.dst, self.wire.name, 20 + nth, **about)
+        about: Json = {"tokens": self.tokens, "settings": self.wire.settings, "slow": _SLOW}
+        return Child().start(self.dst, self.wire.name, 20 + nth, **about | self.node)
 
     def pulls_beside(self, nth: int, request: str) -> None:
         endpoints = self.endpoints(*_RANKS)
@@ -53,6 +54,10 @@ class _Scene(SourceRanks):
             self.readers[nth] = self._reader(nth)
         return faults
 
+    def lent(self) -> list[int]:
+        """How many buffers each source rank has lent."""
+        return [int(self[role].ask("state")["buffers"]) for role in _RANKS]
+
     def sources_idle(self) -> bool:
         states = [self[role].ask("state") for role in _RANKS]
         return not any(state["leases"] + state["buffers"] for state in states)
@@ -65,34 +70,21 @@ class _Scene(SourceRanks):
 
 def stopped_readers(attack: Attack) -> Outcome:
     """Stopped readers keep no buffers from others, and take no other's bytes when they go on."""
-    scene = _Scene(attack)
-    try:
-        seconds = min(_timed(scene) for _ in range(3))
-    except BaseException:
-        scene.close()
-        raise
-    return repeated_in(scene, attack, partial(_stopped, seconds=seconds))
+    return repeated_in(_Scene(attack), attack, _stopped)
 
 
-def _timed(scene: _Scene) -> float:
-    request, begun = scene.name(), time.monotonic()
-    scene.offer(request, *_RANKS)
-    with Session(scene.here.node, scene.endpoints(*_RANKS)) as session:
-        scene.pull(session, request, how="staged", seconds=SECONDS).wait()
-    return time.monotonic() - begun
-
-
-def _stopped(scene: _Scene, seconds: float) -> tuple[list[str], bool]:
+def _stopped(scene: _Scene) -> tuple[list[str], bool]:
     rng, faults = scene.rng, list[str]()
     requests = [scene.name() for _ in range(_READERS + 1)]
     for request in requests:
         scene.offer(request, *_RANKS)
     for nth in range(_READERS):
         scene.pulls_beside(nth, requests[nth])
-    time.sleep(rng.uniform(0.1, 1.2) * seconds)
+    waited(lambda: max(scene.lent()) == _ALL, SLACK)
+    time.sleep(rng.uniform(0.0, 4 * _SLOW))
     for child in scene.readers:
         child.stop()
-    held = [scene[role].ask("state")["buffers"] for role in _RANKS]
+    hit = max(scene.lent()) == _ALL
     goes_on = rng.random() < 0.5
     with Session(scene.here.node, scene.endpoints(*_RANKS)) as session:
         transfer = scene.pull(session, requests[-1], how="staged", seconds=_PROMPT)
@@ -112,7 +104,7 @@ def _stopped(scene: _Scene, seconds: float) -> tuple[list[str], bool]:
         faults.append("leases or buffers left at a source")
     for request in requests:
         scene.withdraw(request, *_RANKS)
-    return faults + scene.nothing_left(), any(held)
+    return faults + scene.nothing_left(), hit
 
 
 def _ended(scene: _Scene, nth: int) -> list[str]:
