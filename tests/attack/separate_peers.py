@@ -51,7 +51,7 @@ def _snooped(scene: _Scene) -> tuple[list[str], bool]:
     with ExitStack() as stack:
         session = stack.enter_context(Session(scene.here.node, endpoints))
         other = stack.enter_context(Session(scene.snoop.node, endpoints))
-        about = {"dst_blocks": scene.snoop.blocks, "tokens": scene.tokens, "seconds": SECONDS}
+        about: Json = {"dst_blocks": scene.snoop.blocks, "tokens": scene.tokens, "seconds": SECONDS}
         if (code := code_of(other.pull(request, **about), SECONDS)) != "unknown_request":
             faults.append(f"a pull of what is offered to another ended in {code}")
         thread = threading.Thread(target=seen.look, args=[[other.link(rank) for rank in (0, 1)]])
