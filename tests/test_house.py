@@ -70,8 +70,8 @@ INTERNAL: dict[str, str] = {
         specs.identity
     """,
     "copying": """
-        geometry.address_arrays geometry.integers geometry.nested_steps kernels.address_runs
-        kernels.cast_scales kernels.cell_conversion routing.binding routing.block_tables
+        geometry.address_arrays geometry.integers geometry.nested_steps kernels.cast_scales
+        kernels.cell_conversion kernels.triton.launch_runs routing.binding routing.block_tables
         routing.converted_stream routing.run_grids specs.cell_formats
     """,
     "wire": """
@@ -88,8 +88,7 @@ INTERNAL: dict[str, str] = {
         copying.block_staging copying.checksum copying.cuda_driver copying.file_runs
         copying.gpu_offload copying.memory_copy copying.nested_copy copying.pool_bounds
         copying.run_bounds copying.stream_copy wire.channels wire.connection wire.peers
-        wire.protocol wire.refusals wire.rpc wire.shared_pools wire.transports.errors
-        wire.unix_sockets
+        wire.protocol wire.refusals wire.rpc wire.shared_pools wire.unix_sockets
     """,
     "maps": """
         geometry.address_arrays geometry.byte_sizes planning.plans

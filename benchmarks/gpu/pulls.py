@@ -165,7 +165,7 @@ def _spin(seconds: float) -> float:
 
 def tune() -> None:
     """The kernel alone, on three pairs of orders, by its launch parameters."""
-    from kvatlas.kernels.address_runs import copy_address_runs, place_starts
+    from kvatlas.copying.address_runs import copy_address_runs, place_starts
 
     rows = []
     pairs = [("LBNHC", "LBNHC"), ("LBNHC", "BHLNC"), ("BLHNC", "LBNHC")]

@@ -311,7 +311,7 @@ def _copies(
     table: RequestTable,
 ) -> list[Any]:
     """A launch for each pattern."""
-    from kvatlas.kernels.address_runs import BlockSpans, RepeatedCopy
+    from kvatlas.copying.address_runs import BlockSpans, RepeatedCopy
 
     ids = {(one.end, one.group): one.among(table.pinned) for one in groups}
     copies = []

@@ -110,7 +110,7 @@ class TorchQueue(DeviceQueue):
 
     def converts(self, cast: ElementCast) -> bool:
         """Whether the device supports both element types."""
-        from kvatlas.kernels.address_runs import can_convert
+        from kvatlas.copying.address_runs import can_convert
 
         return can_convert(cast, self._device)
 
@@ -212,7 +212,7 @@ class TorchQueue(DeviceQueue):
 
     def _launch(self, runs: Sequence[AddressRuns], choice: dict[str, Any]) -> TorchPosted:
         """Launch under the lock: tables are used in the order in which they are uploaded."""
-        from kvatlas.kernels.address_runs import convert_address_runs, copy_address_runs
+        from kvatlas.copying.address_runs import convert_address_runs, copy_address_runs
 
         use = {"programs": self.programs} | choice
         slots: list[_TableSlot] = []
@@ -267,7 +267,7 @@ class TorchQueue(DeviceQueue):
 
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
         """Return starts in device memory; the least recently used are dropped."""
-        from kvatlas.kernels.address_runs import place_starts
+        from kvatlas.copying.address_runs import place_starts
 
         if id(starts[0]) not in self._starts:
             with self.on_stream():

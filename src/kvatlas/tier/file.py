@@ -50,6 +50,7 @@ from kvatlas.wire import Memory, memory_of
 _RECORDS = 8192
 """Number of records in one read."""
 _SUMMING = min(4, os.cpu_count() or 1)
+"""Maximum number of cores that read or compute checksums in parallel."""
 _AT_ONCE = 256 << 10
 """Bytes per read and checksum update, small enough for the processor's cache."""
 _WORTH_A_CORE = 8 << 20
@@ -58,7 +59,7 @@ _CUT_SHORT = -1
 """The checksum of a block that is truncated in the file."""
 
 _Work = tuple[Copy, Piece | GridPiece]
-"""A piece and the copy or grid that it is part of."""
+"""A copy and one of its pieces."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -84,8 +85,8 @@ class TierFile:
                 self.plan, self.identity, self.extent = read_plan(self._fd, path)
             if plan is not None and plan.without_notes() != self.plan.without_notes():
                 problem = "The tier's file was created with another plan"
-                got = f"{plan} instead of {self.plan}"
-                hint = "Omit the plan, or use another path"
+                got = f"{plan}, but the file has {self.plan}"
+                hint = "Omit the plan to use that of the file, or use another path"
                 raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
             if not shared:
                 with refusals(path):
@@ -129,7 +130,7 @@ class TierFile:
         return sums
 
     def _pieces(self, copy: Copy) -> Sequence[Piece | GridPiece]:
-        """Cut a copy into pieces; none if its stretches of the file are short."""
+        """Cut a copy into pieces. Return none if its stretches of the file are short."""
         if copy.starts is not ORIGIN:
             return grid_pieces(copy)
         return pieces(copy.src, copy.dst, copy.length, self._block_bytes[copy.dst_pool])
@@ -200,7 +201,7 @@ class TierFile:
             for block, checksum in zip(blocks, known, strict=True):
                 block.checksum = next(read) if checksum is None else checksum
             if any(block.checksum == _CUT_SHORT for block in unknown):
-                raise OSError(errno.ENODATA, "The file is too short for its blocks")
+                raise OSError(errno.ENODATA, "a file that is too short for its blocks")
             if synced is not None:
                 synced.result()
         with self._whole_file():
@@ -240,7 +241,7 @@ class TierFile:
 
     @contextmanager
     def _whole_file(self) -> Iterator[None]:
-        """Raise an error if the length of the file has changed before or after the context.
+        """Raise an error if the file has a wrong length at the start or the end of the context.
 
         Writing to a truncated file would extend it again and leave a hole of zeros.
         """
@@ -284,7 +285,7 @@ def _cuts(count: int, nbytes: int) -> Iterator[slice]:
 
 
 def _let_end(tasks: Sequence[Future[Any]]) -> None:
-    """Wait for started tasks, even if the wait is interrupted."""
+    """Cancel tasks that have not started and wait for the others, even if interrupted."""
     while True:
         try:
             for task in tasks:

@@ -30,9 +30,9 @@ _SMALL_PIECE = 1 << 20
 _PIECES = 8
 """Desired number of pieces, so that all cores have work."""
 _LONG_RUN = 32 << 10
-"""Size from which runs need no staging buffer."""
+"""Size in bytes from which runs need no staging buffer."""
 _LONG_STRETCH = 8 << 10
-"""Mean size from which stretches are worth one system call each."""
+"""Mean size in bytes from which stretches are worth one system call each."""
 
 Mask = NDArray[np.bool_]
 
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
     @property
     def is_long(self) -> bool:
-        """Whether its runs need no staging buffer."""
+        """Whether the runs are so long that they need no staging buffer."""
         return int(self.length[0]) >= _LONG_RUN
 
     @property
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
         return self.far[self.first], self.stretch_bytes
 
     def gather(self, memory: Bytes, room: Bytes) -> None:
-        """Copy its runs into contiguous memory."""
+        """Copy the runs into `room`, one after the other."""
         for _ in copy_runs_unchecked(memory, room, self.near, self.packed, self.length):
             pass
 
@@ -74,7 +74,7 @@ class Piece(NamedTuple):
 
     @property
     def packed(self) -> Places:
-        """The starts of its runs in contiguous memory."""
+        """The starts of the runs in the buffer where they are contiguous."""
         if one_length(self.length):
             each = int(self.length[0])
             return range(0, len(self.length) * each, each)
@@ -82,20 +82,21 @@ class Piece(NamedTuple):
 
 
 class GridPiece(NamedTuple):
-    """Some spans of a grid. If the runs are long, the core that moves them expands them."""
+    """Several spans of a grid. If its runs are long, the core that moves them expands them."""
 
     starts: tuple[Int64s, Int64s]
     """Starts of runs at both ends, relative to the start of a span."""
     first: Int64s
     """The first run in each stretch of the file."""
     packed: NestedSteps
-    """The starts of runs in memory, and in contiguous memory."""
+    """The starts of a span's runs in memory, and in the buffer where they are contiguous."""
     spans: tuple[Int64s, Int64s]
+    """Starts of the spans in memory and in the file."""
     run_bytes: int
 
     @property
     def is_long(self) -> bool:
-        """Whether its runs need no staging buffer."""
+        """Whether the runs are so long that they need no staging buffer."""
         return self.run_bytes >= _LONG_RUN
 
     @property
@@ -106,7 +107,7 @@ class GridPiece(NamedTuple):
         return far, np.tile(self.run_bytes * runs, len(self.spans[1]))
 
     def gather(self, memory: Bytes, room: Bytes) -> None:
-        """Copy its runs into contiguous memory."""
+        """Copy the runs into `room`, one after the other."""
         behind = len(self.starts[0]) * self.run_bytes * np.arange(len(self.spans[0]))
         src = (self.spans[0][:, None] + self.packed.src).reshape(-1)
         dst = (behind[:, None] + self.packed.dst).reshape(-1)
@@ -126,9 +127,9 @@ class GridPiece(NamedTuple):
 
 
 def grid_pieces(grid: Copy) -> list[GridPiece]:
-    """Cut a grid into pieces; none if its stretches of the file are short or differ.
+    """Cut a grid into pieces. Return none if its runs differ in length or its stretches are short.
 
-    Each span is in one block.
+    A stretch is a contiguous range of the file, within one block. Each span is in one block.
 
     >>> from kvatlas.routing.binding import Starts
     >>> starts = Starts.of(np.array([0, 1 << 20]), np.array([0, 1 << 14]))
@@ -158,9 +159,9 @@ def grid_pieces(grid: Copy) -> list[GridPiece]:
 
 
 def pieces(near: Int64s, far: Int64s, length: Int64s, block_bytes: int) -> list[Piece]:
-    """Cut runs into pieces; none if their stretches of the file are short.
+    """Cut runs into pieces. Return none if their stretches of the file are short.
 
-    A stretch consists of runs that are contiguous in a block.
+    A stretch consists of runs that are contiguous in a block of the file.
     """
     block = far // block_bytes
     follows = (far[1:] == far[:-1] + length[:-1]) & (block[1:] == block[:-1])

@@ -20,13 +20,13 @@ from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_pieces import Piece, Rooms, pieces
 
 _LONGEST_RUN = 256 << 10
-"""Mean size from which runs are read one by one, without planning."""
+"""Mean size in bytes from which runs are read one by one, without planning."""
 _MAPPED_STRETCH = 4 << 10
-"""Mean size from which stretches of memory are filled through the file map."""
+"""Mean size in bytes from which stretches of memory are filled through the file map."""
 _LONG_RUN = 4 << 10
-"""Mean size from which runs are worth one system call each."""
+"""Mean size in bytes from which runs are worth one system call each."""
 _LONG_STRETCH = 128 << 10
-"""Mean size from which stretches of the file are worth one scattering call each."""
+"""Mean size in bytes from which stretches of the file are worth one scattering call each."""
 
 
 class RunReader:
@@ -66,7 +66,7 @@ class RunReader:
             while room:
                 done = os.preadv(self._file, (room,), offset)
                 if not done:
-                    raise OSError(errno.ENODATA, f"The file ends at byte {offset}")
+                    raise OSError(errno.ENODATA, f"a file that ends at byte {offset}")
                 room, offset = room[done:], offset + done
 
     def _read_piece(self, piece: Piece, memory: Bytes) -> None:

@@ -28,13 +28,13 @@ class Hit:
     _storage: TierStorage
     _routes: TierRoutes
     tables: Mapping[int, Any]
-    """The tier's block ids by group. Unneeded entries have an id that routes reject."""
+    """The tier's block ids by group. Entries that are not needed are -1, which routes reject."""
     _let_go: Callable[[], None]
     """Unpins the blocks. Called once."""
     name: bytes = b""
     """The name by which other clients of a served tier can join this pin."""
     _loaded: ExitStack = field(default_factory=ExitStack)
-    """Releases the tier's memory."""
+    """Releases the staging memory of a tier in a file."""
     _released: bool = False
 
     def fetch(
@@ -48,10 +48,10 @@ class Hit:
         carry: Carry | None = None,
         convert: Converting | None = None,
     ) -> None:
-        """Fetch the tokens into one rank's blocks, which have the form that routes take.
+        """Fetch the tokens into one rank's blocks, given in the form that `Route.bind` takes.
 
-        If `start` is given, tokens before it are left unchanged. With `convert`, layers that the
-        rank stores in another dtype are converted.
+        If `start` is given, tokens before it are left unchanged. With `convert`, layers whose dtype
+        in the rank's cache differs are converted.
         """
         storage = self._storage
         with storage.using():
@@ -97,7 +97,7 @@ class Hit:
             return way.bind(**self._ends(rank, blocks, start)).copies
 
     def _sums(self, plan: Plan, rank: int, blocks: Any, start: int | None) -> list[Copy]:
-        """Return the same runs in compact form, as sums of starts and spans."""
+        """Like `_bound`, but return grids of runs, which are not expanded."""
         way = self._routes.to(plan)
         if not self.tokens or 0 not in way.sources(rank):
             return []
@@ -142,6 +142,6 @@ def _refuse_carry(carry: Carry | None) -> None:
 def check_all_there(found: int, wanted: int) -> None:
     """Raise an error if fewer tokens were found than a fetch requested."""
     if found < wanted:
-        problem, got = "The tier does not store all tokens", f"{found} of {wanted} tokens"
+        problem, got = "The tier does not store all requested tokens", f"{found} of {wanted} tokens"
         hint = "Call match first, or pin the tokens that are stored"
         raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)

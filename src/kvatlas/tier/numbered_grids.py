@@ -29,14 +29,14 @@ class _Span(NamedTuple):
 
 
 class NumberedGrids:
-    """The spans of grids, by the number of the row at one of their ends."""
+    """The spans of grids, grouped by row. `end` is the end of the grids that is in rows."""
 
     def __init__(self, grids: Iterable[Copy], end: End, numbered: NumberedRows) -> None:
         self._end, self._numbered = end, numbered
         self._spans = [(grid, self._by_row(grid)) for grid in grids]
 
     def _by_row(self, grid: Copy) -> dict[int, list[_Span]]:
-        """The spans of each row."""
+        """Return the spans of each row, by number."""
         at, other = (grid.src, grid.dst) if self._end == "src" else (grid.dst, grid.src)
         number, begin = np.divmod(at, self._numbered.block_bytes(self._pool(grid)))
         columns = (number, begin, other, grid.length)
@@ -46,7 +46,7 @@ class NumberedGrids:
         return spans
 
     def objects(self, pool: int, number: int, staging: StagingRows) -> list[int]:
-        """Return the objects of a row that contain some of the runs."""
+        """Return the indices of a row's objects that contain bytes of the runs."""
         frame = staging.frames[self._numbered.group(pool, number)]
         found: set[int] = set()
         for grid, rows in self._spans:
@@ -57,7 +57,7 @@ class NumberedGrids:
         return sorted(found)
 
     def at(self, places: Mapping[int, Mapping[int, int]], staging: StagingRows) -> list[Copy]:
-        """Return the runs of some rows. `places` maps pool and number to a staging row."""
+        """Return the runs of the rows in `places`: pool -> number -> index of a staging row."""
         moved: list[Copy] = []
         for grid, rows in self._spans:
             pool = self._pool(grid)

@@ -74,7 +74,7 @@ class StagingRows:
             self._changed.notify_all()
 
     def idle(self) -> bool:
-        """Whether no row is leased."""
+        """Return whether no row is leased."""
         with self._changed:
             return self._has(self.rows)
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvatlas.copying.address_runs import BlockSpans
 from kvatlas.copying.cuda_driver import DriverError
 from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.copying.torch_prepared import LaunchTables
-from kvatlas.kernels.address_runs import BlockSpans
 from kvatlas.wire import Memory
 
 Act = Callable[[], object]

@@ -21,8 +21,8 @@ from kvatlas.wire import Node, make_transport, memory_of, pools_for
 class SimulatedRanks(ExitStack):
     """The pools of all ranks of a plan, with one `Node` per rank.
 
-    `model` is the transformers model that computes the caches. Each node compares its identity
-    with that of the peer. `options` are passed to `Node`.
+    `model` is the transformers model that computes the caches. Nodes compare its identity with that
+    of their peers. `options` are passed to `Node`.
     """
 
     def __init__(
