@@ -149,6 +149,19 @@ def test_segments_end_with_their_sessions(peers: Peers) -> None:
     until(lambda: segments.exist == 0, 10)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("peers", SEGMENTS, indirect=True)
+def test_a_push_from_private_staging_is_refused(peers: Peers) -> None:
+    """Its destination cannot read what it stages, and a pull moves the same bytes."""
+    target = peers.snoop
+    with Session(peers.source.node, [target.node.endpoint]) as session:
+        target.node.expect("r", target.blocks, TOKENS, source=SOURCE, pushers=["source"])
+        with pytest.raises(AtlasError) as refusal:
+            session.push("r", src_blocks=peers.source.blocks, tokens=TOKENS).wait(20)
+        assert refusal.value.code is Code.WIRE_FAILED
+        target.node.forget("r")
+    until(target.idle)
+
+
 def test_a_segment_cannot_be_mapped_for_writing() -> None:
     """Its pages are freed at its end, although a peer has it mapped."""
     transport, peer = ShmTransport(shared="staging"), ShmTransport()
