@@ -135,6 +135,10 @@ class Code(StrEnum):
         "The two ends compute their caches with different weights or settings",
     )
     LEASE_EXPIRED = "lease_expired", "The lease has expired or does not exist"
+    BUFFERS_RECLAIMED = (
+        "buffers_reclaimed",
+        "The staging buffers of the transfer were given to another peer",
+    )
     CHECKSUM = "checksum", "The received bytes do not match their checksums"
     CANCELLED = "cancelled", "The transfer was cancelled"
     MISSING_EXTRA = "missing_extra", "A required library is not installed"

@@ -20,7 +20,9 @@ from tests.attack.other_weights import other_weights
 from tests.attack.plans import WIRES, Wire
 from tests.attack.replaced_pushers import replaced_pushers
 from tests.attack.same_blocks import owned_blocks, pulls_at_once, quarantined_blocks
+from tests.attack.separate_peers import separate_peers
 from tests.attack.sessions import thousands_of_sessions
+from tests.attack.stopped_readers import stopped_readers
 from tests.attack.stops import stopped_pushers, stopped_sources
 
 MARK = "outcome "
@@ -64,6 +66,8 @@ CLAIMS: dict[str, Row] = {
     "two pulls into the same blocks: one owner": Row(pulls_at_once, _ALL),
     "offered and expected blocks are not pulled into": Row(owned_blocks),
     "quarantined blocks have no new owner": Row(quarantined_blocks, _ALL),
+    "stopped readers keep no buffers from others": Row(stopped_readers),
+    "shared staging: a peer sees and changes no other's bytes": Row(separate_peers, ("shm",)),
     "forged messages change nothing": Row(forged_messages),
     "locks under contention: everything ends": Row(contended_locks),
     "a pull of 1 s behind 66 that are stuck": Row(behind_stuck_pulls),

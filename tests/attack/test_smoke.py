@@ -24,7 +24,9 @@ from tests.attack.plans import WIRES
 from tests.attack.proxy import Proxy
 from tests.attack.replaced_pushers import replaced_pushers
 from tests.attack.same_blocks import owned_blocks, pulls_at_once, quarantined_blocks
+from tests.attack.separate_peers import separate_peers
 from tests.attack.soak import Soak
+from tests.attack.stopped_readers import stopped_readers
 from tests.attack.stops import stopped_sources
 from tests.attack.suite import CLAIMS
 
@@ -58,6 +60,14 @@ def test_an_open_takes_no_arrival_away() -> None:
 @pytest.mark.parametrize("claim", [pulls_at_once, owned_blocks, quarantined_blocks])
 def test_blocks_have_one_owner(claim: Claim) -> None:
     _hold(claim, 3)
+
+
+def test_a_peer_beside_a_pull_sees_and_changes_nothing() -> None:
+    _hold(separate_peers, 2)
+
+
+def test_stopped_readers_hold_nobody_up() -> None:
+    _hold(stopped_readers, 1)
 
 
 def test_processes_that_a_library_ends_are_counted_apart() -> None:

@@ -138,9 +138,19 @@ def _answer(rank: Rank, order: Json) -> Json:
             rank.node.forget(**about)
         case "state":
             return rank.left() | {"released": rank.released}
+        case "holds":
+            return {"wrong": _wrong_after(rank, **about)}
         case "changed":
             return {"bytes": rank.wrong(contents(rank.plan, rank.seed, rank.rank))}
     return {}
+
+
+def _wrong_after(rank: Rank, source: str, seed: int) -> int:
+    """Bytes that are not as they should be after a pull from a source of one rank."""
+    from tests.attack.plans import after
+
+    plan = Plan.from_json(source.encode())
+    return rank.wrong(after(plan, seed, rank.plan, rank.seed, rank.tokens))
 
 
 def _with_identity(about: Json) -> Json:

@@ -205,10 +205,14 @@ class Borrow(LeaseQuestion, frozen=True, kw_only=True, tag="borrow"):
     seconds: Seconds
 
 
-class Lent(Message, frozen=True, kw_only=True, tag="lent"):
+class Lent(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lent"):
     """Staging buffers that belong to the lease while it lasts; empty if none became free."""
 
     buffers: Annotated[tuple[Whole, ...], Meta(max_length=16)] = ()
+    memory: RegisteredMemory | None = None
+    """The memory of the buffers, which only this peer can read; None for the staging memory."""
+    metadata: Annotated[bytes, Meta(max_length=1 << 18)] = b""
+    """What the peer needs to connect to that memory."""
 
 
 class Renew(LeaseQuestion, frozen=True, kw_only=True, tag="renew"):

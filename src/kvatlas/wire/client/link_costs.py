@@ -175,9 +175,9 @@ def _measure(lease: RankLease) -> Costs:
     short, count = 4096, max(1, min(64, piece // 8192))
     at = np.arange(count) * 2 * short
     runs = lease.staging_copy(0, short, at, at[::-1])
-    many = _quickest(partial(lease.read, [runs]))
-    alone = _quickest(partial(lease.read, [lease.staging_copy(0, short)]))
-    one = _quickest(partial(lease.read, [lease.staging_copy(0, piece)]))
+    many = _quickest(partial(lease.read_lent, [runs]))
+    alone = _quickest(partial(lease.read_lent, [lease.staging_copy(0, short)]))
+    one = _quickest(partial(lease.read_lent, [lease.staging_copy(0, piece)]))
     # A scatter of such short runs, as a staged transfer ends with, into scratch memory.
     spread = Copy(STAGING, 0, at, at[::-1], np.full(count, short))
     stream = staging.view(lease.buffers[0], count * short)

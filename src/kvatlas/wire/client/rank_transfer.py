@@ -51,7 +51,7 @@ class RankTransfer:
         try:
             act()
         finally:
-            quarantine, sever = self.node.quarantine, lease.connection.link.sever
+            quarantine, sever = self.node.quarantine, lease.sever_links
             quarantine.hold(lease.given_up["blocks"], self.transfer.leave, sever=sever)
             quarantine.hold(
                 lease.given_up["buffers"],

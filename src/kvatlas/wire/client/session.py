@@ -46,7 +46,9 @@ from kvatlas.wire.transports.base import Link
 from kvatlas.wire.transports.errors import failed, own_limit
 
 Needed = Callable[[], int] | int | None
-_RETRIED = PEER_GONE | {Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM, Code.BUSY}
+_RETRIED = PEER_GONE | {
+    Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM, Code.BUSY, Code.BUFFERS_RECLAIMED
+}  # fmt: skip
 """Error codes that a retry on another replica may avoid."""
 _AT_ONCE = 64
 """The maximum number of parts of transfers that run at once; others wait for one to end."""
@@ -437,6 +439,8 @@ class Session:
                     # The peer has restarted, and may be connected to again.
                     reconnected.add(endpoint)
                     left.appendleft(endpoint)
+                if refused.code is Code.BUFFERS_RECLAIMED:
+                    left.append(endpoint)  # it starts over, there if at no other replica
                 if refused.code not in _RETRIED or transfer.done or not left:
                     raise
                 transfer.restart(rank)

@@ -12,7 +12,8 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +31,29 @@ from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.offer_board import OfferBoard, SeenOffer
 
 Shared = Literal["all", "staging"]
-"""The registered memory that peers may access: all of it, or only the staging buffers."""
+"""The registered memory that peers may access: all of it, or only buffers that are lent to them."""
+
+Separation = Literal["segments", "leases", "none"]
+"""How a transport with `shared="staging"` keeps peers apart.
+
+`segments`: each peer gets its own memory (`lend_to_one`). `leases`: the transport authorises reads.
+`none`: it cannot, and refuses the option.
+"""
 
 _LONGEST_PAUSE = 2e-3
+
+
+@dataclass(frozen=True, eq=False)
+class OnePeerMemory:
+    """Zeroed memory that only the peer which receives `metadata` can read."""
+
+    view: Any
+    """Its bytes: an array on the host, or a tensor on a GPU."""
+    region: Memory
+    metadata: bytes
+    """What the peer passes to `Transport.connect`, with `{STAGING: region}`."""
+    end: Callable[[], None]
+    """Wipes and frees the memory. The peer keeps at most a mapping without content."""
 
 
 class Handle(ABC):
@@ -249,11 +270,14 @@ class Link(ABC):
 class Transport(ABC):
     """One end of a way to move bytes between processes.
 
-    With `shared="staging"`, peers can access only the staging buffers. The pools stay private, and
-    all bytes for a peer pass through a buffer that was lent to it.
+    With `shared="staging"`, peers can access only staging buffers that are lent to them. The pools
+    stay private, and all bytes for a peer pass through such a buffer.
     """
 
     name: ClassVar[str]
+
+    separation: ClassVar[Separation] = "leases"
+    """How it keeps peers apart with `shared="staging"`."""
 
     marks_travel: ClassVar[bool] = False
     """Whether peers can wait for marks themselves; otherwise this end waits before it answers."""
@@ -264,6 +288,10 @@ class Transport(ABC):
         if shared not in ("all", "staging"):
             hint = 'Use shared="all" or shared="staging"'
             raise errors.failed(f"shared={shared!r}", hint, "The option shared is invalid")
+        if shared == "staging" and self.separation == "none":
+            hint = 'Use "tcp", "shm" or "cuda", or shared="all" between peers that trust each other'
+            problem = f"The transport {self.name!r} cannot keep peers apart"
+            raise errors.failed('shared="staging"', hint, problem)
         self.shared: Shared = shared
         self.process = OwningProcess("transport")
         self.beyond_host = ""
@@ -318,7 +346,17 @@ class Transport(ABC):
         """Whether peers may access a region of this index."""
         region = self.memory.get(pool)
         reached = region is None or self.takes(region.device)
-        return reached and (self.shared == "all" or pool == STAGING)
+        lends = pool == STAGING and not self.lends_segments
+        return reached and (self.shared == "all" or lends)
+
+    @property
+    def lends_segments(self) -> bool:
+        """Whether each peer gets staging memory that no other peer can access."""
+        return self.shared == "staging" and self.separation == "segments"
+
+    def lend_to_one(self, nbytes: int) -> OnePeerMemory:
+        """Allocate zeroed memory that one peer can read, and no other."""
+        raise NotImplementedError(f"{type(self).__name__} has no memory for one peer: {nbytes}")
 
     @property
     def reachable(self) -> dict[int, Memory]:

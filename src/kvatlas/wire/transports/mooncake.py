@@ -40,7 +40,7 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.fork_safety import fresh_in_children
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Shared, Transport
+from kvatlas.wire.transports.base import Handle, Link, Separation, Shared, Transport
 from kvatlas.wire.transports.listening import (
     connected,
     is_loopback,
@@ -93,6 +93,7 @@ class MooncakeTransport(Transport):
     """
 
     name: ClassVar[str] = "mooncake"
+    separation: ClassVar[Separation] = "none"
 
     def __init__(self, *, host: str = "127.0.0.1", shared: Shared = "all") -> None:
         super().__init__(shared=shared)

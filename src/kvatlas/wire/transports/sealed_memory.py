@@ -55,9 +55,12 @@ def _most_bytes() -> int:
 
 
 def map_sealed(descriptor: int) -> mmap.mmap:
-    """Map a peer's whole segment. Raise an error if it is not sealed."""
+    """Map a peer's whole segment, for writing if the peer allows it. Raise if it is not sealed."""
     with _mapping(descriptor):
-        return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        access = mmap.PROT_READ
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+            access |= mmap.PROT_WRITE
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=access)
 
 
 def watch_sealed(descriptor: int, nbytes: int) -> mmap.mmap:

@@ -48,6 +48,10 @@ class Segment(mmap.mmap):
         with suppress(BufferError):
             super().close()
 
+    def wipe(self) -> None:
+        """Free its pages, also for peers that have it mapped: from now on it reads as zeros."""
+        self.madvise(mmap.MADV_REMOVE)
+
     def __del__(self) -> None:
         self.close()
 

@@ -76,6 +76,13 @@ class SegmentServer:
         self._given.append(os.dup(descriptor))
         return len(self._given) - 1
 
+    def give_read_only(self) -> None:
+        """Replace the shared descriptors by ones that peers can map for reading only."""
+        for nth, descriptor in enumerate(self._given):
+            flags = os.O_RDONLY | os.O_CLOEXEC
+            self._given[nth] = os.open(f"/proc/self/fd/{descriptor}", flags)
+            os.close(descriptor)
+
     def close(self) -> None:
         """Disconnect all peers. A second call has no effect."""
         with suppress(OSError):  # closed, or another process's
