@@ -125,6 +125,7 @@ class Code(StrEnum):
     BAD_SIGNATURE = "bad_signature", "The two ends do not share the same secret"
     BAD_SECRET = "bad_secret", "A shared secret must be a bytes object of at least 16 bytes"
     UNPROTECTED = "unprotected", "A node without a secret would accept connections from any host"
+    FORBIDDEN = "forbidden", "The peer may not do this"
     BUSY = "busy", "The peer is busy"
     UNLIKE_VERSIONS = "unlike_versions", "The peer uses an incompatible protocol version"
     UNKNOWN_SESSION = "unknown_session", "The session does not exist or has ended"

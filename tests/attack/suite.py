@@ -13,6 +13,7 @@ from tests.attack.claims import Attack, Claim, Outcome
 from tests.attack.deadlines import behind_stuck_pulls, many_at_once, stalled_replicas
 from tests.attack.forged import forged_messages
 from tests.attack.forks import forked_children
+from tests.attack.hostile_readers import hostile_readers
 from tests.attack.kills import killed_peers
 from tests.attack.locks import contended_locks
 from tests.attack.opened_again import opened_again
@@ -69,6 +70,16 @@ CLAIMS: dict[str, Row] = {
     "stopped readers keep no buffers from others": Row(stopped_readers),
     "shared staging: a peer sees and changes no other's bytes": Row(separate_peers, ("shm",)),
     "forged messages change nothing": Row(forged_messages),
+    "a peer reads the bytes of its lease alone": Row(hostile_readers, ("tcp",)),
+    "attackers on the network read and change nothing": Row(
+        holds_in(
+            "tests/wire/test_data_plane.py::test_a_process_without_the_secret_reads_nothing",
+            "tests/wire/test_data_plane.py::test_bytes_that_are_changed_on_their_way_are_detected",
+            "tests/wire/test_data_plane.py::test_a_lease_that_ends_stops_what_is_being_sent",
+            "tests/wire/test_floods.py",
+        ),
+        _SIDE,
+    ),
     "locks under contention: everything ends": Row(contended_locks),
     "a pull of 1 s behind 66 that are stuck": Row(behind_stuck_pulls),
     "a stalled replica leaves time for another": Row(stalled_replicas),

@@ -17,6 +17,7 @@ from tests.attack.by_tests import ROOT, PassingTests
 from tests.attack.claims import Attack, Claim, Scene, repeated
 from tests.attack.forged import forged_messages
 from tests.attack.forks import forked_children
+from tests.attack.hostile_readers import hostile_readers
 from tests.attack.long_contexts import thin, wide
 from tests.attack.opened_again import opened_again
 from tests.attack.other_weights import other_weights
@@ -68,6 +69,11 @@ def test_a_peer_beside_a_pull_sees_and_changes_nothing() -> None:
 
 def test_stopped_readers_hold_nobody_up() -> None:
     _hold(stopped_readers, 1)
+
+
+def test_a_peer_reads_the_bytes_of_its_lease_alone() -> None:
+    outcome = hostile_readers(Attack(WIRES["tcp"], tries=3, tokens=512, seed=1))
+    assert (outcome.tries, outcome.held) == (3, 3), outcome.faults
 
 
 def test_processes_that_a_library_ends_are_counted_apart() -> None:

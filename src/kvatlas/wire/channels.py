@@ -48,6 +48,8 @@ class _Pool:
     """How many connections the peer has ended so far."""
     choice: int = 0
     """The index of the secret that the peer accepted last."""
+    names: frozenset[str] | None = None
+    """The names that the peer has proved; None if it may call itself by any name."""
 
 
 class Channels:
@@ -97,6 +99,11 @@ class Channels:
             pool = self._pools[endpoint]
             self._drop_ended(pool)
             return pool.lost
+
+    def proved_names(self, endpoint: str) -> frozenset[str] | None:
+        """Return the names that the peer at an endpoint has proved; None for any name."""
+        with self._changed:
+            return self._pools[endpoint].names
 
     def sweep(self) -> None:
         """Close connections that peers have ended, including those to unused endpoints."""
@@ -216,6 +223,8 @@ class Channels:
             except OSError as problem:
                 raise own_limit(problem) or self._lost(endpoint, problem) from None
             pool.choice = choice
+            if unix_path(endpoint) is None:
+                pool.names = self._security.verify(opened, choice).names
             return Connection(opened)
         assert refusal is not None  # noqa: S101  # there is at least one choice
         raise refusal

@@ -147,6 +147,15 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def endpoint_host(endpoint: str) -> str:
+    """Return the host name of an endpoint; empty for a socket on this host.
+
+    >>> endpoint_host("tcp://node-1:5555"), endpoint_host("unix:///tmp/node")
+    ('node-1', '')
+    """
+    return split_endpoint(endpoint)[0] if endpoint.startswith("tcp://") else ""
+
+
 def open_to_strangers(got: str) -> AtlasError:
     """The error for an endpoint that would accept connections from any host."""
     hint = "Give all nodes a secret, or pass unprotected=True on a trusted network"

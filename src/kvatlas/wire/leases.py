@@ -20,7 +20,8 @@ from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.peer_buffers import Loan
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Direction, new_key
-from kvatlas.wire.refusals import BusyError
+from kvatlas.wire.read_grants import ReadGrant
+from kvatlas.wire.refusals import BusyError, lease_expired
 from kvatlas.wire.transports.base import Handle
 
 T = TypeVar("T")
@@ -228,12 +229,14 @@ class Lease:
     """Leading bytes of a pulled stream that this process has gathered for the reader."""
     fetched: int = 0
     """Bytes of a pushed stream that this process has read and copied into the blocks."""
-    received: dict[tuple[int, int], int] = field(default_factory=dict)
+    received: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """Checksums of pieces as received, if they were converted before they were stored."""
     reads: list[LeaseRead] = field(default_factory=list)
     """Reads of this process into those buffers that are in flight."""
     sever: Callable[[], None] = lambda: None
     """Severs the link that those reads use."""
+    grant: ReadGrant | None = None
+    """The bytes that the peer may read over a transport that asks; None for a push."""
     part_of: Held | None = None
     """The offer or expectation that it was granted for. A later one may have the same name."""
     over: bool = False
@@ -265,6 +268,12 @@ class Lease:
         if not self.held:
             raise lease_expired()
 
+    def buffers_lent(self) -> tuple[int, ...]:
+        """Return the buffers that the peer may read, or raise an error if they were reclaimed."""
+        if self.reclaimed:
+            raise buffers_reclaimed()
+        return self.buffers
+
     def keep_loan(self, loan: Loan) -> None:
         """Record the buffers that are lent to it from now on."""
         self.loan, self.lent_at = loan, time.monotonic()
@@ -283,15 +292,6 @@ class Lease:
             got = f"{moved:,} of {self.stream.nbytes:,} bytes"
             hint = "Gather or fetch every piece first"
             raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
-
-
-def lease_expired() -> AtlasError:
-    """The error for a lease that has ended or never existed."""
-    return AtlasError(
-        Code.LEASE_EXPIRED,
-        got="a lease that is not open",
-        hint="Retry with a longer time limit",
-    )
 
 
 def buffers_reclaimed() -> AtlasError:
@@ -369,6 +369,12 @@ class Leases:
             raise lease_expired()
         return lease
 
+    def read_grant(self, key: bytes) -> ReadGrant | None:
+        """Return what a peer may read with the lease of this key; None if it has ended."""
+        with self._lock:
+            lease = self._open.get(key)
+        return lease.grant if lease is not None and lease.held else None
+
     def renew(self, lease: Lease, seconds: float) -> None:
         """Extend a lease to at least `seconds` from now."""
         lease.expires = max(lease.expires, time.monotonic() + seconds)
@@ -391,16 +397,19 @@ class Leases:
         return older
 
     def drop(self, lease: Lease) -> None:
-        """End a lease. When this returns, no copy is in progress for it.
+        """End a lease. When this returns, no copy and no send is in progress for it.
 
         Several threads may drop one lease at once: it stays listed until its copy is over, so
         that each of them waits for the copy.
         """
         lease.over = True
-        with lease.guard, self._lock:
-            if self._open.pop(lease.key, None) is None:
-                return
-            self._count(lease, -1)
+        with lease.guard:
+            if lease.grant is not None:
+                lease.grant.end()
+            with self._lock:
+                if self._open.pop(lease.key, None) is None:
+                    return
+                self._count(lease, -1)
         self._ended(lease)
 
     def sweep(self) -> None:

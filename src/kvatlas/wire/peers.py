@@ -45,6 +45,8 @@ class Peer:
     conversion: ConversionTerms | None = None
     identity: CacheIdentity | None = None
     version: int = VERSION
+    names: frozenset[str] | None = None
+    """The names that its connection has proved; None if it may call itself by any name."""
 
 
 class PeerPlans:

@@ -21,14 +21,21 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.integers import MOST_SECONDS
 from kvatlas.models import CacheIdentity
 
-VERSION = 3
-"""The protocol version of this end. Version 1 used ZeroMQ; version 2 had no identities."""
+VERSION = 4
+"""The protocol version of this end.
+
+Version 1 used ZeroMQ, version 2 had no identities, and version 3 had no keyed checksums and no TLS
+on the data connections of `tcp`.
+"""
 
 OLDEST_VERSION = 2
 """The oldest protocol version that this end understands."""
 
 IDENTITY_VERSION = 3
 """The first version whose messages carry an identity."""
+
+KEYED_VERSION = 4
+"""The first version whose checksums may be keyed."""
 
 MAX_MESSAGE_BYTES = 4 << 20
 """The maximum size of a message in bytes, including the plan in it."""
@@ -256,16 +263,20 @@ class Fetch(LeaseQuestion, frozen=True, kw_only=True, tag="fetch"):
     """The offset of the gathered bytes in the sender's staging memory; None to read its pools."""
 
 
-class GetChecksums(LeaseQuestion, frozen=True, kw_only=True, tag="get_checksums"):
+class GetChecksums(
+    LeaseQuestion, frozen=True, kw_only=True, omit_defaults=True, tag="get_checksums"
+):
     """Ask for a checksum of each piece of bytes start .. stop - 1 of the lease's stream."""
 
     start: Whole
     stop: Whole
     piece: Annotated[int, Meta(ge=4096, le=1 << 30)]
+    keyed: bool = False
+    """Whether to answer with MACs instead of CRC-32. Omitted before version 4."""
 
 
 class Checksums(Message, frozen=True, kw_only=True, tag="checksums"):
-    """Checksums, as little-endian 32-bit integers."""
+    """Checksums: CRC-32 as little-endian 32-bit integers, or MACs of 16 bytes each."""
 
     sums: Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
 

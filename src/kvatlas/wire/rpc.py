@@ -40,6 +40,8 @@ _STRANGER_SECONDS = 5.0
 _BUSY_SECONDS = 0.25
 """Seconds that a question waits for its turn, and then the retry delay in the error."""
 _IDLE_SECONDS = 0.05
+_DROP_SECONDS = 1.0
+"""Seconds to wait for the thread of a connection that was dropped; it ends at once, as a rule."""
 
 
 class Caller:
@@ -49,6 +51,8 @@ class Caller:
         self.connection = Connection(connected)
         self.identity = _whose(connected)
         """The key for its quotas: its host, its certificate, or its process."""
+        self.names: frozenset[str] | None = None
+        """The names that it has proved; None if it may call itself by any name."""
         self.known = self.answering = False
         self.open = True
 
@@ -168,6 +172,7 @@ class Server(threading.Thread):
         The oldest one of the host with the most connections goes first, so a host that opens many
         drops its own.
         """
+        dropped = []
         with self._lock:
             strangers = [one for one in self._callers if not one.known and one.open]
             while len(strangers) > most:
@@ -177,6 +182,9 @@ class Server(threading.Thread):
                 strangers.remove(oldest)
                 oldest.open = False
                 oldest.hang_up()
+                dropped.append(self._callers[oldest])
+        for thread in dropped:  # so that their number is bounded too
+            thread.join(_DROP_SECONDS)
 
     def _admit(self, caller: Caller) -> bool:
         """Return whether an authenticated caller fits into the limits."""
@@ -206,7 +214,7 @@ class Server(threading.Thread):
             if self._closing.is_set() or not caller.open:
                 return  # who hung up on it has missed it
             if connected.family != socket.AF_UNIX:
-                caller.identity = self._security.identify(protected)
+                caller.identity, caller.names = self._security.identify(protected)
             self._answer_all(caller)
         except AtlasError as refusal:
             got = str(refusal.got)

@@ -104,22 +104,28 @@ def own_device() -> str:
 
 @pytest.mark.parametrize("kind", KINDS[3:], ids=lambda kind: kind.label)
 def test_a_transport_beyond_this_host_takes_a_secret(kind: Kind) -> None:
-    """A node without one is refused whichever of its ends would be open to the network."""
+    """A node without one is refused whichever of its ends would be open to the network.
+
+    With one, so is a transport that does not authenticate its peers with it.
+    """
     skip_without(kind)
     beyond: dict[str, Any] = {"host": own_address()}
     if kind.name == "nixl":
         beyond = {"device": own_device(), "over_tcp": True}
     made = small("dense")
-    memory = Buffers(made, 0).memory
-    lifts: list[dict[str, Any]] = [{"secret": bytes(range(16))}, {"unprotected": True}]
-    for given in lifts if kind.name == "tcp" else lifts[:1]:
-        transport = make_transport(kind.name, **beyond)
+    about: dict[str, Any] = {"memory": Buffers(made, 0).memory, "identity": OURS}
+    secret: dict[str, Any] = {"secret": bytes(range(16))}
+    trusted: dict[str, Any] = {"unprotected": True}
+    transport = make_transport(kind.name, **beyond)
+    for given in ({},) if kind.name == "tcp" else ({}, secret):
         with pytest.raises(AtlasError) as refusal:
-            Node(made, memory=memory, transport=transport, identity=OURS)
+            Node(made, transport=transport, **about, **given)
         assert refusal.value.code is Code.UNPROTECTED
-        assert "secret" in refusal.value.hint
+        assert "unprotected=True" in refusal.value.hint
         assert not transport.registered, "nobody can read anything there"
-        Node(made, memory=memory, transport=transport, identity=OURS, **given).close()
+    Node(made, transport=transport, **about, **(secret if kind.name == "tcp" else trusted)).close()
+    if kind.name == "tcp":
+        Node(made, transport=make_transport("tcp", **beyond), **about, **trusted).close()
 
 
 def test_mooncake_refuses_to_be_everywhere() -> None:

@@ -24,8 +24,10 @@ from kvatlas.wire.client.peer_connection import PeerConnection
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest
 from kvatlas.wire.client.warm_shapes import StartedRead
-from kvatlas.wire.leases import Held, buffers_reclaimed, lease_expired
+from kvatlas.wire.leases import Held, buffers_reclaimed
+from kvatlas.wire.piece_sums import mac_key, piece_sum
 from kvatlas.wire.protocol import Ok, Opened
+from kvatlas.wire.refusals import lease_expired
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Handle
@@ -84,7 +86,7 @@ class RankLease:
         self._asked_at = time.monotonic()
         self.runs: int | None = None
         """The runs that were read; None to use the runs of the stream."""
-        self.received: dict[tuple[int, int], int] = {}
+        self.received: dict[tuple[int, int], bytes] = {}
         """Checksums of the pieces as they were sent, if one end converted them."""
         self.given_up: dict[str, list[Handle]] = {"blocks": [], "buffers": []}
         """Abandoned reads that may not be over, by the memory that they write to."""
@@ -258,6 +260,21 @@ class RankLease:
         with suppress(AtlasError):
             self.node.channels.ask(self.connection.endpoint, question, deadline=deadline)
 
+    @property
+    def mac_key(self) -> bytes | None:
+        """The key of checksums; None if the session is not protected and they are CRC-32."""
+        if not self.node.security.protected:
+            return None
+        version = self.connection.peer.version
+        if version < protocol.KEYED_VERSION:
+            raise protocol.unlike_versions(version, version)
+        return mac_key(self.connection.session, self.opened.lease)
+
+    def note_converted(self, start: int, stop: int, piece: Any) -> None:
+        """Keep the checksum of a converted piece as it travels, if checksums are compared."""
+        if self.wanted.checksums:
+            self.received[start, stop] = piece_sum(piece, self.mac_key)
+
     # -- what both ends lend --------------------------------------------------------------
 
     def borrow(self, count: int, until: float = math.inf) -> None:
@@ -358,7 +375,8 @@ class RankLease:
 
     def read(self, copies: Sequence[Copy], into: str = "buffers") -> None:
         """Read runs over the link, and record the read if it is abandoned."""
-        self._finish(self.connection.link.read(copies), into, self._check_going_on)
+        handle = self.connection.link.read(copies, lease=self.opened.lease)
+        self._finish(handle, into, self._check_going_on)
 
     def read_lent(self, copies: Sequence[Copy]) -> None:
         """Read runs of the peer's staging buffers into those of this node."""
@@ -368,10 +386,10 @@ class RankLease:
             self.renew_in_time()
 
         if self.lent_link is self.connection.link:
-            self._finish(self.lent_link.read(copies), "buffers", check)
+            self._finish(self.lent_link.read(copies, lease=self.opened.lease), "buffers", check)
             return
         with _reclaimed_if_lost():
-            self._finish(self.lent_link.read(copies), "buffers", check)
+            self._finish(self.lent_link.read(copies, lease=self.opened.lease), "buffers", check)
 
     def sever_links(self) -> None:
         """Tear down all links of the transfer."""

@@ -15,13 +15,13 @@ from kvatlas.copying.stream_copy import (
     SOURCE,
     AnyStream,
     StreamPiece,
-    piece_checksum,
     piece_spans,
 )
 from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.protocol import Ok
+from kvatlas.wire.read_grants import ReadGrant
 from kvatlas.wire.transports.errors import failed
 
 
@@ -46,7 +46,7 @@ def pull_staged(lease: RankLease, stream: AnyStream) -> None:
                 gathering = _gather_beside(lease, spans[number + 1], 0)
             here = staging.view(lease.buffers[number % many], stop - start)
             if isinstance(stream, ConvertedStream):
-                lease.received[start, stop] = piece_checksum(here)
+                lease.note_converted(start, stop, here)
             arriving = StreamPiece.of(stream, start, stop, DESTINATION)
             lease.transfer.add(lease.rank, lease.node.deliver(here, arriving))
     finally:
@@ -71,6 +71,18 @@ def push(lease: RankLease, stream: AnyStream, *, staged: bool) -> None:
             raise failed('a push with shared="staging"', hint, problem)
         lease.borrow_both()
         piece = min(piece, staging.piece)
+    grant = ReadGrant(
+        lease.connection.session,
+        None if staged else stream,
+        lambda: lease.buffers if staged else [],
+        staging.piece,
+    )
+    with lease.node.pushing(lease.opened.lease, grant):
+        _push_pieces(lease, stream, piece, staged=staged)
+
+
+def _push_pieces(lease: RankLease, stream: AnyStream, piece: int, *, staged: bool) -> None:
+    staging = lease.node.staging
     fetching: Future[Ok] | None = None
     try:
         for number, (start, stop) in enumerate(piece_spans(stream, piece)):
@@ -84,7 +96,7 @@ def push(lease: RankLease, stream: AnyStream, *, staged: bool) -> None:
                 here = staging.view(buffer, stop - start)
                 lease.node.fill(StreamPiece.of(stream, start, stop, SOURCE), here)
                 if isinstance(stream, ConvertedStream):
-                    lease.received[start, stop] = piece_checksum(here)
+                    lease.note_converted(start, stop, here)
                 span["staged_at"] = buffer * staging.piece
             if fetching:
                 fetching.result()

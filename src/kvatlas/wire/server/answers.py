@@ -8,30 +8,27 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvatlas.copying.gather_scatter import into_buffer
 from kvatlas.copying.memory import STAGING
-from kvatlas.copying.stream_copy import DESTINATION, SOURCE, StreamPiece, piece_checksum
+from kvatlas.copying.stream_copy import DESTINATION, SOURCE, StreamPiece
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream, Copy
 from kvatlas.wire import protocol
-from kvatlas.wire.leases import (
-    Expected,
-    Held,
-    Lease,
-    LeaseRead,
-    Offer,
-    buffers_reclaimed,
-    lease_expired,
-)
+from kvatlas.wire.leases import Expected, Held, Lease, LeaseRead, Offer, buffers_reclaimed
 from kvatlas.wire.peer_buffers import Loan
 from kvatlas.wire.peers import Peer, check_same_identity, checked_peer
+from kvatlas.wire.piece_sums import mac_key, piece_sum, stream_sums
+from kvatlas.wire.read_grants import ReadGrant, session_id
+from kvatlas.wire.refusals import lease_expired
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
+from kvatlas.wire.transports.access import Access
 from kvatlas.wire.transports.base import Link
 from kvatlas.wire.transports.offer_board import Posting
 
@@ -92,7 +89,8 @@ class Answers:
         plan = self.node.peer_plans.find(hello)
         if plan is None:
             return protocol.SendPlan()
-        peer = checked_peer(hello, plan, self.node.transport.name)
+        peer = replace(checked_peer(hello, plan, self.node.transport.name), names=caller.names)
+        self.node.check_peer(peer)
         self.node.check_route(peer)
         self.node.check_peer_identity(peer)
         session = self.sessions.begin(hello, peer, caller)
@@ -109,9 +107,12 @@ class Answers:
         held.check_asked(tokens, told, node.plan)
         if node.check_identity or question.identity is not None:
             check_same_identity(held.identity, question.identity or peer.identity)
+        node.security.check_role(peer.name, question.direction)
         incoming = question.direction == "push"
         stream = node.stream(peer, held.blocks, theirs, tokens, question.layers, incoming=incoming)
-        reading = {"sever": self._link(question.session, peer).sever} if incoming else {}
+        reading: dict[str, Any] = {}
+        if incoming:
+            reading["sever"] = self._link(question.session, peer).sever
         mark = None if incoming else self._told(held.mark)
         if incoming:
             node.mover.follow(held.mark)
@@ -134,6 +135,11 @@ class Answers:
                 entries=sum(map(len, (*theirs.values(), *held.blocks.values()))),
                 **reading,
             )
+            if not incoming:
+                piece = node.staging.piece
+                lease.grant = ReadGrant(
+                    question.session, stream, lease.buffers_lent, piece, peer.names
+                )
             fenced = []
             if isinstance(held, Expected):
                 held.current[peer.rank] = lease.key
@@ -269,13 +275,14 @@ class Answers:
                 )
             lease.reads.append(read)
         with node.metrics.phase("fetch"):
-            read.run(lambda: link.read(reads), lease.expires, lease.check)
+            read.run(lambda: link.read(reads, lease=lease.key), lease.expires, lease.check)
         with lease.guard:
             lease.check()
             lease.reads.remove(read)
             piece = lease.check_lent().view(landing, nbytes)
             if part.parts:
-                lease.received[question.start, question.stop] = piece_checksum(piece)
+                key = self._mac_key(question) if self._keys_sums(peer) else None
+                lease.received[question.start, question.stop] = piece_sum(piece, key)
             node.deliver(piece, part)
             lease.fetched, lease.moved_at = question.stop, time.monotonic()
         return protocol.Ok(seconds=lease.left)
@@ -301,9 +308,10 @@ class Answers:
         with lease.guard:
             lease.check()
             at_source = lease.direction == "pull"
-            sums = self.node.mover.checksums(part, question.piece, src=at_source)
+            key = self._mac_key(question) if question.keyed else None
+            sums = stream_sums(self.node.mover, part, question.piece, key, src=at_source)
         lease.check()
-        return protocol.Checksums(sums=sums.astype("<u4").tobytes())
+        return protocol.Checksums(sums=sums)
 
     def _converted_checksum(
         self, question: protocol.GetChecksums, lease: Lease, stream: ConvertedStream
@@ -320,9 +328,16 @@ class Answers:
             with lease.guard:
                 lease.check()
                 self.node.fill(part, piece)
-            found = piece_checksum(piece)
+            found = piece_sum(piece, self._mac_key(question) if question.keyed else None)
         lease.check()
-        return protocol.Checksums(sums=np.array([found], dtype="<u4").tobytes())
+        return protocol.Checksums(sums=found)
+
+    def _keys_sums(self, peer: Peer) -> bool:
+        """Whether a peer asks for keyed checksums."""
+        return self.node.security.protected and peer.version >= protocol.KEYED_VERSION
+
+    def _mac_key(self, question: protocol.LeaseQuestion) -> bytes:
+        return mac_key(question.session, question.lease)
 
     def _close(self, question: protocol.Close, peer: Peer) -> protocol.Message:
         lease = self._lease(question)
@@ -409,7 +424,8 @@ class Answers:
         with self._links_lock:
             if session in self._links:
                 return self._links[session]
-        link = self.node.transport.connect(peer.metadata, peer.memory)
+        access = Access(session_id(session))
+        link = self.node.transport.connect(peer.metadata, peer.memory, access)
         with self._links_lock:
             kept = self._links.setdefault(session, link)
         if kept is not link:

@@ -50,7 +50,12 @@ class Node(NodeState):
     With a `secret` of 16 bytes or more, only peers with the same secret can connect, and the side
     channel is encrypted. Pass `(new, old)` to accept both during a rotation, or `tls` to use TLS
     contexts instead of secrets. Without either, the node and its transport listen only on this
-    host, unless `unprotected` is set.
+    host, unless `unprotected` is set. It is also needed for a transport between hosts that does not
+    authenticate its peers, such as Mooncake.
+
+    All holders of one secret can use any name. To bind names to keys, pass `peers`: a `PeerAccess`
+    with its own secret, and what it may do, for each name. With `tls`, the name of a peer must be
+    in its certificate.
 
     The node keeps `buffers` staging buffers of `piece` bytes for staged transfers. The leases of a
     peer end soon after its connections do. With `convert` ("fp8->bf16"), the node also serves peers
@@ -83,10 +88,20 @@ class Node(NodeState):
         )  # fmt: skip
 
     def _check_transport(self) -> None:
-        """Raise an error if the transport serves other hosts and the node is unprotected."""
-        beyond = self.transport.beyond_host
-        if beyond and not self.security.protected and not self.unprotected:
-            raise open_to_strangers(f"transport {self.transport.name!r} at {beyond}")
+        """Raise an error if other hosts could access the transport without authentication."""
+        transport = self.transport
+        if not transport.beyond_host or self.unprotected:
+            return
+        reached = f"transport {transport.name!r} at {transport.beyond_host}"
+        if not self.security.protected:
+            raise open_to_strangers(reached)
+        if not transport.guarantees.authentication:
+            raise AtlasError(
+                Code.UNPROTECTED,
+                "The transport does not authenticate peers, and other hosts can reach it",
+                got=f"{reached}, which does not use the secret",
+                hint='Use the transport "tcp", or pass unprotected=True on a trusted network',
+            )
 
     @property
     def endpoint(self) -> str:

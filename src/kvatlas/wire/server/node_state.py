@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -51,12 +52,16 @@ from kvatlas.wire.protocol import (
     encode,
     new_key,
     pack_tables,
+    unlike_versions,
 )
 from kvatlas.wire.quarantine import Quarantine
+from kvatlas.wire.read_grants import ReadGrant
+from kvatlas.wire.refusals import lease_expired
 from kvatlas.wire.rpc import log
-from kvatlas.wire.security import Secret, Security, TlsContexts
+from kvatlas.wire.security import PeerAccess, Secret, Security, TlsContexts
 from kvatlas.wire.server.lending import Lending
 from kvatlas.wire.staging import StagingBuffers, staging_memory
+from kvatlas.wire.transports.access import AskedRead
 from kvatlas.wire.transports.base import Transport
 from kvatlas.wire.transports.offer_board import PostedOffer, Posting
 
@@ -81,6 +86,7 @@ class NodeState:
     listen: str = "tcp://127.0.0.1:0"
     secret: Secret = None
     tls: TlsContexts | None = None
+    peers: Mapping[str, PeerAccess] | None = None
     unprotected: bool = False
     piece: int = 4 << 20
     buffers: int = 8
@@ -124,6 +130,8 @@ class NodeState:
         Set to 1 if other work needs the cores.
         """
         self.leases = Leases(self._lease_ended)
+        self._pushed: dict[bytes, ReadGrant] = {}
+        """What destinations may read of this node's pushes, by the key of the lease there."""
         self.ledger = BlockLedger(self.plan, self.rank)
         """The blocks that offers, pulls, pushes and expectations of this node use."""
         self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == HOST}
@@ -133,7 +141,7 @@ class NodeState:
         """Raise an error for an invalid name, secret, rank, memory or staging option."""
         if self.name:
             check_node_name(self.name)
-        self.security = Security(self.secret, tls=self.tls)
+        self.security = Security(self.secret, tls=self.tls, peers=self.peers)
         rank = checked_rank(self.plan, self.rank, "node")
         self.memory = memory_of(self.memory)
         device = pools_device(self.memory)
@@ -209,12 +217,36 @@ class NodeState:
         if self.check_identity:
             check_same_identity(self.identity, peer.identity)
 
+    def check_peer(self, peer: Peer) -> None:
+        """Raise an error for a name that the peer has not proved, or a version that is too old."""
+        self.security.check_name(peer.name, peer.names)
+        if peer.version < self.transport.oldest_version:
+            raise unlike_versions(peer.version, peer.version)
+
+    def authorise(self, asked: AskedRead) -> AbstractContextManager[None]:
+        """Allow a peer to read bytes that its lease covers, or raise an error."""
+        grant = self.leases.read_grant(asked.lease) or self._pushed.get(asked.lease)
+        if grant is None:
+            raise lease_expired()
+        return grant.reading(asked)
+
+    @contextmanager
+    def pushing(self, lease: bytes, grant: ReadGrant) -> Iterator[None]:
+        """Let the destination of a push read what is pushed, while the context lasts."""
+        self._pushed[lease] = grant
+        try:
+            yield
+        finally:
+            del self._pushed[lease]
+            grant.end()
+
     def request_identity(self, given: CacheIdentity | None) -> CacheIdentity | None:
         """Return the identity of a request: the given one, or the node's."""
         return self.identity if given is None else checked_identity(given)
 
     def register(self) -> None:
         """Register the memory with the transport, and prepare to move it."""
+        self.transport.protect(self.security, self.authorise)
         self.transport.register(self.memory)
         self.mover = self._mover()
 
@@ -371,6 +403,8 @@ class NodeState:
                 return
             loan, lease.loan, lease.reclaimed = lease.loan, None, True
             reads = list(lease.reads)
+        if lease.grant is not None:
+            lease.grant.interrupt()
         log.warning("buffers reclaimed request=%r name=%r", lease.request, lease.peer[1])
         then = partial(self.lending[lease.direction].take_back, lease, loan, keep=False)
         self.quarantine.hold(reads, then, sever=lease.sever)

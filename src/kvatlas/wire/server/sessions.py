@@ -88,7 +88,7 @@ class Sessions:
         """Return the peer of a session, and record the connection as one of the session's."""
         with self._lock:
             found = self._open.get(key)
-            if found is not None:
+            if found is not None and found.peer.names == caller.names:
                 self._heard(found, caller)
                 return found.peer
         raise AtlasError(

@@ -27,7 +27,9 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy, RequestShape
 from kvatlas.routing.run_grids import BlockIds
 from kvatlas.wire.fork_safety import OwningProcess
+from kvatlas.wire.security import Security
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.access import Access, Authorise, Guarantees
 from kvatlas.wire.transports.offer_board import OfferBoard, SeenOffer
 
 Shared = Literal["all", "staging"]
@@ -172,6 +174,8 @@ class Link(ABC):
     """Whether `sever` ends operations in flight within a moment."""
     adds: ClassVar[bool] = False
     """Whether `read` computes the runs of a copy on the device, so that staging never pays."""
+    exact: ClassVar[bool] = False
+    """Whether the peer serves only the bytes of a lease, and none between them."""
     sees_offers: bool = False
     """Whether `find_offer` may find an offer."""
 
@@ -179,15 +183,26 @@ class Link(ABC):
         self.owner, self.mine, self.theirs = owner, owner.memory, dict(theirs)
         self.open = True
 
-    def read(self, copies: Sequence[Copy], after: int | None = None) -> Handle:
+    def sign_in(self, access: Access) -> None:  # noqa: B027
+        """Authenticate at the peer, if the transport needs that before it reads."""
+
+    def read(
+        self, copies: Sequence[Copy], after: int | None = None, *, lease: bytes = b""
+    ) -> Handle:
         """Read bytes of the peer into this process's memory. The peer is the source.
 
-        The read begins after the peer's mark `after` completes, which needs `marks_travel`.
+        The read begins after the peer's mark `after` completes, which needs `marks_travel`. `lease`
+        is the key of the lease that covers the bytes, for transports that check it.
         """
         if after is not None:
             raise NotImplementedError(f"{type(self).__name__} cannot wait for a peer's mark")
         check_bounds(copies, self.theirs, self.mine)
-        return self._checked(copies, write=False)
+        copies = self._checked(copies, write=False)
+        return self._read(copies, lease) if copies else Done()
+
+    def _read(self, copies: Sequence[Copy], lease: bytes) -> Handle:
+        del lease
+        return self._post(copies, write=False)
 
     def converts(self, copies: Sequence[Copy]) -> bool:
         """Whether `read` supports these copies, some of which cast elements."""
@@ -218,14 +233,16 @@ class Link(ABC):
     def write(self, copies: Sequence[Copy]) -> Handle:
         """Write bytes of this process into the peer's memory. The peer is the destination."""
         check_bounds(copies, self.mine, self.theirs)
-        return self._checked(copies, write=True)
+        copies = self._checked(copies, write=True)
+        return self._post(copies, write=True) if copies else Done()
 
-    def _checked(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+    def _checked(self, copies: Sequence[Copy], *, write: bool) -> list[Copy]:
+        """Copies that are not empty, between memory that the transport can access."""
         self.check()
         copies = [copy.expanded() for copy in copies if len(copy)]
         for copy in copies:
             self.owner.check_takes(self.mine[copy.src_pool if write else copy.dst_pool])
-        return self._post(copies, write=write) if copies else Done()
+        return copies
 
     def _addresses(self, copies: Sequence[Copy], *, write: bool) -> tuple[Int64s, Int64s, Int64s]:
         """Absolute addresses of runs at this end and at the peer's, and their lengths."""
@@ -283,6 +300,10 @@ class Transport(ABC):
     """Whether peers can wait for marks themselves; otherwise this end waits before it answers."""
     casts: ClassVar[bool] = False
     """Whether peers can read pools and cast elements; otherwise this end converts."""
+    oldest_version: ClassVar[int] = 0
+    """The first protocol version whose peers can use the transport."""
+    guarantees: Guarantees = Guarantees()
+    """What it guarantees to a node with a secret. See the table in the guide to security."""
 
     def __init__(self, *, shared: Shared = "all") -> None:
         if shared not in ("all", "staging"):
@@ -371,15 +392,30 @@ class Transport(ABC):
     def _register(self, memory: Mapping[int, Memory]) -> None:  # noqa: B027
         """Tell the library below, where there is one."""
 
+    def protect(self, security: Security, authorise: Authorise) -> None:  # noqa: B027
+        """Use the security of a node for connections, and ask the node before a read is served.
+
+        The node calls this before it publishes anything. A transport that cannot protect bytes
+        ignores it.
+        """
+
     @abstractmethod
     def publish(self) -> bytes:
         """Return the metadata that a peer needs to connect, in addition to the regions."""
 
-    def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+    def connect(
+        self, metadata: bytes, memory: Mapping[int, Memory], access: Access | None = None
+    ) -> Link:
         """Connect to a peer that published `metadata` and has these regions."""
         self.check()
         with errors.coded_limits():
-            return self._connect(metadata, memory)
+            link = self._connect(metadata, memory)
+            try:
+                link.sign_in(access or Access())
+            except BaseException:
+                link.close()
+                raise
+            return link
 
     @abstractmethod
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link: ...

@@ -27,6 +27,7 @@ from kvatlas.copying.device_marks import DeviceMarks
 from kvatlas.copying.memory import HOST, STAGING, Memory
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.access import Guarantees
 from kvatlas.wire.transports.base import Link, OnePeerMemory, Separation, Shared, Transport
 from kvatlas.wire.transports.cuda_link import CudaEnd, CudaLink
 from kvatlas.wire.transports.cuda_published import (
@@ -57,6 +58,7 @@ class CudaTransport(Transport):
 
     name: ClassVar[str] = "cuda"
     separation: ClassVar[Separation] = "segments"
+    guarantees = Guarantees(confidentiality=True, integrity=True, authentication=True)
     marks_travel: ClassVar[bool] = True
     casts: ClassVar[bool] = True
 

@@ -22,6 +22,7 @@ from kvatlas.copying.file_runs import copy_file_runs
 from kvatlas.copying.memory import Memory
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.access import Guarantees
 from kvatlas.wire.transports.base import Handle, Link, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise
 
@@ -57,6 +58,7 @@ class FileTransport(Transport):
     """
 
     name: ClassVar[str] = "file"
+    guarantees = Guarantees(confidentiality=True, integrity=True)
 
     def __init__(self, folder: str | Path, name: str | None = None, *, sync: bool = False) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from kvatlas.copying.memory import STAGING, Memory
 from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.access import Guarantees
 from kvatlas.wire.transports.base import (
     Handle,
     Link,
@@ -47,6 +48,9 @@ class MemoryTransport(Transport):
 
     name: ClassVar[str] = "memory"
     separation: ClassVar[Separation] = "segments"
+    guarantees = Guarantees(
+        confidentiality=True, integrity=True, authentication=True, authorisation=True
+    )
 
     def __init__(self, *, shared: Shared = "all") -> None:
         super().__init__(shared=shared)

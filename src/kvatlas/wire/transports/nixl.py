@@ -62,6 +62,7 @@ class NixlTransport(Transport):
         self.kind, self.backend = kind, backend
         self._agents = Agents(kind, backend, device, over_tcp=over_tcp)
         self.beyond_host = self._agents.beyond_host
+        self.guarantees = self._agents.guarantees
         # A name is never used twice: a peer that starts again is another peer.
         self._name = f"kvatlas-{secrets.token_hex(16)}"
         self._agent: Any = self._agents.make(self._name, serves=True)

@@ -17,6 +17,7 @@ from kvatlas.copying.memory import Memory
 from kvatlas.errors import AtlasError
 from kvatlas.wire.fork_safety import keep_in_children
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.access import Guarantees
 from kvatlas.wire.transports.nixl_metadata import Kind
 from kvatlas.wire.transports.nixl_strided import Rows
 
@@ -52,6 +53,12 @@ class Agents:
         loopback = backend == "UCX" and self._device == _LOOPBACK
         self.beyond_host = "" if loopback else f"{backend} on {self._device}"
         """The device at which other hosts reach its agents; empty if they cannot."""
+        self.guarantees = Guarantees()
+        """Over RDMA, peers need the keys of its memory. Over TCP, UCX checks none."""
+        if backend == "UCX" and _over_rdma(self._device):
+            self.guarantees = Guarantees(authentication=True)
+        elif loopback and not _reads_over_tcp(self._device):
+            self.guarantees = Guarantees(confidentiality=True, integrity=True)
         self.by_cpu = backend == "UCX" and kind == "DRAM" and not _has_rdma()
         """Whether bytes arrive only during calls to an agent of this process."""
 
@@ -135,6 +142,12 @@ def _reads_over_tcp(device: str) -> bool:
     named = set(os.environ.get("UCX_TLS", "all").split(","))
     own_host = bool(named & _ON_ONE_HOST) or any(name.startswith("^") for name in named)
     return devices != [_LOOPBACK] or not own_host
+
+
+def _over_rdma(device: str) -> bool:
+    """Whether UCX uses RDMA devices alone."""
+    devices = [name.partition(":")[0] for name in device.split(",")]
+    return _has_rdma() and all((_RDMA / name).exists() for name in devices)
 
 
 def _library() -> Any:

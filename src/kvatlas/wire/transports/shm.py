@@ -23,6 +23,7 @@ from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.access import Guarantees
 from kvatlas.wire.transports.base import (
     Handle,
     Link,
@@ -79,6 +80,7 @@ class ShmTransport(Transport):
 
     name: ClassVar[str] = "shm"
     separation: ClassVar[Separation] = "segments"
+    guarantees = Guarantees(confidentiality=True, integrity=True, authentication=True)
 
     def __init__(self, *, shared: Shared = "all") -> None:
         super().__init__(shared=shared)
