@@ -91,6 +91,7 @@ class Code(StrEnum):
         "Pages of different layers cannot be padded to the same size",
     )
     NOT_ENOUGH_MEMORY = "not_enough_memory", "There is not enough memory"
+    TOO_MANY_FILES = "too_many_files", "The process or the host cannot open another file or socket"
     UNKNOWN_GPU = "unknown_gpu", "There is no GPU of this name"
     WEIGHTS_TOO_LARGE = "weights_too_large", "The weights leave no memory for a cache"
     CONTRADICTORY = "contradictory", "Two options contradict each other"

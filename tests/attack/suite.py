@@ -12,6 +12,7 @@ from tests.attack.by_tests import holds_in
 from tests.attack.claims import Attack, Claim, Outcome
 from tests.attack.deadlines import behind_stuck_pulls, many_at_once, stalled_replicas
 from tests.attack.forged import forged_messages
+from tests.attack.forks import forked_children
 from tests.attack.kills import killed_peers
 from tests.attack.locks import contended_locks
 from tests.attack.opened_again import opened_again
@@ -58,6 +59,7 @@ CLAIMS: dict[str, Row] = {
     "stopped source, blocks reused: no late byte": Row(stopped_sources, _ALL),
     "stopped pusher, blocks reused: no late byte": Row(stopped_pushers, _ALL),
     "killed peer: no wrong byte, nothing left": Row(killed_peers, _ALL),
+    "forked children keep no dead peer alive": Row(forked_children),
     "different weights are refused": Row(other_weights, _ALL),
     "a stopped pusher's bytes never reach a ready request": Row(replaced_pushers, _ALL),
     "an Open by any peer takes nothing away": Row(opened_again),

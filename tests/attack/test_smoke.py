@@ -16,6 +16,7 @@ from kvatlas.routing.request import BoundStates, RequestEnds
 from tests.attack.by_tests import ROOT, PassingTests
 from tests.attack.claims import Attack, Claim, Scene, repeated
 from tests.attack.forged import forged_messages
+from tests.attack.forks import forked_children
 from tests.attack.long_contexts import thin, wide
 from tests.attack.opened_again import opened_again
 from tests.attack.other_weights import other_weights
@@ -46,6 +47,10 @@ def test_ranks_with_other_weights_exchange_no_byte() -> None:
 
 def test_a_request_that_is_ready_has_the_bytes_of_one_process_per_rank() -> None:
     _hold(replaced_pushers, 3)
+
+
+def test_forked_children_keep_no_dead_peer_alive() -> None:
+    _hold(forked_children, 2)
 
 
 def test_an_open_takes_no_arrival_away() -> None:

@@ -140,6 +140,18 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     session: Key
 
 
+class NewerWelcome(Welcome, frozen=True, kw_only=True, forbid_unknown_fields=False, tag="welcome"):
+    """A welcome of a newer version, which may contain unknown fields."""
+
+    hello: NewerHello
+
+
+class _WelcomeVersions(msgspec.Struct, frozen=True, tag_field="type", tag="welcome"):
+    """A welcome, decoded only as far as the versions of its sender."""
+
+    hello: _HelloVersions
+
+
 class SendPlan(Message, frozen=True, kw_only=True, tag="send_plan"):
     """The answer to a hello with an unknown plan: send the hello again, with the plan."""
 
@@ -329,22 +341,30 @@ Got Expected `object`, got `int`. Run the same version of kvatlas at both ends. 
     try:
         return msgspec.msgpack.decode(payload, type=kind)
     except _UNREADABLE as problem:
-        newer = _newer_hello(payload) if kind is Question else None
+        newer = _newer(payload, kind)
         if newer is not None:
             return newer
         raise bad_handshake(str(problem)[:200]) from None
 
 
-def _newer_hello(payload: bytes) -> NewerHello | None:
-    """The hello of a newer version; None where it is none, or is malformed in any version."""
+def _newer(payload: bytes, kind: Any) -> NewerHello | NewerWelcome | None:
+    """Decode the hello or welcome of a newer version; None for anything else."""
+    if kind not in (Question, Answer):
+        return None
     try:
-        versions = msgspec.msgpack.decode(payload, type=_HelloVersions)
+        if kind == Question:
+            versions = msgspec.msgpack.decode(payload, type=_HelloVersions)
+        else:
+            versions = msgspec.msgpack.decode(payload, type=_WelcomeVersions).hello
     except _UNREADABLE:
         return None
     check_versions(versions.version, versions.oldest)
+    if versions.version <= VERSION:
+        return None
     try:
-        newer = versions.version > VERSION
-        return msgspec.msgpack.decode(payload, type=NewerHello) if newer else None
+        if kind == Question:
+            return msgspec.msgpack.decode(payload, type=NewerHello)
+        return msgspec.msgpack.decode(payload, type=NewerWelcome)
     except _UNREADABLE:
         return None
 
@@ -401,5 +421,5 @@ def bad_handshake(got: str) -> AtlasError:
 
 
 # msgspec crashes where two threads are the first to decode a type: the first is this one.
-for _kind in (Question, Answer, NewerHello, _HelloVersions):
+for _kind in (Question, Answer, NewerHello, NewerWelcome, _HelloVersions, _WelcomeVersions):
     msgspec.msgpack.Decoder(_kind)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvatlas.errors import AtlasError, Code, MissingExtraError
+from kvatlas.wire.fork_safety import close_in_children
 
 Secret = bytes | Sequence[bytes] | None
 """A shared secret, or several during a rotation, the preferred one first."""
@@ -106,12 +107,12 @@ class Security:
     def open(self, connection: socket.socket, host: str, choice: int) -> socket.socket:
         """Open a protected connection with the chosen secret or context."""
         if self._tls is not None:
-            protected = self._tls.client.wrap_socket(connection, server_hostname=host)
+            protected = _connected(self._tls.client, connection, host)
         elif not self._identities:
             return connection
         else:
             identity = self._identities[choice]
-            protected = identity.client.wrap_socket(connection, server_hostname=identity.name)
+            protected = _connected(identity.client, connection, identity.name)
             if protected.getpeercert(binary_form=True) != identity.certificate:
                 protected.close()
                 raise not_the_secret("a certificate that does not match the secret")
@@ -137,6 +138,20 @@ class Security:
             accepting.load_verify_locations(cadata=identity.certificate)
         accepting.sni_callback = choose
         return accepting
+
+
+def _connected(context: ssl.SSLContext, connection: socket.socket, name: str) -> ssl.SSLSocket:
+    """Return a connection after its TLS handshake, and close it if the handshake fails."""
+    # Wrapped first: a child that is forked during the handshake closes its copy too.
+    protected = close_in_children(
+        context.wrap_socket(connection, server_hostname=name, do_handshake_on_connect=False)
+    )
+    try:
+        protected.do_handshake()
+    except BaseException:
+        protected.close()
+        raise
+    return protected
 
 
 def _say_tls(accepted: ssl.SSLSocket) -> None:

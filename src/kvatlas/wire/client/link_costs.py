@@ -54,8 +54,19 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
         if wanted.how == "coalesced" and not _can_land(lease):
             got, hint = "how='coalesced'", 'Use how="auto"'
             raise failed(got, hint, "This node has no staging buffers or no pools in host memory")
-        return wanted.how
+        return "coalesced" if must_land(lease) else wanted.how
     return _cheapest_way(lease, stream)
+
+
+def must_land(lease: RankLease) -> bool:
+    """Whether a direct pull reads into staging buffers of this node instead of its blocks.
+
+    If the read stalls, another replica fills the blocks. They must not wait for a link that cannot
+    end the stalled read.
+    """
+    link = lease.connection.link
+    stalls = lease.others and not link.prompt and not link.severs
+    return stalls and _can_land(lease)
 
 
 def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:

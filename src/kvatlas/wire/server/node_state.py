@@ -26,6 +26,7 @@ from kvatlas.routing.block_tables import checked_rank
 from kvatlas.wire.arguments import check_node_name, checked_identity
 from kvatlas.wire.block_ledger import BlockLedger
 from kvatlas.wire.channels import Channels
+from kvatlas.wire.fork_safety import OwningProcess
 from kvatlas.wire.leases import Expected, Lease, Leases, Offer
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peer_buffers import PeerSegments, SharedBuffers
@@ -91,6 +92,7 @@ class NodeState:
     def __post_init__(self) -> None:
         self.plan_hash = plan_hash(self.plan)
         self.incarnation = new_key()
+        self.process = OwningProcess("node")
         self.name = self.name or f"kvatlas-{self.incarnation.hex()[:12]}"
         self.lock = threading.Lock()
         self.metrics = Metrics()

@@ -26,6 +26,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy, RequestShape
 from kvatlas.routing.run_grids import BlockIds
+from kvatlas.wire.fork_safety import OwningProcess
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.offer_board import OfferBoard, SeenOffer
 
@@ -75,7 +76,8 @@ class Handle(ABC):
                 self._failure = failure
                 raise
             except Exception as problem:
-                self._failure = errors.failed(f"{type(problem).__name__}: {problem}")
+                got = f"{type(problem).__name__}: {problem}"
+                self._failure = errors.own_limit(problem) or errors.failed(got)
                 raise self._failure from problem
         return self._done
 
@@ -166,6 +168,8 @@ class Link(ABC):
 
     prompt: ClassVar[bool] = False
     """Whether an abandoned operation is over at once, because this process performs it."""
+    severs: ClassVar[bool] = True
+    """Whether `sever` ends operations in flight within a moment."""
     adds: ClassVar[bool] = False
     """Whether `read` computes the runs of a copy on the device, so that staging never pays."""
     sees_offers: bool = False
@@ -233,6 +237,7 @@ class Link(ABC):
 
     def check(self) -> None:
         """Raise an error if the link or its transport is closed, or the peer is lost."""
+        self.owner.process.check()
         if not self.open or not self.owner.open:
             raise errors.closed("link")
 
@@ -243,12 +248,14 @@ class Link(ABC):
         """Disconnect from the peer. A second call has no effect."""
         if self.open:
             self.open = False
-            self._close()
+            if not self.owner.process.forked:  # else the parent still uses it
+                self._close()
 
     def sever(self) -> None:
         """Tear down the connection, so that operations in flight end and are known to have ended.
 
-        `Handle.settle` becomes True as soon as that is certain.
+        `Handle.settle` becomes True as soon as that is certain, which takes seconds if the link
+        does not have `severs`.
         """
         self.close()
 
@@ -286,6 +293,7 @@ class Transport(ABC):
             problem = f"The transport {self.name!r} cannot keep peers apart"
             raise errors.failed('shared="staging"', hint, problem)
         self.shared: Shared = shared
+        self.process = OwningProcess("transport")
         self.beyond_host = ""
         """The address or device on which other hosts can reach it; empty if they cannot."""
         self.memory: dict[int, Memory] = {}
@@ -311,7 +319,8 @@ class Transport(ABC):
         gpus = [region.number for region in memory.values() if region.device != HOST]
         if gpus and self.marks is None:
             self.marks = DeviceMarks(self.driver, gpus[0])
-        self._register(taken_here)
+        with errors.coded_limits():
+            self._register(taken_here)
         self.memory.update(memory)
 
     @property
@@ -369,13 +378,15 @@ class Transport(ABC):
     def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """Connect to a peer that published `metadata` and has these regions."""
         self.check()
-        return self._connect(metadata, memory)
+        with errors.coded_limits():
+            return self._connect(metadata, memory)
 
     @abstractmethod
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link: ...
 
     def check(self) -> None:
-        """Raise an error if it was closed."""
+        """Raise an error if it was closed, or belongs to the parent of this process."""
+        self.process.check()
         if not self.open:
             raise errors.closed("transport")
 
@@ -384,8 +395,8 @@ class Transport(ABC):
         return np.zeros(nbytes, dtype=np.uint8)
 
     def close(self) -> None:
-        """Release everything. A second call has no effect."""
-        if self.open:
+        """Release everything. A second call, and a call in a forked child, has no effect."""
+        if self.open and not self.process.forked:
             self.open = False
             self._close()
             self.memory.clear()

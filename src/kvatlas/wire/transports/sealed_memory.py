@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire.transports.errors import bad_metadata, no_room
+from kvatlas.wire.transports.errors import bad_metadata, no_room, own_limit
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -82,4 +82,6 @@ def _mapping(descriptor: int) -> Iterator[None]:
     except AtlasError:
         raise
     except (OSError, ValueError) as problem:
-        raise bad_metadata(f"a descriptor that cannot be mapped: {problem}") from problem
+        raise own_limit(problem) or bad_metadata(
+            f"a descriptor that cannot be mapped: {problem}"
+        ) from problem

@@ -86,18 +86,11 @@ class ShmTransport(Transport):
             self._server = SegmentServer()
         except (OSError, RuntimeError) as problem:
             hint = "Raise the limits of open files and threads (ulimit -n, -u)"
-            raise errors.failed(
-                str(problem), hint, "The transport cannot open its socket"
-            ) from problem
+            failure = errors.failed(str(problem), hint, "The transport cannot open its socket")
+            raise errors.own_limit(problem) or failure from problem
         self._regions: dict[int, _Region] = {}
         self._numbers: weakref.WeakKeyDictionary[Segment, int] = weakref.WeakKeyDictionary()
         weakref.finalize(self, self._server.close)
-
-    def check(self) -> None:
-        """Raise an error if it was closed, or was made by the parent of a forked process."""
-        super().check()
-        if not self._server.is_open:
-            raise errors.closed("transport")
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         for pool, region in memory.items():

@@ -26,10 +26,11 @@ import numpy as np
 from kvatlas.copying.memory import Memory
 from kvatlas.copying.memory_copy import STEP, as_bytes, copy_runs_unchecked
 from kvatlas.copying.run_bounds import Bytes
-from kvatlas.errors import AtlasError
+from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.connection import tune
+from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.transports import errors, tcp_server
 from kvatlas.wire.transports.base import Handle, Link, Shared, Transport
 from kvatlas.wire.transports.listening import is_loopback, own_addresses
@@ -42,8 +43,6 @@ _MOST_IDLE = 8
 """The number of idle connections that a link keeps."""
 _PAUSE = 2
 """Milliseconds between checks of the clock while a peer sends nothing."""
-_OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-"""Errors of this process, not of the network."""
 
 
 class _Published(msgspec.Struct, tag="tcp", forbid_unknown_fields=True):
@@ -81,7 +80,8 @@ class TcpTransport(Transport):
             self._server = RegionServer(self.address, lambda: self.reachable)
         except (OSError, RuntimeError) as problem:
             got, hint = f"host={host!r}: {problem}", "Pass an address of this machine"
-            raise errors.failed(got, hint, "The transport cannot listen") from problem
+            failure = errors.failed(got, hint, "The transport cannot listen")
+            raise errors.own_limit(problem) or failure from problem
         self._links: weakref.WeakSet[TcpLink] = weakref.WeakSet()
 
     def publish(self) -> bytes:
@@ -109,6 +109,8 @@ class TcpTransport(Transport):
         try:
             _Read(link, []).wait(time.monotonic() + _MEETING)
         except AtlasError as refusal:
+            if refusal.code in (Code.TOO_MANY_FILES, Code.NOT_ENOUGH_MEMORY):
+                raise
             raise errors.peer_lost(f"{published.address}: {refusal.got}") from None
         self._links.add(link)
         return link
@@ -228,10 +230,8 @@ class _Read(Stepwise):
                 link.check()
             whole = True
         except OSError as problem:
-            if problem.errno in _OWN_LIMITS:
-                hint = "Raise the limit of open files (ulimit -n)"
-                raise errors.failed(problem, hint, "The process cannot open a socket") from None
-            raise errors.peer_lost(f"{problem} at {link.peer.address}") from None
+            lost = errors.peer_lost(f"{problem} at {link.peer.address}")
+            raise errors.own_limit(problem) or lost from None
         finally:
             connection, self._connection = self._connection, None
             if connection is not None and whole:
@@ -254,7 +254,7 @@ class _Read(Stepwise):
     def _open(self, peer: _Published) -> Iterator[None]:
         """Connect, and answer the peer's challenge."""
         family = socket.AF_INET6 if ":" in peer.address else socket.AF_INET
-        one = self._connection = socket.socket(family, socket.SOCK_STREAM)
+        one = self._connection = close_in_children(socket.socket(family, socket.SOCK_STREAM))
         one.setblocking(False)
         tune(one)
         begun = one.connect_ex((peer.address, peer.port))

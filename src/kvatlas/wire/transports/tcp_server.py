@@ -30,6 +30,7 @@ from kvatlas.errors import AtlasError
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.connection import tune
+from kvatlas.wire.fork_safety import close_in_children
 
 log = logging.getLogger("kvatlas.wire")
 
@@ -76,7 +77,8 @@ class RegionServer:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._regions = regions
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=128)
+        listener = socket.create_server((address, 0), family=family, backlog=128)
+        self._listener = close_in_children(listener)
         self.port = int(self._listener.getsockname()[1])
         self._lock = threading.Lock()
         self._unproven: dict[socket.socket, None] = {}
@@ -106,7 +108,7 @@ class RegionServer:
                     return
                 time.sleep(0.02)  # most likely out of descriptors: not again at once
                 continue
-            if not self._begin(one):
+            if not self._begin(close_in_children(one)):
                 one.close()
 
     def _begin(self, one: socket.socket) -> bool:
