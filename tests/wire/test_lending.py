@@ -253,10 +253,11 @@ def test_a_segment_that_cannot_be_made_counts_for_nothing() -> None:
 def test_leases_are_bounded_for_each_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvatlas.wire.leases._MAX_LEASES_OF_PEER", 3)
     monkeypatch.setattr("kvatlas.wire.leases._MAX_LEASES", 10)
+    monkeypatch.setattr("kvatlas.wire.leases._MAX_ENTRIES", 100)
     leases = Leases(lambda _: None)
 
-    def grant(host: str, name: str) -> Lease:
-        about = lease_of(name, peer=(host, name))
+    def grant(host: str, name: str, entries: int = 1) -> Lease:
+        about = lease_of(name, peer=(host, name), entries=entries)
         given = ("session", "request", "direction", "peer_rank", "complete", "stream", "entries")
         return leases.grant(9.0, peer=about.peer, **{one: getattr(about, one) for one in given})
 
@@ -274,4 +275,9 @@ def test_leases_are_bounded_for_each_peer(monkeypatch: pytest.MonkeyPatch) -> No
         leases.drop(lease)
     assert not leases._of_peer
     assert not leases._of_host
-    grant("one", "a")
+    assert not leases._entries_of_peer
+    grant("one", "a", 50)
+    with pytest.raises(AtlasError) as refusal:  # half of all block table entries
+        grant("one", "a")
+    assert refusal.value.code is Code.BUSY
+    grant("one", "b", 50)

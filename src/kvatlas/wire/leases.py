@@ -324,6 +324,7 @@ class Leases:
         self._open: dict[bytes, Lease] = {}
         self._of_peer: Counter[PeerKey] = Counter()
         self._of_host: Counter[str] = Counter()
+        self._entries_of_peer: Counter[PeerKey] = Counter()
         self._entries = 0
         self._ended = ended
         self._lock = threading.Lock()
@@ -344,20 +345,25 @@ class Leases:
                     got=f"one more with {lease.entries:,} entries",
                     hint="Close some transfers, or wait until their leases expire",
                 )
-            self._check_quota(lease.peer)
+            self._check_quota(lease.peer, lease.entries)
             self._open[lease.key] = lease
             self._count(lease, 1)
         return lease
 
-    def _check_quota(self, peer: PeerKey) -> None:
+    def _check_quota(self, peer: PeerKey, entries: int) -> None:
         """Raise `busy` if a peer, or all peers of its host, have their share of the leases."""
         of_peer, of_host = self._of_peer[peer], self._of_host[peer[0]]
         if of_peer >= _MAX_LEASES_OF_PEER or of_host >= _MAX_LEASES // 2:
             got = f"{of_peer:,} open transfers of this peer, {of_host:,} of its host"
             raise BusyError(got, _BUSY_SECONDS)
+        held = self._entries_of_peer[peer]
+        if held and held + entries > _MAX_ENTRIES // 2:
+            got = f"{held:,} block table entries of this peer, and {entries:,} more"
+            raise BusyError(got, _BUSY_SECONDS)
 
     def _count(self, lease: Lease, step: int) -> None:
         self._entries += step * lease.entries
+        _add(self._entries_of_peer, lease.peer, step * lease.entries)
         _add(self._of_peer, lease.peer, step)
         _add(self._of_host, lease.peer[0], step)
 
