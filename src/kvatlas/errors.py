@@ -91,6 +91,7 @@ class Code(StrEnum):
         "Pages of different layers cannot be padded to the same size",
     )
     NOT_ENOUGH_MEMORY = "not_enough_memory", "There is not enough memory"
+    TOO_MANY_FILES = "too_many_files", "The process or the host cannot open another file or socket"
     UNKNOWN_GPU = "unknown_gpu", "There is no GPU of this name"
     WEIGHTS_TOO_LARGE = "weights_too_large", "The weights leave no memory for a cache"
     CONTRADICTORY = "contradictory", "Two options contradict each other"
@@ -135,6 +136,10 @@ class Code(StrEnum):
         "The two ends compute their caches with different weights or settings",
     )
     LEASE_EXPIRED = "lease_expired", "The lease has expired or does not exist"
+    BUFFERS_RECLAIMED = (
+        "buffers_reclaimed",
+        "The staging buffers of the transfer were given to another peer",
+    )
     CHECKSUM = "checksum", "The received bytes do not match their checksums"
     CANCELLED = "cancelled", "The transfer was cancelled"
     MISSING_EXTRA = "missing_extra", "A required library is not installed"

@@ -147,6 +147,18 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     session: Key
 
 
+class NewerWelcome(Welcome, frozen=True, kw_only=True, forbid_unknown_fields=False, tag="welcome"):
+    """A welcome of a newer version, which may contain unknown fields."""
+
+    hello: NewerHello
+
+
+class _WelcomeVersions(msgspec.Struct, frozen=True, tag_field="type", tag="welcome"):
+    """A welcome, decoded only as far as the versions of its sender."""
+
+    hello: _HelloVersions
+
+
 class SendPlan(Message, frozen=True, kw_only=True, tag="send_plan"):
     """The answer to a hello with an unknown plan: send the hello again, with the plan."""
 
@@ -200,10 +212,14 @@ class Borrow(LeaseQuestion, frozen=True, kw_only=True, tag="borrow"):
     seconds: Seconds
 
 
-class Lent(Message, frozen=True, kw_only=True, tag="lent"):
+class Lent(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lent"):
     """Staging buffers that belong to the lease while it lasts; empty if none became free."""
 
     buffers: Annotated[tuple[Whole, ...], Meta(max_length=16)] = ()
+    memory: RegisteredMemory | None = None
+    """The memory of the buffers, which only this peer can read; None for the staging memory."""
+    metadata: Annotated[bytes, Meta(max_length=1 << 18)] = b""
+    """What the peer needs to connect to that memory."""
 
 
 class Renew(LeaseQuestion, frozen=True, kw_only=True, tag="renew"):
@@ -336,22 +352,30 @@ Got Expected `object`, got `int`. Run the same version of kvatlas at both ends. 
     try:
         return msgspec.msgpack.decode(payload, type=kind)
     except _UNREADABLE as problem:
-        newer = _newer_hello(payload) if kind is Question else None
+        newer = _newer(payload, kind)
         if newer is not None:
             return newer
         raise bad_handshake(str(problem)[:200]) from None
 
 
-def _newer_hello(payload: bytes) -> NewerHello | None:
-    """The hello of a newer version; None where it is none, or is malformed in any version."""
+def _newer(payload: bytes, kind: Any) -> NewerHello | NewerWelcome | None:
+    """Decode the hello or welcome of a newer version; None for anything else."""
+    if kind not in (Question, Answer):
+        return None
     try:
-        versions = msgspec.msgpack.decode(payload, type=_HelloVersions)
+        if kind == Question:
+            versions = msgspec.msgpack.decode(payload, type=_HelloVersions)
+        else:
+            versions = msgspec.msgpack.decode(payload, type=_WelcomeVersions).hello
     except _UNREADABLE:
         return None
     check_versions(versions.version, versions.oldest)
+    if versions.version <= VERSION:
+        return None
     try:
-        newer = versions.version > VERSION
-        return msgspec.msgpack.decode(payload, type=NewerHello) if newer else None
+        if kind == Question:
+            return msgspec.msgpack.decode(payload, type=NewerHello)
+        return msgspec.msgpack.decode(payload, type=NewerWelcome)
     except _UNREADABLE:
         return None
 
@@ -408,5 +432,5 @@ def bad_handshake(got: str) -> AtlasError:
 
 
 # msgspec crashes where two threads are the first to decode a type: the first is this one.
-for _kind in (Question, Answer, NewerHello, _HelloVersions):
+for _kind in (Question, Answer, NewerHello, NewerWelcome, _HelloVersions, _WelcomeVersions):
     msgspec.msgpack.Decoder(_kind)

@@ -30,19 +30,20 @@ def session_id(key: bytes) -> bytes:
 class ReadGrant:
     """The bytes of a lease that its peer may read: those of its stream, and its buffers.
 
-    `stream` is None if only buffers may be read. Buffers that are added to `buffers` later count.
+    `stream` is None if only buffers may be read. `lent` returns the staging buffers that the lease
+    has borrowed now.
     """
 
     def __init__(
         self,
         session: bytes,
         stream: AnyStream | None,
-        buffers: Sequence[int],
+        lent: Callable[[], Sequence[int]],
         piece: int,
         names: frozenset[str] | None = None,
     ) -> None:
         self._session, self._names = session_id(session), names
-        self._stream, self._buffers, self._piece = stream, buffers, piece
+        self._stream, self._lent, self._piece = stream, lent, piece
         self._sends: dict[object, Callable[[], None]] = {}
         """Ends the connection of each send in progress."""
         self._changed = threading.Condition()
@@ -55,20 +56,14 @@ class ReadGrant:
             raise lease_expired()
         if self._names is not None and asked.names != self._names:
             raise lease_expired()
-        if not self._covers(asked):
-            raise AtlasError(
-                Code.FORBIDDEN,
-                "The lease does not cover these bytes",
-                got=f"{len(asked.starts)} runs of region {asked.region}, "
-                f"from byte {int(asked.starts.min())}",
-                hint="Read only the blocks of the request, or buffers lent to the lease",
-            )
         send = object()
         with self._changed:
             if self._over:
                 raise lease_expired()
             self._sends[send] = asked.hang_up
         try:
+            # Checked after it was recorded: buffers that are reclaimed now wait for this send.
+            self._check_covered(asked)
             yield
         finally:
             with self._changed:
@@ -82,20 +77,35 @@ class ReadGrant:
         """
         with self._changed:
             self._over = True
-            if self._changed.wait_for(lambda: not self._sends, _FINISHING):
-                return
-            for hang_up in self._sends.values():
-                hang_up()
-            self._changed.wait_for(lambda: not self._sends)
+            self._end_sends()
+
+    def interrupt(self) -> None:
+        """End the sends in progress. When this returns, each later read is checked anew."""
+        with self._changed:
+            self._end_sends()
+
+    def _end_sends(self) -> None:
+        if self._changed.wait_for(lambda: not self._sends, _FINISHING):
+            return
+        for hang_up in self._sends.values():
+            hang_up()
+        self._changed.wait_for(lambda: not self._sends)
 
     @cached_property
     def _ranges(self) -> dict[int, ByteRanges]:
         return {} if self._stream is None else source_ranges(self._stream)
 
-    def _covers(self, asked: AskedRead) -> bool:
-        ranges = self._lent() if asked.region == STAGING else self._ranges.get(asked.region)
-        return ranges is not None and ranges.cover(asked.starts, asked.lengths)
+    def _check_covered(self, asked: AskedRead) -> None:
+        ranges = self._lent_ranges() if asked.region == STAGING else self._ranges.get(asked.region)
+        if ranges is None or not ranges.cover(asked.starts, asked.lengths):
+            raise AtlasError(
+                Code.FORBIDDEN,
+                "The lease does not cover these bytes",
+                got=f"{len(asked.starts)} runs of region {asked.region}, "
+                f"from byte {int(asked.starts.min())}",
+                hint="Read only the blocks of the request, or buffers lent to the lease",
+            )
 
-    def _lent(self) -> ByteRanges | None:
-        at = np.array(list(self._buffers), dtype=np.int64) * self._piece
+    def _lent_ranges(self) -> ByteRanges | None:
+        at = np.array(list(self._lent()), dtype=np.int64) * self._piece
         return ByteRanges.of(at, at + self._piece) if len(at) else None

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.secret_identity import PeerIdentity, SecretIdentity, tls_context
 
 Secret = bytes | Sequence[bytes] | None
@@ -136,8 +137,12 @@ class Security:
         """Open a protected connection with the chosen secret or context."""
         protected = self.begin(connection, host, choice)
         if isinstance(protected, ssl.SSLSocket):
-            protected.do_handshake()
-            self.verify(protected, choice)
+            try:
+                protected.do_handshake()
+                self.verify(protected, choice)
+            except BaseException:
+                protected.close()
+                raise
         return protected
 
     def begin(self, connection: socket.socket, host: str, choice: int) -> socket.socket:
@@ -145,7 +150,10 @@ class Security:
         if not self.protected:
             return connection
         context, name = self._opening(host, choice)
-        return context.wrap_socket(connection, server_hostname=name, do_handshake_on_connect=False)
+        # Wrapped before the handshake: a child that is forked during it closes its copy too.
+        return close_in_children(
+            context.wrap_socket(connection, server_hostname=name, do_handshake_on_connect=False)
+        )
 
     def verify(self, opened: socket.socket, choice: int) -> PeerIdentity:
         """Return the identity of the other end, after the handshake of an opened connection."""

@@ -51,7 +51,7 @@ class Connections:
     def close(self) -> None:
         """Close all links."""
         for connection in self._open.values():
-            connection.link.close()
+            connection.close()
         self._open.clear()
 
     @contextmanager
@@ -93,7 +93,7 @@ class Connections:
             connection.users -= 1
             unused = connection.gone and not connection.users
         if unused:
-            connection.link.close()
+            connection.close()
 
     def take(self, endpoint: str) -> PeerConnection | None:
         """Take the connection to an endpoint, if any, and keep it open until it is returned."""

@@ -14,7 +14,7 @@ from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol
 from kvatlas.wire.client.direct import pull_converted, pull_direct
 from kvatlas.wire.client.landed import pull_landed
-from kvatlas.wire.client.link_costs import choose_way, converts_on_the_way
+from kvatlas.wire.client.link_costs import choose_way, converts_on_the_way, must_land
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.staged import pull_staged, push
 from kvatlas.wire.client.warm_shapes import StartedRead
@@ -51,7 +51,7 @@ class RankTransfer:
         try:
             act()
         finally:
-            quarantine, sever = self.node.quarantine, lease.connection.link.sever
+            quarantine, sever = self.node.quarantine, lease.sever_links
             quarantine.hold(lease.given_up["blocks"], self.transfer.leave, sever=sever)
             quarantine.hold(
                 lease.given_up["buffers"],
@@ -132,6 +132,8 @@ class RankTransfer:
                 behind = lease.await_layer(name)
                 if isinstance(layer, ConvertedStream):
                     pull_converted(lease, layer, behind)
+                elif must_land(lease):
+                    pull_landed(lease, layer)
                 else:
                     pull_direct(lease, layer, behind)
             if not self.wanted.checksums:

@@ -22,6 +22,7 @@ from kvatlas.wire import protocol
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.protocol import Ok
 from kvatlas.wire.read_grants import ReadGrant
+from kvatlas.wire.transports.errors import failed
 
 
 def pull_staged(lease: RankLease, stream: AnyStream) -> None:
@@ -40,7 +41,7 @@ def pull_staged(lease: RankLease, stream: AnyStream) -> None:
             if number + 1 < len(spans) and many > 1:
                 gathering = _gather_beside(lease, spans[number + 1], (number + 1) % many)
             with lease.node.metrics.phase("staged"):
-                lease.read([lease.staging_copy(number % many, stop - start)])
+                lease.read_lent([lease.staging_copy(number % many, stop - start)])
             if number + 1 < len(spans) and many == 1:
                 gathering = _gather_beside(lease, spans[number + 1], 0)
             here = staging.view(lease.buffers[number % many], stop - start)
@@ -64,12 +65,16 @@ def push(lease: RankLease, stream: AnyStream, *, staged: bool) -> None:
     staging = lease.node.staging
     piece = lease.opened.piece
     if staged:
+        if lease.node.transport.lends_segments:
+            hint = 'Let the destination pull the request, or share the pools (shared="all")'
+            problem = "The destination cannot read the staging memory of this node"
+            raise failed('a push with shared="staging"', hint, problem)
         lease.borrow_both()
         piece = min(piece, staging.piece)
     grant = ReadGrant(
         lease.connection.session,
         None if staged else stream,
-        lease.buffers if staged else [],
+        lambda: lease.buffers if staged else [],
         staging.piece,
     )
     with lease.node.pushing(lease.opened.lease, grant):

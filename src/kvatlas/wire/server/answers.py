@@ -19,7 +19,8 @@ from kvatlas.copying.stream_copy import DESTINATION, SOURCE, StreamPiece
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream, Copy
 from kvatlas.wire import protocol
-from kvatlas.wire.leases import Expected, Held, Lease, LeaseRead, Offer
+from kvatlas.wire.leases import Expected, Held, Lease, LeaseRead, Offer, buffers_reclaimed
+from kvatlas.wire.peer_buffers import Loan
 from kvatlas.wire.peers import Peer, check_same_identity, checked_peer
 from kvatlas.wire.piece_sums import mac_key, piece_sum, stream_sums
 from kvatlas.wire.read_grants import ReadGrant, session_id
@@ -58,7 +59,7 @@ class Answers:
         peer = self.sessions.find(question.session, caller)
         match question:
             case protocol.Open():
-                opened = self._open(question, peer)
+                opened = self._open(question, peer, caller)
                 self._check_session(question.session, caller)
                 return opened
             case protocol.Renew():
@@ -97,7 +98,7 @@ class Answers:
         answer = self.node.hello(with_plan=True, version=hello.version)
         return protocol.Welcome(hello=answer, session=session)
 
-    def _open(self, question: protocol.Open, peer: Peer) -> protocol.Message:
+    def _open(self, question: protocol.Open, peer: Peer, caller: Caller) -> protocol.Message:
         node = self.node
         theirs = protocol.unpack_tables(question.blocks)
         told = protocol.unpack_tables(question.peer_blocks or {})
@@ -112,11 +113,6 @@ class Answers:
         reading: dict[str, Any] = {}
         if incoming:
             reading["sever"] = self._link(question.session, peer).sever
-        else:
-            buffers = reading["buffers"] = list[int]()
-            reading["grant"] = ReadGrant(
-                question.session, stream, buffers, node.staging.piece, peer.names
-            )
         mark = None if incoming else self._told(held.mark)
         if incoming:
             node.mover.follow(held.mark)
@@ -129,6 +125,7 @@ class Answers:
             lease = node.leases.grant(
                 seconds,
                 session=question.session,
+                peer=(caller.identity, peer.name),
                 request=question.request,
                 direction=question.direction,
                 peer_rank=peer.rank,
@@ -138,6 +135,11 @@ class Answers:
                 entries=sum(map(len, (*theirs.values(), *held.blocks.values()))),
                 **reading,
             )
+            if not incoming:
+                piece = node.staging.piece
+                lease.grant = ReadGrant(
+                    question.session, stream, lease.buffers_lent, piece, peer.names
+                )
             fenced = []
             if isinstance(held, Expected):
                 held.current[peer.rank] = lease.key
@@ -150,7 +152,7 @@ class Answers:
             lease=lease.key,
             seconds=lease.left,
             blocks=protocol.pack_tables(held.blocks),
-            piece=node.staging.piece if node.staging.most(for_peer=True) else 0,
+            piece=node.staging.piece if node.lending[question.direction].count else 0,
             mark=mark,
             layered=isinstance(held, Offer) and held.layers is not None,
         )
@@ -203,33 +205,46 @@ class Answers:
 
     def _borrow(self, question: protocol.Borrow) -> protocol.Message:
         """Lend staging buffers to a lease, waiting a while until some are free."""
-        lease, staging = self._lease(question), self.node.staging
-        count = min(question.buffers, staging.most(for_peer=True))
-        seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
-        buffers = staging.acquire(count, seconds, for_peer=True) if not lease.buffers else []
+        lease, node = self._lease(question), self.node
+        lending = node.lending[lease.direction]
         with lease.guard:
-            if lease.held:
-                lease.buffers += buffers
-                return protocol.Lent(buffers=tuple(lease.buffers))
-        staging.give_back(buffers)
-        raise lease_expired()
+            if lease.loan is not None or lease.reclaimed:
+                return _lent(lease.check_lent())
+            if lease.borrowing or not lending.count:
+                return protocol.Lent()
+            lease.borrowing = True
+        try:
+            seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
+            loan = lending.lend(lease, question.buffers, seconds, node.reclaim_buffers)
+            with lease.guard:
+                if loan is not None and lease.held:
+                    lease.keep_loan(loan)
+                    return _lent(loan)
+        finally:
+            lease.borrowing = False
+        if loan is not None:
+            lending.take_back(lease, loan, keep=False)
+        lease.check()
+        return protocol.Lent()
 
     def _gather(self, question: protocol.Gather) -> protocol.Message:
         lease = self._lease(question, "pull")
         nbytes = self._checked_piece(question)
-        if question.buffer not in lease.buffers:
+        if question.buffer not in lease.check_lent().buffers:
             raise protocol.bad_handshake(
                 f"buffer {question.buffer}, which the lease has not borrowed"
             )
         part = StreamPiece.of(lease.stream, question.start, question.stop, SOURCE)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
+            loan = lease.check_lent()
             if question.stop < lease.gathered:
                 # A duplicate that was delayed: its buffer has a later piece, which is being read.
                 raise protocol.bad_handshake(f"byte {question.start} after {lease.gathered}")
-            self.node.fill(part, self.node.staging.view(question.buffer, nbytes))
-            if question.start <= lease.gathered:
-                lease.gathered = max(lease.gathered, question.stop)
+            self.node.fill(part, loan.view(question.buffer, nbytes))
+            lease.staged = True
+            if question.start <= lease.gathered < question.stop:
+                lease.gathered, lease.moved_at = question.stop, time.monotonic()
         # What was gathered counts only if the blocks were still held when it was done.
         lease.check()
         return protocol.Ok(seconds=lease.left)
@@ -238,10 +253,9 @@ class Answers:
         """Read a piece of what is pushed, and put it where it belongs."""
         lease, node = self._lease(question, "push"), self.node
         nbytes = self._checked_piece(question)
-        if not lease.buffers:
-            raise protocol.bad_handshake("a piece for a lease without a borrowed buffer")
+        loan = lease.check_lent()
         part = StreamPiece.of(lease.stream, question.start, question.stop, DESTINATION)
-        landing = lease.buffers[0]
+        landing = loan.buffers[0]
         at = landing * node.staging.piece
         if question.staged_at is None:
             if part.parts:
@@ -254,6 +268,7 @@ class Answers:
         read = LeaseRead()
         with lease.guard:
             lease.check()
+            lease.check_lent()
             if question.start != lease.fetched or lease.reads:
                 raise protocol.bad_handshake(
                     f"a piece that starts at byte {question.start}, not {lease.fetched}"
@@ -264,12 +279,12 @@ class Answers:
         with lease.guard:
             lease.check()
             lease.reads.remove(read)
-            piece = node.staging.view(landing, nbytes)
+            piece = lease.check_lent().view(landing, nbytes)
             if part.parts:
                 key = self._mac_key(question) if self._keys_sums(peer) else None
                 lease.received[question.start, question.stop] = piece_sum(piece, key)
             node.deliver(piece, part)
-            lease.fetched = question.stop
+            lease.fetched, lease.moved_at = question.stop, time.monotonic()
         return protocol.Ok(seconds=lease.left)
 
     def _checked_piece(self, question: protocol.Gather | protocol.Fetch) -> int:
@@ -282,6 +297,7 @@ class Answers:
 
     def _checksums(self, question: protocol.GetChecksums) -> protocol.Message:
         lease = self._lease(question)
+        lease.moved_at = lease.asked_at
         if not 0 <= question.stop - question.start <= protocol.MAX_CHECKSUM_SPAN:
             raise protocol.bad_handshake(
                 f"a checksum range {question.start}..{question.stop} of invalid size"
@@ -327,6 +343,8 @@ class Answers:
         lease = self._lease(question)
         left = lease.left
         self.node.leases.drop(lease)
+        if question.complete and lease.reclaimed and lease.staged:
+            raise buffers_reclaimed()  # pieces that were read may be those of another lease
         if question.complete and lease.complete:
             if lease.direction == "push":
                 self._arrived(lease)
@@ -415,12 +433,14 @@ class Answers:
         return kept
 
     def close(self) -> None:
-        """Close the links to peers that pushed."""
-        self._sessions_ended(set(self._links))
+        """End all sessions: close the links to peers that pushed, and free peers' memory."""
+        self._sessions_ended(set(self._links) | self.sessions.keys())
 
     def _sessions_ended(self, sessions: set[bytes]) -> None:
         """End the leases of sessions, and close the links to their peers."""
         self.node.leases.drop_all(sessions)
+        for lending in self.node.lending.values():
+            lending.end_sessions(sessions)
         with self._links_lock:
             links = [self._links.pop(key) for key in sessions & set(self._links)]
         for link in links:
@@ -428,6 +448,7 @@ class Answers:
 
     def _lease(self, question: Any, direction: protocol.Direction | None = None) -> Lease:
         lease = self.node.leases.find(question.lease, question.session)
+        lease.asked_at = time.monotonic()
         if direction not in (None, lease.direction):
             raise protocol.bad_handshake(
                 f"{type(question).__name__}, which is invalid for a {lease.direction}"
@@ -444,6 +465,14 @@ def _is_complete(question: protocol.Open, held: Offer | Expected) -> bool:
     if question.direction == "pull" and question.final:
         return True
     return question.layers is None and (question.start, question.stop) == (held.start, held.stop)
+
+
+def _lent(loan: Loan) -> protocol.Message:
+    """Tell a peer which buffers it has, and how to reach them if they are its alone."""
+    if loan.segment is None:
+        return protocol.Lent(buffers=loan.buffers)
+    region = protocol.RegisteredMemory.of(STAGING, loan.segment.region)
+    return protocol.Lent(buffers=loan.buffers, memory=region, metadata=loan.segment.metadata)
 
 
 def _not_held(question: protocol.Open) -> AtlasError:

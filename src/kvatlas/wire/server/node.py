@@ -28,6 +28,7 @@ from kvatlas.wire.rpc import Server
 from kvatlas.wire.server.answers import Answers
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Transport
+from kvatlas.wire.transports.errors import coded_limits
 
 _LONGEST_OFFER = 3600.0
 
@@ -66,20 +67,25 @@ class Node(NodeState):
     """
 
     def __post_init__(self) -> None:
-        self.check_arguments()
-        self._check_transport()
-        try:
-            super().__post_init__()
-            self.register()
-            self.check_plan_travels()
-            self.answers = Answers(self)
-            self.server = Server(
-                self.listen, self.answers, security=self.security, unprotected=self.unprotected,
-                idle=self.answers.sweep, closed=self.answers.sessions.disconnected,
-            )  # fmt: skip
-        except BaseException:
-            self.transport.close()
-            raise
+        with coded_limits():
+            self.check_arguments()
+            self._check_transport()
+            try:
+                self._start()
+            except BaseException:
+                self.transport.close()
+                raise
+
+    def _start(self) -> None:
+        """Register the memory, and listen for peers."""
+        super().__post_init__()
+        self.register()
+        self.check_plan_travels()
+        self.answers = Answers(self)
+        self.server = Server(
+            self.listen, self.answers, security=self.security, unprotected=self.unprotected,
+            idle=self.answers.sweep, closed=self.answers.sessions.disconnected,
+        )  # fmt: skip
 
     def _check_transport(self) -> None:
         """Raise an error if other hosts could access the transport without authentication."""
@@ -130,6 +136,7 @@ class Node(NodeState):
         Several offers may share blocks. Raises `blocks_in_use` if a pull fills one of the blocks or
         a push is expected in it.
         """
+        self.process.check()
         held = self._checked(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(text_list(readers, "readers"))
         lasting = min(duration(seconds, math.inf), _LONGEST_OFFER)
@@ -149,6 +156,7 @@ class Node(NodeState):
 
     def layer_written(self, request: str, layer: str) -> None:
         """Mark a layer of a layered offer as written, once the caller's stream has finished it."""
+        self.process.check()
         with self.lock:
             offer = self.offers.get(request)
         if offer is None or offer.layers is None:
@@ -159,6 +167,7 @@ class Node(NodeState):
 
     def withdraw(self, request: str) -> None:
         """End an offer early. Transfers in flight fail."""
+        self.process.check()
         self.release(request, "withdrawn")
 
     def expect(
@@ -179,6 +188,7 @@ class Node(NodeState):
         arrived, the new push replaces the old one. The blocks are in use until the request is ready
         or forgotten.
         """
+        self.process.check()
         held = self._checked(blocks, tokens, "destination")
         names = frozenset(text_list(pushers, "pushers"))
         sources, mark, whose = self.sources_of(source), self.mark(), self.request_identity(identity)
@@ -193,6 +203,7 @@ class Node(NodeState):
 
     def forget(self, request: str) -> None:
         """Stop expecting a request. Its blocks may be reused once this returns."""
+        self.process.check()
         with self.lock:
             expected = self.expected.pop(request, None)
         if expected is not None:
@@ -200,7 +211,12 @@ class Node(NodeState):
             expected.release_blocks()
 
     def close(self) -> None:
-        """Stop answering peers, end all offers and leases, and deregister all memory."""
+        """Stop answering peers, end all offers and leases, and deregister all memory.
+
+        A call in a forked child has no effect.
+        """
+        if self.process.forked:
+            return
         self.server.stop()
         self.leases.drop_all()  # answers at hand end, whatever they wait for
         self.server.close()

@@ -12,7 +12,8 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +26,36 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy, RequestShape
 from kvatlas.routing.run_grids import BlockIds
+from kvatlas.wire.fork_safety import OwningProcess
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.access import Access, Authorise, Guarantees
 from kvatlas.wire.transports.offer_board import OfferBoard, SeenOffer
 
 Shared = Literal["all", "staging"]
-"""The registered memory that peers may access: all of it, or only the staging buffers."""
+"""The registered memory that peers may access: all of it, or only buffers that are lent to them."""
+
+Separation = Literal["segments", "leases", "none"]
+"""How a transport with `shared="staging"` keeps peers apart.
+
+`segments`: each peer gets its own memory (`lend_to_one`). `leases`: the transport authorises reads.
+`none`: it cannot, and refuses the option.
+"""
 
 _LONGEST_PAUSE = 2e-3
+
+
+@dataclass(frozen=True, eq=False)
+class OnePeerMemory:
+    """Zeroed memory that only the peer which receives `metadata` can read."""
+
+    view: Any
+    """Its bytes: an array on the host, or a tensor on a GPU."""
+    region: Memory
+    metadata: bytes
+    """What the peer passes to `Transport.connect`, with `{STAGING: region}`."""
+    end: Callable[[], None]
+    """Wipes and frees the memory. The peer keeps at most a mapping without content."""
 
 
 class Handle(ABC):
@@ -56,7 +78,8 @@ class Handle(ABC):
                 self._failure = failure
                 raise
             except Exception as problem:
-                self._failure = errors.failed(f"{type(problem).__name__}: {problem}")
+                got = f"{type(problem).__name__}: {problem}"
+                self._failure = errors.own_limit(problem) or errors.failed(got)
                 raise self._failure from problem
         return self._done
 
@@ -147,6 +170,8 @@ class Link(ABC):
 
     prompt: ClassVar[bool] = False
     """Whether an abandoned operation is over at once, because this process performs it."""
+    severs: ClassVar[bool] = True
+    """Whether `sever` ends operations in flight within a moment."""
     adds: ClassVar[bool] = False
     """Whether `read` computes the runs of a copy on the device, so that staging never pays."""
     exact: ClassVar[bool] = False
@@ -229,6 +254,7 @@ class Link(ABC):
 
     def check(self) -> None:
         """Raise an error if the link or its transport is closed, or the peer is lost."""
+        self.owner.process.check()
         if not self.open or not self.owner.open:
             raise errors.closed("link")
 
@@ -239,12 +265,14 @@ class Link(ABC):
         """Disconnect from the peer. A second call has no effect."""
         if self.open:
             self.open = False
-            self._close()
+            if not self.owner.process.forked:  # else the parent still uses it
+                self._close()
 
     def sever(self) -> None:
         """Tear down the connection, so that operations in flight end and are known to have ended.
 
-        `Handle.settle` becomes True as soon as that is certain.
+        `Handle.settle` becomes True as soon as that is certain, which takes seconds if the link
+        does not have `severs`.
         """
         self.close()
 
@@ -259,11 +287,14 @@ class Link(ABC):
 class Transport(ABC):
     """One end of a way to move bytes between processes.
 
-    With `shared="staging"`, peers can access only the staging buffers. The pools stay private, and
-    all bytes for a peer pass through a buffer that was lent to it.
+    With `shared="staging"`, peers can access only staging buffers that are lent to them. The pools
+    stay private, and all bytes for a peer pass through such a buffer.
     """
 
     name: ClassVar[str]
+
+    separation: ClassVar[Separation] = "leases"
+    """How it keeps peers apart with `shared="staging"`."""
 
     marks_travel: ClassVar[bool] = False
     """Whether peers can wait for marks themselves; otherwise this end waits before it answers."""
@@ -278,7 +309,12 @@ class Transport(ABC):
         if shared not in ("all", "staging"):
             hint = 'Use shared="all" or shared="staging"'
             raise errors.failed(f"shared={shared!r}", hint, "The option shared is invalid")
+        if shared == "staging" and self.separation == "none":
+            hint = 'Use "tcp", "shm" or "cuda", or shared="all" between peers that trust each other'
+            problem = f"The transport {self.name!r} cannot keep peers apart"
+            raise errors.failed('shared="staging"', hint, problem)
         self.shared: Shared = shared
+        self.process = OwningProcess("transport")
         self.beyond_host = ""
         """The address or device on which other hosts can reach it; empty if they cannot."""
         self.memory: dict[int, Memory] = {}
@@ -304,7 +340,8 @@ class Transport(ABC):
         gpus = [region.number for region in memory.values() if region.device != HOST]
         if gpus and self.marks is None:
             self.marks = DeviceMarks(self.driver, gpus[0])
-        self._register(taken_here)
+        with errors.coded_limits():
+            self._register(taken_here)
         self.memory.update(memory)
 
     @property
@@ -330,7 +367,17 @@ class Transport(ABC):
         """Whether peers may access a region of this index."""
         region = self.memory.get(pool)
         reached = region is None or self.takes(region.device)
-        return reached and (self.shared == "all" or pool == STAGING)
+        lends = pool == STAGING and not self.lends_segments
+        return reached and (self.shared == "all" or lends)
+
+    @property
+    def lends_segments(self) -> bool:
+        """Whether each peer gets staging memory that no other peer can access."""
+        return self.shared == "staging" and self.separation == "segments"
+
+    def lend_to_one(self, nbytes: int) -> OnePeerMemory:
+        """Allocate zeroed memory that one peer can read, and no other."""
+        raise NotImplementedError(f"{type(self).__name__} has no memory for one peer: {nbytes}")
 
     @property
     def reachable(self) -> dict[int, Memory]:
@@ -361,19 +408,21 @@ class Transport(ABC):
     ) -> Link:
         """Connect to a peer that published `metadata` and has these regions."""
         self.check()
-        link = self._connect(metadata, memory)
-        try:
-            link.sign_in(access or Access())
-        except BaseException:
-            link.close()
-            raise
-        return link
+        with errors.coded_limits():
+            link = self._connect(metadata, memory)
+            try:
+                link.sign_in(access or Access())
+            except BaseException:
+                link.close()
+                raise
+            return link
 
     @abstractmethod
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link: ...
 
     def check(self) -> None:
-        """Raise an error if it was closed."""
+        """Raise an error if it was closed, or belongs to the parent of this process."""
+        self.process.check()
         if not self.open:
             raise errors.closed("transport")
 
@@ -382,8 +431,8 @@ class Transport(ABC):
         return np.zeros(nbytes, dtype=np.uint8)
 
     def close(self) -> None:
-        """Release everything. A second call has no effect."""
-        if self.open:
+        """Release everything. A second call, and a call in a forked child, has no effect."""
+        if self.open and not self.process.forked:
             self.open = False
             self._close()
             self.memory.clear()

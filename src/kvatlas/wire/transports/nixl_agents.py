@@ -15,6 +15,7 @@ import numpy as np
 
 from kvatlas.copying.memory import Memory
 from kvatlas.errors import AtlasError
+from kvatlas.wire.fork_safety import keep_in_children
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.access import Guarantees
 from kvatlas.wire.transports.nixl_metadata import Kind
@@ -26,6 +27,8 @@ _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _DEVICES = "UCX_NET_DEVICES"
 _LOOPBACK = "lo"
 _RDMA = Path("/sys/class/infiniband")
+_DESCRIPTORS = 64
+"""Descriptors that must be free before an agent is made: UCX aborts if it runs out of them."""
 _LONGEST_SLEEP = 5_000
 """The maximum sleep of a thread that serves peers, in microseconds. Incoming data wakes it."""
 _ON_ONE_HOST = {"all", "sm", "shm", "cma"}
@@ -61,13 +64,14 @@ class Agents:
 
     def make(self, name: str, *, serves: bool) -> Any:
         """Make an agent. An agent that serves peers does so from its own thread."""
+        errors.check_descriptors(_DESCRIPTORS)
         strict = self._library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = self._library.nixl_agent_config(
             enable_prog_thread=serves, backends=[], sync_mode=strict
         )
         options = {"engine_config": f"NET_DEVICES={self._device}"} if self.backend == "UCX" else {}
         try:
-            agent = self._library.nixl_agent(name, config)
+            agent = keep_in_children(self._library.nixl_agent(name, config))
             if serves:
                 agent.agent = self._serving(name)
             agent.create_backend(self.backend, options)

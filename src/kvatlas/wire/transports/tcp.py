@@ -56,7 +56,8 @@ class TcpTransport(Transport):
             self._server = RegionServer(self.address, lambda: self.reachable)
         except (OSError, RuntimeError) as problem:
             got, hint = f"host={host!r}: {problem}", "Pass an address of this machine"
-            raise errors.failed(got, hint, "The transport cannot listen") from problem
+            failure = errors.failed(got, hint, "The transport cannot listen")
+            raise errors.own_limit(problem) or failure from problem
         self.security = Security()
         self._links: weakref.WeakSet[TcpLink] = weakref.WeakSet()
 

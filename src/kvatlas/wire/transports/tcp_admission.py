@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from kvatlas.errors import AtlasError
 from kvatlas.wire.connection import tune
+from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports.access import SESSION_BYTES
 
@@ -122,6 +123,7 @@ class Admission(threading.Thread):
                     self._make_room(MOST_UNPROVEN // 2)
                     time.sleep(0.02)
                 return
+            close_in_children(connection)
             self._make_room(MOST_UNPROVEN - 1)
             connection.setblocking(False)
             one = _Unproven(connection, str(address[0]), connection.fileno())
@@ -165,7 +167,7 @@ class Admission(threading.Thread):
     def _steps(self, one: _Unproven) -> Steps:
         security = self.security
         tune(one.connection)
-        connection = one.connection = security.wrap(one.connection)
+        connection = one.connection = close_in_children(security.wrap(one.connection))
         while True:
             try:
                 identity = security.identify(connection)

@@ -26,6 +26,7 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire import protocol
 from kvatlas.wire.connection import tune
+from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.security import Security, not_the_secret
 from kvatlas.wire.transports import errors, tcp_admission, tcp_server
@@ -42,8 +43,6 @@ _MOST_BYTES = 128 << 30
 """Bytes after which a connection is replaced: TLS limits what one key may encrypt to 2**38."""
 _PAUSE = 2
 """Milliseconds between checks of the clock while a peer sends nothing."""
-_OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-"""Errors of this process, not of the network."""
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _ENDED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 _ATTEMPTS = 4
@@ -87,7 +86,7 @@ class TcpLink(Link):
         try:
             _Read(self, []).wait(time.monotonic() + _MEETING)
         except AtlasError as refusal:
-            if refusal.code is Code.BAD_SIGNATURE:
+            if refusal.code in (Code.BAD_SIGNATURE, Code.TOO_MANY_FILES, Code.NOT_ENOUGH_MEMORY):
                 raise
             raise errors.peer_lost(f"{self.peer.address}: {refusal.got}") from None
 
@@ -196,12 +195,10 @@ class _Read(Stepwise):
                 link.check()
             whole = True
         except OSError as problem:
-            if problem.errno in _OWN_LIMITS:
-                hint = "Raise the limit of open files (ulimit -n)"
-                raise errors.failed(problem, hint, "The process cannot open a socket") from None
             if isinstance(problem, ssl.SSLError) and not isinstance(problem, _ENDED):
                 raise _changed(f"{problem.reason} from {link.peer.address}") from None
-            raise errors.peer_lost(f"{problem} at {link.peer.address}") from None
+            lost = errors.peer_lost(f"{problem} at {link.peer.address}")
+            raise errors.own_limit(problem) or lost from None
         finally:
             connection, self._connection = self._connection, None
             if connection is not None and whole:
@@ -246,7 +243,7 @@ class _Read(Stepwise):
     def _connect(self, link: TcpLink) -> Iterator[None]:
         address = link.peer.address
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        one = self._connection = socket.socket(family, socket.SOCK_STREAM)
+        one = self._connection = close_in_children(socket.socket(family, socket.SOCK_STREAM))
         one.setblocking(False)
         tune(one)
         self._connecting = True

@@ -29,6 +29,7 @@ from kvatlas.errors import AtlasError
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire import protocol
+from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.refusals import refusal_of
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports.access import LEASE_BYTES, AskedRead, Authorise
@@ -80,7 +81,8 @@ class RegionServer:
         self._regions = regions
         self._authorise: Authorise = _anything
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=128)
+        listener = socket.create_server((address, 0), family=family, backlog=128)
+        self._listener = close_in_children(listener)
         self.port = int(self._listener.getsockname()[1])
         self._lock = threading.Lock()
         self._threads: dict[socket.socket, threading.Thread] = {}
