@@ -1,8 +1,8 @@
-"""Copy runs between two addresses of one device, described as sums of starts and spans.
+"""Copy runs between two addresses of one device: one run for each pair of a start and a span.
 
-The memory may belong to another process, so the interface takes addresses instead of tensors.
-Starts are known before a request and are kept on the device. Spans come with each request and
-are few.
+The offset of a run is the sum of its start and its span. Starts are known before a request and are
+kept on the device. Spans come with each request and are few. The memory may belong to another
+process, so the functions take addresses instead of tensors.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ Offsets = NDArray[np.int64]
 
 
 class PlacedStarts(NamedTuple):
-    """Offsets at both ends, stored on the device that copies. Spans are added to them."""
+    """Start offsets at the source and the target, in the memory of the device that copies."""
 
     table: torch.Tensor
+    """Source offsets in row 0, target offsets in row 1."""
     bits: int
     """Bitwise OR of all offsets; its lowest set bit is their common alignment."""
     step: int
-    """The smallest distance between two offsets at the target."""
+    """The smallest distance between two consecutive target offsets; 0 if there is only one."""
 
 
 def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> PlacedStarts:
-    """Upload starts to a device once, for any number of copies.
+    """Upload starts to a device and return them, for any number of copies.
 
     >>> place_starts(np.array([0, 64]), np.array([0, 96]), "cpu")[1:]
     (96, 96)
@@ -47,7 +48,7 @@ def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> Plac
 
 
 class BlockSpans(NamedTuple):
-    """Spans of requests of one shape: their offsets in blocks whose ids arrive later.
+    """The spans of requests that differ only in block ids, as offsets inside blocks.
 
     >>> two = np.arange(2)
     >>> spans = BlockSpans((two, two // 2), (two * 0, two * 32), two * 0 + 32, (64, 128), 9)
@@ -56,14 +57,14 @@ class BlockSpans(NamedTuple):
     """
 
     entries: tuple[Offsets, Offsets]
-    """Index of each span's block id, at the source and at the target."""
+    """The position of each span's block id in a request's ids, at the source and the target."""
     offsets: tuple[Offsets, Offsets]
-    """Offset of each span in its block."""
+    """The offset of each span in its block, at the source and the target."""
     length: Offsets
     strides: tuple[int, int]
     """Bytes between consecutive blocks, at the source and at the target."""
     blocks: int
-    """Number of blocks at the source. Ids out of range are replaced by block 0."""
+    """Number of blocks at the source. A source id outside 0..blocks-1 is replaced by 0."""
 
     @property
     def bits(self) -> int:
@@ -75,7 +76,7 @@ class BlockSpans(NamedTuple):
 
     @property
     def apart(self) -> int:
-        """Minimum distance in bytes between the first two spans at the target."""
+        """Minimum distance in bytes between the first two spans at the target; 0 for one span."""
         entries, offsets = self.entries[1][:2].tolist(), self.offsets[1][:2].tolist()
         if len(entries) < 2:
             return 0
@@ -110,7 +111,7 @@ class RepeatedCopy:
         self._kernels: list[Any] = []
 
     def launch(self, stream: Any) -> None:
-        """Copy between the blocks in `ids`, read when the kernel runs, on the current device."""
+        """Queue the copy on `stream`. The kernel reads the block ids from `ids` when it runs."""
         if self._kernels:
             for kernel in self._kernels:
                 kernel.launch(stream.cuda_stream)
@@ -126,7 +127,7 @@ class RepeatedCopy:
 
 
 def _launcher() -> Any:
-    """Import the Triton launcher."""
+    """Return the module that launches Triton kernels."""
     try:
         from kvatlas.kernels.triton import launch_runs
     except ModuleNotFoundError as problem:
@@ -146,12 +147,12 @@ def copy_address_runs(
     place: Callable[[Offsets], torch.Tensor] | None = None,
     **choice: Any,
 ) -> None:
-    """Copy one run for every pair of a start and a span, on `stream` or on the current stream.
+    """Copy one run for each pair of a start and a span, on `stream` or the current stream.
 
     `spans` holds source offsets, target offsets and lengths, in bytes. `programs` limits the
-    number of programs; 0 means no limit. `place` uploads a table to the device in stream order.
-    Runs are not bounds-checked: the caller must ensure that they are inside its memory. No byte
-    may be written twice.
+    number of Triton programs; 0 means no limit. `choice` are launch options. `place` uploads a
+    table to the device in stream order. Runs are not bounds-checked: the caller must ensure that
+    they are inside its memory. No byte may be written twice.
     """
     tables = _tables(starts, spans, source | target, place)
     if tables is not None:
@@ -171,7 +172,7 @@ def convert_address_runs(
     place: Callable[[Offsets], torch.Tensor] | None = None,
     **choice: Any,
 ) -> None:
-    """Copy runs like `copy_address_runs`, and cast their elements; all offsets count elements.
+    """Copy runs like `copy_address_runs`, and cast their elements. Offsets count elements.
 
     Each address must be a multiple of its element size. `scales` holds the scale of each start.
     """
@@ -183,7 +184,7 @@ def convert_address_runs(
 
 
 def can_convert(cast: ElementCast, device: torch.device) -> bool:
-    """Whether `convert_address_runs` supports both element types on a device."""
+    """Whether `convert_address_runs` supports both element types of `cast` on a device."""
     converts: bool = _launcher().converts(cast, device)
     return converts
 
@@ -194,7 +195,7 @@ def _tables(
     addresses: int,
     place: Callable[[Offsets], torch.Tensor] | None,
 ) -> Any:
-    """Return the tables that a kernel reads; None if there are no runs."""
+    """Return the run tables that a kernel reads; None if there are no runs."""
     table = np.array(spans)
     if not table.size or not starts.table.shape[1]:
         return None
@@ -212,7 +213,7 @@ def _tables(
 
 
 def _uploaded(table: Offsets, device: torch.device) -> torch.Tensor:
-    """Copy a table to a device without waiting for it."""
+    """Return a table on a device. The upload may still be in flight."""
     tensor = torch.from_numpy(table)
     if device.type != "cuda":
         return tensor
