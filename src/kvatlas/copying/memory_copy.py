@@ -112,7 +112,7 @@ def find_pool(pools: Mapping[int, Bytes], index: int) -> Bytes:
             "The memory of a pool is missing",
             "Pass every pool of the plan by its index",
         )
-        got = f"pools {sorted(pools)}, without pool {index}"
+        got = f"pools {list(pools)}, without pool {index}"
         raise AtlasError(Code.OUT_OF_BOUNDS, problem, got=got, hint=hint)
     return pools[index]
 

@@ -123,7 +123,7 @@ def copy_request(
                     "The memory of a source rank is missing",
                     "Pass the pools of every source rank",
                 )
-                got = f"ranks {sorted(src)}, without rank {src_rank}"
+                got = f"ranks {list(src)}, without rank {src_rank}"
                 raise AtlasError(Code.BAD_RANK, problem, got=got, hint=hint)
             held = rank_pools(route.src, src_rank, src[src_rank])
             ask: dict[str, Any] = {"src_rank": src_rank, "dst_rank": dst_rank, "tokens": tokens}

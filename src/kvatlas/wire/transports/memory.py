@@ -1,4 +1,4 @@
-"""Transfers between two transports of one process: the reference for the other transports."""
+"""Transfers between two transports of one process. A reference for other transports."""
 
 from __future__ import annotations
 
@@ -53,13 +53,15 @@ class MemoryTransport(Transport):
         token = errors.read_metadata(metadata, _Published).name
         peer = _open.get(token)
         if peer is None:
-            raise errors.peer_lost("a transport that is closed or belongs to another process")
+            hint = 'Use the transport "shm" or "tcp" between processes'
+            got = "metadata of a transport that is closed, or of another process"
+            raise errors.peer_lost(got, hint, "This process has no such transport")
         if any(peer.reachable.get(pool) != region for pool, region in memory.items()):
-            raise errors.bad_metadata("regions that the peer has not registered")
+            raise errors.bad_metadata("regions that differ from those that the peer shares")
         return _MemoryLink(self, token, memory)
 
     def _close(self) -> None:
-        """Links to it are lost from now on."""
+        """Make links to this transport fail from now on."""
         _open.pop(self.token, None)
 
 
@@ -78,6 +80,6 @@ class _MemoryLink(Link):
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         src, dst = (self.mine, self.theirs) if write else (self.theirs, self.mine)
-        # The regions are looked up now: the bounds were checked against these.
+        # Look up the regions now: these are the ones whose bounds were checked.
         ends = [(as_bytes(src[c.src_pool]), as_bytes(dst[c.dst_pool]), c) for c in copies]
         return Stepwise(copy_steps(ends, self.check))
