@@ -278,10 +278,16 @@ def gpu_pools(plan: Plan, rank: int, given: Any) -> dict[int, Memory]:
 
 
 def _not_held(index: int, nbytes: int, given: Mapping[int, Any], held: int | None) -> AtlasError:
+    if held is not None:
+        got = f"{held:,} bytes"
+    elif index in given:
+        got = f"pool {index} that is not contiguous, or not in host memory"
+    else:
+        got = f"pools {sorted(given)}, without pool {index}"
     return AtlasError(
         Code.OUT_OF_BOUNDS,
         f"Pool {index} must have {nbytes:,} bytes that this process can access",
-        got=f"pools {sorted(given)}" if held is None else f"{held:,} bytes",
+        got=got,
         hint="Pass all pools of the rank by index, or carry= for memory elsewhere",
     )
 

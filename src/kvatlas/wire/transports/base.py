@@ -59,7 +59,7 @@ class Handle(ABC):
         return self._done
 
     def peek(self) -> bool:
-        """Like `poll`, but leave all work after the operation's end to the next `poll`."""
+        """Like `poll`, but cleanup after the operation may be left to the next `poll`."""
         return self.poll()
 
     @abstractmethod

@@ -177,7 +177,7 @@ class _FileLink(Link):
         super().check()
         if os.fstat(self._open_file).st_nlink == 0:
             hint = "Close this link, and create the file again"
-            raise errors.peer_lost("a file without a name", hint, "The file was removed")
+            raise errors.peer_lost("a file without a directory entry", hint, "The file was removed")
 
     def _close(self) -> None:
         # Forget the descriptor first: a step in another thread must not use a reused number.

@@ -53,7 +53,7 @@ class MemoryTransport(Transport):
         token = errors.read_metadata(metadata, _Published).name
         peer = _open.get(token)
         if peer is None:
-            hint = 'Use the transport "shm" or "tcp" between processes'
+            hint = 'Keep the peer open; between processes, use the transport "shm" or "tcp"'
             got = "metadata of a transport that is closed, or of another process"
             raise errors.peer_lost(got, hint, "This process has no such transport")
         if any(peer.reachable.get(pool) != region for pool, region in memory.items()):

@@ -20,7 +20,7 @@ _SLOWEST = 500e9
 
 
 class CopyPace:
-    """Decides when the next copy may begin, so that copies take a limited share of the time.
+    """Decides when the next copy may begin, so that copies take a limited share of GPU time.
 
     Unused time is saved up, so that a copy after a pause begins at once.
 

@@ -23,7 +23,9 @@ def make_sealed(nbytes: int) -> int:
     """Return the descriptor of `nbytes` of zeroed shared memory. The caller closes it."""
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
         problem = "A shared memory segment must have at least 1 byte"
-        raise AtlasError(Code.BAD_SIZE, problem, got=nbytes, hint="Pass the size of a pool")
+        raise AtlasError(
+            Code.BAD_SIZE, problem, got=f"nbytes={nbytes!r}", hint="Pass the size of a pool"
+        )
     descriptor = -1
     try:
         if nbytes > _most_bytes():
