@@ -1,8 +1,9 @@
-"""Copy runs between two addresses of one device: one run for each pair of a start and a span.
+"""Copy runs between two addresses of one device. A run is the sum of a start and a span.
 
-The offset of a run is the sum of its start and its span. Starts are known before a request and are
-kept on the device. Spans come with each request and are few. The memory may belong to another
-process, so the functions take addresses instead of tensors.
+A start is a pair of offsets, at the source and at the target. A span is a pair of offsets and a
+length. One run is copied for every pair of a start and a span. Starts are known before a request
+and stay on the device. Spans come with each request and are few. The memory may belong to another
+process, so the interface takes addresses instead of tensors.
 """
 
 from __future__ import annotations
@@ -25,18 +26,17 @@ Offsets = NDArray[np.int64]
 
 
 class PlacedStarts(NamedTuple):
-    """Start offsets at the source and the target, in the memory of the device that copies."""
+    """The offsets of starts, source and target, stored on the device that copies."""
 
     table: torch.Tensor
-    """Source offsets in row 0, target offsets in row 1."""
     bits: int
     """Bitwise OR of all offsets; its lowest set bit is their common alignment."""
     step: int
-    """The smallest distance between two consecutive target offsets; 0 if there is only one."""
+    """The smallest distance between two offsets at the target."""
 
 
 def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> PlacedStarts:
-    """Upload starts to a device and return them, for any number of copies.
+    """Upload starts to a device; the result can be used for any number of copies.
 
     >>> place_starts(np.array([0, 64]), np.array([0, 96]), "cpu")[1:]
     (96, 96)
@@ -48,7 +48,7 @@ def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> Plac
 
 
 class BlockSpans(NamedTuple):
-    """The spans of requests that differ only in block ids, as offsets inside blocks.
+    """The spans of requests of one shape, as offsets in blocks. The block ids arrive later.
 
     >>> two = np.arange(2)
     >>> spans = BlockSpans((two, two // 2), (two * 0, two * 32), two * 0 + 32, (64, 128), 9)
@@ -57,14 +57,14 @@ class BlockSpans(NamedTuple):
     """
 
     entries: tuple[Offsets, Offsets]
-    """The position of each span's block id in a request's ids, at the source and the target."""
+    """Index of each span's block in the list of block ids, at the source and at the target."""
     offsets: tuple[Offsets, Offsets]
-    """The offset of each span in its block, at the source and the target."""
+    """Offset of each span in its block."""
     length: Offsets
     strides: tuple[int, int]
     """Bytes between consecutive blocks, at the source and at the target."""
     blocks: int
-    """Number of blocks at the source. A source id outside 0..blocks-1 is replaced by 0."""
+    """Number of blocks at the source. A source id that is not in 0..blocks - 1 becomes 0."""
 
     @property
     def bits(self) -> int:
@@ -76,7 +76,7 @@ class BlockSpans(NamedTuple):
 
     @property
     def apart(self) -> int:
-        """Minimum distance in bytes between the first two spans at the target; 0 for one span."""
+        """Minimum distance in bytes between the first two spans at the target."""
         entries, offsets = self.entries[1][:2].tolist(), self.offsets[1][:2].tolist()
         if len(entries) < 2:
             return 0
@@ -85,11 +85,11 @@ class BlockSpans(NamedTuple):
 
 
 class RepeatedCopy:
-    """Copy between two addresses for requests that differ only in their block ids.
+    """A copy between two addresses, for requests that differ only in their block ids.
 
-    Everything else is computed and uploaded once, so that a further launch costs the host only a
-    few microseconds. `ids` are two int64 tensors, for source and target, on the device or in
-    pinned memory; they receive the block ids before each launch. All copies of one
+    Everything else is computed and uploaded once, so each later launch costs the host only a few
+    microseconds. `ids` are two int64 tensors, for source and target, on the device or in pinned
+    memory. The caller writes the block ids into them before each launch. All copies of one
     `RepeatedCopy` must run in order on one stream.
     """
 
@@ -111,7 +111,7 @@ class RepeatedCopy:
         self._kernels: list[Any] = []
 
     def launch(self, stream: Any) -> None:
-        """Queue the copy on `stream`. The kernel reads the block ids from `ids` when it runs."""
+        """Copy on the current device. The kernel reads the block ids from `ids` when it runs."""
         if self._kernels:
             for kernel in self._kernels:
                 kernel.launch(stream.cuda_stream)
@@ -127,7 +127,7 @@ class RepeatedCopy:
 
 
 def _launcher() -> Any:
-    """Return the module that launches Triton kernels."""
+    """Return the module that launches the Triton kernels, or raise `missing_extra`."""
     try:
         from kvatlas.kernels.triton import launch_runs
     except ModuleNotFoundError as problem:
@@ -147,12 +147,12 @@ def copy_address_runs(
     place: Callable[[Offsets], torch.Tensor] | None = None,
     **choice: Any,
 ) -> None:
-    """Copy one run for each pair of a start and a span, on `stream` or the current stream.
+    """Copy one run for every pair of a start and a span, on `stream` or on the current stream.
 
     `spans` holds source offsets, target offsets and lengths, in bytes. `programs` limits the
-    number of Triton programs; 0 means no limit. `choice` are launch options. `place` uploads a
-    table to the device in stream order. Runs are not bounds-checked: the caller must ensure that
-    they are inside its memory. No byte may be written twice.
+    number of programs; 0 means no limit. `place` uploads a table to the device in stream order.
+    `choice` overrides the tuned settings. Runs are not bounds-checked: the caller must ensure
+    that they are inside its memory. No byte may be written twice.
     """
     tables = _tables(starts, spans, source | target, place)
     if tables is not None:
@@ -172,7 +172,7 @@ def convert_address_runs(
     place: Callable[[Offsets], torch.Tensor] | None = None,
     **choice: Any,
 ) -> None:
-    """Copy runs like `copy_address_runs`, and cast their elements. Offsets count elements.
+    """Copy runs like `copy_address_runs`, and cast their elements; all offsets count elements.
 
     Each address must be a multiple of its element size. `scales` holds the scale of each start.
     """
@@ -184,7 +184,7 @@ def convert_address_runs(
 
 
 def can_convert(cast: ElementCast, device: torch.device) -> bool:
-    """Whether `convert_address_runs` supports both element types of `cast` on a device."""
+    """Whether `convert_address_runs` supports both element types on a device."""
     converts: bool = _launcher().converts(cast, device)
     return converts
 
@@ -195,7 +195,7 @@ def _tables(
     addresses: int,
     place: Callable[[Offsets], torch.Tensor] | None,
 ) -> Any:
-    """Return the run tables that a kernel reads; None if there are no runs."""
+    """Return the `RunTables` that a kernel reads; None if there are no runs."""
     table = np.array(spans)
     if not table.size or not starts.table.shape[1]:
         return None
@@ -213,7 +213,7 @@ def _tables(
 
 
 def _uploaded(table: Offsets, device: torch.device) -> torch.Tensor:
-    """Return a table on a device. The upload may still be in flight."""
+    """Return a copy of a table on a device, without waiting for the copy."""
     tensor = torch.from_numpy(table)
     if device.type != "cuda":
         return tensor

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvatlas.wire.transports.errors import failed, peer_lost
-from kvatlas.wire.transports.shm_sockets import not_in_children, other_end
+from kvatlas.wire.fork_safety import close_in_children
+from kvatlas.wire.transports.errors import coded_limits, failed, own_limit, peer_lost
+from kvatlas.wire.transports.shm_sockets import other_end
 
 _SCHEME = "unix://"
 _LONGEST_PATH = 100
@@ -44,7 +45,8 @@ def unix_endpoint(path: str | Path) -> str:
 
 def listen_at_path(path: Path) -> socket.socket:
     """Return a socket that listens at a path, for this user only. The path must not exist."""
-    listening = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    with coded_limits():
+        listening = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         # Before bind(), so that other users can never connect.
         os.fchmod(listening.fileno(), 0o600)
@@ -55,7 +57,8 @@ def listen_at_path(path: Path) -> socket.socket:
         listening.close()
         got = f"{str(path)!r}: {problem}"
         hint = "Use a path that does not exist, in a folder that you can write to"
-        raise failed(got, hint, "The server cannot listen at this path") from problem
+        failure = failed(got, hint, "The server cannot listen at this path")
+        raise own_limit(problem) or failure from problem
     return listening
 
 
@@ -65,7 +68,7 @@ def connect_to_path(path: Path, seconds: float) -> socket.socket:
     Raise `peer_lost` if the listening process belongs to another user. Raise `TimeoutError` after
     `seconds`, or if too many connections wait to be accepted.
     """
-    connected = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    connected = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         connected.settimeout(seconds)
         with _short(path) as short:

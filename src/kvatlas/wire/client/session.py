@@ -37,15 +37,18 @@ from kvatlas.wire.client.started_pull import StartedPull
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import How, TransferRequest
 from kvatlas.wire.client.warm_shapes import plain_tables
+from kvatlas.wire.fork_safety import OwningProcess
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Ok, Release, bad_handshake
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Link
-from kvatlas.wire.transports.errors import failed
+from kvatlas.wire.transports.errors import failed, own_limit
 
 Needed = Callable[[], int] | int | None
-_RETRIED = PEER_GONE | {Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM, Code.BUSY}
+_RETRIED = PEER_GONE | {
+    Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM, Code.BUSY, Code.BUFFERS_RECLAIMED
+}  # fmt: skip
 """Error codes that a retry on another replica may avoid."""
 _AT_ONCE = 64
 """The maximum number of parts of transfers that run at once; others wait for one to end."""
@@ -63,6 +66,8 @@ class Session:
     """A node's connections to the ranks of one plan. Several endpoints of one rank are replicas."""
 
     def __init__(self, node: NodeState, endpoints: Sequence[str], *, seconds: float = 10.0) -> None:
+        node.process.check()
+        self._process = OwningProcess("session")
         self.node, endpoints, patience = node, text_list(endpoints, "endpoints"), duration(seconds)
         self._replicas: dict[int, list[str]] = {}
         self._lock = threading.RLock()
@@ -172,6 +177,7 @@ class Session:
         ends when it expires.
         """
         check_request_name(request)
+        self._process.check()  # before the lock, which a thread of the parent may hold
         with self._lock:
             self._any_peer()
             return self._tell(request, list(self._replicas), duration(seconds))
@@ -211,7 +217,12 @@ class Session:
             raise
 
     def close(self) -> None:
-        """Disconnect from all peers. Transfers in flight are cancelled."""
+        """Disconnect from all peers. Transfers in flight are cancelled.
+
+        A call in a forked child has no effect.
+        """
+        if self._process.forked:
+            return
         with self._lock:
             self._closed = True
             running = list(self._running)
@@ -233,6 +244,7 @@ class Session:
     # -- inside ---------------------------------------------------------------------------
 
     def _any_peer(self) -> Peer:
+        self._process.check()
         if self._closed or not self._connections.known:
             raise AtlasError(
                 Code.PEER_LOST,
@@ -353,9 +365,8 @@ class Session:
             error = refused
         except Exception as defect:
             log.exception("transfer failed request=%r rank=%d", wanted.request, rank)
-            error = failed(
-                f"{type(defect).__name__}: {defect}", hint="See the traceback in the log"
-            )
+            got, hint = f"{type(defect).__name__}: {defect}", "See the traceback in the log"
+            error = own_limit(defect) or failed(got, hint)
         else:
             if started is not None:
                 transfer.finished(rank)  # what else there is to do, another thread does
@@ -428,6 +439,8 @@ class Session:
                     # The peer has restarted, and may be connected to again.
                     reconnected.add(endpoint)
                     left.appendleft(endpoint)
+                if refused.code is Code.BUFFERS_RECLAIMED:
+                    left.append(endpoint)  # it starts over, there if at no other replica
                 if refused.code not in _RETRIED or transfer.done or not left:
                     raise
                 transfer.restart(rank)

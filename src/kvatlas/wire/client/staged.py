@@ -15,13 +15,14 @@ from kvatlas.copying.stream_copy import (
     SOURCE,
     AnyStream,
     StreamPiece,
-    piece_checksum,
     piece_spans,
 )
 from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.protocol import Ok
+from kvatlas.wire.read_grants import ReadGrant
+from kvatlas.wire.transports.errors import failed
 
 
 def pull_staged(lease: RankLease, stream: AnyStream) -> None:
@@ -40,12 +41,12 @@ def pull_staged(lease: RankLease, stream: AnyStream) -> None:
             if number + 1 < len(spans) and many > 1:
                 gathering = _gather_beside(lease, spans[number + 1], (number + 1) % many)
             with lease.node.metrics.phase("staged"):
-                lease.read([lease.staging_copy(number % many, stop - start)])
+                lease.read_lent([lease.staging_copy(number % many, stop - start)])
             if number + 1 < len(spans) and many == 1:
                 gathering = _gather_beside(lease, spans[number + 1], 0)
             here = staging.view(lease.buffers[number % many], stop - start)
             if isinstance(stream, ConvertedStream):
-                lease.received[start, stop] = piece_checksum(here)
+                lease.note_converted(start, stop, here)
             arriving = StreamPiece.of(stream, start, stop, DESTINATION)
             lease.transfer.add(lease.rank, lease.node.deliver(here, arriving))
     finally:
@@ -64,8 +65,24 @@ def push(lease: RankLease, stream: AnyStream, *, staged: bool) -> None:
     staging = lease.node.staging
     piece = lease.opened.piece
     if staged:
+        if lease.node.transport.lends_segments:
+            hint = 'Let the destination pull the request, or share the pools (shared="all")'
+            problem = "The destination cannot read the staging memory of this node"
+            raise failed('a push with shared="staging"', hint, problem)
         lease.borrow_both()
         piece = min(piece, staging.piece)
+    grant = ReadGrant(
+        lease.connection.session,
+        None if staged else stream,
+        lambda: lease.buffers if staged else [],
+        staging.piece,
+    )
+    with lease.node.pushing(lease.opened.lease, grant):
+        _push_pieces(lease, stream, piece, staged=staged)
+
+
+def _push_pieces(lease: RankLease, stream: AnyStream, piece: int, *, staged: bool) -> None:
+    staging = lease.node.staging
     fetching: Future[Ok] | None = None
     try:
         for number, (start, stop) in enumerate(piece_spans(stream, piece)):
@@ -79,7 +96,7 @@ def push(lease: RankLease, stream: AnyStream, *, staged: bool) -> None:
                 here = staging.view(buffer, stop - start)
                 lease.node.fill(StreamPiece.of(stream, start, stop, SOURCE), here)
                 if isinstance(stream, ConvertedStream):
-                    lease.received[start, stop] = piece_checksum(here)
+                    lease.note_converted(start, stop, here)
                 span["staged_at"] = buffer * staging.piece
             if fetching:
                 fetching.result()

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvatlas.copying.gather_scatter import into_buffer
 from kvatlas.copying.memory import STAGING
-from kvatlas.copying.stream_copy import DESTINATION, SOURCE, StreamPiece, piece_checksum
+from kvatlas.copying.stream_copy import DESTINATION, SOURCE, StreamPiece
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream, Copy
 from kvatlas.wire import protocol
-from kvatlas.wire.leases import Expected, Held, Lease, LeaseRead, Offer, lease_expired
+from kvatlas.wire.leases import Expected, Held, Lease, LeaseRead, Offer, buffers_reclaimed
+from kvatlas.wire.peer_buffers import Loan
 from kvatlas.wire.peers import Peer, check_same_identity, checked_peer
+from kvatlas.wire.piece_sums import mac_key, piece_sum, stream_sums
+from kvatlas.wire.read_grants import ReadGrant, session_id
+from kvatlas.wire.refusals import lease_expired
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
+from kvatlas.wire.transports.access import Access
 from kvatlas.wire.transports.base import Link
 from kvatlas.wire.transports.offer_board import Posting
 
@@ -53,7 +59,7 @@ class Answers:
         peer = self.sessions.find(question.session, caller)
         match question:
             case protocol.Open():
-                opened = self._open(question, peer)
+                opened = self._open(question, peer, caller)
                 self._check_session(question.session, caller)
                 return opened
             case protocol.Renew():
@@ -83,7 +89,8 @@ class Answers:
         plan = self.node.peer_plans.find(hello)
         if plan is None:
             return protocol.SendPlan()
-        peer = checked_peer(hello, plan, self.node.transport.name)
+        peer = replace(checked_peer(hello, plan, self.node.transport.name), names=caller.names)
+        self.node.check_peer(peer)
         self.node.check_route(peer)
         self.node.check_peer_identity(peer)
         session = self.sessions.begin(hello, peer, caller)
@@ -91,7 +98,7 @@ class Answers:
         answer = self.node.hello(with_plan=True, version=hello.version)
         return protocol.Welcome(hello=answer, session=session)
 
-    def _open(self, question: protocol.Open, peer: Peer) -> protocol.Message:
+    def _open(self, question: protocol.Open, peer: Peer, caller: Caller) -> protocol.Message:
         node = self.node
         theirs = protocol.unpack_tables(question.blocks)
         told = protocol.unpack_tables(question.peer_blocks or {})
@@ -100,9 +107,12 @@ class Answers:
         held.check_asked(tokens, told, node.plan)
         if node.check_identity or question.identity is not None:
             check_same_identity(held.identity, question.identity or peer.identity)
+        node.security.check_role(peer.name, question.direction)
         incoming = question.direction == "push"
         stream = node.stream(peer, held.blocks, theirs, tokens, question.layers, incoming=incoming)
-        reading = {"sever": self._link(question.session, peer).sever} if incoming else {}
+        reading: dict[str, Any] = {}
+        if incoming:
+            reading["sever"] = self._link(question.session, peer).sever
         mark = None if incoming else self._told(held.mark)
         if incoming:
             node.mover.follow(held.mark)
@@ -115,6 +125,7 @@ class Answers:
             lease = node.leases.grant(
                 seconds,
                 session=question.session,
+                peer=(caller.identity, peer.name),
                 request=question.request,
                 direction=question.direction,
                 peer_rank=peer.rank,
@@ -124,6 +135,11 @@ class Answers:
                 entries=sum(map(len, (*theirs.values(), *held.blocks.values()))),
                 **reading,
             )
+            if not incoming:
+                piece = node.staging.piece
+                lease.grant = ReadGrant(
+                    question.session, stream, lease.buffers_lent, piece, peer.names
+                )
             fenced = []
             if isinstance(held, Expected):
                 held.current[peer.rank] = lease.key
@@ -136,7 +152,7 @@ class Answers:
             lease=lease.key,
             seconds=lease.left,
             blocks=protocol.pack_tables(held.blocks),
-            piece=node.staging.piece if node.staging.most(for_peer=True) else 0,
+            piece=node.staging.piece if node.lending[question.direction].count else 0,
             mark=mark,
             layered=isinstance(held, Offer) and held.layers is not None,
         )
@@ -189,33 +205,46 @@ class Answers:
 
     def _borrow(self, question: protocol.Borrow) -> protocol.Message:
         """Lend staging buffers to a lease, waiting a while until some are free."""
-        lease, staging = self._lease(question), self.node.staging
-        count = min(question.buffers, staging.most(for_peer=True))
-        seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
-        buffers = staging.acquire(count, seconds, for_peer=True) if not lease.buffers else []
+        lease, node = self._lease(question), self.node
+        lending = node.lending[lease.direction]
         with lease.guard:
-            if lease.held:
-                lease.buffers += buffers
-                return protocol.Lent(buffers=tuple(lease.buffers))
-        staging.give_back(buffers)
-        raise lease_expired()
+            if lease.loan is not None or lease.reclaimed:
+                return _lent(lease.check_lent())
+            if lease.borrowing or not lending.count:
+                return protocol.Lent()
+            lease.borrowing = True
+        try:
+            seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
+            loan = lending.lend(lease, question.buffers, seconds, node.reclaim_buffers)
+            with lease.guard:
+                if loan is not None and lease.held:
+                    lease.keep_loan(loan)
+                    return _lent(loan)
+        finally:
+            lease.borrowing = False
+        if loan is not None:
+            lending.take_back(lease, loan, keep=False)
+        lease.check()
+        return protocol.Lent()
 
     def _gather(self, question: protocol.Gather) -> protocol.Message:
         lease = self._lease(question, "pull")
         nbytes = self._checked_piece(question)
-        if question.buffer not in lease.buffers:
+        if question.buffer not in lease.check_lent().buffers:
             raise protocol.bad_handshake(
                 f"buffer {question.buffer}, which the lease has not borrowed"
             )
         part = StreamPiece.of(lease.stream, question.start, question.stop, SOURCE)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
+            loan = lease.check_lent()
             if question.stop < lease.gathered:
                 # A duplicate that was delayed: its buffer has a later piece, which is being read.
                 raise protocol.bad_handshake(f"byte {question.start} after {lease.gathered}")
-            self.node.fill(part, self.node.staging.view(question.buffer, nbytes))
-            if question.start <= lease.gathered:
-                lease.gathered = max(lease.gathered, question.stop)
+            self.node.fill(part, loan.view(question.buffer, nbytes))
+            lease.staged = True
+            if question.start <= lease.gathered < question.stop:
+                lease.gathered, lease.moved_at = question.stop, time.monotonic()
         # What was gathered counts only if the blocks were still held when it was done.
         lease.check()
         return protocol.Ok(seconds=lease.left)
@@ -224,10 +253,9 @@ class Answers:
         """Read a piece of what is pushed, and put it where it belongs."""
         lease, node = self._lease(question, "push"), self.node
         nbytes = self._checked_piece(question)
-        if not lease.buffers:
-            raise protocol.bad_handshake("a piece for a lease without a borrowed buffer")
+        loan = lease.check_lent()
         part = StreamPiece.of(lease.stream, question.start, question.stop, DESTINATION)
-        landing = lease.buffers[0]
+        landing = loan.buffers[0]
         at = landing * node.staging.piece
         if question.staged_at is None:
             if part.parts:
@@ -240,21 +268,23 @@ class Answers:
         read = LeaseRead()
         with lease.guard:
             lease.check()
+            lease.check_lent()
             if question.start != lease.fetched or lease.reads:
                 raise protocol.bad_handshake(
                     f"a piece that starts at byte {question.start}, not {lease.fetched}"
                 )
             lease.reads.append(read)
         with node.metrics.phase("fetch"):
-            read.run(lambda: link.read(reads), lease.expires, lease.check)
+            read.run(lambda: link.read(reads, lease=lease.key), lease.expires, lease.check)
         with lease.guard:
             lease.check()
             lease.reads.remove(read)
-            piece = node.staging.view(landing, nbytes)
+            piece = lease.check_lent().view(landing, nbytes)
             if part.parts:
-                lease.received[question.start, question.stop] = piece_checksum(piece)
+                key = self._mac_key(question) if self._keys_sums(peer) else None
+                lease.received[question.start, question.stop] = piece_sum(piece, key)
             node.deliver(piece, part)
-            lease.fetched = question.stop
+            lease.fetched, lease.moved_at = question.stop, time.monotonic()
         return protocol.Ok(seconds=lease.left)
 
     def _checked_piece(self, question: protocol.Gather | protocol.Fetch) -> int:
@@ -267,6 +297,7 @@ class Answers:
 
     def _checksums(self, question: protocol.GetChecksums) -> protocol.Message:
         lease = self._lease(question)
+        lease.moved_at = lease.asked_at
         if not 0 <= question.stop - question.start <= protocol.MAX_CHECKSUM_SPAN:
             raise protocol.bad_handshake(
                 f"a checksum range {question.start}..{question.stop} of invalid size"
@@ -277,9 +308,10 @@ class Answers:
         with lease.guard:
             lease.check()
             at_source = lease.direction == "pull"
-            sums = self.node.mover.checksums(part, question.piece, src=at_source)
+            key = self._mac_key(question) if question.keyed else None
+            sums = stream_sums(self.node.mover, part, question.piece, key, src=at_source)
         lease.check()
-        return protocol.Checksums(sums=sums.astype("<u4").tobytes())
+        return protocol.Checksums(sums=sums)
 
     def _converted_checksum(
         self, question: protocol.GetChecksums, lease: Lease, stream: ConvertedStream
@@ -296,14 +328,23 @@ class Answers:
             with lease.guard:
                 lease.check()
                 self.node.fill(part, piece)
-            found = piece_checksum(piece)
+            found = piece_sum(piece, self._mac_key(question) if question.keyed else None)
         lease.check()
-        return protocol.Checksums(sums=np.array([found], dtype="<u4").tobytes())
+        return protocol.Checksums(sums=found)
+
+    def _keys_sums(self, peer: Peer) -> bool:
+        """Whether a peer asks for keyed checksums."""
+        return self.node.security.protected and peer.version >= protocol.KEYED_VERSION
+
+    def _mac_key(self, question: protocol.LeaseQuestion) -> bytes:
+        return mac_key(question.session, question.lease)
 
     def _close(self, question: protocol.Close, peer: Peer) -> protocol.Message:
         lease = self._lease(question)
         left = lease.left
         self.node.leases.drop(lease)
+        if question.complete and lease.reclaimed and lease.staged:
+            raise buffers_reclaimed()  # pieces that were read may be those of another lease
         if question.complete and lease.complete:
             if lease.direction == "push":
                 self._arrived(lease)
@@ -383,7 +424,8 @@ class Answers:
         with self._links_lock:
             if session in self._links:
                 return self._links[session]
-        link = self.node.transport.connect(peer.metadata, peer.memory)
+        access = Access(session_id(session))
+        link = self.node.transport.connect(peer.metadata, peer.memory, access)
         with self._links_lock:
             kept = self._links.setdefault(session, link)
         if kept is not link:
@@ -391,12 +433,14 @@ class Answers:
         return kept
 
     def close(self) -> None:
-        """Close the links to peers that pushed."""
-        self._sessions_ended(set(self._links))
+        """End all sessions: close the links to peers that pushed, and free peers' memory."""
+        self._sessions_ended(set(self._links) | self.sessions.keys())
 
     def _sessions_ended(self, sessions: set[bytes]) -> None:
         """End the leases of sessions, and close the links to their peers."""
         self.node.leases.drop_all(sessions)
+        for lending in self.node.lending.values():
+            lending.end_sessions(sessions)
         with self._links_lock:
             links = [self._links.pop(key) for key in sessions & set(self._links)]
         for link in links:
@@ -404,6 +448,7 @@ class Answers:
 
     def _lease(self, question: Any, direction: protocol.Direction | None = None) -> Lease:
         lease = self.node.leases.find(question.lease, question.session)
+        lease.asked_at = time.monotonic()
         if direction not in (None, lease.direction):
             raise protocol.bad_handshake(
                 f"{type(question).__name__}, which is invalid for a {lease.direction}"
@@ -420,6 +465,14 @@ def _is_complete(question: protocol.Open, held: Offer | Expected) -> bool:
     if question.direction == "pull" and question.final:
         return True
     return question.layers is None and (question.start, question.stop) == (held.start, held.stop)
+
+
+def _lent(loan: Loan) -> protocol.Message:
+    """Tell a peer which buffers it has, and how to reach them if they are its alone."""
+    if loan.segment is None:
+        return protocol.Lent(buffers=loan.buffers)
+    region = protocol.RegisteredMemory.of(STAGING, loan.segment.region)
+    return protocol.Lent(buffers=loan.buffers, memory=region, metadata=loan.segment.metadata)
 
 
 def _not_held(question: protocol.Open) -> AtlasError:

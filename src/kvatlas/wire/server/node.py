@@ -28,6 +28,7 @@ from kvatlas.wire.rpc import Server
 from kvatlas.wire.server.answers import Answers
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Transport
+from kvatlas.wire.transports.errors import coded_limits
 
 _LONGEST_OFFER = 3600.0
 
@@ -49,7 +50,12 @@ class Node(NodeState):
     With a `secret` of 16 bytes or more, only peers with the same secret can connect, and the side
     channel is encrypted. Pass `(new, old)` to accept both during a rotation, or `tls` to use TLS
     contexts instead of secrets. Without either, the node and its transport listen only on this
-    host, unless `unprotected` is set.
+    host, unless `unprotected` is set. It is also needed for a transport between hosts that does not
+    authenticate its peers, such as Mooncake.
+
+    All holders of one secret can use any name. To bind names to keys, pass `peers`: a `PeerAccess`
+    with its own secret, and what it may do, for each name. With `tls`, the name of a peer must be
+    in its certificate.
 
     The node keeps `buffers` staging buffers of `piece` bytes for staged transfers. The leases of a
     peer end soon after its connections do. With `convert` ("fp8->bf16"), the node also serves peers
@@ -61,26 +67,41 @@ class Node(NodeState):
     """
 
     def __post_init__(self) -> None:
-        self.check_arguments()
-        self._check_transport()
-        try:
-            super().__post_init__()
-            self.register()
-            self.check_plan_travels()
-            self.answers = Answers(self)
-            self.server = Server(
-                self.listen, self.answers, security=self.security, unprotected=self.unprotected,
-                idle=self.answers.sweep, closed=self.answers.sessions.disconnected,
-            )  # fmt: skip
-        except BaseException:
-            self.transport.close()
-            raise
+        with coded_limits():
+            self.check_arguments()
+            self._check_transport()
+            try:
+                self._start()
+            except BaseException:
+                self.transport.close()
+                raise
+
+    def _start(self) -> None:
+        """Register the memory, and listen for peers."""
+        super().__post_init__()
+        self.register()
+        self.check_plan_travels()
+        self.answers = Answers(self)
+        self.server = Server(
+            self.listen, self.answers, security=self.security, unprotected=self.unprotected,
+            idle=self.answers.sweep, closed=self.answers.sessions.disconnected,
+        )  # fmt: skip
 
     def _check_transport(self) -> None:
-        """Raise an error if the transport serves other hosts and the node is unprotected."""
-        beyond = self.transport.beyond_host
-        if beyond and not self.security.protected and not self.unprotected:
-            raise open_to_strangers(f"transport {self.transport.name!r} at {beyond}")
+        """Raise an error if other hosts could access the transport without authentication."""
+        transport = self.transport
+        if not transport.beyond_host or self.unprotected:
+            return
+        reached = f"transport {transport.name!r} at {transport.beyond_host}"
+        if not self.security.protected:
+            raise open_to_strangers(reached)
+        if not transport.guarantees.authentication:
+            raise AtlasError(
+                Code.UNPROTECTED,
+                "The transport does not authenticate peers, and other hosts can reach it",
+                got=f"{reached}, which does not use the secret",
+                hint='Use the transport "tcp", or pass unprotected=True on a trusted network',
+            )
 
     @property
     def endpoint(self) -> str:
@@ -115,6 +136,7 @@ class Node(NodeState):
         Several offers may share blocks. Raises `blocks_in_use` if a pull fills one of the blocks or
         a push is expected in it.
         """
+        self.process.check()
         held = self._checked(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(text_list(readers, "readers"))
         lasting = min(duration(seconds, math.inf), _LONGEST_OFFER)
@@ -134,6 +156,7 @@ class Node(NodeState):
 
     def layer_written(self, request: str, layer: str) -> None:
         """Mark a layer of a layered offer as written, once the caller's stream has finished it."""
+        self.process.check()
         with self.lock:
             offer = self.offers.get(request)
         if offer is None or offer.layers is None:
@@ -144,6 +167,7 @@ class Node(NodeState):
 
     def withdraw(self, request: str) -> None:
         """End an offer early. Transfers in flight fail."""
+        self.process.check()
         self.release(request, "withdrawn")
 
     def expect(
@@ -164,6 +188,7 @@ class Node(NodeState):
         arrived, the new push replaces the old one. The blocks are in use until the request is ready
         or forgotten.
         """
+        self.process.check()
         held = self._checked(blocks, tokens, "destination")
         names = frozenset(text_list(pushers, "pushers"))
         sources, mark, whose = self.sources_of(source), self.mark(), self.request_identity(identity)
@@ -178,6 +203,7 @@ class Node(NodeState):
 
     def forget(self, request: str) -> None:
         """Stop expecting a request. Its blocks may be reused once this returns."""
+        self.process.check()
         with self.lock:
             expected = self.expected.pop(request, None)
         if expected is not None:
@@ -185,7 +211,12 @@ class Node(NodeState):
             expected.release_blocks()
 
     def close(self) -> None:
-        """Stop answering peers, end all offers and leases, and deregister all memory."""
+        """Stop answering peers, end all offers and leases, and deregister all memory.
+
+        A call in a forked child has no effect.
+        """
+        if self.process.forked:
+            return
         self.server.stop()
         self.leases.drop_all()  # answers at hand end, whatever they wait for
         self.server.close()

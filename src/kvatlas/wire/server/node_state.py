@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvatlas.copying.memory import HOST, STAGING
+from kvatlas.copying.memory import HOST, STAGING, Memory
 from kvatlas.copying.memory_copy import as_bytes, memory_of
 from kvatlas.copying.movers import GpuMover, HostMover, PoolMover, pools_device
 from kvatlas.copying.stream_copy import AnyStream, StreamPiece
@@ -26,8 +27,10 @@ from kvatlas.routing.block_tables import checked_rank
 from kvatlas.wire.arguments import check_node_name, checked_identity
 from kvatlas.wire.block_ledger import BlockLedger
 from kvatlas.wire.channels import Channels
+from kvatlas.wire.fork_safety import OwningProcess
 from kvatlas.wire.leases import Expected, Lease, Leases, Offer
 from kvatlas.wire.metrics import Metrics
+from kvatlas.wire.peer_buffers import PeerSegments, SharedBuffers
 from kvatlas.wire.peers import (
     Peer,
     PeerPlans,
@@ -42,17 +45,23 @@ from kvatlas.wire.protocol import (
     MIN_PIECE_BYTES,
     OLDEST_VERSION,
     VERSION,
+    Direction,
     Hello,
     RegisteredMemory,
     Welcome,
     encode,
     new_key,
     pack_tables,
+    unlike_versions,
 )
 from kvatlas.wire.quarantine import Quarantine
+from kvatlas.wire.read_grants import ReadGrant
+from kvatlas.wire.refusals import lease_expired
 from kvatlas.wire.rpc import log
-from kvatlas.wire.security import Secret, Security, TlsContexts
+from kvatlas.wire.security import PeerAccess, Secret, Security, TlsContexts
+from kvatlas.wire.server.lending import Lending
 from kvatlas.wire.staging import StagingBuffers, staging_memory
+from kvatlas.wire.transports.access import AskedRead
 from kvatlas.wire.transports.base import Transport
 from kvatlas.wire.transports.offer_board import PostedOffer, Posting
 
@@ -77,6 +86,7 @@ class NodeState:
     listen: str = "tcp://127.0.0.1:0"
     secret: Secret = None
     tls: TlsContexts | None = None
+    peers: Mapping[str, PeerAccess] | None = None
     unprotected: bool = False
     piece: int = 4 << 20
     buffers: int = 8
@@ -88,6 +98,7 @@ class NodeState:
     def __post_init__(self) -> None:
         self.plan_hash = plan_hash(self.plan)
         self.incarnation = new_key()
+        self.process = OwningProcess("node")
         self.name = self.name or f"kvatlas-{self.incarnation.hex()[:12]}"
         self.lock = threading.Lock()
         self.metrics = Metrics()
@@ -105,12 +116,22 @@ class NodeState:
             staging = staging_memory(self.transport, self.staging_device, nbytes)
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
         self.staging = StagingBuffers(staging, self.piece)
+        own = self.transport.shared == "staging"
+        shared = Lending(SharedBuffers(self.staging, wiped=own))
+        self.lending: dict[Direction, Lending] = {"pull": shared, "push": shared}
+        """The staging buffers that peers borrow, by the direction of their transfers."""
+        if self.transport.lends_segments:
+            most = self.staging.most(for_peer=True)
+            segments = PeerSegments(self.transport.lend_to_one, self.piece, most)
+            self.lending["pull"] = Lending(segments)
         self.landing_threads = 2
         """Threads that scatter a request, one while another reads. May change at any time.
 
         Set to 1 if other work needs the cores.
         """
         self.leases = Leases(self._lease_ended)
+        self._pushed: dict[bytes, ReadGrant] = {}
+        """What destinations may read of this node's pushes, by the key of the lease there."""
         self.ledger = BlockLedger(self.plan, self.rank)
         """The blocks that offers, pulls, pushes and expectations of this node use."""
         self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == HOST}
@@ -120,7 +141,7 @@ class NodeState:
         """Raise an error for an invalid name, secret, rank, memory or staging option."""
         if self.name:
             check_node_name(self.name)
-        self.security = Security(self.secret, tls=self.tls)
+        self.security = Security(self.secret, tls=self.tls, peers=self.peers)
         rank = checked_rank(self.plan, self.rank, "node")
         self.memory = memory_of(self.memory)
         device = pools_device(self.memory)
@@ -172,6 +193,9 @@ class NodeState:
 
     def hello(self, *, with_plan: bool, version: int = VERSION) -> Hello:
         """Describe this node to a peer of a protocol version."""
+        memory = self.transport.reachable
+        if self.transport.lends_segments:
+            memory = {STAGING: Memory(0, 0)}
         return Hello(
             version=VERSION,
             oldest=OLDEST_VERSION,
@@ -181,7 +205,7 @@ class NodeState:
             plan_hash=self.plan_hash,
             plan=self.plan.without_notes().to_json() if with_plan else None,
             rank=self.rank,
-            memory=tuple(RegisteredMemory.of(*one) for one in self.transport.reachable.items()),
+            memory=tuple(RegisteredMemory.of(*one) for one in memory.items()),
             transport=self.transport.name,
             metadata=self.transport.publish(),
             conversion=self.conversion,
@@ -193,12 +217,36 @@ class NodeState:
         if self.check_identity:
             check_same_identity(self.identity, peer.identity)
 
+    def check_peer(self, peer: Peer) -> None:
+        """Raise an error for a name that the peer has not proved, or a version that is too old."""
+        self.security.check_name(peer.name, peer.names)
+        if peer.version < self.transport.oldest_version:
+            raise unlike_versions(peer.version, peer.version)
+
+    def authorise(self, asked: AskedRead) -> AbstractContextManager[None]:
+        """Allow a peer to read bytes that its lease covers, or raise an error."""
+        grant = self.leases.read_grant(asked.lease) or self._pushed.get(asked.lease)
+        if grant is None:
+            raise lease_expired()
+        return grant.reading(asked)
+
+    @contextmanager
+    def pushing(self, lease: bytes, grant: ReadGrant) -> Iterator[None]:
+        """Let the destination of a push read what is pushed, while the context lasts."""
+        self._pushed[lease] = grant
+        try:
+            yield
+        finally:
+            del self._pushed[lease]
+            grant.end()
+
     def request_identity(self, given: CacheIdentity | None) -> CacheIdentity | None:
         """Return the identity of a request: the given one, or the node's."""
         return self.identity if given is None else checked_identity(given)
 
     def register(self) -> None:
         """Register the memory with the transport, and prepare to move it."""
+        self.transport.protect(self.security, self.authorise)
         self.transport.register(self.memory)
         self.mover = self._mover()
 
@@ -344,8 +392,22 @@ class NodeState:
 
     def _lease_ended(self, lease: Lease) -> None:
         """Return the lease's buffers once nothing can be written to them."""
-        then = partial(self.staging.give_back, lease.buffers)
-        self.quarantine.hold(lease.reads, then, sever=lease.sever)
+        if lease.loan is not None:
+            then = partial(self.lending[lease.direction].take_back, lease, lease.loan)
+            self.quarantine.hold(lease.reads, then, sever=lease.sever)
+
+    def reclaim_buffers(self, lease: Lease) -> None:
+        """Take the staging buffers of a lease for another peer. `lending` has the reasons."""
+        with lease.guard:
+            if lease.over or lease.loan is None:
+                return
+            loan, lease.loan, lease.reclaimed = lease.loan, None, True
+            reads = list(lease.reads)
+        if lease.grant is not None:
+            lease.grant.interrupt()
+        log.warning("buffers reclaimed request=%r name=%r", lease.request, lease.peer[1])
+        then = partial(self.lending[lease.direction].take_back, lease, loan, keep=False)
+        self.quarantine.hold(reads, then, sever=lease.sever)
 
     def sweep(self) -> None:
         """End expired offers and leases, and connections that peers have ended."""

@@ -19,8 +19,10 @@ import msgspec
 
 from kvatlas.copying.file_runs import copy_file_runs
 from kvatlas.copying.memory import Memory
+from kvatlas.errors import AtlasError
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.access import Guarantees
 from kvatlas.wire.transports.base import Handle, Link, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise
 
@@ -57,6 +59,7 @@ class FileTransport(Transport):
     """
 
     name: ClassVar[str] = "file"
+    guarantees = Guarantees(confidentiality=True, integrity=True)
 
     def __init__(self, folder: str | Path, name: str | None = None, *, sync: bool = False) -> None:
         super().__init__()
@@ -71,7 +74,8 @@ class FileTransport(Transport):
                 self._own = open_in(self._folder, name, os.O_CREAT)
         except OSError as problem:
             got, hint = f"{folder}: {problem}", "Pass an existing folder with write access"
-            raise errors.failed(got, hint, "The folder or its file cannot be opened") from problem
+            failure = errors.failed(got, hint, "The folder or its file cannot be opened")
+            raise errors.own_limit(problem) or failure from problem
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         if self._own < 0:
@@ -106,12 +110,12 @@ class FileTransport(Transport):
             raise errors.peer_lost(repr(published.name), hint, what) from problem
         except OSError as problem:
             hint = "Check the permissions of the file, and that it is a regular file"
-            what = "The file cannot be opened"
-            raise errors.bad_metadata(str(problem), hint, what) from problem
+            unopened = errors.bad_metadata(str(problem), hint, "The file cannot be opened")
+            raise errors.own_limit(problem) or unopened from problem
         state = os.fstat(descriptor)
         stop = max((region.address + region.nbytes for region in memory.values()), default=0)
         starts = [region.address for region in memory.values()]
-        failure = None
+        failure: AtlasError | None = None
         if state.st_ino != published.inode:
             hint = "Call publish() again, and pass the new result"
             what = "The file was replaced after it was published"
@@ -169,8 +173,8 @@ class _FileLink(Link):
                 os.fdatasync(self._open_file)
         except OSError as problem:
             hint = "Check the disk and its file system, or create the file again"
-            what = "Reading or writing the file failed"
-            raise errors.failed(problem.strerror, hint, what) from problem
+            failure = errors.failed(problem.strerror, hint, "Reading or writing the file failed")
+            raise errors.own_limit(problem) or failure from problem
 
     def check(self) -> None:
         """Raise an error if the link is closed or the file was removed."""
