@@ -24,7 +24,7 @@ def refusal_of(error: AtlasError) -> Refusal:
 
 
 def lease_expired() -> AtlasError:
-    """The error for a lease that has ended or never existed."""
+    """Return the error for a lease that has ended or never existed."""
     return AtlasError(
         Code.LEASE_EXPIRED,
         got="a lease that is not open",

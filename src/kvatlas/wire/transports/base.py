@@ -38,8 +38,8 @@ Shared = Literal["all", "staging"]
 Separation = Literal["segments", "leases", "none"]
 """How a transport with `shared="staging"` keeps peers apart.
 
-`segments`: each peer gets its own memory (`lend_to_one`). `leases`: the transport authorises reads.
-`none`: it cannot, and refuses the option.
+`segments`: each peer gets separate memory (`lend_to_one`). `leases`: the transport authorises each
+read. `none`: the transport cannot do either, and `shared="staging"` raises an error.
 """
 
 _LONGEST_PAUSE = 2e-3
@@ -50,10 +50,10 @@ class OnePeerMemory:
     """Zeroed memory that only the peer which receives `metadata` can read."""
 
     view: Any
-    """Its bytes: an array on the host, or a tensor on a GPU."""
+    """The memory: an array on the host, or a tensor on a GPU."""
     region: Memory
     metadata: bytes
-    """What the peer passes to `Transport.connect`, with `{STAGING: region}`."""
+    """The metadata that the peer passes to `Transport.connect`, with `{STAGING: region}`."""
     end: Callable[[], None]
     """Wipes and frees the memory. The peer keeps at most a mapping without content."""
 
@@ -179,11 +179,11 @@ class Link(ABC):
     prompt: ClassVar[bool] = False
     """Whether a released operation ends at once, because this process performs it."""
     severs: ClassVar[bool] = True
-    """Whether `sever` ends operations in flight within a moment."""
+    """Whether operations in flight settle almost at once after `sever`."""
     adds: ClassVar[bool] = False
     """Whether `read` computes the runs of a copy on the device, so that staging is never faster."""
     exact: ClassVar[bool] = False
-    """Whether the peer serves only the bytes of a lease, and none between them."""
+    """Whether the peer serves only the exact bytes of a lease, so that gaps cannot be read."""
     sees_offers: bool = False
     """Whether `find_offer` may find an offer."""
 
@@ -249,7 +249,7 @@ class Link(ABC):
         return self._post(copies, write=True) if copies else Done()
 
     def _checked(self, copies: Sequence[Copy], *, write: bool) -> list[Copy]:
-        """Copies that are not empty, between memory that the transport can access."""
+        """Return the copies that are not empty, after checking that their memory is accessible."""
         self.check()
         copies = [copy.expanded() for copy in copies if len(copy)]
         for copy in copies:
@@ -306,7 +306,7 @@ class Transport(ABC):
     name: ClassVar[str]
 
     separation: ClassVar[Separation] = "leases"
-    """How it keeps peers apart with `shared="staging"`."""
+    """How the transport keeps peers apart with `shared="staging"`."""
 
     marks_travel: ClassVar[bool] = False
     """Whether peers can wait for marks of this end; otherwise this end waits before it replies."""
@@ -390,7 +390,7 @@ class Transport(ABC):
         return self.shared == "staging" and self.separation == "segments"
 
     def lend_to_one(self, nbytes: int) -> OnePeerMemory:
-        """Allocate zeroed memory that one peer can read, and no other."""
+        """Allocate zeroed memory that only one peer can read."""
         raise NotImplementedError(f"{type(self).__name__} has no memory for one peer: {nbytes}")
 
     @property

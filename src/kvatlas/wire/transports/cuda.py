@@ -165,7 +165,7 @@ class CudaTransport(Transport):
         return PublishedRegion(list(self._allocations).index(base), offset, region.nbytes)
 
     def lend_to_one(self, nbytes: int) -> OnePeerMemory:
-        """Make an allocation with a separate handle, which one peer receives."""
+        """Return an allocation with a separate handle, which only one peer receives."""
         import torch
 
         driver, device = self._driver, self.device
@@ -176,7 +176,7 @@ class CudaTransport(Transport):
         alone.register({STAGING: region})
 
         def end() -> None:
-            alone.marks = None  # they are still this transport's
+            alone.marks = None  # they belong to this transport
             alone.close()
             driver.end_memory(device, address, nbytes)
 
@@ -244,13 +244,13 @@ class CudaTransport(Transport):
 
 
 class _OnePeerCuda(CudaTransport):
-    """The end of one peer's memory: what it has registered is shared."""
+    """A transport for memory that is lent to one peer. All of its regions are shared."""
 
     separation: ClassVar[Separation] = "leases"
 
 
 class _DeviceBytes:
-    """Bytes of a GPU as torch takes them."""
+    """GPU memory in the form that `torch.as_tensor` accepts."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

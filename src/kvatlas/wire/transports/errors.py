@@ -49,7 +49,7 @@ def failed(
 
 
 def own_limit(problem: BaseException) -> AtlasError | None:
-    """The error for an exhausted limit of this process or host; None for any other problem.
+    """Return the error for an exhausted limit of this process or host; None for other problems.
 
     >>> own_limit(OSError(errno.EMFILE, "Too many open files")).code
     <Code.TOO_MANY_FILES: 'too_many_files'>
@@ -77,7 +77,7 @@ def coded_limits() -> Iterator[None]:
 
 
 def check_descriptors(count: int) -> None:
-    """Raise `too_many_files` unless this process can open `count` files more.
+    """Raise `too_many_files` unless this process can open `count` more files.
 
     For libraries that crash, or report another error, if they cannot open a file.
     """

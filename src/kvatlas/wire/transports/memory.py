@@ -62,7 +62,7 @@ class MemoryTransport(Transport):
         return errors.write_metadata(_Published(self.token))
 
     def lend_to_one(self, nbytes: int) -> OnePeerMemory:
-        """Allocate memory that only peers with its name can read."""
+        """Return memory with a separate random name. Only a peer with that name can read it."""
         alone = MemoryTransport()
         view = alone.allocate(nbytes)
         region = Memory(view.ctypes.data, nbytes, owner=view)

@@ -28,7 +28,7 @@ _DEVICES = "UCX_NET_DEVICES"
 _LOOPBACK = "lo"
 _RDMA = Path("/sys/class/infiniband")
 _DESCRIPTORS = 64
-"""Descriptors that must be free before an agent is made: UCX aborts if it runs out of them."""
+"""Descriptors that must be free before an agent is created: without one, UCX aborts."""
 _LONGEST_SLEEP = 5_000
 """The maximum sleep in microseconds of a thread that serves peers. Incoming data wakes it."""
 _ON_ONE_HOST = {"all", "sm", "shm", "cma"}
@@ -145,7 +145,7 @@ def _reads_over_tcp(device: str) -> bool:
 
 
 def _over_rdma(device: str) -> bool:
-    """Whether UCX uses RDMA devices alone."""
+    """Whether UCX uses only RDMA devices."""
     devices = [name.partition(":")[0] for name in device.split(",")]
     return _has_rdma() and all((_RDMA / name).exists() for name in devices)
 

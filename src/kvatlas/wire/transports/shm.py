@@ -113,7 +113,7 @@ class ShmTransport(Transport):
         return np.frombuffer(create_segment(nbytes), dtype=np.uint8)
 
     def lend_to_one(self, nbytes: int) -> OnePeerMemory:
-        """Allocate a segment with a separate socket and token, which one peer receives.
+        """Return a segment with a separate socket and token, which only one peer receives.
 
         The peer's descriptor is read-only.
         """
@@ -232,7 +232,7 @@ class _ShmLink(Link):
                 )
             near, far = as_bytes(self.mine[own]), self.mapped[pool]
             if write and not far.flags.writeable:
-                hint = "Let the destination read the bytes instead"
+                hint = "Pull from the other end instead of writing"
                 raise errors.failed(f"pool {pool}", hint, "The peer's memory is read-only")
             ends.append((near, far, copy) if write else (far, near, copy))
         return Stepwise(copy_steps(ends, self.check))

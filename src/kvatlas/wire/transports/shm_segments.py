@@ -49,7 +49,7 @@ class Segment(mmap.mmap):
             super().close()
 
     def wipe(self) -> None:
-        """Free its pages, also for peers that have it mapped: from now on it reads as zeros."""
+        """Free the pages, also for peers that have them mapped. The segment then reads as zeros."""
         self.madvise(mmap.MADV_REMOVE)
 
     def __del__(self) -> None:
