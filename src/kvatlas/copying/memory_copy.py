@@ -61,7 +61,7 @@ def memory_of(pools: Any) -> dict[int, Memory]:
     """
     given = getattr(pools, "pools", pools)
     if not isinstance(given, Mapping):
-        raise _no_pool("this value", type(given).__name__)
+        raise _no_pool("this value", f"a value of type {type(given).__name__}")
     return {index: _memory_of(index, pool) for index, pool in given.items()}
 
 
@@ -72,8 +72,10 @@ def _memory_of(index: int, pool: Any) -> Memory:
         if not pool.flags.c_contiguous:
             raise _no_pool(f"pool {index}", f"an array with strides {pool.strides}")
         return Memory(pool.ctypes.data, pool.nbytes, owner=pool)
-    if not callable(getattr(pool, "data_ptr", None)) or not pool.is_contiguous():
-        raise _no_pool(f"pool {index}", type(pool).__name__)
+    if not callable(getattr(pool, "data_ptr", None)):
+        raise _no_pool(f"pool {index}", f"a value of type {type(pool).__name__}")
+    if not pool.is_contiguous():
+        raise _no_pool(f"pool {index}", f"a tensor with strides {pool.stride()}")
     return Memory(pool.data_ptr(), pool.nbytes, device_of(pool), owner=pool)
 
 

@@ -60,7 +60,7 @@ class Published(msgspec.Struct, tag="nixl", forbid_unknown_fields=True):
 def take_apart(
     metadata: bytes, agent: str, kind: Kind, backend: str, memory: Mapping[int, Memory]
 ) -> Published:
-    """Return the parts to send of the metadata of an agent in this process."""
+    """Return the parts of this process's agent metadata that are sent to peers."""
     reader = _Reader(metadata)
     reader.skip(_head(agent, backend))
     address = reader.field("c")

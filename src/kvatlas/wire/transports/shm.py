@@ -232,7 +232,7 @@ class _ShmLink(Link):
                 )
             near, far = as_bytes(self.mine[own]), self.mapped[pool]
             if write and not far.flags.writeable:
-                hint = "Pull from the other end instead of writing"
+                hint = "Have the peer read the bytes instead of writing to it"
                 raise errors.failed(f"pool {pool}", hint, "The peer's memory is read-only")
             ends.append((near, far, copy) if write else (far, near, copy))
         return Stepwise(copy_steps(ends, self.check))
