@@ -1,4 +1,4 @@
-"""Copy KV caches inside one machine: between host memory, GPUs and files, along routes."""
+"""Copy KV caches within one machine, between host memory, GPUs and files, as a route specifies."""
 
 from kvatlas.copying.memory import HOST, Memory
 from kvatlas.copying.memory_copy import memory_of

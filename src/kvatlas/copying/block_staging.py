@@ -21,21 +21,21 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 
 STAGED_BYTES = 32 << 20
-"""Bytes of each of the two buffers on the GPU."""
+"""Size in bytes of each of the two buffers on the GPU."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockPiece:
-    """Whole blocks of one host pool that are consecutive in the buffer."""
+    """Whole blocks of one host pool that cross the link together, packed in the GPU buffer."""
 
     pool: int
     blocks: Int64s
     """Block ids, ascending."""
     grids: list[Copy]
-    """The runs to copy; the buffer replaces the host pool at the host's end."""
+    """The runs between the buffer and the GPU's pools. Host offsets are offsets in the buffer."""
 
     def stretches(self, block_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each contiguous stretch: pool offset, buffer offset and number of bytes.
+        """Yield (pool offset, buffer offset, number of bytes) of each contiguous stretch.
 
         >>> piece = BlockPiece(0, np.array([3, 4, 9]), [])
         >>> list(piece.stretches(100))
@@ -53,7 +53,7 @@ class SplitBlocks(NamedTuple):
 
     pieces: list[BlockPiece]
     rest: list[Copy]
-    """Runs of blocks that move only in part or exceed the buffer."""
+    """Runs of blocks that move only in part, or that are larger than the buffer."""
 
 
 def split_blocks(
@@ -61,8 +61,8 @@ def split_blocks(
 ) -> SplitBlocks:
     """Divide runs into pieces of whole host blocks, and the remaining runs.
 
-    `end` is the host's end: 0 for the source, 1 for the destination. A block is whole if all of its
-    bytes move.
+    `end` is 0 if the host is the source, 1 if it is the destination. `room` is the maximum size of
+    a piece in bytes. A block is whole if all of its bytes move.
     """
     split = SplitBlocks([], [])
     for pool in dict.fromkeys(_host_pool(grid, end) for grid in grids):
@@ -80,7 +80,7 @@ def _split_pool(
     moved = [len(grid.starts.src) * grid.length for grid in grids]
     nbytes = np.bincount(where, weights=np.concatenate(moved)).astype(np.int64)
     whole = nbytes == size if each else np.zeros(len(ids), dtype=bool)
-    # Which of the whole blocks a span lies in, -1 for none: pieces have `each` of them.
+    # The index of each span's block among the whole blocks, or -1. A piece has `each` blocks.
     rank = np.where(whole, np.cumsum(whole) - 1, -1)[where]
     ranks = np.split(rank, np.cumsum([len(one) for one in blocks])[:-1])
     own = ids[whole]
@@ -108,14 +108,14 @@ def _host_spans(grid: Copy, end: int) -> Int64s:
 
 
 def _with_spans(grid: Copy, chosen: Any, end: int, at: Int64s) -> Copy:
-    """Some spans of a grid, which lie elsewhere at one end."""
+    """Return the `chosen` spans of a grid, with their offsets at the host's end set to `at`."""
     src, dst = grid.src[chosen], grid.dst[chosen]
     src, dst = (src, at) if end else (at, dst)
     return replace(grid, src=src, dst=dst, length=grid.length[chosen])
 
 
 class BlockBuffer:
-    """A buffer on a GPU, and the stream that uses it."""
+    """A buffer on a GPU, and the queue that uses it."""
 
     def __init__(self, queue: Any, room: int) -> None:
         self.queue, self.room = queue, room
@@ -125,7 +125,10 @@ class BlockBuffer:
         self, piece: BlockPiece, gpu: Mapping[int, Memory], pool: int, block_bytes: int, *,
         out: bool,
     ) -> Posted:  # fmt: skip
-        """Copy a piece between the GPU's pools and the host pool at address `pool`."""
+        """Queue the copy of a piece between the GPU's pools and the host pool at address `pool`.
+
+        `out` means from the GPU to the host.
+        """
         if self._buffer is None:
             self._buffer = self.queue.buffer(self.room)
         base = self._buffer.data_ptr()
@@ -170,7 +173,11 @@ class BlockStaging:
         self, split: SplitBlocks, gpu: Mapping[int, Memory], host: Mapping[int, Memory],
         block_bytes: Mapping[int, int], under_way: list[Posted], *, out: bool,
     ) -> None:  # fmt: skip
-        """Copy pieces in order. Append each to `under_way`, even if a later piece fails."""
+        """Queue the copies of all pieces, in order.
+
+        Each posted copy is appended to `under_way`, so the caller can wait for it even if a later
+        piece fails. `out` means from the GPU to the host.
+        """
         for piece in split.pieces:
             pool, size = host[piece.pool].address, block_bytes[piece.pool]
             with self._lock:
@@ -187,7 +194,7 @@ class BlockStaging:
 def address_runs(
     grids: Sequence[Copy], src: Mapping[int, Memory], dst: Mapping[int, Memory]
 ) -> list[AddressRuns]:
-    """Convert grids between regions to runs between addresses."""
+    """Return grids between regions as runs between addresses."""
     return [
         AddressRuns(
             src[grid.src_pool].address, dst[grid.dst_pool].address,

@@ -1,4 +1,4 @@
-"""`crc32`: from ISA-L where that is installed, which is several times faster, else from zlib."""
+"""CRC-32 checksums, by ISA-L if it is installed (several times faster), otherwise by zlib."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _fastest() -> Callable[[Summed, int], int]:
 
 
 def crc32(data: Summed, start: int = 0) -> int:
-    """Return the CRC-32 of `data`, or continue from `start`, the CRC-32 of the bytes before it.
+    """Return the CRC-32 of `data`. `start` is the CRC-32 of the bytes before it, if there are any.
 
     >>> crc32(b"123456789") == crc32(b"456789", crc32(b"123")) == 0xCBF43926
     True

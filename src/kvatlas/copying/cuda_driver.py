@@ -1,7 +1,7 @@
 """The part of the CUDA driver API that transports use: IPC handles, events, stream order.
 
-It is an interface, so that the code above it runs without a GPU. `LibCuda` calls the driver's
-library, and torch where kernels need a stream.
+`CudaDriver` is an abstract class, so that its callers can be tested without a GPU. `LibCuda` calls
+the driver's library, and torch for streams that launch kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def devices(self) -> list[bytes]:
-        """The identity of each device that this process sees, by index."""
+        """Return the UUID of each device that this process sees, by index."""
 
     @abstractmethod
     def allocation(self, device: int, address: int) -> tuple[int, int]:
@@ -77,7 +77,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def make_event(self, device: int) -> int:
-        """Make an event that other processes can wait for."""
+        """Create an event that other processes can wait for."""
 
     @abstractmethod
     def export_event(self, device: int, event: int) -> bytes:
@@ -85,11 +85,11 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def open_event(self, device: int, handle: bytes) -> int:
-        """Open another process's event."""
+        """Open another process's event. Return its address in this process."""
 
     @abstractmethod
     def end_event(self, device: int, event: int) -> None:
-        """Destroy an event that was made or opened here."""
+        """Destroy an event that this process created or opened."""
 
     @abstractmethod
     def synchronize(self, device: int, event: int) -> None:
@@ -101,11 +101,14 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def recorder(self, device: int, stream: int) -> Callable[[int], None]:
-        """Return a stream that records events after the work on the caller's current stream."""
+        """Return a function that records an event on `stream`.
+
+        The event completes after the work queued on the caller's current stream.
+        """
 
     @abstractmethod
     def queue(self, device: int, multiprocessors: int) -> DeviceQueue:
-        """Make a queue that occupies at most `multiprocessors`; 0 for no limit."""
+        """Create a queue whose kernels use at most `multiprocessors`; 0 means no limit."""
 
 
 @lru_cache(maxsize=1)
@@ -141,12 +144,12 @@ class LibCuda(CudaDriver):
     def __init__(self) -> None:
         self._library: Any = ctypes.CDLL("libcuda.so.1")
         self._looks: Any = ctypes.PyDLL("libcuda.so.1")
-        """For calls that never block: the caller keeps the interpreter lock."""
+        """The library for calls that never block, which keep the interpreter lock."""
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.RLock()
         self.streams = StreamStock(self._make_stream)
         self._call("cuInit", 0)
-        # Called often, so that numbers are taken as they are.
+        # These are called often. With argtypes set, plain integers need no wrapping.
         self._looks.cuEventQuery.argtypes = [ctypes.c_void_p]
         self._looks.cuStreamQuery.argtypes = [ctypes.c_void_p]
         self._looks.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -175,7 +178,7 @@ class LibCuda(CudaDriver):
         return f"{code} ({(text.value or b'unknown').decode()})"
 
     def on(self, device: int) -> AbstractContextManager[None]:
-        """A context in which a device is current for the calling thread."""
+        """Return a context in which a device is current for the calling thread."""
         context = self._contexts.get(device)
         current = ctypes.c_void_p()
         self._looks.cuCtxGetCurrent(ctypes.byref(current))
@@ -198,7 +201,7 @@ class LibCuda(CudaDriver):
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def devices(self) -> list[bytes]:
-        """The UUIDs of the visible devices."""
+        """Return the UUIDs of the visible devices."""
         count = ctypes.c_int()
         self._call("cuDeviceGetCount", ctypes.byref(count))
         uuids = []
@@ -210,7 +213,7 @@ class LibCuda(CudaDriver):
         return uuids
 
     def allocation(self, device: int, address: int) -> tuple[int, int]:
-        """Return the driver's allocation, which torch's allocator may have subdivided."""
+        """Return the start and size of the driver's allocation, which torch may have subdivided."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         with self.on(device):
             self._call(
@@ -220,14 +223,14 @@ class LibCuda(CudaDriver):
         return base.value, nbytes.value
 
     def export_memory(self, device: int, base: int) -> bytes:
-        """Return a legacy IPC handle. Other kinds of memory have none."""
+        """Return a legacy IPC handle. Only memory from cudaMalloc has one."""
         handle = _Handle()
         with self.on(device):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
         return bytes(handle)
 
     def open_memory(self, device: int, handle: bytes) -> int:
-        """Map an allocation into this process's address space."""
+        """Map an allocation into this process's address space. Return its address."""
         address = ctypes.c_uint64()
         with self.on(device):
             self._call(
@@ -267,11 +270,11 @@ class LibCuda(CudaDriver):
             lent.give_back()
 
     def make_event(self, device: int) -> int:
-        """Make an interprocess event."""
+        """Create an interprocess event."""
         return self._event(device, _UNTIMED | _SHARED)
 
     def local_event(self, device: int) -> int:
-        """Make an event for this process, which can be recorded repeatedly."""
+        """Create an event for this process, which can be recorded repeatedly."""
         return self._event(device, _UNTIMED)
 
     def _event(self, device: int, flags: int) -> int:
@@ -288,14 +291,14 @@ class LibCuda(CudaDriver):
         return bytes(handle)
 
     def open_event(self, device: int, handle: bytes) -> int:
-        """Open an event of another process."""
+        """Open an event of another process. Return its address."""
         event = ctypes.c_void_p()
         with self.on(device):
             self._call("cuIpcOpenEventHandle", ctypes.byref(event), _Handle.of(handle))
         return event.value or 0
 
     def end_event(self, device: int, event: int) -> None:
-        """Destroy the event at this end."""
+        """Destroy the event in this process. Other processes that opened it keep it."""
         with self.on(device):
             self._call("cuEventDestroy_v2", ctypes.c_void_p(event))
 
@@ -316,7 +319,7 @@ class LibCuda(CudaDriver):
         stream, least, most = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
         try:
             with self.on(device):
-                # What computes goes first, wherever a framework has a stream that may.
+                # The lowest priority: streams of the framework with a higher one run first.
                 self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(most))
                 about = ctypes.byref(stream), _NON_BLOCKING, least.value
                 self._call("cuStreamCreateWithPriority", *about)
@@ -328,7 +331,7 @@ class LibCuda(CudaDriver):
         return stream.value or 0
 
     def recorder(self, device: int, stream: int) -> Callable[[int], None]:
-        """Record after the caller's current stream, and after all earlier records."""
+        """Return a function that records after the caller's current stream and earlier records."""
         import torch
 
         order: Any = torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
@@ -341,7 +344,7 @@ class LibCuda(CudaDriver):
         return record
 
     def queue(self, device: int, multiprocessors: int) -> DeviceQueue:
-        """Make a stream that launches Triton kernels."""
+        """Create a queue that launches Triton kernels."""
         return TorchQueue(self, device, multiprocessors)
 
     def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
@@ -350,7 +353,7 @@ class LibCuda(CudaDriver):
         self._check("cuMemcpyHtoDAsync", code)
 
     def write_word(self, to: int, number: int, stream: int) -> bool:
-        """Write 32 bits to pinned memory in stream order; False if the GPU does not support it."""
+        """Write 32 bits to pinned memory in stream order. Return False if this is not supported."""
         if self._write_word is None:
             return False
         code = self._write_word(stream, to, number, 0)
@@ -376,13 +379,13 @@ class LibCuda(CudaDriver):
         self._check("cuEventRecord", self._looks.cuEventRecord(event, stream))
 
     def order(self, event: int, before: int, stream: int) -> None:
-        """Make a stream wait for another stream. Their device must be current."""
-        if self._looks.cuStreamQuery(before):  # it has something to do
+        """Make `stream` wait for the work on stream `before`. Their device must be current."""
+        if self._looks.cuStreamQuery(before):  # not idle
             self.record(event, before)
             self._call("cuStreamWaitEvent", stream, event, 0)
 
     def capture(self, stream: int, act: Callable[[], None]) -> int:
-        """Capture what is queued on a stream into a graph, without running it."""
+        """Capture the work that `act` queues on a stream, without running it. Return the graph."""
         graph, made = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), _RELAXED)
         try:

@@ -2,11 +2,11 @@
 
 torch hands out 32 streams per device in rotation, so with more owners than that some share a
 stream. A graph captured on a shared stream would include the other owner's work, or fail because of
-it. These streams are therefore made by the driver, and torch never hands them out.
+it. These streams are therefore created through the driver, and torch never hands them out.
 
-Streams are reused, not destroyed. torch's allocators keep memory by the stream that used it, and
-may use that stream to free the memory long after its owner is gone. The next owner of a stream is
-ordered after the work still queued on it, and reuses the memory kept for it.
+Streams are reused, not destroyed. torch's allocators cache memory by the stream that used it, and
+may use that stream to free the memory long after its owner is gone. Work of a stream's next owner
+runs after the work still queued on it, and reuses the memory that torch has cached for it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from typing import NamedTuple
 
 
 class LentStream(NamedTuple):
-    """A stream, and a function that returns it. Only the first call has an effect."""
+    """The address of a stream, and a function that returns the stream to its stock.
+
+    Only the first call of `give_back` has an effect.
+    """
 
     address: int
     give_back: Callable[[], object]
 
 
 class StreamStock:
-    """Streams of this process's devices. Any thread may use it.
+    """Lends streams of this process's devices. All methods are thread-safe.
 
     >>> stock = StreamStock(make=lambda device: 100 + device)
     >>> class Queue: ...
@@ -50,11 +53,11 @@ class StreamStock:
             address = idle.pop()
         except IndexError:
             address = self._make(device)
-        # No lock: an owner may turn to garbage anywhere, in this method too.
+        # No lock: an owner may be garbage collected at any point, also inside this method.
         give_back = weakref.finalize(owner, idle.append, address)
         give_back.atexit = False
         return LentStream(address, give_back)
 
     def idle(self, device: int) -> int:
-        """The number of free streams of a device."""
+        """Return the number of free streams of a device."""
         return len(self._idle.get(device, ()))

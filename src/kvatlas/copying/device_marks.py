@@ -1,11 +1,13 @@
 """Marks: recorded points in a process's GPU work, which other operations can wait for.
 
-A mark is recorded when blocks are offered, expected or to be filled. Reads and writes of these
-blocks, in this process or another, then run after the kernels that were launched before the mark. A
-few events are reused in rotation. They are recorded in order, so an event that was reused covers
+A mark is recorded when blocks are offered, when a push into them is expected, and before a pull
+fills them. Reads and writes of these blocks, in this process or another, then run after the kernels
+that were launched before the mark.
+
+A few events are reused in rotation. They are recorded in order, so an event that was reused covers
 more work than its mark, never less. An event is reused only once it has completed, except for the
-latest one. Its completion is published before the reuse: on a device with a long backlog, no
-process would see it otherwise.
+latest one. Its completion is published before the reuse, because on a device with a long backlog
+other processes might never see the event completed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ class MarkBoard(Protocol):
     """Publishes completed marks to other processes."""
 
     def tell_done(self, number: int) -> None:
-        """Publish that the marks up to `number` have completed."""
+        """Publish that all marks up to and including `number` have completed."""
 
 
 class DeviceMarks:
@@ -33,15 +35,15 @@ class DeviceMarks:
     def __init__(self, driver: CudaDriver, device: int) -> None:
         self._driver, self._device = driver, device
         self._order = driver.streams.lend(device, self)
-        """The stream that records events; acquired first, because it frees itself."""
+        """The stream that records events. If `__init__` fails later, it returns by itself."""
         self._events = [driver.make_event(device) for _ in range(EVENTS)]
         self._record = driver.recorder(device, self._order.address)
         self._lock = threading.Lock()
         self._made = 0
         self.done = -1
-        """Marks up to this one have completed, and their events may be reused."""
+        """The last mark that is known to be complete; -1 if none is. Its event may be reused."""
         self.board: MarkBoard | None = None
-        """Where other processes read `_done`."""
+        """The board on which other processes read `done`; None if they cannot."""
 
     def mark(self) -> int:
         """Record a mark on the calling thread's current stream, and return its number."""
@@ -57,8 +59,8 @@ class DeviceMarks:
             ) from problem
 
     def _mark(self) -> int:
-        # Readers look at the board sooner than at an event of another process. The last that is
-        # done has none behind it that is not, and so it is not recorded again.
+        # Reading the board is faster for a peer than querying an event of another process. If the
+        # latest mark has completed, all earlier ones have too.
         last = self._made - 1
         if last > self.done and self._driver.finished(self._device, self.event(last)):
             self._tell_done(last)
@@ -67,18 +69,19 @@ class DeviceMarks:
         elif self.passed(self._made - EVENTS):
             self._tell_done(max(self.done, self._made - EVENTS))
             self._made += 1
-        # Else the last stands for more: what somebody waits for is not put off for ever.
+        # Otherwise the latest event is recorded again: its mark then covers the new work too. The
+        # other events stay as they are, so waiting for one of them ends.
         self._record(self.event(self._made - 1))
         return self._made - 1
 
     def _tell_done(self, number: int) -> None:
-        """Publish a completed mark before its event is recorded again."""
+        """Record and publish that a mark has completed, before its event is reused."""
         self.done = number
         if self.board is not None:
             self.board.tell_done(number)
 
     def passed(self, number: int) -> bool:
-        """Whether the marked work has completed."""
+        """Whether the work before a mark has completed."""
         return number <= self.done or self._driver.finished(self._device, self.event(number))
 
     def event(self, number: int) -> int:
@@ -94,7 +97,7 @@ class DeviceMarks:
         return events[number % EVENTS]
 
     def wait(self, number: int) -> None:
-        """Block the host until the marked work has completed."""
+        """Block the host until the work before a mark has completed."""
         self._driver.synchronize(self._device, self.event(number))
 
     def export(self) -> tuple[bytes, ...]:
@@ -102,7 +105,7 @@ class DeviceMarks:
         return tuple(self._driver.export_event(self._device, event) for event in self._events)
 
     def close(self) -> None:
-        """Destroy the events and return their stream."""
+        """Destroy the events and return the stream that records them."""
         with self._lock:
             events, self._events = self._events, []
             self._order.give_back()

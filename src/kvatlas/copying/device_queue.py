@@ -1,6 +1,6 @@
-"""Queues of copies on a device.
+"""The interface of queues that copy runs on a device.
 
-It is an interface, so that the code above it runs without a GPU.
+The classes are abstract, so that their callers can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ Tables = Mapping[int, BlockIds]
 
 
 class AddressRuns(NamedTuple):
-    """Runs between two addresses, one for each sum of a start and a span."""
+    """Runs between two addresses: one for each pair of a start and a span, whose offsets add up."""
 
     source: int
     target: int
     starts: tuple[Int64s, Int64s]
-    """Start offsets at the source and the target; kept on the device while in use."""
+    """Start offsets at the source and the target. A queue keeps them on its device."""
     spans: tuple[Int64s, Int64s, Int64s]
     """Span offsets at the source and the target, and lengths."""
     cast: ElementCast | None = None
-    """How elements are cast, if they are. Starts and spans then count elements."""
+    """The cast of each element; None to copy bytes. With a cast, offsets count elements."""
     scales: Int64s | None = None
-    """The index of each start's scale in the cast, if there are several."""
+    """The index of each start's scale in the cast; None if all have the same scale."""
 
     def between(self, source: int, target: int) -> AddressRuns:
-        """Return the same runs relative to other addresses."""
+        """Return the same runs with `source` and `target` added to their addresses."""
         return self._replace(source=self.source + source, target=self.target + target)
 
     @property
     def nbytes(self) -> int:
-        """The bytes read, or the bytes written if those are more."""
+        """The number of bytes read or written, whichever is larger."""
         count = len(self.starts[0]) * int(self.spans[2].sum())
         return count * (1 if self.cast is None else max(self.cast.items))
 
 
 class AddressPattern(NamedTuple):
-    """Runs between two addresses that lack only block ids."""
+    """Runs between two addresses that are complete except for block ids."""
 
     source: int
     target: int
@@ -55,27 +55,27 @@ class AddressPattern(NamedTuple):
 
 
 class Posted(ABC):
-    """Work that was posted to a queue."""
+    """Copies that were posted to a queue."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the device has completed it. Raises an error if the device has failed."""
+        """Whether the device has completed the copies. Raises an error if the device has failed."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until it is complete."""
+        """Wait until the copies are complete."""
 
 
 class DeviceQueue(ABC):
-    """A separate stream on one device, which runs its work in order."""
+    """A separate stream on one device, which runs its copies in order."""
 
     @abstractmethod
     def after(self, event: int) -> None:
-        """Order later work after the last recorded work of an event."""
+        """Make copies that are posted later wait for the last recorded work of an event."""
 
     @abstractmethod
     def after_caller(self) -> None:
-        """Order later work after the work queued on the caller's current stream."""
+        """Make copies that are posted later wait for the work on the caller's current stream."""
 
     @abstractmethod
     def post(self, runs: Sequence[AddressRuns]) -> Posted:
@@ -88,34 +88,38 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Return the stream. Posted work continues, and nothing more can be posted."""
+        """Give the stream back. Posted copies continue; nothing more can be posted."""
 
     def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
-        """Prepare to copy the same runs for many requests. Return None if there are too many."""
+        """Prepare copies of requests that differ only in block ids.
+
+        Return None if a request has too many block ids.
+        """
         return _PostedAsRuns(self, patterns)
 
 
 class PreparedRuns(ABC):
-    """Prepared runs of requests that differ only in block ids."""
+    """Prepared copies of requests that differ only in block ids."""
 
     @abstractmethod
     def post(self, src: Tables, dst: Tables) -> Posted | None:
-        """Copy between blocks of two tables, after the work queued on the caller's current stream.
+        """Copy from the blocks of `src` to those of `dst`, after the caller's current stream.
 
-        The destination's block ids must be valid. The source's may be anything: an invalid id is
-        replaced by the first block, so that no other memory is accessed. Returns None, and does
-        nothing, if too many such copies are in flight.
+        The destination's ids must be valid. The source's ids come from a peer, as unsigned
+        integers, and are not trusted: an id that is not below the number of source blocks is
+        replaced by 0, so no memory outside the source pool is read. Return None, and copy nothing,
+        if too many prepared copies are in flight.
         """
 
 
 class _PostedAsRuns(PreparedRuns):
-    """Runs that are made when they are posted, for queues that prepare nothing."""
+    """Runs that are computed when they are posted, for queues that prepare nothing."""
 
     def __init__(self, queue: DeviceQueue, patterns: Sequence[AddressPattern]) -> None:
         self._queue, self._patterns = queue, patterns
 
     def post(self, src: Tables, dst: Tables) -> Posted | None:
-        """Make them, and post them."""
+        """Compute the runs and post them."""
         runs = []
         for source, target, pattern, blocks in self._patterns:
             known = {group: np.where(ids < blocks, ids, 0) for group, ids in src.items()}

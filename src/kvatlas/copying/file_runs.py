@@ -1,7 +1,7 @@
 """Copies of runs between memory and a file, with vectored system calls.
 
-One call moves a contiguous range of the file from or to up to a thousand memory ranges. A disk
-error or a full disk raises an error; with a mapped file it would kill the process.
+One call moves a contiguous range of the file to or from up to 1,024 memory ranges. A disk error or
+a full disk raises `OSError`; with a mapped file it would kill the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvatlas.geometry.address_arrays import Int64s
 _MAX_RANGES = 1024
 """The maximum number of memory ranges in one system call (IOV_MAX)."""
 _WORTH_SORTING = 16
-"""Runs are sorted if fewer than this many, on average, are adjacent in the file."""
+"""Runs are sorted by file offset if stretches of adjacent runs are shorter than this on average."""
 
 _system = ctypes.CDLL(None, use_errno=True)
 for _call in (_system.preadv, _system.pwritev):
@@ -34,8 +34,9 @@ def copy_file_runs(
 ) -> Iterator[None]:
     """Copy runs between addresses of this process and offsets of a file, one step per iteration.
 
-    `file` is called for the descriptor before every system call, because it may be closed in
-    between. Raises `OSError`, also if the file ends before a run does.
+    `near` are addresses, `far` are file offsets. `file` returns the descriptor; it is called before
+    every system call, because the file may be closed in between. Raises `OSError`, also if the file
+    ends before a run does.
     """
     calls = vectored_calls(near, far, length)
     act = _system.pwritev if write else _system.preadv
@@ -52,7 +53,7 @@ def copy_file_runs(
 
 
 class VectoredCalls(NamedTuple):
-    """Memory ranges grouped into vectored calls, each for adjacent bytes of the file."""
+    """Memory ranges grouped into vectored calls. Each call covers contiguous bytes of the file."""
 
     ranges: NDArray[np.uint64]
     """Rows (address, length), as in the system's `iovec`."""
@@ -63,7 +64,7 @@ class VectoredCalls(NamedTuple):
     nbytes: Int64s
 
     def each(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the first range, number of ranges, offset and bytes of every call."""
+        """Yield (index of the first range, number of ranges, file offset, bytes) of every call."""
         count = np.diff(self.first, append=len(self.ranges))
         columns = (self.first, count, self.offset, self.nbytes)
         yield from zip(*(column.tolist() for column in columns), strict=True)
@@ -92,13 +93,13 @@ def vectored_calls(near: Int64s, far: Int64s, length: Int64s) -> VectoredCalls:
 
 
 def _stretches(far: Int64s, length: Int64s) -> Int64s:
-    """The runs that do not begin where the one before them ends, the first included."""
+    """Return the index of each run that does not start at the end of the run before it."""
     follows = far[1:] == far[:-1] + length[:-1]
     return np.concatenate([np.zeros(1, np.int64), np.flatnonzero(~follows) + 1])
 
 
 def _cut(first: Int64s, ends: Int64s, length: Int64s) -> Int64s:
-    """The same stretches, none of more ranges than the system takes, nor much above a step."""
+    """Split stretches after `_MAX_RANGES` ranges or about `STEP` bytes. Return their first runs."""
     calls = -(-np.diff(first, append=len(ends)) // _MAX_RANGES)
     if int(calls.max()) > 1:
         turn = np.arange(calls.sum()) - np.repeat(np.cumsum(calls) - calls, calls)
@@ -120,7 +121,10 @@ def _finish(
     offset: int,
     done: int,
 ) -> None:
-    """Repeat a partial read or write for the remaining ranges."""
+    """Repeat a partial or interrupted call for the remaining ranges.
+
+    `done` is the result of the first call. Raises `OSError` if a call fails.
+    """
     while True:
         problem = ctypes.get_errno() if done < 0 else 0
         if problem and problem != errno.EINTR:

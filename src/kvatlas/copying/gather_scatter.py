@@ -1,8 +1,8 @@
-"""Gather the runs of copies into a stream, scatter a stream into them, and compute checksums.
+"""Gather runs into a stream, scatter a stream into runs, and compute checksums of streams.
 
-The stream of some copies is the concatenation of their bytes, in the order of the runs. Both ends
-of a transfer derive it from the route alone, so a piece is fully described by where it starts and
-stops.
+The stream of a list of copies is the concatenation of their bytes, in the order of the runs. Both
+ends of a transfer derive it from the route alone, so a start and a stop offset fully describe a
+piece of it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvatlas.routing import Copy
 
 
 def stream_bytes(copies: Sequence[Copy]) -> int:
-    """Return the size in bytes of the stream of some copies."""
+    """Return the size in bytes of the stream of `copies`."""
     return sum(copy.nbytes for copy in copies)
 
 
 def gather(copies: Sequence[Copy], pools: Mapping[int, Bytes], stream: Bytes) -> int:
-    """Gather the stream of some copies from the source's pools. Return its bytes."""
+    """Gather `copies` from the source's pools into `stream`. Return the number of bytes."""
     done = 0
     for copy in copies:
         src, _, length = copy.runs()
@@ -37,7 +37,7 @@ def gather(copies: Sequence[Copy], pools: Mapping[int, Bytes], stream: Bytes) ->
 
 
 def scatter(copies: Sequence[Copy], stream: Bytes, pools: Mapping[int, Bytes]) -> int:
-    """Scatter the stream of some copies into the destination's pools. Return its bytes."""
+    """Scatter `stream` into the destination's pools. Return the number of bytes."""
     done = 0
     for copy in copies:
         _, dst, length = copy.runs()
@@ -49,7 +49,7 @@ def scatter(copies: Sequence[Copy], stream: Bytes, pools: Mapping[int, Bytes]) -
 
 
 def _stream_places(length: Int64s, first: int) -> Places:
-    """Return the start of each run in the stream."""
+    """Return the offset of each run in the stream; the first run is at `first`."""
     if len(length) and one_length(length):
         size = int(length[0])
         return range(first, first + size * len(length), size)
@@ -59,7 +59,10 @@ def _stream_places(length: Int64s, first: int) -> Places:
 def checksums(
     copies: Sequence[Copy], pools: Mapping[int, Bytes], piece: int, *, src: bool
 ) -> Int64s:
-    """Return a CRC-32 of every `piece` bytes of the stream of some copies, read at one end."""
+    """Return a CRC-32 of every `piece` bytes of the stream of `copies`.
+
+    `src` means that `pools` are the source's; otherwise they are the destination's.
+    """
     if not src:
         copies = [copy.reversed() for copy in copies]
     stream = np.empty(stream_bytes(copies), dtype=np.uint8)
@@ -68,7 +71,7 @@ def checksums(
 
 
 def crc_pieces(stream: Bytes, piece: int) -> Int64s:
-    """Return a CRC-32 of every `piece` bytes.
+    """Return a CRC-32 of every `piece` bytes of a stream; the last piece may be shorter.
 
     >>> crc_pieces(np.zeros(3, np.uint8), 2).tolist()
     [1104745215, 3523407757]
@@ -78,7 +81,7 @@ def crc_pieces(stream: Bytes, piece: int) -> Int64s:
 
 
 def into_buffer(copies: Sequence[Copy], at: int) -> list[Copy]:
-    """Return copies of a source's runs into consecutive bytes of the staging memory at an offset.
+    """Return copies of the same source runs into contiguous staging memory at offset `at`.
 
     >>> copy = Copy(0, 3, np.array([70, 10]), np.array([0, 8]), np.array([4, 2]))
     >>> (read,) = into_buffer([copy], 4096)

@@ -3,7 +3,7 @@
 If the host pools are pinned, whole blocks cross the link unchanged and a kernel rearranges them for
 the GPU's pools (`block_staging`). Blocks that move only in part are read or written across the link
 by a kernel with few programs. If the host pools are not pinned (a mapped file, for example), the
-bytes pass through two pinned buffers: the link fills one while the processor works on the other.
+bytes pass through two pinned buffers: the link transfers one while the CPU copies the other.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvatlas.routing import Copy
 from kvatlas.routing.binding import ORIGIN
 
 _PIECE = 32 << 20
-"""The size of a buffer in bytes. No run is longer than half of it."""
+"""The size of a buffer in bytes. `split_runs` limits runs to half of it."""
 _OUT = {"programs": 8, "tile": 16384, "warps": 16, "stages": 3}
 _IN = {"programs": 32, "tile": 16384, "warps": 16, "stages": 1}
 """Launch options of kernels that access host memory. Reads need more programs to hide latency."""
 
 
 class GpuOffload:
-    """Copies between GPU pools and host pools, by pool index."""
+    """Copies between the GPU pools and the host pools of one rank. Pools are given by index."""
 
     def __init__(
         self,
@@ -41,7 +41,10 @@ class GpuOffload:
         block_bytes: Mapping[int, int],
         staging: BlockStaging,
     ) -> None:
-        """`pinned`: the GPU can access all host pools, and their blocks are contiguous."""
+        """`pinned` means that the GPU can access all host pools.
+
+        `block_bytes` is the size of the blocks of each host pool whose blocks are contiguous.
+        """
         self._gpu, self._host, self.pinned = dict(gpu), dict(host), pinned
         self._block_bytes, self._staging, self._queue = block_bytes, staging, staging.queue
 
@@ -50,7 +53,7 @@ class GpuOffload:
         self._move(copies, out=True)
 
     def fetch(self, copies: Sequence[Copy]) -> None:
-        """Copy from the host to the GPU."""
+        """Copy from the host to the GPU, after the work queued on the caller's stream."""
         self._move(copies, out=False)
 
     def _move(self, copies: Sequence[Copy], *, out: bool) -> None:
@@ -71,7 +74,7 @@ class GpuOffload:
     def _by_blocks(self, copies: Sequence[Copy], *, out: bool) -> None:
         """Copy whole blocks through a GPU buffer, and the other runs across the link.
 
-        No span of these copies crosses a block boundary.
+        The caller ensures that no span crosses a block boundary.
         """
         self._staging.after_caller()
         host = self._host_memory()
@@ -91,7 +94,7 @@ class GpuOffload:
         return {i: Memory(pool.ctypes.data, pool.nbytes) for i, pool in self._host.items()}
 
     def _bounced(self, copies: Sequence[Copy], *, out: bool) -> None:
-        """Two buffers in turn: the link carries one while the processor sees to the other."""
+        """Copy through two pinned buffers in turn: the link transfers one while the CPU copies."""
         self._queue.after_caller()
         pieces = list(_pieces(copies))
         buffers = [self._queue.buffers(min(_PIECE, piece_bytes(pieces))) for _ in "ab"]
@@ -100,7 +103,7 @@ class GpuOffload:
             here, there = buffers[number % 2]
             if not out:
                 if number > 1:
-                    posted[number - 2].wait()  # it still reads what is to be overwritten
+                    posted[number - 2].wait()  # it still reads this buffer
                 self._by_host(piece, here, out=False)
             runs = stream_runs(piece, self._gpu, there.data_ptr(), out=out)
             posted.append(self._queue.through(runs, here, there, piece_bytes([piece]), out=out))
@@ -113,7 +116,7 @@ class GpuOffload:
             self._by_host(pieces[-1], buffers[(len(pieces) - 1) % 2][0], out=True)
 
     def _by_host(self, piece: list[Copy], buffer: Any, *, out: bool) -> None:
-        """Between a buffer and the host's pools."""
+        """Copy a piece between a pinned buffer and the host's pools, on the CPU."""
         stream, done = buffer.numpy(), 0
         for copy in piece:
             at = np.cumsum(copy.length) - copy.length + done
@@ -133,7 +136,7 @@ def piece_bytes(pieces: Sequence[Sequence[Copy]]) -> int:
 
 
 def _pieces(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Copies in pieces that fit into a buffer each.
+    """Yield the copies in pieces of at most `_PIECE` bytes.
 
     >>> copy = Copy(0, 0, *(np.array(n) for n in ([0, 64], [8, 0], [20 << 20, 30 << 20])))
     >>> [[part.length.tolist() for part in piece] for piece in _pieces([copy])]
@@ -163,7 +166,7 @@ def _pieces(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
 
 
 class HostPins:
-    """Host pools that are pinned for the GPU, each once, until `release`."""
+    """Pins host pools for the GPU, each pool once, until `release`."""
 
     def __init__(self) -> None:
         self._pins: dict[int, PinnedMemory] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvatlas.errors import AtlasError, Code
 
 STAGING = -1
-"""The index under which a process registers its staging buffers."""
+"""The pool index under which a process registers its staging buffers."""
 
 HOST = "host"
 """The device name of host memory. GPUs are named `cuda:0`, `cuda:1` and so on."""
@@ -36,12 +36,12 @@ class Memory:
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise AtlasError(
                 Code.WRONG_DEVICE,
-                "A device must be the host, or a GPU with its index",
+                "The device name of a memory region is invalid",
                 got=repr(self.device),
                 hint='Use "host", or a name such as "cuda:0"',
             )
 
     @property
     def number(self) -> int:
-        """The GPU's index; 0 for the host."""
+        """The index of the GPU; 0 for the host."""
         return 0 if self.device == HOST else int(self.device.removeprefix("cuda:"))

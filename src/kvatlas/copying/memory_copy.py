@@ -1,9 +1,9 @@
-"""Copies of runs between byte buffers of one address space, in steps.
+"""Copies of runs between byte buffers of one process, in steps.
 
 Short runs of one length are copied as numpy elements of that width, which may start at any byte of
-a buffer: one call copies thousands. Long runs are copied one by one at the speed of memcpy. The
+a buffer, so one call copies thousands. Long runs are copied one by one at the speed of memcpy. The
 work is divided into steps of a few milliseconds, so that the caller can check the clock or the peer
-in between.
+between steps.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.planning import Plan
 
 STEP = 16 << 20
-"""Bytes that are copied per step."""
+"""The approximate number of bytes that one step copies."""
 
 _SHORT = 8 << 10
 """Runs of up to this many bytes are copied together; longer ones are faster one by one."""
 _SHORT_PACKED = 16 << 10
 """The same limit for runs that are contiguous in one of the buffers."""
 _FEW = 4
-"""With fewer short runs than this, building an array costs more than it saves."""
+"""Fewer short runs than this are copied one by one: an index array would cost more."""
 _CACHED = 256 << 10
-"""Bytes that are copied together, so that they stay in the processor's cache."""
+"""Bytes that are gathered before they are scattered, so that they stay in the CPU's cache."""
 _UNLOCKED = 1 << 20
-"""Runs of at least this many bytes are copied without blocking other threads."""
+"""Runs of at least this many bytes are copied without the interpreter lock."""
 
 Steps = Iterator[None]
 
 
 def as_bytes(memory: Memory) -> Bytes:
-    """View a host region of this process as bytes. The caller keeps the region alive."""
+    """Return a view of a host region as bytes. The caller keeps the region alive."""
     if memory.device != HOST:
         hint = "Copy it to the host first, or use a transport that supports GPUs"
         problem = "Host code cannot access GPU memory"
@@ -50,10 +50,10 @@ def as_bytes(memory: Memory) -> Bytes:
 
 
 def memory_of(pools: Any) -> dict[int, Memory]:
-    """Return the pools as regions that transports can register. Each region keeps its pool alive.
+    """Return pools as regions that transports can register. Each region keeps its pool alive.
 
-    `pools` are a `Cache`, or numpy arrays or tensors on any device by index, each contiguous.
-    `Memory` values are returned unchanged.
+    `pools` is a `Cache`, or a dict from pool index to a contiguous numpy array, a contiguous tensor
+    on any device, or a `Memory`, which is returned unchanged.
 
     >>> pool = np.zeros(64, np.uint8)
     >>> memory_of({0: pool})[0].nbytes, memory_of({0: pool})[0].device
@@ -61,7 +61,7 @@ def memory_of(pools: Any) -> dict[int, Memory]:
     """
     given = getattr(pools, "pools", pools)
     if not isinstance(given, Mapping):
-        raise _no_pool("this value", given)
+        raise _no_pool("this value", f"a value of type {type(given).__name__}")
     return {index: _memory_of(index, pool) for index, pool in given.items()}
 
 
@@ -72,8 +72,10 @@ def _memory_of(index: int, pool: Any) -> Memory:
         if not pool.flags.c_contiguous:
             raise _no_pool(f"pool {index}", f"an array with strides {pool.strides}")
         return Memory(pool.ctypes.data, pool.nbytes, owner=pool)
-    if not callable(getattr(pool, "data_ptr", None)) or not pool.is_contiguous():
-        raise _no_pool(f"pool {index}", type(pool).__name__)
+    if not callable(getattr(pool, "data_ptr", None)):
+        raise _no_pool(f"pool {index}", f"a value of type {type(pool).__name__}")
+    if not pool.is_contiguous():
+        raise _no_pool(f"pool {index}", f"a tensor with strides {pool.stride()}")
     return Memory(pool.data_ptr(), pool.nbytes, device_of(pool), owner=pool)
 
 
@@ -106,13 +108,13 @@ def _no_pool(what: str, got: object) -> AtlasError:
 
 
 def find_pool(pools: Mapping[int, Bytes], index: int) -> Bytes:
-    """Return a pool by its index, or raise an error."""
+    """Return a pool by its index, or raise `out_of_bounds` if it is missing."""
     if index not in pools:
         problem, hint = (
             "The memory of a pool is missing",
             "Pass every pool of the plan by its index",
         )
-        got = f"pool {index}; there are pools {list(pools)}"
+        got = f"pools {list(pools)}, without pool {index}"
         raise AtlasError(Code.OUT_OF_BOUNDS, problem, got=got, hint=hint)
     return pools[index]
 
@@ -168,7 +170,7 @@ def _of_one_length(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, lengt
     from_elements, to_elements = _elements(src, size), _elements(dst, size)
     gathers = isinstance(dst_at, range) and not isinstance(src_at, range)
     grid = _grid(src, np.asarray(src_at), size) if gathers else None
-    # Runs that are gathered into an array of their own are scattered while still in cache.
+    # Runs that numpy gathers into a temporary array are scattered while it is in the cache.
     between = grid is None and not isinstance(src_at, range)
     together = max(1, (_CACHED if between else STEP) // size)
     moved = 0
@@ -186,9 +188,10 @@ def _of_one_length(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, lengt
 
 
 def _grid(src: Bytes, starts: Int64s, size: int) -> tuple[NDArray[Any], Int64s] | None:
-    """Elements side by side, and which of them the runs are, where all are whole steps apart.
+    """Return adjacent elements of `size` bytes, and the index of each run among them.
 
-    `numpy.take` gathers those without a copy between; it cannot take overlapping elements.
+    Return None unless all starts are multiples of `size` apart. `numpy.take` gathers adjacent
+    elements without a temporary copy; it does not support overlapping elements.
     """
     first = int(starts.min())
     places, phases = np.divmod(starts - first, size)
@@ -198,7 +201,7 @@ def _grid(src: Bytes, starts: Int64s, size: int) -> tuple[NDArray[Any], Int64s] 
 
 
 def _packed(starts: Places, size: int) -> Places:
-    """The same places, as a range where each run of a size follows the one before it."""
+    """Return the starts as a range if runs of `size` bytes are contiguous, else unchanged."""
     if isinstance(starts, range):
         return starts
     first, last = int(starts[0]), int(starts[-1])
@@ -212,7 +215,7 @@ def _index(places: Places) -> Int64s | slice:
 
 
 def _elements(buffer: Bytes, size: int) -> NDArray[Any]:
-    """Elements of `size` bytes, one starting at each byte of a buffer; nothing is copied."""
+    """Return a view with one element of `size` bytes starting at each byte of a buffer."""
     return np.ndarray((len(buffer) - size + 1,), f"V{size}", buffer, strides=(1,))
 
 
@@ -248,7 +251,11 @@ def split_runs(src_at: Int64s, dst_at: Int64s, length: Int64s) -> tuple[Int64s, 
 
 
 def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Bytes]:
-    """Return the pools of a rank as bytes, from `Memory`, numpy arrays or CPU tensors, by index."""
+    """Return the pools of a rank as bytes, by index.
+
+    `given` holds `Memory` on the host, numpy arrays or CPU tensors. Raise `out_of_bounds` if a pool
+    is missing, too small, not contiguous or not in host memory.
+    """
     pools = {}
     for index, pool in plan.rank_pools(rank).items():
         held = _bytes_of(given[index]) if index in given else None
@@ -259,7 +266,10 @@ def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Byt
 
 
 def gpu_pools(plan: Plan, rank: int, given: Any) -> dict[int, Memory]:
-    """Return the GPU pools of a rank, from any input of `memory_of`. Raise if one is missing."""
+    """Return the GPU pools of a rank as regions, from any input of `memory_of`.
+
+    Raise `out_of_bounds` if a pool is missing or too small.
+    """
     memory = memory_of(given)
     for index, pool in plan.rank_pools(rank).items():
         held = memory[index].nbytes if index in memory else None
@@ -270,16 +280,22 @@ def gpu_pools(plan: Plan, rank: int, given: Any) -> dict[int, Memory]:
 
 
 def _not_held(index: int, nbytes: int, given: Mapping[int, Any], held: int | None) -> AtlasError:
+    if held is not None:
+        got = f"{held:,} bytes"
+    elif index in given:
+        got = f"pool {index} that is not contiguous, or not in host memory"
+    else:
+        got = f"pools {sorted(given)}, without pool {index}"
     return AtlasError(
         Code.OUT_OF_BOUNDS,
         f"Pool {index} must have {nbytes:,} bytes that this process can access",
-        got=f"pools {sorted(given)}" if held is None else f"{held:,} bytes",
-        hint="Pass the rank's pools by index, or carry= for memory elsewhere",
+        got=got,
+        hint="Pass all pools of the rank by index, or carry= for memory elsewhere",
     )
 
 
 def _bytes_of(pool: Any) -> Bytes | None:
-    """Memory of this process as bytes; None where it is elsewhere, or not contiguous."""
+    """Return a pool as bytes; None if it is not contiguous or not in host memory."""
     if isinstance(pool, Memory):
         return as_bytes(pool) if pool.device == HOST else None
     if isinstance(pool, np.ndarray):

@@ -1,9 +1,9 @@
-"""Gather, scatter and checksum a node's own pools, on the host or on a GPU.
+"""Gather, scatter and checksum the pools of this node, on the host or on a GPU.
 
-A staged transfer moves one piece of a stream in one buffer at a time. numpy gathers and scatters
-pools on the host. For pools on a GPU a kernel does so, into a buffer on the same GPU if the
-transport can access it. Otherwise the buffer is pinned host memory, and the piece crosses the link
-once more (a host bounce).
+A staged transfer moves a stream in pieces, one buffer at a time. A `PoolMover` copies between the
+buffer and the pools. `HostMover` does so with numpy. `GpuMover` does so with a kernel, to or from a
+buffer on the same GPU if the transport can access that. Otherwise the buffer is in pinned host
+memory, and every piece also crosses the link between GPU and host (a host bounce).
 """
 
 from __future__ import annotations
@@ -26,40 +26,49 @@ from kvatlas.routing import Copy
 from kvatlas.routing.binding import ORIGIN
 
 Count = Callable[[str, int], None]
-"""Adds bytes to the metric of a name."""
+"""Adds a number of bytes to the metric with the given name."""
 
 
 class PoolMover(ABC):
-    """Moves bytes between the pools of this node and streams."""
+    """Moves bytes between the pools of this node and buffers that hold pieces of a stream.
+
+    `stream` is a numpy array on the host, or a tensor on the GPU of the pools.
+    """
 
     @abstractmethod
     def gather(self, copies: Sequence[Copy], stream: Any) -> None:
-        """Gather the stream of some copies from the pools."""
+        """Gather `copies` from the pools into `stream`."""
 
     @abstractmethod
     def scatter(self, copies: Sequence[Copy], stream: Any) -> int:
-        """Scatter the stream of some copies into the pools. Return the number of bytes."""
+        """Scatter `stream` into the pools. Return the number of bytes."""
 
     @abstractmethod
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
-        """Return a scatter into `nbytes` of scratch memory for pool 0, to be timed."""
+        """Return a function that scatters `stream`, to be timed.
+
+        It scatters into `nbytes` of scratch memory instead of pool 0.
+        """
 
     @abstractmethod
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """Return a CRC-32 of every `piece` bytes of the stream of some copies."""
+        """Return a CRC-32 of every `piece` bytes of the stream of `copies`.
+
+        `src` means that this node is the source; otherwise it is the destination.
+        """
 
     def follow(self, mark: int | None) -> None:  # noqa: B027
-        """Order later copies after a mark of this process."""
+        """Make later copies wait for a mark of this process, if there is one."""
 
     def wait_for_caller(self) -> None:  # noqa: B027
         """Wait for the work that is queued on the caller's GPU stream."""
 
     def close(self) -> None:  # noqa: B027
-        """Release its resources."""
+        """Release the mover's resources."""
 
 
 class HostMover(PoolMover):
-    """Pools in host memory."""
+    """Moves bytes of pools in host memory."""
 
     def __init__(self, pools: Mapping[int, Bytes]) -> None:
         self._pools = pools
@@ -82,12 +91,12 @@ class HostMover(PoolMover):
         return act
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """Compute checksums on the processor."""
+        """Compute checksums on the CPU."""
         return checksums(copies, self._pools, piece, src=src)
 
 
 class GpuMover(PoolMover):
-    """Pools in the memory of one GPU."""
+    """Moves bytes of pools in the memory of one GPU."""
 
     def __init__(
         self,
@@ -118,11 +127,11 @@ class GpuMover(PoolMover):
         torch.cuda.current_stream(self._device).synchronize()
 
     def gather(self, copies: Sequence[Copy], stream: Any) -> None:
-        """Gather with a kernel into GPU memory, then copy to the host if the stream is there."""
+        """Gather with a kernel. If `stream` is on the host, copy the gathered bytes to it."""
         self._count(stream, self._through(copies, self._memory, stream, out=True))
 
     def scatter(self, copies: Sequence[Copy], stream: Any) -> int:
-        """Scatter with a kernel, after a copy to the GPU if the stream is on the host."""
+        """Scatter with a kernel. If `stream` is on the host, copy it to the GPU first."""
         return self._count(stream, self._through(copies, self._memory, stream, out=False))
 
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
@@ -138,7 +147,10 @@ class GpuMover(PoolMover):
     def _through(
         self, copies: Sequence[Copy], pools: Mapping[int, Memory], stream: Any, *, out: bool
     ) -> int:
-        """Between pools and a stream, which is over when this returns; how many bytes."""
+        """Copy between pools and `stream`, and wait for the copy. Return the number of bytes.
+
+        `out` means from the pools to the stream.
+        """
         total = stream_bytes(copies)
         if not total:
             return 0
@@ -159,7 +171,7 @@ class GpuMover(PoolMover):
         return nbytes
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """Gather through the host and compute checksums there."""
+        """Copy the gathered stream to the host, and compute the checksums there."""
         if not src:
             copies = [copy.reversed() for copy in copies]
         stream = np.empty(stream_bytes(copies), dtype=np.uint8)
@@ -177,7 +189,10 @@ class GpuMover(PoolMover):
 def stream_runs(
     copies: Iterable[Copy], pools: Mapping[int, Memory], stream: int, *, out: bool
 ) -> list[AddressRuns]:
-    """Return copies between pools and a stream at an address, out of the pools or into them."""
+    """Return the runs between `pools` and a stream at address `stream`.
+
+    `out` means from the pools to the stream.
+    """
     runs, done = [], 0
     for copy in copies:
         src, dst, length = copy.runs()
@@ -193,7 +208,10 @@ def stream_runs(
 
 
 class PinnedMemory:
-    """Pinned host memory, which the GPU accesses at the link's full speed, until it is released."""
+    """Host memory that is pinned until `release`, so that the GPU copies it at full link speed.
+
+    `held` is False if the memory cannot be pinned. Copies then work, but are slower.
+    """
 
     def __init__(self, memory: Bytes) -> None:
         import torch
@@ -201,17 +219,20 @@ class PinnedMemory:
         self._memory = memory
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         failed = self._runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-        self.held = not int(failed)  # slower where it cannot be pinned, and as right
+        self.held = not int(failed)
 
     def release(self) -> None:
-        """Release the memory."""
+        """Unpin the memory."""
         if self.held:
             self.held = False
             self._runtime.cudaHostUnregister(self._memory.ctypes.data)
 
 
 def pools_device(pools: Mapping[int, Memory]) -> str:
-    """Return the device of a rank's pools; the host if there are none. Raise if they differ."""
+    """Return the device of a rank's pools; the host if there are no pools.
+
+    Raise `wrong_device` if the pools are on different devices.
+    """
     devices = {at.device for at in pools.values()}
     if len(devices) > 1:
         raise AtlasError(

@@ -1,8 +1,8 @@
-"""Copies of runs at regular strides in both buffers, each as one strided numpy copy.
+"""Copies of runs at regular strides in both buffers, as strided numpy copies.
 
 If the two ends of a route have different layouts, there are many short runs, and looking up the
-start of each takes longer than copying it. But the runs are at nested strides, by head, layer and
-token, the same in every block, so numpy can iterate over them itself.
+start of each takes longer than copying it. But the strides of heads, layers and tokens are
+the same in every block, so one strided numpy copy covers many runs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kvatlas.routing import Copy
 from kvatlas.routing.binding import ORIGIN, Starts
 
 _FEW_CALLS = 64
-"""Up to this many copies are always made one by one."""
+"""Up to this many strided copies are always worthwhile."""
 _WORTH_A_CALL = 16
-"""Copies of at least this many runs are made one by one, regardless of their number."""
+"""Strided copies of at least this many runs each are worthwhile, however many there are."""
 _ELEMENT, _WORD = 1 << 10, 256
-"""Runs of up to `_ELEMENT` bytes are one numpy element; longer runs are several smaller ones.
+"""Runs of up to `_ELEMENT` bytes are one numpy element; longer ones, elements of up to `_WORD`.
 
-numpy copies many elements without blocking other threads.
+numpy releases the interpreter lock while it copies many elements.
 """
 
 
 def copy_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> None:
-    """Copy runs of one length between buffers.
+    """Copy runs of `length` bytes between the offsets `places` of two buffers.
 
     >>> src, dst = np.arange(16, dtype=np.uint8), np.zeros(8, np.uint8)
     >>> copy_nested(src, dst, NestedSteps.of(np.array([0, 4, 8, 12]), np.array([0, 2, 4, 6])), 2)
@@ -47,7 +47,7 @@ def copy_nested_unchecked(src: Bytes, dst: Bytes, places: NestedSteps, length: i
     """`copy_nested` without bounds checks, for runs that are known to be inside both buffers."""
     steps = places.steps
     if len(places.src) > _FEW_CALLS and prod(one.times for one in steps) < _WORTH_A_CALL:
-        src_at, dst_at = places.written_out(steps)  # in no order: better looked up one by one
+        src_at, dst_at = places.written_out(steps)  # too irregular for strides
         lengths = np.full(len(src_at), length)
         for _ in copy_runs_unchecked(src, dst, src_at, dst_at, lengths):
             pass
@@ -62,7 +62,7 @@ def copy_nested_unchecked(src: Bytes, dst: Bytes, places: NestedSteps, length: i
 
 
 def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]) -> None:
-    """Copy runs between pools.
+    """Copy the runs of `copies` between pools, which are given by index.
 
     >>> pools = {0: np.arange(16, dtype=np.uint8)}, {0: np.zeros(8, np.uint8)}
     >>> copy_pools([Copy(0, 0, np.array([6, 0]), np.array([0, 4]), np.array([2, 3]))], *pools)
@@ -85,7 +85,7 @@ def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[in
 
 
 def _copy_grid(copy: Copy, source: Bytes, target: Bytes) -> None:
-    """Copy the sums of starts and spans, all spans of one length at once."""
+    """Copy one run for each pair of a start and a span, all spans of one length at once."""
     firsts = _nested(copy.starts)
     for length in np.unique(copy.length).tolist():
         some = copy.length == length
@@ -96,5 +96,5 @@ def _copy_grid(copy: Copy, source: Bytes, target: Bytes) -> None:
 
 @lru_cache(maxsize=64)
 def _nested(starts: Starts) -> NestedSteps:
-    """Return the part that all requests of one route share."""
+    """Return starts as nested strides. All requests of one route share them."""
     return NestedSteps.of(starts.src, starts.dst)

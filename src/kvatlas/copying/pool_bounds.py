@@ -1,4 +1,4 @@
-"""Bounds checks of byte ranges in regions, made before anything is posted."""
+"""Checks that the runs of copies are inside their regions, before anything is posted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class SizedRegion(Protocol):
 def check_bounds(
     copies: Iterable[Copy], src: Mapping[int, SizedRegion], dst: Mapping[int, SizedRegion]
 ) -> None:
-    """Raise an error for runs that leave the regions of either end. Expands no copy."""
+    """Raise `out_of_bounds` if a run is not inside its regions. Regions are given by pool index.
+
+    The check takes starts and spans as they are, and does not compute every run.
+    """
     for copy in copies:
         ends = (copy.src_pool, copy.src, src), (copy.dst_pool, copy.dst, dst)
         for end, (pool, spans, regions) in enumerate(ends):
@@ -35,8 +38,8 @@ def _region_bytes(pool: int, regions: Mapping[int, SizedRegion]) -> int:
     if pool not in regions:
         raise AtlasError(
             Code.OUT_OF_BOUNDS,
-            "A range is in a region that is not registered",
-            got=f"pool {pool}; registered are {sorted(regions)}",
+            "A copy uses a region that is not registered",
+            got=f"pool {pool}, but only pools {sorted(regions)} are registered",
             hint="Register every pool before the handshake",
         )
     return regions[pool].nbytes

@@ -1,9 +1,9 @@
 """Batches for coalesced reads: which source bytes to read together, and how to scatter them.
 
-Runs are short where the two layouts differ, but at the source most of them are adjacent. Runs that
-are close together at the source, and at regular strides at both ends, form a tile. Reading, sorting
-and scattering work on tiles, of which there are few regardless of the number of runs. Adjacent
-tiles are read as one.
+Where the two layouts differ, runs are short, but most of them are adjacent at the source. Runs that
+are close together at the source, and at regular strides at both ends, form a tile. Reads, sorting
+and scatters work on tiles, of which there are few even if there are many runs. Adjacent tiles are
+read together.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from kvatlas.routing import Copy
 from kvatlas.routing.binding import Starts
 
 _SHARE = 4
-"""The fraction of a buffer that a tile or a run may fill: a quarter."""
+"""A tile or a run may fill at most 1 / `_SHARE` of a buffer."""
 _SPARSE = 8
 """The span of a tile is at most this multiple of its bytes: other tiles may fill its gaps."""
 _MOST_TILES = 1 << 17
-"""The approximate number of tiles that are sorted together. This many take 10 MB."""
+"""The approximate number of tiles that are sorted together, in about 10 MB of memory."""
 _LOOKED_AT = 16
-"""The number of spans from which the others are estimated."""
+"""The number of spans from which `expected_reads` estimates the reads of all spans."""
 _KEPT = 1 << 10
-"""The maximum number of tiles in a batch whose strides are cached for similar batches."""
+"""The strides of a batch are cached for similar batches if it has at most this many tiles."""
 
 
 class Placing(NamedTuple):
-    """Runs of one length at nested strides in a batch, and their destinations in a pool."""
+    """Runs of one length: their nested strides in a batch and in their destination pool."""
 
     pool: int
     places: NestedSteps
     length: int
 
     def carry_out(self, batch: Bytes, pools: Mapping[int, Bytes]) -> None:
-        """Copy the runs of a batch into their pool."""
+        """Copy the runs from a batch that was read into their destination pool."""
         copy_nested_unchecked(batch, pools[self.pool], self.places, self.length)
 
 
 class LandingBatch(NamedTuple):
-    """Ranges of a source pool that are read consecutively into a buffer, and their destinations."""
+    """Ranges of a source pool that are read into contiguous memory, and their destinations."""
 
     pool: int
     src: Int64s
@@ -60,14 +60,14 @@ class LandingBatch(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that are scattered."""
+        """The number of bytes that are scattered, without the gaps that are read with them."""
         return sum(
             one.length * len(one.places.src) * prod(step.times for step in one.places.steps)
             for one in self.placing
         )
 
     def read(self, at: int) -> Copy:
-        """Return the copy that reads the batch into the staging memory at an offset."""
+        """Return the copy that reads the batch into the staging memory at offset `at`."""
         places = np.cumsum(self.length) - self.length + at
         return Copy(self.pool, STAGING, self.src, places, self.length)
 
@@ -80,23 +80,23 @@ class _Tiles(NamedTuple):
     dst: Int64s
     steps: tuple[Steps, ...]
     reach: int
-    """Bytes between the first run of a tile and the start of its last, at the source."""
+    """Bytes from the start of a tile's first run to the start of its last run, at the source."""
     extent: int
-    """The reach if the tile's size were not limited."""
+    """The value that `reach` would have without the limit on the size of a tile."""
 
     @classmethod
     def of(cls, grid: Copy, most: int) -> _Tiles:
-        """Put as many strides into a tile as keep it dense and within `most` bytes."""
+        """Return the tiles of a grid: dense, and of at most `most` bytes each."""
         return cls(grid, *_tiled(grid.starts, int(grid.length.max()), most))
 
     @property
     def source_stop(self) -> int:
-        """The end of the last tile at the source."""
+        """The offset in the source pool at which the last tile ends."""
         return int((self.grid.src + self.grid.length).max()) + int(self.src.max()) + self.reach
 
 
 def landing_batches(grids: Sequence[Copy], room: int) -> Generator[LandingBatch]:
-    """Yield all runs of the grids, in batches of at most `room` bytes."""
+    """Yield batches of at most `room` bytes that together contain all runs of the grids."""
     alike: defaultdict[tuple[int, int], list[Copy]] = defaultdict(list)
     for grid in grids:
         if len(grid):
@@ -110,7 +110,10 @@ def landing_batches(grids: Sequence[Copy], room: int) -> Generator[LandingBatch]
 
 
 def expected_reads(grids: Sequence[Copy], room: int) -> tuple[int, int]:
-    """Estimate the number of ranges read for some grids, and their bytes, from the first spans."""
+    """Return the estimated number of ranges that are read for the grids, and their bytes.
+
+    The estimate is based on the first spans of each grid.
+    """
     some = [_first_spans(grid) for grid in grids if len(grid)]
     reads = [batch.length for batch in landing_batches(some, room)]
     total, part = (max(1, sum(grid.nbytes for grid in several)) for several in (grids, some))
@@ -124,7 +127,7 @@ def _first_spans(grid: Copy) -> Copy:
 
 
 def _cut(grid: Copy, most: int) -> Copy:
-    """The same runs, none longer than `most` bytes."""
+    """Return the same bytes as runs of at most `most` bytes."""
     if int(grid.length.max()) <= most:
         return grid
     parts = -(-grid.length // most)
@@ -135,26 +138,27 @@ def _cut(grid: Copy, most: int) -> Copy:
 
 
 class _SortedTiles(NamedTuple):
-    """Tiles of all spans in the order in which they are read."""
+    """The tiles of all spans, one row per tile, in the order in which they are read."""
 
     tiles: Sequence[_Tiles]
     owner: Int64s
-    """Of which of them each is."""
+    """The index in `tiles` of the grid that each tile belongs to."""
     start: Int64s
-    """Where it lies at the source, `far` further on in every block."""
+    """The source offset of each tile, plus `far` times the number of its block."""
     reached: Int64s
-    """How far it and all before it reach."""
+    """The largest end of each tile and all tiles before it, in the same units as `start`."""
     dst: Int64s
     length: Int64s
     place: Int64s
-    """Where it lies in all that is read, one behind the other."""
+    """The position of each tile in the concatenation of everything that is read."""
     far: int
+    """A distance larger than any source offset, so that tiles of different blocks never touch."""
 
     @classmethod
     def of(cls, tiles: Sequence[_Tiles], spans: slice) -> _SortedTiles:
-        """Tiles with every span."""
+        """Return the tiles of the given spans of all grids."""
         grid, extent = tiles[0].grid, max(one.extent for one in tiles)
-        far = 1 + max(one.source_stop for one in tiles)  # so that no two blocks touch
+        far = 1 + max(one.source_stop for one in tiles)
         apart = _blocks(grid.src[spans], grid.dst[spans], extent) * far
         starts, stops, targets, lengths = [], [], [], []
         for one in tiles:
@@ -175,7 +179,7 @@ class _SortedTiles(NamedTuple):
         return cls(tiles, owner, start, reached, dst, length, place, far)
 
     def batches(self, room: int) -> Iterator[LandingBatch]:
-        """Some of them at a time, that are read together."""
+        """Yield the tiles in batches of at most `room` bytes."""
         cuts = self._cuts(room)
         gaps = np.flatnonzero(self.start[1:] > self.reached[:-1]) + 1
         runs = np.union1d(gaps, cuts[:-1])
@@ -189,7 +193,7 @@ class _SortedTiles(NamedTuple):
             yield LandingBatch(pool, src[some], length[some], [one for one in placing if one])
 
     def _cuts(self, room: int) -> list[int]:
-        """With which tiles batches of at most so many bytes begin, and how many tiles there are."""
+        """Return the first tile of each batch of at most `room` bytes, and the number of tiles."""
         edges = np.flatnonzero(self.start[1:] >= self.reached[:-1]) + 1
         edges = np.append(edges, len(self.start))
         end = self.place[-1] + self.reached[-1] - self.start[-1]
@@ -199,13 +203,13 @@ class _SortedTiles(NamedTuple):
             limit = places[cuts[-1]] + room
             cut = edges[np.searchsorted(before, limit, side="right") - 1]
             if cut <= cuts[-1] or before[0] > limit:
-                # Tiles that reach into each other, and some bytes are read twice.
+                # The tiles here overlap, so the cut reads some bytes twice.
                 cut = np.searchsorted(self.place, limit - room // _SHARE, side="right")
             cuts.append(int(cut))
         return cuts
 
     def _alike(self, number: int, cuts: list[int]) -> Iterator[_AlikeTiles]:
-        """The tiles of a grid by the length of their runs."""
+        """Yield the tiles of one grid, grouped by the length of their runs."""
         own = np.flatnonzero(self.owner == number)
         lengths = self.length[own]
         for length in np.unique(lengths).tolist():
@@ -215,7 +219,7 @@ class _SortedTiles(NamedTuple):
 
 
 class _AlikeTiles(NamedTuple):
-    """Tiles of one grid whose runs have one length, and with which of them batches begin."""
+    """Tiles of one grid whose runs have one length. `cuts` are the first tiles of the batches."""
 
     tiles: _Tiles
     length: int
@@ -224,7 +228,10 @@ class _AlikeTiles(NamedTuple):
     cuts: list[int]
 
     def placing(self, batch: int, at: int) -> Placing | None:
-        """Those of a batch, which is read from a place on; None where it has none."""
+        """Return the runs of these tiles in a batch; None if the batch has none of the tiles.
+
+        `at` is the position of the batch in everything that is read.
+        """
         some = slice(self.cuts[batch], self.cuts[batch + 1])
         if some.start == some.stop:
             return None
@@ -234,7 +241,7 @@ class _AlikeTiles(NamedTuple):
 
 
 def _nested(src: Int64s, dst: Int64s) -> NestedSteps:
-    """Offsets as nested steps; those that batches have in common are looked for once."""
+    """Return offsets as nested strides. Strides that several batches share are cached."""
     if len(src) > _KEPT:
         return NestedSteps.of(src, dst)
     found = _steps_of((src - src[0]).tobytes(), (dst - dst[0]).tobytes())
@@ -245,7 +252,7 @@ def _nested(src: Int64s, dst: Int64s) -> NestedSteps:
 def _tiled(
     starts: Starts, length: int, most: int
 ) -> tuple[Int64s, Int64s, tuple[Steps, ...], int, int]:
-    """All of tiles but their grid: what requests of one route have in common."""
+    """Return the fields of `_Tiles` except the grid. All requests of one route share them."""
     nested = NestedSteps.of(starts.src, starts.dst)
     nbytes, reach, extent, dense = length, 0, 0, list[Steps]()
     for one in sorted(nested.steps, key=lambda one: abs(one.src)):
@@ -266,10 +273,10 @@ def _steps_of(src: bytes, dst: bytes) -> NestedSteps:
 
 
 def _blocks(src: Int64s, dst: Int64s, extent: int) -> Int64s:
-    """A number for each span, the same for those whose runs are interleaved at the source.
+    """Return a block number for each span, the same for spans that are interleaved at the source.
 
-    Spans that are neighbours at the destination have neighbouring numbers: what is written
-    together is then in one batch, if there is room.
+    Blocks are numbered in the order of their destinations, so that neighbours at the destination
+    are in one batch if there is room.
     """
     order = np.argsort(src, kind="stable")
     block = np.empty_like(src)

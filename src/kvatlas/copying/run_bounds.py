@@ -1,8 +1,8 @@
-"""Bounds checks of runs in byte buffers of this process, made before any byte is copied.
+"""Checks that runs are inside byte buffers of this process, before any byte is copied.
 
-A copy by address writes to any address it is given, and a slice that starts before its buffer wraps
-to the buffer's end. Public functions therefore check their runs. Runs that a route has bound are
-not checked again.
+A copy by address writes to any address it is given, and a negative index wraps around to the end of
+its buffer. Public functions therefore check their runs. Runs that come from a route are already
+checked.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from kvatlas.geometry.integers import positive
 
 Bytes = NDArray[np.uint8]
 Places = Int64s | range
-"""The starts of runs; a range if runs of one length are contiguous."""
+"""The starts of runs. A range means that the runs are contiguous and of one length."""
 _LARGEST = int(np.iinfo(np.int64).max)
 
 
 def check_runs(
     starts: Places, length: Int64s, buffer: Bytes, *, written: bool = False
 ) -> tuple[Int64s, Int64s]:
-    """Return starts and lengths as int64 columns, or raise an error if a run leaves the buffer.
+    """Return starts and lengths as int64 arrays, or raise an error if a run leaves the buffer.
+
+    `written` means that the buffer must be writable.
 
     >>> check_runs(np.array([0, 60]), np.array([8, 8]), np.zeros(64, np.uint8))
     Traceback (most recent call last):
@@ -46,7 +48,7 @@ that start at 0..60, in 64 bytes. Pass pools by index, each as large as in the p
     if int(length.min()) < 1:
         problem, hint = "A run must have at least 1 byte", "Omit empty runs"
         raise AtlasError(Code.BAD_SIZE, problem, got=f"{length.min()} bytes", hint=hint)
-    # Taken away from the size, not added to the start: sums of large numbers wrap around.
+    # Lengths are subtracted from the size, not added to the starts: large sums wrap around.
     if int(at.min()) < 0 or not (at <= nbytes - length).all():
         runs = f"runs of {length.min()} to {length.max()} bytes"
         raise _outside(f"{runs} that start at {at.min()}..{at.max()}, in {nbytes} bytes")
@@ -54,7 +56,7 @@ that start at 0..60, in 64 bytes. Pass pools by index, each as large as in the p
 
 
 def check_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> NestedSteps:
-    """Return runs at nested strides, or raise an error if they leave the buffer of either end."""
+    """Return runs at nested strides with int64 starts, or raise an error if one leaves a buffer."""
     nbytes = positive(length, "the length of runs")
     for one in places.steps:
         positive(one.times, "the number of steps")
@@ -71,7 +73,7 @@ def check_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> Ne
         _check_buffer(buffer, written=written)
         if not len(firsts):
             continue
-        # Steps may go down as well as up.
+        # Strides may be negative.
         first = int(firsts.min()) + sum(min(0, far) for far in reach)
         stop = int(firsts.max()) + sum(max(0, far) for far in reach) + nbytes
         if first < 0 or stop > len(buffer):
@@ -83,7 +85,9 @@ def _check_buffer(buffer: Bytes, *, written: bool) -> None:
     plain = isinstance(buffer, np.ndarray) and buffer.dtype == np.uint8 and buffer.ndim == 1
     if not plain or not buffer.flags.c_contiguous:
         got = (
-            f"{buffer.dtype} with {buffer.ndim} axes" if isinstance(buffer, np.ndarray) else buffer
+            f"a {buffer.dtype} array with {buffer.ndim} axes and strides {buffer.strides}"
+            if isinstance(buffer, np.ndarray)
+            else type(buffer).__name__
         )
         problem = "A buffer must be a contiguous one-dimensional uint8 array"
         hint = "Pass array.reshape(-1).view(np.uint8) of a contiguous array"
@@ -97,7 +101,7 @@ def _check_buffer(buffer: Bytes, *, written: bool) -> None:
 
 def _offsets(given: Places) -> Int64s:
     if isinstance(given, range):
-        return np.arange(given.start, given.stop, given.step)  # asarray would walk it
+        return np.arange(given.start, given.stop, given.step)  # asarray would iterate over it
     at = np.asarray(given)
     if at.ndim != 1 or (at.dtype.kind not in "iu" and at.size):
         problem = "Offsets and lengths must be one-dimensional integer arrays"

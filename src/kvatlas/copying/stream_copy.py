@@ -1,7 +1,7 @@
-"""Copy streams into and out of pools, with conversion if the route converts.
+"""Copy pieces of streams into and out of pools, and convert them if the route converts.
 
-A piece is sent in one format. The source fills it from its pools and the destination copies it into
-its own. If the route converts, the end with the other format converts the piece in between.
+The source gathers a piece from its pools, and the destination scatters it into its own. If the
+route converts, a piece is sent in the format of one end, and the other end converts it.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from kvatlas.routing.block_tables import checked_rank
 from kvatlas.routing.converted_stream import ConvertedPart
 
 AnyStream = Stream | ConvertedStream
-"""A stream of unchanged bytes, or one that is converted."""
+"""A stream of unchanged bytes, or one that either end converts."""
 
 MoveRuns = Callable[[Sequence[Copy], Any], object]
-"""Gathers the runs of some copies into a stream, or scatters a stream into them."""
+"""Gathers the runs of the given copies into a buffer, or scatters a buffer into them."""
 
 SOURCE, DESTINATION = 0, 1
 
 _CONVERTED = 1 << 20
-"""The maximum bytes of a converted piece: codecs are slow, and the other end waits."""
+"""The maximum size of a converted piece in bytes: conversion is slow, and the other end waits."""
 
 
 class StreamPiece(NamedTuple):
-    """A piece of a stream with its runs at one end, ready to be filled or delivered."""
+    """A piece of a stream, with its runs at one end."""
 
     copies: Sequence[Copy]
     parts: Sequence[ConvertedPart] = ()
-    """The parts that the copies belong to, if the route converts."""
+    """The converted part that each copy belongs to; empty if the route does not convert."""
 
     @classmethod
     def of(cls, stream: AnyStream, start: int, stop: int, end: int) -> StreamPiece:
-        """Make the piece of bytes start .. stop - 1 of a stream, with the runs of one end."""
+        """Return bytes `start` to `stop - 1` of a stream. `end` is `SOURCE` or `DESTINATION`."""
         if isinstance(stream, Stream):
             return cls(stream.copies(start, stop))
         parts = list(stream.parts(start, stop))
         return cls([part.copy(end) for part in parts], parts)
 
     def fill(self, gather: MoveRuns, piece: Any) -> None:
-        """Gather the piece from the source's pools, in the format that is sent."""
+        """Gather from the source's pools into `piece`, in the format that is sent."""
         if not self.parts:
             gather(self.copies, piece)
         done = 0
@@ -64,7 +64,7 @@ class StreamPiece(NamedTuple):
                 gather([copy], into)
 
     def deliver(self, piece: Any, scatter: MoveRuns) -> int:
-        """Scatter the piece into the destination's pools. Return how many bytes arrive."""
+        """Scatter `piece` into the destination's pools. Return the number of bytes written."""
         if not self.parts:
             scatter(self.copies, piece)
         done = 0
@@ -76,7 +76,7 @@ class StreamPiece(NamedTuple):
 
 
 def piece_spans(stream: AnyStream, piece: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each piece of a stream."""
+    """Return the start and stop of each piece of a stream; a piece has at most `piece` bytes."""
     if isinstance(stream, ConvertedStream):
         return stream.spans(min(piece, _CONVERTED))
     total = stream.nbytes
@@ -84,7 +84,7 @@ def piece_spans(stream: AnyStream, piece: int) -> Iterator[tuple[int, int]]:
 
 
 def piece_checksum(piece: Any) -> int:
-    """Return the CRC-32 of a piece, on any device."""
+    """Return the CRC-32 of a piece, which may be on the host or on a GPU."""
     return crc32((piece if isinstance(piece, np.ndarray) else piece.cpu().numpy()).data)
 
 
@@ -97,9 +97,10 @@ def copy_request(
     dst_blocks: Any,
     tokens: Any,
 ) -> int:
-    """Copy a request between ranks in this process. Return the number of bytes that arrived.
+    """Copy a request between ranks in this process. Return the number of bytes written.
 
-    `src` and `dst` are byte arrays by rank, then by pool. A route that converts does so here too.
+    `src` and `dst` are byte arrays by rank, then by pool index. If the route converts, so does the
+    copy.
 
     >>> import numpy as np
     >>> from kvatlas.planning import plan
@@ -120,9 +121,9 @@ def copy_request(
             if src_rank not in src:
                 problem, hint = (
                     "The memory of a source rank is missing",
-                    "Pass the pools of every rank",
+                    "Pass the pools of every source rank",
                 )
-                got = f"rank {src_rank}; there are ranks {list(src)}"
+                got = f"ranks {list(src)}, without rank {src_rank}"
                 raise AtlasError(Code.BAD_RANK, problem, got=got, hint=hint)
             held = rank_pools(route.src, src_rank, src[src_rank])
             ask: dict[str, Any] = {"src_rank": src_rank, "dst_rank": dst_rank, "tokens": tokens}
@@ -139,7 +140,7 @@ def copy_request(
 def _convert_pools(
     stream: ConvertedStream, src: Mapping[int, Bytes], dst: Mapping[int, Bytes]
 ) -> int:
-    """Carry out a converting transfer between pools; how many bytes arrived."""
+    """Copy and convert a stream between pools. Return the number of bytes written."""
     return convert_parts(
         stream.parts(),
         lambda copies, cells: gather(copies, src, cells),
@@ -148,7 +149,7 @@ def _convert_pools(
 
 
 def convert_parts(parts: Iterable[ConvertedPart], gather: MoveRuns, scatter: MoveRuns) -> int:
-    """Gather cells, convert and scatter them, part by part. Return the bytes that arrived."""
+    """Gather, convert and scatter each part in turn. Return the number of bytes written."""
     arrived = 0
     for part in parts:
         cells = np.empty(part.nbytes(SOURCE), dtype=np.uint8)
@@ -160,13 +161,13 @@ def convert_parts(parts: Iterable[ConvertedPart], gather: MoveRuns, scatter: Mov
 
 
 def _bytes_like(piece: Any, nbytes: int) -> Any:
-    """So many bytes where a piece is: of the host, or of its device."""
+    """Return an uninitialized buffer of `nbytes` on the device of `piece`."""
     return np.empty(nbytes, np.uint8) if isinstance(piece, np.ndarray) else piece.new_empty(nbytes)
 
 
 def _converted(part: ConvertedPart, cells: Any) -> Any:
-    """Cells in the source's format as they are in the destination's."""
-    from kvatlas.kernels.cell_conversion import convert_cells  # torch, where something is converted
+    """Return cells converted from the source's format to the destination's."""
+    from kvatlas.kernels.cell_conversion import convert_cells  # imports torch
 
     src, dst = part.formats
     return convert_cells(cells.reshape(-1, src.nbytes), src, dst).reshape(-1)

@@ -1,9 +1,10 @@
-"""Prepared copies of requests of one shape: write the block ids, then launch ready kernels.
+"""Prepared copies of requests that differ only in block ids: write the ids, launch the kernels.
 
 Everything else exists before the request arrives: span offsets on the device, pinned memory,
-events, and launches with fixed arguments. The memory and events belong to a queue, and all shapes
-use them in rotation. The GPU reads block ids from pinned memory, because copying a few kilobytes
-first would take longer. Work that can overlap the copy is done after the launch.
+events, and launches with fixed arguments. Requests that differ only in block ids have the same
+shape. The pinned memory and the events belong to the queue, and copies of all its shapes use them
+in rotation. The GPU reads block ids from pinned memory, because an upload of a few kilobytes would
+take longer. Work that can overlap the copy is done after the launch.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ log = logging.getLogger("kvatlas.wire")
 _TABLES = 4
 """The maximum number of requests in flight on one queue."""
 _ALIGNED = 16
-"""The alignment of block tables in numbers: kernels load several at once."""
+"""Groups of block ids start at multiples of this, because kernels load several ids at once."""
 MOST_IDS = 1 << 14
 """The maximum number of block ids of a request."""
 _WRITTEN_AT_ONCE = 500
-"""Block ids written at once. For more, numpy would release the interpreter lock."""
+"""The maximum number of block ids per numpy assignment: for more, numpy releases the GIL."""
 _LOOKS = 64
-"""Memory polls per driver query. Only the driver reports a failed device."""
+"""Every this many polls, one queries the driver instead of reading the completion word.
+
+Only the driver reports a failed device.
+"""
 
 
 class LaunchDriver(Protocol):
@@ -40,10 +44,10 @@ class LaunchDriver(Protocol):
         """Make a device current for the calling thread."""
 
     def write_word(self, to: int, number: int, stream: int) -> bool:
-        """Write 32 bits to pinned memory in stream order; False if not supported."""
+        """Write 32 bits to pinned memory in stream order. Return False if this is not supported."""
 
     def local_event(self, device: int) -> int:
-        """Make an event for this process, which can be recorded repeatedly."""
+        """Create an event for this process, which can be recorded repeatedly."""
 
     def end_event(self, device: int, event: int) -> None:
         """Destroy an event."""
@@ -58,10 +62,10 @@ class LaunchDriver(Protocol):
         """Record an event on a stream."""
 
     def order(self, event: int, before: int, stream: int) -> None:
-        """Make a stream wait for another."""
+        """Make `stream` wait for the work on stream `before`."""
 
     def capture(self, stream: int, act: Callable[[], None]) -> int:
-        """Capture what is queued on a stream into a graph, without running it."""
+        """Capture the work that `act` queues on a stream, without running it. Return the graph."""
 
     def launch_graph(self, graph: int, stream: int) -> None:
         """Launch a captured graph."""
@@ -77,7 +81,7 @@ class LaunchQueue(Protocol):
     number: int
     programs: int
     closed: bool
-    """Whether its streams may have another owner by now."""
+    """Whether the queue has given its streams back."""
 
     @property
     def driver(self) -> LaunchDriver:
@@ -85,18 +89,18 @@ class LaunchQueue(Protocol):
 
     @property
     def stream(self) -> Any:
-        """The stream."""
+        """The queue's stream."""
 
     @property
     def caller_stream(self) -> Callable[[int], int]:
-        """Return the address of the caller's current stream on a device."""
+        """A function that returns the address of the caller's current stream on a device."""
 
     def another_stream(self) -> Any:
         """Return another stream of the device, reserved until the queue is closed."""
 
     @property
     def tables(self) -> LaunchTables:
-        """Block tables that its launches use in rotation."""
+        """The block tables that prepared launches use in rotation."""
 
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
         """Return starts in device memory."""
@@ -119,10 +123,10 @@ class LaunchTables:
         self.aside = queue.another_stream()
         """The stream on which launches are captured."""
         self.captures = True
-        """Whether launches can be captured."""
+        """Whether launches can be captured; False after a capture has failed."""
 
     def free(self) -> RequestTable | None:
-        """Return a table that no copy in flight reads."""
+        """Return a table that no copy in flight reads; None if there is none."""
         for table in self.all:
             if table.posted is None or table.posted.done():
                 return table
@@ -130,16 +134,16 @@ class LaunchTables:
 
 
 class RequestTable:
-    """Pinned memory for one request's block ids, a completion word after them, and two events."""
+    """Pinned memory for one request's block ids and a completion word, and two events."""
 
     def __init__(self, queue: LaunchQueue) -> None:
         import torch
 
         self.pinned: Any = queue.pinned(8 * (MOST_IDS + _ALIGNED)).view(torch.int64)
-        """Block ids as kernels get them, and below as the host writes them."""
+        """The memory as a tensor, for kernels. `ids` is the same memory as an array."""
         self.ids: Int64s = self.pinned.numpy()
         self.word = memoryview(self.ids[MOST_IDS:]).cast("B").cast("I")
-        """The number of the last copy that ended, written by the device."""
+        """The number of the last completed copy, written by the device."""
         self.word_address: int = self.pinned.data_ptr() + 8 * MOST_IDS
         self.word[0] = self.copies = 0
         self.driver, self.number = queue.driver, queue.number
@@ -150,7 +154,7 @@ class RequestTable:
 
 
 class GroupIds(NamedTuple):
-    """The position of one group's block ids, at one end, among those of a request.
+    """The position of one group's block ids, at one end, among all block ids of a request.
 
     >>> GroupIds(end=1, group=0, first=2, blocks=2).among([7, 8, 3, 5])
     [3, 5]
@@ -162,11 +166,11 @@ class GroupIds(NamedTuple):
     blocks: int
 
     def among(self, ids: Any) -> Any:
-        """Select the group's ids."""
+        """Return the group's ids out of all ids of a request."""
         return ids[self.first : self.first + self.blocks]
 
     def pieces(self, ids: Int64s) -> Iterator[_Piece]:
-        """Return where they are written, piece by piece."""
+        """Yield the pieces in which the group's ids are written into `ids`."""
         mine = self.among(ids)
         for first in range(0, self.blocks, _WRITTEN_AT_ONCE):
             part = slice(first, min(self.blocks, first + _WRITTEN_AT_ONCE))
@@ -174,29 +178,29 @@ class GroupIds(NamedTuple):
 
 
 _Piece = tuple[int, int, slice, Int64s]
-"""An end, a group, some entries of its block table, and where these are written."""
+"""An end, a group, a slice of the group's block table, and the memory it is written to."""
 
 
 class _TableLaunches:
-    """Launches of one shape that read the block ids of one table."""
+    """Launches for one shape that read the block ids in one table."""
 
     def __init__(self, copies: list[Any], pieces: list[_Piece]) -> None:
         self.copies, self.pieces = copies, pieces
         self.graph: int | None = None
-        """The graph that launches all of them at once."""
+        """The graph of all launches; None before they are captured."""
 
 
 class TorchPreparedRuns(PreparedRuns):
-    """The prepared launches of one queue. Any thread may use them."""
+    """The prepared launches for one shape, on one queue. Any thread may use them."""
 
     def __init__(self, queue: LaunchQueue, patterns: Sequence[AddressPattern]) -> None:
-        """The block ids of the patterns must fit: see `fits`."""
+        """`fits(patterns)` must be true."""
         self._queue, self._tables = queue, queue.tables
         self._address = queue.stream.cuda_stream
         self._patterns, self._groups = patterns, group_ids(patterns)
         first = self._tables.all[0]
         self._made = {first: self._make(first)}
-        """Launches by table. Most copies find the first table free."""
+        """Launches by table. The others are made on first use: most copies use the first table."""
         self._launched = 0
 
     def post(self, src: Tables, dst: Tables) -> Posted | None:
@@ -225,7 +229,7 @@ class TorchPreparedRuns(PreparedRuns):
             driver.launch_graph(graph, stream)
         else:
             _launch_all(made.copies, queue.stream)
-        # It runs from here on.
+        # The copy is running now.
         table.copies = table.copies % 0xFFFFFFFF + 1
         told = driver.write_word(table.word_address, table.copies, stream)
         driver.record(table.over, stream)
@@ -236,17 +240,20 @@ class TorchPreparedRuns(PreparedRuns):
         return table.posted
 
     def _make(self, table: RequestTable) -> _TableLaunches:
-        """Make the launches for a request whose block ids are in a table."""
+        """Build, without running them, the kernel launches that read the block ids in `table`."""
         pieces = [piece for one in self._groups for piece in one.pieces(table.ids)]
         return _TableLaunches(_copies(self._queue, self._patterns, self._groups, table), pieces)
 
     def _capture(self, made: _TableLaunches) -> None:
-        """Have one call launch all of it the next time: kernels are compiled now."""
+        """Capture the launches in a graph, so that the next request needs only one launch.
+
+        Not done before the second request, because a capture needs compiled kernels.
+        """
         driver, aside = self._queue.driver, self._tables.aside
         try:
             graph = driver.capture(aside.cuda_stream, lambda: _launch_all(made.copies, aside))
         except Exception:
-            log.exception("capturing copies failed, launching them one by one")
+            log.exception("cannot capture copies in a CUDA graph, launching kernels one by one")
             self._tables.captures = False
             return
         _at_its_end(self, driver.end_graph, self._queue.number, graph)
@@ -263,7 +270,7 @@ class PostedTable(Posted):
         self._looks = 0
 
     def done(self) -> bool:
-        """Whether the device has completed it, as seen before its table is reused."""
+        """Whether the device has completed the copy."""
         table = self._table
         if table is None:
             return True
@@ -284,7 +291,7 @@ class PostedTable(Posted):
 
 
 def group_ids(patterns: Sequence[AddressPattern]) -> list[GroupIds]:
-    """Lay out the block ids that some patterns use, one group after another."""
+    """Return the positions of the block ids that the patterns use, one group after another."""
     used: dict[tuple[int, int], int] = {}
     for one in patterns:
         for end in (0, 1):
@@ -299,7 +306,7 @@ def group_ids(patterns: Sequence[AddressPattern]) -> list[GroupIds]:
 
 
 def fits(patterns: Sequence[AddressPattern]) -> bool:
-    """Whether the block ids that some patterns use fit into a table."""
+    """Whether the patterns use block ids, and these fit into one table."""
     tables = group_ids(patterns)
     return bool(tables) and tables[-1].first + tables[-1].blocks <= MOST_IDS
 
@@ -310,7 +317,7 @@ def _copies(
     groups: Sequence[GroupIds],
     table: RequestTable,
 ) -> list[Any]:
-    """A launch for each pattern."""
+    """Return one launch for each pattern."""
     from kvatlas.copying.address_runs import BlockSpans, RepeatedCopy
 
     ids = {(one.end, one.group): one.among(table.pinned) for one in groups}
@@ -331,5 +338,5 @@ def _launch_all(copies: Sequence[Any], stream: Any) -> None:
 
 
 def _at_its_end(owner: object, give_back: Callable[[int, int], None], device: int, it: int) -> None:
-    """Give something of the driver's back when its owner goes, but not as the process ends."""
+    """Destroy a driver object when its owner is garbage collected, but not at process exit."""
     weakref.finalize(owner, give_back, device, it).atexit = False

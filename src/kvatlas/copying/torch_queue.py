@@ -30,11 +30,11 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.specs.cell_formats import ElementCast
 
 _KEPT_STARTS = 256
-"""Tables of starts that a queue keeps on its device."""
+"""The maximum number of start tables that a queue keeps on its device."""
 _SLOTS = 32
-"""The maximum number of span tables in flight."""
+"""The maximum number of span tables in reused memory."""
 _SLOT_BYTES = 64 << 10
-"""Longer tables get separate memory."""
+"""The size of a slot for a span table. Larger tables get separate memory."""
 
 
 class QueueDriver(LaunchDriver, Protocol):
@@ -64,7 +64,7 @@ class TorchQueue(DeviceQueue):
         self._device = torch.device("cuda", device)
         self._lent: list[LentStream] = []
         self.closed = False
-        """Whether its streams may have another owner by now."""
+        """Whether the queue has given its streams back."""
         self._stream = self.another_stream()
         self.caller_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._starts: OrderedDict[int, _KeptStarts] = OrderedDict()
@@ -78,7 +78,7 @@ class TorchQueue(DeviceQueue):
 
     @property
     def stream(self) -> Any:
-        """The stream, for other work in the same order."""
+        """The queue's stream, for other work in the same order."""
         return self._stream
 
     def another_stream(self) -> Any:
@@ -109,32 +109,35 @@ class TorchQueue(DeviceQueue):
             return self._launch(runs, choice)
 
     def converts(self, cast: ElementCast) -> bool:
-        """Whether the device supports both element types."""
+        """Whether the device supports both element types of `cast`."""
         from kvatlas.copying.address_runs import can_convert
 
         return can_convert(cast, self._device)
 
     def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
-        """Prepare launches for requests of one shape. Return None if they have too many spans."""
+        """Prepare launches for requests of one shape. Return None if they have too many ids."""
         with self._posting():
             return TorchPreparedRuns(self, patterns) if fits(patterns) else None
 
     @property
     def tables(self) -> LaunchTables:
-        """The tables that prepared launches use in rotation; made on first use."""
+        """The block tables that prepared launches use in rotation; created on first use."""
         if self._tables is None:
             self._tables = LaunchTables(self)
         return self._tables
 
     def wait_for_launches(self) -> None:
-        """Wait for all launches after one has failed, because they keep writing until then."""
-        with suppress(Exception):  # the device has failed, and writes no more
+        """Wait for all launches after one has failed, because the others still write."""
+        with suppress(Exception):  # a failed device writes nothing
             TorchPosted(self._stream).wait()
 
     def through(
         self, runs: Sequence[AddressRuns], host: Any, gpu: Any, nbytes: int, *, out: bool
     ) -> Posted:
-        """Copy runs to or from a GPU buffer, and the buffer to or from the host."""
+        """Copy between pools and a host buffer, through a GPU buffer of at least `nbytes`.
+
+        `out` means from the pools to the host.
+        """
         with self._posting(), self.on_stream(), self._no_launch_left_behind():
             if not out:
                 gpu[:nbytes].copy_(host[:nbytes], non_blocking=True)
@@ -149,7 +152,8 @@ class TorchQueue(DeviceQueue):
     ) -> Posted:
         """Copy runs between pools and a GPU buffer, and stretches between it and pinned memory.
 
-        A stretch is its host address, its address in the buffer, and its bytes.
+        A stretch is (host address, address in the buffer, number of bytes). `out` means from the
+        pools to pinned memory.
         """
         stream = self._stream.cuda_stream
         with self._posting(), self.driver.on(self.number), self._no_launch_left_behind():
@@ -163,7 +167,7 @@ class TorchQueue(DeviceQueue):
             return TorchPosted(self._stream) if out else self._launch(runs, {})
 
     def close(self) -> None:
-        """Return its streams. A second call has no effect."""
+        """Give the streams back. A second call has no effect."""
         with self.lock, self._ordering:
             self.closed = True
             for lent in self._lent:
@@ -171,7 +175,7 @@ class TorchQueue(DeviceQueue):
 
     @contextmanager
     def _posting(self) -> Iterator[None]:
-        """Held while something is posted: the streams are this queue's until then."""
+        """A context for posting work. The queue is open, and is not closed inside it."""
         with self.lock:
             self._check_open()
             yield
@@ -193,7 +197,7 @@ class TorchQueue(DeviceQueue):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def buffers(self, nbytes: int) -> tuple[Any, Any]:
-        """Allocate pinned host memory, and as much on the GPU."""
+        """Return `nbytes` of pinned host memory, and `nbytes` of GPU memory."""
         return self.pinned(nbytes), self.buffer(nbytes)
 
     def pinned(self, nbytes: int) -> Any:
@@ -204,14 +208,17 @@ class TorchQueue(DeviceQueue):
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """A context in which the stream is current."""
+        """A context in which the queue's stream is current."""
         import torch
 
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
 
     def _launch(self, runs: Sequence[AddressRuns], choice: dict[str, Any]) -> TorchPosted:
-        """Launch under the lock: tables are used in the order in which they are uploaded."""
+        """Launch one kernel for each set of runs. The lock must be held.
+
+        Otherwise a table could be overwritten before a kernel has read it.
+        """
         from kvatlas.copying.address_runs import convert_address_runs, copy_address_runs
 
         use = {"programs": self.programs} | choice
@@ -238,7 +245,7 @@ class TorchQueue(DeviceQueue):
 
     @contextmanager
     def _no_launch_left_behind(self) -> Iterator[None]:
-        """Where something fails, wait for what was launched before: it still writes until then."""
+        """A context that waits for earlier launches if it fails, because they still write."""
         try:
             yield
         except BaseException:
@@ -246,7 +253,7 @@ class TorchQueue(DeviceQueue):
             raise
 
     def _uploaded(self, table: Int64s, slots: list[_TableSlot]) -> Any:
-        """A table on the device, in the order of the stream."""
+        """Return a table on the device, uploaded in stream order. Append its slot to `slots`."""
         import torch
 
         slot = self._slots[self._used % _SLOTS]
@@ -266,7 +273,7 @@ class TorchQueue(DeviceQueue):
         return slot.table[: table.size].view(table.shape)
 
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
-        """Return starts in device memory; the least recently used are dropped."""
+        """Return starts in device memory. They are cached; the least recently used are dropped."""
         from kvatlas.copying.address_runs import place_starts
 
         if id(starts[0]) not in self._starts:
@@ -279,7 +286,7 @@ class TorchQueue(DeviceQueue):
         return self._starts[id(starts[0])].placed
 
     def _scales(self, runs: AddressRuns, cast: ElementCast) -> Any:
-        """Scales on the device; kept as long as the starts that they are of."""
+        """Return the scales of runs in device memory. They are cached together with the starts."""
         from kvatlas.kernels.cast_scales import place_scales
 
         kept = self._starts[id(runs.starts[0])]
@@ -291,7 +298,7 @@ class TorchQueue(DeviceQueue):
 
 
 class _KeptStarts(NamedTuple):
-    """Starts on the device."""
+    """Starts in device memory, and their scales."""
 
     starts: tuple[Int64s, Int64s]
     """Kept alive so that its `id` is not reused."""
@@ -300,7 +307,7 @@ class _KeptStarts(NamedTuple):
 
 
 class _TableSlot:
-    """Pinned memory for a table, and as much of the device."""
+    """Pinned memory and device memory for one span table."""
 
     here: NDArray[np.int64]
     address: int
@@ -308,7 +315,7 @@ class _TableSlot:
     used_until: Posted | None = None
 
     def make(self, device: Any) -> None:
-        """Allocate both."""
+        """Allocate the pinned memory and the device memory."""
         import torch
 
         count = _SLOT_BYTES // 8
@@ -318,13 +325,13 @@ class _TableSlot:
 
 
 class TorchPosted(Posted):
-    """The work that a stream was given up to some point."""
+    """The work that was queued on a stream before this object was created."""
 
     def __init__(self, stream: Any) -> None:
         self._event: Any = stream.record_event()
 
     def done(self) -> bool:
-        """Whether the stream has completed it."""
+        """Whether the stream has completed the work."""
         return bool(self._event.query())
 
     def wait(self) -> None:

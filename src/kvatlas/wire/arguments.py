@@ -1,4 +1,4 @@
-"""Checks of the arguments of nodes and sessions, made before anything is sent to a peer."""
+"""Checks of the arguments of nodes and sessions, before anything is sent to a peer."""
 
 from __future__ import annotations
 
@@ -55,28 +55,32 @@ identity=CacheIdentity(weights=...), or check_identity=False to exchange caches 
 
 
 def check_new_request(request: Any, known: Mapping[str, object]) -> None:
-    """Raise `twice` if the request is already offered or expected."""
+    """Raise `twice` if the request is already offered or expected, that is, in `known`."""
     check_request_name(request)
     if request in known:
-        problem, hint = "The request is already offered or expected", "Withdraw or forget it first"
-        raise AtlasError(Code.TWICE, problem, got=request, hint=hint)
+        problem = "The request is already offered or expected"
+        hint = "Withdraw the offer or forget the request first, or use another name"
+        raise AtlasError(Code.TWICE, problem, got=f"request {request!r}", hint=hint)
 
 
 def text_list(given: Iterable[str], what: str) -> tuple[str, ...]:
-    """Return the unique strings of a list. A single string is an error, not a list of characters.
+    """Return the unique strings of a list. Raise `bad_config` for a single string.
+
+    `what` names the list in the error message.
 
     >>> text_list(["a", "b", "a"], "endpoints")
     ('a', 'b')
     """
     named = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     if named is None or not all(isinstance(one, str) for one in named):
-        problem, hint = f"The {what} must be a list of strings", "Pass a list, even for one item"
+        problem = f"The {what} must be a list of strings"
+        hint = "Pass a list of strings, even for one"
         raise AtlasError(Code.BAD_CONFIG, problem, got=repr(given)[:100], hint=hint)
     return tuple(dict.fromkeys(named))
 
 
 def _is_name(name: Any) -> bool:
-    # As the protocol counts: characters, not bytes.
+    # The protocol limits characters, not bytes.
     return isinstance(name, str) and 1 <= len(name) <= LONGEST_NAME
 
 

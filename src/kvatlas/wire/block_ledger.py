@@ -1,9 +1,9 @@
-"""Block ownership: prevents two operations of a node from using one block in conflict.
+"""Block ownership: prevents conflicting uses of a block by two operations of a node.
 
 A block is free, offered (any number of offers and pushes read it), being filled by one pull,
-expected by one push, or quarantined: a failed pull may still write to it. Every operation of a node
-claims its blocks first, and fails with `blocks_in_use` if another claim conflicts. Each claim has a
-generation, so an old owner cannot release the claim of a newer one.
+expected (one push will fill it), or quarantined (a failed pull may still write to it). Every
+operation of a node claims its blocks first, and fails with `blocks_in_use` if another claim
+conflicts. Each claim has a generation, so an old owner cannot release the claim of a newer one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HINTS: dict[Use, str] = {
 
 
 class BlockClaim:
-    """The right to use some blocks until `release`. Made by `BlockLedger.claim`."""
+    """The right to use blocks until `release`. Made by `BlockLedger.claim`."""
 
     __slots__ = ("_ledger", "blocks", "generation", "request", "shared", "use")
 
@@ -59,7 +59,7 @@ class BlockClaim:
         """Block ids by pool."""
 
     def quarantine(self) -> None:
-        """Keep the blocks because a transport may still write to them."""
+        """Keep the blocks until `release`, because a transport may still write to them."""
         if not self.shared:
             self.use = "quarantined"
 
@@ -69,7 +69,7 @@ class BlockClaim:
 
 
 class BlockLedger:
-    """The claims on the blocks of one rank. Any thread may use it.
+    """The claims on the blocks of one rank. All methods are thread-safe.
 
     >>> from kvatlas.planning import plan
     >>> ledger = BlockLedger(plan("Qwen3-8B", memory="1GiB", max_len=512), rank=0)
@@ -87,12 +87,12 @@ class BlockLedger:
         pools = plan.rank_pools(rank)
         self._pool_of = [group.pool for group in plan.groups]
         self._state = {index: np.zeros(pool.blocks, np.int64) for index, pool in pools.items()}
-        """Per block: 0 if free, the generation of an exclusive claim, or minus the readers."""
+        """For each block: 0 if free, the generation of an exclusive claim, or -1 per reader."""
         self._claims: dict[int, BlockClaim] = {}
         self._unmarked: BlockClaim | None = None
-        """The only claim, which is not in `_state` until there is a second one.
+        """The first claim, if it is the only one. It is entered in `_state` with the second one.
 
-        A pull into an idle node then costs no pass over its blocks.
+        So a pull into an idle node need not mark its blocks.
         """
         self._generation = 0
         self._lock = threading.Lock()
@@ -102,7 +102,7 @@ class BlockLedger:
         return len(self._claims)
 
     def by_pool(self, tables: Mapping[int, Int64s]) -> dict[int, Int64s]:
-        """Return the ids of block tables by pool. Negative entries are not in use."""
+        """Return the block ids of tables by group, as ids by pool. Negative ids are left out."""
         ids: dict[int, list[Int64s]] = {}
         for group, table in tables.items():
             ids.setdefault(self._pool_of[group], []).append(table[table >= 0])
@@ -113,7 +113,7 @@ class BlockLedger:
         }
 
     def claim(self, use: Use, request: str, blocks: Mapping[int, Int64s]) -> BlockClaim:
-        """Claim blocks by pool, or raise `blocks_in_use`. Ids that do not exist are ignored."""
+        """Claim block ids by pool, or raise `blocks_in_use`. Ids out of range are ignored."""
         with self._lock:
             self._generation += 1
             claim = BlockClaim(self, self._generation, use, request, blocks)
@@ -127,7 +127,7 @@ class BlockLedger:
         return claim
 
     def release(self, claim: BlockClaim) -> None:
-        """End a claim. Nothing happens if it has ended already."""
+        """End a claim. No effect if it has already ended."""
         with self._lock:
             if self._claims.pop(claim.generation, None) is None:
                 return
@@ -151,7 +151,7 @@ class BlockLedger:
             self._unmarked = None
 
     def _mark(self, claim: BlockClaim) -> None:
-        """Enter a claim in the state of its blocks, so that the next claim sees it."""
+        """Enter a claim in `_state`, so that later claims are checked against it."""
         claim.blocks = {pool: self._existing(pool, ids) for pool, ids in claim.blocks.items()}
         for pool, ids in claim.blocks.items():
             if claim.shared:
@@ -169,13 +169,13 @@ class BlockLedger:
                 raise self._in_use(pool, ids[taken])
 
     def _existing(self, pool: int, ids: Int64s) -> Int64s:
-        """Leave out ids that do not exist; routes refuse those before they use them."""
+        """Return the ids without those out of range, for which routes raise an error later."""
         if len(ids) and (ids.min() < 0 or ids.max() >= len(self._state[pool])):
             return ids[(ids >= 0) & (ids < len(self._state[pool]))]
         return ids
 
     def _in_use(self, pool: int, ids: Int64s) -> AtlasError:
-        """Describe the oldest claim that holds one of these blocks."""
+        """Return the error for blocks in use. It names the oldest claim on one of them."""
         none = np.zeros(0, np.int64)
         for owner in self._claims.values():
             same = ids[np.isin(ids, owner.blocks.get(pool, none))]

@@ -1,4 +1,4 @@
-"""Counters of transfers: as plain values, and as text for Prometheus."""
+"""Counters of transfers, as plain values and in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Metrics:
         self._lock = threading.Lock()
 
     def add(self, **amounts: int) -> None:
-        """Add to the counts of bytes, descriptors or messages."""
+        """Add amounts to counters, given by name."""
         with self._lock:
             self.values.update(amounts)
 
     def ended(self, direction: str, outcome: str) -> None:
-        """Count the outcome of a transfer: `ok`, or the code of its error."""
+        """Count a transfer by direction and outcome: `ok`, or the code of its error."""
         with self._lock:
             self.outcomes[direction, outcome] += 1
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the duration of the `with` block to a phase."""
+        """Add the duration of the `with` block to the seconds of a phase."""
         begun = time.perf_counter()
         try:
             yield

@@ -21,7 +21,7 @@ class Settling(Protocol):
     """An operation that may be quarantined, such as a transport's handle."""
 
     def settle(self) -> bool:
-        """Whether it can no longer access memory."""
+        """Whether the operation can no longer access memory."""
 
 
 _EVERY = 0.02
@@ -30,7 +30,7 @@ _EVERY = 0.02
 _PATIENCE = 10.0
 """Seconds that abandoned operations get to end by themselves before their link is severed.
 
-Severing is expensive: a severed link may keep its resources for good (NIXL).
+Severing is expensive: a severed NIXL link may keep its resources for good.
 """
 
 
@@ -43,7 +43,7 @@ class _Kept:
 
 
 class Quarantine:
-    """Abandoned operations, each with a callback for when it can no longer access memory.
+    """Abandoned operations, and callbacks for when they can no longer access memory.
 
     >>> from kvatlas.wire.transports.base import Done
     >>> quarantine = Quarantine()
@@ -70,8 +70,8 @@ class Quarantine:
     ) -> None:
         """Call `then` once all operations are over: now, or later from the watching thread.
 
-        Operations that do not end by themselves are ended by calling `sever`, which tears down
-        their link.
+        If operations do not end by themselves in time, `sever` is called, which must break their
+        link.
         """
         left = [handle for handle in handles if not handle.settle()]
         if not left:
@@ -84,7 +84,7 @@ class Quarantine:
             threading.Thread(target=self._watch, name="kvatlas-quarantine", daemon=True).start()
 
     def sweep(self) -> None:
-        """Run the callbacks of operations that are over."""
+        """Run the callbacks of operations that are over, and sever links that take too long."""
         with self._lock:
             kept, self._kept = self._kept, []
         for one in kept:
@@ -110,8 +110,8 @@ class Quarantine:
 
 
 def _carefully(act: Callable[[], None]) -> None:
-    """Log an error, so that one failure does not keep other memory in quarantine."""
+    """Call `act` and log its error, so that a failure does not affect other operations."""
     try:
         act()
     except Exception:
-        log.exception("releasing quarantined memory failed")
+        log.exception("severing a link or releasing quarantined memory failed")

@@ -1,4 +1,4 @@
-"""Errors on the wire: a node sends an error to the peer that caused it, which raises it."""
+"""Errors as messages: a node sends an error to the peer whose request failed, which raises it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvatlas.wire.protocol import Refusal
 
 
 class BusyError(AtlasError):
-    """The node is busy. The peer may ask again after `retry` seconds."""
+    """The node is busy. The peer may send its request again after `retry` seconds."""
 
     def __init__(self, got: str, retry: float) -> None:
         super().__init__(Code.BUSY, got=got, hint=f"Retry after {retry:g} s")
@@ -17,14 +17,14 @@ class BusyError(AtlasError):
 
 
 def refusal_of(error: AtlasError) -> Refusal:
-    """Return an error as the message that is sent to the peer that caused it."""
+    """Return an error as a message to the peer whose request failed."""
     texts = [str(text)[:4096] for text in (error.problem, error.got, error.hint)]
     retry = error.retry if isinstance(error, BusyError) else 0.0
     return Refusal(code=str(error.code), problem=texts[0], got=texts[1], hint=texts[2], retry=retry)
 
 
 def lease_expired() -> AtlasError:
-    """The error for a lease that has ended or never existed."""
+    """Return the error for a lease that has ended or never existed."""
     return AtlasError(
         Code.LEASE_EXPIRED,
         got="a lease that is not open",
@@ -33,7 +33,7 @@ def lease_expired() -> AtlasError:
 
 
 def raise_refusal(refusal: Refusal) -> NoReturn:
-    """Raise an error that a peer sent, with the peer's error code."""
+    """Raise an error that a peer sent. An unknown code becomes `wire_failed`."""
     known = {str(code): code for code in Code}
     code = known.get(refusal.code, Code.WIRE_FAILED)
     raise AtlasError(

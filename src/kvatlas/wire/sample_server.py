@@ -1,4 +1,4 @@
-"""A process that serves all ranks of a plan, filled with reproducible random bytes.
+"""A process that serves all ranks of a plan, with pools full of reproducible random bytes.
 
 `python -m kvatlas.wire.sample_server` reads one task from stdin, prints the endpoints of its nodes,
 and serves until stdin ends. `kvatlas move`, benchmarks and tests use it as their remote end.
@@ -28,7 +28,7 @@ from kvatlas.wire.transports.registry import make_transport
 _MARK = b"kvatlas serves "
 
 SAMPLE_IDENTITY = CacheIdentity(weights="kvatlas sample")
-"""The identity of sample servers, whose bytes belong to no model."""
+"""The cache identity of sample servers, whose random bytes belong to no model."""
 
 
 class SampleTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,11 +42,11 @@ class SampleTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seconds: float = 300.0
     secret: bytes | None = None
     convert: str | None = None
-    """The conversion that both ends agree on, with all scales 1."""
+    """The conversion that both ends request, with all scales 1; None for none."""
 
 
 def converting(convert: str | None) -> dict[str, Any]:
-    """Return the conversion options of a sample node. All scales are 1.
+    """Return the conversion arguments of a sample server's nodes. All scales are 1.
 
     >>> converting("fp8->bf16"), converting(None)
     ({'convert': 'fp8->bf16', 'scales': 1.0}, {})
@@ -60,7 +60,7 @@ def random_bytes(nbytes: int, *seed: int) -> Bytes:
 
 
 def main() -> None:
-    """Serve one task."""
+    """Read one task from stdin, and serve it until stdin ends."""
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=SampleTask)
     with ExitStack() as stack:
         endpoints, kept = [], []
@@ -69,7 +69,7 @@ def main() -> None:
             pools = pools_for(task.plan, rank, transport)
             for index, pool in pools.items():
                 pool[:] = random_bytes(pool.nbytes, task.seed, rank, index)
-            kept.append(pools)  # a node knows where its memory is, and does not own it
+            kept.append(pools)  # a node does not keep its memory alive
             node = Node(
                 task.plan, rank=rank, memory=memory_of(pools), transport=transport,
                 name=f"source-{rank}", secret=task.secret, identity=SAMPLE_IDENTITY,
@@ -101,10 +101,10 @@ def run_sample_server(task: SampleTask) -> Iterator[list[str]]:
         assert process.stdin is not None  # noqa: S101
         assert process.stdout is not None  # noqa: S101
         try:
-            with suppress(BrokenPipeError):  # it has ended already; why is read below
+            with suppress(BrokenPipeError):  # it has already exited; its output is read below
                 process.stdin.write(msgspec.json.encode(task) + b"\n")
                 process.stdin.flush()
-            # Transports print to stdout too: the line for us is marked.
+            # Transports' libraries print to stdout too, so the line with the endpoints is marked.
             line = next((line for line in process.stdout if line.startswith(_MARK)), b"")
             if not line:
                 status = process.wait(10)
@@ -113,7 +113,7 @@ def run_sample_server(task: SampleTask) -> Iterator[list[str]]:
                 raise AtlasError(
                     Code.WIRE_FAILED,
                     "The sample server process did not start",
-                    got=f"exit code {status}, {last[:300] or 'no output'}",
+                    got=f"exit code {status}, last line of stderr {last[:300]!r}",
                     hint="Run python -m kvatlas.wire.sample_server to see its output",
                 )
             yield msgspec.json.decode(line[len(_MARK) :], type=list[str])

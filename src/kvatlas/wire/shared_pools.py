@@ -13,7 +13,7 @@ from kvatlas.wire.transports.shm_sockets import hang_up
 
 
 class SharedPools:
-    """Pools of this process, shared with any process that has the `published` bytes.
+    """Pools of this process, shared with every process of this user that has `published`.
 
     >>> import numpy as np
     >>> from kvatlas.wire.transports.shm import create_segment
@@ -38,14 +38,17 @@ class SharedPools:
         self.published = self._transport.publish()
 
     def close(self) -> None:
-        """Stop sharing with new processes. Existing mappings stay valid."""
+        """Stop sharing the pools with further processes. Existing mappings stay valid."""
         self._transport.close()
 
 
 def map_pools(published: bytes, sizes: Mapping[int, int]) -> dict[int, Bytes]:
-    """Map the pools of another process, by index, and check that they have the given sizes."""
+    """Map the pools of another process. Return them as bytes, by index.
+
+    `published` is `SharedPools.published`. Raise `bad_handshake` if the pools differ from `sizes`.
+    """
     connection, mapped = map_published(published, sizes)
     hang_up(connection)
     if mapped.keys() != sizes.keys():
-        raise bad_metadata(f"pools {sorted(mapped)}, not {sorted(sizes)}")
+        raise bad_metadata(f"pools {sorted(mapped)}, expected {sorted(sizes)}")
     return mapped

@@ -1,4 +1,4 @@
-"""Endpoints at a path on this host: `unix:///path`, for processes of one user.
+"""Endpoints at a path of this host, `unix:///path`, for processes of one user.
 
 The socket has mode 600, and the kernel reports the user at the other end of a connection. Processes
 of other users are rejected, even if they own the folder.
@@ -18,7 +18,7 @@ from kvatlas.wire.transports.shm_sockets import other_end
 
 _SCHEME = "unix://"
 _LONGEST_PATH = 100
-"""The maximum path length of a socket. Longer ones are opened through their folder."""
+"""Sockets with a longer path, in bytes, are opened through their folder."""
 _WAITING = 1024
 """The maximum number of connections that wait to be accepted."""
 
@@ -33,8 +33,8 @@ def unix_path(endpoint: str) -> Path | None:
         return None
     path = endpoint.removeprefix(_SCHEME)
     if not path.startswith("/") or "\0" in path:
-        got, hint = f"endpoint {endpoint[:200]!r}", "Use an endpoint such as unix:///path"
-        raise failed(got, hint, "The endpoint is invalid")
+        got, hint = f"endpoint {endpoint[:200]!r}", "Use an endpoint such as unix:///run/tier.sock"
+        raise failed(got, hint, "A unix:// endpoint must contain an absolute path")
     return Path(path)
 
 
@@ -44,25 +44,30 @@ def unix_endpoint(path: str | Path) -> str:
 
 
 def listen_at_path(path: Path) -> socket.socket:
-    """Listen at a path that does not exist yet, for this user only."""
+    """Return a socket that listens at a path, for this user only. The path must not exist."""
     with coded_limits():
         listening = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
-        # Before it has a name: at no moment may others connect.
+        # Before bind(), so that other users can never connect.
         os.fchmod(listening.fileno(), 0o600)
         with _short(path) as short:
             listening.bind(short)
         listening.listen(_WAITING)
     except OSError as problem:
         listening.close()
-        got, hint = f"{problem} for {path}", "Use an unused path in a folder that you can write to"
-        unheard = "The server cannot listen at this path"
-        raise own_limit(problem) or failed(got, hint, unheard) from problem
+        got = f"{str(path)!r}: {problem}"
+        hint = "Use a path that does not exist, in a folder that you can write to"
+        failure = failed(got, hint, "The server cannot listen at this path")
+        raise own_limit(problem) or failure from problem
     return listening
 
 
 def connect_to_path(path: Path, seconds: float) -> socket.socket:
-    """Connect to the socket at a path. Its process must belong to this user."""
+    """Return a connection to the socket at a path.
+
+    Raise `peer_lost` if the listening process belongs to another user. Raise `TimeoutError` after
+    `seconds`, or if too many connections wait to be accepted.
+    """
     connected = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         connected.settimeout(seconds)
@@ -71,29 +76,31 @@ def connect_to_path(path: Path, seconds: float) -> socket.socket:
         check_user(connected)
     except BaseException as problem:
         connected.close()
-        if isinstance(problem, BlockingIOError):  # as many wait as may
+        if isinstance(problem, BlockingIOError):  # too many connections wait to be accepted
             raise TimeoutError from None
         raise
     return connected
 
 
 def check_user(connected: socket.socket) -> int:
-    """Return the process at the other end, or raise an error if it belongs to another user."""
+    """Return the pid at the other end, or raise `peer_lost` if it belongs to another user."""
     process, user = other_end(connected)
     if user != os.geteuid():
-        raise peer_lost(f"a process of another user ({user})")
+        hint = "Run both processes as the same user"
+        problem = "The process at the other end belongs to another user"
+        raise peer_lost(f"user {user}, expected {os.geteuid()}", hint, problem)
     return process
 
 
 def forget_path(path: Path) -> None:
-    """Remove a socket that no process listens at anymore, if it exists."""
+    """Remove the socket at a path, if it exists. No process may listen at it anymore."""
     with suppress(FileNotFoundError):
         path.unlink()
 
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """A path as sockets take it: they have room for 107 bytes."""
+    """Yield a path of the same socket that fits into the 107 bytes of a socket address."""
     if len(os.fsencode(path)) <= _LONGEST_PATH:
         yield str(path)
         return

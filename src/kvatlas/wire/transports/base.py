@@ -1,9 +1,9 @@
 """The interface of transports: register memory, publish, connect, read, write, wait, release.
 
-A transport moves byte ranges between pools of two processes. It is independent of plans, requests
-and leases. Ranges are offsets into pools that both ends have agreed on. They are checked against
-the pool sizes before anything is posted, so no transport ever gets an address that the handshake
-did not name.
+A transport moves byte ranges between pools of two processes. It does not use plans, requests or
+leases. Ranges are offsets into pools that both ends have agreed on in the handshake. They are
+checked against the pool sizes before anything is posted, so a transport never accesses an address
+outside these pools.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Shared = Literal["all", "staging"]
 Separation = Literal["segments", "leases", "none"]
 """How a transport with `shared="staging"` keeps peers apart.
 
-`segments`: each peer gets its own memory (`lend_to_one`). `leases`: the transport authorises reads.
-`none`: it cannot, and refuses the option.
+`segments`: each peer gets separate memory (`lend_to_one`). `leases`: the transport authorises each
+read. `none`: the transport cannot do either, and `shared="staging"` raises an error.
 """
 
 _LONGEST_PAUSE = 2e-3
@@ -50,25 +50,25 @@ class OnePeerMemory:
     """Zeroed memory that only the peer which receives `metadata` can read."""
 
     view: Any
-    """Its bytes: an array on the host, or a tensor on a GPU."""
+    """The memory: an array on the host, or a tensor on a GPU."""
     region: Memory
     metadata: bytes
-    """What the peer passes to `Transport.connect`, with `{STAGING: region}`."""
+    """The metadata that the peer passes to `Transport.connect`, with `{STAGING: region}`."""
     end: Callable[[], None]
     """Wipes and frees the memory. The peer keeps at most a mapping without content."""
 
 
 class Handle(ABC):
-    """An operation that was posted."""
+    """A read or write that was posted."""
 
     _done = False
     _settled = False
     _failure: AtlasError | None = None
     expected_end = math.inf
-    """The expected end of the operation by the monotonic clock, if it can be estimated."""
+    """The expected end of the operation, by the monotonic clock; infinity if it is unknown."""
 
     def poll(self) -> bool:
-        """Whether it is done. Raises the error of a failed operation, also on later calls."""
+        """Whether the operation is done. Raises the error of a failed one, also on later calls."""
         if self._failure is not None:
             raise self._failure
         if not self._done:
@@ -84,17 +84,18 @@ class Handle(ABC):
         return self._done
 
     def peek(self) -> bool:
-        """Like `poll`, but without side effects: the next `poll` completes the operation."""
+        """Like `poll`, but cleanup after the operation may be left to the next `poll`."""
         return self.poll()
 
     @abstractmethod
     def _poll(self) -> bool:
-        """Whether it is done; not called again once it is, or has failed."""
+        """Whether the operation is done. Not called again once it is done or has failed."""
 
     def wait(self, deadline: float, interrupt: Callable[[], None] = lambda: None) -> None:
-        """Wait until the operation is done. Raise `deadline` after `deadline` (monotonic clock).
+        """Wait until the operation is done.
 
-        `interrupt` is called between polls; an error that it raises ends the wait.
+        Raise the error `deadline` if it is still in flight at the time `deadline` (monotonic
+        clock). `interrupt` is called between polls; an error that it raises ends the wait.
         """
         begun = time.monotonic()
         while not self.poll():
@@ -104,27 +105,30 @@ class Handle(ABC):
                 got = f"an operation that is still in flight after {now - begun:.1f} s"
                 hint = "Allow more time, or retry on another replica"
                 raise AtlasError(Code.DEADLINE, got=got, hint=hint)
-            # A twentieth of the time so far: what is quick is noticed quickly.
+            # Pauses grow with the time waited, so that the end of a short operation is seen soon.
             self._pause(min((now - begun) / 20, _LONGEST_PAUSE))
 
     def _pause(self, seconds: float) -> None:
         time.sleep(seconds)
 
     def release(self) -> None:
-        """Return the transport's resources for the operation, and end the operation if possible."""
+        """Release the resources of the operation, and cancel the operation if it is in flight.
+
+        Not every transport can stop an operation in flight: see `settle`.
+        """
         if not self._done and self._failure is None:
             self._failure = errors.cancelled()
         self._release()
 
     def _release(self) -> None:  # noqa: B027
-        """Tell the library below, where there is one; must not block."""
+        """Release the operation in the transport's library, if there is one. Must not block."""
 
     def settle(self) -> bool:
-        """Whether the transport is known to have finished with this process's memory for good.
+        """Whether the operation can no longer access this process's memory.
 
-        Until then the operation may still write to the memory or send its content, even if it was
-        released or has failed. Once True, the result stays True. Never raises, and may be called at
-        any time from any thread.
+        Until then it may still write to the memory or send its content, even if it was released or
+        has failed. Once True, the result stays True. Never raises, and may be called at any time
+        from any thread.
         """
         if not self._settled:
             try:
@@ -134,7 +138,7 @@ class Handle(ABC):
         return self._settled
 
     def _settle(self) -> bool:
-        """Whether the operation is proved to be over. Not called for a completed one."""
+        """Whether an operation that is not done certainly cannot access memory anymore."""
         return False
 
 
@@ -148,20 +152,24 @@ class Done(Handle):
 
 
 class PreparedRead(ABC):
-    """Prepared reads of requests that differ only in block ids. The peer's ids are unchecked."""
+    """Prepared reads of requests that differ only in block ids.
+
+    The peer's block ids are not trusted. Invalid ids never cause a read outside the peer's pools.
+    """
 
     @property
     def stale(self) -> bool:
-        """Whether it can never read again and must be prepared anew."""
+        """Whether `begin` can never succeed again, so that the read must be prepared again."""
         return False
 
     @abstractmethod
     def begin(
         self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds], behind: int | None
     ) -> Handle | None:
-        """Read between blocks of two tables, after a mark of the peer and the caller's stream.
+        """Read from the peer's blocks `src` into this process's blocks `dst`.
 
-        Returns None, and does nothing, if the read cannot start at once.
+        The read runs after the peer's mark `behind` and the work on the caller's current stream.
+        Return None, and read nothing, if it cannot start at once.
         """
 
 
@@ -169,13 +177,13 @@ class Link(ABC):
     """A connection to one peer's memory."""
 
     prompt: ClassVar[bool] = False
-    """Whether an abandoned operation is over at once, because this process performs it."""
+    """Whether a released operation ends at once, because this process performs it."""
     severs: ClassVar[bool] = True
-    """Whether `sever` ends operations in flight within a moment."""
+    """Whether operations in flight settle almost at once after `sever`."""
     adds: ClassVar[bool] = False
-    """Whether `read` computes the runs of a copy on the device, so that staging never pays."""
+    """Whether `read` computes the runs of a copy on the device, so that staging is never faster."""
     exact: ClassVar[bool] = False
-    """Whether the peer serves only the bytes of a lease, and none between them."""
+    """Whether the peer serves only the exact bytes of a lease, so that gaps cannot be read."""
     sees_offers: bool = False
     """Whether `find_offer` may find an offer."""
 
@@ -191,8 +199,9 @@ class Link(ABC):
     ) -> Handle:
         """Read bytes of the peer into this process's memory. The peer is the source.
 
-        The read begins after the peer's mark `after` completes, which needs `marks_travel`. `lease`
-        is the key of the lease that covers the bytes, for transports that check it.
+        The read begins once the peer's mark `after` has completed. Only transports with
+        `marks_travel` accept a mark. `lease` is the key of the lease that covers the bytes, for
+        transports that check it.
         """
         if after is not None:
             raise NotImplementedError(f"{type(self).__name__} cannot wait for a peer's mark")
@@ -205,7 +214,7 @@ class Link(ABC):
         return self._post(copies, write=False)
 
     def converts(self, copies: Sequence[Copy]) -> bool:
-        """Whether `read` supports these copies, some of which cast elements."""
+        """Whether `read` supports all element casts of these copies."""
         return all(copy.cast is None for copy in copies)
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
@@ -214,18 +223,21 @@ class Link(ABC):
         return None
 
     def find_offer(self, request: str) -> SeenOffer | None:
-        """Return the peer's offer of this name from its board; None if the peer must be asked."""
+        """Return the peer's offer of a request from its board.
+
+        None if it is not on the board, and the peer must be asked by message.
+        """
         del request
         return None
 
     def glimpse_offer(self, request: str) -> SeenOffer | None:
-        """Like `find_offer`, without checking that the peer is alive."""
+        """Like `find_offer`, but faster: the caller checks later that the offer is valid."""
         return self.find_offer(request)
 
     def follow(self, mark: int | None) -> None:
-        """Order later operations after a mark of this process.
+        """Make later operations wait for a mark of this process, if there is one.
 
-        If the transport cannot order them on the device, the host waits.
+        The device waits if the transport supports that; otherwise the host waits here.
         """
         if mark is not None and self.owner.marks is not None:
             self.owner.marks.wait(mark)
@@ -237,7 +249,7 @@ class Link(ABC):
         return self._post(copies, write=True) if copies else Done()
 
     def _checked(self, copies: Sequence[Copy], *, write: bool) -> list[Copy]:
-        """Copies that are not empty, between memory that the transport can access."""
+        """Return the copies that are not empty, after checking that their memory is accessible."""
         self.check()
         copies = [copy.expanded() for copy in copies if len(copy)]
         for copy in copies:
@@ -245,7 +257,7 @@ class Link(ABC):
         return copies
 
     def _addresses(self, copies: Sequence[Copy], *, write: bool) -> tuple[Int64s, Int64s, Int64s]:
-        """Absolute addresses of runs at this end and at the peer's, and their lengths."""
+        """Return the addresses of all runs at this end and at the peer, and their lengths."""
         src, dst = (self.mine, self.theirs) if write else (self.theirs, self.mine)
         source = np.concatenate([copy.src + src[copy.src_pool].address for copy in copies])
         target = np.concatenate([copy.dst + dst[copy.dst_pool].address for copy in copies])
@@ -269,23 +281,23 @@ class Link(ABC):
                 self._close()
 
     def sever(self) -> None:
-        """Tear down the connection, so that operations in flight end and are known to have ended.
+        """Break the connection without waiting for the operations in flight.
 
-        `Handle.settle` becomes True as soon as that is certain, which takes seconds if the link
-        does not have `severs`.
+        They fail. `Handle.settle` returns True for each of them as soon as the transport is certain
+        that it no longer accesses memory. That takes seconds if the link does not have `severs`.
         """
         self.close()
 
     def reaches(self, pool: int) -> bool:
-        """Whether a region of the peer can be accessed over this link."""
+        """Whether this link can access the peer's region with this pool index."""
         return pool in self.theirs
 
     def _close(self) -> None:  # noqa: B027
-        """Tell the library below, where there is one."""
+        """Close the connection in the transport's library, if there is one."""
 
 
 class Transport(ABC):
-    """One end of a way to move bytes between processes.
+    """Moves bytes between the memory of this process and that of its peers.
 
     With `shared="staging"`, peers can access only staging buffers that are lent to them. The pools
     stay private, and all bytes for a peer pass through such a buffer.
@@ -294,16 +306,16 @@ class Transport(ABC):
     name: ClassVar[str]
 
     separation: ClassVar[Separation] = "leases"
-    """How it keeps peers apart with `shared="staging"`."""
+    """How the transport keeps peers apart with `shared="staging"`."""
 
     marks_travel: ClassVar[bool] = False
-    """Whether peers can wait for marks themselves; otherwise this end waits before it answers."""
+    """Whether peers can wait for marks of this end; otherwise this end waits before it replies."""
     casts: ClassVar[bool] = False
-    """Whether peers can read pools and cast elements; otherwise this end converts."""
+    """Whether peers can cast elements while they read pools; otherwise this end converts."""
     oldest_version: ClassVar[int] = 0
     """The first protocol version whose peers can use the transport."""
     guarantees: Guarantees = Guarantees()
-    """What it guarantees to a node with a secret. See the table in the guide to security."""
+    """The guarantees of the transport to a node with a secret; see the guide to security."""
 
     def __init__(self, *, shared: Shared = "all") -> None:
         if shared not in ("all", "staging"):
@@ -316,26 +328,28 @@ class Transport(ABC):
         self.shared: Shared = shared
         self.process = OwningProcess("transport")
         self.beyond_host = ""
-        """The address or device on which other hosts can reach it; empty if they cannot."""
+        """The address or device at which other hosts reach this transport; empty if they cannot."""
         self.memory: dict[int, Memory] = {}
         self.marks: DeviceMarks | None = None
         """The marks of the GPU with the registered memory; None if all memory is on the host."""
         self.board: OfferBoard | None = None
-        """The board on which peers find offers without asking; None if they must ask."""
+        """The board on which peers find offers; None if they must ask by message."""
         self.open = True
-        self.copy_threads = 1  # that may copy for one read at any time, where no device does
+        self.copy_threads = 1
+        """The maximum number of threads that copy for one read, if the CPU copies."""
         self.retired = 0
-        """Connections that cannot be closed safely and are kept for good with their resources."""
+        """The number of connections that cannot be closed safely and are kept for good."""
 
     def register(self, memory: Mapping[int, Memory]) -> None:
-        """Register regions of this process by pool index. Peers can access shared ones."""
+        """Register regions of this process by pool index. Peers can access the shared ones."""
         self.check()
         taken = set(memory) & set(self.memory)
         if taken:
-            problem, got = "A region is already registered", f"regions {sorted(taken)} again"
+            problem = "Each pool index can be registered only once"
+            got = f"pools {sorted(taken)}, which are already registered"
             hint = "Close the transport before you register other memory"
             raise AtlasError(Code.TWICE, problem, got=got, hint=hint)
-        # Libraries disagree on what an empty region is, and nobody can read from one.
+        # Empty regions are left out: they hold no bytes, and not all libraries accept them.
         taken_here = {p: at for p, at in memory.items() if at.nbytes and self.takes(at.device)}
         gpus = [region.number for region in memory.values() if region.device != HOST]
         if gpus and self.marks is None:
@@ -350,11 +364,11 @@ class Transport(ABC):
         return load_driver()
 
     def takes(self, device: str) -> bool:
-        """Whether it can move bytes of this device. Other devices need staging."""
+        """Whether the transport can access memory on a device. Other memory needs staging."""
         return device == HOST
 
     def check_takes(self, region: Memory) -> None:
-        """Raise an error for memory on a device that it cannot move bytes of."""
+        """Raise `wrong_device` if the transport cannot access the memory of a region."""
         if not self.takes(region.device):
             raise AtlasError(
                 Code.WRONG_DEVICE,
@@ -364,7 +378,7 @@ class Transport(ABC):
             )
 
     def shares(self, pool: int) -> bool:
-        """Whether peers may access a region of this index."""
+        """Whether peers may access the region with this pool index."""
         region = self.memory.get(pool)
         reached = region is None or self.takes(region.device)
         lends = pool == STAGING and not self.lends_segments
@@ -376,21 +390,21 @@ class Transport(ABC):
         return self.shared == "staging" and self.separation == "segments"
 
     def lend_to_one(self, nbytes: int) -> OnePeerMemory:
-        """Allocate zeroed memory that one peer can read, and no other."""
+        """Allocate zeroed memory that only one peer can read."""
         raise NotImplementedError(f"{type(self).__name__} has no memory for one peer: {nbytes}")
 
     @property
     def reachable(self) -> dict[int, Memory]:
-        """The regions that peers may access, which are those in a handshake."""
+        """The regions that peers may access. The handshake contains these."""
         return {pool: region for pool, region in self.memory.items() if self.shares(pool)}
 
     @property
     def registered(self) -> int:
-        """The regions that are registered now."""
+        """The number of registered regions."""
         return len(self.memory)
 
     def _register(self, memory: Mapping[int, Memory]) -> None:  # noqa: B027
-        """Tell the library below, where there is one."""
+        """Register the regions with the transport's library, if there is one."""
 
     def protect(self, security: Security, authorise: Authorise) -> None:  # noqa: B027
         """Use the security of a node for connections, and ask the node before a read is served.
@@ -401,12 +415,12 @@ class Transport(ABC):
 
     @abstractmethod
     def publish(self) -> bytes:
-        """Return the metadata that a peer needs to connect, in addition to the regions."""
+        """Return the metadata that a peer passes to `connect`, together with the regions."""
 
     def connect(
         self, metadata: bytes, memory: Mapping[int, Memory], access: Access | None = None
     ) -> Link:
-        """Connect to a peer that published `metadata` and has these regions."""
+        """Connect to the peer that published `metadata` and registered these regions."""
         self.check()
         with errors.coded_limits():
             link = self._connect(metadata, memory)
@@ -421,7 +435,7 @@ class Transport(ABC):
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link: ...
 
     def check(self) -> None:
-        """Raise an error if it was closed, or belongs to the parent of this process."""
+        """Raise an error if the transport is closed, or belongs to the parent of this process."""
         self.process.check()
         if not self.open:
             raise errors.closed("transport")
@@ -442,4 +456,4 @@ class Transport(ABC):
                 self.board.close()
 
     def _close(self) -> None:  # noqa: B027
-        """Tell the library below, where there is one."""
+        """Release all resources of the transport's library, if there is one."""

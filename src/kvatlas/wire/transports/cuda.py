@@ -2,9 +2,9 @@
 
 Each end publishes handles of the allocations that contain its pools (a framework's allocator may
 have put other data there), the pools' offsets in them, and handles of events. A peer maps each
-allocation once. A transfer is then one kernel launch for every kind of run in the route, usually a
-single one. The kernel reads the peer's pages in their layout and writes this end's pages in theirs:
-nothing is staged, and nothing passes through the host.
+allocation once. A transfer is then one kernel launch for each set of runs in the route, usually a
+single one. The kernel reads from the layout of the peer's pages and writes in the layout of this
+end's pages: nothing is staged, and nothing passes through the host.
 
 The copy runs after the kernels that filled the peer's blocks: it is launched once the event that
 the peer recorded with its offer has completed. As with every transport, the lease confirms
@@ -41,19 +41,19 @@ from kvatlas.wire.transports.opened_memory import OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace
 
 _SHARE = 0.08
-"""The default share of GPU time. It slows down memory-bound kernels by less than 5%."""
+"""The default share of GPU time for copies. It slows memory-bound kernels by less than 5%."""
 
 _here: weakref.WeakValueDictionary[str, CudaTransport] = weakref.WeakValueDictionary()
-"""This process's transports by token: CUDA opens no handle in the process that made it."""
+"""This process's transports by token: CUDA cannot open a handle in the process that made it."""
 
 
 class CudaTransport(Transport):
     """Moves bytes between pools in the memory of GPUs on one host.
 
     In the long run, copies take at most `share` of the GPU's time; 1 means no limit. Each copy runs
-    at full speed, and the next one waits. If `multiprocessors` is not 0, a copy occupies at most
-    that many. All regions of one transport are on one GPU. The two ends of a link may be on
-    different GPUs, if one can access the other's memory.
+    at full speed, and the next one starts later if necessary. If `multiprocessors` is not 0, a copy
+    uses at most that many of the GPU's multiprocessors. All regions of one transport are on one
+    GPU. The two ends of a link may be on different GPUs, if one can access the other's memory.
     """
 
     name: ClassVar[str] = "cuda"
@@ -77,7 +77,8 @@ class CudaTransport(Transport):
             raise errors.failed(got, "Pass a number of multiprocessors, or 0 for all", problem)
         if not isinstance(share, int | float) or not 0 < share <= 1:
             problem = "The option share must be above 0 and at most 1"
-            raise errors.failed(f"share={share!r}", "Pass a share of GPU time, or 1", problem)
+            hint = "Pass the fraction of GPU time for copies, or 1 for no limit"
+            raise errors.failed(f"share={share!r}", hint, problem)
         self._pace = CopyPace(share)
         self._driver = driver or load_driver()
         self.multiprocessors = multiprocessors
@@ -111,12 +112,19 @@ class CudaTransport(Transport):
             self.check_takes(region)
         devices = {region.number for region in memory.values()} | {self.device} - {-1}
         count = len(self._driver.devices())
-        if len(devices) > 1 or any(number >= count for number in devices):
+        if len(devices) > 1:
             raise AtlasError(
                 Code.WRONG_DEVICE,
-                "All regions of a transport must be on one GPU that exists",
-                got=f"GPUs {sorted(devices)}; this process sees {count}",
-                hint="Make one transport per GPU, and check CUDA_VISIBLE_DEVICES",
+                "All regions of a transport must be on one GPU",
+                got=f"regions on GPUs {sorted(devices)}",
+                hint="Make one transport per GPU",
+            )
+        if any(number >= count for number in devices):
+            raise AtlasError(
+                Code.WRONG_DEVICE,
+                "This process does not see the GPU of a region",
+                got=f"GPU {max(devices)}, but only {count} GPUs are visible",
+                hint="Check CUDA_VISIBLE_DEVICES, and the device of the region",
             )
         self.device = max(devices, default=self.device)
         super().register(memory)
@@ -125,7 +133,7 @@ class CudaTransport(Transport):
         if self._opened is None:
             self._opened = OpenedMemory(self._driver, self.device)
             if self.shared == "all":
-                with suppress(AtlasError):  # no room for it: peers ask
+                with suppress(AtlasError):  # no memory for a board: peers ask by message
                     self.board = OfferBoard()
                     if self.marks is not None:
                         self.marks.board = self.board
@@ -135,7 +143,7 @@ class CudaTransport(Transport):
         _here[self.token] = self
 
     def _located(self, region: Memory) -> PublishedRegion:
-        """A region in its allocation, of which there is a handle."""
+        """Return a region's position in its allocation, and publish the allocation's handle."""
         try:
             base, nbytes = self._driver.allocation(self.device, region.address)
             if base not in self._allocations:
@@ -150,14 +158,14 @@ class CudaTransport(Transport):
             ) from problem
         offset = region.address - base
         if offset + region.nbytes > nbytes:
-            got = f"{region.nbytes:,} bytes from byte {offset:,} of an allocation of {nbytes:,}"
+            got = f"{region.nbytes:,} bytes at offset {offset:,} of an allocation of {nbytes:,}"
             raise AtlasError(
                 Code.OUT_OF_BOUNDS, got=got, hint="Pass a region inside one allocation"
             )
         return PublishedRegion(list(self._allocations).index(base), offset, region.nbytes)
 
     def lend_to_one(self, nbytes: int) -> OnePeerMemory:
-        """Make an allocation with a separate handle, which one peer receives."""
+        """Return an allocation with a separate handle, which only one peer receives."""
         import torch
 
         driver, device = self._driver, self.device
@@ -168,7 +176,7 @@ class CudaTransport(Transport):
         alone.register({STAGING: region})
 
         def end() -> None:
-            alone.marks = None  # they are still this transport's
+            alone.marks = None  # they belong to this transport
             alone.close()
             driver.end_memory(device, address, nbytes)
 
@@ -194,7 +202,7 @@ class CudaTransport(Transport):
         )
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
-        """Map a peer's allocations."""
+        """Return a link with the peer's allocations mapped."""
         published = errors.read_metadata(metadata, PublishedMemory)
         check_form(published, memory)
         if published.host != _host() or published.device not in self._driver.devices():
@@ -207,8 +215,9 @@ class CudaTransport(Transport):
             )
         here = _here.get(published.token)
         if here is not None and any(here.memory.get(pool) != at for pool, at in memory.items()):
-            problem = "The peer's memory differs from what it registered in this process"
-            got, hint = "other regions", "Pass the regions as they were registered"
+            problem = "The regions differ from those that the peer, in this process, registered"
+            got = f"pools {sorted(memory)} with other addresses, sizes or devices"
+            hint = "Pass the peer transport's `reachable` regions unchanged"
             raise errors.failed(got, hint, problem)
         end = self._end(published.token)
         try:
@@ -218,7 +227,7 @@ class CudaTransport(Transport):
             raise
 
     def _end(self, token: str) -> CudaEnd:
-        """Make this end's resources for a link."""
+        """Return this end's resources for a link to the transport with a token."""
 
         def marks_here() -> DeviceMarks | None:
             peer = _here.get(token)
@@ -228,20 +237,20 @@ class CudaTransport(Transport):
         return CudaEnd(self._driver, self.device, self.opened, queue, self._pace, marks_here)
 
     def _close(self) -> None:
-        """Peers that have its memory mapped notice by their leases."""
+        """Stop publishing. Peers with mapped memory notice it when they confirm their leases."""
         _here.pop(self.token, None)
         self._regions.clear()
         self._allocations.clear()
 
 
 class _OnePeerCuda(CudaTransport):
-    """The end of one peer's memory: what it has registered is shared."""
+    """A transport for memory that is lent to one peer. All of its regions are shared."""
 
     separation: ClassVar[Separation] = "leases"
 
 
 class _DeviceBytes:
-    """Bytes of a GPU as torch takes them."""
+    """GPU memory in the form that `torch.as_tensor` accepts."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -250,7 +259,7 @@ class _DeviceBytes:
 
 
 def _host() -> str:
-    """Names this machine since it was started, or its name where that is not told."""
+    """Return the boot id of this machine, or its host name if the boot id cannot be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""One copy on a GPU, from when it may be launched until it is known to be over."""
+"""One copy on a GPU: when it is launched, whether it has ended, how long it took."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvatlas.wire.transports.base import Handle
 from kvatlas.wire.transports.pace import CopyPace
 
 _SPIN = 2e-3
-"""Seconds of polling without a pause."""
+"""Seconds during which `wait` polls without pauses."""
 
 _LOOKS = 8
-"""How often each poll queries the device."""
+"""The maximum number of device queries per poll."""
 
 
 class CudaCopy(Handle):
@@ -28,10 +28,14 @@ class CudaCopy(Handle):
         pace: CopyPace,
         nbytes: Callable[[], int],
     ) -> None:
+        """`launch` starts the copy, and returns it and a function to call once it has ended.
+
+        `check` raises an error if the link is closed.
+        """
         self._launch, self._may_begin, self._check = launch, may_begin, check
         self._pace, self._launched, self._nbytes = pace, 0.0, nbytes
         self._ended = 0.0
-        """When the copy was first known to be over."""
+        """The time at which the copy was first seen to have ended; 0 before."""
         self._posted: Posted | None = None
         self._over: Callable[[], None] = lambda: None
         self._given_up = False
@@ -54,7 +58,7 @@ class CudaCopy(Handle):
         return copy
 
     def begin(self) -> None:
-        """Launch the copy if that is allowed now."""
+        """Launch the copy if it may begin now and was not launched before."""
         with self._lock:
             if self._posted is not None or self._given_up:
                 return
@@ -64,7 +68,7 @@ class CudaCopy(Handle):
 
     def _poll(self) -> bool:
         if self._posted is None:
-            self._check()  # the events of a link that was closed are gone
+            self._check()  # a closed link has no events to query
         self.begin()
         if self._is_over():
             return True
@@ -72,7 +76,7 @@ class CudaCopy(Handle):
         return False
 
     def peek(self) -> bool:
-        """Whether the device has finished the copy; queries several times."""
+        """Whether the device has finished the copy. Queries the device several times."""
         posted = self._posted
         if posted is not None:
             for _ in range(_LOOKS):
@@ -82,11 +86,11 @@ class CudaCopy(Handle):
         return False
 
     def _is_over(self) -> bool:
-        """Whether it was launched and has ended."""
+        """Whether the copy was launched and has ended."""
         try:
             over = self.peek()
         except Exception:
-            # The device has failed, and with it all that this process had it do.
+            # The device has failed, so none of this process's copies is still running.
             self._over()
             raise
         if over:
@@ -97,11 +101,11 @@ class CudaCopy(Handle):
         return over
 
     def _pause(self, seconds: float) -> None:
-        """A gigabyte takes half a millisecond, and the shortest sleep a tenth of one."""
+        """Do not sleep at first: a sleep takes at least 0.1 ms, and a copy of 1 GB only 0.5 ms."""
         super()._pause(0.0 if time.monotonic() - self._begun < _SPIN else seconds)
 
     def _release(self) -> None:
-        """Never launched, if it was not yet."""
+        """Do not launch the copy anymore. A launched copy continues."""
         self._given_up = True
 
     def _settle(self) -> bool:

@@ -30,9 +30,9 @@ from kvatlas.wire.transports.pace import CopyPace
 
 
 class _PoolRuns(NamedTuple):
-    """Runs between a pool of the source and one of the destination, counted from where they begin.
+    """Runs between a source pool and a destination pool, as offsets from the start of each pool.
 
-    Where that is, is known when they are launched.
+    The addresses of the pools are looked up when the runs are launched.
     """
 
     src: int
@@ -41,7 +41,7 @@ class _PoolRuns(NamedTuple):
 
 
 class CudaEnd(NamedTuple):
-    """Resources of a link at its own end."""
+    """The resources that a link uses in this process."""
 
     driver: CudaDriver
     device: int
@@ -49,7 +49,10 @@ class CudaEnd(NamedTuple):
     queue: DeviceQueue
     pace: CopyPace
     marks_here: Callable[[], DeviceMarks | None]
-    """The marks of a peer in this process, whose addresses are valid here; otherwise None."""
+    """Returns the peer's marks if the peer is in this process; otherwise None.
+
+    The addresses of such a peer need no mapping.
+    """
 
 
 class CudaLink(Link):
@@ -76,23 +79,23 @@ class CudaLink(Link):
         self._board = None if published.board is None else open_board(published.board)
         self.sees_offers = self._board is not None
         self._marks: PeerMarks | None = None
-        """The peer's marks, once they were opened."""
+        """The peer's marks; None before their events are opened."""
         if end.marks_here() is None:
-            # Opened now, so that a handle which is stale is refused before anything moves.
+            # Map everything once, so that a stale handle raises an error here, not during a copy.
             for allocation in self._allocations:
                 end.opened.acquire(allocation)
                 end.opened.release(allocation)
 
     def find_offer(self, request: str) -> SeenOffer | None:
-        """Find an offer on the peer's board, if this process can access it."""
+        """Return an offer from the peer's board, if this process can access the board."""
         return None if self._board is None else self._board.find(request)
 
     def glimpse_offer(self, request: str) -> SeenOffer | None:
-        """Find an offer without checking that the peer's process is alive."""
+        """Return an offer without checking that it is valid and the peer's process is alive."""
         return None if self._board is None else self._board.glimpse(request)
 
     def follow(self, mark: int | None) -> None:
-        """Make the queue wait on the device, without blocking the host."""
+        """Make the queue wait for the mark on the device, without blocking the host."""
         if mark is not None and self.owner.marks is not None:
             self._queue.after(self.owner.marks.event(mark))
 
@@ -125,12 +128,13 @@ class CudaLink(Link):
         for copy in copies:
             self.owner.check_takes(self.mine[copy.dst_pool])
         if not self.converts(copies):
-            got = "unsupported element types, or pools that are not aligned to them"
-            raise errors.failed(got, 'Use how="staged"', "The GPU cannot cast these elements")
+            casts = {str(copy.cast) for copy in copies if copy.cast is not None}
+            problem = "The GPU does not support a cast, or a pool is not aligned to its elements"
+            raise errors.failed(", ".join(sorted(casts)), 'Pass how="staged"', problem)
         told = [_runs_of(copy) for copy in copies]
         if after is None:
             return self._copy(told, lambda: True, write=False)
-        self._event(after % EVENTS)  # opened now: what is stale is refused before anything moves
+        self._event(after % EVENTS)  # open it now, so that a stale handle raises an error here
         return self._copy(told, lambda: self._passed(after), write=False)
 
     def converts(self, copies: Sequence[Copy]) -> bool:
@@ -146,12 +150,18 @@ class CudaLink(Link):
         return True
 
     def _place(self, pool: int) -> int:
-        """Where a pool of the peer is, counted from where an allocation may begin."""
+        """Return a number with the same alignment as the address of a peer's pool.
+
+        It is the offset in the allocation, unless the peer is in this process.
+        """
         here = self._end.marks_here() is not None
         return self.theirs[pool].address if here else self._regions[pool].offset
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
-        """Prepare launches that lack only block ids, if every block is inside its pool."""
+        """Prepare reads of requests of one shape.
+
+        Return None if a block of the shape is outside its pool, or the link prepares nothing.
+        """
         self.check()
         regions, ends = (self.theirs, self.mine), (shape.src, shape.dst)
         for pattern in shape.patterns:
@@ -164,10 +174,10 @@ class CudaLink(Link):
     def _prepared(self, shape: RequestShape) -> PreparedRead | None:
         end = self._end
         if self._board is None or end.marks_here() is not None:
-            return None  # whoever is in this process, or has to be asked, is not waited for so
+            return None  # only peers in other processes, with a board, have PeerMarks
         if self._marks is None:
             events = [self._event(number) for number in range(EVENTS)]
-            for event in events:  # what is first looked at later is looked at longer
+            for event in events:  # the first query of an event is slow
                 end.driver.finished(end.device, event)
             self._marks = PeerMarks(end.driver, end.device, self._board, events)
         used = {self._regions[one.pools[0]].allocation for one in shape.patterns}
@@ -199,7 +209,7 @@ class CudaLink(Link):
             raise
 
     def _passed(self, mark: int) -> bool:
-        """Whether a mark of the peer is done."""
+        """Whether a mark of the peer has completed."""
         here = self._end.marks_here()
         known = here.done if here is not None else self._board.marks_done if self._board else -1
         if mark <= known:
@@ -228,7 +238,7 @@ class CudaLink(Link):
         return copy
 
     def _launch(self, told: list[_PoolRuns], *, write: bool) -> tuple[Posted, Callable[[], None]]:
-        """Launch copies; they, and what to call once they are over."""
+        """Launch the runs. Return the posted work, and a function to call once it has ended."""
         far, over = self.mapped({one.dst if write else one.src for one in told})
         try:
             near = {pool: at.address for pool, at in self.mine.items()}
@@ -240,7 +250,10 @@ class CudaLink(Link):
             raise
 
     def _address(self, pool: int, used: list[ForeignAllocation]) -> int:
-        """Where a region of the peer is in this process, which stays mapped while it is used."""
+        """Map a region of the peer, and return its address in this process.
+
+        It stays mapped until its allocation, which is appended to `used`, is released.
+        """
         if self._end.marks_here() is not None:
             return self.theirs[pool].address
         region = self._regions[pool]
@@ -254,7 +267,7 @@ class CudaLink(Link):
             self._end.opened.release(used.pop())
 
     def _close(self) -> None:
-        """Unmap what the peer has, once no copy reads it."""
+        """Unmap the peer's memory once no copy reads it."""
         self._queue.close()
         self._end.opened.forget(self._token)
         if self._board is not None:

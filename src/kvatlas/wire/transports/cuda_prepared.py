@@ -1,4 +1,4 @@
-"""Prepared reads over a `cuda` link, with as little work as possible before the launch."""
+"""Prepared reads over a `cuda` link, which do as little as possible before the launch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class MappedMemory(NamedTuple):
 
     @property
     def gone(self) -> bool:
-        """Whether one of them was unmapped, or soon will be."""
+        """Whether an allocation was unmapped, or soon will be."""
         return any(one.gone or one.forgotten for one in self.allocations)
 
     def hold(self) -> bool:
-        """Keep them mapped until `let_go`. Return False if they were unmapped or have moved."""
+        """Keep the allocations mapped until `let_go`. Return False if one was already unmapped."""
         return self.opened.hold(self.allocations)
 
     def let_go(self) -> None:
-        """End a `hold`: no posted copy reads them anymore."""
+        """End a `hold`, once no posted copy reads the allocations anymore."""
         for one in self.allocations:
             self.opened.release(one.allocation)
 
@@ -53,7 +53,7 @@ class PeerMarks(NamedTuple):
 
 @dataclass(frozen=True)
 class CudaPreparedRead(PreparedRead):
-    """Pulls of one shape over one link."""
+    """Reads of requests of one shape over one link."""
 
     runs: PreparedRuns
     memory: MappedMemory
@@ -69,7 +69,7 @@ class CudaPreparedRead(PreparedRead):
         return self.memory.gone
 
     def begin(self, src: Tables, dst: Tables, behind: int | None) -> Handle | None:
-        """Launch the read, if that is allowed now and the peer's memory is still mapped."""
+        """Launch the read, if it may begin now and the peer's memory is still mapped."""
         self.check()
         if not self.marks.passed(behind) or not self.pace.may_begin() or not self.memory.hold():
             return None
@@ -87,7 +87,7 @@ class CudaPreparedRead(PreparedRead):
 
 
 class _Once:
-    """Calls something at the first call, and nothing at others."""
+    """Calls a function at the first call, and does nothing at later calls."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._left = [act]

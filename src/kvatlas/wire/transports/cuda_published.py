@@ -18,7 +18,7 @@ _MAX_ALLOCATIONS = 1024
 
 
 class PublishedRegion(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
-    """A region: the index of its allocation, and its offset there."""
+    """A region: the index of its allocation, its offset there, and its size in bytes."""
 
     allocation: int
     offset: int
@@ -26,7 +26,7 @@ class PublishedRegion(msgspec.Struct, forbid_unknown_fields=True, array_like=Tru
 
 
 class PublishedAllocation(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
-    """An allocation that other processes can map."""
+    """An allocation that other processes can map: its IPC handle and its size in bytes."""
 
     handle: bytes
     nbytes: int
@@ -45,22 +45,30 @@ class PublishedMemory(msgspec.Struct, tag="cuda", forbid_unknown_fields=True):
 
 
 def check_form(published: PublishedMemory, memory: Mapping[int, Memory]) -> None:
-    """Raise an error for metadata that no transport with these regions publishes."""
+    """Raise `bad_handshake` for metadata that a transport with these regions cannot publish."""
     handles = [*(one.handle for one in published.allocations), *published.events]
-    if not _TOKEN.fullmatch(published.token) or len(published.device) != UUID_BYTES:
-        raise errors.bad_metadata("a token or device id of the wrong length")
-    if any(len(handle) != HANDLE_BYTES for handle in handles) or len(published.events) != EVENTS:
-        raise errors.bad_metadata("handles of the wrong length or number")
+    if not _TOKEN.fullmatch(published.token):
+        raise errors.bad_metadata("a token that is not 32 hexadecimal digits")
+    if len(published.device) != UUID_BYTES:
+        got = f"a device id of {len(published.device)} bytes, expected {UUID_BYTES}"
+        raise errors.bad_metadata(got)
+    if any(len(handle) != HANDLE_BYTES for handle in handles):
+        raise errors.bad_metadata(f"a handle that does not have {HANDLE_BYTES} bytes")
+    if len(published.events) != EVENTS:
+        raise errors.bad_metadata(f"{len(published.events)} events, expected {EVENTS}")
     if len(published.allocations) > _MAX_ALLOCATIONS:
-        raise errors.bad_metadata(f"{len(published.allocations)} allocations, which are too many")
+        got = f"{len(published.allocations)} allocations, expected at most {_MAX_ALLOCATIONS}"
+        raise errors.bad_metadata(got)
     for pool, at in memory.items():
         region = published.regions.get(pool)
         if region is None or region.nbytes != at.nbytes:
             if at.nbytes:
-                raise errors.bad_metadata(f"region {pool}, which does not match the handshake")
+                got = f"no region {pool} of {at.nbytes:,} bytes, as in the handshake"
+                raise errors.bad_metadata(got)
             continue
         if not 0 <= region.allocation < len(published.allocations):
             raise errors.bad_metadata(f"region {pool} in an allocation that is not published")
         nbytes = published.allocations[region.allocation].nbytes
         if region.nbytes < 0 or not 0 <= region.offset <= nbytes - region.nbytes:
-            raise errors.bad_metadata(f"region {pool}, which exceeds its allocation")
+            got = f"region {pool}, which is not inside its allocation of {nbytes:,} bytes"
+            raise errors.bad_metadata(got)

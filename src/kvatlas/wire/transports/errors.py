@@ -1,4 +1,4 @@
-"""Errors that all transports share, independent of the underlying library."""
+"""Errors that all transports share, and encoding of the metadata that they publish."""
 
 from __future__ import annotations
 
@@ -23,34 +23,33 @@ _decoding = fresh_in_children(threading.Lock())
 """msgspec crashes if two threads decode a type for the first time concurrently."""
 
 
-def bad_metadata(got: object) -> AtlasError:
-    """The error for metadata that does not come from the same kind of transport."""
-    return AtlasError(
-        Code.BAD_HANDSHAKE,
-        "The peer's metadata is invalid for this transport",
-        got=got,
-        hint="Use the same transport at both ends, and pass the result of publish() unchanged",
-    )
+def bad_metadata(
+    got: object,
+    hint: str = "Use the same transport at both ends, and pass the result of publish() unchanged",
+    problem: str = "The peer's metadata is invalid for this transport",
+) -> AtlasError:
+    """Return the error for metadata that a peer's transport cannot have published."""
+    return AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
 
 
-def peer_lost(got: object) -> AtlasError:
-    """The error for a peer that is gone."""
-    return AtlasError(
-        Code.PEER_LOST,
-        got=got,
-        hint="Close this link, then retry on another replica or when the peer is back",
-    )
+def peer_lost(
+    got: object,
+    hint: str = "Close this link, then retry on another replica or when the peer is back",
+    problem: str = "",
+) -> AtlasError:
+    """Return the error for a peer that is gone."""
+    return AtlasError(Code.PEER_LOST, problem, got=got, hint=hint)
 
 
 def failed(
     got: object, hint: str = "See the log of the transport's library", problem: str = ""
 ) -> AtlasError:
-    """The error for a failure of the transport or its library, unless `problem` names another."""
+    """Return the error for a failure of the transport or its library."""
     return AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint)
 
 
 def own_limit(problem: BaseException) -> AtlasError | None:
-    """The error for an exhausted limit of this process or host; None for any other problem.
+    """Return the error for an exhausted limit of this process or host; None for other problems.
 
     >>> own_limit(OSError(errno.EMFILE, "Too many open files")).code
     <Code.TOO_MANY_FILES: 'too_many_files'>
@@ -78,7 +77,7 @@ def coded_limits() -> Iterator[None]:
 
 
 def check_descriptors(count: int) -> None:
-    """Raise `too_many_files` unless this process can open `count` files more.
+    """Raise `too_many_files` unless this process can open `count` more files.
 
     For libraries that crash, or report another error, if they cannot open a file.
     """
@@ -93,7 +92,10 @@ def check_descriptors(count: int) -> None:
 
 
 def no_room(what: str, nbytes: int, problem: OSError, hint: str) -> AtlasError:
-    """The error for memory or disk space that the system cannot provide."""
+    """Return the error for memory or disk space that the system cannot provide.
+
+    `what` is the problem, and `nbytes` is the requested size.
+    """
     if problem.errno in (errno.EMFILE, errno.ENFILE) and (limit := own_limit(problem)):
         return limit
     full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
@@ -102,7 +104,7 @@ def no_room(what: str, nbytes: int, problem: OSError, hint: str) -> AtlasError:
 
 
 def closed(what: str) -> AtlasError:
-    """The error for using a link or transport after it was closed."""
+    """Return the error for using a link or transport (`what`) after it was closed."""
     return AtlasError(
         Code.WIRE_FAILED,
         f"The {what} is closed",
@@ -112,7 +114,7 @@ def closed(what: str) -> AtlasError:
 
 
 def cancelled() -> AtlasError:
-    """The error for an operation that was released before it was done."""
+    """Return the error for an operation that was released before it was done."""
     return AtlasError(
         Code.CANCELLED,
         "The operation was released before it was done",
@@ -122,7 +124,7 @@ def cancelled() -> AtlasError:
 
 
 def cannot_import(library: str, problem: ImportError, note: str = "") -> AtlasError:
-    """The error for a transport's library that is missing or cannot be loaded."""
+    """Return the error for a transport's library that is missing or cannot be loaded."""
     if isinstance(problem, ModuleNotFoundError):
         return MissingExtraError(library, library, note)
     return AtlasError(
@@ -146,15 +148,16 @@ def read_metadata(metadata: bytes, kind: type[Published]) -> Published:
     ...     print(refusal.code)
     bad_handshake
     """
-    if not isinstance(metadata, bytes | bytearray) or len(metadata) > MAX_METADATA_BYTES:
-        raise bad_metadata(
-            f"{type(metadata).__name__} instead of at most {MAX_METADATA_BYTES:,} bytes"
-        )
+    if not isinstance(metadata, bytes | bytearray):
+        raise bad_metadata(f"a {type(metadata).__name__}, expected bytes")
+    if len(metadata) > MAX_METADATA_BYTES:
+        raise bad_metadata(f"{len(metadata):,} bytes, expected at most {MAX_METADATA_BYTES:,}")
     try:
         with _decoding:
             return msgspec.msgpack.decode(metadata, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise bad_metadata(f"{len(metadata)} bytes: {problem}") from problem
+        got = f"{len(metadata)} bytes that cannot be decoded: {problem}"
+        raise bad_metadata(got) from problem
 
 
 def write_metadata(published: msgspec.Struct) -> bytes:

@@ -1,8 +1,8 @@
-"""Restrict a library's listening sockets, which it binds to every interface, to one address.
+"""Restrict listening sockets that a library binds to all interfaces to one address.
 
-The kernel can attach a packet filter to a listening socket: packets that it drops never become a
-connection. All code in the process can use the socket's descriptor, so this module can restrict the
-socket to the intended address.
+The kernel can attach a packet filter to a listening socket, so that packets to other addresses do
+not open a connection. A library's sockets are descriptors of this process like any other, so this
+module can attach the filter to them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pathlib import Path
 from kvatlas.wire.transports import errors
 
 _SO_ATTACH_FILTER, _SO_LOCK_FILTER = 26, 44
-_NETWORK_HEADER = 0xFFF00000  # where a filter finds it, whatever lies before it
+_NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets from here on count from the IP header
 _DESTINATION = {4: 16, 6: 24}
 """The offset of the destination address in the IP header, by version."""
 _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
 _WHOLE = 0xFFFFFFFF
 _LISTENS, _GONE = "0A", ("06", "07")
-"""The kernel's socket states: listening, and closed connections."""
+"""The kernel's codes for socket states: listening, and closed (TIME_WAIT, CLOSE)."""
 
 
 def own_addresses(host: str) -> list[str]:
-    """Resolve a name to addresses of this machine. Wildcard addresses raise an error.
+    """Return the addresses that a host name resolves to. Raise an error for wildcard addresses.
 
     >>> own_addresses("127.0.0.1")
     ['127.0.0.1']
@@ -38,8 +38,8 @@ def own_addresses(host: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as problem:
-        got = f"{host}: {problem}"
-        hint = "Pass an address of this machine"
+        got = f"host={host!r}: {problem}"
+        hint = "Pass an IP address or a host name of this machine"
         raise errors.failed(got, hint, "The host name cannot be resolved") from problem
     addresses = sorted({str(entry[4][0]) for entry in found})
     if any(ipaddress.ip_address(address).is_unspecified for address in addresses):
@@ -49,7 +49,7 @@ def own_addresses(host: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes on this host can connect to an address.
+    """Whether an address is a loopback address, which only this host can connect to.
 
     >>> is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("fe80::1%eth0")
     (True, True, False)
@@ -87,12 +87,15 @@ def narrow(listener: socket.socket, addresses: Iterable[str]) -> None:
 
 
 def _only_to(addresses: Iterable[str]) -> list[tuple[int, int, int, int]]:
-    """A filter that keeps packets to some addresses: (what, steps if so, if not, number)."""
+    """Return a BPF program that accepts packets to the addresses and drops all others.
+
+    Each instruction is (code, jump if true, jump if false, constant).
+    """
     program = []
     for address in map(ipaddress.ip_address, addresses):
         packed = address.packed
         words = [int.from_bytes(packed[at : at + 4], "big") for at in range(0, len(packed), 4)]
-        left = 2 * len(words) + 1  # steps of this address after the one for its version
+        left = 2 * len(words) + 1  # instructions for this address after the check of its version
         program += [
             (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
             (_SHIFT_RIGHT, 0, 0, 4),

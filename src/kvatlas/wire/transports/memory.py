@@ -1,4 +1,4 @@
-"""Transfers between two transports of one process: the reference for the other transports."""
+"""Transfers between two transports of one process. A reference for other transports."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MemoryTransport(Transport):
         return errors.write_metadata(_Published(self.token))
 
     def lend_to_one(self, nbytes: int) -> OnePeerMemory:
-        """Allocate memory that only peers with its name can read."""
+        """Return memory with a separate random name. Only a peer with that name can read it."""
         alone = MemoryTransport()
         view = alone.allocate(nbytes)
         region = Memory(view.ctypes.data, nbytes, owner=view)
@@ -78,13 +78,15 @@ class MemoryTransport(Transport):
         token = errors.read_metadata(metadata, _Published).name
         peer = _open.get(token)
         if peer is None:
-            raise errors.peer_lost("a transport that is closed or belongs to another process")
+            hint = 'Keep the peer open; between processes, use the transport "shm" or "tcp"'
+            got = "metadata of a transport that is closed, or of another process"
+            raise errors.peer_lost(got, hint, "This process has no such transport")
         if any(peer.reachable.get(pool) != region for pool, region in memory.items()):
-            raise errors.bad_metadata("regions that the peer has not registered")
+            raise errors.bad_metadata("regions that differ from those that the peer shares")
         return _MemoryLink(self, token, memory)
 
     def _close(self) -> None:
-        """Links to it are lost from now on."""
+        """Make links to this transport fail from now on."""
         _open.pop(self.token, None)
 
 
@@ -103,6 +105,6 @@ class _MemoryLink(Link):
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         src, dst = (self.mine, self.theirs) if write else (self.theirs, self.mine)
-        # The regions are looked up now: the bounds were checked against these.
+        # Look up the regions now: these are the ones whose bounds were checked.
         ends = [(as_bytes(src[c.src_pool]), as_bytes(dst[c.dst_pool]), c) for c in copies]
         return Stepwise(copy_steps(ends, self.check))

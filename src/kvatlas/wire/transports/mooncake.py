@@ -1,18 +1,18 @@
 """Mooncake's transfer engine over TCP, without a metadata server.
 
-Mooncake's calls return 0 or -1 and block until then, possibly forever if the peer is stopped. So
-each link has a thread that makes the calls, and a handle only checks that thread's progress. Calls
-are kept shorter than Mooncake's queues, because an overrun makes a peer unusable for seconds, and
-short enough to end soon.
+Mooncake's calls block, possibly forever if the peer is stopped, and return 0 or -1. So each link
+has a thread that makes the calls, and a handle only checks that thread's progress. A call has fewer
+slices than Mooncake's queues hold, because an overrun makes a peer unusable for seconds, and so few
+bytes that it ends soon.
 
 After -1, parts of a call may still be in flight, and write to memory when the peer continues. Only
 destroying the engine stops them: that closes its connections and joins the one thread that reads
-from them. So one engine serves peers, each link calls a separate engine, and destroys it after a
-call that failed.
+from them. So a transport has one engine that serves peers, and each link has a separate engine for
+its calls, which it destroys after a failed call.
 
 Mooncake listens on every interface, whatever host it is given; `listening` restricts that. It
-rejects ranges outside the peer's registered memory but does not check this end's, so the link's
-bounds check is the only one.
+rejects ranges outside the peer's registered memory but does not check ranges at this end, so the
+link's bounds check is the only one for these.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ _MAX_BYTES = 64 << 20
 _SETTINGS = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
-    # Seconds until a call whose peer stands still answers -1.
+    # Seconds until a call to a stopped peer returns -1.
     "MC_TRANSFER_TIMEOUT": "10",
 }
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,252}")
 _CUDA_WHEEL = "; this installs the CPU wheel, GPU users install mooncake-transfer-engine instead"
 _ANSWERS = 1.0
-"""Seconds in which a live peer accepts a connection."""
+"""Seconds within which a live peer accepts a connection."""
 _TRIES = 3
-"""How many engines to make if an unknown process connects to each before it is restricted."""
+"""The maximum number of attempts to create an engine and restrict its sockets."""
 _SHORTEST_PAUSE = 0.01
-"""Seconds between two checks of an operation."""
+"""The minimum number of seconds between two checks of an operation."""
 _LISTENERS = 2
-"""The number of listening sockets of an engine: one for queries, one for data."""
+"""The number of listening sockets of an engine: one for metadata, one for data."""
 _ATTENTION = struct.pack("ll", 0, 50_000)
-"""How long (a timeval) an ending engine may wait for the next query."""
+"""A timeval: how long an engine that is being destroyed may wait in accept()."""
 
 _DESCRIPTORS = 64
-"""Descriptors that must be free before an engine is made: it crashes if it runs out of them."""
+"""Descriptors that must be free before an engine is created: it crashes if none are left."""
 
 _making = fresh_in_children(threading.Lock())
-"""Held while an engine is made, so that its sockets can be identified."""
+"""Held while an engine is created, so that its sockets can be identified."""
 
 
 class _Published(msgspec.Struct, tag="mooncake", forbid_unknown_fields=True):
@@ -87,9 +87,9 @@ class _Published(msgspec.Struct, tag="mooncake", forbid_unknown_fields=True):
 
 
 class MooncakeTransport(Transport):
-    """Moves bytes through its own Mooncake engines.
+    """Moves bytes with Mooncake engines.
 
-    `host` is the only address at which peers can reach it.
+    `host` is the only address at which peers can reach the transport.
     """
 
     name: ClassVar[str] = "mooncake"
@@ -111,22 +111,22 @@ class MooncakeTransport(Transport):
                 for address in done:
                     self._engine.unregister_memory(address)
                 raise errors.failed(
-                    f"{answer} from Mooncake for {region.nbytes:,} bytes at {region.address:#x}",
+                    f"return value {answer} for {region.nbytes:,} bytes at {region.address:#x}",
                     hint="Register regions that do not overlap",
                     problem="Mooncake cannot register this memory",
                 )
             done.append(region.address)
 
     def publish(self) -> bytes:
-        """Return the address of its engine."""
+        """Return the address of the engine that serves peers."""
         self.check()
         return errors.write_metadata(_Published(self.host, self._engine.get_rpc_port()))
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
-        """A link to a peer's engine, if something listens there."""
+        """Return a link to a peer's engine, if something listens at its address."""
         published = errors.read_metadata(metadata, _Published)
         if not _HOST.fullmatch(published.host) or not 0 < published.port < 1 << 16:
-            raise errors.bad_metadata(f"an engine at {published.session[:64]!r}")
+            raise errors.bad_metadata(f"an invalid engine address, {published.session[:64]!r}")
         if not answers(published):
             raise errors.peer_lost(f"no listening engine at {published.session}")
         link = MooncakeLink(self, published, memory)
@@ -134,14 +134,14 @@ class MooncakeTransport(Transport):
         return link
 
     def _close(self) -> None:
-        """Close links, and end the engine that serves."""
+        """Close all links, and destroy the engine that serves peers."""
         for link in list(self._links):
             link.close()
         self._engine = None
 
 
 def make_engine(host: str) -> Any:
-    """Make a Mooncake engine that accepts connections to `host` only."""
+    """Return a new Mooncake engine that accepts connections to `host` only."""
     for setting, value in _SETTINGS.items():
         os.environ.setdefault(setting, value)
     try:
@@ -158,25 +158,29 @@ def make_engine(host: str) -> Any:
                 hint = "Pass an address of this machine"
                 raise errors.failed(f"host={host!r}", hint, "Mooncake cannot start an engine")
             if _narrowed(before, addresses):
-                # It waits for a question in its own time, and after one in the time it was given.
+                # The engine's pending accept() still has the old timeout. This connection ends it.
                 answers(_Published(host, engine.get_rpc_port()))
                 return engine
-    got, hint = f"host={host!r}", "Check which processes connect to this machine"
-    stranger = "An unknown process connected to each new engine before it was restricted"
-    raise errors.failed(got, hint, stranger)
+    got = f"{_TRIES} attempts in which a process connected, or another thread opened a socket"
+    hint = "Retry, and check which processes connect to this machine"
+    raise errors.failed(got, hint, f"Mooncake's sockets cannot be restricted to {host!r}")
 
 
 def _narrowed(before: Container[int], addresses: Iterable[str]) -> bool:
-    """Restrict an engine's new sockets to addresses; False if another process connected first."""
+    """Restrict the listening sockets of a new engine to `addresses`.
+
+    Return False if a process has already connected to one of them, or if they cannot be
+    distinguished from sockets that another thread opened at the same time.
+    """
     after = listeners()
     new = [one for inode, one in after.items() if inode not in before and _everywhere(one)]
     try:
         if len(new) < _LISTENERS:
-            got = f"{len(new)} listening sockets, not {_LISTENERS}"
+            got = f"{len(new)} listening sockets, expected {_LISTENERS}"
             hint = "Install a version that kvatlas is tested with"
             raise errors.failed(got, hint, "This version of Mooncake is not supported")
         if len(new) > _LISTENERS:
-            return False  # some are another thread's, and nobody can tell which
+            return False  # another thread opened sockets too
         for one in new:
             narrow(one, addresses)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _ATTENTION)
@@ -202,7 +206,7 @@ def answers(peer: _Published) -> bool:
 
 
 class MooncakeLink(Link):
-    """A peer's engine, and the thread that calls it."""
+    """A connection to a peer's engine, and the thread that makes the calls."""
 
     severs: ClassVar[bool] = False
     owner: MooncakeTransport
@@ -226,7 +230,7 @@ class MooncakeLink(Link):
         return handle
 
     def _work(self) -> None:
-        """Carry out one operation after the other; an engine that failed is ended."""
+        """Carry out operations one by one, and destroy the engine after a failed call."""
         engine = None
         while (job := self._jobs.get()) is not None:
             met = True
@@ -240,7 +244,7 @@ class MooncakeLink(Link):
             except AtlasError as problem:
                 failure = problem
             except Exception as problem:
-                # Said again, for its traceback would keep the engine.
+                # A new error, because the traceback of this one would keep the engine alive.
                 failure = errors.failed(f"{type(problem).__name__}: {problem}")
             if failure is None:
                 job.outcome.set_result(None)
@@ -252,7 +256,7 @@ class MooncakeLink(Link):
                 job.quiet = seen() is None
 
     def _carry_out(self, engine: Any, job: MooncakeHandle) -> AtlasError | None:
-        """All calls of an operation; what went wrong."""
+        """Make all calls of an operation. Return the error if one fails, otherwise None."""
         act = engine.batch_transfer_sync_write if job.write else engine.batch_transfer_sync_read
         for part in in_calls(*job.runs):
             if not self.open or not job.begin():
@@ -264,10 +268,10 @@ class MooncakeLink(Link):
         return None
 
     def _meet(self, engine: Any) -> AtlasError | None:
-        """Read one byte of the peer into memory of the link's own.
+        """Read one byte of the peer into a buffer of the link. Return the error if that fails.
 
-        An engine's first call asks the peer about its memory, and waits a minute for the answer
-        of one that stands still. No block waits with it: none was handed over yet.
+        An engine's first call asks the peer for its regions, and waits a minute for the reply of
+        a stopped peer. During this call, Mooncake has no address of a block yet.
         """
         region = next((region for region in self.theirs.values() if region.nbytes), None)
         if region is None:
@@ -276,21 +280,25 @@ class MooncakeLink(Link):
         return self._called(engine.batch_transfer_sync_read, call)
 
     def _called(self, act: Callable[..., int], part: list[list[int]]) -> AtlasError | None:
-        """One call; what went wrong."""
+        """Call `act` for a part of the runs. Return the error if it fails, otherwise None."""
         answer = act(self.peer.session, *part)
         if answer == 0:
             return None
         if not answers(self.peer):
             return errors.peer_lost(f"no listening engine at {self.peer.session}")
-        return errors.failed(f"{answer} from Mooncake for {len(part[0])} slices")
+        return errors.failed(
+            f"return value {answer} for {len(part[0])} slices",
+            hint="See Mooncake's log",
+            problem="A Mooncake transfer failed",
+        )
 
     def _close(self) -> None:
-        """Let its thread end, and with it the engine, after the call that it is in."""
+        """End the thread, and with it the engine, after the call in progress."""
         self._jobs.put(None)
 
 
 def in_calls(near: Int64s, far: Int64s, length: Int64s) -> Iterator[list[list[int]]]:
-    """Split runs into parts, one per call.
+    """Yield the runs in parts, one per call, as lists of addresses and lengths.
 
     >>> runs = np.array([0, 0, 0]), np.array([5, 6, 7]), np.array([1 << 20, 70 << 20, 1])
     >>> [len(part[0]) for part in in_calls(*runs)]  # 16 MiB at most in a run, 64 in a call
@@ -311,28 +319,28 @@ class MooncakeHandle(Handle):
 
     def __init__(self, *runs: Int64s, write: bool) -> None:
         self.runs, self.write = runs, write
-        """Addresses at this end and at the peer's, and lengths."""
+        """Addresses at this end, addresses at the peer, and lengths."""
         self._lock = threading.Lock()
         self._given_up = False
         self.begun = False
-        """Whether a call was made for it."""
+        """Whether a call was made for the operation."""
         self.quiet = True
-        """Whether all of its calls have succeeded, or their engine was destroyed."""
+        """Whether all calls so far have succeeded, or their engine was destroyed."""
         self.outcome: Future[None] = Future()
 
     def _poll(self) -> bool:
         done = self.outcome.done()
         if done:
-            self.outcome.result()  # raises what went wrong
+            self.outcome.result()  # raises the error of a failed operation
         return done
 
     def _pause(self, seconds: float) -> None:
-        # The end of the operation ends the pause: who looks more often takes cores from it.
+        # The end of the operation ends the pause. Shorter pauses would slow the operation down.
         with suppress(TimeoutError):
             self.outcome.exception(max(seconds, _SHORTEST_PAUSE))
 
     def begin(self) -> bool:
-        """Return whether a call may be made for it: False once it was released."""
+        """Return whether the next call may be made: False after a release."""
         with self._lock:
             self.begun = self.begun or not self._given_up
             return not self._given_up
@@ -343,7 +351,7 @@ class MooncakeHandle(Handle):
             self._given_up = True
 
     def _settle(self) -> bool:
-        """Over where no call will be made, or the thread is done and its calls are at rest."""
+        """Whether no call was or will be made, or the thread is done and no call is in flight."""
         with self._lock:
             if self._given_up and not self.begun:
                 return True

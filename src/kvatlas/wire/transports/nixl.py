@@ -1,15 +1,15 @@
 """NIXL over UCX: one-sided transfers between processes and machines.
 
-A link describes a pool to NIXL by its grid: one row (address, length, device, stride, count) lists
-all possible positions of runs with the usual length. A transfer is then two arrays of indices into
-such rows. Only runs off the grid get separate rows. A million descriptors thus cost no more to
-prepare than two integer arrays.
+A link describes a pool to NIXL as a grid: one row (address, length, device, stride, count) lists
+all possible positions of runs with the most common length. A transfer is then two arrays of indices
+into such rows. Only runs off the grid get separate rows. So a million descriptors cost only two
+integer arrays.
 
-One agent serves peers. Every link reads and writes with a separate agent, because only destroying
-the agent stops NIXL's operations (`nixl_link`).
+A transport has one agent that serves peers. Every link reads and writes with a separate agent,
+because only destroying an agent stops its operations (`nixl_link`).
 
-NIXL provides no other fencing: it reads memory whose lease has ended like any other. The modules
-above this one decide on readiness and leases.
+NIXL does not check leases: it also reads memory whose lease has ended. The callers of this module
+check that blocks are ready and leased.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from kvatlas.wire.transports.nixl_pair import PairedNixlLink
 from kvatlas.wire.transports.offer_board import OfferBoard
 
 _CLOSING = 2.0
-"""Seconds that a closing transport gives operations in flight to finish."""
+"""Seconds that `close` waits for operations in flight."""
 
 
 class NixlTransport(Transport):
-    """Moves bytes through its own NIXL agents.
+    """Moves bytes with NIXL agents.
 
-    `kind` specifies where this end's memory is: "DRAM" on the host, or "VRAM" on GPUs, whose
-    indices are then the regions' devices. The two ends may differ. `device` is the single network
+    `kind` specifies where this end's memory is: "DRAM" on the host, or "VRAM" on GPUs. The two ends
+    may differ. `device` is the single network
     device that UCX uses and listens on, by its UCX name ("eth0", "mlx5_0:1"). The default is
     UCX_NET_DEVICES, or else the loopback device. A device without RDMA raises an error unless
     `over_tcp` is set: over TCP, UCX may abort a process whose peers are killed or cancel.
@@ -63,11 +63,11 @@ class NixlTransport(Transport):
         self._agents = Agents(kind, backend, device, over_tcp=over_tcp)
         self.beyond_host = self._agents.beyond_host
         self.guarantees = self._agents.guarantees
-        # A name is never used twice: a peer that starts again is another peer.
+        # Names are unique, so that a restarted peer is not taken for the old one.
         self._name = f"kvatlas-{secrets.token_hex(16)}"
         self._agent: Any = self._agents.make(self._name, serves=True)
         self.links: set[NixlLink] = set()
-        """The links whose agents have not ended."""
+        """The links whose agents are neither destroyed nor retired."""
         self._links_lock = threading.Lock()
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
@@ -76,27 +76,27 @@ class NixlTransport(Transport):
             with translated():
                 self._agent.register_memory(rows_of(memory), self.kind)
         if self.kind == "DRAM" and self.board is None:
-            with suppress(AtlasError):  # no room for it: peers ask
+            with suppress(AtlasError):  # no memory for a board: peers ask by message
                 self.board = OfferBoard()
 
     def takes(self, device: str) -> bool:
-        """Whether the device is a GPU (for VRAM) or the host (for DRAM)."""
+        """Whether the device has memory of this end's kind: VRAM on GPUs, DRAM on the host."""
         return (device == HOST) == (self.kind == "DRAM")
 
     def publish(self) -> bytes:
-        """Return the address of its agent, and the keys of its regions."""
+        """Return the address of the agent that serves peers, and the keys of the regions."""
         self.check()
         with translated():
             metadata = bytes(self._agent.get_agent_metadata())
         memory = not_empty(self.reachable)
         published = nixl_metadata.take_apart(metadata, self._name, self.kind, self.backend, memory)
-        # What peers would refuse is not worth their time.
+        # Fail here rather than at the peers, which make the same check.
         nixl_metadata.check(published, self.backend, memory)
         published.board = None if self.board is None else self.board.place
         return errors.write_metadata(published)
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
-        """A link to a peer's agent, once it is seen to have registered these regions."""
+        """Return a link to a peer's agent, after checking that it has registered these regions."""
         published = errors.read_metadata(metadata, nixl_metadata.Published)
         nixl_metadata.check(published, self.backend, not_empty(memory))
         about = (self, self._agents, published, memory, self._link_ended)
@@ -106,7 +106,7 @@ class NixlTransport(Transport):
         return self._met(partial(PairedNixlLink, *about, another=another), published)
 
     def _met(self, make: Callable[[], NixlLink], published: nixl_metadata.Published) -> NixlLink:
-        """A link whose agent knows its peer."""
+        """Make a link, introduce the peer to its agent, and return it."""
         link = make()
         with self._links_lock:
             self.links.add(link)
@@ -123,7 +123,7 @@ class NixlTransport(Transport):
             self.retired += link.retired
 
     def _close(self) -> None:
-        """End all agents. Operations still in flight after a grace period end with them."""
+        """Close all links, wait for operations in flight, then destroy or retire all agents."""
         for link in list(self.links):
             link.close()
         deadline = time.monotonic() + _CLOSING

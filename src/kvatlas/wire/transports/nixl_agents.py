@@ -1,4 +1,4 @@
-"""NIXL agents: choose the library, make agents, and translate their errors."""
+"""NIXL agents: import the library, create agents, and translate their errors."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from kvatlas.wire.transports.nixl_metadata import Kind
 from kvatlas.wire.transports.nixl_strided import Rows
 
 PEER_LOST = "nixlRemoteDisconnectError"
-"""The exceptions that NIXL raises after a connection to a peer broke."""
+"""The name of the exception that NIXL raises after a connection to a peer broke."""
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _DEVICES = "UCX_NET_DEVICES"
 _LOOPBACK = "lo"
 _RDMA = Path("/sys/class/infiniband")
 _DESCRIPTORS = 64
-"""Descriptors that must be free before an agent is made: UCX aborts if it runs out of them."""
+"""Descriptors that must be free before an agent is created: without one, UCX aborts."""
 _LONGEST_SLEEP = 5_000
-"""The maximum sleep of a thread that serves peers, in microseconds. Incoming data wakes it."""
+"""The maximum sleep in microseconds of a thread that serves peers. Incoming data wakes it."""
 _ON_ONE_HOST = {"all", "sm", "shm", "cma"}
-"""UCX transports that read from processes on the same host one-sidedly."""
+"""UCX transports (UCX_TLS) that can read from another process without its participation."""
 
 
 class Agents:
-    """Makes the agents of one transport, all with the same options."""
+    """Creates the agents of one transport, all with the same options."""
 
     def __init__(
         self, kind: Kind, backend: str, device: str | None, *, over_tcp: bool = False
@@ -46,24 +46,24 @@ class Agents:
         self._device = _network_device(device)
         if backend == "UCX" and not over_tcp and _reads_over_tcp(self._device):
             raise errors.failed(
-                f"device {self._device!r} without RDMA",
-                hint='Use the transport "tcp", or pass over_tcp=True to accept that',
-                problem="UCX over TCP may abort a process whose readers die",
+                f"device={self._device!r}, which has no RDMA",
+                hint='Use the transport "tcp", or pass over_tcp=True to accept the risk',
+                problem="UCX over TCP may abort this process if a peer that reads from it dies",
             )
         loopback = backend == "UCX" and self._device == _LOOPBACK
         self.beyond_host = "" if loopback else f"{backend} on {self._device}"
-        """The device at which other hosts reach its agents; empty if they cannot."""
+        """The device at which other hosts reach the agents; empty if they cannot."""
         self.guarantees = Guarantees()
-        """Over RDMA, peers need the keys of its memory. Over TCP, UCX checks none."""
+        """Over RDMA, peers need the keys of the agents' memory. Over TCP, UCX checks no keys."""
         if backend == "UCX" and _over_rdma(self._device):
             self.guarantees = Guarantees(authentication=True)
         elif loopback and not _reads_over_tcp(self._device):
             self.guarantees = Guarantees(confidentiality=True, integrity=True)
         self.by_cpu = backend == "UCX" and kind == "DRAM" and not _has_rdma()
-        """Whether bytes arrive only during calls to an agent of this process."""
+        """Whether the CPU moves the bytes, during calls to an agent of this process."""
 
     def make(self, name: str, *, serves: bool) -> Any:
-        """Make an agent. An agent that serves peers does so from its own thread."""
+        """Return a new agent. If it `serves` peers, it has a thread for that."""
         errors.check_descriptors(_DESCRIPTORS)
         strict = self._library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = self._library.nixl_agent_config(
@@ -82,9 +82,9 @@ class Agents:
         return agent
 
     def _serving(self, name: str) -> Any:
-        """What is below an agent that serves: its thread sleeps until a peer wants something.
+        """Return the native object of an agent whose thread sleeps until a peer needs it.
 
-        NIXL's own interface sets no pause, and its thread then never sleeps: a whole core.
+        NIXL's Python interface cannot set the sleep, and its thread would occupy a whole core.
         """
         below = self._library.nixlBind
         config = below.nixlAgentConfig()
@@ -95,12 +95,12 @@ class Agents:
 
 
 def not_empty(memory: Mapping[int, Memory]) -> dict[int, Memory]:
-    """Leave out empty regions, which NIXL does not accept."""
+    """Return the regions without empty ones, which NIXL does not accept."""
     return {pool: region for pool, region in memory.items() if region.nbytes}
 
 
 def rows_of(memory: Mapping[int, Memory]) -> Rows:
-    """Convert regions to the rows that NIXL takes."""
+    """Return regions as the rows (address, length, device) that NIXL expects."""
     regions = [(region.address, region.nbytes, region.number) for region in memory.values()]
     return np.array(regions, dtype=np.uint64)
 
@@ -113,7 +113,7 @@ def translated() -> Iterator[None]:
     except AtlasError:
         raise
     except Exception as problem:
-        # What is kept of a failure must not keep the agent, whose end is waited for.
+        # A stored error must not keep the agent alive through the frames of its traceback.
         traceback.clear_frames(problem.__traceback__)
         name = type(problem).__name__
         fault = errors.peer_lost if name == PEER_LOST else errors.failed
@@ -121,7 +121,7 @@ def translated() -> Iterator[None]:
 
 
 def _network_device(wanted: str | None) -> str:
-    """The device for UCX, which lets its own setting go before all others."""
+    """Return the network device for UCX. The environment variable overrides an agent's option."""
     setting = os.environ.get(_DEVICES)
     if wanted is not None and setting not in (None, wanted):
         got = f"device={wanted!r} and {_DEVICES}={setting}"
@@ -131,10 +131,10 @@ def _network_device(wanted: str | None) -> str:
 
 
 def _reads_over_tcp(device: str) -> bool:
-    """Whether UCX has nothing but TCP to read from some peers with.
+    """Whether UCX can read from some peers only over TCP.
 
-    It then has the process that is read from send the bytes, and aborts that process where
-    the connection breaks before the first of them: `ucp_request_send` takes no such error.
+    With TCP, the peer that is read from has to send the bytes. UCX aborts it if the connection
+    breaks before the first byte, because `ucp_request_send` does not handle that error.
     """
     devices = [name.partition(":")[0] for name in device.split(",")]
     if _has_rdma() and ("all" in devices or any((_RDMA / name).exists() for name in devices)):
@@ -145,19 +145,19 @@ def _reads_over_tcp(device: str) -> bool:
 
 
 def _over_rdma(device: str) -> bool:
-    """Whether UCX uses RDMA devices alone."""
+    """Whether UCX uses only RDMA devices."""
     devices = [name.partition(":")[0] for name in device.split(",")]
     return _has_rdma() and all((_RDMA / name).exists() for name in devices)
 
 
 def _library() -> Any:
-    """NIXL's interface.
+    """Return NIXL's Python module.
 
-    The package `nixl` imports all of torch to choose between the builds that are
-    installed. Where there is one, there is nothing to choose.
+    The package `nixl` imports torch to choose between the installed builds. If only one build is
+    installed, it is imported directly.
     """
     _without_rdma()
-    # UCX warns of operations that end with their agent, which is what it is ended for.
+    # UCX warns if an agent is destroyed with operations in flight, which is intended here.
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     builds = [name for name in _BUILDS if importlib.util.find_spec(name) is not None]
     chosen = builds[0] if len(builds) == 1 else "nixl"
@@ -168,10 +168,10 @@ def _library() -> Any:
 
 
 def _without_rdma() -> None:
-    """Keep UCX from loading its RDMA module on hosts without such a device.
+    """Keep UCX from loading its RDMA module on hosts without RDMA devices.
 
-    Where the system's own libibverbs is installed too, two copies of what it needs are
-    loaded then, and the process crashes when it exits.
+    If the system's libibverbs is installed too, two copies of its dependencies would be loaded, and
+    the process would crash at exit.
     """
     if not _has_rdma():
         os.environ.setdefault("UCX_MODULES", "^ib")

@@ -1,15 +1,15 @@
-"""A NIXL link with a separate agent, whose end proves that no operation is left.
+"""A NIXL link with a separate agent, which can be destroyed to stop all operations.
 
 NIXL cannot cancel an operation: a request that was released, or whose peer was removed, still
-writes to memory if the peer continues. Only the end of the agent proves that all operations are
-over. The link ends its agent as soon as that is safe:
+writes to memory if the peer continues. Only destroying the agent guarantees that no operation is
+left. The link gives up its agent as soon as that is safe:
 - A closed link lets its operations in flight finish first.
 - A link that has lost its peer is closed too: UCX ends all operations of a broken connection, and
   reports that for each one when it is polled.
-- A severed link gives up its agent with operations in flight. With RDMA the network card writes on
-  its own, so the agent is destroyed. Without RDMA the agent is retired: it has no thread, so
-  nothing is received once it is no longer called. It is kept for good, because UCX sometimes aborts
-  both a process that destroys such an agent and the peer that was replying to it.
+- A severed link gives up its agent with operations in flight. With RDMA the network card writes to
+  memory by itself, so the agent is destroyed. Without RDMA the agent is retired: it has no thread,
+  so nothing arrives once it is no longer called. It is never destroyed, because UCX then sometimes
+  aborts both this process and the peer that was replying.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from kvatlas.wire.transports.offer_board import SeenOffer, open_board
 log = logging.getLogger("kvatlas.wire")
 
 BETWEEN_LOOKS = 5e-3
-"""Seconds between two polls of operations that no thread waits for."""
+"""Seconds between two polls of operations while a link is being closed."""
 _INITIATOR = "NIXL_INIT_AGENT"
 _BREAKING = 2.0
-"""Seconds in which all operations of a broken connection are seen to have ended."""
+"""Seconds within which NIXL reports the end of all operations of a broken connection."""
 _MEETING = 20e-3
-"""Seconds in which two idle agents agree on the connections between them."""
+"""Seconds within which two idle agents set up the connections between them."""
 
 
 class NixlLink(Link):
-    """A peer's agent, and this link's own."""
+    """A connection to a peer's agent, through a separate agent of this process."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class NixlLink(Link):
         self._agents, self._ended = agents, ended
         self.peer, self._kind, self._lost = published.agent, published.kind, False
         self.lock = threading.RLock()
-        """Held around every call to the agent, so that none is in progress when it is ended."""
+        """Held during every call to the agent, so that none is in progress when it is destroyed."""
         self.agent: Any = agents.make(f"{owner.name}-{secrets.token_hex(16)}", serves=False)
         self._below = weakref.ref(self.agent.agent)
         self.retired = False
-        """Whether the agent is kept for good."""
+        """Whether the agent was retired: it is never called again, and never destroyed."""
         self.posted: set[NixlHandle] = set()
-        """Operations that are not known to be over."""
+        """Operations that may still be in flight."""
         self._broken: set[NixlHandle] = set()
         """Operations that ended when the connection broke; released together with the agent."""
         self._registered: set[int] = set()
@@ -75,27 +75,30 @@ class NixlLink(Link):
         self.sees_offers = self._board is not None
 
     def meet(self, metadata: bytes) -> None:
-        """Introduce the peer to the agent."""
+        """Introduce the peer to the agent, and let both set up their connections."""
         with translated():
             self._register_memory()
         try:
             self.agent.add_remote_agent(metadata)
             if rows := not_empty(self.theirs):
                 self.agent.prep_xfer_dlist(self.peer, rows_of(rows), self._kind).release()
-            # An operation that comes before they agree may need the peer's processor where
-            # a later one does not. The agent acts only when it is asked something.
+            # An operation before the setup is complete may need the peer's CPU, unlike later ones.
+            # An agent without a thread makes progress only during calls.
             deadline = time.monotonic() + _MEETING
             while time.monotonic() < deadline:
                 self.agent.get_new_notifs()
                 time.sleep(1e-3)
         except Exception as problem:
             got = f"{type(problem).__name__}: {problem}"
-            # The form is right, so what fails below NIXL is the way to the peer.
+            # The metadata was checked before, so an error of the backend means: no connection.
             unreachable = type(problem).__name__ in (PEER_LOST, "nixlBackendError")
             raise (errors.peer_lost if unreachable else errors.bad_metadata)(got) from problem
 
     def find_offer(self, request: str) -> SeenOffer | None:
-        """Find an offer on the board of a peer on this host, unless a GPU has yet to write it."""
+        """Return an offer from the board of a peer on this host.
+
+        Offers that must wait for a GPU (with a mark) are left out.
+        """
         board = self._board
         seen = None if board is None else board.find(request)
         return seen if seen is not None and seen.offer.mark is None else None
@@ -103,14 +106,14 @@ class NixlLink(Link):
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         with self.lock:
             self.check()
-            self._look_at_all()  # lets go of what was given up and is over by now
+            self._look_at_all()  # release the requests of abandoned operations that have ended
             with translated():
                 handle = self._prepare(copies, write=write)
             self.posted.add(handle)
-            # No frame that a failure keeps may hold what NIXL has made: that keeps the agent.
+            # No local variable may refer to NIXL's objects: a traceback would keep the agent alive.
             try:
                 handle.start()
-            except BaseException:  # an interrupt: nobody will have the handle, and wait for it
+            except BaseException:  # an interrupt: the caller gets no handle to wait for
                 if not handle.settle():
                     self.sever()
                 raise
@@ -130,7 +133,7 @@ class NixlLink(Link):
         return NixlHandle(self, request)
 
     def _register_memory(self) -> None:
-        """Tell the agent of regions that it does not know yet."""
+        """Register the regions that are not yet registered with the agent."""
         taken = {pool: at for pool, at in self.mine.items() if self.owner.takes(at.device)}
         memory = not_empty(taken)
         new = {pool: memory[pool] for pool in set(memory) - self._registered}
@@ -141,14 +144,14 @@ class NixlLink(Link):
     def check(self) -> None:
         """Raise an error if the link is closed or the peer is lost."""
         if self._lost:
-            raise errors.peer_lost("a link whose connection broke")
+            raise errors.peer_lost("an operation on a link whose connection broke")
         super().check()
 
     def failed(self, handle: NixlHandle, problem: AtlasError) -> None:
-        """Record a failed operation, which is the link's last. The lock must be held.
+        """Close the link after an operation has failed. The lock must be held.
 
-        NIXL does not report whether all parts of the operation have stopped. After a broken
-        connection they have, once every operation is seen to have ended.
+        NIXL does not report whether all parts of the failed operation have stopped. Only after a
+        broken connection is that certain, once NIXL has reported the end of every operation.
         """
         self.open = False
         if problem.code is not Code.PEER_LOST:
@@ -161,24 +164,27 @@ class NixlLink(Link):
         return None
 
     def sever(self) -> None:
-        """End all operations in flight now. A peer that is about to reply may crash."""
+        """Give up the agent, and all operations in flight. A peer that is replying may crash."""
         self.open = False
         with self.lock:
-            self._look_at_all()  # what is over by now need not be given up
+            self._look_at_all()  # operations that have ended need not be given up
             self._end()
 
     def _close(self) -> None:
         self._end_after(math.inf)
 
     def _end_after(self, seconds: float) -> None:
-        """End the agent in the background, once nothing is in flight or the time is over."""
+        """Give up the agent once no operation is in flight, or after a number of seconds.
+
+        If operations are in flight, a thread waits for them.
+        """
         if self.posted:
             threading.Thread(target=self._drain, args=[seconds], daemon=True).start()
         else:
             self._end()
 
     def _drain(self, seconds: float) -> None:
-        """Poll until no operation is in flight."""
+        """Poll until no operation is in flight or the time is over, then give up the agent."""
         deadline = time.monotonic() + seconds
         while self.posted and time.monotonic() < deadline:
             self._look_at_all()
@@ -190,7 +196,7 @@ class NixlLink(Link):
             handle.settle()
 
     def _end(self) -> None:
-        """End the agent, and see that it has gone; or retire it, and never call it again."""
+        """Destroy the agent, or retire it if operations are in flight that need the CPU."""
         with self.lock:
             if self.agent is None:
                 return
@@ -212,42 +218,42 @@ class NixlLink(Link):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing can arrive anymore: the agent is retired or destroyed."""
+        """Whether no bytes can arrive anymore: the agent is retired or destroyed."""
         return self.retired or self._below() is None
 
 
 def _retire(*objects: Any) -> None:
-    """Keep what must never be destroyed, not even when the interpreter ends."""
+    """Keep objects alive for good, even at interpreter exit."""
     for one in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
     log.warning("retired a NIXL agent with %d operations in flight", len(objects) - 1)
 
 
 class NixlHandle(Handle):
-    """A transfer that NIXL carries out."""
+    """A read or write by NIXL."""
 
     def __init__(self, link: NixlLink, request: Any) -> None:
         self._link, self._request = link, request
         self._arrived = False
-        """Whether NIXL has reported it as done to the first caller that polled."""
+        """Whether NIXL has reported the transfer as done."""
         self._problem: AtlasError | None = None
-        """The error that NIXL has reported instead."""
+        """The error that NIXL has reported; None if there is none."""
 
     def start(self) -> None:
-        """Start the transfer. Polling reports a failure. The link's lock must be held."""
+        """Start the transfer. An error is raised by `poll`, not here. The lock must be held."""
         with suppress(AtlasError), self._calling():
             if self._link.agent.transfer(self._request) == "DONE":
                 self._arrive()
 
     def _poll(self) -> bool:
-        # The lock may be held for as long as another operation takes to begin.
+        # Without the lock first: another thread may hold it while it starts an operation.
         if self._arrived:
             return True
         with self._link.lock:
             return self._look()
 
     def _look(self) -> bool:
-        """Whether it is done; gives the request back then. The link's lock is held."""
+        """Whether the transfer is done; if so, release its request. The lock must be held."""
         link = self._link
         if self._problem is not None:
             raise self._problem
@@ -258,21 +264,21 @@ class NixlHandle(Handle):
         with self._calling():
             state = link.agent.check_xfer_state(self._request)
             if state == "ERR":
-                raise errors.failed("state ERR from NIXL")
+                raise errors.failed("the state ERR", "See NIXL's log", "A NIXL transfer failed")
         if state != "DONE":
             return False
         self._arrive()
         return True
 
     def _arrive(self) -> None:
-        """Give the request back: all is here. The link's lock is held."""
+        """Record that the transfer is done, and release its request. The lock must be held."""
         self._link.posted.discard(self)
         self.drop()
         self._arrived = True
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Around calls of the agent for this operation: where they fail, so has the operation."""
+        """A context for calls to the agent. If a call fails, so has the transfer."""
         try:
             with translated():
                 yield
@@ -282,12 +288,12 @@ class NixlHandle(Handle):
             raise
 
     def _settle(self) -> bool:
-        """Whether NIXL reports the transfer as over, or its agent is gone."""
+        """Whether NIXL reports the transfer as done, or its agent is destroyed or retired."""
         link = self._link
         if self._arrived:
             return True
         if not link.lock.acquire(blocking=False):
-            return False  # a call is under way, perhaps this operation's
+            return False  # a call is in progress, perhaps for this transfer
         try:
             with suppress(AtlasError):
                 self._look()
@@ -296,12 +302,12 @@ class NixlHandle(Handle):
             link.lock.release()
 
     def take_request(self) -> Any:
-        """Return the request, which is not polled anymore."""
+        """Return the request and forget it, so that it is not polled anymore."""
         request, self._request = self._request, None
         return request
 
     def drop(self) -> None:
-        """Release the request to NIXL. This does not end the transfer."""
+        """Release NIXL's request. This does not stop the transfer."""
         request = self.take_request()
         with suppress(Exception):
             request.release()

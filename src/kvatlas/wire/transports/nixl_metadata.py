@@ -1,9 +1,9 @@
 """Agent metadata of NIXL, disassembled for sending and validated on arrival.
 
 NIXL and UCX trust metadata: a wrong memory type or version in it crashes the process that reads it.
-So an agent's metadata is not sent as it is. Only its regions, which must match the handshake, its
-address, and one key per region are sent. The receiver checks that address and keys have the form
-that UCX gives them, and fills in everything else itself.
+So an agent's metadata is not sent as it is. Only the agent's address, its regions (which must match
+the handshake) and one key per region are sent. The receiver checks the form of the address and the
+keys, and rebuilds the rest itself.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ AGENT = re.compile(r"kvatlas-[0-9a-f]{32}")
 _KINDS: dict[Kind, int] = {"DRAM": 0, "VRAM": 1}
 """NIXL's codes for memory kinds."""
 _UCX_MEMORY: dict[Kind, set[int]] = {"DRAM": {0}, "VRAM": {1, 2, 3, 4}}
-"""UCX's codes for memory kinds: host; CUDA, ROCm, and their managed memory."""
+"""UCX's codes for memory kinds: 0 is the host; 1 to 4 are CUDA, ROCm and their managed memory."""
 _MAX_ADDRESS = 16 << 10
 _UCX_MARGIN = bytes(256)
-"""Padding after an address, because some readers take a part of it for longer than it is."""
+"""Padding after an address, because UCX may read a few bytes past its end."""
 _ROW = 24
-"""The size of a region's address, length and device in bytes."""
+"""The number of bytes in which NIXL encodes a region's address, length and device."""
 
 
 class KeyedRegion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A region in the order of the agent's lists, with its key."""
+    """A region and its key. The fields are in the order by which NIXL sorts regions."""
 
     device: int
     address: int
@@ -42,7 +42,7 @@ class KeyedRegion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def row(self) -> bytes:
-        """The region as NIXL writes it."""
+        """The region and its key in NIXL's encoding."""
         return _row(self.address, self.nbytes, self.device) + self.key
 
 
@@ -54,13 +54,13 @@ class Published(msgspec.Struct, tag="nixl", forbid_unknown_fields=True):
     address: bytes
     regions: dict[int, KeyedRegion]
     board: BoardPlace | None = None
-    """Where processes on the same host find its offer board."""
+    """The location of the offer board, for processes on the same host."""
 
 
 def take_apart(
     metadata: bytes, agent: str, kind: Kind, backend: str, memory: Mapping[int, Memory]
 ) -> Published:
-    """Extract the parts to send from this process's agent metadata."""
+    """Return the parts of this process's agent metadata that are sent to peers."""
     reader = _Reader(metadata)
     reader.skip(_head(agent, backend))
     address = reader.field("c")
@@ -81,7 +81,7 @@ def take_apart(
 
 
 def put_together(published: Published, backend: str) -> bytes:
-    """Rebuild an agent's metadata from its parts."""
+    """Return an agent's metadata in NIXL's encoding, rebuilt from its parts."""
     return _joined(published, backend, _UCX_MARGIN if backend == "UCX" else b"")
 
 
@@ -98,31 +98,36 @@ def _joined(published: Published, backend: str, margin: bytes) -> bytes:
 
 
 def check(published: Published, backend: str, memory: Mapping[int, Memory]) -> None:
-    """Raise an error for metadata that no agent with these regions can have published."""
+    """Raise `bad_handshake` for metadata that an agent with these regions cannot publish."""
     if not AGENT.fullmatch(published.agent):
-        raise errors.bad_metadata(f"an agent named {published.agent[:64]!r}")
+        raise errors.bad_metadata(f"an invalid agent name, {published.agent[:64]!r}")
     for pool, at in memory.items():
         region = published.regions.get(pool)
         if region is None or (region.address, region.nbytes, region.device) != _place(at):
-            raise errors.bad_metadata(f"region {pool}, which does not match the handshake")
+            got = f"no region {pool} with the address, size and device in the handshake"
+            raise errors.bad_metadata(got)
     if len(published.regions) > len(memory):
-        raise errors.bad_metadata("regions that are not in the handshake")
-    for at in memory.values():
+        extra = sorted(set(published.regions) - set(memory))
+        raise errors.bad_metadata(f"regions {extra[:8]}, which are not in the handshake")
+    for pool, at in memory.items():
         inside = min(_place(at)) >= 0 and at.address + at.nbytes < 1 << 64 and at.number < 1 << 32
         if not inside:
-            raise errors.bad_metadata("a region outside the address space")
+            got = f"region {pool}, whose address, size or device is negative or too large"
+            raise errors.bad_metadata(got)
     if not 0 < len(published.address) <= _MAX_ADDRESS:
-        raise errors.bad_metadata(f"an address of {len(published.address)} bytes")
+        got = f"an address of {len(published.address)} bytes, expected 1 to {_MAX_ADDRESS:,}"
+        raise errors.bad_metadata(got)
     if backend == "UCX":
         _check_ucx(published)
 
 
 def _check_ucx(published: Published) -> None:
     if not ucx_forms.is_address(published.address):
-        raise errors.bad_metadata(f"{len(published.address)} bytes that are not a UCX address")
-    for region in published.regions.values():
+        raise errors.bad_metadata(f"an invalid UCX address of {len(published.address)} bytes")
+    for pool, region in published.regions.items():
         if not ucx_forms.is_key(region.key, _UCX_MEMORY[published.kind]):
-            raise errors.bad_metadata(f"{len(region.key)} bytes that are not a UCX key")
+            got = f"an invalid UCX key of {len(region.key)} bytes for region {pool}"
+            raise errors.bad_metadata(got)
 
 
 def _head(agent: str, backend: str) -> bytes:
@@ -131,7 +136,7 @@ def _head(agent: str, backend: str) -> bytes:
 
 
 def _section(kind: Kind, backend: str, rows: int) -> bytes:
-    """Return the section between an agent's address and its regions."""
+    """Return the part of the metadata between an agent's address and its regions."""
     head = _field("", b"MemSection") + _field("nixlSecElms", _number(1 if rows else 0))
     if not rows:
         return head
@@ -161,7 +166,7 @@ def _field(tag: str, value: bytes) -> bytes:
 
 
 class _Reader:
-    """Fields of this process's own metadata, one after the other."""
+    """Reads the fields of this process's agent metadata in order."""
 
     def __init__(self, metadata: bytes) -> None:
         self._rest = metadata
@@ -186,4 +191,4 @@ class _Reader:
 def _unknown_form() -> Exception:
     hint = "Install a version of nixl that kvatlas is tested with"
     problem = "This version of NIXL is not supported"
-    return errors.failed("agent metadata of unknown form", hint, problem)
+    return errors.failed("agent metadata in an unknown format", hint, problem)

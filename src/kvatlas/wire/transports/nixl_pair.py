@@ -1,9 +1,9 @@
 """A NIXL link with a second link, so that two threads can copy in parallel.
 
-Between processes of one host, a processor copies the data inside the call that starts a read, and
-an agent handles one call at a time. If there are enough cores, a large read is divided between two
-agents, and two concurrent reads use one agent each. The second agent is made in parallel with the
-first large read, which does not wait for it.
+Between processes of one host, the CPU copies the data during the call that starts a read, and an
+agent handles one call at a time. If there are enough cores, a large read is divided between two
+agents, and two concurrent reads use one agent each. The second agent is created in the background
+during the first large read, which does not wait for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvatlas.wire.transports.nixl_link import NixlLink
 log = logging.getLogger("kvatlas.wire")
 
 _WORTH = 4 << 20
-"""Reads of at least this many bytes use a second agent."""
+"""Reads of at least this many bytes may use a second agent."""
 _DIVIDED = 16 << 20
 """Reads of at least this many bytes are divided between both agents."""
 
@@ -32,13 +32,13 @@ class PairedNixlLink(NixlLink):
     """A link whose large reads run in two threads, if its transport may use two."""
 
     def __init__(self, *given: Any, another: Callable[[], NixlLink]) -> None:
-        """`another` makes a link to the same peer."""
+        """`another` returns a second link to the same peer."""
         super().__init__(*given)
         self._another = another
         self._helper: ThreadPoolExecutor | None = None
         self._second: NixlLink | None = None
         self._pairing = threading.Lock()
-        """Held while either changes. No other lock is taken under it."""
+        """Held while `_helper` or `_second` changes. No other lock is taken under it."""
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         if write or self.owner.copy_threads < 2:
@@ -57,7 +57,7 @@ class PairedNixlLink(NixlLink):
             self.lock.release()
 
     def _divided(self, copies: Sequence[Copy], second: NixlLink) -> Handle:
-        """Read the second half of the runs with the other agent, in another thread."""
+        """Read half of the runs here, and the other half with the second agent in its thread."""
         near = [half for copy in copies if len(half := _rows(copy, slice(0, len(copy) // 2)))]
         far = [half for copy in copies if len(half := _rows(copy, slice(len(copy) // 2, None)))]
         helper = self._helper
@@ -69,16 +69,16 @@ class PairedNixlLink(NixlLink):
             return super()._post(copies, write=False)
         try:
             return _BothHandles(super()._post(near, write=False), other)
-        except AtlasError as problem:  # of these nothing was posted, but of the others
+        except AtlasError as problem:  # this half was not posted, but the other one may be
             return _BothHandles(Done(), other, problem)
-        except BaseException:  # an interrupt: nobody will have the handle, and wait for it
+        except BaseException:  # an interrupt: the caller gets no handle to wait for
             wait([other])
             if not _BothHandles(Done(), other).settle():
                 second.sever()
             raise
 
     def _found_second(self) -> NixlLink | None:
-        """The other link, if there is one; else it is made, by another thread."""
+        """Return the second link. If there is none yet, create it in a thread and return None."""
         with self._pairing:
             if self._helper is None and self.open:
                 self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvatlas-nixl")
@@ -89,7 +89,7 @@ class PairedNixlLink(NixlLink):
         try:
             made = self._another()
         except AtlasError as problem:
-            log.warning("no second NIXL agent, reading with one: %s", problem)
+            log.warning("cannot create a second NIXL agent, reading with one: %s", problem)
             return
         with self._pairing:
             if self.open:
@@ -98,13 +98,13 @@ class PairedNixlLink(NixlLink):
         made.close()
 
     def sever(self) -> None:
-        """End all operations in flight with either agent."""
+        """Give up both agents, and all operations in flight."""
         super().sever()
         if self._second is not None:
             self._second.sever()
 
     def _end(self) -> None:
-        """End both agents. Operations in flight with the second one finish first."""
+        """Give up this agent, and close the second link, whose operations finish first."""
         super()._end()
         with self._pairing:
             helper, second = self._helper, self._second
@@ -115,7 +115,7 @@ class PairedNixlLink(NixlLink):
 
 
 class _BothHandles(Handle):
-    """Two operations that are one, the second of which another thread posts."""
+    """An operation in two parts. Another thread posts the second part."""
 
     def __init__(
         self, first: Handle, second: Future[Handle], problem: AtlasError | None = None
@@ -137,12 +137,12 @@ class _BothHandles(Handle):
     def _settle(self) -> bool:
         if not self._second.done():
             return False
-        # Where it could not be posted, nothing comes of it.
+        # If it was not posted, no bytes can arrive.
         second = self._second.exception() is not None or self._second.result().settle()
         return self._first.settle() and second
 
 
 def _rows(copy: Copy, rows: slice) -> Copy:
-    """Some of its runs."""
+    """Return the runs of a copy in the slice `rows`."""
     src, dst, length = (column[rows] for column in (copy.src, copy.dst, copy.length))
     return Copy(copy.src_pool, copy.dst_pool, src, dst, length)

@@ -1,7 +1,7 @@
-"""Runs as NIXL's strided rows, which list possible positions, and indices into them.
+"""Describe runs to NIXL as strided rows of possible positions, and indices into these rows.
 
 A row (address, length, device, stride, count) stands for `count` descriptors. Runs of one length on
-a grid need one row for the whole pool and an index each, however many there are. Only runs off the
+a grid need one row for the whole pool, and one index per run. Only runs off the
 grid get separate rows.
 """
 
@@ -26,7 +26,7 @@ Indices = NDArray[np.int32]
 def describe(
     copies: Sequence[Copy], regions: Mapping[int, Memory], *, src: bool
 ) -> tuple[Rows, Indices]:
-    """Return one end of some copies as strided rows, and the index of each run in them.
+    """Return one end of `copies` as strided rows, and the index of each run in them.
 
     >>> at = np.array([128, 0, 192, 40])
     >>> copy = Copy(0, 0, at, at, np.array([64, 64, 64, 8]))
@@ -51,9 +51,11 @@ def describe(
 
 
 def _grid(starts: Int64s, length: Int64s, region: Memory, first: int) -> tuple[Rows, Indices, int]:
-    """A row for the runs of the usual length and place, and one for each of the others.
+    """Return the rows of one copy, the index of each run, and the number of positions.
 
-    The usual run is the one in the middle: the first and the last are often cut short.
+    One row covers all runs with the length and alignment of the run in the middle; the first and
+    the last run are often shorter. Every other run has a separate row. `first` is the index of the
+    copy's first position.
     """
     size = int(length[len(length) // 2])
     place, phase = np.divmod(starts, size)

@@ -2,18 +2,18 @@
 
 A source posts its offers, and takes each one down before its blocks may be reused. A reader that
 finds an offer reads the blocks and then checks the board again. If the offer's generation is
-unchanged and the source's process has not begun to exit, the blocks were held until after the last
-byte. This replaces a confirmation by message with a memory read.
+unchanged and the source's process has not begun to exit, the source held the blocks until the last
+byte was read. So a memory read replaces a confirmation by message.
 
 Every slot has a generation, which is odd while an offer is posted. To take an offer down, the
 source first makes it even, and only then releases the blocks. A reader checks the generation before
 and after everything else. Each posting contains a digest of its content and generation, so the
 order in which another processor sees the writes does not matter.
 
-A process is identified by its number and start time within one process namespace, and a board by a
-token, because different hosts use the same numbers. A process that exits reports a size of 0 (the
-kernel's `statm`) before any of its memory is freed, and its devices are closed after that. If the
-kernel does not report this, readers ask by message.
+A process is identified by its pid and start time within one pid namespace. A board also has a
+random token, because different hosts use the same pids. Once a process exits, the kernel reports
+its size as 0 (`statm`) before it frees any of its memory and closes its devices. If the kernel does
+not report this, readers ask by message.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from kvatlas.wire.transports.watched_process import WatchedProcess
 
 _SLOTS = 128
 _SLOT_BYTES = 32 << 10
-# Native: a number is read at once, and never half of one and half of the next.
+# Native byte order and alignment: the CPU reads each number atomically.
 _ROW, _NAME = struct.Struct("4q"), struct.Struct("q")
-"""The fields of each slot (generation, name, bytes, digest), and the size of a slot."""
+"""The layout of a slot's row: generation, digest of the name, bytes, digest; and of one number."""
 _HEAD_BYTES = 8192
-"""The header before the slots: their number, the last completed mark, and a token."""
+"""The size of the header: one row per slot, the last completed mark, and the token."""
 _BOARD_BYTES = _HEAD_BYTES + _SLOTS * _SLOT_BYTES
 
 _TOKEN_AT, _TOKEN_BYTES = _SLOTS * _ROW.size + _NAME.size, 16
@@ -54,7 +54,7 @@ Posting = tuple[int, int]
 """A slot, and the generation in which an offer was posted there."""
 
 _MEMFD = "/memfd:kvatlas"
-"""The kernel's name for a segment's descriptor."""
+"""The start of the link in `/proc/.../fd` of a board's descriptor."""
 
 
 class PostedOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -69,7 +69,7 @@ class PostedOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
 
 class BoardPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The location of a board: a descriptor of a process."""
+    """The location of a board: a descriptor of a process, given by its pid and start time."""
 
     process: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
     started: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -78,7 +78,7 @@ class BoardPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     token: Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
 
 
-# msgspec crashes where two threads are the first to decode a type: the first is this one.
+# Made at import: msgspec crashes if two threads decode a type for the first time concurrently.
 _decoder = msgspec.msgpack.Decoder(PostedOffer)
 
 
@@ -110,12 +110,15 @@ class OfferBoard:
         self._done[0] = -1
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self.memory[_TOKEN_AT : _TOKEN_AT + _TOKEN_BYTES] = self._token
-        # Whoever leaves without closing gives its GPU's memory back before the kernel sees it end.
+        # At exit without close(), the GPU's memory is freed before the kernel reports the exit.
         weakref.finalize(self, _take_all_down, self._rows, self._process)
 
     @property
     def place(self) -> BoardPlace | None:
-        """Where peers find the board; None if the kernel does not report what they must check."""
+        """The location of the board for peers.
+
+        None if the kernel does not report whether this process has begun to exit.
+        """
         namespace = _namespace()
         with suppress(OSError):
             own = WatchedProcess(os.getpid())
@@ -125,7 +128,7 @@ class OfferBoard:
         return None
 
     def post(self, offer: PostedOffer) -> bool:
-        """Post an offer. Return whether there was room for it."""
+        """Post an offer. Return False if it does not fit, or the request is already posted."""
         payload = msgspec.msgpack.encode(offer)
         with self._lock:
             if len(payload) > _SLOT_BYTES or not self._free or offer.request in self._slots:
@@ -148,7 +151,7 @@ class OfferBoard:
                 self._free.append(slot)
 
     def tell_done(self, mark: int) -> None:
-        """Publish that marks up to this one have completed."""
+        """Publish that all marks up to and including `mark` have completed."""
         if os.getpid() == self._process:
             self._done[0] = mark
 
@@ -159,12 +162,12 @@ class OfferBoard:
             return None if slot is None else (slot, int(self._rows[slot, 0]))
 
     def close(self) -> None:
-        """Take everything down."""
+        """Take all offers down, and close the board."""
         for request in list(self._slots):
             self.take_down(request)
         with self._lock:
             descriptor, self._descriptor = self._descriptor, -1
-            self._free.clear()  # nothing is posted any more
+            self._free.clear()  # so that nothing more is posted
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -178,25 +181,25 @@ class SeenOffer:
     def __init__(
         self, board: PeerBoard, offer: PostedOffer, posting: Posting, written: tuple[bytes, int]
     ) -> None:
-        """`written` is the content of the posting, and its digest."""
+        """`written` is the encoded offer and its digest, as read from the board."""
         self.offer, self.posting = offer, posting
         self._board, self._written = board, written
         self._slot, self._generation = posting
 
     @property
     def genuine(self) -> bool:
-        """Whether the content matches its digest, and is not a mix of two postings."""
+        """Whether the content matches its digest, so that it is not a mix of two postings."""
         payload, digest = self._written
         return digest == _digest(payload, self._generation)
 
     @property
     def held(self) -> bool:
-        """Whether it has been posted ever since, according to the board."""
+        """Whether the board shows that the offer was not taken down since it was found."""
         return self._board.generation(self._slot) == self._generation
 
     @property
     def confirmed(self) -> bool:
-        """Whether the blocks are held now, and have been since the offer was found."""
+        """Whether the source is alive and has held the blocks since the offer was found."""
         return self._board.alive and self.held
 
 
@@ -204,18 +207,18 @@ class PeerBoard:
     """The board of a peer, whose content is untrusted."""
 
     def __init__(self, memory: mmap.mmap, process: WatchedProcess | None) -> None:
-        """`process` is the peer's, which has the board open; None if it is in this process."""
+        """`process` is the peer's process; None if the board belongs to this process."""
         self._memory, self._process = memory, process
 
     @property
     def marks_done(self) -> int:
-        """The last mark that the source has published as completed; -1 before there is one."""
+        """The last mark that the source has published as completed; -1 if there is none."""
         mark: int = _NAME.unpack_from(self._memory, _SLOTS * _ROW.size)[0]
         return mark
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not begun to exit and still holds the board."""
+        """Whether the peer's process has not begun to exit and has the board open."""
         return self._process is None or self._process.alive
 
     def generation(self, slot: int) -> int:
@@ -224,20 +227,20 @@ class PeerBoard:
         return generation
 
     def find(self, request: str) -> SeenOffer | None:
-        """Return an offer by name; None if it is missing or invalid, or its source is gone."""
+        """Return the offer of a request; None if it is missing or invalid or its source is gone."""
         seen = (one for one in self._glimpses(request) if one.genuine and one.held)
         return next(seen, None) if self.alive else None
 
     def glimpse(self, request: str) -> SeenOffer | None:
-        """Return a possible offer of that name as quickly as possible.
+        """Return the offer of a request as quickly as possible, without checks.
 
-        The caller checks later whether it is `genuine` and its source is alive.
+        The caller must check later that it is `genuine` and `confirmed`.
         """
         name = _NAME.pack(_digest(request.encode()))
         at = self._memory.find(name, 0, _SLOTS * _ROW.size)
         if at < 0:
             return None
-        seen = self._look_at(at // _ROW.size, request)  # mostly the only one
+        seen = self._look_at(at // _ROW.size, request)  # usually the only slot
         return next(self._glimpses(request), None) if seen is None else seen
 
     def _glimpses(self, request: str) -> Iterator[SeenOffer]:
@@ -247,7 +250,7 @@ class PeerBoard:
                 yield seen
 
     def _look_at(self, slot: int, request: str) -> SeenOffer | None:
-        """Return the content of a slot if it is an offer of this name."""
+        """Return the offer in a slot if it is for this request, otherwise None."""
         generation, _, nbytes, digest = _ROW.unpack_from(self._memory, slot * _ROW.size)
         at = _HEAD_BYTES + slot * _SLOT_BYTES
         payload = self._memory[at : at + min(max(nbytes, 0), _SLOT_BYTES)]
@@ -262,7 +265,7 @@ class PeerBoard:
         return SeenOffer(self, offer, (slot, generation), (payload, digest))
 
     def _slots_of(self, request: str) -> Iterator[int]:
-        """Slots whose name is a request's, found without a pass over all rows."""
+        """Yield the slots with the digest of a request's name."""
         name = _NAME.pack(_digest(request.encode()))
         at = self._memory.find(name, 0, _SLOTS * _ROW.size)
         while at >= 0:
@@ -272,19 +275,20 @@ class PeerBoard:
             at = self._memory.find(name, at + 1, _SLOTS * _ROW.size)
 
     def close(self) -> None:
-        """Stop watching the board."""
+        """Stop watching the peer's process."""
         if self._process is not None:
             self._process.close()
 
 
 def open_board(place: BoardPlace) -> PeerBoard | None:
-    """Open the board of a process on this host; None if it cannot be accessed."""
+    """Open the board of a process on this host. Return None if it cannot be accessed."""
     if place.namespace != _namespace():
         return None
     path = Path(f"/proc/{place.process}/fd/{place.descriptor}")
     descriptor = -1
     try:
-        if not str(path.readlink()).startswith(_MEMFD):  # nothing else is opened on a peer's word
+        # A peer's metadata must not make this process open other files.
+        if not str(path.readlink()).startswith(_MEMFD):
             return None
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         memory = watch_sealed(descriptor, _BOARD_BYTES)
@@ -302,13 +306,13 @@ def open_board(place: BoardPlace) -> PeerBoard | None:
 
 
 def _take_all_down(rows: NDArray[np.int64], process: int) -> None:
-    """Make every generation even, unless this is a process that was forked."""
+    """Make every generation even, unless this is a forked child of `process`."""
     if os.getpid() == process:
         rows[:, 0] += rows[:, 0] % 2
 
 
 def _namespace() -> int | None:
-    """Names the namespace that numbers of processes are of."""
+    """Return the inode of this process's pid namespace; None if it is not available."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -316,7 +320,7 @@ def _namespace() -> int | None:
 
 
 def _digest(payload: bytes, generation: int = 0) -> int:
-    """Stands for some bytes of one generation in a slot's row."""
+    """Return a 64-bit digest of `payload` and a generation."""
     salt = generation.to_bytes(8, "little", signed=True) if generation else b""
     digest = hashlib.blake2b(payload, digest_size=8, salt=salt).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -1,4 +1,4 @@
-"""Allocations of other processes, each mapped once; the least recently used is unmapped first."""
+"""Mapped allocations of other processes. The least recently used ones are unmapped first."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvatlas.copying.cuda_driver import CudaDriver, DriverError
 from kvatlas.wire.transports import errors
 
 _MOST = 256
-"""The maximum number of allocations that stay mapped while none is being read."""
+"""Unused allocations are unmapped when more than this many are mapped."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignAllocation:
-    """An allocation of a peer. The peer's token distinguishes reused handles."""
+    """An allocation of a peer. `peer` is its token, because other peers may have equal handles."""
 
     peer: str
     handle: bytes
@@ -32,12 +32,13 @@ class MappedAllocation:
     address: int
     users: int = 0
     forgotten: bool = False
+    """Whether it is unmapped as soon as it has no users."""
     gone: bool = False
-    """Whether it was unmapped. If the allocation is mapped again, that is a new value."""
+    """Whether it was unmapped. Mapping the allocation again makes a new `MappedAllocation`."""
 
 
 class OpenedMemory:
-    """Mapped allocations of one device. Any thread may use them."""
+    """The peers' allocations that are mapped on one device. Any thread may use it."""
 
     def __init__(self, driver: CudaDriver, device: int, most: int = _MOST) -> None:
         self._driver, self._device, self._most = driver, device, most
@@ -53,7 +54,7 @@ class OpenedMemory:
         return self.map(allocation).address
 
     def map(self, allocation: ForeignAllocation) -> MappedAllocation:
-        """Like `acquire`, but return the mapping, which can be held again without a lookup."""
+        """Like `acquire`, but return the mapping, which `hold` can acquire again quickly."""
         with self._lock:
             mapping = self._open.get(allocation)
             if mapping is None:
@@ -66,7 +67,7 @@ class OpenedMemory:
             return mapping
 
     def hold(self, mappings: Sequence[MappedAllocation]) -> bool:
-        """Acquire mappings again. Return False, and acquire none, if one of them was unmapped."""
+        """Acquire mappings again. Return False, and acquire none, if one is no longer usable."""
         with self._lock:
             for mapping in mappings:
                 if mapping.gone or mapping.forgotten:
@@ -76,7 +77,7 @@ class OpenedMemory:
             return True
 
     def release(self, allocation: ForeignAllocation) -> None:
-        """End an `acquire`: no posted copy reads the allocation anymore."""
+        """End an `acquire`, once no posted copy reads the allocation anymore."""
         with self._lock:
             mapping = self._open[allocation]
             mapping.users -= 1
@@ -86,7 +87,7 @@ class OpenedMemory:
             self._give_up()
 
     def forget(self, peer: str) -> None:
-        """Unmap a peer's allocations once nothing reads them."""
+        """Unmap a peer's allocations, each as soon as it has no users."""
         with self._lock:
             for allocation in [one for one in self._open if one.peer == peer]:
                 self._open[allocation].forgotten = True
@@ -101,7 +102,7 @@ class OpenedMemory:
         try:
             base, nbytes = self._driver.allocation(self._device, address)
             if base != address or nbytes < allocation.nbytes:
-                got = f"an allocation of {nbytes:,} bytes, not {allocation.nbytes:,}"
+                got = f"an allocation of {nbytes:,} bytes, expected {allocation.nbytes:,}"
                 raise errors.bad_metadata(got)
         except BaseException:
             with suppress(DriverError):
@@ -110,7 +111,7 @@ class OpenedMemory:
         return address
 
     def _give_up(self) -> None:
-        """Unmap those that were used longest ago, where there are too many."""
+        """Unmap the least recently used allocations without users if too many are mapped."""
         too_many = len(self._open) - self._most
         if too_many > 0:
             unused = [one for one, mapping in self._open.items() if not mapping.users]
@@ -120,5 +121,5 @@ class OpenedMemory:
     def _unmap(self, allocation: ForeignAllocation) -> None:
         mapping = self._open.pop(allocation)
         mapping.gone = True
-        with suppress(DriverError):  # a peer that has gone may have taken it along
+        with suppress(DriverError):  # the peer may have exited
             self._driver.close_memory(self._device, mapping.address)

@@ -1,8 +1,8 @@
 """Limits the share of GPU time that copies take from other work.
 
-A copy at full speed uses all memory bandwidth for a moment. That costs concurrent kernels less than
-a slow copy of the same bytes, which occupies multiprocessors for long. So copies run at full speed,
-and pauses between them limit their share of the time.
+A fast copy uses all memory bandwidth for a short time. That slows down concurrent kernels less than
+a slow copy of the same bytes, which occupies multiprocessors for longer. So copies run at full
+speed, and pauses between them limit their share of the time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 
 ALLOWANCE = 10e-3
-"""Seconds of copying that can be saved up during pauses."""
+"""The maximum copy time in seconds that can be saved up during pauses."""
 
 _SLOWEST = 500e9
-"""The minimum bandwidth of a running copy. A slower one has waited for the GPU."""
+"""The minimum bandwidth of a running copy in bytes per second. A slower one was interrupted."""
 
 
 class CopyPace:
-    """Decides when the next copy may begin, so that copies take a limited share of the time.
+    """Decides when the next copy may begin, so that copies take a limited share of GPU time.
 
     Unused time is saved up, so that a copy after a pause begins at once.
 
@@ -56,7 +56,7 @@ class CopyPace:
             return self._saved > 0
 
     def end_of(self, nbytes: int, begun: float) -> float:
-        """Estimate when a copy ends from the speed of the last one; infinity before the first.
+        """Return the estimated end of a copy, from the speed of the last one; infinity if unknown.
 
         >>> pace = CopyPace(1.0)
         >>> pace.end_of(100, begun=5.0)
@@ -68,10 +68,10 @@ class CopyPace:
         return begun + nbytes / self._rate if self._rate else math.inf
 
     def took(self, begun: float, ended: float, nbytes: int) -> None:
-        """Record when a copy ran. Time that overlaps another copy counts once.
+        """Record the start and end of a copy. Time that overlaps another copy counts once.
 
-        A copy that took long for its size did not run all the time: the GPU was switching to
-        kernels of other processes, or the host checked late. That time is not counted.
+        At most the time for `_SLOWEST` counts: a copy that took longer did not run all the time,
+        because the GPU ran kernels of other processes, or the host polled late.
         """
         with self._lock:
             seconds = max(0.0, ended - max(begun, self._ended))

@@ -39,17 +39,17 @@ class Stepwise(Handle):
         """Do not pause: the next step depends on no other process."""
 
     def _release(self) -> None:
-        """No further step; one that another thread is in comes to its end."""
+        """Perform no further step. A step in progress in another thread finishes."""
         self._given_up = True
 
     def _settle(self) -> bool:
-        """Over where no step is running, and none will."""
+        """Whether no step is in progress and none will follow."""
         if not self._stepping.acquire(blocking=False):
             return False
         try:
             over = self._given_up or self._failure is not None
             if over:
-                self._steps = iter(())  # lets go of the memory
+                self._steps = iter(())  # drop the references to the memory
         finally:
             self._stepping.release()
         return over
@@ -58,7 +58,10 @@ class Stepwise(Handle):
 def copy_steps(
     ends: Iterable[tuple[Bytes, Bytes, Copy]], check: Callable[[], None]
 ) -> Iterator[None]:
-    """Return copies between buffers of this process. `check` is called around every step."""
+    """Copy runs between buffers of this process, one step per iteration.
+
+    `check` is called before and after every step, and raises an error to end the copies.
+    """
     for source, target, copy in ends:
         check()
         for _ in copy_runs_unchecked(source, target, copy.src, copy.dst, copy.length):

@@ -1,4 +1,4 @@
-"""Anonymous shared memory whose size can no longer be changed (sealed memfds)."""
+"""Anonymous shared memory whose size cannot change after its creation (sealed memfds)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ def make_sealed(nbytes: int) -> int:
     """Return the descriptor of `nbytes` of zeroed shared memory. The caller closes it."""
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
         problem = "A shared memory segment must have at least 1 byte"
-        raise AtlasError(Code.BAD_SIZE, problem, got=nbytes, hint="Pass the size of a pool")
+        raise AtlasError(
+            Code.BAD_SIZE, problem, got=f"nbytes={nbytes!r}", hint="Pass the size of a pool"
+        )
     descriptor = -1
     try:
         if nbytes > _most_bytes():
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         descriptor = os.memfd_create("kvatlas", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # Every page exists before anyone writes: a host that runs out of memory says so
-        # here, and not by killing whoever touches a page too many.
+        # Allocate every page now: if memory runs out, this call fails, and no process is killed
+        # later when it touches a page.
         os.posix_fallocate(descriptor, 0, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
     except OSError as fault:
@@ -41,13 +43,13 @@ def make_sealed(nbytes: int) -> int:
 
 
 def no_segment(nbytes: int, fault: OSError) -> AtlasError:
-    """The error for a segment that the host has no memory for."""
+    """Return the error for a segment that cannot be allocated."""
     hint = "Plan for less memory, free host memory, or raise the container's limit"
     return no_room("The segment does not fit into host memory", nbytes, fault, hint)
 
 
 def _most_bytes() -> int:
-    """More than this cannot be had; the system would find out by killing processes."""
+    """Return the maximum size of a segment. Larger ones would make the kernel kill processes."""
     host = dict(line.split(":") for line in _HOST.read_text().splitlines())
     free = sum(int(host[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
     limit = _CONTAINER.read_text().strip() if _CONTAINER.exists() else "max"
@@ -55,7 +57,10 @@ def _most_bytes() -> int:
 
 
 def map_sealed(descriptor: int) -> mmap.mmap:
-    """Map a peer's whole segment, for writing if the peer allows it. Raise if it is not sealed."""
+    """Return a mapping of a whole segment, writable if the peer allows it.
+
+    Raise `bad_handshake` if the segment is not sealed.
+    """
     with _mapping(descriptor):
         access = mmap.PROT_READ
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
@@ -64,18 +69,19 @@ def map_sealed(descriptor: int) -> mmap.mmap:
 
 
 def watch_sealed(descriptor: int, nbytes: int) -> mmap.mmap:
-    """Map `nbytes` of a peer's segment for reading, and fault in its pages now."""
+    """Return a read-only mapping of a peer's segment of `nbytes`, with its pages faulted in."""
     with _mapping(descriptor):
-        if os.fstat(descriptor).st_size != nbytes:  # nobody can change it any more
-            raise bad_metadata(f"shared memory that does not have {nbytes:,} bytes")
+        if os.fstat(descriptor).st_size != nbytes:  # a sealed size is final
+            size = os.fstat(descriptor).st_size
+            raise bad_metadata(f"shared memory of {size:,} bytes, expected {nbytes:,}")
         return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
 
 
 @contextmanager
 def _mapping(descriptor: int) -> Iterator[None]:
-    """Around what maps a descriptor: refuses one whose size may change, or that is no memory."""
+    """A context for mapping a descriptor. Raises `bad_handshake` if it is no sealed memory."""
     try:
-        # Only a memfd has seals, so this refuses all other kinds of files as well.
+        # Only memfds have seals, so this call raises OSError for all other kinds of files.
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
             raise bad_metadata("shared memory that is not sealed, which the peer could shrink")
         yield

@@ -1,9 +1,9 @@
-"""Shared memory between processes of one host: the peer maps the pools.
+"""Shared memory between processes of one host: each end maps the pools of the other.
 
 Each end publishes the name of a socket and the positions of its regions in segments. A peer that
 connects to the socket receives the segments' descriptors. The segments are sealed, so they cannot
-shrink or disappear. The peer stays connected, so a link notices at once that the other end has
-closed or died, although the shared memory stays readable.
+shrink. The connection stays open, so each end notices at once if the other has closed its transport
+or exited. The shared memory would stay readable.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class _Published(msgspec.Struct, tag="shm", forbid_unknown_fields=True):
 class ShmTransport(Transport):
     """Moves bytes between pools of two processes on one host.
 
-    Allocate memory that peers should access with `create_segment`. Other memory can be registered
-    too, but only this end can access it.
+    Allocate memory that peers should access with `allocate` or `create_segment`. Other memory can
+    be registered too, but only this end can access it.
 
     >>> ends = [ShmTransport(), ShmTransport()]
     >>> pools = [create_segment(64), create_segment(64)]
@@ -103,17 +103,17 @@ class ShmTransport(Transport):
                 self._regions[pool] = _Region(self._numbers[segment], start, region.nbytes)
 
     def shares(self, pool: int) -> bool:
-        """Whether peers may access a region and it is in shared memory."""
+        """Whether peers may access a region, and it is in shared memory."""
         return super().shares(pool) and pool in self._regions
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Allocate shared memory, which is freed with its last view."""
+        """Allocate shared memory, which is freed once no view of it exists."""
         if nbytes == 0:
             return np.zeros(0, np.uint8)
         return np.frombuffer(create_segment(nbytes), dtype=np.uint8)
 
     def lend_to_one(self, nbytes: int) -> OnePeerMemory:
-        """Allocate a segment with a separate socket and token, which one peer receives.
+        """Return a segment with a separate socket and token, which only one peer receives.
 
         The peer's descriptor is read-only.
         """
@@ -130,13 +130,13 @@ class ShmTransport(Transport):
         return OnePeerMemory(view, segment.memory, alone.publish(), end)
 
     def publish(self) -> bytes:
-        """Return the name of its socket, and the positions of its regions in its segments."""
+        """Return the name of the socket, and the positions of the regions in their segments."""
         self.check()
         server = self._server
         return errors.write_metadata(_Published(server.name, server.token, self._regions))
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
-        """Map a peer's regions; those outside shared memory stay out of reach."""
+        """Return a link with the peer's regions mapped, except regions outside shared memory."""
         sizes = {pool: region.nbytes for pool, region in memory.items()}
         connection, mapped = map_published(metadata, sizes)
         link = _ShmLink(self, connection, memory)
@@ -144,7 +144,7 @@ class ShmTransport(Transport):
         return link
 
     def _close(self) -> None:
-        """Its peers notice; segments stay with whoever created them."""
+        """Disconnect all peers. Segments stay open until their owners close them."""
         self._server.close()
         self._regions.clear()
 
@@ -152,17 +152,23 @@ class ShmTransport(Transport):
 def map_published(
     metadata: bytes, sizes: Mapping[int, int]
 ) -> tuple[socket.socket, dict[int, Bytes]]:
-    """Connect to the owner of published regions and map those in shared memory.
+    """Connect to the transport that published `metadata` and map its regions in shared memory.
 
-    The mappings stay valid while any view of them exists, even after the connection ends.
+    Return the connection, and the mapped regions by pool index. `sizes` are the expected sizes of
+    the regions. The mappings stay valid while a view of them exists, even after the connection
+    ends.
     """
     published = errors.read_metadata(metadata, _Published)
-    if not _NAME.fullmatch(published.socket) or len(published.token) != TOKEN_BYTES:
-        raise errors.bad_metadata("a name or token of the wrong form")
+    if not _NAME.fullmatch(published.socket):
+        raise errors.bad_metadata(f"an invalid socket name, {published.socket[:64]!r}")
+    if len(published.token) != TOKEN_BYTES:
+        got = f"a token of {len(published.token)} bytes, expected {TOKEN_BYTES}"
+        raise errors.bad_metadata(got)
     regions = {pool: at for pool, at in published.regions.items() if pool in sizes}
     for pool, region in regions.items():
         if region.nbytes != sizes[pool]:
-            raise errors.bad_metadata(f"pool {pool} of {region.nbytes} bytes, not {sizes[pool]}")
+            got = f"pool {pool} of {region.nbytes:,} bytes, expected {sizes[pool]:,}"
+            raise errors.bad_metadata(got)
     connection, descriptors = receive_descriptors(published.socket, published.token)
     try:
         return connection, _mapped(regions, descriptors)
@@ -175,7 +181,7 @@ def map_published(
 
 
 def _mapped(regions: Mapping[int, _Region], descriptors: Sequence[int]) -> dict[int, Bytes]:
-    """The bytes of a peer's regions, each segment mapped once."""
+    """Return a peer's regions as bytes, by pool index. Each segment is mapped once."""
     segments: dict[int, Bytes] = {}
     mapped = {}
     for pool, region in regions.items():
@@ -187,7 +193,7 @@ def _mapped(regions: Mapping[int, _Region], descriptors: Sequence[int]) -> dict[
         segment = segments[number]
         if region.nbytes < 1 or not 0 <= region.start <= segment.size - region.nbytes:
             raise errors.bad_metadata(
-                f"pool {pool}, which exceeds its segment of {segment.size:,} bytes"
+                f"pool {pool}, which is not inside its segment of {segment.size:,} bytes"
             )
         mapped[pool] = segment[region.start :][: region.nbytes]
     return mapped
@@ -208,10 +214,10 @@ class _ShmLink(Link):
         """Raise an error if the link is closed or the peer is gone."""
         super().check()
         if not is_connected(self._connection):
-            raise errors.peer_lost("a process that has exited or closed its transport")
+            raise errors.peer_lost("a peer that has exited or closed its transport")
 
     def reaches(self, pool: int) -> bool:
-        """Whether the peer has put a pool in shared memory. Empty pools need none."""
+        """Whether the peer's pool is in shared memory, or empty."""
         return pool in self.mapped or (pool in self.theirs and not self.theirs[pool].nbytes)
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
@@ -226,12 +232,12 @@ class _ShmLink(Link):
                 )
             near, far = as_bytes(self.mine[own]), self.mapped[pool]
             if write and not far.flags.writeable:
-                hint = "Let the destination read the bytes instead"
+                hint = "Have the peer read the bytes instead of writing to it"
                 raise errors.failed(f"pool {pool}", hint, "The peer's memory is read-only")
             ends.append((near, far, copy) if write else (far, near, copy))
         return Stepwise(copy_steps(ends, self.check))
 
     def _close(self) -> None:
-        """Unmap."""
+        """Disconnect from the peer, and unmap its pools."""
         self._hang_up()
         self.mapped.clear()

@@ -1,9 +1,9 @@
-"""Shared memory segments that cannot shrink and are freed with the last process that uses them.
+"""Shared memory segments, which cannot shrink and are freed when no process uses them.
 
-A segment is a sealed memfd: an anonymous file whose pages are all allocated at the start and whose
-size can never change, whichever process has its descriptor. So no peer can make an access to it
-fail, and a killed owner leaves nothing to clean up. Peers receive the descriptors through a socket
-(`shm_sockets`).
+A segment is a sealed memfd: an anonymous file whose pages are all allocated at its creation and
+whose size can never change, whichever process has its descriptor. So no peer can make an access to
+it fail, and a killed owner leaves nothing to clean up. Peers receive the descriptors through a
+socket (`shm_sockets`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _guard = fresh_in_children(threading.Lock())
 class Segment(mmap.mmap):
     """Shared memory as a writable buffer, for `kvatlas.cache.bind` and for registration.
 
-    Made by `create_segment`. Its bytes are freed once it is closed or collected, and no transport
-    or peer uses it anymore.
+    Made by `create_segment`. Its memory is freed once it is closed or garbage collected, and no
+    transport or peer uses it anymore.
     """
 
     address: int
@@ -49,7 +49,7 @@ class Segment(mmap.mmap):
             super().close()
 
     def wipe(self) -> None:
-        """Free its pages, also for peers that have it mapped: from now on it reads as zeros."""
+        """Free the pages, also for peers that have them mapped. The segment then reads as zeros."""
         self.madvise(mmap.MADV_REMOVE)
 
     def __del__(self) -> None:
@@ -78,7 +78,7 @@ def create_segment(nbytes: int) -> Segment:
 
 
 def containing(memory: Memory) -> tuple[Segment, int] | None:
-    """Return the open segment that contains a region, and the region's offset in it."""
+    """Return the open segment that contains a region, and the region's offset in it, or None."""
     with _guard:
         segments = list(_mine)
     for segment in segments:

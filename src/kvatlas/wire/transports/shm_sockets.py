@@ -3,8 +3,8 @@
 The socket has a name in the abstract namespace, so nothing is left of it when its process ends. The
 name is visible to all processes in the same network namespace, including containers with separate
 process namespaces. Any process may connect, so the server asks the kernel for the peer's user: it
-serves only processes of the same user that present the token. The connection then stays open while
-both ends want it. Its end signals to each that the other has closed it or died.
+serves only processes of the same user that present the token. The connection then stays open until
+one end closes it or exits, which the other end notices at once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.transports import errors
 
 HANDSHAKE_SECONDS = 5.0
-"""Seconds that a peer may take to answer or to present its token."""
+"""Seconds that a peer may take to present its token, and a server to reply."""
 
 TOKEN_BYTES = 16
 _MOST_WAITING = 64
-"""The maximum number of connections without a token."""
+"""The maximum number of connections that have not presented their token yet."""
 _AT_ONCE = 200
-"""The number of descriptors in one message; the system's limit is 253."""
+"""The maximum number of descriptors in one message; the system's limit is 253."""
 _MOST_DESCRIPTORS = 4096
 _ATTEMPTS = 3
 _MORE, _LAST, _WRONG, _FULL = b"+", b".", b"?", b"!"
@@ -57,7 +57,7 @@ class SegmentServer:
         self.name, self.token = secrets.token_hex(16), secrets.token_bytes(TOKEN_BYTES)
         self._given: list[int] = []
         self._waiting: dict[socket.socket, tuple[int, float]] = {}
-        """The process and deadline of each connection without a token, oldest first."""
+        """The pid and deadline of each connection that has not presented a token, oldest first."""
         self._connected: dict[socket.socket, int] = {}
         self._most = max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
         self._listener = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -85,7 +85,7 @@ class SegmentServer:
 
     def close(self) -> None:
         """Disconnect all peers. A second call has no effect."""
-        with suppress(OSError):  # closed, or another process's
+        with suppress(OSError):  # already closed, or in a forked child
             self._stop.send(b"x")
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -106,7 +106,10 @@ class SegmentServer:
                 os.close(descriptor)
 
     def _step(self) -> bool:
-        """Wait for something to do and do it; whether the server is to stop."""
+        """Handle the sockets that are ready, and drop connections that timed out.
+
+        Return True if the server must stop.
+        """
         first = next(iter(self._waiting.values()), None)
         wait = None if first is None else max(0.0, first[1] - time.monotonic())
         for key, _ in self._selector.select(wait):
@@ -117,7 +120,7 @@ class SegmentServer:
                 self._accept()
             elif one in self._waiting:
                 self._hear(one)
-            elif one in self._connected:  # peers say nothing more: it is gone
+            elif one in self._connected:  # peers send nothing more, so it has disconnected
                 self._drop(one)
         now = time.monotonic()
         for one in [one for one, (_, until) in self._waiting.items() if until <= now]:
@@ -128,14 +131,14 @@ class SegmentServer:
         try:
             one, _ = self._listener.accept()
         except OSError:
-            time.sleep(0.02)  # most likely out of descriptors: not again at once
+            time.sleep(0.02)  # probably out of descriptors: do not retry at once
             return
         process, user = other_end(one)
         if user != os.getuid():
             one.close()
             return
         if len(self._waiting) >= _MOST_WAITING:
-            # The oldest of whoever has most: one that opens thousands is in its own way alone.
+            # Drop the oldest connection of the process with the most: it must not block others.
             most = Counter(process for process, _ in self._waiting.values()).most_common(1)[0][0]
             self._drop(next(w for w, (process, _) in self._waiting.items() if process == most))
         one.setblocking(False)
@@ -143,7 +146,7 @@ class SegmentServer:
         self._selector.register(one, selectors.EVENT_READ)
 
     def _hear(self, one: socket.socket) -> None:
-        """Answer a connection that presents its token, or close it."""
+        """Send the descriptors to a connection that presents the token, or drop it."""
         process = self._waiting[one][0]
         try:
             if not hmac.compare_digest(one.recv(1 + TOKEN_BYTES), self.token):
@@ -156,11 +159,11 @@ class SegmentServer:
                 self._connected[one] = process
                 return
         except OSError:
-            pass  # it is gone, or does not listen
+            pass  # the peer has disconnected, or does not read
         self._drop(one)
 
     def _has_most_links(self, process: int) -> bool:
-        """Whether there is no room for another link of a process: half is left for others."""
+        """Whether a process may open no further link: half of all links are left for others."""
         own = sum(other == process for other in self._connected.values())
         return len(self._connected) >= self._most or own >= self._most // 2
 
@@ -172,7 +175,7 @@ class SegmentServer:
 
 
 def receive_descriptors(name: str, token: bytes) -> tuple[socket.socket, list[int]]:
-    """Connect to a server of this user. Return the connection, and the descriptors it sends."""
+    """Connect to a server of the same user. Return the connection and the descriptors received."""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     for _ in range(_ATTEMPTS):
         with errors.coded_limits():
@@ -180,16 +183,16 @@ def receive_descriptors(name: str, token: bytes) -> tuple[socket.socket, list[in
         try:
             return one, _ask(one, name, token, deadline)
         except (ConnectionResetError, BrokenPipeError):
-            hang_up(one)  # a server that is beset may do so before it has heard us
+            hang_up(one)  # a server with too many connections drops some before their token arrives
         except BaseException as problem:
             hang_up(one)
             if isinstance(problem, BlockingIOError):
                 raise _no_answer() from None
             if isinstance(problem, OSError):
-                lost = errors.peer_lost(f"no such process on this host: {problem}")
+                lost = errors.peer_lost(f"no server on this host: {problem}")
                 raise errors.own_limit(problem) or lost from problem
             raise
-    raise errors.peer_lost("a process that closes every connection")
+    raise errors.peer_lost(f"a server that closed {_ATTEMPTS} connections before it replied")
 
 
 def _ask(one: socket.socket, name: str, token: bytes, deadline: float) -> list[int]:
@@ -198,7 +201,7 @@ def _ask(one: socket.socket, name: str, token: bytes, deadline: float) -> list[i
     _, user = other_end(one)
     if user != os.getuid():
         problem, hint = "The peer belongs to another user", "Run both processes as the same user"
-        raise AtlasError(Code.PEER_LOST, problem, got=f"user {user}", hint=hint)
+        raise AtlasError(Code.PEER_LOST, problem, got=f"a process of user {user}", hint=hint)
     one.send(token)
     descriptors: list[int] = []
     try:
@@ -227,15 +230,17 @@ def _refused(said: bytes) -> Exception:
         return errors.bad_metadata("a token that the peer rejected")
     if said == _FULL:
         hint = "Close some links, and retry"
-        return errors.failed("one more link", hint, "The peer has reached its limit of links")
-    return errors.bad_metadata("an invalid answer")
+        return errors.failed("a new link", hint, "The peer has reached its limit of links")
+    if said == _MORE:
+        return errors.bad_metadata(f"more than {_MOST_DESCRIPTORS:,} descriptors")
+    return errors.bad_metadata(f"an invalid reply, {said!r}")
 
 
 def _no_answer() -> AtlasError:
     return AtlasError(
         Code.DEADLINE,
-        "The peer does not answer",
-        got=f"no answer in {HANDSHAKE_SECONDS:.0f} s",
+        "The peer does not reply",
+        got=f"no reply within {HANDSHAKE_SECONDS:.0f} s",
         hint="Check whether its process is stopped, or retry on another replica",
     )
 
@@ -247,11 +252,11 @@ def is_connected(one: socket.socket) -> bool:
         return False
     looked = select.poll()
     looked.register(descriptor, select.POLLIN)
-    return not looked.poll(0)  # else it has ended, or there are words where none are due
+    return not looked.poll(0)  # readable: it has ended, or has sent unexpected data
 
 
 def hang_up(one: socket.socket) -> None:
-    """End a connection, even if another process has it open too."""
+    """Close a connection, even if a forked child has it open too."""
     with suppress(OSError):
         one.shutdown(socket.SHUT_RDWR)
     one.close()
@@ -268,7 +273,7 @@ def _send_descriptors(one: socket.socket, descriptors: Sequence[int]) -> None:
 
 
 def other_end(one: socket.socket) -> tuple[int, int]:
-    """Return the process and user at the other end. A process of another namespace is 0."""
+    """Return the pid and user at the other end. The pid is 0 in another pid namespace."""
     layout = struct.Struct("iii")
     process, user, _ = layout.unpack(
         one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size)
@@ -277,7 +282,7 @@ def other_end(one: socket.socket) -> tuple[int, int]:
 
 
 def _limit(one: socket.socket, deadline: float) -> None:
-    """Have the kernel end calls at the deadline: only so does `connect` wait in a full queue."""
+    """Set the socket's timeouts in the kernel, so that `connect` waits while the queue is full."""
     left = max(deadline - time.monotonic(), 1e-3)
     seconds = struct.pack("@ll", int(left), int(left % 1 * 1e6))
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):

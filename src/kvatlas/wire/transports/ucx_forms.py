@@ -1,15 +1,15 @@
-"""Validates the form of UCX's addresses and keys, because UCX parses them without bounds checks.
+"""Validates the format of UCX addresses and keys, because UCX parses them without bounds checks.
 
-Their content may still be wrong: then nothing is found at the address, or the key is useless. But
-UCX never reads past their end.
+Their content may still be wrong: then UCX cannot connect to the address or use the key. But it
+never reads past their end.
 """
 
 from __future__ import annotations
 
 _WORKER = 2
-"""The flags of a worker's address as workers return it: the worker's number only."""
+"""The expected flags of a worker's address: it contains only the worker's number."""
 _ABILITIES = {0: 16, 1: 8}
-"""The bytes that describe a transport's capabilities, by address version."""
+"""The number of bytes that describe a transport's capabilities, by address version."""
 _MOST = 100
 """The maximum number of devices and transports in an address; UCX has room for 128."""
 _MOST_DOMAINS = 64
@@ -20,13 +20,13 @@ _LAST, _WITHOUT_WAYS, _HAS_PATHS, _HAS_SYSTEM_DEVICE, _HAS_ENDPOINTS = 0x80, 0x8
 def is_address(address: bytes) -> bool:
     r"""Whether a worker's address can be parsed exactly to its end.
 
-    It consists of a byte of version and flags, the worker's number, and then for each device: its
-    domain, the length of its address with flags in it, the address, and for each transport a
-    checksum of its name, its capabilities, and another address.
+    It consists of the version and flags, the worker's number, and then for each device: its domain,
+    the length of its address with flags, and the address. Each transport of a device follows, with
+    a checksum of its name, its capabilities, and another address with its length.
 
-    >>> way = bytes.fromhex("cf19" + "00" * 16 + "82" "aa5d")  # the last one; of 2 bytes
+    >>> way = bytes.fromhex("cf19" + "00" * 16 + "82" "aa5d")  # the last transport; 2 bytes
     >>> device = bytes.fromhex("00" "06" "000201020304") + way
-    >>> end = bytes.fromhex("87" "80")  # a device without ways; the last one; of 0 bytes
+    >>> end = bytes.fromhex("87" "80")  # the last device: no transports, 0 bytes
     >>> is_address(b"\x20" + bytes(8) + device + end)
     True
     >>> is_address(b"\x20" + bytes(8) + device)
@@ -41,10 +41,11 @@ def is_address(address: bytes) -> bool:
 
 
 def is_key(key: bytes, memory: set[int]) -> bool:
-    """Whether a key is a map of domains, a memory kind, and a part for each domain.
+    """Whether a remote key can be parsed exactly to its end.
 
-    `memory` lists the allowed UCX memory kinds. After the parts there may be the device and its
-    distances to others, three bytes each, and for a GPU a terminator.
+    It consists of a bitmap of memory domains, a memory kind, and a part for each domain. Then the
+    device may follow, with its distances to other devices (three bytes each), and for a GPU a
+    terminator. `memory` lists the allowed UCX memory kinds.
 
     >>> is_key(bytes.fromhex("0100000000000000" "00" "00" "ff"), {0})
     True
@@ -68,7 +69,7 @@ def is_key(key: bytes, memory: set[int]) -> bool:
 
 
 class _FormError(Exception):
-    """It ends too early, or says what UCX would not."""
+    """The bytes end too early, or contain a value that UCX does not write."""
 
 
 class _Reader:
@@ -93,7 +94,10 @@ class _Reader:
         return self.take(1)[0]
 
     def number(self, mask: int, version: int) -> tuple[int, int]:
-        """A number in a byte with flags, and in the next one where it is too large; the flags."""
+        """Return a number and the flags that share its byte.
+
+        In newer versions, a number that does not fit into `mask` is in the next byte.
+        """
         both = self.byte()
         number, flags = both & mask, both & ~mask
         if version > 0 and number == mask:
@@ -115,7 +119,7 @@ def _skip_address(reader: _Reader) -> None:
 
 
 def _skip_device(reader: _Reader, version: int) -> bool:
-    """Read past a device; whether it is the last one."""
+    """Skip one device and its transports. Return whether it is the last device."""
     domain, kind = reader.number(0x7F, version)
     length, flags = reader.number(0x1F, version)
     if domain >= _MOST_DOMAINS:
