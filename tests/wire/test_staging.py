@@ -15,7 +15,7 @@ from kvatlas.errors import Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory
 from kvatlas.wire.memory_copy import as_bytes, copy_pools
-from kvatlas.wire.staging import checksums, gather, into_buffer, scatter, stream_bytes
+from kvatlas.wire.staging import checksums, gather, scatter, stream_bytes
 from kvatlas.wire.transports.bounds import check_bounds
 
 POOL = 4096
@@ -89,14 +89,6 @@ def test_checksums_are_those_of_the_bytes(whole: list[Copy], piece: int) -> None
     gather(whole, src, room)
     scatter(whole, room, dst)
     assert checksums(whole, dst, piece, src=False).tolist() == right
-
-
-@given(copies(), st.integers(0, 500))
-def test_reads_into_a_buffer_make_up_the_stream(whole: list[Copy], at: int) -> None:
-    every = spelled_out(whole)
-    read = spelled_out(into_buffer(whole, at))
-    assert [byte[:2] for byte in read] == [byte[:2] for byte in every]
-    assert [byte[2:] for byte in read] == [(-1, at + n) for n in range(len(every))]
 
 
 @pytest.mark.parametrize("length", [1, 3, 4096, 32 << 10, 40_000])

@@ -5,11 +5,11 @@ one request while it moves.
 """
 
 from kvatlas.wire.client import Session, Transfer
-from kvatlas.wire.client.transfer_request import How
 from kvatlas.wire.memory_copy import memory_of
 from kvatlas.wire.metrics import Metrics
+from kvatlas.wire.protocol import How
 from kvatlas.wire.security import Security, TlsContexts
-from kvatlas.wire.server import Node, pools_for
+from kvatlas.wire.server.node import Node, pools_for
 from kvatlas.wire.stream_copy import copy_request
 from kvatlas.wire.transports.base import HOST, Handle, Link, Memory, Transport
 from kvatlas.wire.transports.registry import TRANSPORT_NAMES, make_transport

@@ -1,9 +1,9 @@
 """Block ownership: prevents two operations of a node from using one block in conflict.
 
-A block is free, offered (any number of offers and pushes read it), being filled by one pull,
-expected by one push, or quarantined: a failed pull may still write to it. Every operation of a node
-claims its blocks first, and fails with `blocks_in_use` if another claim conflicts. Each claim has a
-generation, so an old owner cannot release the claim of a newer one.
+A block is free, offered (any number of offers and outgoing pushes), being filled by one pull,
+expected (one push fills it), or quarantined: a failed pull may still write to it. Every operation
+of a node claims its blocks first, and fails with `blocks_in_use` if another claim conflicts. Each
+claim has a generation, so an old owner cannot release the claim of a newer one.
 """
 
 from __future__ import annotations

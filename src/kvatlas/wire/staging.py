@@ -18,7 +18,6 @@ from kvatlas.routing import Copy
 from kvatlas.wire.checksum import crc32
 from kvatlas.wire.memory_copy import copy_runs_unchecked, one_length
 from kvatlas.wire.run_bounds import Bytes, Places
-from kvatlas.wire.transports.base import STAGING
 
 
 class StagingBuffers:
@@ -127,19 +126,3 @@ def crc_pieces(stream: Bytes, piece: int) -> Int64s:
     """
     sums = [crc32(stream[at : at + piece].data) for at in range(0, stream.size, piece)]
     return np.array(sums, dtype=np.int64)
-
-
-def into_buffer(copies: Sequence[Copy], at: int) -> list[Copy]:
-    """Return copies of a source's runs into consecutive bytes of the staging memory at an offset.
-
-    >>> copy = Copy(0, 3, np.array([70, 10]), np.array([0, 8]), np.array([4, 2]))
-    >>> (read,) = into_buffer([copy], 4096)
-    >>> read.src_pool, read.dst_pool, read.src, read.dst
-    (0, -1, array([70, 10]), array([4096, 4100]))
-    """
-    reads = []
-    for copy in copies:
-        places = np.cumsum(copy.length) - copy.length + at
-        reads.append(Copy(copy.src_pool, STAGING, copy.src, places, copy.length))
-        at += copy.nbytes
-    return reads

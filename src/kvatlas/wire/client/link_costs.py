@@ -54,8 +54,16 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
         if wanted.how == "coalesced" and not _can_land(lease):
             got, hint = "how='coalesced'", 'Use how="auto"'
             raise failed(got, hint, "This node has no staging buffers or no pools in host memory")
-        return wanted.how
+        return _unless_replaced(lease, wanted.how)
     return _cheapest_way(lease, stream)
+
+
+def _unless_replaced(lease: RankLease, how: Way) -> Way:
+    """Return the way asked for, through a buffer if a stalled read might reach the blocks late."""
+    link, room = lease.connection.link, lease.node.staging.most()
+    if how != "direct" or not lease.wanted.replaceable or link.prompt or link.adds or not room:
+        return how
+    return "coalesced" if _can_land(lease) else "staged"
 
 
 def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
@@ -64,7 +72,7 @@ def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
     No stream is sent in that case, so there is nothing to checksum.
     """
     wanted, link = lease.wanted, lease.connection.link
-    if not lease.pull or not link.adds or wanted.checksums or wanted.how not in ("auto", "direct"):
+    if not link.adds or wanted.checksums or wanted.how not in ("auto", "direct"):
         return False
     grids = stream.grids() if lease.reaches_pools() else None
     return grids is not None and link.converts(grids)
@@ -140,7 +148,7 @@ def _can_land(lease: RankLease) -> bool:
     """Whether what is pulled can be put in place by this process, from a buffer of its own."""
     node = lease.node
     here = {STAGING, *node.plan.rank_pools(node.rank)} <= set(node.pools)
-    return lease.pull and here and node.staging.most() > 0
+    return here and node.staging.most() > 0
 
 
 def _measured(lease: RankLease) -> Costs:

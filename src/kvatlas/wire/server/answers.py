@@ -6,38 +6,36 @@ is sent to the peer as an answer.
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import ConvertedStream, Copy
+from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol
-from kvatlas.wire.leases import Expected, Held, Lease, LeaseRead, Offer, lease_expired
+from kvatlas.wire.leases import Lease, Offer, lease_expired
 from kvatlas.wire.peers import Peer, check_same_identity, checked_peer
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
-from kvatlas.wire.staging import into_buffer
-from kvatlas.wire.stream_copy import DESTINATION, SOURCE, StreamPiece, piece_checksum
-from kvatlas.wire.transports.base import STAGING, Link
+from kvatlas.wire.stream_copy import SOURCE, StreamPiece, piece_checksum
 from kvatlas.wire.transports.offer_board import Posting
 
-_LONGEST_LEASE = 3600.0
 _LONGEST_WAIT = 0.2
 """Seconds that a peer waits for staging buffers before the answer that none are free."""
 
 
-class Answers:
-    """Answers peers on behalf of a node."""
+Announced = Callable[[protocol.Announce, Peer, Caller], protocol.Message]
 
-    def __init__(self, node: NodeState) -> None:
-        self.node = node
-        self.sessions = Sessions(self._sessions_ended)
-        self._links: dict[bytes, Link] = {}
-        self._links_lock = threading.Lock()
+
+class Answers:
+    """Answers peers on behalf of a node. `announced` answers those that push."""
+
+    def __init__(self, node: NodeState, announced: Announced) -> None:
+        self.node, self._announced = node, announced
+        self.sessions = Sessions(self.node.leases.drop_all)
 
     def sweep(self) -> None:
         """End sessions, leases and offers that have expired."""
@@ -56,17 +54,13 @@ class Answers:
                 self._check_session(question.session, caller)
                 return opened
             case protocol.Renew():
-                lease = self._lease(question)
-                self.node.leases.renew(lease, min(question.seconds, self._longest(lease)))
-                return protocol.Ok(seconds=lease.left)
+                return self._renew(question)
             case protocol.Borrow():
                 return self._borrow(question)
             case protocol.AwaitLayer():
                 return self._await_layer(question)
             case protocol.Gather():
                 return self._gather(question)
-            case protocol.Fetch():
-                return self._fetch(question, peer)
             case protocol.GetChecksums():
                 return self._checksums(question)
             case protocol.Close():
@@ -76,6 +70,8 @@ class Answers:
                 read = seen and self._reads_in_place(peer)
                 self._reads_no_more(question.request, peer, question.posting, read=read)
                 return protocol.Ok()
+            case protocol.Announce():
+                return self._announced(question, peer, caller)
         raise protocol.bad_handshake(type(question).__name__)
 
     def _welcome(self, hello: protocol.Hello, caller: Caller) -> protocol.Message:
@@ -91,60 +87,52 @@ class Answers:
         return protocol.Welcome(hello=answer, session=session)
 
     def _open(self, question: protocol.Open, peer: Peer) -> protocol.Message:
+        if question.direction == "push":
+            raise _old_push(peer)
         node = self.node
         theirs = protocol.unpack_tables(question.blocks)
         told = protocol.unpack_tables(question.peer_blocks or {})
-        held = self._held(question, peer)
+        offer = self._offer(question, peer)
         tokens = question.start, question.stop
-        held.check_asked(tokens, told, node.plan)
+        offer.check_asked(tokens, told, node.plan)
         if node.check_identity or question.identity is not None:
-            check_same_identity(held.identity, question.identity or peer.identity)
-        incoming = question.direction == "push"
-        stream = node.stream(peer, held.blocks, theirs, tokens, question.layers, incoming=incoming)
-        reading = {"sever": self._link(question.session, peer).sever} if incoming else {}
-        mark = None if incoming else self._told(held.mark)
-        if incoming:
-            node.mover.follow(held.mark)
+            check_same_identity(offer.identity, question.identity or peer.identity)
+        stream = node.stream(peer, offer.blocks, theirs, tokens, question.layers, incoming=False)
+        mark = self._told(offer.mark)
         with node.lock:
-            if self._held_now(question, peer) is not held:
-                raise _not_held(question)
-            seconds = question.seconds
-            if isinstance(held, Offer):
-                seconds = min(seconds, held.expires - time.monotonic())
+            if node.offers.get(question.request) is not offer:
+                raise _not_offered(question)
             lease = node.leases.grant(
-                seconds,
+                min(question.seconds, offer.expires - time.monotonic()),
                 session=question.session,
                 request=question.request,
-                direction=question.direction,
-                peer_rank=peer.rank,
-                complete=_is_complete(question, held),
+                complete=_is_complete(question, offer),
                 stream=stream,
-                part_of=held,
-                entries=sum(map(len, (*theirs.values(), *held.blocks.values()))),
-                **reading,
+                part_of=offer,
+                entries=sum(map(len, (*theirs.values(), *offer.blocks.values()))),
             )
-            fenced = []
-            if isinstance(held, Expected):
-                held.current[peer.rank] = lease.key
-                fenced = node.leases.fence(lease)
-        for older in fenced:
-            log.warning("replaced an older push request=%r rank=%d", older.request, older.peer_rank)
-            node.leases.drop(older)  # its last copy has ended when this returns
-        log.info("open request=%r direction=%s name=%r", lease.request, lease.direction, peer.name)
+        log.info("open request=%r name=%r", lease.request, peer.name)
         return protocol.Opened(
             lease=lease.key,
             seconds=lease.left,
-            blocks=protocol.pack_tables(held.blocks),
+            blocks=protocol.pack_tables(offer.blocks),
             piece=node.staging.piece if node.staging.most(for_peer=True) else 0,
             mark=mark,
-            layered=isinstance(held, Offer) and held.layers is not None,
+            layered=offer.layers is not None,
         )
+
+    def _renew(self, question: protocol.Renew) -> protocol.Message:
+        lease = self._lease(question)
+        offer = lease.part_of
+        longest = question.seconds if offer is None else offer.expires - time.monotonic()
+        self.node.leases.renew(lease, min(question.seconds, longest))
+        return protocol.Ok(seconds=lease.left)
 
     def _await_layer(self, question: protocol.AwaitLayer) -> protocol.Message:
         """Whether a layer is written, after a while at most."""
-        lease = self._lease(question, "pull")
+        lease = self._lease(question)
         offer = lease.part_of
-        if not isinstance(offer, Offer) or offer.layers is None:
+        if offer is None or offer.layers is None:
             raise protocol.bad_handshake("a wait for a layer of an offer that is not layered")
         seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
         written, mark = offer.layers.wait(question.layer, seconds)
@@ -168,23 +156,15 @@ class Answers:
             self.node.leases.drop_all({session})
             raise
 
-    def _held(self, question: protocol.Open, peer: Peer) -> Offer | Expected:
-        """Return the offer or expectation of a request."""
+    def _offer(self, question: protocol.Open, peer: Peer) -> Offer:
+        """Return the offer of a request to this peer."""
         with self.node.lock:
-            held = self._held_now(question, peer)
-        if held is None:
-            raise _not_held(question)
-        return held
-
-    def _held_now(self, question: protocol.Open, peer: Peer) -> Offer | Expected | None:
-        """The same under the node's lock; None where there is nothing for this peer."""
-        if question.direction == "pull":
             offer = self.node.offers.get(question.request)
-            if offer is None or offer.expires <= time.monotonic():
-                return None
-            return offer if offer.may_be_read_by(peer.name) else None
-        expected = self.node.expected.get(question.request)
-        return expected if expected is not None and expected.may_be_pushed_by(peer) else None
+        if offer is None or offer.expires <= time.monotonic():
+            raise _not_offered(question)
+        if not offer.may_be_read_by(peer.name):
+            raise _not_offered(question)
+        return offer
 
     def _borrow(self, question: protocol.Borrow) -> protocol.Message:
         """Lend staging buffers to a lease, waiting a while until some are free."""
@@ -200,7 +180,7 @@ class Answers:
         raise lease_expired()
 
     def _gather(self, question: protocol.Gather) -> protocol.Message:
-        lease = self._lease(question, "pull")
+        lease = self._lease(question)
         nbytes = self._checked_piece(question)
         if question.buffer not in lease.buffers:
             raise protocol.bad_handshake(
@@ -219,44 +199,7 @@ class Answers:
         lease.check()
         return protocol.Ok(seconds=lease.left)
 
-    def _fetch(self, question: protocol.Fetch, peer: Peer) -> protocol.Message:
-        """Read a piece of what is pushed, and put it where it belongs."""
-        lease, node = self._lease(question, "push"), self.node
-        nbytes = self._checked_piece(question)
-        if not lease.buffers:
-            raise protocol.bad_handshake("a piece for a lease without a borrowed buffer")
-        part = StreamPiece.of(lease.stream, question.start, question.stop, DESTINATION)
-        landing = lease.buffers[0]
-        at = landing * node.staging.piece
-        if question.staged_at is None:
-            if part.parts:
-                raise protocol.bad_handshake("an unstaged piece that needs conversion")
-            reads = into_buffer(part.copies, at)
-        else:
-            one = [np.array([n], np.int64) for n in (question.staged_at, at, nbytes)]
-            reads = [Copy(STAGING, STAGING, *one)] if nbytes else []
-        link = self._link(question.session, peer)
-        read = LeaseRead()
-        with lease.guard:
-            lease.check()
-            if question.start != lease.fetched or lease.reads:
-                raise protocol.bad_handshake(
-                    f"a piece that starts at byte {question.start}, not {lease.fetched}"
-                )
-            lease.reads.append(read)
-        with node.metrics.phase("fetch"):
-            read.run(lambda: link.read(reads), lease.expires, lease.check)
-        with lease.guard:
-            lease.check()
-            lease.reads.remove(read)
-            piece = node.staging.view(landing, nbytes)
-            if part.parts:
-                lease.received[question.start, question.stop] = piece_checksum(piece)
-            node.deliver(piece, part)
-            lease.fetched = question.stop
-        return protocol.Ok(seconds=lease.left)
-
-    def _checked_piece(self, question: protocol.Gather | protocol.Fetch) -> int:
+    def _checked_piece(self, question: protocol.Gather) -> int:
         nbytes = question.stop - question.start
         if not 0 <= nbytes <= self.node.staging.piece:
             raise protocol.bad_handshake(
@@ -275,8 +218,7 @@ class Answers:
         part = lease.stream.copies(question.start, question.stop)
         with lease.guard:
             lease.check()
-            at_source = lease.direction == "pull"
-            sums = self.node.mover.checksums(part, question.piece, src=at_source)
+            sums = self.node.mover.checksums(part, question.piece, src=True)
         lease.check()
         return protocol.Checksums(sums=sums.astype("<u4").tobytes())
 
@@ -285,31 +227,22 @@ class Answers:
     ) -> protocol.Message:
         """The checksum of one piece as it travels: formats differ at its two ends."""
         span = question.start, question.stop
-        if lease.direction == "push":
-            if span not in lease.received:
-                raise protocol.bad_handshake(f"a checksum of bytes {span}, which are not one piece")
-            found = lease.received[span]
-        else:
-            part = StreamPiece.of(stream, *span, SOURCE)
-            piece = np.empty(span[1] - span[0], dtype=np.uint8)
-            with lease.guard:
-                lease.check()
-                self.node.fill(part, piece)
-            found = piece_checksum(piece)
+        part = StreamPiece.of(stream, *span, SOURCE)
+        piece = np.empty(span[1] - span[0], dtype=np.uint8)
+        with lease.guard:
+            lease.check()
+            self.node.fill(part, piece)
         lease.check()
-        return protocol.Checksums(sums=np.array([found], dtype="<u4").tobytes())
+        return protocol.Checksums(sums=np.array([piece_checksum(piece)], dtype="<u4").tobytes())
 
     def _close(self, question: protocol.Close, peer: Peer) -> protocol.Message:
         lease = self._lease(question)
         left = lease.left
         self.node.leases.drop(lease)
         if question.complete and lease.complete:
-            if lease.direction == "push":
-                self._arrived(lease)
-            else:
-                if self._alone_sends(lease):
-                    lease.check_all_moved(lease.gathered)
-                self._reads_no_more(lease.request, peer, None, read=True, only=lease.part_of)
+            if self._alone_sends(lease):
+                lease.check_all_gathered()
+            self._reads_no_more(lease.request, peer, None, read=True, only=lease.part_of)
         return protocol.Ok(seconds=left)
 
     def _alone_sends(self, lease: Lease) -> bool:
@@ -335,7 +268,7 @@ class Answers:
         posting: Posting | None,
         *,
         read: bool,
-        only: Held | None = None,
+        only: Offer | None = None,
     ) -> None:
         """End an offer if this peer was the last that reads from it.
 
@@ -362,68 +295,24 @@ class Answers:
             why = "let_go" if offer.let_go_by & {own, *readers} else "read"
         self.node.release(request, why, offer)
 
-    def _arrived(self, lease: Lease) -> None:
-        """Count a source whose every byte this node has itself put into the blocks."""
-        lease.check_all_moved(lease.fetched)
-        with self.node.lock:
-            expected = self.node.expected.get(lease.request)
-            if expected is None or expected.current.get(lease.peer_rank) != lease.key:
-                raise lease_expired()  # forgotten, or replaced by a newer push of this rank
-            expected.arrived.add(lease.peer_rank)
-            if not expected.complete:
-                return
-        # No lease may write to complete blocks.
-        self.node.leases.drop_part(expected)
-        expected.release_blocks()
-        expected.ready.set()
-
-    def _link(self, session: bytes, peer: Peer) -> Link:
-        """The way to the memory of a peer that pushes."""
-        with self._links_lock:
-            if session in self._links:
-                return self._links[session]
-        link = self.node.transport.connect(peer.metadata, peer.memory)
-        with self._links_lock:
-            kept = self._links.setdefault(session, link)
-        if kept is not link:
-            link.close()
-        return kept
-
-    def close(self) -> None:
-        """Close the links to peers that pushed."""
-        self._sessions_ended(set(self._links))
-
-    def _sessions_ended(self, sessions: set[bytes]) -> None:
-        """End the leases of sessions, and close the links to their peers."""
-        self.node.leases.drop_all(sessions)
-        with self._links_lock:
-            links = [self._links.pop(key) for key in sessions & set(self._links)]
-        for link in links:
-            link.close()
-
-    def _lease(self, question: Any, direction: protocol.Direction | None = None) -> Lease:
-        lease = self.node.leases.find(question.lease, question.session)
-        if direction not in (None, lease.direction):
-            raise protocol.bad_handshake(
-                f"{type(question).__name__}, which is invalid for a {lease.direction}"
-            )
-        return lease
-
-    def _longest(self, lease: Lease) -> float:
-        held = lease.part_of
-        return held.expires - time.monotonic() if isinstance(held, Offer) else _LONGEST_LEASE
+    def _lease(self, question: protocol.LeaseQuestion) -> Lease:
+        return self.node.leases.find(question.lease, question.session)
 
 
-def _is_complete(question: protocol.Open, held: Offer | Expected) -> bool:
-    """Whether the transfer is the last one: it covers everything, or its reader is done."""
-    if question.direction == "pull" and question.final:
+def _is_complete(question: protocol.Open, offer: Offer) -> bool:
+    """Whether the pull is the last one: it covers everything, or its reader is done."""
+    if question.final:
         return True
-    return question.layers is None and (question.start, question.stop) == (held.start, held.stop)
+    return question.layers is None and (question.start, question.stop) == (offer.start, offer.stop)
 
 
-def _not_held(question: protocol.Open) -> AtlasError:
+def _not_offered(question: protocol.Open) -> AtlasError:
     problem = "The request is not offered to this node"
-    if question.direction == "push":
-        problem = "The request is not expected from this node and plan, or has already arrived"
-    hint = "Call offer or expect first, with a longer time limit if it expired"
+    hint = "Call offer first, with a longer time limit if it expired"
     return AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(question.request), hint=hint)
+
+
+def _old_push(peer: Peer) -> AtlasError:
+    problem = f"Pushes need protocol version {protocol.PUSH_VERSION} at both ends"
+    got, hint = f"version {peer.version} at the source", "Upgrade kvatlas at the source"
+    return AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)

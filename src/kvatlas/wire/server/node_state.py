@@ -7,7 +7,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ from kvatlas.routing.block_tables import checked_rank
 from kvatlas.wire.arguments import check_node_name, checked_identity
 from kvatlas.wire.block_ledger import BlockLedger
 from kvatlas.wire.channels import Channels
-from kvatlas.wire.leases import Expected, Lease, Leases, Offer
+from kvatlas.wire.leases import Lease, Leases, Offer
 from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peers import (
@@ -64,7 +63,7 @@ _CHANNELS_SECONDS = 1.0
 class NodeState:
     """One rank's memory, and the offers and leases on it.
 
-    `lock` guards offers and expectations. `Leases` documents the lock order.
+    `lock` guards offers. `Leases` documents the lock order.
     """
 
     plan: Plan
@@ -94,7 +93,6 @@ class NodeState:
         self._channels_swept = time.monotonic()
         self.peer_plans = PeerPlans()
         self.offers: dict[str, Offer] = {}
-        self.expected: dict[str, Expected] = {}
         self.routes: OrderedDict[tuple[object, ...], Route] = OrderedDict()
         self._routes_lock = threading.Lock()
         self.quarantine = Quarantine()
@@ -256,14 +254,6 @@ class NodeState:
             scales.reverse()
         return route(src, dst, convert=mine.convert, src_scales=scales[0], dst_scales=scales[1])
 
-    def sources_of(self, source: Plan) -> frozenset[int]:
-        """The ranks of a plan that this node reads from."""
-        convert: dict[str, Any] = {}
-        if self.conversion is not None and fingerprint(source) != fingerprint(self.plan):
-            # Who reads from whom does not depend on scales, which the source will say.
-            convert = {"convert": self.conversion.convert, "src_scales": 1.0, "dst_scales": 1.0}
-        return frozenset(route(source, self.plan, **convert).sources(self.rank))
-
     def readers(self, peer: Peer) -> list[int]:
         """The ranks of a peer's plan that read from this node."""
         outgoing = self.route_to(peer)
@@ -330,9 +320,8 @@ class NodeState:
                 log.exception("released callback failed request=%r why=%s", request, why)
 
     def _lease_ended(self, lease: Lease) -> None:
-        """Return the lease's buffers once nothing can be written to them."""
-        then = partial(self.staging.give_back, lease.buffers)
-        self.quarantine.hold(lease.reads, then, sever=lease.sever)
+        """Return the lease's buffers. A peer that still reads them is not confirmed."""
+        self.staging.give_back(lease.buffers)
 
     def sweep(self) -> None:
         """End expired offers and leases, and connections that peers have ended."""
