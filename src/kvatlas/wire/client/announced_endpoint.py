@@ -32,7 +32,7 @@ connects, or at 0.0.0.0. [bad_handshake]
     caller = _address(host)
     for found in _addresses(name):
         if found.is_unspecified:
-            return f"tcp://[{host}]:{port}" if caller.version == 6 else f"tcp://{host}:{port}"
+            return f"tcp://[{host}]:{port}" if caller.version == 6 else f"tcp://{caller}:{port}"
         if found == caller or (on_this_host and found.is_loopback):
             return endpoint
     raise _elsewhere(endpoint, host)
