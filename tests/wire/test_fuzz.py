@@ -85,7 +85,9 @@ def test_any_plan_is_answered(attacked: Attacked, data: st.DataObject) -> None:
 
 @FUZZ
 @given(
-    tag=st.sampled_from(["open", "borrow", "renew", "gather", "get_checksums", "close", "announce"]),
+    tag=st.sampled_from(
+        ["open", "borrow", "renew", "gather", "get_checksums", "close", "announce"]
+    ),
     data=st.data(),
 )
 def test_any_question_is_answered(attacked: Attacked, tag: str, data: st.DataObject) -> None:

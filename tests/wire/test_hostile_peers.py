@@ -31,7 +31,12 @@ def test_sessions_that_were_never_opened_are_unknown(attacked: Attacked) -> None
         protocol.Borrow(session=key, lease=key, buffers=1, seconds=1.0),
         protocol.Gather(session=key, lease=key, start=0, stop=1, buffer=0),
         protocol.Announce(
-            session=key, request="r", offer="o", endpoint="tcp://127.0.0.1:1", start=0, stop=1,
+            session=key,
+            request="r",
+            offer="o",
+            endpoint="tcp://127.0.0.1:1",
+            start=0,
+            stop=1,
             seconds=1.0,
         ),
         protocol.GetChecksums(session=key, lease=key, start=0, stop=1, piece=4096),

@@ -381,7 +381,7 @@ class RankLease:
         deadline = self.deadline
         if self.others:
             deadline = min(deadline, time.monotonic() + self.patience)
-        tried_again = self.others or self.wanted.replaceable
+        tried_again = self.others
         try:
             _ = self.transfer.total  # found out while something is read, if it was not yet
             handle.wait(deadline, check)
