@@ -46,7 +46,7 @@ def test_a_request_that_is_ready_has_the_bytes_of_one_process_per_rank() -> None
     _hold(replaced_pushers, 3)
 
 
-def test_an_open_takes_no_arrival_away() -> None:
+def test_an_announcement_takes_no_arrival_away() -> None:
     _hold(opened_again, 2)
 
 

@@ -20,19 +20,17 @@ from hypothesis.stateful import (
 )
 
 from kvatlas.wire.block_ledger import BlockClaim, BlockLedger
-from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client import expected as expected_module
 from kvatlas.wire.client.expected import Announcement, Expected, ExpectedRequests
+from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.peers import Peer
 from tests.wire.model_driver import Driver, Nodes, pull_in_pieces
 from tests.wire.protocol_model import (
     BLOCKS,
     BLOCKS_OF,
     NEW,
-    OK,
     OLD,
     ONE,
-    PIECES,
     STRANGER,
     Event,
     Model,
@@ -53,9 +51,10 @@ GROUPS = (
     {"pull", "land"},
     {"expect", "use", "offer", "rewrite"},
     {"cancel", "sever", "withdraw"},
+    {"announce"},
     {"start", "stop", "continue"},
 )
-CALM_STEPS = 6
+CALM_STEPS = 4
 """Rules between two that end a push, so that many pushes end well."""
 
 
@@ -108,6 +107,13 @@ class Protocol(RuleBasedStateMachine):
         note(f"{event}: {outcome}")
         self.reached[f"{event.action}: {outcome}"] += 1
         self.reached["ready"] += self.state.ready and not before.ready
+        ended = [
+            one for one in before.parts if one.live and one._replace(live=False) in self.state.parts
+        ]
+        self.reached["replaced"] += event.action == "announce" and bool(ended)
+        late = [one for one in before.parts if one.posted and not one.live]
+        own = [self.model.world.pushers[one.pusher].name for one in late]
+        self.reached["late"] += event.action == "land" and event.who in own
         assert outcome == right, f"{event}: {outcome} instead of {right}"
 
     @rule(data=st.data(), times=st.sampled_from([1, 2, 6]))
@@ -164,10 +170,11 @@ def run(machine: type[Protocol], **about: Any) -> None:
 
 
 def test_nodes_do_what_the_model_does(machine: type[Protocol]) -> None:
-    run(machine, max_examples=2000 if DEEP else 40, derandomize=not DEEP)
+    run(machine, max_examples=2000 if DEEP else 60, derandomize=not DEEP)
     print(dict(machine.reached))
     taken = set(+machine.reached)
-    assert {"ready", "confirm: lease_expired", "confirm: ok"} <= taken, "the runs are too short"
+    assert {"ready", "replaced", "confirm: ok", "sever: ok"} <= taken, "the runs are too short"
+    assert {"late", "expire: ok", "kill: ok"} <= taken, "the runs are too short"
     assert {"pull: blocks_in_use", "offer: blocks_in_use"} <= taken, "the runs are too short"
 
 
