@@ -29,7 +29,7 @@ from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.transports.errors import peer_lost
 from tests.wire import protocol_model as model
 from tests.wire.faulty import Act
-from tests.wire.helpers import End, small, until
+from tests.wire.helpers import End, small, until, waited
 
 TOKENS = 32
 BLOCK = {0: 10, 1: 11, 2: 12}
@@ -37,6 +37,8 @@ BLOCK = {0: 10, 1: 11, 2: 12}
 SOURCE_BLOCKS = {"a": [0, 1], "b": [2, 3]}
 PUSHED_BLOCKS = [0, 1]
 _SECONDS = 600.0
+_MOMENT = 0.05
+"""Seconds in which a node without a rule does what it must not do."""
 
 
 class HeldRead(Handle):
@@ -226,10 +228,17 @@ class Driver:
         if self.forgetting is not None and not held:
             assert self.forgetting.result(20) == model.OK
             self.forgetting = None
-        for push in self._pushes():
-            late = any(one.rank == push.rank for one in held if not one.live)
-            if push.live and push.read is None and push.landed == 0 and not late:
+        waiting = [p for p in self._pushes() if p.live and p.read is None and p.landed == 0]
+        late = {push.rank for push in held if not push.live}
+        for push in waiting:
+            if push.rank not in late:
                 self._await_post(push)
+        if any(push.rank in late for push in waiting):
+            early = waited(lambda: self._unclaimed() is not None, _MOMENT)
+            assert not early, "the node reads while an older read may land"
+        if self.forgetting is not None:
+            early = waited(self.forgetting.done, _MOMENT)
+            assert not early, "the blocks are free while a read may land"
 
     def _pushes(self) -> list[Push]:
         return [push for process in self.nodes.pushers.values() for push in process.pushes]

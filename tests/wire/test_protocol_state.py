@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -221,7 +222,7 @@ def test_a_node_without_a_rule_is_caught(
     world, where, name, act = REMOVED[rule]
     monkeypatch.setattr(where, name, act)
     monkeypatch.setattr(machine, "worlds", (world,))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, Flaky)):  # it may depend on which thread is faster
         run(
             machine,
             max_examples=300,
