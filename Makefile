@@ -54,8 +54,9 @@ tour: $(READY)  ## What else there is: geometry, plans, a model on its cache
 	$(PY) -m examples.tour
 	$(PY) -m examples.generate
 
+# `make test-vllm` runs tests/vllm, with vLLM.
 test: $(READY)  ## Unit, property and documentation tests; Triton interprets
-	TRITON_INTERPRET=1 $(PY) -m pytest $(PARALLEL) $(TESTS)
+	TRITON_INTERPRET=1 $(PY) -m pytest $(PARALLEL) $(or $(TESTS),--ignore tests/vllm)
 
 # The packages from errors to routing, which need numpy and msgspec only: within a minute on two
 # idle cores. Hypothesis draws fewer examples than in `make test`.

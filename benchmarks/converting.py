@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.timing import median_ms, show
+from kvatlas.copying import copy_request
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import route
-from kvatlas.wire import copy_request
 
 TOKENS = 128
 LAYERS, HEADS, DIM = 36, 8, 128

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.timing import median_ms, show
+from kvatlas.copying.checksum import crc32
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.geometry import Placement
 from kvatlas.models import Layer, Model
 from kvatlas.planning import Plan, plan
 from kvatlas.specs import FullAttention
 from kvatlas.tier import Tier
-from kvatlas.wire.checksum import crc32
-from kvatlas.wire.run_bounds import Bytes
 
 LAYERS, HEADS, TOKENS, BLOCK = 32, 8, 1024, 16
 REPEAT = 5

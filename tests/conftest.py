@@ -11,7 +11,7 @@ except ModuleNotFoundError:  # a GPU machine where nothing can be installed: tes
     pass
 else:
     settings.register_profile("fast", max_examples=15, deadline=None)
-    settings.register_profile("quick", max_examples=100, deadline=None)
+    settings.register_profile("quick", max_examples=60, deadline=None)
     settings.register_profile(
         "deep", max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

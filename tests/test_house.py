@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvatlas"
 ROOMS = (
     "errors", "geometry", "specs", "models", "planning", "cache", "kernels", "pool", "routing",
-    "wire", "tier", "maps", "engines", "cli",
+    "copying", "wire", "tier", "maps", "engines", "cli",
 )  # fmt: skip
 """From the ground up: a room imports only rooms below it."""
 CORE = {"numpy", "msgspec", "kvatlas"}
@@ -69,21 +69,26 @@ INTERNAL: dict[str, str] = {
         geometry.strided_runs planning.plans planning.sized_layers specs.cell_formats
         specs.identity
     """,
+    "copying": """
+        geometry.address_arrays geometry.integers geometry.nested_steps kernels.cast_scales
+        kernels.cell_conversion kernels.triton.launch_runs routing.binding routing.block_tables
+        routing.converted_stream routing.run_grids specs.cell_formats
+    """,
     "wire": """
-        geometry.address_arrays geometry.integers geometry.nested_steps kernels.address_runs
-        kernels.cast_scales kernels.cell_conversion planning.plans routing.binding
-        routing.block_tables routing.conversion routing.converted_stream routing.request_shape
-        routing.run_grids routing.token_ranges specs.cell_formats
+        copying.cuda_driver copying.device_marks copying.device_queue copying.file_runs
+        copying.gather_scatter copying.memory copying.memory_copy copying.movers
+        copying.pool_bounds copying.read_coalescing copying.run_bounds copying.stream_copy
+        geometry.address_arrays geometry.integers planning.plans routing.block_tables
+        routing.conversion routing.request_shape routing.run_grids routing.token_ranges
     """,
     "tier": """
         geometry.address_arrays geometry.integers planning.plans planning.request
         planning.topology routing.binding routing.block_tables routing.conversion
         routing.converted_stream routing.token_ranges specs.cell_formats specs.identity
-        wire.block_staging wire.channels wire.checksum wire.connection wire.gpu_offload
-        wire.memory_copy wire.nested_copy wire.peers wire.protocol wire.refusals wire.rpc
-        wire.run_bounds wire.shared_pools wire.stream_copy wire.transports.bounds
-        wire.transports.cuda_driver wire.transports.errors wire.transports.file
-        wire.unix_sockets
+        copying.block_staging copying.checksum copying.cuda_driver copying.file_runs
+        copying.gpu_offload copying.memory_copy copying.nested_copy copying.pool_bounds
+        copying.run_bounds copying.stream_copy wire.channels wire.connection wire.peers
+        wire.protocol wire.refusals wire.rpc wire.shared_pools wire.unix_sockets
     """,
     "maps": """
         geometry.address_arrays geometry.byte_sizes planning.plans
@@ -92,13 +97,12 @@ INTERNAL: dict[str, str] = {
         geometry.integers planning.request routing.conversion specs.cell_formats
         tier.chained_keys tier.converting tier.hit tier.opening tier.prefix_finder
         tier.store_hit tier.tier_events wire.client.transfer_request
-        wire.memory_copy wire.transports.cuda_driver
-        wire.transports.device_marks
+        copying.cuda_driver copying.device_marks copying.memory_copy
     """,
     "cli": """
         geometry.byte_sizes geometry.integers planning.backends planning.fitting
         planning.plan_data planning.planner planning.plans planning.request
-        planning.sized_layers pool.simulation.prefill_cost tier.store_inspection wire.run_bounds
+        planning.sized_layers pool.simulation.prefill_cost tier.store_inspection copying.run_bounds
         wire.sample_server
     """,
 }

@@ -72,7 +72,7 @@ def _beside_pulls(decoding: Decoding, alone: float, endpoints: Any, given: Json)
         nbytes: int = sum(grid.nbytes for grid in grids)
 
         def pull() -> int:
-            link.read_grids(grids).wait(time.monotonic() + 30)
+            link.read(grids).wait(time.monotonic() + 30)
             return nbytes
 
         return _compared(decoding, alone, pull)

@@ -75,7 +75,7 @@ def _pulled(far: Source, pair: tuple[str, str], orders: tuple[str, str], copy: f
             link, grids = grids_of(node, session, 0)
             written = sum(grid.nbytes for grid in grids)
             moved = written + sum(_read_bytes(grid) for grid in grids)
-            rate = moved / seconds_of(lambda: link.read_grids(grids), link._queue.stream) / 1e9
+            rate = moved / seconds_of(lambda: link.read(grids), link._queue.stream) / 1e9
             for pool in cache.pools.values():
                 pool.fill_(0xA5)
             for name in names[:_FIRST]:

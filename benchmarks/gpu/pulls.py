@@ -94,7 +94,7 @@ def _rate(node: Node, session: Session) -> tuple[float, int]:
     """GB/s read and written, and in how many launches."""
     link, grids = grids_of(node, session, 0)
     nbytes = sum(grid.nbytes for grid in grids)
-    seconds = seconds_of(lambda: link.read_grids(grids), link._queue.stream)
+    seconds = seconds_of(lambda: link.read(grids), link._queue.stream)
     return 2 * nbytes / seconds / 1e9, len(grids)
 
 
@@ -104,7 +104,7 @@ def _checked(node: Node, cache: Cache, made: Plan, session: Session) -> str:
     torch.cuda.synchronize()
     for rank in range(made.ranks):
         link, grids = grids_of(node, session, rank)
-        link.read_grids(grids).wait(time.monotonic() + 10)
+        link.read(grids).wait(time.monotonic() + 10)
     right = is_right(cache, [filled(made, rank, 7) for rank in range(made.ranks)])
     return "" if right else " WRONG"
 
@@ -165,7 +165,7 @@ def _spin(seconds: float) -> float:
 
 def tune() -> None:
     """The kernel alone, on three pairs of orders, by its launch parameters."""
-    from kvatlas.kernels.address_runs import copy_address_runs, place_starts
+    from kvatlas.copying.address_runs import copy_address_runs, place_starts
 
     rows = []
     pairs = [("LBNHC", "LBNHC"), ("LBNHC", "BHLNC"), ("BLHNC", "LBNHC")]

@@ -26,8 +26,8 @@ from triton.runtime import driver, jit
 
 from benchmarks.gpu import tables
 from kvatlas.cache import LayerCache
+from kvatlas.copying.address_runs import convert_address_runs, copy_address_runs, place_starts
 from kvatlas.geometry import DType, Layout
-from kvatlas.kernels.address_runs import convert_address_runs, copy_address_runs, place_starts
 from kvatlas.kernels.cast_scales import place_scales
 from kvatlas.kernels.triton import (
     BlockConversion,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvatlas import cache as cache
     from kvatlas import cli as cli
+    from kvatlas import copying as copying
     from kvatlas import engines as engines
     from kvatlas import errors as errors
     from kvatlas import geometry as geometry
@@ -54,6 +55,7 @@ _NAMES_BY_PACKAGE: dict[str, tuple[str, ...]] = {
     "routing": ("Route", "route"),
     "cache": ("Cache", "allocate", "bind"),
     "kernels": (),
+    "copying": (),
     "pool": ("BlockPool",),
     "wire": ("Node", "Session"),
     "tier": ("Tier",),

@@ -20,7 +20,7 @@ class Code(StrEnum):
     problem: str
 
     def __new__(cls, value: str, problem: str) -> Code:
-        """Make a member whose value is the code and whose `problem` is the description."""
+        """Create a member whose value is the code and whose `problem` is the description."""
         code = str.__new__(cls, value)
         code._value_, code.problem = value, problem
         return code
@@ -187,11 +187,11 @@ class AtlasError(ValueError):
 
 
 def _cut(text: str) -> str:
-    """Cut a text to `LONGEST_TEXT` characters and append its original length."""
+    """Return a text of at most `LONGEST_TEXT` characters; a cut text ends with its full length."""
     if len(text) <= LONGEST_TEXT:
         return text
-    told = f"... ({len(text):,} characters)"
-    return text[: LONGEST_TEXT - len(told)] + told
+    ending = f"... ({len(text):,} characters)"
+    return text[: LONGEST_TEXT - len(ending)] + ending
 
 
 def _rebuild(code: Code, problem: str, got: object, hint: str) -> AtlasError:

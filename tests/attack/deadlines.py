@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
+from kvatlas.copying import copy_request
 from kvatlas.routing import route
-from kvatlas.wire import Session, Transfer, copy_request
+from kvatlas.wire import Session, Transfer
 from tests.attack.claims import SLACK, Attack, Outcome, Scene, code_of, repeated
 
 _STUCK = 66

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.wire import Memory, Transport, make_transport
-from kvatlas.wire.run_bounds import Bytes
 from tests.attack.plans import Wire
 from tests.wire.forking import forked
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from kvatlas.copying import copy_request
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import route, scattered
 from kvatlas.specs import FullAttention, Spec
-from kvatlas.wire import copy_request
-from kvatlas.wire.run_bounds import Bytes
 from tests.planning.models import model_of
 from tests.wire.child import contents
 

@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 
 from kvatlas import AtlasError
+from kvatlas.copying import copy_request
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.planning import Plan
 from kvatlas.routing import route
 from kvatlas.tier import Tier
-from kvatlas.wire import Session, copy_request, make_transport
-from kvatlas.wire.run_bounds import Bytes
+from kvatlas.wire import Session, make_transport
 from kvatlas.wire.transports.shm_segments import create_segment
 from tests.attack.left_open import Open, open_things, opened_since
 from tests.attack.plans import NODE, Wire, made

@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 from kvatlas import AtlasError
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.wire import Session
 from kvatlas.wire.client.expected import Expected
-from kvatlas.wire.run_bounds import Bytes
 from tests.attack.claims import SLACK, Attack, Destination
 from tests.attack.plans import after, source_ranks_plan
 from tests.wire.child import Child, Json, contents

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
+from kvatlas.copying.memory import STAGING
 from kvatlas.routing import Copy
 from kvatlas.wire import Handle, Link, Session
-from kvatlas.wire.transports.base import STAGING
 from tests.attack.claims import SLACK, Attack, Outcome, Scene, code_of, repeated
 from tests.wire.helpers import waited
 

@@ -89,7 +89,7 @@ def test_alignment_holds_for_starts_slots_and_blocks() -> None:
 
 
 def test_the_first_hole_is_named() -> None:
-    with pytest.raises(AtlasError, match="16 of 48 bytes unnamed, the first at byte 16"):
+    with pytest.raises(AtlasError, match="16 undeclared bytes of 48, the first at byte 16"):
         validate({"rows": Placement.packed([("B", 2)], item=16, strides={"B": 32})}, size=48)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Node, make_transport
-from kvatlas.wire.run_bounds import Bytes
 from tests.identities import OURS
 
 GUARD, GUARDED = 4096, 0xA5

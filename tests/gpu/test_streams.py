@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from kvatlas.copying.cuda_driver import load_driver
+from kvatlas.copying.torch_queue import TorchQueue
 from kvatlas.wire import Node, make_transport
-from kvatlas.wire.transports.cuda_driver import load_driver
-from kvatlas.wire.transports.torch_queue import TorchQueue
 from tests.gpu.test_wires import small
 from tests.identities import OURS
 

@@ -184,6 +184,6 @@ def test_no_plan_is_quoted_that_vllm_refuses() -> None:
         plan("Zamba2-7B", memory="60GiB", tp=8, policy="vllm")
     assert refusal.value.code is Code.BAD_TOPOLOGY
     told = plan("Zamba2-7B", memory="60GiB", tp=8).explain()
-    assert "vLLM does not support this topology: 2 groups over tp 8" in told
+    assert "vLLM does not support this topology: 2 groups and tp 8" in told
     assert "vLLM's block size is" not in told
     assert "vLLM's block size is" in plan("Zamba2-7B", memory="60GiB", tp=2).explain()

@@ -122,9 +122,7 @@ def test_plans_of_other_versions_are_read_or_named_as_such() -> None:
             with pytest.raises(AtlasError) as refusal:
                 Plan.from_json(json.dumps({**fields, "version": version, "more": 1, "regions": 1}))
             assert refusal.value.code is Code.UNLIKE_VERSIONS
-            assert f"version {version} where versions up to 1 are supported" in str(
-                refusal.value.got
-            )
+            assert str(refusal.value.got).startswith(f"version {version};")
         for none in (0, -1, 1.5, "1", None):
             with pytest.raises(AtlasError) as refusal:
                 Plan.from_json(json.dumps({**fields, "version": none}))

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.copying import copy_request
 from kvatlas.planning import Plan
-from kvatlas.routing import Route, RunGrid, route
+from kvatlas.routing import Copy, Route, route
 from kvatlas.routing.conversion import row_error, spell_conversion, unlike_formats
 from kvatlas.specs import CellFormat, Recurrent, Spec, content_formats
 from kvatlas.specs.cell_formats import ElementCast, needs_scales
-from kvatlas.wire import copy_request
 from tests.routing import conversion_oracle as formats
 from tests.routing import oracle
 from tests.routing.oracle import Memory, Move
@@ -170,7 +170,7 @@ def cast_in_runs(
     return True
 
 
-def _cast_grid(grid: RunGrid, src: Mapping[int, Any], dst: Mapping[int, Any]) -> None:
+def _cast_grid(grid: Copy, src: Mapping[int, Any], dst: Mapping[int, Any]) -> None:
     count = np.tile(grid.length, len(grid.starts.src))
     nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     at, to = (

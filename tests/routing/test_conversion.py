@@ -399,7 +399,7 @@ def test_a_rotation_that_only_an_engine_knows_is_not_converted() -> None:
     kv = np.zeros((8, 16, 2, spec.page(16).content), np.uint8)
     engine = foreign(model, {model.layers[0].name: Placement.from_tensor(kv, axes="BNHC")})
     plain = planned(attention("bf16"))
-    refused(Code.CANNOT_CONVERT, engine, plain, "not available here", convert=f"{name}->bf16")
+    refused(Code.CANNOT_CONVERT, engine, plain, "only the engine has", convert=f"{name}->bf16")
 
 
 def test_the_smaller_format_travels() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvatlas import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, Route, RunGrid, route
+from kvatlas.routing import Copy, Route, route
 from kvatlas.specs import (
     FullAttention,
     GatedDeltaNet,
@@ -167,7 +167,7 @@ def test_sums_that_nobody_has_written_out_bring_the_same(move: Move) -> None:
         after.assert_equal(right, f"rank {rank} in sums")
 
 
-def written_out(grid: RunGrid) -> Copy:
+def written_out(grid: Copy) -> Copy:
     starts = grid.starts
     src, dst = (
         (at[:, None] + spans).reshape(-1)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvatlas import AtlasError, Code
+from kvatlas.copying import file_runs
 from kvatlas.tier import Tier
-from kvatlas.wire.transports import file as file_transport
 from tests.planning.models import SMALL
 from tests.tier.world import tier_plan
 
@@ -54,9 +54,9 @@ class Faulty:
         self.count, self.at, self.number = 0, at, number
         vectored = call.startswith("vectored ")
         name = call.removeprefix("vectored ")
-        self.real = getattr(file_transport._system if vectored else os, name)
+        self.real = getattr(file_runs._system if vectored else os, name)
         patch.setattr(
-            file_transport._system if vectored else os,
+            file_runs._system if vectored else os,
             name,
             self.vectored if vectored else self.plain,
         )

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from kvatlas.copying.file_runs import _system
 from kvatlas.planning import Plan
 from kvatlas.specs import FullAttention
 from kvatlas.tier import Tier, file_map, file_pieces
 from kvatlas.tier import file_writing as writing
-from kvatlas.wire.transports.file import _system
 from tests.planning.models import DELTA, model_of
 from tests.tier.world import BlockTier, small, tier_plan
 

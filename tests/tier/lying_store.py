@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from kvatlas import AtlasError, Code
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.tier import HostStore, ObjectStore, StoreTier
 from kvatlas.tier.hit import check_all_there
 from kvatlas.tier.stores import Parts, StoreRoom
-from kvatlas.wire.run_bounds import Bytes
 from tests.tier.world import GUARD, World, pools
 
 MISSES = {

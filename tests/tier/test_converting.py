@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
+from kvatlas.copying import copy_request
 from kvatlas.models import CacheIdentity, Model
 from kvatlas.planning import Plan
 from kvatlas.routing import route, scattered
@@ -28,7 +29,6 @@ from kvatlas.tier import (
 )
 from kvatlas.tier.converting import TierRoutes
 from kvatlas.tier.store_calls import Deadline
-from kvatlas.wire import copy_request
 from tests.profiles import DEEP
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import GUARD, Pools, World, pools, small, tier_plan

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvatlas.routing import RunGrid
+from kvatlas.copying.file_runs import copy_file_runs
+from kvatlas.routing import Copy
 from kvatlas.routing.binding import Starts
 from kvatlas.tier import Tier, file_map, file_reading
 from kvatlas.tier import file as file_
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_pieces import Rooms
 from kvatlas.tier.file_reading import RunReader
-from kvatlas.wire.transports.file import copy_file_runs
 from tests.tier.faults import DENSE, TOKENS, kept
 from tests.tier.world import World, small
 
@@ -147,8 +147,8 @@ def test_cores_read_all_runs_of_a_grid_and_none_twice(
     monkeypatch.setattr(file_, "_SUMMING", 4)
     first = Starts.of(7 * np.arange(starts), 5 * np.arange(starts))
     at = 1000 * np.arange(spans)
-    grid = RunGrid(0, 0, first, at, at[::-1].copy(), 1 + np.arange(spans) % 5)
-    parts = list(file_._grid_parts(grid))
+    grid = Copy(0, 0, at, at[::-1].copy(), 1 + np.arange(spans) % 5, starts=first)
+    parts = list(file_._parts(grid))
     assert len(parts) == min(4, max(starts, spans))
     assert not list(file_._cuts(0, 0))
     shares = [len(range(100)[some]) for some in file_._cuts(starts, 1 << 30)]

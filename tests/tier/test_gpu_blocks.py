@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvatlas.copying import Memory, memory_copy
+from kvatlas.copying.block_staging import BlockStaging, split_blocks
+from kvatlas.copying.gpu_offload import HostPins
+from kvatlas.copying.memory_copy import as_bytes
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.planning import Plan
 from kvatlas.routing import route, scattered
 from kvatlas.tier import Tier, storage
-from kvatlas.wire import Memory, memory_copy
-from kvatlas.wire.block_staging import BlockStaging, split_blocks
-from kvatlas.wire.gpu_offload import HostPins
-from kvatlas.wire.memory_copy import as_bytes
-from kvatlas.wire.run_bounds import Bytes
 from tests.routing import oracle
 from tests.wire.helpers import small
 from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine, FakePosted, FakeQueue

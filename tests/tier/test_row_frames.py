@@ -110,6 +110,6 @@ def test_starts_in_no_order_are_refused() -> None:
     for dst in ([4, 0], [4, 4]):
         starts = Starts.of(np.array([0, 4]), np.array(dst))
         for end in ("src", "dst"):
-            with pytest.raises(AtlasError, match="do not ascend") as refusal:
+            with pytest.raises(AtlasError, match="must be ascending") as refusal:
                 frame.starts_at(starts, end, 0, 4)
             assert refusal.value.code is Code.CONTRADICTORY

@@ -203,7 +203,7 @@ def test_a_name_that_is_longer_than_memory_is_no_archive(tmp_path: Path, nbytes:
 
 def test_figures_of_a_master_that_are_no_numbers_are_left_out() -> None:
     store: Any = MooncakeStore.__new__(MooncakeStore)
-    store._page = lambda _: (
+    store._http_get = lambda _: (
         "master_key_count 1.2.3\nmaster_allocated_bytes 1e999\nmaster_total_capacity_bytes 6e+01\n"
     )
     assert store.capacity() == (0, 60, 0)

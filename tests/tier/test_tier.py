@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
+from kvatlas.copying.gather_scatter import gather, scatter, stream_bytes
+from kvatlas.copying.memory import Memory
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, scattered
 from kvatlas.tier import StoreResult, Tier
-from kvatlas.wire.staging import gather, scatter, stream_bytes
-from kvatlas.wire.transports.base import Memory
 from tests.planning.models import SMALL
 from tests.tier.world import World, digest, pools, small, tier_plan
 

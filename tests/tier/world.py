@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.copying.gather_scatter import gather, scatter
 from kvatlas.models import Model
 from kvatlas.planning import Group, Plan, plan
 from kvatlas.routing import route, scattered
 from kvatlas.tier import StoreTier, Tier, TierClient
-from kvatlas.wire.staging import gather, scatter
 
 Pools = dict[int, NDArray[np.uint8]]
 

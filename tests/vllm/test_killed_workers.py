@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
+from kvatlas.copying import copy_request
 from kvatlas.engines.vllm.ended_requests import Ended
 from kvatlas.engines.vllm.orders import OfferOrder, PullOrder
 from kvatlas.routing import route
-from kvatlas.wire import copy_request
 from tests.vllm.test_worker_side import (
     DST,
     SRC,

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError
+from kvatlas.copying import Memory, copy_request, memory_copy
+from kvatlas.copying.gpu_offload import HostPins
 from kvatlas.engines.vllm import describe_stage, prefix_tier, tier_worker
 from kvatlas.engines.vllm.describe import described_model, join_stages
 from kvatlas.engines.vllm.ended_requests import Ended, EndedRequests
@@ -22,8 +24,6 @@ from kvatlas.engines.vllm.weights_identity import cache_identity
 from kvatlas.models import weights_identity
 from kvatlas.routing import route
 from kvatlas.tier import storage
-from kvatlas.wire import Memory, copy_request, memory_copy
-from kvatlas.wire.gpu_offload import HostPins
 from tests.vllm.shapes import (
     Blocks,
     Config,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
+from kvatlas.copying import copy_request
 from kvatlas.engines.vllm import (
     ConnectorSettings,
     describe_stage,
@@ -28,7 +29,7 @@ from kvatlas.engines.vllm.tier_worker import TierWorker
 from kvatlas.routing import route
 from kvatlas.tier import FolderStore
 from kvatlas.tier.opening import is_store, rows_of
-from kvatlas.wire import Memory, copy_request
+from kvatlas.wire import Memory
 from tests.vllm.shapes import Blocks, Config, FullAttentionSpec, Group, vllm_config
 from tests.vllm.test_prefix_tier import LAYERS, MEMORY, TOKENS, asking
 

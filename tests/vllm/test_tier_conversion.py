@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError
+from kvatlas.copying import copy_request
 from kvatlas.engines.vllm import ConnectorSettings, describe_stage, prefix_tier
 from kvatlas.engines.vllm.describe import described_model, join_stages
 from kvatlas.engines.vllm.ended_requests import EndedRequests
@@ -32,7 +33,7 @@ from kvatlas.errors import Code
 from kvatlas.routing import route
 from kvatlas.specs import FullAttention
 from kvatlas.tier import Converting, Tier
-from kvatlas.wire import Memory, copy_request
+from kvatlas.wire import Memory
 from tests.tier.test_topologies import MODELS
 from tests.tier.world import small, tier_plan
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, vllm_config

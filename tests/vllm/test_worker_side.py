@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvatlas.copying import copy_request
 from kvatlas.engines.vllm import (
     ConnectorSettings,
     describe_engine,
@@ -27,7 +28,7 @@ from kvatlas.engines.vllm.worker_side import WorkerSide
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import route
-from kvatlas.wire import Memory, copy_request
+from kvatlas.wire import Memory
 from tests.identities import OURS
 from tests.vllm.shapes import Config, FullAttentionSpec, Group, SlidingWindowSpec, vllm_config
 

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from kvatlas import AtlasError
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Handle, Node, Session, make_transport, memory_of
 from kvatlas.wire.client import direct
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.sample_server import random_bytes
 from tests.identities import OURS
 from tests.wire.forking import forked, until_stopped

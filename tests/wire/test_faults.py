@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError
+from kvatlas.copying.memory import STAGING
 from kvatlas.errors import Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Handle, Session, protocol
-from kvatlas.wire.transports.base import STAGING
 from tests.wire.faulty import Act, Gate, Stuck, failure, pair, pull, pull_block, spoiled, works
 from tests.wire.helpers import assert_arrived, ends, pull_all, until
 

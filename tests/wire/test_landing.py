@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.copying.read_coalescing import expected_reads, landing_batches
+from kvatlas.routing import Copy
 from kvatlas.routing.binding import Starts
 from kvatlas.wire import Handle
 from kvatlas.wire.client.transfer import Transfer
-from kvatlas.wire.landing import expected_reads, landing_batches
 from tests.wire.helpers import End, ends, pull_all, small
 
 SRC = np.random.default_rng(1).integers(1, 256, 1 << 15, np.uint8)
 
 
 @st.composite
-def grids(draw: st.DrawFn) -> list[RunGrid]:
+def grids(draw: st.DrawFn) -> list[Copy]:
     """Runs that share no byte at the destination, and may do so at the source."""
     made, at = [], 0
     for _ in range(draw(st.integers(1, 3))):
@@ -45,11 +45,11 @@ def grids(draw: st.DrawFn) -> list[RunGrid]:
         order = np.array(draw(st.permutations(range(spans))))
         places = at + order * size
         at += spans * size
-        made.append(RunGrid(0, 0, Starts.of(src, dst), starts, places, lengths))
+        made.append(Copy(0, 0, starts, places, lengths, starts=Starts.of(src, dst)))
     return made
 
 
-def carried_out(several: list[RunGrid], room: int) -> tuple[NDArray[np.uint8], int]:
+def carried_out(several: list[Copy], room: int) -> tuple[NDArray[np.uint8], int]:
     """What batches bring to the destination, and how many bytes they say that is."""
     target, moved = np.zeros(1 << 16, np.uint8), 0
     for batch in landing_batches(several, room):
@@ -63,7 +63,7 @@ def carried_out(several: list[RunGrid], room: int) -> tuple[NDArray[np.uint8], i
     return target, moved
 
 
-def copied(several: list[RunGrid]) -> NDArray[np.uint8]:
+def copied(several: list[Copy]) -> NDArray[np.uint8]:
     target = np.zeros(1 << 16, np.uint8)
     for grid in several:
         for src, dst in zip(grid.starts.src, grid.starts.dst, strict=True):
@@ -73,7 +73,7 @@ def copied(several: list[RunGrid]) -> NDArray[np.uint8]:
 
 
 @given(grids(), st.sampled_from([100, 1000, 1 << 16]))
-def test_all_runs_arrive_and_nothing_else_is_touched(several: list[RunGrid], room: int) -> None:
+def test_all_runs_arrive_and_nothing_else_is_touched(several: list[Copy], room: int) -> None:
     target, moved = carried_out(several, room)
     assert moved == sum(grid.nbytes for grid in several)
     assert np.array_equal(target, copied(several))
@@ -84,7 +84,7 @@ def test_many_runs_in_no_order_arrive_too() -> None:
     rng = np.random.default_rng(3)
     starts = Starts.of(rng.permutation(1000) * 8, np.arange(1000) * 8)
     spans = np.arange(4) * 8000
-    grid = RunGrid(0, 0, starts, spans, spans[::-1].copy(), np.array([8, 8, 5, 8]))
+    grid = Copy(0, 0, spans, spans[::-1].copy(), np.array([8, 8, 5, 8]), starts=starts)
     target, moved = carried_out([grid], 1 << 14)
     assert moved == grid.nbytes
     assert np.array_equal(target, copied([grid]))
@@ -99,8 +99,8 @@ def test_rows_that_are_short_at_the_destination_alone_are_read_as_whole_pages() 
     long = Starts.of(heads.reshape(-1) * 2048 + 1024, heads.reshape(-1) * 4096 + 2048)
     at = np.array([0])
     several = [
-        RunGrid(0, 0, short, at, at, np.array([16])),
-        RunGrid(0, 0, long, at, at, np.array([1024])),
+        Copy(0, 0, at, at, np.array([16]), starts=short),
+        Copy(0, 0, at, at, np.array([1024]), starts=long),
     ]
     (batch,) = landing_batches(several, 1 << 16)
     assert batch.length.tolist() == [8 * 2048]
@@ -112,7 +112,7 @@ def test_halves_of_rows_are_read_with_the_other_halves() -> None:
     """The way back: two spans that are interleaved at the source are one range."""
     rows = np.arange(64)
     starts, spans = Starts.of(rows * 32, rows * 16), np.array([0, 16])
-    grid = RunGrid(0, 0, starts, spans, np.array([4096, 0]), np.array([16, 16]))
+    grid = Copy(0, 0, spans, np.array([4096, 0]), np.array([16, 16]), starts=starts)
     (batch,) = landing_batches([grid], 1 << 16)
     assert batch.length.tolist() == [2048]
 
@@ -120,7 +120,7 @@ def test_halves_of_rows_are_read_with_the_other_halves() -> None:
 def test_bytes_that_are_read_and_not_needed_are_counted() -> None:
     """Every other head of a page is the other rank's: staged at the source it is half as much."""
     starts, at = Starts.of(np.arange(64) * 512, np.arange(64) * 256), np.array([0])
-    grid = RunGrid(0, 0, starts, at, at, np.array([256]))
+    grid = Copy(0, 0, at, at, np.array([256]), starts=starts)
     assert expected_reads([grid], 1 << 20) == (1, 63 * 512 + 256)
 
 
@@ -128,7 +128,7 @@ def test_more_blocks_than_their_distances_have_numbers_for() -> None:
     count, pool = 1 << 15, 1 << 37
     spans = np.arange(count) * (pool // count)
     at = np.zeros(1, np.int64)
-    grid = RunGrid(0, 0, Starts.of(at, at), spans, np.arange(count)[::-1], np.ones_like(spans))
+    grid = Copy(0, 0, spans, np.arange(count)[::-1], np.ones_like(spans), starts=Starts.of(at, at))
     reads = [batch.read(0) for batch in landing_batches([grid], 1 << 20)]
     assert sorted(np.concatenate([one.src for one in reads]).tolist()) == spans.tolist()
     assert all((one.length == 1).all() for one in reads)

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
+from kvatlas.copying import copy_request
+from kvatlas.copying.memory_copy import copy_runs
+from kvatlas.copying.nested_copy import copy_nested, copy_pools
 from kvatlas.geometry import NestedSteps
 from kvatlas.geometry.nested_steps import Steps
-from kvatlas.routing import Copy, RunGrid, route
+from kvatlas.routing import Copy, route
 from kvatlas.routing.binding import Starts
-from kvatlas.wire import copy_request
-from kvatlas.wire.memory_copy import copy_pools, copy_runs
-from kvatlas.wire.nested_copy import copy_grids, copy_nested
 from tests.cases import each
 from tests.wire.helpers import small
 
 
-def grid(random: np.random.Generator, length: int, *, regular: bool) -> RunGrid:
+def grid(random: np.random.Generator, length: int, *, regular: bool) -> Copy:
     """Runs of a length, or of two, that do not touch each other's places."""
     heads, tokens, spans = (int(random.integers(1, 5)) for _ in range(3))
     step = length + int(random.integers(0, 3))
@@ -31,7 +31,7 @@ def grid(random: np.random.Generator, length: int, *, regular: bool) -> RunGrid:
     lengths = np.full(spans, length)
     lengths[: int(random.integers(0, spans + 1))] = max(1, length // 2)
     rows = random.permutation(spans) * 40_000
-    return RunGrid(0, 0, Starts.of(src, dst), rows, random.permutation(rows), lengths)
+    return Copy(0, 0, rows, random.permutation(rows), lengths, starts=Starts.of(src, dst))
 
 
 @pytest.mark.parametrize("length", [1, 3, 512, 1024, 1536, 2000])
@@ -42,7 +42,7 @@ def test_every_run_arrives(length: int, *, regular: bool) -> None:
         one = grid(random, length, regular=regular)
         src = random.integers(0, 256, 200_000, dtype=np.uint8)
         there, expected = np.zeros(200_000, np.uint8), np.zeros(200_000, np.uint8)
-        copy_grids([one], {0: src}, {0: there})
+        copy_pools([one], {0: src}, {0: there})
         spans = zip(one.src.tolist(), one.dst.tolist(), one.length.tolist(), strict=True)
         for a, b, n in spans:
             for x, y in zip(one.starts.src.tolist(), one.starts.dst.tolist(), strict=True):
@@ -55,7 +55,7 @@ def test_many_runs_in_no_order_are_looked_up_one_by_one() -> None:
     src, dst = random.permutation(1000) * 8, np.arange(1000) * 8
     data, there = random.integers(0, 256, 8000, dtype=np.uint8), np.zeros(8000, np.uint8)
     one = np.zeros(1, np.int64)
-    copy_grids([RunGrid(0, 0, Starts.of(src, dst), one, one, one + 8)], {0: data}, {0: there})
+    copy_pools([Copy(0, 0, one, one, one + 8, starts=Starts.of(src, dst))], {0: data}, {0: there})
     assert np.array_equal(there.reshape(-1, 8), data.reshape(-1, 8)[src // 8])
 
 
@@ -64,7 +64,7 @@ def test_runs_that_leave_a_pool_are_refused() -> None:
     for at in (0, -1, 2**63 - 8):
         spans = np.array([at]), np.array([0]), np.array([8])
         with pytest.raises(AtlasError) as refusal:
-            copy_grids([RunGrid(0, 0, starts, *spans)], pools, {0: np.zeros(64, np.uint8)})
+            copy_pools([Copy(0, 0, *spans, starts=starts)], pools, {0: np.zeros(64, np.uint8)})
         assert refusal.value.code == Code.OUT_OF_BOUNDS
 
 

@@ -10,12 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from kvatlas import AtlasError
+from kvatlas.copying.memory_copy import rank_pools
+from kvatlas.copying.movers import pools_device
 from kvatlas.errors import Code
 from kvatlas.planning import plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Memory, Node, Session, make_transport, protocol
-from kvatlas.wire.memory_copy import rank_pools
-from kvatlas.wire.pool_mover import pools_device
 from kvatlas.wire.protocol import RegisteredMemory
 from tests.identities import OURS
 from tests.planning.models import SMALL

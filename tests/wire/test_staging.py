@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas import AtlasError
+from kvatlas.copying.gather_scatter import checksums, gather, scatter, stream_bytes
+from kvatlas.copying.memory_copy import as_bytes
+from kvatlas.copying.nested_copy import copy_pools
+from kvatlas.copying.pool_bounds import check_bounds
 from kvatlas.errors import Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory
-from kvatlas.wire.memory_copy import as_bytes, copy_pools
-from kvatlas.wire.staging import checksums, gather, scatter, stream_bytes
-from kvatlas.wire.transports.bounds import check_bounds
 
 POOL = 4096
 

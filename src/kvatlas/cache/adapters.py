@@ -1,8 +1,8 @@
 """Zero-copy views in the shapes that attention backends expect.
 
-Each function returns tensors in the shape of a backend that share the pool's storage. K and
-V can be stacked on one axis, whose stride is the distance between them. If a layout does not
-allow a shape without a copy, the function raises an error that names a suitable layout.
+Each function returns tensors that share the pool's storage and have the shape that one backend
+expects. K and V can be stacked on one axis, whose stride is the distance between them. If a
+layout does not allow the shape without a copy, the function raises an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class KV(NamedTuple):
 
 
 class Strided(NamedTuple):
-    """Arguments of a stride-driven kernel: a pointer, and sizes and byte strides by axis."""
+    """Arguments of a kernel that takes strides: memory, and sizes and byte strides by axis."""
 
     base: torch.Tensor
     """The bytes of the pool, starting at the first element of the field."""
@@ -92,7 +92,7 @@ def sdpa(layer: LayerCache, first: int, blocks: int) -> KV:
 
 
 def triton(layer: LayerCache, name: str) -> Strided:
-    """Return the bytes of the pool from a field's first element on, with sizes and strides."""
+    """Return the sizes and strides of a field, and the pool's bytes from its first element."""
     placed = layer.place(name)
     return Strided(
         layer.buffer[placed.offset :],
@@ -110,14 +110,15 @@ def cpu_attention(layer: LayerCache) -> KV:
     """Return K as [B, H, D, N] and V as [B, H, N, D], for vLLM's CPU attention."""
     k = _view(layer, "k", ("B", "H", "C", "N"))
     if k.stride(-1) != 1 and k.shape[-1] > 1:
-        problem = "CPU attention requires contiguous states for each element of K"
-        got = f"states {k.stride(-1)} elements apart in {layer.name}"
-        raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=got, hint="Use packing transposed")
+        problem = "vLLM's CPU attention requires K as [D, N] with a stride of 1 along N"
+        got = f"a stride of {k.stride(-1)} elements in {layer.name}"
+        hint = "Pass backend='CPU_ATTN' to plan(), or packing='transposed' to the spec"
+        raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=got, hint=hint)
     return KV(k, _view(layer, "v", _AXES["HND"]))
 
 
 def latent(layer: LayerCache) -> torch.Tensor:
-    """Return latent and rotary part as one row, [B, N, latent + rope], for MLA kernels."""
+    """Return latent rows with their rotary part, [B, N, latent + rope], for MLA kernels."""
     row = append(layer.place("latent"), layer.place("rope"), axis="C")
     return view(layer.buffer, row, _dtype(layer, "latent"))
 
@@ -145,25 +146,29 @@ def _view(layer: LayerCache, name: str, axes: tuple[str, ...]) -> torch.Tensor:
 def _place(layer: LayerCache, name: str, axes: tuple[str, ...]) -> Placement:
     placed = layer.place(name)
     if set(axes) != set(placed.axes):
-        problem = f"The backend expects {name} with axes {axes}"
-        hint = "Use the adapter for the packing of the layer"
-        raise AtlasError(Code.BAD_AXES, problem, got=placed.axes, hint=hint)
+        problem = f"This adapter needs field {name} with the axes {', '.join(axes)}"
+        got = f"axes {', '.join(placed.axes)} in {layer.name}"
+        hint = "Use the adapter for the packing of this layer"
+        raise AtlasError(Code.BAD_AXES, problem, got=got, hint=hint)
     return placed.reorder(*axes)
 
 
 def _together(layer: LayerCache, first: str, second: str, axes: tuple[str, ...]) -> torch.Tensor:
-    """Return two fields stacked on an axis after B; their distance must be constant."""
+    """Return two fields stacked on a new axis of size 2 after B.
+
+    The fields must have the same strides.
+    """
     a, b = (_place(layer, name, axes) for name in (first, second))
     return view(layer.buffer, stack(a, b, axis="kv", behind="B"), _dtype(layer, first))
 
 
 def _flat_states(layer: LayerCache, name: str, placed: Placement) -> torch.Tensor:
-    """Return a field of some blocks as [B * N, H, D]."""
+    """Return the field `name`, placed as `placed`, as [B * N, H, D]."""
     try:
         folded = placed.fold("B", "N")
     except AtlasError as refusal:
-        problem = "The states of consecutive blocks are not contiguous, so they cannot be one axis"
-        hint = "Use layout LBNHC, or an adapter with a block axis"
+        problem = "B and N cannot form one axis: states of consecutive blocks are not contiguous"
+        hint = "Plan with layout='LBNHC', or use an adapter with a block axis"
         got = f"{placed} of {layer.name}"
         raise AtlasError(Code.NOT_FOLDABLE, problem, got=got, hint=hint) from refusal
     return view(layer.buffer, folded.reorder("B*N", "H", "C"), _dtype(layer, name))

@@ -1,8 +1,7 @@
 """`Cache`: the tensors of one rank of a plan, with one buffer for each pool.
 
-`allocate` makes new buffers and `bind` uses existing ones. Both then only create views:
-`cache[layer]` has the standard [B, H, N, C] tensor of bytes and a typed tensor for each
-field, all in the same allocation.
+`allocate` creates new buffers, and `bind` uses existing ones. Both return views of these buffers:
+`cache[layer]` has a [B, H, N, C] tensor of bytes and a typed tensor for each field.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvatlas.planning.plans import checked_plan
 from kvatlas.specs import Spec
 
 ALIGNMENT = 2 << 20
-"""Alignment of pools in bytes; large pages and transports benefit from it."""
+"""Alignment of pools in bytes, which suits huge pages and transports."""
 
 _S = TypeVar("_S", bound=Spec)
 
@@ -47,7 +46,7 @@ class LayerCache:
     """The bytes of the pool."""
 
     def spec_as(self, kind: type[_S]) -> _S:
-        """Return the layer's spec; raise an error if it is not a `kind`."""
+        """Return the layer's spec, which must be an instance of `kind`."""
         if not isinstance(self.spec, kind):
             problem = f"The spec of {self.name} must be a {kind.__name__}"
             got, hint = type(self.spec).__name__, "Call the kernel for this kind of layer"
@@ -56,7 +55,7 @@ class LayerCache:
 
     @cached_property
     def tensor(self) -> torch.Tensor:
-        """The standard [B, H, N, C] tensor of bytes; B counts kernel blocks."""
+        """The cells as a [B, H, N, C] tensor of bytes; B counts kernel blocks."""
         return view(self.buffer, self.kernel_blocks, torch.uint8)
 
     @cached_property
@@ -68,7 +67,7 @@ class LayerCache:
         return placed.reorder("B", "H", "N", "C")
 
     def kernel_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Convert block ids [..., n] to kernel block ids; a block may be several kernel blocks.
+        """Return the kernel block ids of block ids [..., n]; a block may be several kernel blocks.
 
         >>> from kvatlas.planning import plan
         >>> large = {"block_size": 128, "backend": "FLASHINFER"}  # kernel blocks of 64 tokens
@@ -83,7 +82,7 @@ class LayerCache:
 
     @property
     def block_states(self) -> int:
-        """States of a block of the block table, which may be several kernel blocks."""
+        """Number of states in a block of the block table, which may be several kernel blocks."""
         return self.kernel_blocks.size("N") * self._split
 
     @property
@@ -201,11 +200,12 @@ class Cache(Mapping[str, LayerCache]):
     def clear(self, group: int, ids: Sequence[int] | torch.Tensor) -> bool:
         """Zero the blocks that a group is about to use, if the plan requires it.
 
-        Only bytes that the group reads are written. Returns whether the plan requires it.
+        Only bytes that the group reads are zeroed. Returns whether the plan requires zeroing.
         """
         if not 0 <= group < len(self.plan.groups):
-            hint = f"Groups are 0..{len(self.plan.groups) - 1}"
-            raise AtlasError(Code.OUT_OF_RANGE, "There is no such group", got=group, hint=hint)
+            hint = f"Pass a group index in 0..{len(self.plan.groups) - 1}"
+            got = f"group {group}"
+            raise AtlasError(Code.OUT_OF_RANGE, "There is no such group", got=got, hint=hint)
         needed, here = group in self.plan.groups_to_clear, (self.stage, group)
         regions = [r for r in self.plan.regions if (r.stage, r.group) == here]
         if regions:
@@ -219,14 +219,15 @@ class Cache(Mapping[str, LayerCache]):
         return needed
 
     def block(self, ids: Sequence[int] | torch.Tensor | int, pool: int = 0) -> torch.Tensor:
-        """Return a view of whole blocks of a pool across all layers, one row of bytes per block.
+        """Return a view of whole blocks of a pool: one row of bytes per block, for all layers.
 
         The ids must ascend in equal steps. Use `kernels.gather_blocks` for scattered blocks.
         """
         pools = self.plan.rank_pools(self.rank)
         if pool not in pools:
-            hint = f"Rank {self.rank} has pools {sorted(pools)}"
-            raise AtlasError(Code.OUT_OF_RANGE, "There is no such pool", got=pool, hint=hint)
+            hint = f"Pass one of {sorted(pools)}"
+            problem = f"Rank {self.rank} has no such pool"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"pool {pool}", hint=hint)
         planned = pools[pool]
         strides = {
             region.block_stride
@@ -236,13 +237,13 @@ class Cache(Mapping[str, LayerCache]):
         if strides != {planned.block_bytes}:
             problem = "The bytes of a block are not contiguous in this layout"
             hint = "Use a layout that starts with B, or get the byte ranges from Placement.runs"
-            raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=self.plan.layout, hint=hint)
+            got = f"layout {self.plan.layout}"
+            raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=got, hint=hint)
         rows = self.pools[pool].view(planned.blocks, planned.block_bytes)
         chosen = _block_ids([ids] if isinstance(ids, int) else ids, planned).tolist()
         if not chosen:
-            raise AtlasError(
-                Code.OUT_OF_RANGE, "No blocks are selected", got=ids, hint="Pass one id or more"
-            )
+            problem, hint = "At least one block id is required", "Pass one or more block ids"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got="no ids", hint=hint)
         steps = {b - a for a, b in pairwise(chosen)} or {1}
         if len(steps) > 1 or min(steps) < 1:
             problem = "The block ids of a view must ascend in equal steps"
@@ -252,7 +253,7 @@ class Cache(Mapping[str, LayerCache]):
 
 
 def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
-    """Allocate memory for one rank of a plan, one buffer for each pool.
+    """Allocate one buffer for each pool of one rank, and return the cache in them.
 
     Buffers are zeroed if any group requires it: recurrent states are read before they are
     written, and groups with different dtypes may overlay each other.
@@ -268,11 +269,11 @@ def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
 
 
 def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cache:
-    """Create a cache in existing memory, such as an engine's, a mapped file or shared memory.
+    """Return a cache in existing memory: an engine's tensor, a mapped file or shared memory.
 
     `buffers` maps each pool index to its bytes: a torch tensor or any object with a writable
-    buffer. For a plan with one pool, it may be that buffer itself. The caller keeps ownership
-    of the memory.
+    buffer. For a plan with one pool, `buffers` may also be the bytes of that pool. The caller
+    keeps ownership of the memory.
 
     >>> from kvatlas.planning import plan
     >>> made = plan("Qwen3-8B", memory="1GiB", max_len=512)
@@ -295,9 +296,10 @@ def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cach
 
 def _not_the_pools(rank: int, given: Any, planned: Collection[int]) -> AtlasError:
     problem = f"Memory must be given for exactly the pools of rank {rank}"
-    named = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
-    got = f"memory for pools {named}, not {sorted(planned)}"
-    hint = "Pass a mapping from pool index to bytes"
+    got = type(given).__name__
+    if isinstance(given, Mapping):
+        got = f"memory for pools {', '.join(sorted(map(str, given))) or 'none'}"
+    hint = f"Pass a mapping from pool index to bytes, for pools {sorted(planned)}"
     return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
 
 
@@ -306,7 +308,7 @@ def _block_ids(ids: Any, pool: Pool) -> torch.Tensor:
 
 
 def _memory(nbytes: int, zero: bool, device: Any) -> torch.Tensor:
-    """Allocate aligned bytes, with extra space because the allocator may not align them."""
+    """Return `nbytes` aligned bytes, allocated with extra space for the alignment."""
     make = torch.zeros if zero else torch.empty
     raw = make(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % ALIGNMENT
@@ -314,7 +316,7 @@ def _memory(nbytes: int, zero: bool, device: Any) -> torch.Tensor:
 
 
 def _bytes_of(memory: Any, pool: Pool) -> torch.Tensor:
-    """Return the first bytes of a buffer as the pool; raise an error if it is too small."""
+    """Return the first `pool.nbytes` bytes of a buffer; raise an error if it is too small."""
     try:
         is_tensor = isinstance(memory, torch.Tensor)
         tensor = memory if is_tensor else torch.frombuffer(memory, dtype=torch.uint8)
@@ -326,8 +328,8 @@ def _bytes_of(memory: Any, pool: Pool) -> torch.Tensor:
     check_pool(tensor)
     if tensor.numel() < pool.nbytes:
         problem = f"The memory is too small for pool {pool.index}"
-        hint = "Allocate more memory, or make a smaller plan"
-        got = f"{tensor.numel():,} of {pool.nbytes:,} bytes"
+        hint = "Allocate more memory, or plan with less memory="
+        got = f"{tensor.numel():,} bytes; {pool.nbytes:,} are needed"
         raise AtlasError(Code.OUT_OF_BOUNDS, problem, got=got, hint=hint)
     return tensor[: pool.nbytes]
 
@@ -341,7 +343,7 @@ def _largest_element(plan: Plan, pool: Pool) -> int:
 
 
 def _check_alignment(tensor: torch.Tensor, item: int, pool: Pool) -> None:
-    """Raise an error if the memory is not aligned to the element, as torch views require."""
+    """Raise an error if the memory is not aligned to `item` bytes, as torch views require."""
     if tensor.data_ptr() % item or tensor.storage_offset() % item:
         problem = f"The memory of pool {pool.index} must start at a multiple of {item} bytes"
         got = f"address {tensor.data_ptr():#x}, {tensor.storage_offset()} bytes into its storage"

@@ -1,8 +1,8 @@
 """Placements as strided torch tensors. Views never copy.
 
-Every view of a cache is made here, from a placement and the bytes of a pool. If a view is
-impossible, for example because an element does not start at a multiple of its size, an
-error gives the reason.
+This module creates every view of a cache, from a placement and the bytes of a pool. If a view
+is impossible, for example because an element does not start at a multiple of its size, it
+raises an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def check_pool(buffer: torch.Tensor) -> None:
 
 
 def whole_tensor(given: Any, what: str, hint: str) -> torch.Tensor:
-    """Convert integers from a caller to a tensor; an empty tensor may have any dtype.
+    """Return integers from a caller as a tensor; an empty tensor may have any dtype.
+
+    `what` names the integers in errors.
 
     >>> whole_tensor([3, 1], "Block ids", "Pass ints")
     tensor([3, 1])
@@ -61,12 +63,12 @@ def whole_tensor(given: Any, what: str, hint: str) -> torch.Tensor:
         found.numel() and (found.is_floating_point() or found.dtype == torch.bool)
     ):
         got = type(given).__name__ if found is None else str(found.dtype)
-        raise AtlasError(Code.NOT_AN_INTEGER, got=f"{what} of {got}", hint=hint)
+        raise AtlasError(Code.NOT_AN_INTEGER, f"{what} must be integers", got=got, hint=hint)
     return found
 
 
 def checked_ids(ids: torch.Tensor, count: int, what: str, hint: str) -> torch.Tensor:
-    """Return ids as a one-dimensional int64 tensor; raise an error if one is not in 0..count-1.
+    """Return ids as a one-dimensional int64 tensor; raise an error if any is not in 0..count-1.
 
     Ids on a GPU are checked only with `KVATLAS_DEBUG=1`, because the check synchronizes with
     the device. Without it, an id out of range triggers a device-side assertion of torch.
@@ -81,7 +83,8 @@ def checked_ids(ids: torch.Tensor, count: int, what: str, hint: str) -> torch.Te
         low, high = (int(n) for n in torch.aminmax(ids))
         if low < 0 or high >= count:
             problem = f"{what} must be in 0..{count - 1}"
-            raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"{low}..{high}", hint=hint)
+            wrong = low if low < 0 else high
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=wrong, hint=hint)
     return ids.long()
 
 
@@ -95,13 +98,14 @@ def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torc
     item = dtype.itemsize
     check_pool(buffer)
     if placement.item != item:
-        problem = "The elements and the items of the placement must have the same size"
-        got = f"{dtype} of {item} bytes for items of {placement.item}"
+        problem = "The dtype must have the size of the placement's items"
+        got = f"{dtype} of {item} bytes for items of {placement.item} bytes"
         hint = "View the field, not the cells"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     if placement.stop > buffer.numel():
-        got = f"bytes up to {placement.stop} of a pool of {buffer.numel()}"
-        raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint="Allocate the size of the plan")
+        got = f"bytes up to {placement.stop} in a pool of {buffer.numel()} bytes"
+        hint = "Allocate as many bytes as the plan's pool has"
+        raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)
     if any(step % item for step in (placement.offset, *placement.strides)):
         problem = "Every element of a view must start at a multiple of its size"
         hint = "Pad pages and blocks to multiples of the element size"

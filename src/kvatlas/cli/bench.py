@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvatlas.cli.tables import table
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.byte_sizes import size
 from kvatlas.models import Layer, Model
@@ -19,7 +20,6 @@ from kvatlas.planning import Plan, plan
 from kvatlas.routing import Copy
 from kvatlas.specs import FullAttention
 from kvatlas.wire import Link, Node, Session, Transport, make_transport, memory_of, pools_for
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.sample_server import SAMPLE_IDENTITY, SampleTask, random_bytes, run_sample_server
 
 TRANSPORTS = ("nixl", "mooncake", "tcp", "shm")

@@ -17,6 +17,8 @@ from rich.text import Text
 from kvatlas.cli.failures import plain
 from kvatlas.cli.options import PlanOptions
 from kvatlas.cli.tables import both_ends, indented, table
+from kvatlas.copying import copy_request
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.byte_sizes import size
 from kvatlas.planning import Plan
@@ -26,12 +28,10 @@ from kvatlas.wire import (
     How,
     Node,
     Session,
-    copy_request,
     make_transport,
     memory_of,
     pools_for,
 )
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.sample_server import (
     SAMPLE_IDENTITY,
     SampleTask,

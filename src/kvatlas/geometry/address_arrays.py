@@ -24,7 +24,9 @@ _MOST_ROWS = 1 << 28
 
 
 def whole_numbers(given: Any, what: str, axes: Sequence[int] = (1,)) -> Int64s:
-    """Convert integers from a caller to int64; `axes` lists the allowed numbers of dimensions.
+    """Convert integers from a caller to int64; `what` names them in error messages.
+
+    `axes` lists the allowed numbers of dimensions; 0 allows a single integer.
 
     >>> whole_numbers(np.array([3, 1], np.uint64), "indices"), whole_numbers([], "indices")
     (array([3, 1]), array([], dtype=int64))
@@ -38,13 +40,17 @@ def whole_numbers(given: Any, what: str, axes: Sequence[int] = (1,)) -> Int64s:
     # numpy converts True to 1 in a list of ints, which is never intended.
     booleans = isinstance(given, list | tuple) and bool in set(map(type, given))
     if array.dtype.kind not in "iu" or array.ndim not in axes or booleans:
-        got = f"{type(given).__name__} of {array.dtype} with {array.ndim} axes"
+        got = f"{type(given).__name__} of {array.dtype} with {array.ndim} dimensions"
+        if booleans:
+            got = f"a {type(given).__name__} that contains booleans"
         hint = "Pass ints in a list or a one-dimensional numpy array"
-        problem = f"The {what} must be a one-dimensional array of integers"
+        one = "an integer or " if 0 in axes else ""
+        problem = f"The {what} must be {one}a one-dimensional array of integers"
         raise AtlasError(Code.NOT_AN_INTEGER, problem, got=got, hint=hint)
     if array.dtype.kind == "u" and array.size and int(array.max()) > INT64_MAX:
         problem = f"The {what} must not exceed 2**63 - 1"
-        raise AtlasError(Code.OUT_OF_RANGE, problem, got=array.max(), hint="Check the computation")
+        hint = "Pass integers that fit in int64"
+        raise AtlasError(Code.OUT_OF_RANGE, problem, got=array.max(), hint=hint)
     return array.astype(np.int64)
 
 
@@ -68,7 +74,7 @@ def out_of_range(axis: str, size: int, got: object) -> AtlasError:
 
 
 def refuse_too_many(count: int, what: str) -> None:
-    """Raise an error if an array would have more rows than the limit."""
+    """Raise an error if `count`, a number of rows to allocate, exceeds `_MOST_ROWS`."""
     if count > _MOST_ROWS:
         problem = f"The number of {what} must not exceed {_MOST_ROWS:,}"
         hint = "Narrow the placement, or select fewer blocks"
@@ -76,7 +82,7 @@ def refuse_too_many(count: int, what: str) -> None:
 
 
 def outer_sum(parts: Sequence[Int64s], offset: int = 0) -> Int64s:
-    """Return every sum of one entry from each part, the first part slowest.
+    """Return every sum of one entry from each part. The first part varies slowest.
 
     >>> outer_sum([np.array([0, 100]), np.array([0, 8, 16])], offset=1).tolist()
     [1, 9, 17, 101, 109, 117]
@@ -161,9 +167,10 @@ def fill_descriptors(
 
 
 def strided(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int] | None:
-    """Return (sizes, byte strides, byte offset in the storage, item) of a numpy or torch tensor.
+    """Return (sizes, byte strides, byte offset in the storage, item size) of a tensor.
 
-    Torch tensors are recognised by their methods, so that torch is never imported here.
+    The tensor may be from numpy or torch. Torch tensors are recognised by their methods, so
+    that torch is never imported here.
     Returns None for objects without strides.
 
     >>> strided(np.zeros((4, 8), np.float32)[1:])

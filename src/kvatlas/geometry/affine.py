@@ -18,7 +18,7 @@ from kvatlas.geometry.integers import INT64_MAX, are_plain, natural, positive, s
 from kvatlas.geometry.runs import find_difference, is_nested
 
 _TAKEN = ("self", "base", "device")
-"""Names that methods use for other parameters, so no axis may have them."""
+"""Names that methods use for other parameters. They are not allowed as axis names."""
 
 _AXIS_NAME = re.compile(r"[A-Za-z_]\w*(\*[A-Za-z_]\w*)*")
 
@@ -47,7 +47,8 @@ class Affine:
             raise bad_axes(problem, axes, "Use names such as 'B' and 'H'")
         if not len(axes) == len(self.sizes) == len(self.strides):
             got = f"axes {axes}, sizes {self.sizes}, strides {self.strides}"
-            raise bad_axes("Each axis needs one size and one stride", got, "Match the lengths")
+            hint = "Pass as many sizes and strides as axes"
+            raise bad_axes("Each axis needs one size and one stride", got, hint)
         sizes, steps = tuple(self.sizes), tuple(self.strides)
         if not are_plain(sizes, 1) or not are_plain(steps, 0):
             sizes = tuple(
@@ -57,7 +58,7 @@ class Affine:
                 natural(s, f"the stride of axis {a}") for a, s in zip(axes, steps, strict=True)
             )
         strides = tuple(0 if n == 1 else s for n, s in zip(sizes, steps, strict=True))
-        offset, item = natural(self.offset, "the offset"), positive(self.item, "the item")
+        offset, item = natural(self.offset, "the offset"), positive(self.item, "the item size")
         set_fields(self, axes=axes, sizes=sizes, strides=strides, offset=offset, item=item)
         self._refuse_overflow(self.stop)
         self._refuse_overlap()
@@ -114,7 +115,8 @@ class Affine:
                 address = address + index * stride
             elif size > 1:
                 problem = f"The coordinate has no index for axis {axis}"
-                raise bad_axes(problem, coordinate, f"Pass {axis}=..., or select the axis first")
+                hint = f"Pass {axis}=..., or drop the axis first with select({axis!r}, index)"
+                raise bad_axes(problem, coordinate, hint)
         return address
 
     # -- checks -----------------------------------------------------------------------
@@ -130,7 +132,7 @@ class Affine:
 
     def _refuse_overflow(self, stop: int) -> None:
         if stop > INT64_MAX:
-            got = f"last byte at {stop - 1} for {self}"
+            got = f"address {stop - 1} for the last byte of {self}"
             hint = "Check the sizes, the strides and the base address"
             raise AtlasError(Code.OVERFLOW, got=got, hint=hint)
 
@@ -142,7 +144,8 @@ class Affine:
             one = {a: max(0, -d) for a, d in zip(self.axes, step, strict=True)}
             other = {a: max(0, d) for a, d in zip(self.axes, step, strict=True)}
             hint = "Increase the strides, or put replicas in separate allocations"
-            raise AtlasError(Code.OVERLAP, got=f"{one} and {other} in {self}", hint=hint)
+            got = f"coordinates {one} and {other} of {self}"
+            raise AtlasError(Code.OVERLAP, got=got, hint=hint)
 
     def __repr__(self) -> str:
         parts = [

@@ -8,11 +8,13 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.placement import Placement, fold_together
 
 WIDEST_WORD = 16
-"""Bytes of the widest word that one instruction moves."""
+"""Size in bytes of the widest word that one instruction moves."""
 
 
 def stack(first: Placement, second: Placement, *, axis: str, behind: str) -> Placement:
     """Stack two placements on a new axis of size 2, listed after axis `behind`.
+
+    If there is no axis `behind`, the new axis is listed first.
 
     The second placement must be the first one shifted to higher addresses. The stride of the
     new axis is the distance between them.
@@ -30,7 +32,7 @@ def stack(first: Placement, second: Placement, *, axis: str, behind: str) -> Pla
 
 
 def append(first: Placement, second: Placement, *, axis: str) -> Placement:
-    """Append `second` to `first` along `axis`; it must start where `first` ends.
+    """Append `second` to `first` along `axis`. `second` must start where `first` ends.
 
     >>> row = Placement.packed([("N", 4), ("C", 8)], strides={"N": 12})
     >>> append(row.narrow("C", 0, 6), row.narrow("C", 6, 2), axis="C") == row
@@ -66,7 +68,7 @@ def tile_alike(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
 
 
 def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
-    """Fold the ends of a copy inside `axis`, for copies that select coordinates of `axis`.
+    """Fold all axes except `axis`, for copies that select coordinates of `axis`.
 
     Each end keeps its own size along `axis`, so blocks can be copied between pools of
     different sizes.
@@ -103,8 +105,8 @@ def in_words(placement: Placement, word: int, *, axis: str = "w") -> Placement:
     """
     if placement.item % word:
         problem, got = (
-            "The word size must divide the item",
-            f"{placement.item} bytes, words of {word}",
+            "The word size must divide the item size",
+            f"items of {placement.item} bytes and words of {word} bytes",
         )
         hint = "Use the word size that widest_word() returns"
         raise AtlasError(Code.SPLIT_ELEMENT, problem, got=got, hint=hint)

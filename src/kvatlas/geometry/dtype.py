@@ -49,11 +49,17 @@ class DType:
     """Name of the dtype of the block scale; None without block scales."""
 
     def __post_init__(self) -> None:
-        whole = self.bits in (8, 16, 32) or 0 < self.bits < 8
+        hint = "Get a supported type with DType.of"
+        if not (self.bits in (8, 16, 32) or 0 < self.bits < 8):
+            problem, got = (
+                "A dtype must have 1 to 8, 16 or 32 bits",
+                f"{self.name} of {self.bits} bits",
+            )
+            raise AtlasError(Code.UNKNOWN_DTYPE, problem, got=got, hint=hint)
         parts = 1 + self.exponent_bits + self.mantissa_bits
-        if not whole or (self.kind == "float" and parts != self.bits):
-            problem = "A dtype must have 1 to 8, 16 or 32 bits; the parts of a float must add up"
-            got, hint = f"{self.name} of {self.bits} bits", "Get a supported type with DType.of"
+        if self.kind == "float" and parts != self.bits:
+            problem = "The sign, exponent and mantissa bits of a float must add up to its bits"
+            got = f"{self.name} with {parts} bits in its parts and {self.bits} bits in total"
             raise AtlasError(Code.UNKNOWN_DTYPE, problem, got=got, hint=hint)
 
     @classmethod
@@ -167,7 +173,10 @@ def round_half_even(value: float) -> float:
 
 
 def _nearest(dtype: DType, value: float, high: int) -> int:
-    """Return the code in 0..high nearest to `value`; codes of one sign ascend in value."""
+    """Return the code in 0..high whose value is nearest to `value`, ties to even.
+
+    The search bisects, because non-negative values ascend with their codes.
+    """
     first = max(bisect_right(range(high + 1), value, key=dtype.decode) - 1, 0)
     if first == high:
         return first

@@ -28,7 +28,9 @@ Along = Literal["H", "N", "C"]
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """A range of rows of a sharded axis: from `start` in the model, from `local` on the rank.
+    """A range of `length` rows of a sharded axis that one rank holds.
+
+    The range starts at row `start` of the whole model and at row `local` of the rank.
 
     >>> Sharding.by_heads(8).ranges(tp=2, rank=1)
     (ShardRange(local=0, start=4, length=4),)
@@ -78,10 +80,11 @@ class Section:
             return rank * count, count
         if self.shared and tp % self.units == 0:
             return rank * self.units // tp, 1
-        multiple = f", or a multiple of {self.units}" if self.shared else ""
-        hint = f"Use a tp size that divides {self.units}{multiple}"
-        problem = "" if self.shared else "These heads must divide evenly over the ranks"
-        raise AtlasError(Code.TP_HEADS, problem, got=f"{self.units} units over tp {tp}", hint=hint)
+        multiple = f", or that is a multiple of {self.units}" if self.shared else ""
+        hint = f"Use a tensor-parallel size that divides {self.units}{multiple}"
+        problem = "" if self.shared else "Heads or groups cannot be divided evenly over the ranks"
+        got = f"{self.units} heads or groups and {tp} ranks"
+        raise AtlasError(Code.TP_HEADS, problem, got=got, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +127,14 @@ class Sharding:
         return cls(None, whole_only=True)
 
     def ranges(self, tp: int, rank: int) -> tuple[ShardRange, ...]:
-        """Return the ranges of the sharded axis that `rank` holds; empty for the whole axis."""
+        """Return the ranges of the sharded axis that `rank` holds.
+
+        The result is empty if no axis is sharded: every rank then holds the whole field.
+        """
         tp, rank = positive(tp, "the tensor-parallel size"), integer(rank, "the rank")
         if not 0 <= rank < tp:
-            hint = f"Ranks are 0..{tp - 1}"
-            raise AtlasError(Code.BAD_RANK, got=f"rank {rank} of {tp}", hint=hint)
+            hint = f"Pass a rank in 0..{tp - 1}"
+            raise AtlasError(Code.BAD_RANK, got=f"rank {rank} of {tp} ranks", hint=hint)
         if self.whole_only and tp > 1:
             hint = "Use tp 1, or a field that can be sharded"
             raise AtlasError(Code.TP_WHOLE, got=f"tp {tp}", hint=hint)
@@ -155,7 +161,7 @@ class Sharding:
         return sum(held_range.length for held_range in self.ranges(tp, 0))
 
     def replicas(self, tp: int) -> int:
-        """Return the smallest number of ranks that hold any one byte.
+        """Return how many ranks hold each row; the smallest count if sections differ.
 
         >>> Sharding.by_heads(2).replicas(8), Sharding.replicated().replicas(8)
         (4, 8)
@@ -202,12 +208,12 @@ class Field:
     dtype: DType
     axes: tuple[FieldAxis, ...]
     head: int = 0
-    """Head of the first coordinate; nonzero for V in head groups or planes."""
+    """Head index of the first coordinate; nonzero for V in head groups or planes."""
     offset: int = 0
-    """Byte of the first coordinate within its cell."""
+    """Byte offset of the first coordinate within its cell."""
     sharding: Sharding = Sharding(None)
     ranges: tuple[ShardRange, ...] = ()
-    """Rows of the sharded axis that this rank holds, as ranges of the model; empty for all."""
+    """Rows of the sharded axis that this rank holds; empty if it holds all of them."""
 
     def __post_init__(self) -> None:
         set_fields(
@@ -223,24 +229,34 @@ class Field:
         sharded_size = sum(axis.size for axis in self.axes if axis.name == self.sharding.axis)
         held = sum(held_range.length for held_range in self.ranges)
         last = max((held_range.start + held_range.length for held_range in self.ranges), default=0)
-        wrong = self.ranges and (held != sharded_size or last > self.sharding.rows)
-        if len(set(names)) < len(names) or wrong:
-            problem = "A field's axis names must differ, and its ranges must fill the sharded axis"
-            got = f"{self.name}: axes {names}, sharded on {self.sharding.axis}, ranges of {held}"
+        if len(set(names)) < len(names):
+            problem = f"The axis names of field {self.name} must differ"
+            raise AtlasError(Code.BAD_FIELD, problem, got=names, hint="Rename the repeated axis")
+        if self.ranges and (held != sharded_size or last > self.sharding.rows):
+            problem = f"The ranges of field {self.name} must fill its sharded axis"
+            got = (
+                f"ranges of {held} rows that end at row {last}, for axis {self.sharding.axis} "
+                f"of {sharded_size} rows here and {self.sharding.rows} in the model"
+            )
             hint = "Build fields with a spec, or take the ranges from Sharding.ranges"
             raise AtlasError(Code.BAD_FIELD, problem, got=got, hint=hint)
-        steps = [axis.step for axis in self.axes if axis.along == "C"]
-        if any(step % self.dtype.item for step in (self.offset, *steps)):
-            problem = "Every element must start at a multiple of its size"
-            got = f"{self.name} of {self.dtype} at byte {self.offset} with steps {steps}"
-            raise AtlasError(Code.MISALIGNED, problem, got=got, hint="Add padding before the field")
+        item, steps = self.dtype.item, [axis.step for axis in self.axes if axis.along == "C"]
+        if any(step % item for step in (self.offset, *steps)):
+            problem = f"The elements of field {self.name} must start at multiples of {item} bytes"
+            got = f"offset {self.offset}, steps along C {steps}"
+            hint = f"Make the offset and the steps multiples of {item}, or add padding"
+            raise AtlasError(Code.MISALIGNED, problem, got=got, hint=hint)
 
     def _check_parts(self) -> None:
-        parts = (self.axes, FieldAxis), ((self.sharding,), Sharding), (self.ranges, ShardRange)
-        for given, kind in parts:
+        parts = (
+            ("Every entry of axes", self.axes, FieldAxis),
+            ("The sharding", (self.sharding,), Sharding),
+            ("Every entry of ranges", self.ranges, ShardRange),
+        )
+        for what, given, kind in parts:
             for one in given:
                 if not isinstance(one, kind):
-                    problem = f"This part of a field must be a {kind.__name__}"
+                    problem = f"{what} of a field must be a {kind.__name__}"
                     hint = "Build fields with a spec, or from FieldAxis, Sharding and ShardRange"
                     raise AtlasError(Code.BAD_FIELD, problem, got=repr(one)[:100], hint=hint)
 
@@ -251,7 +267,7 @@ class Field:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Axis sizes in the whole model, in storage items; N is the number of states of a page.
+        """Axis sizes in the whole model, in storage items. N counts the states of one page.
 
         >>> k = FieldAxis("H", 2, "H")
         >>> eight = Sharding.by_heads(8)
@@ -268,7 +284,10 @@ class Field:
 
     @property
     def last_content_byte(self) -> int:
-        """Last byte along C, counted from the start of the cell; past its end for flat fields."""
+        """Offset of the last byte along C from the start of the cell.
+
+        For flat fields it is larger than the cell.
+        """
         walked = sum((axis.size - 1) * axis.step for axis in self.axes if axis.along == "C")
         return self.offset + walked + self.dtype.item - 1
 

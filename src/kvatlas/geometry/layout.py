@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def heads_outside_pages(self) -> bool:
-        """Whether H is outside L: in BHLNC, a TP slice of a whole block is one run."""
+        """Whether H is outside L. In BHLNC, this makes a TP slice of a whole block one run."""
         return self.outside("H", "L")
 
     @property
@@ -93,7 +93,7 @@ class Layout:
     def place(
         self, *, offset: int = 0, strides: dict[str, int] | None = None, **sizes: Any
     ) -> Placement:
-        """Return the placement of axes of these sizes in this order. The size of C is in bytes.
+        """Return a placement with the given axis sizes in this order. The size of C is in bytes.
 
         `strides` fixes the byte stride of some axes, for example for blocks that are padded
         to an alignment or pages inside a larger buffer.
@@ -102,11 +102,15 @@ class Layout:
         512
         """
         fixed = strides or {}
-        if sorted(sizes) != sorted(AXES) or not set(fixed) <= set(AXES):
-            problem = "Sizes must be given for L, B, H, N and C, and strides only for these axes"
-            got = f"sizes {sorted(sizes)}, strides {sorted(fixed)}"
+        if sorted(sizes) != sorted(AXES):
+            problem = "Sizes must be given for the axes L, B, H, N and C"
+            got = f"sizes for {', '.join(sorted(sizes)) or 'no axis'}"
             hint = "Pass all five sizes; pass 1 for an unused axis"
             raise AtlasError(Code.UNKNOWN_AXIS, problem, got=got, hint=hint)
+        if unknown := sorted(set(fixed) - set(AXES)):
+            problem = "Strides can be given only for the axes L, B, H, N and C"
+            hint = "Remove the strides of other axes"
+            raise AtlasError(Code.UNKNOWN_AXIS, problem, got=f"strides for {unknown}", hint=hint)
         steps = packed_steps([(axis, sizes[axis]) for axis in self.order], 1, fixed)
         stride = dict(zip(self.order, steps, strict=True))
         return Placement(

@@ -14,7 +14,7 @@ from kvatlas.geometry.address_arrays import Int64s, outer_sum
 
 
 class Steps(NamedTuple):
-    """A number of steps, and the bytes of one step at the source and at the destination.
+    """`times` steps of `src` bytes at the source and `dst` bytes at the destination.
 
     >>> NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10])).steps
     (Steps(times=3, src=8, dst=5),)
@@ -39,7 +39,7 @@ class NestedSteps(NamedTuple):
 
     @classmethod
     def of(cls, src: Int64s, dst: Int64s) -> NestedSteps:
-        """Express offsets in nested steps, with as few base offsets as their order allows.
+        """Return offsets as nested steps, with as few base offsets as their order allows.
 
         >>> src, dst = np.array([0, 1, 2, 8, 9, 10]), np.array([0, 4, 8, 100, 104, 108])
         >>> NestedSteps.of(src, dst)  # doctest: +NORMALIZE_WHITESPACE

@@ -59,7 +59,7 @@ class Shard:
 
 
 def row_bytes(parts: Sequence[ElementRow]) -> int:
-    """Return the total bytes of parts that follow each other."""
+    """Return the total bytes of the given parts, one after another."""
     return sum(part.nbytes for part in parts)
 
 
@@ -129,7 +129,10 @@ def in_planes(
 
 
 def _packed_axes(memory: Sizes, step: int, order: Sequence[str]) -> tuple[FieldAxis, ...]:
-    """Return axes along C, packed as in `memory` with innermost step `step`, in `order`."""
+    """Return axes along C, listed in `order` and densely packed in the order of `memory`.
+
+    `step` is the step in bytes of the innermost axis.
+    """
     packed = {}
     for axis, size in reversed(memory):
         packed[axis] = FieldAxis(axis, size, "C", step)

@@ -57,7 +57,7 @@ class Page:
             raise AtlasError(Code.BAD_FIELD, problem, got=repr(self.fields)[:100], hint=hint)
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
-            problem, hint = "Two fields have the same name", "Rename one of them"
+            problem, hint = "The fields of a page must have different names", "Rename one of them"
             raise AtlasError(Code.BAD_FIELD, problem, got=names, hint=hint)
         alone = self.place("LBHNC", pages=1, blocks=1)
         validate({name: self.view(alone, name) for name in names}, size=self.unpadded)
@@ -74,7 +74,7 @@ class Page:
 
     @property
     def lies_flat(self) -> bool:
-        """Whether some field spans the whole page, so that single cells have no meaning."""
+        """Whether a field extends past the cells of one head, so that a cell has no meaning."""
         return any(self._over_page(field) for field in self.fields)
 
     @property
@@ -94,7 +94,7 @@ class Page:
         """Return this page padded to `to` bytes."""
         to = positive(to, "the padded size")
         if to < self.unpadded:
-            got = f"{to} bytes for cells of {self.unpadded}"
+            got = f"{to} bytes for cells of {self.unpadded} bytes in all"
             hint = "Pad to the largest page of all groups that share the block"
             raise AtlasError(Code.PAGE_TOO_SMALL, got=got, hint=hint)
         if to == self.nbytes:
@@ -114,7 +114,9 @@ class Page:
         page_stride: int | None = None,
         block_stride: int | None = None,
     ) -> Placement:
-        """Place the cells of `pages` such pages in each of `blocks` blocks: axes L, B, H, N, C.
+        """Return the placement of `pages` such pages in each of `blocks` blocks.
+
+        Its axes are L, B, H, N and C.
 
         Padding follows each page, so a padded page must be contiguous.
         """
@@ -132,7 +134,7 @@ class Page:
             strides.setdefault(inner, self.nbytes)
             for axis, step in strides.items():
                 if sizes[axis] > 1 and step < self.nbytes:
-                    problem = "The stride is smaller than a page with its padding"
+                    problem = "The stride must not be smaller than a page with its padding"
                     got = f"a stride of {step} along {axis} for pages of {self.nbytes} bytes"
                     hint = "Increase the stride, or remove the padding"
                     raise AtlasError(Code.PAGE_TOO_SMALL, problem, got=got, hint=hint)
@@ -141,7 +143,7 @@ class Page:
     def pool_strides(
         self, layout: Layout, *, pages: int, blocks: int, block_stride: int | None = None
     ) -> tuple[int, int]:
-        """Return (page stride, block stride) of such a pool, even for a single page or block.
+        """Return (page stride, block stride) of a pool of such pages, even for one page or block.
 
         A placement drops the stride of an axis of size 1, but engines that reserve space for
         more pages or blocks need it.
@@ -164,14 +166,16 @@ class Page:
         if placement.item != 1 or any(placement.size(a) != n for a, n in cells.items()):
             problem = "The placement must cover whole pages, with items of 1 byte"
             hint = "Pass the result of Page.place; narrow and fold the view instead"
-            got = f"{placement} for pages of {cells}"
+            got = f"{placement} for a page of {cells}"
             raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
         self._refuse_gaps(field, placement)
         steps = {axis: placement.stride(axis) for axis in cells}
         if self.content == 1:
             steps["C"] = 1
         elif steps["C"] > 1 and field.dtype.item > 1:
-            got = f"{field.dtype} elements with content bytes {steps['C']} apart"
+            got = (
+                f"elements of {field.dtype.item} bytes, with a stride of {steps['C']} between bytes"
+            )
             hint = "Use a layout with C innermost"
             raise AtlasError(Code.SPLIT_ELEMENT, got=got, hint=hint)
         others = [axis for axis in placement.axes if axis not in cells]
@@ -221,5 +225,5 @@ class Page:
                 f"Field {field.name} needs contiguous {over}, and they have gaps in this layout"
             )
             got = f"strides { ({axis: placement.stride(axis) for axis in 'HNC'}) }"
-            hint = f"Use a layout that ends in {ending}, or packing cells"
+            hint = f"Use a layout that ends in {ending}, or a spec with packing='cells'"
             raise AtlasError(Code.NOT_CONTIGUOUS, problem, got=got, hint=hint)

@@ -29,7 +29,9 @@ class PoolPosition(NamedTuple):
 
 
 class PageSet(NamedTuple):
-    """A set of equal pages, with a block stride of `apart` bytes in layer-by-layer layouts.
+    """A set of equal pages.
+
+    In layouts that do not start with B, `apart` is the block stride in bytes.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=2, head_dim=64).page(16)
@@ -47,9 +49,9 @@ def side_by_side(
 ) -> list[PoolPosition]:
     """Return the positions of sets of pages that follow each other in blocks of `width` bytes.
 
-    With `split`, the pages are those of kernel blocks. A block consists of `split` kernel
-    blocks, and each of them contains all sets, so that blocks and kernel blocks both have a
-    constant stride.
+    If `split` is not 1, the pages are those of kernel blocks: a block consists of `split`
+    kernel blocks, and each kernel block contains all sets. Blocks and kernel blocks then both
+    have a constant stride.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=2, head_dim=64).page(16)

@@ -64,7 +64,9 @@ class Placement(Affine):
         item: int = 1,
         strides: Mapping[str, int] | None = None,
     ) -> Placement:
-        """Return a placement of densely packed axes, outermost first; `strides` fixes some strides.
+        """Return a placement of densely packed axes, outermost first.
+
+        `strides` overrides the byte strides of the axes that it names.
 
         >>> Placement.packed([("B", 3), ("N", 4), ("C", 8)]).strides
         (32, 8, 1)
@@ -76,8 +78,9 @@ class Placement(Affine):
             raise bad_axes("Axes must be pairs of name and size", axes, "Pass [('B', 4), ...]")
         unknown = set(fixed) - {axis for axis, _ in axes}
         if unknown:
-            raise bad_axes("Strides name unknown axes", sorted(unknown), "Remove these strides")
-        steps = packed_steps(axes, positive(item, "the item"), fixed)
+            problem = "Strides can be given only for axes of the placement"
+            raise bad_axes(problem, sorted(unknown), "Remove the strides of other axes")
+        steps = packed_steps(axes, positive(item, "the item size"), fixed)
         names, sizes = tuple(axis for axis, _ in axes), tuple(size for _, size in axes)
         return cls(names, sizes, tuple(steps), offset, item)
 
@@ -97,8 +100,9 @@ class Placement(Affine):
             hint = "Use Placement(axes, sizes, strides) for other memory"
             raise AtlasError(Code.BAD_TENSOR, problem, got=type(tensor).__name__, hint=hint)
         if len(axes) != len(layout[0]):
-            got = f"axes {tuple(axes)} for shape {layout[0]}"
-            raise bad_axes("Each tensor axis needs one name", got, "Pass one name per axis")
+            got = f"names {tuple(axes)} for shape {layout[0]}"
+            hint = f"Pass {len(layout[0])} names"
+            raise bad_axes("Each axis of the tensor needs one name", got, hint)
         return cls(tuple(axes), *layout)
 
     # -- operations -----------------------------------------------------------------
@@ -141,18 +145,22 @@ class Placement(Affine):
         """
         place = self._place(axis)
         if not isinstance(into, tuple | list) or len(into) != 2:
-            raise bad_axes("An axis is split into two axes", into, "Pass an outer and inner name")
+            hint = "Pass an outer and an inner name, such as into=('k', 'N')"
+            raise bad_axes("`into` must name exactly two axes", repr(into), hint)
         size, stride = self.sizes[place], self.strides[place]
         inner = positive(inner, "the inner size")
         if size % inner:
-            problem = f"The inner size does not divide axis {axis}"
-            got, hint = f"{size} into pieces of {inner}", "Narrow the axis to a multiple first"
+            problem = f"The inner size must divide the size of axis {axis}"
+            got, hint = (
+                f"inner {inner} and size {size}",
+                f"Narrow the axis to a multiple of {inner}",
+            )
             raise AtlasError(Code.NOT_DIVISIBLE, problem, got=got, hint=hint)
         outer = (into[0], size // inner, stride * inner)
         return self.replace_axes(place, place + 1, outer, (into[1], inner, stride))
 
     def fold(self, outer: str, inner: str, *, into: str | None = None) -> Placement:
-        """Fold two axes into one; all of `inner` must span exactly one step of `outer`.
+        """Fold two axes into one. One step of `outer` must span exactly all of `inner`.
 
         >>> Placement.packed([("H", 2), ("N", 4), ("C", 8)]).fold("H", "N")
         Placement(H*N=8:8, C=8:1, offset=0, item=1)
@@ -160,7 +168,8 @@ class Placement(Affine):
         o, i = self._place(outer), self._place(inner)
         many, few, step = self.sizes[o], self.sizes[i], self.strides[i]
         if o == i or (many > 1 and few > 1 and self.strides[o] != few * step):
-            got = f"{outer} with stride {self.strides[o]}, and {inner} of {few} x {step} bytes"
+            strides = f"{outer} with stride {self.strides[o]}"
+            got = f"{strides}, and {inner} with {few} steps of {step} bytes"
             hint = "Keep both axes, or use a layout in which they are adjacent"
             raise AtlasError(Code.NOT_FOLDABLE, got=got, hint=hint)
         folded = (into or f"{outer}*{inner}", many * few, step if few > 1 else self.strides[o])
@@ -177,11 +186,11 @@ class Placement(Affine):
         places = [self._place(axis) for axis in axes]
         if sorted(places) != list(range(len(self.axes))):
             problem = "The new order must list every axis once"
-            raise bad_axes(problem, axes, f"Permute {self.axes}")
+            raise bad_axes(problem, axes, f"Pass a permutation of {self.axes}")
         return self._pick(places)
 
     def rename(self, **names: str) -> Placement:
-        """Rename some axes.
+        """Rename axes, given as old='new'.
 
         >>> Placement.packed([("k", 2), ("N", 4)]).rename(k="B").axes
         ('B', 'N')
@@ -205,7 +214,7 @@ class Placement(Affine):
         return replace(self, offset=self.offset + integer(by, "the shift"))
 
     def in_items(self) -> Placement:
-        """Return the map with offset and strides in items instead of bytes.
+        """Return the placement with its offset and strides in items instead of bytes.
 
         >>> Placement.packed([("N", 4), ("C", 8)], item=2, offset=32).in_items()
         Placement(N=4:8, C=8:1, offset=16, item=1)
@@ -254,7 +263,7 @@ class Placement(Affine):
         """Return transport descriptors: rows of (address, length, device).
 
         By default there is one row per run, in address order. With axes in `over`, the rows
-        are grouped by the coordinates of these axes, the first axis slowest; within a group
+        are grouped by the coordinates of these axes, and the first axis varies slowest. In a group
         they are in address order. `ids` selects coordinates of an axis and groups by it too;
         an axis that is only in `ids` comes after those in `over`.
 
@@ -280,11 +289,12 @@ class Placement(Affine):
             or not buffer.flags.c_contiguous
         ):
             problem = "The buffer must be a contiguous one-dimensional uint8 array"
-            got = f"{type(buffer).__name__} {getattr(buffer, 'shape', '')}"
+            dtype, shape = getattr(buffer, "dtype", ""), getattr(buffer, "shape", "")
+            got = f"{type(buffer).__name__} {dtype} {shape}".strip()
             hint = "Pass the whole allocation as a numpy uint8 array"
             raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
         if self.stop > buffer.size:
-            got = f"bytes up to {self.stop} of a buffer of {buffer.size}"
+            got = f"bytes up to {self.stop} in a buffer of {buffer.size} bytes"
             hint = "Allocate the size that the plan specifies, or narrow the placement"
             raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)
         shape, strides = (*self.sizes, self.item), (*self.strides, 1)
@@ -296,7 +306,7 @@ class Placement(Affine):
         """Return byte offsets along the axes in `over` and `ids`, and the remaining placement."""
         walked = [self._place(axis) for axis in (*over, *(a for a in ids if a not in over))]
         if len(set(walked)) < len(walked):
-            raise bad_axes("An axis is named twice", over, "Name each axis once")
+            raise bad_axes("Each axis can be named only once", over, "Remove the repeated axis")
         steps: list[Int64s] = []
         for place in walked:
             axis, size = self.axes[place], self.sizes[place]
@@ -307,7 +317,7 @@ class Placement(Affine):
         return steps, self._pick([i for i in range(len(self.axes)) if i not in walked])
 
     def _pick(self, places: Sequence[int], further: int = 0) -> Placement:
-        """Keep only some axes, and add `further` bytes to the offset."""
+        """Return the axes at `places` only, with `further` bytes added to the offset."""
         return Placement(
             tuple(self.axes[place] for place in places),
             tuple(self.sizes[place] for place in places),
@@ -323,7 +333,9 @@ def _is_axis(pair: object) -> bool:
 
 
 def packed_steps(axes: Sequence[tuple[str, int]], item: int, fixed: Mapping[str, int]) -> list[int]:
-    """Return the byte strides of densely packed axes, outermost first; `fixed` sets some.
+    """Return the byte strides of densely packed axes, outermost first.
+
+    `fixed` overrides the strides of the axes that it names.
 
     >>> packed_steps([("B", 3), ("N", 4), ("C", 8)], 1, {"B": 64})
     [64, 8, 1]
@@ -351,11 +363,11 @@ def fold_together(*ends: Placement) -> tuple[Placement, ...]:
     (Placement(B=9:32, offset=0, item=32), Placement(B=9:64, offset=0, item=32))
     """
     if not ends:
-        raise bad_axes("There are no placements to fold", ends, "Pass at least one placement")
+        raise bad_axes("At least one placement is required", "none", "Pass the placements to fold")
     first = ends[0]
     aligned = [end if end.axes == first.axes else end.reorder(*first.axes) for end in ends]
     if any(end.sizes != first.sizes or end.item != first.item for end in aligned):
-        problem = "The ends of a copy must have equal sizes and items"
+        problem = "The ends of a copy must have equal sizes and item sizes"
         hint = "Narrow and split the ends to the part that they share"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=ends, hint=hint)
     fold = coalesce(first.axes, first.sizes, [end.strides for end in aligned], first.item)

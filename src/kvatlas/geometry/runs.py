@@ -1,6 +1,6 @@
 """Overlap and contiguity of affine maps, computed from plain numbers.
 
-An affine map is a set of axes (size, byte stride) over an item of some bytes. This module
+An affine map is a set of axes (size, byte stride) over an item of `item` bytes. This module
 answers two questions about one placement, or about both ends of a copy at once:
 
 - Do two coordinates share a byte, or are they adjacent? (`is_nested`, `find_difference`)
@@ -48,12 +48,11 @@ def is_nested(sizes: Sequence[int], strides: Sequence[int], item: int, *, apart:
 def find_difference(
     sizes: Sequence[int], strides: Sequence[int], low: int, high: int
 ) -> tuple[int, ...] | None:
-    """Find a step between two different coordinates that moves the address by low..high bytes.
+    """Return a step between two different coordinates that moves the address by low..high bytes.
 
-    Two coordinates overlap if such a step exists for 0..item-1, so the search also proves
-    that a map with interleaved axes has no overlap. It starts with the largest stride and
-    prunes a branch as soon as the smaller strides cannot compensate. Returns None if there
-    is no such step.
+    Returns None if there is no such step. With low..high set to 0..item-1, None therefore
+    proves that no two coordinates overlap, even if axes interleave. The search starts with
+    the largest stride and prunes a branch as soon as the smaller strides cannot compensate.
 
     >>> find_difference((2, 2), (3, 2), 1, 1)
     (1, -1)
@@ -100,7 +99,7 @@ def find_difference(
 def coalesce(
     names: Sequence[str], sizes: Sequence[int], strides: Sequence[Sequence[int]], item: int
 ) -> Folded:
-    """Fold axes that are contiguous at every end into each other and into the item.
+    """Fold axes that are contiguous at every end into one axis, or into the item.
 
     >>> coalesce(("B", "N", "C"), (9, 4, 8), [(64, 8, 1)], 1)
     Folded(names=('B',), sizes=(9,), strides=((64,),), item=32)

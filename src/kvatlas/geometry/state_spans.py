@@ -42,7 +42,7 @@ class StateBlocks(NamedTuple):
     residue: int = 0
 
     def overlaps(self, other: StateBlocks) -> bool:
-        """Return whether the two ends hold some of the same states."""
+        """Return whether the two ends hold any state in common."""
         return self.first_common(other) is not None
 
     def first_common(self, other: StateBlocks) -> int | None:
@@ -56,7 +56,7 @@ class StateBlocks(NamedTuple):
         return next((state for state in held if state % other.every == other.residue), None)
 
     def locate(self, local: Int64s) -> SpanStarts:
-        """Return the positions of states; `local` counts only the states that this end holds."""
+        """Return the positions of the states numbered `local` among those that this end holds."""
         block, state = np.divmod(local, self.states)
         if self.split == 1:
             return SpanStarts(block, np.zeros_like(block), state)
@@ -97,7 +97,8 @@ class StateSpans(NamedTuple):
 class CommonStates(NamedTuple):
     """The states of a request that both ends of a copy hold, numbered from 0.
 
-    State n of these is state `local[end] + n * steps[end]` among those that the end holds.
+    Each end numbers the states that it holds from 0. Common state n has the number
+    `local[end] + n * steps[end]` at that end.
 
     >>> common = CommonStates.between(8, 40, StateBlocks(16), StateBlocks(32))
     >>> common.total, common.last_entry(0), common.entries(1)
@@ -181,10 +182,10 @@ class CommonStates(NamedTuple):
 
 
 def _block_starts(ends: list[tuple[int, int]], count: int) -> Int64s:
-    """Return which of `count` states start a kernel block at either end, and state 0.
+    """Return the numbers of the states that start a kernel block at either end, and 0.
 
-    `ends` contains, for each end, the kernel block size in states and the position of the
-    first state.
+    There are `count` states. `ends` contains, for each end, the kernel block size in states
+    and the position of the first state.
     """
     (small, first), (large, second) = sorted((size, -at % size) for size, at in ends)
     starts = np.arange(first, count, small)

@@ -62,7 +62,7 @@ class StridedRuns(NamedTuple):
         inner = [axis for axis in src.axes if axis not in _OPEN]
         unlike = sorted(inner) != sorted(axis for axis in dst.axes if axis not in _OPEN)
         if unlike or src.item != dst.item or any(src.size(a) != dst.size(a) for a in inner):
-            problem = "The two ends of a copy must have equal axes, sizes and items"
+            problem = "The two ends of a copy must have equal axes, sizes and item sizes"
             hint = "Narrow and split both ends to the part that they share"
             raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=(src, dst), hint=hint)
         ends = (src, dst)
@@ -78,11 +78,11 @@ class StridedRuns(NamedTuple):
         return StridedRuns(*self[:5], at, self.item)
 
     def with_item(self, item: int) -> StridedRuns:
-        """Return the runs with an item of `item` bytes, folded."""
+        """Return the same runs with items of `item` bytes, folded."""
         return self if item == self.item else self._replace(item=item).folded()
 
     def folded(self) -> StridedRuns:
-        """Fold axes that are contiguous at both ends into each other and into the item."""
+        """Fold axes that are contiguous at both ends into one axis, or into the item."""
         if not self.sizes:
             return self
         fold = coalesce([""] * len(self.sizes), self.sizes, self.strides, self.item)
@@ -96,7 +96,10 @@ class StridedRuns(NamedTuple):
         return self.state_strides == (self.item, self.item)
 
     def item_offsets(self, end: int) -> Int64s:
-        """Return the item offsets at one end for the first state of block 0, first axis slowest."""
+        """Return the item offsets at one end for the first state of block 0.
+
+        The first axis varies slowest.
+        """
         steps = [np.arange(n) * s for n, s in zip(self.sizes, self.strides[end], strict=True)]
         return outer_sum(steps, self.offsets[end])
 
@@ -156,7 +159,7 @@ def merge_runs(families: Iterable[StridedRuns]) -> list[StridedRuns]:
 
 
 def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRuns]:
-    """Add an axis of `states` states to each family, then fold and merge contiguous ones.
+    """Add an axis of `states` states to each family, fold it, and merge adjacent families.
 
     >>> page = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
     >>> [runs.item for runs in fold_states([StridedRuns.between(page, page)], 16)]

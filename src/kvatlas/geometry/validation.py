@@ -34,7 +34,8 @@ def validate(
 
     `padding` declares bytes that belong to no part; with `holes`, all remaining bytes are
     padding. `align` applies to the offset of each part and to its strides along L and B.
-    Validate groups that overlay each other one at a time: a block id belongs to one group.
+    Groups may overlay each other, because a block id belongs to one group at a time: validate
+    each group separately.
 
     >>> rows = Placement.packed([("B", 4)], item=96, strides={"B": 128})
     >>> gaps = Placement.packed([("B", 4)], item=32, strides={"B": 128}, offset=96)
@@ -47,7 +48,7 @@ def validate(
     padding = padding or {}
     everything = {**parts, **padding}
     if len(everything) < len(parts) + len(padding):
-        problem, hint = "Padding has the same name as a part", "Rename the padding"
+        problem, hint = "Padding must not have the name of a part", "Rename the padding"
         raise AtlasError(Code.OVERLAP, problem, got=sorted(set(parts) & set(padding)), hint=hint)
     for name, part in everything.items():
         if not isinstance(part, Placement):
@@ -56,20 +57,20 @@ def validate(
                 Code.BAD_AXES, problem, got=got, hint="Pass a mapping from name to Placement"
             )
         if part.stop > size:
-            got = f"{name} up to byte {part.stop} of {size}"
+            got = f"{name} up to byte {part.stop} in a buffer of {size} bytes"
             hint = "Check the number of blocks against the memory"
             raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)
     for name, part in parts.items():
         steps = {axis: part.stride(axis) for axis in part.axes if set("LB") & set(axis.split("*"))}
         if part.offset % align or any(step % align for step in steps.values()):
             problem = f"Every part, page and block must start at a multiple of {align} bytes"
-            got = f"{name} at {part.offset} with strides {steps}"
+            got = f"{name} at byte {part.offset} with byte strides {steps}"
             hint = "Pad the pages or the blocks to the alignment"
             raise AtlasError(Code.MISALIGNED, problem, got=got, hint=hint)
     _refuse_shared_bytes(everything)
     covered = sum(part.nbytes for part in everything.values())
     if covered < size and not holes:
-        got = f"{size - covered} of {size} bytes unnamed{_first_hole(everything)}"
+        got = f"{size - covered} undeclared bytes of {size}{_first_hole(everything)}"
         raise AtlasError(Code.HOLE, got=got, hint="Declare the gap as padding, or close it")
 
 
@@ -115,8 +116,9 @@ def _one_step(parts: list[Placement]) -> list[Placement]:
 def _runs(parts: list[Placement]) -> tuple[Int64s, Int64s, Int64s]:
     count = sum(part.count for part in parts)
     if count > _MOST_RUNS:
-        got, hint = f"{count} runs that share no outer axis", "Give all parts the same block axis"
-        raise AtlasError(Code.UNDECIDED, got=got, hint=hint)
+        problem = f"The overlap check is limited to {_MOST_RUNS:,} runs that share no outer axis"
+        got, hint = f"{count:,} runs", "Give all parts the same block axis"
+        raise AtlasError(Code.UNDECIDED, problem, got=got, hint=hint)
     starts, lengths = zip(*(part.runs() for part in parts), strict=True)
     owners = np.repeat(np.arange(len(parts)), [len(some) for some in starts])
     return np.concatenate(starts), np.concatenate(lengths), owners
@@ -153,8 +155,12 @@ def keeps_to_its_blocks(placement: Placement, cell: int, blocks: int) -> bool:
     if one.offset // cell % blocks == 0 and one.offset % cell + inside + one.item <= cell:
         return True
     if one.folded().count > _MOST_RUNS:
-        got, hint = f"{one} in cells of {cell} bytes", "Give all parts the same block axis"
-        raise AtlasError(Code.UNDECIDED, got=got, hint=hint)
+        problem = f"The overlap check is limited to {_MOST_RUNS:,} runs in a block"
+        got, hint = (
+            f"{one.folded().count:,} runs of {one}",
+            "Use a layout with fewer runs per block",
+        )
+        raise AtlasError(Code.UNDECIDED, problem, got=got, hint=hint)
     starts, lengths = one.runs()
     first, last = starts // cell, (starts + lengths - 1) // cell
     return bool(((first == last) & (first % blocks == 0)).all())

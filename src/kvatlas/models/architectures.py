@@ -23,7 +23,7 @@ Reader = Callable[[Decoder], Iterator[Layer]]
 
 
 class Family(NamedTuple):
-    """A reader, the models that it handles, and the names of the caches that it yields."""
+    """A reader, the models that it handles, and vLLM's names for their caches."""
 
     reader: Reader
     names: str = ""
@@ -184,7 +184,10 @@ def find_family(config: Config, *candidates: str | None) -> Family | None:
 
 
 def with_defaults(config: Config, model_type: str | None, warnings: list[str]) -> Config:
-    """Fill a nested text config with its class's defaults; report each one in `warnings`."""
+    """Return a text config with missing values set to the defaults of its class.
+
+    Each value that is filled in is reported in `warnings`.
+    """
     defaults = _DEFAULTS.get(model_type or "", {})
     absent = {name: value for name, value in defaults.items() if not config.has(name)}
     warnings += [f"{name} is missing: using the default, {value}" for name, value in absent.items()]
@@ -192,7 +195,11 @@ def with_defaults(config: Config, model_type: str | None, warnings: list[str]) -
 
 
 def plain_family(config: Config, architecture: str, warnings: list[str]) -> Family:
-    """Treat an unknown architecture as a plain decoder; report assumptions in `warnings`."""
+    """Return the family of plain decoders for an unknown architecture.
+
+    Raises an error if the config does not look like a plain decoder. Assumptions are reported in
+    `warnings`.
+    """
     signs = sorted(key for key in config.filled_keys() if _SIGNS.search(key))
     needed = {
         "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -201,8 +208,8 @@ def plain_family(config: Config, architecture: str, warnings: list[str]) -> Fami
     }
     lacking = [name for name, names in needed.items() if not config.has(*names)]
     if signs or lacking:
-        why = [f"it lacks {', '.join(lacking)}"] if lacking else []
-        why += [f"{', '.join(signs)} imply caches other than K and V"] if signs else []
+        why = [f"the config lacks {', '.join(lacking)}"] if lacking else []
+        why += [f"the keys {', '.join(signs)} imply caches other than K and V"] if signs else []
         raise AtlasError(
             Code.UNKNOWN_ARCHITECTURE,
             "The architecture is unknown and does not look like a plain decoder",

@@ -1,4 +1,4 @@
-"""Cache dtypes: read the one that a checkpoint requests, and apply one to a layer's spec.
+"""Cache dtypes: read the cache dtype that a checkpoint requests, and apply it to specs.
 
 The dtype of the cache is independent of the dtype of the weights: a checkpoint with
 4-bit weights usually has a bf16 cache. Only the cache settings in the config's
@@ -34,7 +34,7 @@ def checkpoint_cache(root: Config, text: Config, warnings: list[str]) -> str:
     if section is None:
         return "auto"
     scheme = section.get("kv_cache_scheme")
-    # ModelOpt writes a string, at the top or one level down; other tools write an object.
+    # ModelOpt writes a string, at the top level or one level down; other tools write an object.
     inner = section.get("quantization")
     word = section.get("kv_cache_quant_algo")
     if word is None and isinstance(inner, dict):
@@ -64,7 +64,7 @@ def check_cache(kv_dtype: object) -> str:
     if name not in _ELEMENTS:
         raise AtlasError(
             Code.UNKNOWN_DTYPE,
-            "Unknown cache dtype",
+            "There is no such cache dtype",
             got=repr(kv_dtype),
             hint=f"Use one of {', '.join(dict.fromkeys((*known, *_ELEMENTS)))}",
         )
@@ -75,8 +75,8 @@ def cached(spec: S, cache: str, *, sparse: bool = False) -> S:
     """Return `spec` with its cache dtype set to `cache`.
 
     Specs other than attention are returned unchanged. `sparse` marks latent attention
-    whose states an indexer selects: its kernels use a separate fp8 format,
-    `fp8_ds_mla`, which is the only format that DeepSeek-V4's kernels support.
+    whose states an indexer selects. Its kernels store fp8 as `fp8_ds_mla`. DeepSeek-V4 uses
+    `fp8_ds_mla` for `auto` too, because its kernels do not support the model's dtype.
     """
     if isinstance(spec, Attention):
         # None makes the spec choose the packing that the new cache dtype requires.

@@ -1,8 +1,8 @@
 """`CacheIdentity`: the weights and settings that a cache was computed with.
 
-Two caches of equal shape are interchangeable only if the same model computed both. Shapes do
-not show that: a fine-tune has the shapes of its base model. Nodes, tiers and engines compare
-identities before they exchange or reuse a cache.
+Two caches of equal shape are interchangeable only if the same model computed both. Shapes
+alone do not show this: a fine-tune has the shapes of its base model. Nodes, tiers and engines
+compare identities before they exchange or reuse a cache.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CacheIdentity(
     config: _Text = ""
     """A digest of the config fields that change K and V, from `config_identity`."""
     adapter: _Text = ""
-    """The adapter (LoRA) that was active, if any."""
+    """The name of the adapter (LoRA) that was active; empty if there was none."""
     salt: _Text = ""
     """Separates requests that must not share a cache, such as those of different users."""
     tenant: _Text = ""
@@ -72,8 +72,10 @@ class CacheIdentity(
     def __post_init__(self) -> None:
         if not self.weights:
             problem = "A cache identity needs a name for the weights"
-            hint = "Pass models.weights_identity(folder), or a name that no other weights have"
-            raise AtlasError(Code.BAD_CONFIG, problem, got="no weights", hint=hint)
+            hint = (
+                "Pass weights=models.weights_identity(folder), or a name that no other weights have"
+            )
+            raise AtlasError(Code.BAD_CONFIG, problem, got="an empty name", hint=hint)
         for name in self.__struct_fields__:
             _check_text(name, getattr(self, name))
 
@@ -95,7 +97,7 @@ class CacheIdentity(
         return msgspec.structs.replace(self, adapter=adapter, salt=salt)
 
     def differences(self, other: CacheIdentity | None) -> str:
-        """Describe the fields in which two identities differ; empty if they are equal."""
+        """Return a text with the fields in which two identities differ; empty if they are equal."""
         if other is None:
             return f"weights {self.weights!r} and no identity"
         names = [name for name in self._names() if getattr(self, name) != getattr(other, name)]
@@ -108,7 +110,7 @@ class CacheIdentity(
 
     @property
     def computed_with(self) -> str:
-        """One text for weights, config, adapter and salt; the weights if the rest is empty."""
+        """Weights, config, adapter and salt as one string; only weights if the rest is empty."""
         rest = (self.config, self.adapter, self.salt)
         if not any(rest):
             return self.weights
@@ -122,8 +124,9 @@ class CacheIdentity(
 def config_identity(config: Mapping[str, Any], **overrides: Any) -> str:
     """Return a digest of the config values that change K and V.
 
-    Every value counts (RoPE, norms, scales, activations, sizes) except those that are known to
-    have no effect, so an unknown key makes two configs different instead of equal.
+    The digest covers every value (RoPE, norms, scales, activations, sizes) except those that
+    are known to have no effect. Two configs that differ in an unknown key therefore have
+    different digests.
 
     >>> one = config_identity({"rope_theta": 1e6, "transformers_version": "5.17.0"})
     >>> one == config_identity({"rope_theta": 1000000, "transformers_version": "5.23.0"})
@@ -148,7 +151,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _normalised(value: Any) -> Any:
-    """Drop keys without effect and absent values, and write numbers in one form."""
+    """Return a config value without null values and keys without effect, and 1.0 written as 1."""
     if isinstance(value, Mapping):
         kept = {str(key): _normalised(one) for key, one in value.items()}
         return {
@@ -166,17 +169,20 @@ def _normalised(value: Any) -> Any:
 
 
 def _check_text(name: str, text: Any) -> None:
-    """Refuse a field that is no text, is too long, or cannot be encoded as UTF-8."""
-    problem, hint = f"The {name} of a cache identity is not valid text", "Use a short UTF-8 string"
-    if not isinstance(text, str) or len(text) > _LONGEST:
-        got = f"{len(text):,} characters" if isinstance(text, str) else repr(text)[:100]
-        raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint)
+    """Raise an error if a field is not a string, is too long, or cannot be encoded as UTF-8."""
+    hint = f"Use a UTF-8 string of at most {_LONGEST:,} characters"
+    if not isinstance(text, str):
+        problem = f"The {name} of a cache identity must be a string"
+        raise AtlasError(Code.BAD_CONFIG, problem, got=repr(text)[:100], hint=hint)
+    if len(text) > _LONGEST:
+        problem = f"The {name} of a cache identity is too long"
+        raise AtlasError(Code.BAD_CONFIG, problem, got=f"{len(text):,} characters", hint=hint)
     try:
         text.encode()
     except UnicodeEncodeError:
-        got = ascii(text[:100])
-        raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint) from None
+        problem = f"The {name} of a cache identity cannot be encoded as UTF-8"
+        raise AtlasError(Code.BAD_CONFIG, problem, got=ascii(text[:100]), hint=hint) from None
 
 
-# msgspec crashes if two threads are the first to decode a type, so this thread is the first.
+# msgspec crashes if two threads are the first to decode a type, so create the decoder here.
 msgspec.msgpack.Decoder(CacheIdentity)

@@ -15,12 +15,12 @@ from kvatlas.errors import AtlasError, Code
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""A file name in the hub's cache: a digest of the file's content."""
+"""Matches a file name in the hub's cache, which is a digest of the file's content."""
 _SMALL = 64 << 20
 """Files of up to this many bytes are hashed completely."""
 _SAMPLE = 4096
 _APART = 256 << 10
-"""Bytes between samples in a file without a readable safetensors header."""
+"""Bytes between the starts of two samples in a file without a valid safetensors header."""
 _OF_A_TENSOR = 4
 """Samples per tensor in a file with a safetensors header."""
 _LONGEST_HEADER = 256 << 20
@@ -43,9 +43,9 @@ def weights_identity(folder: Path) -> str:
     """
     files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
     if not files:
-        problem = "The folder has no weight files, so its weights cannot be identified"
+        problem = f"The folder contains no weight files ({', '.join(_WEIGHTS)})"
         got = f"{folder}"
-        hint = "Set weights_identity to a name that is unique to these weights"
+        hint = "Pass the checkpoint's folder, or a name that is unique to these weights"
         raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint)
     digest = blake2b(digest_size=16)
     for path in files:
@@ -60,7 +60,11 @@ def weights_identity(folder: Path) -> str:
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    """Yield a small file whole; sample a large one in every tensor, or at regular intervals."""
+    """Yield the bytes of a file to hash: all of a small file, samples of a large one.
+
+    A large file is sampled in every tensor or, without a safetensors header, at regular
+    intervals.
+    """
     nbytes = path.stat().st_size
     with path.open("rb") as file:
         if nbytes <= _SMALL:

@@ -1,8 +1,8 @@
 """An untrusted config whose values are checked as they are read.
 
-Families spell the same setting in different ways, so each getter takes all spellings
-of a key. It returns a checked value or raises an error that names the bad key. The
-given mapping is never modified.
+Model families use different keys for the same setting, so each getter takes all keys of a
+setting. It returns a checked value or raises an error that names the bad key. The given
+mapping is never modified.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Config:
         return None
 
     def has(self, *names: str) -> bool:
-        """Whether one of `names` is present and not null."""
+        """Return whether any of `names` is present and not null."""
         return self.get(*names) is not None
 
     def count(self, *names: str, default: int | None = None) -> int:
@@ -72,9 +72,10 @@ class Config:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 problem = f"{name} must be an integer"
-                raise bad(problem, value, "Write it without quotes or a decimal point")
+                raise bad(problem, repr(value), "Write it without quotes or a decimal point")
             if not 1 <= value <= _LARGEST:
-                raise bad(f"{name} must be between 1 and 2^40", value, "Check the config")
+                problem = f"{name} must be between 1 and 2**40"
+                raise bad(problem, str(value), f"Correct {name} in the config")
             return value
         return None
 
@@ -83,12 +84,12 @@ class Config:
         return None if self._values.get(name) in (None, 0) else self.count(name)
 
     def natural(self, name: str, *, default: int = 0) -> int:
-        """Return a count for which 0 is a valid value."""
+        """Return a count of at least 0."""
         value = self._values.get(name)
         return value if value == 0 and type(value) is int else self.count(name, default=default)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """Return a boolean."""
+        """Return the boolean value of a key; `default` if it is missing."""
         value = self._typed((name,), bool, "true or false, without quotes")
         return default if value is None else bool(value)
 
@@ -110,7 +111,9 @@ class Config:
     def _typed(self, names: tuple[str, ...], kind: type | tuple[type, ...], what: str) -> Any:
         value = self.get(*names)
         if value is not None and not isinstance(value, kind):
-            raise bad(f"{names[0]} must be {what}", value, f"Write {what}")
+            raise bad(
+                f"{names[0]} must be {what}", repr(value), f"Correct {names[0]} in the config"
+            )
         return value
 
     def _required_listing(self, name: str) -> list[Any]:
@@ -138,7 +141,8 @@ class Config:
             known = isinstance(value, int) and not isinstance(value, bool)
             if not known or not first <= value < first + depth:
                 last = first + depth - 1
-                raise bad(f"{name} must contain only layer numbers from {first} to {last}", value)
+                problem = f"{name} must contain only layer numbers from {first} to {last}"
+                raise bad(problem, repr(value))
             chosen.add(value - first)
         return chosen
 
@@ -154,8 +158,8 @@ class Config:
         if not depth:
             raise missing("num_hidden_layers")
         if depth > MOST_LAYERS:
-            problem = f"A config may have at most {MOST_LAYERS} layers"
-            raise bad(problem, depth, "Check num_hidden_layers")
+            problem = f"A config can have at most {MOST_LAYERS} layers"
+            raise bad(problem, f"{depth} layers", "Check num_hidden_layers")
         return depth
 
     def predictors(self) -> int:
@@ -164,7 +168,7 @@ class Config:
         return max(self.size(name) or 0 for name in names)
 
     def query_heads(self) -> int:
-        """Return the number of query heads, which tensor parallelism divides."""
+        """Return the number of query heads, which is divided over tensor-parallel ranks."""
         return self.count(*QUERY_HEADS)
 
     def hidden(self) -> int:
@@ -183,23 +187,22 @@ class Config:
 
     @staticmethod
     def quotient(width: int, parts: int, name: str) -> int:
-        """Return `width / parts`; raise an error that names the key `name` if it is uneven."""
+        """Return `width / parts`, the value of key `name`; raise an error if it is not whole."""
         if width % parts:
-            got = f"{width} divided by {parts}"
-            raise bad("Sizes in the config do not divide evenly", got, f"Check {name}")
+            problem = f"{name} cannot be derived: the sizes in the config do not divide evenly"
+            raise bad(problem, f"{width} / {parts}", f"Check {name} in the config")
         return width // parts
 
 
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {}, ())
 
 
-def bad(problem: str, got: object, hint: str = "Check it against num_hidden_layers") -> AtlasError:
-    """Return the error for a bad config value."""
-    shown = got if isinstance(got, str) else repr(got)
-    return AtlasError(Code.BAD_CONFIG, problem, got=shown[:200], hint=hint)
+def bad(problem: str, got: str, hint: str = "Compare it with num_hidden_layers") -> AtlasError:
+    """Return the error for a bad config value; pass a value of the config as its `repr`."""
+    return AtlasError(Code.BAD_CONFIG, problem, got=got[:200], hint=hint)
 
 
 def missing(*names: str) -> AtlasError:
     """Return the error for a config that lacks a required key."""
     got = f"a config without {' or '.join(names)}"
-    return AtlasError(Code.MISSING_KEY, got=got, hint=f"Add {names[0]}")
+    return AtlasError(Code.MISSING_KEY, got=got, hint=f"Add {names[0]} to the config")

@@ -22,7 +22,7 @@ Kind = Literal["full", "sliding", "chunked"]
 
 
 class StateDtypes(NamedTuple):
-    """The dtypes of recurrent states: the caller's if given, otherwise the engine's default."""
+    """The dtypes of recurrent states; None selects the default of `engine`."""
 
     engine: Engine = "vllm"
     ssm: str | None = None
@@ -53,7 +53,7 @@ class Decoder:
 
     @property
     def conv_dtype(self) -> str:
-        """The dtype of cached convolution inputs: in every engine, the model's by default."""
+        """The dtype of cached convolution inputs; every engine defaults to the model's dtype."""
         return self.states.conv or self.dtype
 
     def ssm_dtype(self, *, config: str | None = None, default: str | None = None) -> str:
@@ -72,12 +72,15 @@ class Decoder:
         return default or self.conv_dtype
 
     def layer(self, index: int, spec: AnySpec, name: str | None = None) -> Layer:
-        """Return a cache of decoder layer `index`; `name` defaults to the attention's name."""
+        """Return a cache of decoder layer `index`.
+
+        `name` is the cache's name within the layer, by default that of the attention.
+        """
         full_name = f"{self.layers}.{index}.{name or self.attention_name}"
         return Layer(name=full_name, index=index, spec=spec)
 
     def every_layer(self, spec: AnySpec, name: str | None = None) -> Iterator[Layer]:
-        """Yield the same cache for all decoder layers."""
+        """Yield one cache with the same spec for every decoder layer."""
         return (self.layer(index, spec, name) for index in range(self.depth))
 
     def attention(

@@ -18,7 +18,7 @@ from kvatlas.specs import Indexer
 
 
 class Sizes(TypedDict, total=False):
-    """Sizes of one kind of layer; None stands for the model's size."""
+    """Sizes of one kind of layer; None selects the model's size."""
 
     heads: int | None
     head_dim: int | None
@@ -37,7 +37,7 @@ def dense(
 
     `kinds` lists the kind of each layer; by default it is read from the config. If the
     config has no pattern, every `every`-th layer is full attention. `sizes` overrides the
-    model's sizes for some kinds of layers.
+    model's sizes, by kind of layer.
     """
     kinds = kinds or attention_kinds(decoder.config, every=every)
     own = sizes or {}
@@ -90,7 +90,7 @@ def mimo(decoder: Decoder) -> Iterator[Layer]:
 
 
 def step(decoder: Decoder) -> Iterator[Layer]:
-    """Step-3.5: one kind of layer may have different heads.
+    """Step-3.5: one kind of layer may have a different number or size of heads.
 
     Without `layer_types`, even layers use the sliding window.
     """
@@ -108,12 +108,12 @@ def step(decoder: Decoder) -> Iterator[Layer]:
 
 
 def pruned(decoder: Decoder) -> Iterator[Layer]:
-    """DeciLM and Nemotron-NAS: architecture search removed attention or heads from some layers."""
+    """DeciLM and Nemotron-NAS: some layers have fewer heads, or no attention."""
     config = decoder.config
     for index, block in enumerate(config.per_layer("block_configs", config.depth())):
         if not isinstance(block, dict) or not isinstance(block.get("attention"), dict):
-            problem = "An entry of block_configs has no attention section"
-            raise bad(problem, block, "Add an attention object to each entry")
+            problem = "Every entry of block_configs must have an attention object"
+            raise bad(problem, f"entry {index}: {block!r}", "Add an attention object to the entry")
         attention = Config(block["attention"])
         if attention.flag("no_op") or attention.flag("replace_with_linear"):
             continue

@@ -33,9 +33,9 @@ class Gpu(NamedTuple):
 
     name: str
     memory: int
-    """Bytes that a process can use."""
+    """Bytes of memory that a process can use."""
     sold: str
-    """The advertised size."""
+    """The advertised memory size."""
 
 
 _TABLE = (
@@ -71,7 +71,7 @@ _BY_KEY = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return a GPU by its name or its driver's name for it.
+    """Return a GPU by its name, or by the name that its driver reports.
 
     Case, spaces and hyphens do not matter.
 
@@ -106,7 +106,7 @@ def find_gpus(text: str) -> tuple[int, Gpu]:
     if not 1 <= number <= MOST_GPUS:
         problem = f"The number of GPUs must be between 1 and {MOST_GPUS:,}"
         hint = "Write a number and a GPU, as in 8xH100"
-        raise AtlasError(Code.BAD_QUANTITY, problem, got=text, hint=hint)
+        raise AtlasError(Code.BAD_QUANTITY, problem, got=repr(text), hint=hint)
     return number, find_gpu(match["name"])
 
 
@@ -132,8 +132,8 @@ weights. [weights_too_large]
         raise AtlasError(Code.BAD_QUANTITY, problem, got=utilization, hint=hint)
     if min(weights, overhead) < 0:
         problem = "weights and overhead must not be negative"
-        got = f"{min(weights, overhead)} bytes"
-        raise AtlasError(Code.NEGATIVE, problem, got=got, hint="Use 0 or more")
+        got = f"weights {weights:,} and overhead {overhead:,} bytes"
+        raise AtlasError(Code.NEGATIVE, problem, got=got, hint="Pass 0 or more bytes")
     usable = int(gpu.memory * utilization)
     left = usable - weights - overhead
     if left > 0:

@@ -99,7 +99,7 @@ def short_conv(decoder: Decoder) -> Iterator[Layer]:
 
 
 def rwkv(decoder: Decoder) -> Iterator[Layer]:
-    """RWKV-7: one matrix per head and two shift rows; nothing grows with the tokens."""
+    """RWKV-7: one matrix per head and two shift rows; the cache does not grow with the tokens."""
     config = decoder.config
     hidden, head_dim = config.hidden(), config.count("head_dim", "head_size", default=64)
     spec = Rwkv7(

@@ -70,7 +70,7 @@ def _expand(value: Any) -> Any:
 
 
 def _run(item: Any) -> list[Any]:
-    """Expand `word*count` into a list; a word of digits becomes a number."""
+    """Return the list that `word*count` stands for; a word of digits becomes an integer."""
     word, star, count = item.rpartition("*") if isinstance(item, str) else ("", "", "")
     if not (star and count.isdigit()):
         return [_expand(item)]

@@ -37,7 +37,7 @@ def latent_attention(decoder: Decoder, *, sparse: bool = False) -> LatentAttenti
 
 
 def sparse_latent(decoder: Decoder) -> Iterator[Layer]:
-    """DeepSeek-V3.2 and GLM-5: MLA with an indexer; its keys come before the latent rows.
+    """DeepSeek-V3.2 and GLM-5: MLA with an indexer, whose keys are yielded before the latent rows.
 
     Since GLM-5.2 only some layers have an indexer. The others reuse the selection of the
     last layer that has one, and cache no keys.
@@ -80,7 +80,8 @@ def compressed(decoder: Decoder) -> Iterator[Layer]:
     caches = {}
     for index, ratio in enumerate(rows):
         if type(ratio) is not int or ratio not in V4_RATIOS:
-            raise bad("Compression ratios must be 0, 4 or 128", ratio, "Check compress_ratios")
+            problem = "Every entry of compress_ratios must be 0, 4 or 128"
+            raise bad(problem, f"{ratio!r} for layer {index}", "Correct the entry in the config")
         if ratio not in caches:
             caches[ratio] = compressed_latent(
                 ratio,

@@ -1,8 +1,8 @@
 """Layer patterns: determine the kind of each layer from a config.
 
-Configs write a pattern as a list of words, a string of letters, an interval, or a list of
-layers counted from 0 or from 1; some omit it and rely on the family's rule. The functions
-here convert every form into a list with one word per layer.
+A config contains the pattern as a list of words, a string of letters, an interval, or a list
+of layer numbers that start at 0 or at 1. Some configs omit it, and the family's default applies.
+The functions here convert every form into a list with one word per layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 def attention_kinds(config: Config, *, every: int | None = None) -> list[Kind]:
     """Return the kind of each layer: full, sliding or chunked.
 
-    `every` applies if the config has no pattern: every `every`-th layer is full.
+    If the config has no pattern, every `every`-th layer is full.
 
     >>> attention_kinds(Config({"num_hidden_layers": 3, "sliding_window": 8}), every=3)
     ['sliding', 'sliding', 'full']
@@ -91,7 +91,7 @@ def block_kinds(config: Config) -> list[str]:
     if isinstance(letters, str):
         if unknown := set(letters) - set(_LETTERS):
             problem = "hybrid_override_pattern contains unknown letters"
-            raise bad(problem, "".join(sorted(unknown)), f"Use only {' '.join(_LETTERS)}")
+            raise bad(problem, repr("".join(sorted(unknown))), f"Use only {' '.join(_LETTERS)}")
         if len(letters) != depth:
             problem = "hybrid_override_pattern must have one letter per layer"
             raise bad(problem, f"{len(letters)} letters for {depth} layers")
@@ -124,8 +124,9 @@ def hybrid_layers(
 ) -> Iterator[Layer]:
     """Yield a hybrid's caches.
 
-    Attention layers get the spec that `attention` returns. Layers whose kind is in `recurs`
-    get `recurrent`, under `name`. Layers whose kind is in `without_cache` get none.
+    `kinds` lists the kind of each layer. Attention layers get the spec that `attention`
+    returns. Layers whose kind is in `recurs` get the spec `recurrent` and the cache name
+    `name`. Layers whose kind is in `without_cache` have no cache.
     """
     attends = cache(attention or decoder.attention)
     for index, kind in enumerate(kinds):
@@ -135,8 +136,8 @@ def hybrid_layers(
             yield decoder.layer(index, recurrent, name)
         elif kind not in without_cache:
             known = (*_ATTENDS, *recurs, *without_cache)
-            problem = "Unknown layer type in a hybrid's pattern"
-            raise bad(problem, kind, f"Use one of {', '.join(known)}")
+            problem = f"Layer {index} has an unknown type"
+            raise bad(problem, repr(kind), f"Use one of {', '.join(known)}")
 
 
 def owns_cache(config: Config) -> int:
@@ -146,21 +147,24 @@ def owns_cache(config: Config) -> int:
     """
     depth, shared = config.depth(), config.size("num_kv_shared_layers") or 0
     if shared >= depth:
-        got = f"{shared} of {depth} layers"
+        got = f"num_kv_shared_layers {shared} for {depth} layers"
         raise bad("num_kv_shared_layers must be less than the number of layers", got)
     return depth - shared
 
 
 def _kind(word: object) -> Kind:
     if not isinstance(word, str) or word not in _KINDS:
-        problem = "Unknown attention type in layer_types"
-        raise bad(problem, word, f"Use one of {', '.join(_KINDS)}")
+        problem = "layer_types contains an unknown attention type"
+        raise bad(problem, repr(word), f"Use one of {', '.join(_KINDS)}")
     return _KINDS[word]
 
 
 def _lettered(pattern: str, depth: int) -> list[Kind]:
-    """Repeat a pattern such as `LLLG` (L: sliding, G: full) over all layers."""
+    """Return one kind per layer from a pattern such as `LLLG` (L: sliding, G: full).
+
+    The pattern repeats until every layer has a kind.
+    """
     if not pattern or set(pattern) - {"L", "G"}:
         problem = "sliding_window_pattern must be a number or a string of L and G"
-        raise bad(problem, pattern, "Write it as in 6 or LLLG")
+        raise bad(problem, repr(pattern), 'Write a number such as 6, or a string such as "LLLG"')
     return ["sliding" if pattern[i % len(pattern)] == "L" else "full" for i in range(depth)]

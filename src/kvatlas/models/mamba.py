@@ -1,8 +1,7 @@
 """Readers for Mamba models and for hybrids of Mamba and attention.
 
-One function reads the sizes in all of their spellings. The width of a mixer is
-heads x head size. `expand` x hidden size often differs from it, and is used only if the
-config has no head size.
+The width of a mixer is heads x head size. `expand` x hidden size often differs from this
+width, and is used only if the config has no head size.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ def nemotron(decoder: Decoder) -> Iterator[Layer]:
 
     vLLM stores its recurrent states in fp32 unless the config sets another dtype.
     """
-    said = decoder.config.text("mamba_ssm_cache_dtype")
-    states = decoder.ssm_dtype(config=said, default="fp32")
+    configured = decoder.config.text("mamba_ssm_cache_dtype")
+    states = decoder.ssm_dtype(config=configured, default="fp32")
     return _mixed(decoder, mamba2(decoder, ssm_dtype=states))
 
 
@@ -118,7 +117,7 @@ def side_by_side(decoder: Decoder) -> Iterator[Layer]:
 
 
 def zamba(decoder: Decoder) -> Iterator[Layer]:
-    """Zamba-2: Mamba-2 in every layer, and attention blocks with shared weights in some.
+    """Zamba-2: Mamba-2 in every layer, and attention with shared weights in some layers.
 
     The layers that use the same attention block share its weights, but each has a separate
     cache. vLLM registers all attention caches first, block by block.

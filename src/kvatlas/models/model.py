@@ -2,8 +2,8 @@
 
 A model has a name, a few numbers that limit its topology, and one `Layer` for each cache.
 A decoder layer may have several caches (attention and an indexer, attention and Mamba) or
-none (an MLP, a layer that shares another layer's cache). Therefore a `Layer` has the name
-of a cache, as engines spell it.
+none (an MLP, a layer that shares another layer's cache). Therefore the name of a `Layer` is
+the name of a cache in the engine, not of a decoder layer.
 
 `Model.load` finds the config, the text model in it, and the family of that model. The
 family's reader then lists the caches.
@@ -48,11 +48,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     depth: int
     """Decoder layers, including those without a cache. Pipeline stages divide these."""
     attention_heads: int
-    """Query heads, which tensor parallelism must divide; 0 if there are none."""
+    """Number of query heads, which the tensor-parallel size must divide; 0 if there are none."""
     repeats_heads: bool = True
     """Whether vLLM replicates KV heads when there are more ranks than KV heads."""
     output_groups: int | None = None
-    """Groups of the output projection, which vLLM distributes over ranks; None if it has none."""
+    """Groups of the output projection, which vLLM divides over ranks; None if there are none."""
     dtype: str = "bf16"
     """The dtype in which the model is served."""
     max_len: int | None = None
@@ -80,8 +80,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
         `source` is a path to a config.json or its folder, a dict, a transformers config,
         a catalogue name or entry, a hub id, or a `Model`, which is returned unchanged.
-        `dtype` overrides the dtype in which the model is served. Without it, that is the
-        config's dtype, or bf16 for an fp32 checkpoint. `ssm_dtype` and `conv_dtype`
+        `dtype` is the dtype in which the model is served. It defaults to the config's dtype,
+        or to bf16 for an fp32 checkpoint. `ssm_dtype` and `conv_dtype`
         override the dtypes in which `engine` stores recurrent states.
 
         >>> model = Model.load("Qwen3-Next-80B-A3B", engine="sglang")
@@ -98,10 +98,12 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if not isinstance(source, Model):
             return read_model(find_config(source), states, served)
         if states != StateDtypes() or served not in (None, source.dtype):
+            options = {"dtype": served, "ssm_dtype": ssm, "conv_dtype": conv, "engine": engine}
+            given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
             raise AtlasError(
                 Code.UNREADABLE,
                 "The engine and dtypes of a loaded model cannot be changed",
-                got=f"model {source.name} with {states}, {served}",
+                got=f"model {source.name} with {given}",
                 hint="Pass these options when you load the model from its config, path or name",
             )
         return source
@@ -124,7 +126,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | None = None) -> Model:
-    """Read a model from a config."""
+    """Return the model that a config describes."""
     root, warnings = Config(source.values), list[str]()
     text = text_of(root)
     nested = text is not root
@@ -173,7 +175,7 @@ def text_of(root: Config) -> Config:
 def _architecture(config: Config) -> str | None:
     names = config.listing("architectures") or []
     if names and not isinstance(names[0], str):
-        raise bad("architectures must be a list of strings", names[0], "Write them in quotes")
+        raise bad("architectures must be a list of strings", repr(names[0]), "Write them in quotes")
     return names[0] if names else None
 
 

@@ -15,7 +15,11 @@ _MOST = 3
 
 
 class _Name(NamedTuple):
-    """A parsed name: family `qwen`, version `3`, size 235 (billion parameters), and all parts."""
+    """A parsed model name.
+
+    For `Qwen3-235B-A22B`, the family is `qwen`, the version `3`, the size 235 (billion
+    parameters), and the parts are `qwen`, `3`, `235b` and `a22b`.
+    """
 
     family: str
     version: str
@@ -24,10 +28,10 @@ class _Name(NamedTuple):
 
 
 def similar_names(text: str) -> list[str]:
-    """Return catalogue names of the same family, the nearest version and size first.
+    """Return up to three catalogue names of the same family, nearest version and size first.
 
-    Names of the wanted version and size are returned alone. A family that is not in the
-    catalogue falls back to names that are spelled similarly.
+    If any name has the wanted version and size, only such names are returned. If the family
+    is not in the catalogue, names with a similar spelling are returned.
 
     >>> similar_names("Qwen3-235B"), similar_names("Llama-70b")
     (['Qwen3-235B-A22B'], ['Llama-3.1-70B'])
@@ -57,12 +61,12 @@ def _parsed(name: str) -> _Name:
 
 
 def _sizes(parts: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return number and unit of each size. Active parameters, such as `a22b`, do not count."""
+    """Return the number and unit of each size, without active parameters such as `a22b`."""
     return [found.groups() for part in parts if (found := _SIZE.fullmatch(part))]  # type: ignore[misc]
 
 
 def _distance(wanted: _Name, known: _Name) -> tuple[float, ...]:
-    """Order names by version, size and shared words."""
+    """Return a sort key: distance in version, distance in size, and shared parts (negated)."""
     version = abs(_number(wanted.version) - _number(known.version)) if wanted.version else 0.0
     size = 0.0
     if wanted.size:
@@ -72,7 +76,7 @@ def _distance(wanted: _Name, known: _Name) -> tuple[float, ...]:
 
 
 def _number(version: str) -> float:
-    """Return `3.1` of version 3.1 or 3.1.2; 0 if there is no version."""
+    """Return a version as a number: 3.1 for `3.1` and `3.1.2`, 0 for no version."""
     return float(".".join(version.split(".")[:2]) or 0)
 
 

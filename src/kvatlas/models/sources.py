@@ -25,7 +25,7 @@ LARGEST_INDEX = 128 * 2**20
 """Limit on the bytes of a safetensors index; the largest models list half a million tensors."""
 
 LONGEST_SILENCE = 0.8
-"""Seconds to wait for an answer from the hub before it counts as unreachable."""
+"""Seconds to wait for a response from the hub before it counts as unreachable."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HINT = "Pass the path of the model's config.json"
@@ -43,7 +43,7 @@ class Source(NamedTuple):
 
 
 def find_config(source: Any) -> Source:
-    """Find the config of a path, a mapping, a transformers config, a catalogue name or a hub id.
+    """Return the config of a path, a mapping, a transformers config, a catalogue name or a hub id.
 
     >>> find_config("google/gemma-2-2b").name
     'Gemma-2-2b'
@@ -75,7 +75,7 @@ def _from_name(source: str | os.PathLike[str]) -> Source:
     close = similar_names(text)
     raise AtlasError(
         Code.UNKNOWN_MODEL,
-        "There is no such file, and no model of that name in the catalogue",
+        "There is no such file, and no model of this name in the catalogue",
         got=repr(text),
         hint=f"Did you mean {', '.join(close)}?" if close else _HINT,
     )
@@ -94,7 +94,7 @@ def _from_entry(entry: CatalogueEntry) -> Source:
 
 
 def _from_file(path: Path) -> Source:
-    """Read a config.json, or the one in a folder, and derive a name from the path."""
+    """Return the config in a file, or in a folder's config.json, named after its path."""
     if path.is_dir():
         path = path / "config.json"
     values = _json_object(path)
@@ -103,14 +103,14 @@ def _from_file(path: Path) -> Source:
 
 
 def _json_object(path: Path, largest: int = LARGEST_FILE) -> dict[str, Any]:
-    """Read an untrusted JSON file that must contain one object."""
+    """Return the object in an untrusted JSON file of at most `largest` bytes."""
     try:
         if path.exists() and not path.is_file():
             raise _unreadable(path, "not a regular file", "Pass a config.json")
         with path.open("rb") as file:
             text = file.read(largest + 1)
         if len(text) > largest:
-            limit = f"more than {largest >> 20} MiB"
+            limit = f"more than {largest >> 20} MiB, the limit"
             raise _unreadable(path, limit, "Check that the path is a config.json")
         # The standard library's parser accepts Infinity, which some real configs contain.
         values = json.loads(text)
@@ -123,25 +123,29 @@ def _json_object(path: Path, largest: int = LARGEST_FILE) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {error}"
         raise _unreadable(path, reason[:200], "Download the file again") from error
     if not isinstance(values, dict):
-        raise _unreadable(path, f"a {type(values).__name__}", "Pass a whole config.json")
+        what = f"a JSON {type(values).__name__} instead of an object"
+        raise _unreadable(path, what, "Pass a whole config.json")
     return values
 
 
 def _with_quantisation(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Add ModelOpt's hf_quant_config.json if the config has no quantisation section."""
-    beside = _sibling(path, "hf_quant_config.json")
-    if beside is None or values.get("quantization_config") is not None:
+    """Return the config; if it has no quantisation section, add ModelOpt's hf_quant_config.json."""
+    found = _sibling(path, "hf_quant_config.json")
+    if found is None or values.get("quantization_config") is not None:
         return values
-    section = _json_object(beside)
+    section = _json_object(found)
     return {**values, "quantization_config": {"quant_method": "modelopt", **section}}
 
 
 def checkpoint_bytes(source: Source) -> int | None:
-    """Return the bytes of all tensors if a safetensors index next to the config records them."""
-    beside = _sibling(source.path, "model.safetensors.index.json") if source.path else None
-    if beside is None:
+    """Return the total bytes of all tensors from a safetensors index next to the config.
+
+    Returns None if there is no index, or if it has no valid total.
+    """
+    found = _sibling(source.path, "model.safetensors.index.json") if source.path else None
+    if found is None:
         return None
-    metadata = _json_object(beside, LARGEST_INDEX).get("metadata")
+    metadata = _json_object(found, LARGEST_INDEX).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total, bool) or not isinstance(total, int | float):  # some tools write a float
         return None
@@ -150,8 +154,8 @@ def checkpoint_bytes(source: Source) -> int | None:
 
 def _sibling(path: Path, name: str) -> Path | None:
     """Return the file `name` next to config.json, or `X_name` next to `X_config.json`."""
-    beside = path.with_name(path.name.removesuffix("config.json") + name)
-    return beside if path.name.endswith("config.json") and beside.is_file() else None
+    file = path.with_name(path.name.removesuffix("config.json") + name)
+    return file if path.name.endswith("config.json") and file.is_file() else None
 
 
 def _unreadable(path: Path, reason: str, hint: str) -> AtlasError:
@@ -160,10 +164,10 @@ def _unreadable(path: Path, reason: str, hint: str) -> AtlasError:
 
 
 def _silence(name: str) -> Exception | None:
-    """Return the reason why the hub is unreachable, or None if it answers.
+    """Return the reason why the hub is unreachable, or None if it responds.
 
-    Any answer counts, even an error. This check exists because huggingface_hub retries an
-    unreachable hub for half a minute. It runs in a thread, because a DNS lookup has no
+    Any response counts, even an HTTP error. This check exists because huggingface_hub retries
+    an unreachable hub for half a minute. It runs in a thread, because a DNS lookup has no
     timeout.
     """
     import urllib.error
@@ -173,14 +177,14 @@ def _silence(name: str) -> Exception | None:
     if not address.startswith(("https://", "http://")):
         return ValueError("HF_ENDPOINT is not a web address")
     url = f"{address.rstrip('/')}/{name}/resolve/main/config.json"
-    question = urllib.request.Request(url, method="HEAD")  # noqa: S310
+    request = urllib.request.Request(url, method="HEAD")  # noqa: S310
     failures: list[Exception] = []
 
     def ask() -> None:
         try:
-            urllib.request.urlopen(question, timeout=LONGEST_SILENCE).close()  # noqa: S310
+            urllib.request.urlopen(request, timeout=LONGEST_SILENCE).close()  # noqa: S310
         except urllib.error.HTTPError:
-            return  # the hub answered, if only with an error
+            return  # an HTTP error is a response
         except Exception as error:
             failures.append(error)
 
@@ -188,7 +192,7 @@ def _silence(name: str) -> Exception | None:
     asking.start()
     asking.join(LONGEST_SILENCE)
     if asking.is_alive():
-        return TimeoutError(f"{address} does not answer")
+        return TimeoutError(f"{address} did not respond within {LONGEST_SILENCE} s")
     return failures[0] if failures else None
 
 
@@ -209,7 +213,7 @@ def _from_hub(name: str) -> Path:
         # If the hub is unreachable, use a config that was downloaded before.
         return Path(hub.hf_hub_download(name, "config.json", local_files_only=silence is not None))
     except Exception as error:
-        # Its errors have no common base class; any of them means that there is no config.
+        # The errors of huggingface_hub have no common base class.
         cause = silence or error
         reason = f"{type(cause).__name__}: {str(cause)[:200]}"
         problem = "" if silence else "The model hub did not return the config"

@@ -1,4 +1,4 @@
-"""Plans: compute where every byte of a model's caches is stored.
+"""Plans: where every byte of a model's caches is stored.
 
 `plan()` takes a model, memory, a topology and a policy: `atlas` (the default), `vllm`
 (the plan of vLLM 0.32, byte for byte) or `uniform` (vLLM without its hybrid manager).

@@ -32,7 +32,7 @@ from kvatlas.specs import (
 Family = Literal["dense", "latent", "sparse", "indexer", "other"]
 
 ANY_ORDER = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
-"""Layouts of a backend that declares none, in vLLM's order of preference."""
+"""Supported layouts of a backend that declares none, in vLLM's order of preference."""
 
 
 EVERY_ORDER = (
@@ -57,20 +57,20 @@ class Backend(msgspec.Struct, frozen=True):
     multiples: bool = True
     """Whether any multiple of a size is also a kernel block size."""
     layouts: tuple[str, ...] = ()
-    """Supported layouts, the preferred one first; empty if it supports any."""
+    """Supported layouts, the preferred one first; empty if the backend declares none."""
     caches: tuple[str, ...] | None = None
-    """Supported cache dtypes; None if it supports all that the specs allow."""
+    """Supported cache dtypes; None if the backend supports all that the specs allow."""
     whole_rows: bool = False
-    """Whether the block stride must be a multiple of the row size: sparse kernels index rows."""
+    """Whether the block stride must be a multiple of the row size, because kernels index rows."""
     packing: Packing | None = None
     """The packing of K and V in a page; None for the default of the cache dtype."""
 
     def takes(self, block: int) -> bool:
-        """Whether the backend supports blocks of `block` tokens, possibly by splitting them."""
+        """Return whether the backend supports blocks of `block` tokens, whole or split."""
         return any(block % size == 0 for size in self.sizes)
 
     def reads(self, block: int) -> bool:
-        """Whether the kernels read blocks of `block` tokens without splitting them."""
+        """Return whether the kernels read blocks of `block` tokens without splitting them."""
         return self.takes(block) if self.multiples else block in self.sizes
 
     def kernel_block(self, block: int) -> int | None:
@@ -128,8 +128,8 @@ BACKENDS: dict[str, Backend] = {
 def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | None]:
     """Return the backend of each layer, by layer name; None for recurrent layers.
 
-    `chosen` replaces only backends of its own family. Sparse and compressed attention always
-    use their specific backends.
+    `chosen` names a backend for the layers of its family; the other layers keep vLLM's default.
+    Sparse and compressed attention always use their specific backends.
     """
     named = BACKENDS.get(str(chosen).upper())
     if chosen is not None and named is None:
@@ -150,7 +150,7 @@ def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | 
             Code.UNKNOWN_BACKEND,
             "No layer of the model uses this backend",
             got=f"{named.name} for {model.architecture}",
-            hint=f"Leave backend out; the model's layers use {used or 'no backend'}",
+            hint=f"Omit backend=; the model's layers use {used or 'no backend'}",
         )
     for layer in model.layers:
         backend, cache = backends[layer.name], getattr(layer.spec, "cache", "auto")
@@ -158,8 +158,8 @@ def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | 
             raise AtlasError(
                 Code.BACKEND_REFUSES,
                 f"{backend.name} supports only the cache dtypes {', '.join(backend.caches)}",
-                got=f"{cache} in {layer.name}",
-                hint="Choose another cache dtype or another backend",
+                got=f"cache dtype {cache!r} in {layer.name}",
+                hint="Pass another kv_dtype= or another backend=",
             )
     return backends
 

@@ -1,9 +1,9 @@
 """Determine the block size.
 
 The block size is the smallest that all backends support. For a hybrid, vLLM increases it
-until an attention page can hold a recurrent state, because both share pages. For a state of
+until an attention page can hold a recurrent state, because both share pages. With a state of
 `m` bytes, `a` bytes of attention per token and layer, and kernels that need multiples of `k`
-tokens, that is k * ceil(m / (k * a)).
+tokens, the block size is k * ceil(m / (k * a)).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class BlockSize(msgspec.Struct, frozen=True):
 
     tokens: int
     state_padding: int | None = None
-    """Bytes that pages of recurrent states are padded to; None if they are not padded."""
+    """The size in bytes to which pages of recurrent states are padded; None without padding."""
     reasons: tuple[str, ...] = ()
 
 
 def used_backends(request: PlanRequest) -> list[Backend]:
-    """Return the attention backends of a model's layers, without duplicates."""
+    """Return the attention backends of the request's layers, without duplicates."""
     return list({b.name: b for b in request.backends.values() if b}.values())
 
 
@@ -59,7 +59,7 @@ def kernel_size(request: PlanRequest) -> BlockSize:
                 f"{backend.name} needs a block size that is a multiple of "
                 f"{' or '.join(map(str, backend.sizes))} tokens",
                 got=f"a block size of {block}",
-                hint="Choose such a block size, or another backend",
+                hint="Pass such a block_size=, or another backend=",
             )
     return BlockSize(block, reasons=(f"Block size: {block} tokens, as requested.",))
 
@@ -87,9 +87,9 @@ def block_size(request: PlanRequest) -> BlockSize:
 
 
 def kernel_multiple(request: PlanRequest, block: int) -> int:
-    """Return the multiple, in tokens, to which a hybrid's block size is rounded up.
+    """Return the unit, in tokens, of which a hybrid's block size is a multiple.
 
-    `block` is the block size that kernels need.
+    `block` is the smallest block size that the kernels support.
     """
     sizes = [min(backend.sizes) for backend in used_backends(request)[:1]]
     if any(isinstance(layer.spec, LatentAttention) for layer in request.model.layers):
@@ -98,13 +98,13 @@ def kernel_multiple(request: PlanRequest, block: int) -> int:
 
 
 def state_bytes(model: Model, tp: int) -> int:
-    """Return the bytes of the largest recurrent state of a layer on one rank; 0 if none."""
+    """Return the bytes per rank of the largest recurrent state; 0 without recurrent layers."""
     specs = {layer.spec for layer in model.layers if kind_of(layer.spec) == "recurrent"}
     return max((page_of(spec, 1, tp).unpadded for spec in specs), default=0)
 
 
 def token_bytes(model: Model, tp: int) -> int:
-    """Return the bytes of attention per token, layer and rank; 0 if there is no attention."""
+    """Return the attention bytes per token, layer and rank; 0 without attention layers."""
     for layer in model.layers:
         if kind_of(layer.spec) != "recurrent":
             return page_of(layer.spec, layer.spec.tokens_per_state or 1, tp).unpadded

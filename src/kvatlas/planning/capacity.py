@@ -2,8 +2,9 @@
 
 This module enforces the promise of policy atlas: for every request length, while prefilling
 and while decoding, a plan fits at least `PROMISE` of the requests that vLLM's plan fits. It
-is enough to compare the lengths at which a request of the plan takes one more block. Between
-two such lengths, a request takes no more blocks in this plan, and no fewer in vLLM's.
+is enough to compare the lengths at which a request takes one more block in this plan. Between
+two such lengths, the request takes the same number of blocks in this plan, and at least as many
+in vLLM's plan as at the first of the two lengths.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from kvatlas.planning.plan_parts import Group, blocks_taken
 from kvatlas.planning.request import PlanRequest
 
 PROMISE = 0.99
-"""The minimum share of vLLM's requests that a plan must fit."""
+"""The minimum fraction of vLLM's number of requests that a plan must fit."""
 LENGTHS = 32_768
 """The promise holds at least up to this request length, even if `max_len` is shorter."""
 MOST_LENGTHS = 1 << 20
-"""Up to this request length every step is compared."""
+"""The longest request length up to which every step is compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The groups of a plan, and the number of blocks in each pool."""
+    """The capacity of a plan: its groups, and the number of blocks in each pool."""
 
     groups: tuple[Group, ...]
     blocks: tuple[int, ...]
@@ -38,7 +39,7 @@ class Capacity:
     def requests(self, lengths: NDArray[np.int64], in_flight: int) -> NDArray[np.float64]:
         """Return how many requests fit at once, for each length."""
         taken = blocks_taken(self.groups, lengths, in_flight=in_flight, dcp=self.dcp)
-        with np.errstate(divide="ignore"):  # without encoder tokens, cross attention has no blocks
+        with np.errstate(divide="ignore"):  # without encoder tokens, cross attention takes 0 blocks
             fits = [self.blocks[pool] / blocks for pool, blocks in taken.items()]
         fewest: NDArray[np.float64] = np.min(fits, axis=0)
         return fewest
@@ -58,7 +59,10 @@ def steps(groups: Iterable[Group], request: PlanRequest) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The minimum share of another plan's requests that a plan fits, and the length it is at."""
+    """The minimum over all lengths of (requests that a plan fits) / (those that another fits).
+
+    `length` and `in_flight` are the request length and the tokens in flight at the minimum.
+    """
 
     share: float
     length: int
@@ -71,14 +75,17 @@ class Share:
 
 
 def capacity_of(request: PlanRequest, draft: PlanDraft) -> Capacity:
-    """Compute the capacity of a draft without making a plan from it."""
+    """Return the capacity of a draft, without building its plan."""
     stages = draft.stages(request)
     blocks = divide_memory(request, draft.pools, stages)
     return Capacity(draft.groups, tuple(blocks), request.dcp)
 
 
 def least_share(mine: Capacity, theirs: Capacity, request: PlanRequest) -> Share:
-    """Return the minimum of `mine` / `theirs` over all lengths, prefilling and decoding."""
+    """Return the minimum of requests in `mine` / requests in `theirs` over all lengths.
+
+    The minimum covers requests that prefill and requests that decode.
+    """
     lengths = steps(mine.groups, request)
     found = []
     for in_flight in {request.in_flight, DECODING}:

@@ -65,17 +65,20 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     gpu: str
     topology: Topology
     weights: int = 0
-    """Bytes on the rank that holds the most."""
+    """Bytes of weights on the rank that holds the most."""
     weights_source: str = ""
-    """The origin of that figure, as in `Weights.source`."""
+    """How `weights` was determined, as in `Weights.source`."""
     overhead: int = OVERHEAD
     utilization: float = 0.9
     plan: Plan | None = None
     refusal: AtlasError | None = None
-    """The error if there is no plan."""
+    """The error, if there is no plan."""
 
     def users(self, length: int | None = None, *, decoding: bool = True) -> int:
-        """Return how many requests of a length all replicas serve at once."""
+        """Return how many requests of `length` tokens all replicas together serve at once.
+
+        `length` defaults to the plan's `max_len`.
+        """
         if self.plan is None:
             return 0
         each = self.plan.requests(length, in_flight=DECODING if decoding else None)
@@ -85,9 +88,10 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def rank(self) -> tuple[Any, ...]:
         """Sort key; the smallest is the best fit.
 
-        A fit with a plan comes first, ranked by few pipeline stages, many users, then few
-        replicas. Fits without a plan are ranked by few weight bytes per rank, so that the error
-        of the closest attempt is reported. Invalid topologies, which have no weights, come last.
+        Fits with a plan come first. Fewer pipeline stages are better, then more users, then
+        fewer replicas. Among fits without a plan, fewer weight bytes per rank are better, so
+        that the error of the closest attempt is reported. Invalid topologies, for which no
+        weights were computed, come last.
         """
         if self.plan is None:
             return (True, not self.weights, self.weights)
@@ -116,9 +120,9 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Fitting:
-    """A model and a kind of GPU, for fitting in several topologies.
+    """Fits one model on one kind of GPU, in any number of topologies.
 
-    `options` are passed to `plan()`; memory and topology are not among them.
+    `options` are passed to `plan()`. They must not include the memory or the topology.
     """
 
     def __init__(
@@ -139,7 +143,7 @@ class Fitting:
         self.overhead = quantity(overhead, "the overhead")
 
     def on(self, topology: Topology) -> Fit:
-        """Fit the model in one topology; if it does not fit, the result has an error."""
+        """Return the fit in one topology; if the model does not fit, `refusal` is the error."""
         held = 0
         try:
             check_topology(self.model, topology.tp, topology.pp, topology.dcp)
@@ -170,7 +174,10 @@ class Fitting:
         return min(found, key=lambda fit: fit.rank)
 
     def suggestions(self, topology: Topology) -> Iterator[Fit]:
-        """Yield fits that store fewer copies of the cache than `topology`, if it has copies."""
+        """Yield fits that replicate the cache on fewer ranks than `topology` does.
+
+        Yields nothing if `topology` does not replicate the cache.
+        """
         copies = self._copies(topology.tp)
         for dcp in sorted((n for n in range(2, copies + 1) if topology.tp % n == 0), reverse=True):
             fit = self.on(msgspec.structs.replace(topology, dcp=dcp))
@@ -192,7 +199,7 @@ class Fitting:
             yield Topology(tp=tp, pp=pp, dp=dp, ep=gpus if deal else 1)
 
     def _copies(self, tp: int) -> int:
-        """Return the number of ranks that hold the same cache."""
+        """Return the number of tensor-parallel ranks that hold the same cache."""
         kept = [layer.spec for layer in self.model.layers if kind_of(layer.spec) != "recurrent"]
         heads = max((getattr(spec, "heads", 1) for spec in kept), default=tp)
         return tp // heads if tp % heads == 0 else 1
@@ -266,9 +273,9 @@ def given_topology(
     dcp: int = 1,
     ep: int = 1,
 ) -> Topology:
-    """Return the topology of `gpus` GPUs; `tp` defaults to the GPUs divided by pp and dp.
+    """Return the topology of `gpus` GPUs; `tp` defaults to gpus / (pp x dp).
 
-    If `gpus` is 1, only its kind matters: the topology may use any number of them.
+    If `gpus` is 1, it stands for a kind of GPU, and the topology may use any number of GPUs.
 
     >>> print(given_topology(8, dp=2), "/", given_topology(1, tp=4))
     tp 4, dp 2 / tp 4
@@ -282,7 +289,7 @@ def given_topology(
             Code.CONTRADICTORY,
             f"tp x pp x dp must be the number of GPUs, {gpus}",
             got=f"{topology}, which is {topology.gpus} GPUs",
-            hint="Leave tp out, or change the sizes or the number of GPUs",
+            hint="Omit tp=, or change tp, pp, dp or the number of GPUs",
         )
     if topology.ep > topology.gpus:
         raise AtlasError(

@@ -1,14 +1,14 @@
-"""Describe memory that kvatlas did not plan as a `Plan`.
+"""`foreign()`: build a `Plan` that describes the existing memory of an engine.
 
 A connector receives tensors from a running engine. A tensor has a shape, strides and an
-offset, but no axis names; the connector has to add these. Each layer's tensor is then a
-`Placement`. `foreign` finds the plan that has the same placements and checks it byte by
-byte. Memory that no plan can describe raises an error.
+offset, but no axis names, so the connector adds the names and passes each layer's tensor as a
+`Placement`. `foreign` finds the plan that has the same placements and validates it. Memory that
+no plan can describe raises an error.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -39,7 +39,7 @@ def foreign(
     packing: Packing | None = None,
     full: Collection[str] = (),
 ) -> Plan:
-    """Return the plan of an engine's own tensors.
+    """Return the plan that describes an engine's tensors.
 
     - `layers`: the placement of each layer on one rank, or one such mapping per pipeline
       stage. Placements have the axes B, H, N and C, with C in elements; axes that a layer
@@ -49,7 +49,7 @@ def foreign(
       counts smaller kernel blocks, or if a layer has one state per block.
     - `pools`: the pool index of each group. By default, groups with the same number of blocks
       share a pool.
-    - `packing`: where K and V are in a page.
+    - `packing`: where K and V are in a page; see `Attention.packing`.
     - `full`: layers whose groups keep all tokens, even if the layers see only a window.
 
     >>> import numpy as np
@@ -68,16 +68,23 @@ def foreign(
     known = {layer.name: _packed(layer, packing) for layer in loaded.layers}
     named = [name for stage in stages for name in stage]
     unknown = sorted(set(named) - set(known))
-    if unknown or len(set(named)) < len(named) or not named:
+    if unknown or not named:
         raise AtlasError(
             Code.UNKNOWN_LAYER,
-            "Tensors must have the names of the model's layers, each at most once",
-            got=f"{unknown[:3] or named[:3]} for {loaded.name}",
-            hint=f"Use names such as {next(iter(known), '-')}",
+            f"`layers` must use the layer names of {loaded.name}",
+            got=", ".join(map(repr, unknown[:3])) or "no layers",
+            hint=f"Use names such as {next(iter(known), '-')!r}",
+        )
+    if repeated := [name for name, count in Counter(named).items() if count > 1]:
+        raise AtlasError(
+            Code.UNKNOWN_LAYER,
+            "Each layer must be on one pipeline stage only",
+            got=f"{repeated[0]!r} on {Counter(named)[repeated[0]]} stages",
+            hint="Pass each layer's placement once",
         )
     tp = positive(tp, "tp")
     longest = loaded.max_len or 32768 if max_len is None else max_len
-    length = positive(longest, "the greatest length")
+    length = positive(longest, "max_len")
     seen = [
         _Seen(stage, known[name], placed, _block(blocks, name), tp, length)
         for stage, tensors in enumerate(stages)
@@ -110,7 +117,7 @@ def foreign(
 
 
 class _Seen:
-    """One layer's tensor, with its page and block size."""
+    """One layer's tensor in the engine, with its page and block size."""
 
     group = 0
 
@@ -124,22 +131,22 @@ class _Seen:
         self.kernel_block = (block or most) if per_state is None else size("N") * per_state
         self.block = block or self.kernel_block
         if self.block % self.kernel_block:
-            got = f"a block of {self.block} tokens, not a multiple of {self.kernel_block}"
-            raise _unlike(layer.name, got)
+            kernel = f"the {self.kernel_block} tokens of its N axis"
+            raise _unlike(layer.name, f"a block of {self.block} tokens, not a multiple of {kernel}")
         self.page: Page = page_of(layer.spec, self.kernel_block, tp)
         self.split = self.block // self.kernel_block
         self.blocks = size("B") // self.split
         if not self.blocks:
-            got = f"{size('B')} kernel blocks, fewer than the {self.split} of one block"
+            got = f"{size('B')} kernel blocks, but one block consists of {self.split}"
             raise _unlike(layer.name, got)
         sizes = [size(axis) for axis in "HNC"]
         if sizes != [self.page.heads, self.page.states, self.page.content]:
             page = f"{self.page.heads} heads, {self.page.states} states, {self.page.content} bytes"
-            raise _unlike(layer.name, f"sizes {sizes} of H, N, C for a page with {page}")
+            raise _unlike(layer.name, f"sizes {sizes} of H, N, C instead of {page}")
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """A key that is equal for layers that can share a region if their offsets step evenly."""
+        """A key; layers with equal keys share a region if their offsets are evenly spaced."""
         placed = self.placed.shift(-self.placed.offset)
         return (self.group, self.stage, self.block, self.page, placed)
 
@@ -156,11 +163,12 @@ def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
     tables = {name: index for index, names in enumerate(groups) for name in names}
     missing = [one.layer.name for one in seen if one.layer.name not in tables]
     if missing or len(tables) != len(seen):
-        got = f"{len(tables)} layers in groups for {len(seen)} tensors"
+        got = f"{len(tables)} layers in groups and {len(seen)} layers with tensors"
+        absent = ", ".join(map(repr, missing[:3]))
         raise AtlasError(
             Code.BAD_PLAN,
-            "The groups must list exactly the layers that have tensors",
-            got=f"{got}, without {missing[:3]}" if missing else got,
+            "`groups` must list exactly the layers that have tensors",
+            got=f"{got}; {absent} in no group" if missing else got,
             hint="List each layer in one group",
         )
     for one in seen:
@@ -168,7 +176,7 @@ def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
 
 
 def _table(members: list[_Seen], pool: int, full: Collection[str]) -> Group:
-    """Return the group of some layers; it keeps all tokens if one of the layers needs them."""
+    """Return the group of the given layers; it keeps all tokens if any layer needs them."""
     kinds = {kind_of(one.layer.spec) for one in members}
     kind, kept = kind_of(members[0].layer.spec), [k for k in FULL_KINDS if k in kinds]
     if kept or any(one.layer.name in full for one in members):
@@ -178,7 +186,7 @@ def _table(members: list[_Seen], pool: int, full: Collection[str]) -> Group:
 
 
 def _homes(first: dict[int, _Seen], pools: Sequence[int] | None) -> dict[int, int]:
-    """Return the pool index of each group; `first` has one layer of each group."""
+    """Return the pool index of each group; `first` maps each group to one of its layers."""
     if pools is None:
         counts = list(dict.fromkeys(one.blocks for one in first.values()))
         return {group: counts.index(one.blocks) for group, one in first.items()}
@@ -187,9 +195,9 @@ def _homes(first: dict[int, _Seen], pools: Sequence[int] | None) -> dict[int, in
             Code.BAD_PLAN,
             "`pools` must be a list with a pool index for each group",
             got=f"{pools!r:.100} for {max(first) + 1} groups",
-            hint="Pass one index per group, or leave pools out",
+            hint="Pass one pool index per group, or omit pools=",
         )
-    return {group: natural(pools[group], "the number of a pool") for group in first}
+    return {group: natural(pools[group], "a pool index") for group in first}
 
 
 def _pools(seen: list[_Seen], homes: dict[int, int]) -> tuple[Pool, ...]:
@@ -200,7 +208,7 @@ def _pools(seen: list[_Seen], homes: dict[int, int]) -> tuple[Pool, ...]:
         home = (one.stage, homes[one.group])
         reach[home] = max(reach[home], one.placed.stop)
         if counts.setdefault(home, one.blocks) != one.blocks:
-            got = f"{one.blocks} blocks in a pool whose other layers have {counts[home]}"
+            got = f"{one.blocks} blocks, while other layers of its pool have {counts[home]}"
             raise _unlike(one.layer.name, got)
     return tuple(
         Pool(stage=s, index=i, blocks=counts[s, i], block_bytes=ceil_div(n, counts[s, i]))
@@ -209,7 +217,7 @@ def _pools(seen: list[_Seen], homes: dict[int, int]) -> tuple[Pool, ...]:
 
 
 def _regions(seen: list[_Seen], tp: int) -> list[Region]:
-    """Return regions for the tensors; layers at evenly spaced offsets share a region."""
+    """Return the regions of the tensors; layers at evenly spaced offsets share a region."""
     families: dict[object, list[_Seen]] = defaultdict(list)
     for one in seen:
         families[one.alike].append(one)
@@ -224,7 +232,7 @@ def _regions(seen: list[_Seen], tp: int) -> list[Region]:
         for one in family:
             region = _region([one], 0, tp)
             if region is None:
-                raise _unlike(one.layer.name, f"{one.placed}, which matches no layout")
+                raise _unlike(one.layer.name, f"{one.placed}, whose strides fit no layout")
             regions.append(region)
     return regions
 
@@ -232,7 +240,7 @@ def _regions(seen: list[_Seen], tp: int) -> list[Region]:
 def _region(family: list[_Seen], step: int, tp: int) -> Region | None:
     """Return the region of layers that are `step` bytes apart; None if no layout matches."""
     one = family[0]
-    # An axis of size 1 has no stride, so its position is free; put it outermost.
+    # An axis of size 1 has no stride, so it can be anywhere in the layout; put it outermost.
     strides = {axis: one.placed.stride(axis) or _FAR for axis in "BHN"}
     strides["L"] = step or 2 * _FAR
     region = Region(
@@ -268,7 +276,10 @@ def _block(blocks: Mapping[str, int] | int | None, name: str) -> int | None:
 
 
 def _in_bytes(placed: Placement) -> Placement:
-    """Return the placement with all axes of a page and C in bytes; add missing axes as size 1."""
+    """Return the placement with axes B, H, N and C, of which missing ones get size 1.
+
+    C counts bytes instead of elements.
+    """
     missing = [axis for axis in "BHNC" if axis not in placed.axes]
     whole = Placement(
         (*placed.axes, *missing, "byte"),
@@ -282,7 +293,7 @@ def _in_bytes(placed: Placement) -> Placement:
 def _unlike(layer: str, got: str) -> AtlasError:
     return AtlasError(
         Code.BAD_TENSOR,
-        f"The tensor of {layer} does not match the layer's pages in any layout",
+        f"The tensor of {layer} does not match the layer's pages",
         got=got,
-        hint="Check the axis names, the packing and the block size",
+        hint="Check the axis names, and the arguments packing= and blocks=",
     )

@@ -31,8 +31,9 @@ from kvatlas.planning.sized_layers import (
 from kvatlas.specs import Attention
 
 STRETCH = 1.5
-"""If the most frequent kind has fewer than this times the layers of the rarest kind, a group has
-room for all layers of the most frequent kind; otherwise for those of the rarest."""
+"""The size of groups depends on the layers of the most frequent kind and of the rarest kind. If
+their ratio is less than this, a group holds as many layers as the most frequent kind has;
+otherwise as many as the rarest kind has."""
 
 
 _PROMOTED: dict[Kind, Kind] = {
@@ -40,12 +41,12 @@ _PROMOTED: dict[Kind, Kind] = {
     "chunked_local_attention": "full_attention",
     "sliding_window_mla": "mla_attention",
 }
-"""The kind of a local attention layer whose cache keeps all tokens."""
+"""For each kind of local attention, the kind it becomes if its cache keeps all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupDraft:
-    """The layers of a group; the pages of a `mixed` group differ."""
+    """The layers of a group. If `mixed`, their pages differ."""
 
     layers: tuple[SizedLayer, ...]
     mixed: bool
@@ -59,12 +60,12 @@ class GroupDraft:
 
 
 def dealt(layers: Sequence[SizedLayer], groups: int) -> list[GroupDraft]:
-    """Distribute layers with the same kind of page over `groups` groups, round-robin."""
+    """Return `groups` groups with the layers, which have the same page, dealt round-robin."""
     return [GroupDraft(tuple(layers[i::groups]), mixed=False) for i in range(groups)]
 
 
 def group_layers(layers: list[SizedLayer], layout: Layout) -> list[GroupDraft]:
-    """Return the groups of a model's layers."""
+    """Return the groups of a model's layers, by the rules of this module."""
     if not layers:
         return []
     if alike(layers):
@@ -77,12 +78,12 @@ def group_layers(layers: list[SizedLayer], layout: Layout) -> list[GroupDraft]:
 
 
 def alike(layers: list[SizedLayer]) -> bool:
-    """Whether one block table and one kind of page suit all layers."""
+    """Return whether all layers can share one block table and one kind of page."""
     return len({_merged(layer) for layer in layers}) == 1
 
 
 def same_tokens(layers: list[SizedLayer]) -> bool:
-    """Whether all layers need blocks for the same tokens, so that they can share a block table."""
+    """Return whether all layers need the same tokens, so that they can share a block table."""
     first = layers[0]
     if len({layer.block for layer in layers}) > 1:
         return False
@@ -97,7 +98,10 @@ def same_tokens(layers: list[SizedLayer]) -> bool:
 
 
 def promote(layers: list[SizedLayer]) -> list[SizedLayer]:
-    """Make windows and chunks keep all tokens, as vLLM does without its hybrid manager."""
+    """Return the layers with windows and chunks that keep all tokens.
+
+    vLLM does the same without its hybrid manager.
+    """
     if alike(layers) or same_tokens(layers):
         return layers
     full = {layer.block for layer in layers if layer.kind in FULL_KINDS}
@@ -116,13 +120,16 @@ def promote(layers: list[SizedLayer]) -> list[SizedLayer]:
             Code.PAGES_NOT_UNIFIED,
             "Policy uniform needs layers that can share one block table",
             got=f"layers of the kinds {', '.join(sorted({layer.kind for layer in layers}))}",
-            hint="Use policy vllm or atlas",
+            hint="Pass policy='vllm' or policy='atlas'",
         )
     return promoted
 
 
 def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
-    """Make all pages as large as the largest: by larger blocks if possible, else by padding."""
+    """Return the layers with all pages as large as the largest page.
+
+    A page grows by a larger block if possible, otherwise by padding.
+    """
     largest = max(layer.nbytes for layer in layers)
     unified = []
     for layer in layers:
@@ -135,8 +142,8 @@ def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
             raise AtlasError(
                 Code.PAGES_NOT_UNIFIED,
                 "Pages of latent attention cannot be padded to the size of other pages",
-                got=f"{layer.name} with a page of {layer.nbytes} bytes, others with {largest}",
-                hint="Use a block-outermost layout such as BLHNC, or policy atlas",
+                got=f"{layer.name} with a page of {layer.nbytes} bytes; the largest has {largest}",
+                hint="Pass a layout= that starts with B, such as 'BLHNC', or policy='atlas'",
             )
         else:
             unified.append(replace(layer, padded=largest))
@@ -144,7 +151,7 @@ def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
 
 
 def deal_equal_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
-    """Divide the layers of each kind into groups of equal size."""
+    """Return groups of equal size, each with layers of one kind."""
     kinds = _by(_merged, layers).values()
     counts = [len(kind) for kind in kinds]
     width = max(counts) if max(counts) < STRETCH * min(counts) else min(counts)
@@ -154,10 +161,10 @@ def deal_equal_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
 def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
     """Return groups whose blocks contain pages of different sizes next to each other.
 
-    Kinds of layers that need the same tokens form a set. A set that has the same number of
-    layers of each page size can be divided into groups; the number of groups is chosen so
-    that the fewest pages are unused. Recurrent states are divided further, so that they do
-    not make the block larger.
+    Layers that need the same tokens form a set. A set with the same number of layers of each
+    page size can be divided into groups. The number of groups is chosen so that the fewest
+    pages of a block are unused. Recurrent states are divided into more groups, so that they
+    do not make the block larger.
     """
     sets = [list(group.layers) for group in by_tokens(layers)]
     by_page = [_by(attrgetter("nbytes"), members) for members in sets]
@@ -194,19 +201,19 @@ def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
         raise AtlasError(
             Code.PAGES_NOT_UNIFIED,
             "Layers with different page sizes cannot be divided evenly into groups",
-            got=f"sets of {[len(members) for members in sets]} layers",
-            hint="Use policy atlas, which makes one group of each set",
+            got=f"sets of {', '.join(str(len(members)) for members in sets)} layers",
+            hint="Pass policy='atlas', which makes one group of each set",
         )
     return [group for group in groups if group.layers]
 
 
 def kinds_of(layers: Iterable[SizedLayer]) -> list[list[SizedLayer]]:
-    """Group layers that can share a block table and a kind of page."""
+    """Return lists of layers that can share a block table and a kind of page."""
     return list(_by(_merged, layers).values())
 
 
 def by_tokens(layers: list[SizedLayer]) -> list[GroupDraft]:
-    """Make one group of all layers that need the same tokens, even if their pages differ."""
+    """Return one group for each set of layers that need the same tokens; their pages may differ."""
     sets: list[list[SizedLayer]] = []
     homes: dict[tuple[object, ...], list[SizedLayer]] = {}
     for layer in layers:
@@ -235,7 +242,7 @@ def _merged(layer: SizedLayer) -> tuple[object, ...]:
 def _by(
     key: Callable[[SizedLayer], Any], layers: Iterable[SizedLayer]
 ) -> dict[Any, list[SizedLayer]]:
-    """Group layers by key, in order of appearance."""
+    """Return lists of layers by key, in order of appearance."""
     together: dict[Any, list[SizedLayer]] = {}
     for layer in layers:
         together.setdefault(key(layer), []).append(layer)
@@ -247,7 +254,10 @@ def _width(pages: dict[int, list[SizedLayer]], groups: int) -> int:
 
 
 def _fewest_unused(counts: list[int], floor: int) -> int:
-    """Return the group size that leaves the fewest unused pages; of equals, the largest."""
+    """Return the group size that leaves the fewest pages unused; the largest, if several do.
+
+    `counts` are the layers of each set, and `floor` is the smallest group size.
+    """
     if not floor:
         return 0
     tried = range(floor, max([floor, *counts]) + 1)

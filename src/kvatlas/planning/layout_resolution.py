@@ -56,7 +56,7 @@ def viewable_orders(orders: tuple[str, ...], layers: list[SizedLayer]) -> tuple[
 
 @lru_cache(maxsize=4096)
 def _can_view(page: Page, order: str) -> bool:
-    """Whether every field of a page can be a view in this layout."""
+    """Return whether every field of a page can be a view in this layout."""
     try:
         placed = page.place(order, pages=2, blocks=2)
         for field in page.fields:
@@ -67,7 +67,7 @@ def _can_view(page: Page, order: str) -> bool:
 
 
 def candidate_orders(layers: list[SizedLayer]) -> tuple[str, ...]:
-    """Return the layouts that suit the backends and pages of all layers."""
+    """Return the layouts that work for the backends and pages of all layers."""
     declared = supported_orders([layer.backend for layer in layers if layer.backend])
     orders = viewable_orders(declared, layers)
     shapes = {(layer.page.heads, layer.page.states, layer.nbytes) for layer in layers}
@@ -77,11 +77,12 @@ def candidate_orders(layers: list[SizedLayer]) -> tuple[str, ...]:
 
 
 def resolve_order(candidates: tuple[str, ...], chosen: str | None) -> Layout:
-    """Return the layout `chosen`, or the first candidate; raise if it is not a candidate."""
+    """Return the layout `chosen`, which must be a candidate; by default the first candidate."""
     layout = Layout(next(iter(candidates), "LBNHC") if chosen is None else chosen)
     if layout.order not in candidates:
-        got, hint = "backends without a common layout", "Choose another backend"
+        problem = "The backends of the model's layers support no common layout"
+        got, hint = f"layout {layout}", "Pass another backend="
         if candidates:
-            got, hint = str(layout), f"Use one of {', '.join(candidates)}"
-        raise AtlasError(Code.LAYOUT_REFUSED, got=got, hint=hint)
+            problem, hint = "", f"Use one of {', '.join(candidates)}"
+        raise AtlasError(Code.LAYOUT_REFUSED, problem, got=got, hint=hint)
     return layout

@@ -1,4 +1,4 @@
-"""Make a plan from groups: divide memory into pools and place each group in its pool.
+"""Build a plan from groups: divide memory into pools and place each group in its pool.
 
 This is the last step of every policy. Groups that overlay each other share a pool.
 """
@@ -31,7 +31,7 @@ from kvatlas.planning.request import PlanRequest
 from kvatlas.planning.sized_layers import LOCAL_KINDS, SizedLayer, page_of
 
 _FORGOTTEN_UNIT = 1_000
-"""With fewer bytes of memory than this, the caller probably forgot a unit."""
+"""With less memory than this many bytes, the caller probably forgot a unit."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class PoolDraft:
     groups: tuple[GroupDraft, ...]
     layout: Layout
     pack: int = 1
-    """Attention layers per page."""
+    """Number of attention layers in a page."""
     page: int = 0
     """Bytes of a page that attention layers and states share; 0 if they do not share pages."""
     states: bool = False
     """Whether this is a separate pool of recurrent states, sized by the number of requests."""
     interleaved: bool = True
-    """Whether the kernel blocks of all layers may be interleaved, to give them one stride."""
+    """Whether kernel blocks of different layers may be interleaved, to give them one stride."""
 
     def on(self, stages: dict[str, int], stage: int) -> PoolDraft:
         """Return the pool with only the layers of one pipeline stage."""
@@ -59,7 +59,7 @@ class PoolDraft:
 
     @cached_property
     def width(self) -> int:
-        """Bytes of a block, which is as wide as the widest group; 0 if there are no layers."""
+        """Bytes of a block: those of the group that needs the most; 0 if there are no layers."""
         filled = [group.layers for group in self.groups if group.layers]
         if not filled:
             return 0
@@ -73,7 +73,7 @@ class PoolDraft:
         return round_up(widest, lcm(*(layer.alignment for layers in filled for layer in layers)))
 
     def needed(self, request: PlanRequest) -> int:
-        """Return the blocks that a request of `max_len` tokens holds."""
+        """Return the blocks of this pool that a request of `max_len` tokens holds."""
         needed = 0
         for group in self.groups:
             first = group.layers[0]
@@ -84,12 +84,12 @@ class PoolDraft:
 
 @dataclass(frozen=True)
 class PlanDraft:
-    """The pools and block size from which a plan is made."""
+    """The pools and block size from which a plan is built."""
 
     pools: tuple[PoolDraft, ...]
     size: BlockSize
     orders: tuple[str, ...]
-    """Layouts that suit the backends and pages."""
+    """Layouts that work for the backends and pages."""
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -118,7 +118,7 @@ class Spot(NamedTuple):
 
 
 def blocks_held(layer: SizedLayer, request: PlanRequest, block: int | None = None) -> int:
-    """Return the most blocks of a layer that a request of `max_len` tokens holds.
+    """Return the maximum number of blocks that a request of `max_len` tokens holds for a layer.
 
     `block` is the block size in tokens; it defaults to the layer's.
     """
@@ -127,7 +127,7 @@ def blocks_held(layer: SizedLayer, request: PlanRequest, block: int | None = Non
             Code.BAD_TOPOLOGY,
             "Decode context parallelism does not support windows or chunks",
             got=f"dcp {request.dcp} with {layer.kind} in {layer.name}",
-            hint="Use dcp 1 for this model",
+            hint="Pass dcp=1 for this model",
         )
     held, size = 1 + layer.checkpoints, block or layer.block
     group = Group.of(layer.kind, layer.spec, block=size, pool=0, held=held)
@@ -135,7 +135,7 @@ def blocks_held(layer: SizedLayer, request: PlanRequest, block: int | None = Non
 
 
 def make_plan(request: PlanRequest, draft: PlanDraft, *, policy: str) -> Plan:
-    """Make the plan of a draft."""
+    """Return the plan of a draft; `policy` is the name to record in it."""
     drafts, stages = draft.pools, draft.stages(request)
     counts = divide_memory(request, drafts, stages)
     warnings = list(request.model.warnings)
@@ -146,8 +146,8 @@ def make_plan(request: PlanRequest, draft: PlanDraft, *, policy: str) -> Plan:
         )
     if request.requests and policy == "atlas" and not any(pool.states for pool in drafts):
         warnings.append(
-            "requests= has no effect: it sizes a separate pool of recurrent states, and this "
-            "plan has none."
+            "requests= has no effect: it sets the size of a separate pool of recurrent states, "
+            "and this plan has none."
         )
     pools: list[Pool] = []
     regions: list[Region] = []
@@ -187,9 +187,10 @@ def make_plan(request: PlanRequest, draft: PlanDraft, *, policy: str) -> Plan:
 def divide_memory(
     request: PlanRequest, drafts: Sequence[PoolDraft], stages: Sequence[Sequence[PoolDraft]]
 ) -> list[int]:
-    """Return the blocks of each pool, in proportion to the needs of requests of `max_len` tokens.
+    """Return the number of blocks of each pool.
 
-    Every pool also has a null block, which engines never allocate.
+    Memory is divided in proportion to what a request of `max_len` tokens needs. Every pool also
+    has a null block, which engines never allocate.
     """
     needs = [draft.needed(request) for draft in drafts]
     named = [request.requests if draft.states else None for draft in drafts]
@@ -211,7 +212,10 @@ def divide_memory(
 
 
 def _least_blocks(needs: Sequence[int], named: Sequence[int | None]) -> list[int]:
-    """Return the blocks for one request, or for the given number, plus the null block."""
+    """Return the minimum blocks of each pool: `needs` x number of requests, plus the null block.
+
+    `named` is the number of requests for each pool; None stands for 1.
+    """
     return [need * (many or 1) + 1 for need, many in zip(needs, named, strict=True)]
 
 
@@ -226,7 +230,7 @@ def least_memory(request: PlanRequest, draft: PlanDraft) -> int:
 
 
 def not_enough(request: PlanRequest, needed: int, *, states: bool = False) -> AtlasError:
-    """Return the error for too little memory; `needed` is the minimum in bytes per rank."""
+    """Return the error for too little memory; `needed` is the minimum, in bytes per rank."""
     what = f"one request of {request.max_len:,} tokens needs"
     if states:
         what = (
@@ -247,7 +251,10 @@ def not_enough(request: PlanRequest, needed: int, *, states: bool = False) -> At
 def place_group(
     pool: PoolDraft, group: GroupDraft, blocks: int, warnings: list[str]
 ) -> Iterator[Spot]:
-    """Yield the positions of a group's layers in the pool of a stage, one per kind of page."""
+    """Yield one `Spot` for each kind of page of a group, in the pool of one stage.
+
+    `blocks` is the number of blocks of the pool. Problems are appended to `warnings`.
+    """
     layout, width, sets = pool.layout, pool.width, group.regions
     if pool.page and group.layers:
         yield from _place_packed(pool, group.layers, blocks, warnings)
@@ -274,7 +281,7 @@ def place_group(
 def _place_packed(
     pool: PoolDraft, layers: Sequence[SizedLayer], blocks: int, warnings: list[str]
 ) -> Iterator[Spot]:
-    """Yield the positions of packed attention layers, or of states, one state per page."""
+    """Yield the positions of attention layers, `pool.pack` per page, or of states, one per page."""
     layout, width, first = pool.layout, pool.width, layers[0]
     shared = shared_pages(layout, pool.page, blocks=blocks, width=width)
     if first.kind == "recurrent":
@@ -297,21 +304,24 @@ def _kernel_blocks(layer: SizedLayer) -> int:
 
 
 def kernels_read(backends: Mapping[str, Backend | None], plan: Plan) -> bool:
-    """Whether every layer's backend supports the kernel block size of its region."""
+    """Return whether every layer's backend supports the kernel block size of its region."""
     read = [(backends[x.name], r.kernel_block) for r in plan.regions for x in r.layers]
     return all(backend is None or backend.reads(block) for backend, block in read)
 
 
 def _kernel_block(layer: SizedLayer, warnings: list[str], *, dense: bool) -> int:
-    """Return the kernel block size of a layer in tokens; the block size if it is not split."""
+    """Return the kernel block size of a layer in tokens; the block size if it is not split.
+
+    Only blocks with `dense` states can be split.
+    """
     if layer.backend is None or layer.backend.reads(layer.block):
         return layer.block
     kernel = layer.backend.kernel_block(layer.block)
     if kernel is None or not dense or layer.padded:
         warnings.append(
             f"{layer.backend.name} reads blocks of {' or '.join(map(str, layer.backend.sizes))} "
-            f"tokens, but this plan cannot split its blocks of {layer.block} tokens: engines "
-            "will refuse to bind it."
+            f"tokens, but this plan has blocks of {layer.block} tokens that cannot be split. "
+            "Engines will refuse to bind the plan."
         )
         return layer.block
     return kernel

@@ -1,6 +1,6 @@
-"""Validate a plan, whenever one is made or read.
+"""Validation of plans, whenever one is built or read.
 
-The checks: counts are in range; every layer is present, with all of its parts and tokens;
+The checks: counts are in range; every layer has all of its parts and tokens;
 groups match the specs of their layers; regions are in bounds and do not overlap; every field
 can be a view; and groups overlay each other only block by block.
 """
@@ -41,7 +41,7 @@ _FAR = 1 << 62
 _ELEMENT = 64
 """A multiple of the size of every element, in bytes."""
 _PARTIAL = (*LOCAL_KINDS, "cross_attention")
-"""Kinds that do not keep exactly the tokens of the request; their specs define which they keep."""
+"""Kinds that do not keep all tokens of a request; their specs define which tokens they keep."""
 
 
 def check_plan(plan: PlanData) -> None:
@@ -49,25 +49,27 @@ def check_plan(plan: PlanData) -> None:
     _check_numbers(plan)
     pools = plan.pools_by_stage
     if len(pools) < len(plan.pools):
-        raise _bad("two pools with the same index on one stage")
+        raise _bad("two pools on one stage with the same index")
     claimed: Counter[int] = Counter()
     for pool in plan.pools:
         claimed[pool.stage] += pool.nbytes
     if max(claimed.values()) > plan.memory:
-        got = f"pools of {max(claimed.values())} bytes, more than the memory of {plan.memory}"
+        got = f"pools of {max(claimed.values()):,} bytes, more than the memory of {plan.memory:,}"
         raise _bad(got)
     viewed: set[tuple[object, ...]] = set()
     placed_in_group: dict[tuple[int, int], dict[str, Placement]] = {}
     placed_in_pool: dict[tuple[int, int], list[tuple[Region, Placement]]] = {}
     for region in plan.regions:
-        if not 0 <= region.group < len(plan.groups) or not region.layers:
-            raise _bad(
-                f"a region with {len(region.layers)} layers in group {region.group}, where groups "
-                f"are 0..{len(plan.groups) - 1}"
-            )
+        if not region.layers:
+            raise _bad(f"a region of group {region.group} without layers")
+        if not 0 <= region.group < len(plan.groups):
+            last = len(plan.groups) - 1
+            raise _bad(f"a region of group {region.group}; group indices are 0..{last}")
         home = (region.stage, plan.groups[region.group].pool)
         if home not in pools:
-            raise _bad(f"group {region.group} in pool {home[1]}, which stage {region.stage} lacks")
+            raise _bad(
+                f"group {region.group} in pool {home[1]}, but stage {region.stage} has no such pool"
+            )
         _check_region(plan, region)
         placed = region.placement(plan.tp, pools[home].blocks)
         _check_views(plan, region, placed, viewed)
@@ -84,71 +86,95 @@ def check_plan(plan: PlanData) -> None:
 
 def _check_numbers(plan: PlanData) -> None:
     """Check that counts are in range, and small enough that the other checks are fast."""
-    if not plan.pools or not plan.groups or not plan.regions:
-        raise _bad("a plan without pools, groups or regions")
+    sizes = {"pools": plan.pools, "groups": plan.groups, "regions": plan.regions}
+    for what, parts in sizes.items():
+        if not 1 <= len(parts) <= MOST_REGIONS:
+            raise _bad(f"{len(parts):,} {what}; a plan has 1 to {MOST_REGIONS:,}")
     pages = sum(len(region.layers) for region in plan.regions)
-    parts = max(len(plan.groups), len(plan.pools), len(plan.regions))
-    if parts > MOST_REGIONS or pages > MOST_PAGES:
-        raise _bad(f"{parts:,} groups, pools or regions with {pages:,} pages: too many")
+    if pages > MOST_PAGES:
+        raise _bad(f"{pages:,} pages per block; the limit is {MOST_PAGES:,}")
     if Layout(plan.layout).order not in {region.layout for region in plan.regions}:
-        raise _bad(f"layout {plan.layout}, which no region has")
-    counts = [plan.tp, plan.pp, plan.dcp, plan.max_len, plan.block_size, plan.memory, plan.pack]
-    counts += [n for pool in plan.pools for n in (pool.blocks, pool.block_bytes)]
-    counts += [n for group in plan.groups for n in (group.block, group.held, group.window or 1)]
-    naturals = [plan.in_flight, *(group.source for group in plan.groups)]
-    if not 1 <= min(counts) <= max(counts) <= INT64_MAX or not 0 <= min(naturals) <= _FAR:
-        raise _bad(f"a count that is out of range among {sorted({*counts, *naturals})[:4]}")
-    if plan.tp * plan.pp > MOST_RANKS or plan.tp % plan.dcp or max(naturals) > _FAR:
-        ranks = f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}"
-        raise _bad(f"{ranks}: too many ranks, or a dcp that does not divide tp")
-    if not all(0 <= pool.stage < plan.pp for pool in plan.pools):
-        raise _bad(f"a pool on a stage outside 0..{plan.pp - 1}")
+        raise _bad(f"layout {plan.layout}, but no region with this layout")
+    for what, number in _positive_numbers(plan):
+        if not 1 <= number <= INT64_MAX:
+            raise _bad(f"{what} {number}, which must be in 1..2**63 - 1")
+    for what, number in [
+        ("in_flight", plan.in_flight),
+        *(("source", g.source) for g in plan.groups),
+    ]:
+        if not 0 <= number <= _FAR:
+            raise _bad(f"{what} {number}, which must be in 0..2**62")
+    if plan.tp * plan.pp > MOST_RANKS:
+        ranks = f"tp {plan.tp} x pp {plan.pp} = {plan.tp * plan.pp:,} ranks"
+        raise _bad(f"{ranks}; the limit is {MOST_RANKS:,}")
+    if plan.tp % plan.dcp:
+        raise _bad(f"tp {plan.tp} and dcp {plan.dcp}; dcp must divide tp")
+    for pool in plan.pools:
+        if not 0 <= pool.stage < plan.pp:
+            raise _bad(f"a pool on stage {pool.stage}; stages are 0..{plan.pp - 1}")
+
+
+def _positive_numbers(plan: PlanData) -> Iterator[tuple[str, int]]:
+    """Yield (name, value) of all numbers of a plan that must be at least 1."""
+    for name in ("tp", "pp", "dcp", "max_len", "block_size", "memory", "pack"):
+        yield name, getattr(plan, name)
+    for pool in plan.pools:
+        yield "pool.blocks", pool.blocks
+        yield "pool.block_bytes", pool.block_bytes
+    for group in plan.groups:
+        yield "group.block", group.block
+        yield "group.held", group.held
+        yield "group.window", group.window or 1
 
 
 def _check_region(plan: PlanData, region: Region) -> None:
     group = plan.groups[region.group]
     if region.kernel_block < 1 or region.block < 1 or region.block % region.kernel_block:
-        raise _bad(f"a block of {region.block} tokens, not a multiple of {region.kernel_block}")
+        sizes = f"blocks of {region.block} tokens and kernel blocks of {region.kernel_block}"
+        raise _bad(f"{sizes}; a block must be a multiple of a kernel block")
     if region.block != group.block:
-        raise _bad(f"blocks of {region.block} tokens in a group with blocks of {group.block}")
+        raise _bad(f"a region with blocks of {region.block} tokens in a group with {group.block}")
     if region.splits < 1 or region.splits * plan.tp > MOST_RANKS:
         got = f"states split into {region.splits} parts at tp {plan.tp}"
-        raise _bad(f"{got}, where tp x parts must be in 1..{MOST_RANKS}")
+        raise _bad(f"{got}; tp x parts must be in 1..{MOST_RANKS}")
     if region.splits > 1 and group.kind != "recurrent":
-        raise _bad(f"{group.kind} split into {region.splits} parts: only states can be split")
+        raise _bad(f"{group.kind} split into parts; only recurrent states can be split")
     if len(region.parts) != (len(region.layers) if region.splits > 1 else 0):
-        raise _bad(f"a region with {len(region.parts)} parts for {len(region.layers)} pages")
+        raise _bad(f"a region with {len(region.parts)} part indices for {len(region.layers)} pages")
     page, split = region.first_page(plan.tp), region.block // region.kernel_block
     if split > 1 and region.page_bytes != page.nbytes * split:
-        got = f"a page of {region.page_bytes} bytes instead of {split} x {page.nbytes}"
+        got = f"a page of {region.page_bytes} bytes; {split} kernel blocks have {page.nbytes} each"
         raise _bad(got)
     for index in _unlike_layers(region):
         name, spec = region.layers[index].name, region.layers[index].spec
         own = page_of(spec, region.kernel_block, plan.tp * region.splits)
         if (own.heads, own.states, own.content) != (page.heads, page.states, page.content):
-            raise _bad(f"layer {name} in a region whose pages have another shape")
+            raise _bad(f"layer {name}, whose page differs in shape from others of its region")
         kind = kind_of(spec)
         if not _may_join(kind, group.kind):
             raise _bad(f"layer {name} of kind {kind} in a group of kind {group.kind}")
         if group.kind in _PARTIAL and spec.visibility != group.visibility:
-            raise _bad(f"layer {name}, whose window or source differs from its group's")
+            raise _bad(f"layer {name}, whose window, chunk or source differs from its group's")
         if plan.dcp > 1:
             _check_tokens(plan, group, name, spec.replicas(plan.tp))
 
 
 def _may_join(kind: Kind, group: Kind) -> bool:
-    """Whether a layer may be in a group; windows and chunks may be in a group of full attention."""
+    """Return whether a layer of kind `kind` can be in a group of kind `group`.
+
+    Windows and chunks can be in a group of full attention.
+    """
     if group in FULL_KINDS:
         return kind in (*FULL_KINDS, *LOCAL_KINDS)
     return kind == group or (kind, group) == ("sliding_window_mla", "sliding_window")
 
 
 def _check_tokens(plan: PlanData, group: Group, layer: str, replicas: int) -> None:
-    """Check that decode context parallelism leaves every token of a layer on some rank."""
+    """Check that with decode context parallelism every token of a layer is on at least one rank."""
     if group.kind in LOCAL_KINDS:
-        raise _bad(f"dcp {plan.dcp}, which layer {layer} of kind {group.kind} does not support")
+        raise _bad(f"dcp {plan.dcp} with layer {layer} of kind {group.kind}, which needs dcp 1")
     if group.kind != "recurrent" and replicas < plan.dcp:
-        raise _bad(f"dcp {plan.dcp}, more than the {replicas} replica(s) of layer {layer}")
+        raise _bad(f"dcp {plan.dcp}, but layer {layer} is on {replicas} rank(s) only")
 
 
 def _check_views(
@@ -169,7 +195,7 @@ def _check_views(
         for field in page.fields:
             seen = page.view(placed, field.name)
             if any(step % seen.item for step in (seen.offset, *seen.strides)):
-                got = f"{field.name} of layer {region.layers[index].name} at {seen}"
+                got = f"field {field.name} of layer {region.layers[index].name}, placed as {seen}"
                 raise AtlasError(Code.MISALIGNED, got=got, hint=_HINT)
 
 
@@ -191,14 +217,16 @@ def _check_layers(plan: PlanData) -> None:
         parts = sorted(part for part, _, _ in found)
         _, first, layer = found[0]
         if parts != list(range(first.splits)):
-            raise _bad(f"layer {name} with parts {parts[:8]} instead of 0..{first.splits - 1}")
+            needed = f"each of 0..{first.splits - 1} once"
+            raise _bad(f"layer {name} with parts {parts[:8]} instead of {needed}")
         same = (first.stage, first.splits, layer)
         if any((region.stage, region.splits, other) != same for _, region, other in found):
-            raise _bad(f"layer {name} with parts that differ in stage, split or spec")
+            raise _bad(f"layer {name}, whose parts differ in stage, number of splits or spec")
         if not 0 <= layer.index <= _FAR:
-            raise _bad(f"layer {name} with index {layer.index}, which is out of range")
-    if len({found[0][2].spec for found in homes.values()}) > MOST_SPECS:
-        raise _bad(f"more than {MOST_SPECS} different specs")
+            raise _bad(f"layer {name} with index {layer.index}, which must be in 0..2**62")
+    count = len({found[0][2].spec for found in homes.values()})
+    if count > MOST_SPECS:
+        raise _bad(f"{count} different specs; the limit is {MOST_SPECS}")
 
 
 def _check_groups(plan: PlanData) -> None:
@@ -207,17 +235,18 @@ def _check_groups(plan: PlanData) -> None:
     for region in plan.regions:
         members.setdefault(region.group, []).append(region)
     if set(members) != set(range(len(plan.groups))):
-        raise _bad("a group without layers")
+        empty = sorted(set(range(len(plan.groups))) - set(members))
+        raise _bad(f"group {empty[0]} without layers")
     for index, group in enumerate(plan.groups):
         specs = {layer.spec for region in members[index] for layer in region.layers}
         seen = {spec.visibility for spec in specs}
         if group.window not in {v.window or v.chunk for v in seen}:
-            raise _bad(f"group {index} with a window of {group.window}, which no layer has")
+            raise _bad(f"group {index} with window {group.window}, which none of its layers has")
         if group.source not in {v.source or 0 for v in seen}:
-            raise _bad(f"group {index} with {group.source} encoder tokens, which no layer has")
+            raise _bad(f"group {index} with source {group.source}, which none of its layers has")
         held = 1 + max(checkpoints(spec, prefix_caching=plan.prefix_caching) for spec in specs)
         if group.held != held and (group.held, plan.policy) != (1, "foreign"):
-            raise _bad(f"group {index} with {group.held} held blocks instead of {held}")
+            raise _bad(f"group {index} with held {group.held} instead of {held}")
 
 
 def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -> None:
@@ -235,7 +264,9 @@ def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -
         kept = keeps_to_its_blocks(whole, cell // split, blocks * split)
         if region.block_stride != cell or not kept:
             name = region.layers[0].name
-            raise _bad(f"blocks of {name} that overlap blocks of another group with another id")
+            raise _bad(
+                f"a block of {name} that overlaps a block of another group with a different id"
+            )
 
 
 _HINT = "Create plans with kvatlas.plan(), not by hand"

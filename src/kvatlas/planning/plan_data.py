@@ -11,7 +11,7 @@ from kvatlas.geometry.integers import natural, positive
 from kvatlas.planning.plan_parts import Group, Pool, Region, blocks_taken
 
 DECODING = 1
-"""Tokens in flight of a request that decodes."""
+"""The tokens in flight of a decoding request."""
 
 
 class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -30,13 +30,13 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_len: int
     """Tokens of the longest request."""
     in_flight: int
-    """Tokens that an engine schedules at once, which windows must also cover."""
+    """Tokens that an engine schedules at once. Windows keep blocks for these tokens too."""
     groups: tuple[Group, ...]
     pools: tuple[Pool, ...]
     regions: tuple[Region, ...]
     backends: tuple[str, ...] = ()
     accepted_layouts: tuple[str, ...] = ()
-    """Layouts that suit the plan's backends and pages: those of engines, and the plan's own."""
+    """Layouts that work for the plan's backends and pages: those that engines use, and `layout`."""
     pack: int = 1
     """Attention layers per page (or per block) in a hybrid."""
     prefix_caching: bool = True
@@ -52,14 +52,16 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.tp * self.pp
 
     def split_rank(self, rank: int) -> tuple[int, int]:
-        """Return (pipeline stage, tensor-parallel rank) of a rank; ranks of a stage are adjacent.
+        """Return (pipeline stage, tensor-parallel rank) of a rank.
+
+        Ranks are numbered stage by stage.
 
         >>> from kvatlas.planning import plan
         >>> plan("gpt-oss-20b", memory="40GiB", tp=2, pp=2).split_rank(3)
         (1, 1)
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.ranks:
-            got = f"rank {rank!r} of tp {self.tp} x pp {self.pp}"
+            got = f"rank {rank!r} with tp {self.tp} and pp {self.pp}"
             raise AtlasError(Code.BAD_RANK, got=got, hint=f"Use a rank in 0..{self.ranks - 1}")
         return divmod(rank, self.tp)
 
@@ -112,15 +114,15 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ) -> dict[int, int]:
         """Return the blocks of each pool that a request of `length` tokens takes, by pool index."""
         tokens = self.max_len if length is None else positive(length, "the length")
-        under_way = self.in_flight if in_flight is None else natural(in_flight, "in_flight")
-        return blocks_taken(self.groups, tokens, in_flight=under_way, dcp=self.dcp)
+        flying = self.in_flight if in_flight is None else natural(in_flight, "in_flight")
+        return blocks_taken(self.groups, tokens, in_flight=flying, dcp=self.dcp)
 
     def requests(self, length: int | None = None, *, in_flight: int | None = None) -> float:
         """Return how many requests of `length` tokens fit at once.
 
-        Windows must also cover the tokens in flight. By default these are the plan's, which
-        assumes that all requests prefill at once. Pass `in_flight=DECODING` for requests that
-        decode.
+        Windows keep blocks for the tokens in flight too. `in_flight` defaults to the plan's
+        value, which assumes that all requests prefill at once. Pass `in_flight=DECODING` for
+        requests that decode.
 
         >>> from kvatlas.planning import plan
         >>> made = plan("gpt-oss-20b", memory="40GiB", max_len="128K")
@@ -135,5 +137,5 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit in requests of `max_len` tokens."""
+        """Total tokens that fit, in requests of `max_len` tokens."""
         return int(self.requests() * self.max_len)

@@ -21,15 +21,15 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     block: int
     """Tokens per block."""
     pool: int
-    """The index of the pool that provides its blocks."""
+    """The index of the pool that provides the group's blocks."""
     window: int | None = None
-    """Tokens of its window or chunk; None if it has none."""
+    """Tokens of the window or chunk; None without one."""
     held: int = 1
     """For recurrent layers, the blocks that a request holds, regardless of its length."""
     source: int = 0
     """For cross attention, the tokens of the encoder."""
     mixed: bool = False
-    """Whether its layers have different pages."""
+    """Whether the layers of the group have different pages."""
 
     @classmethod
     def of(
@@ -63,9 +63,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return Visibility()
 
     def blocks(self, length: Whole, *, in_flight: int = 0, dcp: int = 1) -> Whole:
-        """Return the most blocks that a request of `length` tokens holds.
+        """Return the maximum number of blocks that a request of `length` tokens holds.
 
-        `length` may be an array. A window must also cover the tokens in flight.
+        `length` may be an array. A window keeps blocks for the tokens in flight too.
         """
         if self.kind == "recurrent":
             return length * 0 + self.held
@@ -114,7 +114,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The position in a pool of layers of a group that have the same kind of page."""
+    """Layers of one group that have the same kind of page, and their position in a pool."""
 
     stage: int
     group: int
@@ -133,7 +133,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     block_stride: int
     """Bytes between two blocks."""
     splits: int = 1
-    """Parts into which a layer's state is split by heads; each part has a separate page."""
+    """Number of parts into which a layer's state is split by heads; each has a separate page."""
     parts: tuple[int, ...] = ()
     """If states are split, the part of the state that each page along L holds."""
 
@@ -142,14 +142,17 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.parts[index] if self.parts else 0
 
     def page(self, tp: int, rank: int = 0, index: int = 0) -> Page:
-        """Return the page of one kernel block of a layer, or of one part of it, on one rank.
+        """Return the page that the layer at `index` along L has for one kernel block, on one rank.
 
         A part has the same page as a whole state would have with tp x `splits` ranks.
         """
         return self._page(tp, index, rank * self.splits + self.part(index))
 
     def first_page(self, tp: int, index: int = 0) -> Page:
-        """Return the page of a layer's first part on rank 0; all others have the same layout."""
+        """Return the page of a layer's first part on rank 0.
+
+        The pages of the other parts and ranks have the same layout.
+        """
         return self._page(tp, index, 0)
 
     def _page(self, tp: int, index: int, shard: int) -> Page:
@@ -174,5 +177,5 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @lru_cache(maxsize=1024)
 def _placed(page: Page, layout: str, pages: int, blocks: int, at: PoolPosition) -> Placement:
-    """Place pages, with a cache, because many groups of a plan have the same placement."""
+    """Return `page.place`, cached, because many groups of a plan have the same placement."""
     return page.place(layout, pages=pages, blocks=blocks, **at._asdict())

@@ -1,4 +1,4 @@
-"""`plan()`: make a `Plan` from a model, memory and a topology."""
+"""`plan()`: build a `Plan` from a model, memory and a topology."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def plan(
 
     `model` is a `Model` or anything that `Model.load` takes. `max_len` is the length of the
     longest request in tokens. `in_flight` is the number of tokens that an engine schedules
-    before they are computed; windows must also cover these.
+    before they are computed; windows keep blocks for these tokens too.
 
-    For hybrids under policy atlas, `states` controls where recurrent states are stored:
-    `shared` with attention, in the same blocks; `apart`, in a separate pool whose size
-    `requests` sets; or `auto`, which is `shared` if possible.
+    For hybrids under policy atlas, `states` selects where recurrent states are stored:
+    `"shared"` in the same pool as attention, `"apart"` in a separate pool for the states of
+    `requests` requests, or `"auto"`, which is `"shared"` if possible.
 
     >>> made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm")
     >>> made.block_size, made.num_blocks
@@ -62,16 +62,16 @@ def plan(
     _check_word("states", states, ("auto", "shared", "apart"))
     loaded = Model.load(model)
     if not loaded.layers:
-        got = f"{loaded.name}, which has no layers with a cache"
-        raise AtlasError(Code.NO_CACHE, got=got, hint="Check the model's config")
+        problem = "No layer of the model has a cache"
+        raise AtlasError(Code.NO_CACHE, problem, got=loaded.name, hint="Check the model's config")
     if pack != "auto":
-        pack = integer(pack, "the pack")
+        pack = integer(pack, "pack")
     if policy != "atlas" and pack not in ("auto", 1):
         raise AtlasError(
             Code.BAD_PACK,
             "Only policy atlas supports pack",
-            got=f"pack {pack} with policy {policy}",
-            hint="Leave pack out, or use policy atlas",
+            got=f"pack={pack} with policy={policy!r}",
+            hint="Omit pack=, or pass policy='atlas'",
         )
     if kv_dtype is not None:
         loaded = loaded.with_cache(kv_dtype)
@@ -131,13 +131,13 @@ _UNSOUND = {
     Code.PAGE_TOO_SMALL,
     Code.UNDECIDED,
 }
-"""Codes of errors that mean that the pages do not fit together in the layout."""
+"""Error codes for pages that do not fit together in the layout."""
 
 
 def _order_refused(
     request: PlanRequest, maker: Callable[[PlanRequest], Plan], refusal: AtlasError
 ) -> AtlasError:
-    """Return the error for a layout, with a hint that lists the layouts that work."""
+    """Return the error for a layout that does not work; its hint lists layouts that do."""
     orders = []
     for order in EVERY_ORDER:
         with suppress(AtlasError):
@@ -147,7 +147,7 @@ def _order_refused(
     got = f"{layout}: {refusal.problem} ({refusal.got})"
     if refusal.code is Code.LAYOUT_REFUSED:
         problem, got = refusal.problem, str(refusal.got)
-    hint = "No layout works: use another block size, backend or policy"
+    hint = "No layout works; pass another block_size=, backend= or policy="
     if orders:
         hint = f"Use one of {', '.join(orders)}"
     return AtlasError(Code.LAYOUT_REFUSED, problem, got=got, hint=hint)
@@ -155,5 +155,8 @@ def _order_refused(
 
 def _check_word(option: str, word: object, words: tuple[str, ...]) -> None:
     if not isinstance(word, str) or word not in words:
-        problem, hint = f"Unknown value for {option}", f"Use one of {', '.join(words)}"
+        problem, hint = (
+            f"{option} has an unknown value",
+            f"Use one of {', '.join(map(repr, words))}",
+        )
         raise AtlasError(Code.UNKNOWN_POLICY, problem, got=repr(word), hint=hint)

@@ -27,7 +27,7 @@ from kvatlas.planning.plan_parts import Pool, Region
 from kvatlas.specs import Spec
 
 LARGEST_JSON = 4 << 20
-"""Limit on the bytes of a plan in JSON; plans of real models have at most 150,000."""
+"""Limit on the bytes of a plan in JSON; plans of real models have at most 150,000 bytes."""
 
 VERSION = 1
 """The version of the JSON format. Version 1 has no `version` field, so that the same plan has the
@@ -48,13 +48,13 @@ class _RegionOutline(msgspec.Struct):
 
 
 class _PlanOutline(msgspec.Struct):
-    """The part of a plan that shows how much there is to read."""
+    """The part of a plan's JSON that shows how many layers and regions it has."""
 
     regions: list[_RegionOutline]
 
 
 class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """The position of everything that a model caches, on every rank.
+    """Where everything that a model caches is stored, on every rank.
 
     >>> from kvatlas.planning import plan
     >>> print(plan("gpt-oss-20b", memory="40GiB"))  # doctest: +NORMALIZE_WHITESPACE
@@ -108,21 +108,21 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         """Read a plan from untrusted JSON and validate it.
 
         A plan in a newer format raises an error with code `unlike_versions`. A plan above the
-        limits (`LARGEST_JSON` bytes, `MOST_PAGES` layers or parts of layers, `MOST_REGIONS`
-        regions, `MOST_SPECS` different specs) raises an error before it is decoded.
+        limits (`LARGEST_JSON` bytes, `MOST_PAGES` pages, `MOST_REGIONS` regions, `MOST_SPECS`
+        different specs) raises an error before it is decoded.
         """
         try:
             if isinstance(text, bytes | str) and len(text) > LARGEST_JSON:
-                raise _too_large(f"{len(text):,} bytes, where at most {LARGEST_JSON:,} are read")
-            said = check_plan_version(text)
+                raise _too_large(f"{len(text):,} bytes; the limit is {LARGEST_JSON:,}")
+            version = check_plan_version(text)
             _check_outline(text)
-            if said is None:
+            if version is None:
                 return msgspec.json.decode(text, type=cls)
             fields = msgspec.json.decode(text)
             del fields["version"]
             return msgspec.convert(fields, type=cls)
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as problem:
-            hint = "Make the plan again with the same version of kvatlas"
+            hint = "Create the plan again with this version of kvatlas"
             cause = problem.__cause__
             what, got = "", str(problem)
             if isinstance(problem, AtlasError):
@@ -157,7 +157,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
                 Code.OUT_OF_RANGE,
                 "The layer's state has no such part",
                 got=f"part {part} of {layer}",
-                hint="Use a part below Plan.parts(layer)",
+                hint=f"Pass a part in 0..{max(1, len(self._homes.get(layer, ()))) - 1}",
             )
         if layer not in self._homes:
             names = ", ".join(self.layers[:2])
@@ -206,10 +206,10 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
     def groups_to_clear(self) -> tuple[int, ...]:
         """Groups whose blocks must be zeroed when they are allocated.
 
-        Recurrent states are read before they are written. Groups with different dtypes in one
-        pool are the other case: bytes that one group leaves in a block may be NaN in the dtype
-        of another. Kernels read whole blocks, and masking a NaN by multiplying with zero gives
-        NaN.
+        There are two cases. Recurrent states are read before they are written. And if groups of
+        one pool have different dtypes, bytes that one group leaves in a block may be NaN in the
+        dtype of another: kernels read whole blocks, and a NaN that is masked by multiplying
+        with zero stays NaN.
 
         >>> from kvatlas.planning import plan
         >>> plan("gpt-oss-20b", memory="40GiB").groups_to_clear
@@ -239,21 +239,21 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
 
 
 def check_plan_version(text: bytes | str) -> int | None:
-    """Return the version field of a plan's JSON, or None; raise if it is too new to read.
+    """Return the version field of a plan's JSON, or None; raise an error if it is too new.
 
     >>> check_plan_version('{"version": 2, "pools_on": "another planet"}')
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: The plan's format is too new for this version of kvatlas. \
-Got version 2 where versions up to 1 are supported. \
-Upgrade kvatlas, or make the plan again with this version. [unlike_versions]
+Got version 2; this version of kvatlas reads versions up to 1. \
+Upgrade kvatlas, or create the plan again with this version. [unlike_versions]
     """
-    said = msgspec.json.decode(text, type=_PlanVersion).version
-    if said is not None and said > VERSION:
+    version = msgspec.json.decode(text, type=_PlanVersion).version
+    if version is not None and version > VERSION:
         problem = "The plan's format is too new for this version of kvatlas"
-        hint = "Upgrade kvatlas, or make the plan again with this version"
-        got = f"version {said} where versions up to {VERSION} are supported"
+        hint = "Upgrade kvatlas, or create the plan again with this version"
+        got = f"version {version}; this version of kvatlas reads versions up to {VERSION}"
         raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
-    return said
+    return version
 
 
 def checked_plan(given: Any) -> Plan:
@@ -261,11 +261,11 @@ def checked_plan(given: Any) -> Plan:
 
     >>> checked_plan("Qwen3-8B")  # doctest: +NORMALIZE_WHITESPACE
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: The argument must be a Plan. Got a str. Make one with
+    kvatlas.errors.AtlasError: The argument must be a Plan. Got a str. Create one with
     kvatlas.plan, or describe an engine's memory with kvatlas.planning.foreign. [bad_plan]
     """
     if not isinstance(given, Plan):
-        hint = "Make one with kvatlas.plan, or describe an engine's memory with "
+        hint = "Create one with kvatlas.plan, or describe an engine's memory with "
         hint += "kvatlas.planning.foreign"
         got = f"a {type(given).__name__}"
         raise AtlasError(Code.BAD_PLAN, "The argument must be a Plan", got=got, hint=hint)
@@ -276,15 +276,20 @@ def _check_outline(text: bytes | str) -> None:
     """Raise an error if a plan has too many layers, regions or specs to decode."""
     regions = msgspec.json.decode(text, type=_PlanOutline).regions
     specs = [bytes(layer.spec) for region in regions for layer in region.layers]
-    if len(specs) > MOST_PAGES or len(regions) > MOST_REGIONS:
-        raise _too_large(f"{len(specs):,} pages in {len(regions):,} regions")
-    if len(set(specs)) > MOST_SPECS:
-        raise _too_large(f"{len(set(specs)):,} specs, where at most {MOST_SPECS} are read")
+    counts = (
+        ("pages", len(specs), MOST_PAGES),
+        ("regions", len(regions), MOST_REGIONS),
+        ("different specs", len(set(specs)), MOST_SPECS),
+    )
+    for what, count, most in counts:
+        if count > most:
+            raise _too_large(f"{count:,} {what}; the limit is {most:,}")
 
 
 def _too_large(got: str) -> AtlasError:
     problem = "The plan is too large to read"
-    return AtlasError(Code.BAD_PLAN, problem, got=got, hint="Make the plan again")
+    hint = "Create the plan again with kvatlas.plan"
+    return AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
 
 
 # msgspec crashes if two threads are the first to decode a type, so create the decoders here.

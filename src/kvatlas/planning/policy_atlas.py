@@ -60,11 +60,11 @@ from kvatlas.planning.sized_layers import SizedLayer, size_layers
 from kvatlas.planning.topology import check_vllm_topology
 
 _MOST_TRIES = 16
-"""Shared blocks to try before the planner falls back to vLLM's plan."""
+"""Number of drafts with shared blocks to try before the planner falls back to vLLM's plan."""
 
 
 def plan_atlas(request: PlanRequest) -> Plan:
-    """Make the plan of policy atlas."""
+    """Return the plan of policy atlas."""
     size = kernel_size(request)
     layers = size_layers(request, block=size.tokens)
     orders = viewable_orders(supported_orders(used_backends(request), EVERY_ORDER), layers)
@@ -78,9 +78,9 @@ def plan_atlas(request: PlanRequest) -> Plan:
     if request.pack not in ("auto", 1):
         raise AtlasError(
             Code.BAD_PACK,
-            "Only hybrids support pack: it makes attention layers share pages with states",
-            got=f"pack {request.pack} for {request.model.name}",
-            hint="Leave pack out",
+            "Only hybrids, which have both attention and recurrent layers, support pack",
+            got=f"pack={request.pack} for {request.model.name}",
+            hint="Omit pack=",
         )
     draft = PlanDraft(tuple(_pools(layers, layout)), size, orders)
     if request.layout is None:
@@ -131,7 +131,7 @@ def _pools(layers: list[SizedLayer], layout: Layout) -> list[PoolDraft]:
 
 
 class Yardstick:
-    """The plan of vLLM, with which other plans are compared."""
+    """vLLM's plan, with which other plans are compared."""
 
     def __init__(self, request: PlanRequest, layers: list[SizedLayer] | None = None) -> None:
         self.request = request
@@ -144,7 +144,7 @@ class Yardstick:
 
     @cached_property
     def capacity(self) -> Capacity | None:
-        """The capacity of vLLM's plan; None if there is no plan or too little memory for it."""
+        """The capacity of vLLM's plan; None if vLLM has no plan, or too little memory for it."""
         try:
             return capacity_of(self.request, self.draft) if self.draft else None
         except AtlasError as refusal:
@@ -153,7 +153,7 @@ class Yardstick:
             return None
 
     def share(self, draft: PlanDraft) -> Share:
-        """Return the minimum share of vLLM's requests that a draft fits."""
+        """Return the minimum of (requests that a draft fits) / (requests that vLLM's plan fits)."""
         mine = capacity_of(self.request, draft)
         if self.capacity is None:
             return Share(1.0, self.request.max_len, DECODING)
@@ -161,12 +161,12 @@ class Yardstick:
 
     @property
     def block(self) -> int:
-        """The block size of vLLM in tokens; 0 without a plan."""
+        """Block size of vLLM's plan in tokens; 0 if vLLM has no plan."""
         return self.draft.size.tokens if self.draft else 0
 
     @property
     def sentence(self) -> str:
-        """A sentence on the block size of vLLM."""
+        """A sentence about vLLM's block size, for the reasons of a plan."""
         if self.draft is None:
             code = self.refusal.code if self.refusal else ""
             return f"vLLM has no plan for this model, so there is nothing to compare with ({code})."
@@ -174,7 +174,7 @@ class Yardstick:
             check_vllm_topology(self.request.model, self.request.tp, self.request.dcp)
         except AtlasError as refusal:
             return (
-                f"vLLM does not support this topology: {refusal.got}. Otherwise its block size "
+                f"vLLM does not support this topology: {refusal.got}. If it did, its block size "
                 f"would be {self.block:,} tokens."
             )
         return f"vLLM's block size is {self.block:,} tokens."
@@ -207,7 +207,7 @@ class Hybrid:
 
     @property
     def can_pack(self) -> bool:
-        """Whether packs of attention layers can share pages with states."""
+        """Whether one page can hold either several attention layers or one state."""
         striped = not self.layout.page_contiguous and not self.layout.block_outermost
         uniform = alike(self.attention) and alike(self.states)
         return uniform and not (striped and self.attention[0].page.heads > 1)
@@ -218,7 +218,7 @@ class Hybrid:
         return self.attention[0].page.unpadded // self.attention[0].block
 
     def draft(self, pools: list[PoolDraft], tokens: int, *reasons: str) -> PlanDraft:
-        """Return a draft with these pools and a block size of `tokens`."""
+        """Return a draft with the given pools and a block size of `tokens`."""
         return PlanDraft(tuple(pools), BlockSize(tokens, reasons=reasons), self.orders)
 
 
@@ -229,9 +229,9 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
             raise AtlasError(
                 Code.BAD_PACK,
                 "The model or the layout does not support this pack",
-                got=f"pack {request.pack} of {len(attention)} attention layers in {hybrid.layout}",
-                hint=f"Use pack auto. A pack is 1 to {len(attention)}; it needs attention layers "
-                "of one kind, states of one kind, and a layout with contiguous pages or blocks",
+                got=f"pack={request.pack} for {len(attention)} attention layers in {hybrid.layout}",
+                hint=f"Omit pack=. It must be in 1..{len(attention)} and needs attention layers of "
+                "one kind, states of one kind, and a layout with contiguous pages or blocks",
             )
         return make_plan(request, _packed(hybrid, request.pack), policy="atlas")
     if request.states == "apart" or request.requests is not None:
@@ -252,15 +252,18 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
         raise AtlasError(
             Code.PAGES_NOT_UNIFIED,
             "Attention and recurrent states cannot share blocks in this layout",
-            got=f"{request.model.name} in {hybrid.layout}",
-            hint="Use a block-outermost layout such as BLNHC, or states='apart'",
+            got=f"{request.model.name} in layout {hybrid.layout}",
+            hint="Pass a layout= that starts with B, such as 'BLNHC', or states='apart'",
         )
     why = f"Because no block can hold both attention and states in layout {hybrid.layout}"
     return make_plan(request, _states_apart(hybrid, why), policy="atlas")
 
 
 def _sound(hybrid: Hybrid, draft: PlanDraft) -> Plan | None:
-    """Make the plan of a draft; None if it fails, breaks the promise, or kernels cannot use it."""
+    """Return the plan of a draft.
+
+    Returns None if the plan is invalid, if it breaks the promise, or if kernels cannot read it.
+    """
     request = hybrid.request
     try:
         share = hybrid.theirs.share(draft)
@@ -299,7 +302,7 @@ def _shared_drafts(hybrid: Hybrid) -> Iterator[PlanDraft]:
 
 
 def _largest(hybrid: Hybrid) -> int:
-    """Return the largest useful block size: one attention layer's page can hold a state."""
+    """Return the largest useful block size, at which one attention page can hold a state."""
     state = max(layer.nbytes for layer in hybrid.states)
     return hybrid.search.step * ceil_div(state, hybrid.search.step * hybrid.token)
 
@@ -351,7 +354,7 @@ def _plural(number: int, word: str) -> str:
 
 
 def _what_stopped(hybrid: Hybrid, tokens: int) -> str:
-    """Return the reason why the block size is not less than `tokens`."""
+    """Return a sentence: why the block size is not smaller than `tokens`."""
     if tokens <= hybrid.search.step:
         return f"The kernels support no block smaller than {hybrid.search.step} tokens."
     if min(hybrid.search.tried, default=tokens) >= tokens:
@@ -379,7 +382,7 @@ def _packs(hybrid: Hybrid) -> Iterator[PlanDraft]:
 
 
 def _packed(hybrid: Hybrid, pack: int) -> PlanDraft:
-    """Return a draft whose pages hold either `pack` attention layers or a recurrent state."""
+    """Return a draft whose pages hold either `pack` attention layers or one recurrent state."""
     request, attention, states = hybrid.request, hybrid.attention, hybrid.states
     step = kernel_multiple(request, request.block_size or DEFAULT_BLOCK)
     state = max(layer.nbytes for layer in states)

@@ -18,12 +18,12 @@ from kvatlas.planning.sized_layers import SizedLayer, size_layers
 
 
 def plan_vllm(request: PlanRequest) -> Plan:
-    """Make the plan of vLLM 0.32."""
+    """Return the plan of vLLM 0.32."""
     return make_plan(request, draft_vllm(request), policy="vllm")
 
 
 def plan_uniform(request: PlanRequest) -> Plan:
-    """Make the plan of vLLM 0.32 without its hybrid manager."""
+    """Return the plan of vLLM 0.32 without its hybrid manager."""
     return make_plan(request, draft_vllm(request, uniform=True), policy="uniform")
 
 
@@ -55,6 +55,6 @@ def _refuse_unlike_pages(groups: list[GroupDraft], layout: Layout) -> None:
         raise AtlasError(
             Code.LAYOUT_REFUSED,
             "Groups with different page sizes cannot overlay each other in this layout",
-            got=f"{layout} with pages of {sorted(pages)} bytes",
-            hint="Use BLHNC or BLNHC, or policy atlas",
+            got=f"layout {layout} and pages of {', '.join(map(str, sorted(pages)))} bytes",
+            hint="Pass layout='BLHNC' or layout='BLNHC', or policy='atlas'",
         )

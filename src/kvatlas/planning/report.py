@@ -1,4 +1,4 @@
-"""Report on a plan: figures as JSON, and explanations as sentences."""
+"""Reports on a plan: figures as JSON, and explanations as sentences."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvatlas.planning.sized_layers import FULL_KINDS, page_of
 
 
 class Padding(msgspec.Struct, frozen=True):
-    """The bytes that a request claims, and how many of them are padding."""
+    """The bytes that a request takes, and how many of them are padding."""
 
     claimed: int
     """Bytes of all blocks of the request."""
     pages: int
-    """Padding at the end of pages, which makes different pages the same size."""
+    """Bytes of padding at the end of pages, which makes different pages the same size."""
     empty: int
-    """Parts of blocks for which the group has no page, and padding at the end of blocks."""
+    """Bytes of a block that no page of its group uses, including padding at the end of blocks."""
 
     @property
     def share(self) -> float:
@@ -49,7 +49,7 @@ def padding(plan: PlanData, length: int | None = None) -> Padding:
 
 
 def bytes_per_request(plan: PlanData, index: int) -> tuple[int, float]:
-    """Return (fixed bytes, bytes per token) that a request takes of a group, per rank."""
+    """Return (fixed bytes, bytes per token) that a request takes for a group, per rank."""
     group = plan.groups[index]
     width = max(pool.block_bytes for pool in plan.pools if pool.index == group.pool)
     if group.kind in FULL_KINDS:
@@ -82,7 +82,7 @@ def summary(plan: PlanData) -> dict[str, Any]:
 
 
 def _pool(plan: PlanData, pool: Pool) -> dict[str, Any]:
-    """Return the figures of a pool, with the number of requests for which it has blocks."""
+    """Return the figures of a pool, including the number of requests that fit in it."""
     prefilling, decoding = (
         pool.blocks / taken if (taken := plan.blocks_per_request(in_flight=n)[pool.index]) else None
         for n in (plan.in_flight, DECODING)
@@ -177,12 +177,12 @@ def explain(plan: PlanData) -> str:
         capacity_sentence(plan),
         *plan.reasons,
         *_group_lines(plan),
-        f"{claim}, {waste.share:.2%} of it padding" + (":" if waste.share else "."),
+        f"{claim}, of which {waste.share:.2%} is padding" + (":" if waste.share else "."),
     ]
     if waste.pages:
         lines.append(f"  {size(waste.pages)} at the end of pages, to make them the same size.")
     if waste.empty:
-        lines.append(f"  {size(waste.empty)} in parts of blocks for which a group has no page.")
+        lines.append(f"  {size(waste.empty)} in blocks, where no page of the group uses them.")
     for stage in range(plan.pp):
         idle = plan.memory - sum(pool.nbytes for pool in plan.pools if pool.stage == stage)
         name = f" on stage {stage}" if plan.pp > 1 else ""
@@ -194,7 +194,7 @@ def explain(plan: PlanData) -> str:
 
 def _group_lines(plan: PlanData) -> list[str]:
     """Return a sentence for each group; groups with the same sentence share a line."""
-    told: dict[str, list[int]] = {}
+    by_text: dict[str, list[int]] = {}
     for index, group in enumerate(plan.groups):
         fixed, each = bytes_per_request(plan, index)
         regions = [region for region in plan.regions if region.group == index]
@@ -213,9 +213,9 @@ def _group_lines(plan: PlanData) -> list[str]:
         if group.window and not each:
             takes += f" with {plan.in_flight:,} tokens in flight"
         text = f"{what}, blocks of {group.block} tokens; a request takes {takes}."
-        told.setdefault(text, []).append(index)
+        by_text.setdefault(text, []).append(index)
     lines = []
-    for text, indices in told.items():
+    for text, indices in by_text.items():
         first, last = indices[0], indices[-1]
         names = f"{first} to {last}" if len(indices) == last - first + 1 else str(indices)[1:-1]
         lines.append(f"Group {first}: {text}" if first == last else f"Groups {names}, each: {text}")

@@ -18,7 +18,7 @@ _QUANTITY = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,9}))?\s*([KMGT]?I?)(B?)\s*", re
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of `plan()`, checked and with defaults filled in; the input of policies."""
+    """The arguments of `plan()` after validation, with defaults filled in. Policies take these."""
 
     model: Model
     backends: dict[str, Backend | None]
@@ -40,7 +40,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quantity(value: int | str, what: str = "the memory") -> int:
-    """Parse bytes from a number or a string such as 60GiB or 80GB.
+    """Return a number of bytes, given as a number or as a string such as 60GiB or 80GB.
 
     >>> quantity("60GiB"), quantity("80GB"), quantity(1024)
     (64424509440, 80000000000, 1024)
@@ -49,7 +49,9 @@ def quantity(value: int | str, what: str = "the memory") -> int:
 
 
 def length(value: int | str) -> int:
-    """Parse tokens from a number or a string; as in engines, 32k is 32,000 and 32K is 32,768.
+    """Return a number of tokens, given as a number or as a string such as 32k.
+
+    As in engines, 32k is 32,000 and 32K is 32,768.
 
     >>> length("32k"), length("32K"), length("1.5k"), length(4096)
     (32000, 32768, 1500, 4096)
@@ -60,7 +62,7 @@ def length(value: int | str) -> int:
     tokens = _parse(value, units, cased=True)
     if isinstance(tokens, int) and tokens < 1:
         problem, hint = "A length must be at least one token", "Write 32k or 32768"
-        raise AtlasError(Code.BAD_SIZE, problem, got=value, hint=hint)
+        raise AtlasError(Code.BAD_SIZE, problem, got=repr(value), hint=hint)
     return positive(tokens, "the length")
 
 

@@ -1,10 +1,10 @@
 """Search for the smallest block that attention and recurrent states of a hybrid can share.
 
-A block id belongs to one group at a time. Therefore a block holds either some attention layers
-for some tokens, or some states, or parts of states that are split by heads. The tokens and
-bytes of a block determine how many layers of each kind it holds. That determines the number of
-groups, each of which has a block table. The search starts at the smallest block and yields the
-blocks that keep the promise of policy atlas (see `capacity`).
+A block id belongs to one group at a time. Therefore a block holds one of three things: pages of
+attention layers, recurrent states, or parts of states that are split by heads. The tokens and
+bytes of a block determine how many layers of each kind it holds, and thus the number of groups.
+Each group has a block table. The search starts at the smallest block and yields the blocks that
+keep the promise of policy atlas (see `capacity`).
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _BATCH = 16
 MOST_TABLES = 64
 """Limit on the block tables per request."""
 _ALIGNMENT = 128
-"""Alignment of blocks in bytes, as kernels prefer it."""
+"""Alignment of blocks in bytes, which kernels prefer."""
 
 Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBlock:
-    """A block that holds either attention layers, or states or parts of states."""
+    """A block that holds either attention layers, or states, or parts of states."""
 
     tokens: int
     nbytes: int
     splits: int
-    """Parts into which a state is split by heads."""
+    """Number of parts into which a state is split by heads."""
     groups: tuple[int, ...]
     """The number of groups of each kind of layer; each group has a block table."""
     padding: float
-    """Padding as a fraction of the bytes that a request of `max_len` tokens claims."""
+    """Padding as a fraction of the bytes that a request of `max_len` tokens takes."""
 
     @property
     def preference(self) -> tuple[float, ...]:
@@ -73,7 +73,7 @@ class LayerKind:
         return self.layers[0].kind == "recurrent"
 
     def parts(self, splits: int) -> int:
-        """Return the pages of all layers if states are split into `splits` parts."""
+        """Return the number of pages of all layers if states are split into `splits` parts."""
         return len(self.layers) * (splits if self.recurrent else 1)
 
     def nbytes(self, tokens: Whole, splits: int) -> Whole:
@@ -88,7 +88,7 @@ class LayerKind:
 
     @cached_property
     def held(self) -> int:
-        """Blocks of a recurrent group that a request holds."""
+        """Number of blocks of a recurrent group that a request holds."""
         return 1 + max(layer.checkpoints for layer in self.layers)
 
     def group(self, tokens: int) -> Group:
@@ -97,7 +97,7 @@ class LayerKind:
         return Group.of(first.kind, first.spec, block=tokens, pool=0, held=self.held)
 
     def dealt(self, tokens: int, splits: int, groups: int) -> list[GroupDraft]:
-        """Distribute the layers' pages over `groups` groups."""
+        """Return `groups` groups that the pages of the layers are distributed over."""
         cuts = splits if self.recurrent else 1
         sized = [layer.cut(tokens, cuts, part) for layer in self.layers for part in range(cuts)]
         return dealt(sized, groups)
@@ -120,7 +120,7 @@ class SharedBlockSearch:
         self.request, self.step, self.theirs = request, step, theirs
         self.kinds = [LayerKind(alike) for alike in kinds_of(layers)]
         self.tried: set[int] = set()
-        """Block sizes, in tokens, at which a block can hold every kind of layer."""
+        """Block sizes tried so far, in tokens, at which a block can hold every kind of layer."""
 
     def blocks(self, largest: int) -> Iterator[SharedBlock]:
         """Yield blocks of up to `largest` tokens, the preferred first."""
@@ -131,15 +131,15 @@ class SharedBlockSearch:
             tight = [block for block in found if round(block.padding, 2) == least]
             yield from sorted(tight, key=lambda block: block.preference)
             return
-        # Trying one size at a time would be slow; trying all would be wasteful, because a small
+        # Trying sizes one by one would be slow. Trying all would be wasteful, because a small
         # size is often good enough.
-        for some in np.split(sizes, range(_BATCH, len(sizes), _BATCH)):
-            for block in sorted(self._tried(some), key=lambda block: block.preference):
+        for batch in np.split(sizes, range(_BATCH, len(sizes), _BATCH)):
+            for block in sorted(self._tried(batch), key=lambda block: block.preference):
                 if self._keeps_promise(block):
                     yield block
 
     def groups_of(self, block: SharedBlock) -> tuple[GroupDraft, ...]:
-        """Return the groups of a block, with their layers."""
+        """Return the groups of a model whose blocks are like `block`."""
         return tuple(
             group
             for kind, count in zip(self.kinds, block.groups, strict=True)
@@ -147,12 +147,12 @@ class SharedBlockSearch:
         )
 
     def preference(self, draft: PlanDraft) -> tuple[float, ...]:
-        """Return the sort key of any draft, comparable with `SharedBlock.preference`."""
+        """Return the sort key of a draft, which is comparable with `SharedBlock.preference`."""
         claimed = int(_claimed(draft, self.request, self._longest, self.request.in_flight)[0])
         return (draft.size.tokens, round(1 - self._useful / claimed, 2), 1, len(draft.groups))
 
     def _tried(self, tokens: Numbers) -> Iterator[SharedBlock]:
-        """Yield blocks of these sizes that keep the promise at a few sampled lengths."""
+        """Yield blocks of `tokens` tokens that keep the promise at a few sampled lengths."""
         held = {n: self._held(tokens, n) for n in (DECODING, self.request.in_flight)}
         for splits in _SPLITS:
             at, counts, nbytes = self._ways_to_deal(tokens, splits)
@@ -186,7 +186,7 @@ class SharedBlockSearch:
         return held
 
     def _ways_to_deal(self, tokens: Numbers, splits: int) -> tuple[Numbers, Numbers, Numbers]:
-        """Return all possible blocks, as arrays: index of the size, groups of each kind, bytes."""
+        """Return all possible blocks, as arrays: index in `tokens`, groups of each kind, bytes."""
         parts = np.array([kind.parts(splits) for kind in self.kinds])
         sizes = np.stack([kind.nbytes(tokens, splits) for kind in self.kinds], axis=1)
         if not sizes.all():
@@ -202,7 +202,7 @@ class SharedBlockSearch:
         return at[aligned], counts[aligned], nbytes[aligned]
 
     def _keeps_promise(self, block: SharedBlock) -> bool:
-        """Whether a block keeps the promise at every length."""
+        """Return whether a block keeps the promise at every length."""
         if self.theirs is None:
             return True
         groups = self._groups(block.tokens)
@@ -224,9 +224,9 @@ class SharedBlockSearch:
 
     @cached_property
     def _few_lengths(self) -> Numbers:
-        """Sampled lengths at which a bad block is most likely to fail: vLLM's blocks are full.
+        """Request lengths at which a bad block is most likely to fail: they fill vLLM's blocks.
 
-        The last one is `max_len`, at which padding is measured.
+        The last length is `max_len`, at which padding is measured.
         """
         greatest = self.request.max_len
         longest = max(greatest, LENGTHS)
@@ -237,7 +237,7 @@ class SharedBlockSearch:
 
     @cached_property
     def _theirs(self) -> dict[int, Numbers]:
-        """Bytes that vLLM's plan claims at the sampled lengths, by tokens in flight."""
+        """Bytes that a request takes in vLLM's plan at the sampled lengths, by tokens in flight."""
         request, lengths = self.request, self._few_lengths
         if self.theirs is None:
             boundless = np.full(len(lengths), np.iinfo(np.int64).max)
@@ -259,7 +259,7 @@ class SharedBlockSearch:
 
 
 def _claimed(draft: PlanDraft, request: PlanRequest, lengths: Numbers, in_flight: int) -> Numbers:
-    """Return the bytes that a request of each length claims."""
+    """Return the bytes that a request of each length takes in a draft."""
     taken = blocks_taken(draft.groups, lengths, in_flight=in_flight, dcp=request.dcp)
     claimed: Numbers = np.sum([taken[i] * pool.width for i, pool in enumerate(draft.pools)], axis=0)
     return claimed

@@ -70,7 +70,7 @@ def heads_on_rank(heads: int, tp: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _alike(spec: Spec, tp: int) -> tuple[Any, ...]:
-    """Return the part of a spec that decides whether two layers can share a region.
+    """Return a key of a spec: layers with equal keys can share a region.
 
     Engines compare the heads on one rank: at tp 8, layers with 8 and with 4 KV heads are equal.
     """
@@ -90,14 +90,14 @@ class SizedLayer:
     block: int
     tp: int
     padded: int | None
-    """Bytes that the page is padded to; None if it is not padded."""
+    """The size in bytes to which the page is padded; None without padding."""
     backend: Backend | None
     leader: bool = False
-    """Whether this is latent attention with an indexer; engines group such layers separately."""
+    """Whether the layer is latent attention with an indexer; engines group these separately."""
     checkpoints: int = 0
-    """Additional blocks that a recurrent layer holds for prefix caching."""
+    """Number of additional blocks that a recurrent layer holds for prefix caching."""
     splits: int = 1
-    """Parts into which a state is split by heads; each part has a separate page."""
+    """Number of parts into which a state is split by heads; each has a separate page."""
     part: int = 0
     """The index of this part."""
     page: Page = field(init=False, compare=False)
@@ -112,7 +112,10 @@ class SizedLayer:
         object.__setattr__(self, "nbytes", page.nbytes)
 
     def cut(self, block: int, splits: int = 1, part: int = 0) -> SizedLayer:
-        """Return the layer with blocks of `block` tokens, or one of `splits` parts of its state."""
+        """Return the layer with blocks of `block` tokens.
+
+        With `splits` > 1, return part `part` of `splits` parts of its state.
+        """
         return SizedLayer(
             self.layer,
             self.kind,
@@ -138,7 +141,7 @@ class SizedLayer:
 
     @property
     def alignment(self) -> int:
-        """Bytes of which the block stride must be a multiple."""
+        """The number of bytes that must divide the block stride."""
         if self.apart is None:
             return 1
         unit, size = self.apart
@@ -160,7 +163,11 @@ class SizedLayer:
 
     @property
     def apart(self) -> tuple[str, int] | None:
-        """The unit of which its backend needs the block stride to be a multiple, and its size."""
+        """The unit that must divide the block stride, and its size; None without such a rule.
+
+        Some backends need a block stride of whole rows (size in bytes) or of whole kernel
+        blocks (size in tokens).
+        """
         if self.backend is None:
             return None
         if self.backend.whole_rows and getattr(self.spec, "cache", "auto") == "auto":
@@ -171,7 +178,7 @@ class SizedLayer:
 
 
 def kind_of(spec: Spec) -> Kind:
-    """Return the engines' name for the kind of a layer's cache."""
+    """Return the kind of a layer's cache, under the name that engines use."""
     return _kind_of_class(type(spec))
 
 
@@ -195,7 +202,7 @@ def _kind_of_class(spec: type[Spec]) -> Kind:
 def checkpoints(spec: Spec, *, prefix_caching: bool) -> int:
     """Return the additional blocks of a recurrent layer that a request holds for prefix caching.
 
-    Each new state is written to a new block while the old one is kept. Mamba-2 also saves a
+    A new state is written to a new block while the old state is kept. Mamba-2 also saves a
     state in the middle of a prefill.
     """
     if not prefix_caching or kind_of(spec) != "recurrent":
@@ -224,7 +231,10 @@ def own_block(spec: Spec, backend: Backend | None, block: int) -> int:
 def size_layers(
     request: PlanRequest, *, block: int, state_padding: int | None = None
 ) -> list[SizedLayer]:
-    """Return every layer at a block size, in the order in which an engine registers them."""
+    """Return all layers with blocks of `block` tokens, in the order in which engines list them.
+
+    Pages of recurrent states are padded to `state_padding` bytes.
+    """
     indexed = {layer.index for layer in request.model.layers if isinstance(layer.spec, Indexer)}
     sized = []
     for layer in request.model.layers:
@@ -234,7 +244,9 @@ def size_layers(
         if kind == "recurrent":
             padded = state_padding
             if not request.prefix_caching:
-                tokens = request.max_len  # one block per request: states are not saved midway
+                tokens = (
+                    request.max_len
+                )  # one block per request, because only the last state is kept
         page = page_of(spec, tokens, request.tp)
         leads = type(spec) is LatentAttention and spec.compress == 1 and layer.index in indexed
         sized.append(

@@ -1,4 +1,4 @@
-"""Topologies: check them against a model and vLLM, and assign layers to pipeline stages."""
+"""Topologies: check whether a model or vLLM supports one, and assign layers to stages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def stage_layers(depth: int, pp: int) -> list[int]:
     [15, 15, 16, 15]
     """
     if positive(pp, "pp") > MOST_RANKS:
-        problem = f"A plan may have at most {MOST_RANKS:,} pipeline stages"
-        raise _refused(problem, f"pp {pp}", "Use a smaller pp")
+        problem = f"A plan can have at most {MOST_RANKS:,} pipeline stages"
+        raise _refused(problem, f"pp {pp}", "Pass a smaller pp=")
     shares = [natural(depth, "the number of layers") // pp] * pp
     for extra in range(depth % pp):
         shares[-2 - extra] += 1
@@ -43,26 +43,26 @@ def check_topology(model: Model, tp: int, pp: int, dcp: int) -> None:
     """Raise an error if the model's heads or layers do not allow a topology."""
     query, kv = model.attention_heads, _kv_heads(model)
     if tp * pp > MOST_RANKS:
-        problem = f"A plan may have at most {MOST_RANKS:,} ranks"
-        raise _refused(problem, f"tp {tp} x pp {pp}", "Use a smaller tp or pp")
+        problem = f"A plan can have at most {MOST_RANKS:,} ranks"
+        raise _refused(problem, f"tp {tp} x pp {pp} = {tp * pp:,} ranks", "Use a smaller tp or pp")
     if query % tp:
         problem = "tp must divide the number of query heads"
-        raise _refused(problem, f"{query} heads over tp {tp}", f"Use a tp that divides {query}")
+        raise _refused(problem, f"tp {tp} and {query} heads", f"Use a tp that divides {query}")
     if pp > model.depth:
         problem = "pp must not exceed the number of layers"
-        got = f"{model.depth} layers over pp {pp}"
+        got = f"pp {pp} and {model.depth} layers"
         raise _refused(problem, got, f"Use a pp of at most {model.depth}")
     if tp % dcp:
         problem = "dcp must divide tp"
-        raise _refused(problem, f"dcp {dcp} with tp {tp}", "Use a dcp that divides tp")
+        raise _refused(problem, f"dcp {dcp} and tp {tp}", f"Use a dcp that divides {tp}")
     if dcp > 1 and kv and tp // kv < dcp:
         problem = "dcp must not exceed the number of ranks that hold the same KV heads"
-        got = f"dcp {dcp} with {kv} KV heads at tp {tp}"
+        got = f"dcp {dcp} and {max(1, tp // kv)} such rank(s): tp {tp} for {kv} KV heads"
         raise _refused(problem, got, f"Use a tp of at least {dcp * kv}, or a smaller dcp")
 
 
 def check_vllm_topology(model: Model, tp: int, dcp: int) -> None:
-    """Raise an error for a topology that vLLM does not support, even if a plan is possible.
+    """Raise an error if vLLM does not support a topology; policy atlas may still support it.
 
     >>> check_vllm_topology(Model.load("Zamba2-7B"), tp=8, dcp=1)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -71,26 +71,29 @@ def check_vllm_topology(model: Model, tp: int, dcp: int) -> None:
     query, kv = model.attention_heads, _kv_heads(model)
     if dcp > 1 and kv and query // kv % dcp:
         problem = "In vLLM, dcp must divide the number of query heads per KV head"
-        got = f"{query} query heads and {kv} KV heads with dcp {dcp}"
-        raise _refused(problem, got, "Use a dcp that divides their ratio, or policy atlas")
+        ratio = query // kv
+        got = f"dcp {dcp} and {query} / {kv} = {ratio} query heads per KV head"
+        raise _refused(problem, got, f"Use a dcp that divides {ratio}, or policy='atlas'")
     mamba = {layer.spec.groups for layer in model.layers if isinstance(layer.spec, Mamba2)}
     if uneven := [groups for groups in mamba if groups % tp and groups != 1]:
         problem = "vLLM cannot divide the Mamba-2 groups evenly"
-        got = f"{uneven[0]} groups over tp {tp}"
-        raise _refused(problem, got, "Use policy atlas, which replicates groups")
+        got = f"{uneven[0]} groups and tp {tp}"
+        hint = f"Use a tp that divides {uneven[0]}, or policy='atlas', which replicates groups"
+        raise _refused(problem, got, hint)
     groups = model.output_groups
     if groups and tp > groups:
         problem = "In vLLM, tp must not exceed the number of groups of the output projection"
-        got = f"{groups} groups over tp {tp}"
-        raise _refused(problem, got, f"Use a tp of at most {groups}, or policy atlas")
+        got = f"tp {tp} and {groups} groups"
+        raise _refused(problem, got, f"Use a tp of at most {groups}, or policy='atlas'")
     if not model.repeats_heads and 0 < kv < tp:
-        problem = "vLLM does not replicate this model's KV heads"
-        got = f"{kv} KV heads over tp {tp}"
-        raise _refused(problem, got, "Use policy atlas, which replicates them")
+        problem = "tp must not exceed the number of KV heads, because vLLM does not replicate them"
+        got = f"tp {tp} and {kv} KV heads of {model.name}"
+        hint = f"Use a tp of at most {kv}, or policy='atlas', which replicates KV heads"
+        raise _refused(problem, got, hint)
 
 
 def _kv_heads(model: Model) -> int:
-    """Return the KV heads of the layer that has the most; 0 without multi-head attention."""
+    """Return the largest number of KV heads of any layer; 0 without multi-head attention."""
     return max((x.spec.heads for x in model.layers if isinstance(x.spec, Attention)), default=0)
 
 

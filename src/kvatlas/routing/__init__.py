@@ -1,6 +1,6 @@
 """Routes: byte ranges that copy caches between any two plans of the same model."""
 
-from kvatlas.routing.binding import Copy, RunGrid
+from kvatlas.routing.binding import Copy
 from kvatlas.routing.compatibility import Reason, fingerprint
 from kvatlas.routing.conversion import Conversion, FormatChange, RowError, Scales
 from kvatlas.routing.converted_stream import ConvertedStream
@@ -28,7 +28,6 @@ __all__ = [
     "RequestShape",
     "Route",
     "RowError",
-    "RunGrid",
     "Scales",
     "Stream",
     "check",

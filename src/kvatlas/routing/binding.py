@@ -1,10 +1,10 @@
-"""Bind compiled strips to block tables and tokens: byte ranges, computed in numpy."""
+"""Bind compiled strips (`StridedRuns`) to block tables and tokens: byte ranges, in numpy."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,14 +21,14 @@ from kvatlas.routing.request import BoundStates
 from kvatlas.specs.cell_formats import ElementCast
 
 _MOST_STARTS = 1 << 15
-"""The most starts that `RepeatedRuns.in_states` keeps for one number of states."""
+"""Maximum number of starts that `RepeatedRuns.in_states` caches for one number of states."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Starts:
     """Source and destination offsets of runs, in ascending order of the destination.
 
-    Compares by identity, so that callers can cache what they derive from it.
+    Starts are compared by identity, so that callers can use them as keys of a cache.
     """
 
     src: Int64s
@@ -36,11 +36,11 @@ class Starts:
     step: int
     """Smallest distance between two destination offsets; `INT64_MAX` for a single offset."""
     scales: Int64s | None = None
-    """Index of each run's scale in `ElementCast.scales`; None if all runs have the first."""
+    """Index of each run's scale in `ElementCast.scales`; None if all runs use the first scale."""
 
     @classmethod
     def of(cls, src: Int64s, dst: Int64s, scales: Int64s | None = None) -> Starts:
-        """Offsets at both ends, with their step."""
+        """Return the starts with the given offsets at both ends, which must be sorted by `dst`."""
         return cls(src, dst, int(np.diff(dst).min()) if len(dst) > 1 else INT64_MAX, scales)
 
     @property
@@ -49,20 +49,31 @@ class Starts:
         return self.src, self.dst
 
     def at(self, end: int) -> Int64s:
-        """Offsets at one end: 0 for the source, 1 for the destination."""
+        """Return the offsets at one end: 0 for the source, 1 for the destination."""
         return self.dst if end else self.src
 
     def touch(self, near: int, far: int) -> bool:
-        """Whether any neighbours are `near` apart at the destination and `far` at the source."""
+        """Return whether consecutive runs are anywhere `near` apart in `dst` and `far` in `src`."""
         return bool(((np.diff(self.dst) == near) & (np.diff(self.src) == far)).any())
+
+
+ORIGIN = Starts.of(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+"""A single start at offset 0. With it, the spans of a copy are its runs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Copy:
     """Byte ranges of one source pool and their positions in one destination pool.
 
-    Row i copies `length[i]` bytes from offset `src[i]` to offset `dst[i]`. Rows are sorted by
-    destination; no row is adjacent to the next one at both ends.
+    There is one run for every pair of a start and a span. Span i copies `length[i]` bytes from
+    offset `src[i]` to offset `dst[i]`, and a start adds one offset to `src` and one to `dst`. With
+    the single start `ORIGIN`, the spans are the runs. A thousand starts and a thousand spans
+    describe a million runs, and a kernel that adds them needs only two thousand numbers.
+
+    >>> starts = Starts.of(np.array([0, 40]), np.array([0, 8]))
+    >>> copy = Copy(0, 0, np.array([100, 200]), np.array([0, 4]), np.array([4, 4]), starts=starts)
+    >>> [column.tolist() for column in copy.runs()]
+    [[100, 140, 200, 240], [0, 8, 4, 12], [4, 4, 4, 4]]
     """
 
     src_pool: int
@@ -70,41 +81,10 @@ class Copy:
     src: Int64s
     dst: Int64s
     length: Int64s
-
-    def __len__(self) -> int:
-        return len(self.length)
-
-    @property
-    def nbytes(self) -> int:
-        """Total bytes to copy."""
-        return int(self.length.sum())
-
-    def descriptors(
-        self, *, src_base: int = 0, dst_base: int = 0, src_device: int = 0, dst_device: int = 0
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return descriptors for a transport: rows (address, length, device) for each end."""
-        return (
-            _rows(self.src, self.length, src_base, src_device),
-            _rows(self.dst, self.length, dst_base, dst_device),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class RunGrid:
-    """Runs between two pools: one run for every pair of a start and a span, kept as factors.
-
-    A thousand starts and a thousand spans describe a million runs. A kernel that adds them
-    itself needs only the two thousand numbers.
-    """
-
-    src_pool: int
-    dst_pool: int
-    starts: Starts
-    """Offsets that depend on the route only; the same object for every request."""
-    src: Int64s
-    dst: Int64s
-    length: Int64s
-    """Offsets and lengths of one request's spans. No span is empty."""
+    """Offsets and lengths of the spans. No span is empty."""
+    _: KW_ONLY
+    starts: Starts = ORIGIN
+    """Offsets that depend only on the route; the same object for every request."""
     cast: ElementCast | None = None
     """Element conversion during the copy. If set, offsets and lengths count elements."""
 
@@ -120,21 +100,38 @@ class RunGrid:
     def runs(self) -> tuple[Int64s, Int64s, Int64s]:
         """Return source offsets, destination offsets and lengths of all runs, span by span.
 
-        A grid with a cast has no runs of bytes, because an element has different sizes at the
-        two ends; it raises an error.
-
-        >>> starts = Starts.of(np.array([0, 40]), np.array([0, 8]))
-        >>> grid = RunGrid(0, 0, starts, np.array([100, 200]), np.array([0, 4]), np.array([4, 4]))
-        >>> [column.tolist() for column in grid.runs()]
-        [[100, 140, 200, 240], [0, 8, 4, 12], [4, 4, 4, 4]]
+        Raises an error if the copy casts elements, which have different sizes at the two ends.
         """
         if self.cast is not None:
-            problem = "A grid that casts elements has no runs of bytes"
-            hint = "Copy it with a mover that casts"
-            raise AtlasError(Code.CONTRADICTORY, problem, got="a grid with a cast", hint=hint)
+            problem = "A copy that casts elements cannot be expressed as runs of bytes"
+            hint = "Copy it with a mover that casts elements"
+            raise AtlasError(Code.CONTRADICTORY, problem, got=f"cast {self.cast}", hint=hint)
+        if self.starts is ORIGIN:
+            return self.src, self.dst, self.length
         ends = zip((self.src, self.dst), self.starts.ends, strict=True)
         src, dst = ((spans[:, None] + starts).reshape(-1) for spans, starts in ends)
         return src, dst, np.repeat(self.length, len(self.starts.src))
+
+    def expanded(self) -> Copy:
+        """Return the same runs with `ORIGIN` as the only start."""
+        if self.starts is ORIGIN and self.cast is None:
+            return self
+        return Copy(self.src_pool, self.dst_pool, *self.runs())
+
+    def reversed(self) -> Copy:
+        """Return the runs with source and destination exchanged, and `ORIGIN` as the only start."""
+        src, dst, length = self.runs()
+        return Copy(self.dst_pool, self.src_pool, dst, src, length)
+
+    def descriptors(
+        self, *, src_base: int = 0, dst_base: int = 0, src_device: int = 0, dst_device: int = 0
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return descriptors for a transport: rows (address, length, device) for each end."""
+        src, dst, length = self.runs()
+        return (
+            _rows(src, length, src_base, src_device),
+            _rows(dst, length, dst_base, dst_device),
+        )
 
 
 class RepeatedRuns(NamedTuple):
@@ -144,10 +141,10 @@ class RepeatedRuns(NamedTuple):
     starts: Starts
     """Offsets of the items in the first state of block 0, sorted by destination."""
     kept: dict[object, Any]
-    """Cache of derived values: starts per number of states, parts, spans of requests."""
+    """Cache of derived values: the results of `in_states` and `part`, and spans of requests."""
 
     def in_states(self, count: int) -> Starts | None:
-        """Return the starts of items in the first `count` states; None if too many to keep.
+        """Return the starts of all items in `count` consecutive states; None if there are too many.
 
         Repeated calls return the same object, so that a device can cache it.
         """
@@ -165,7 +162,7 @@ class RepeatedRuns(NamedTuple):
         return made
 
     def part(self, first: int, stop: int) -> RepeatedRuns:
-        """Return the starts `first .. stop - 1` only. Repeated calls return the same object."""
+        """Return the runs at starts `first .. stop - 1`. Repeated calls return the same object."""
         key = range(first, stop)
         if key not in self.kept:
             starts, some = self.starts, slice(first, stop)
@@ -177,7 +174,11 @@ class RepeatedRuns(NamedTuple):
 
 
 class CompiledPair(NamedTuple):
-    """The runs between two groups, ready to bind: per state, and per whole cell."""
+    """The runs between two groups, ready to bind: of single states, and of whole cells.
+
+    A cell is a kernel block, or several contiguous ones. `whole` is empty if the cells of the
+    two ends have different numbers of states.
+    """
 
     pair: GroupPair
     states: list[RepeatedRuns]
@@ -185,7 +186,7 @@ class CompiledPair(NamedTuple):
 
 
 def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair:
-    """Group strips into repeated runs; also fold a cell's states where both ends agree."""
+    """Return strips as repeated runs, also with the states of a cell folded if cells are equal."""
     src, dst = pair.cells
     fold = pair.per_state is not None and src.states == dst.states
     return CompiledPair(
@@ -196,7 +197,10 @@ def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair
 def repeated(
     strips: Sequence[StridedRuns], scales: Sequence[int] | None = None
 ) -> list[RepeatedRuns]:
-    """Group strips that differ only in their offsets; `scales` holds each strip's scale index."""
+    """Return one `RepeatedRuns` for all strips that differ only in their offsets.
+
+    `scales` contains the scale index of each strip.
+    """
     alike: dict[object, list[int]] = defaultdict(list)
     for number, strip in enumerate(strips):
         alike[strip[:5], strip.item].append(number)
@@ -215,7 +219,10 @@ def repeated(
 
 
 class Runs(NamedTuple):
-    """Byte ranges at both ends. `fewest`: they are sorted and no two neighbours can join."""
+    """Byte ranges at both ends.
+
+    `fewest` is true if they are known to be sorted, with no two neighbours that can be joined.
+    """
 
     src: Int64s
     dst: Int64s
@@ -232,7 +239,7 @@ def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
 
 
 def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
-    """Return an upper bound of the runs between two groups if spans are cut `cuts` times.
+    """Return an upper bound on the number of runs between two groups if spans are cut `cuts` times.
 
     Runs of different strips that happen to be adjacent count separately.
     """
@@ -252,7 +259,7 @@ def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
 def _folded(
     compiled: CompiledPair, bound: BoundStates
 ) -> Iterator[tuple[list[RepeatedRuns], BoundStates, bool]]:
-    """Yield the spans of whole cells with folded runs, then the remaining states."""
+    """Yield (runs, states, whole): whole cells with their folded runs, then the other states."""
     if compiled.whole:
         full = bound.states.length == compiled.pair.cells[0].states
         if full.all():
@@ -265,14 +272,17 @@ def _folded(
 
 
 class _Stretches:
-    """Byte ranges of bound states; strips with the same strides share one computation."""
+    """Computes the byte ranges of bound states, once for all strips with the same strides."""
 
     def __init__(self, bound: BoundStates, *, whole: bool) -> None:
         self._bound, self._whole = bound, whole
         self._computed: dict[tuple[object, ...], tuple[Int64s, Int64s, Int64s]] = {}
 
     def of(self, strip: StridedRuns) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the source and destination starts and the lengths for an item at offset 0."""
+        """Return source starts, destination starts and lengths, as if the strip's offsets were 0.
+
+        Callers add the offsets of the strip's items to the starts.
+        """
         key = (strip.block_strides, strip.kernel_strides, strip.state_strides, strip.item)
         if key not in self._computed:
             states, ids = self._bound
@@ -281,7 +291,10 @@ class _Stretches:
 
 
 def _all_sums(starts: Starts, src: Int64s, dst: Int64s, length: Int64s) -> Runs:
-    """Add every start to every stretch; the factor with the larger step varies slowest."""
+    """Return the runs at every sum of a start and a stretch.
+
+    The one with the larger step varies slowest, so that the sums ascend where possible.
+    """
     many, most = len(starts.src), int(length.max())
     count = many * len(src)
     refuse_too_many(count, "descriptors")
@@ -301,7 +314,7 @@ def _all_sums(starts: Starts, src: Int64s, dst: Int64s, length: Int64s) -> Runs:
 
 
 def _apart(outer: Starts, inner: Starts, item: int) -> bool:
-    """Whether all sums are sorted by destination and no two neighbours touch at both ends."""
+    """Return whether all sums ascend at the destination, with no neighbours that can be joined."""
     span = int(inner.dst[-1] - inner.dst[0]) + item
     reach = int(inner.src[-1] - inner.src[0]) + item
     for starts, near, far in ((inner, item, item), (outer, span, reach)):
@@ -311,7 +324,7 @@ def _apart(outer: Starts, inner: Starts, item: int) -> bool:
 
 
 def joined(runs_by_pools: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, ...]:
-    """Join adjacent runs, by (source pool, destination pool), into as few as possible."""
+    """Return one copy per pair (source pool, destination pool), with adjacent runs joined."""
     copies = []
     for pools, runs in sorted(runs_by_pools.items()):
         if not runs:
@@ -334,9 +347,9 @@ def _pick(bound: BoundStates, mask: NDArray[np.bool_]) -> BoundStates:
 def _rows(starts: Int64s, length: Int64s, base: int, device: int) -> NDArray[np.uint64]:
     base, device = natural(base, "the base address"), natural(device, "the device id")
     last = base + int((starts + length).max(initial=0))
-    if max(last, device) > INT64_MAX:
-        got = f"a last byte at {last - 1} on device {device}"
-        raise AtlasError(Code.OVERFLOW, got=got, hint="Check the base address and the device id")
+    if last > INT64_MAX:
+        got = f"base {base} and a last byte at {last - 1}"
+        raise AtlasError(Code.OVERFLOW, got=got, hint="Check the base address")
     rows = np.empty((len(starts), 3), dtype=np.uint64)
     rows[:, 0] = starts
     rows[:, 0] += np.uint64(base)

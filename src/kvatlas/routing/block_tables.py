@@ -16,7 +16,7 @@ from kvatlas.planning.plans import checked_plan
 
 Ids = Sequence[int] | Int64s
 Blocks = Mapping[int, Sequence[int]] | Mapping[int, Int64s] | Ids
-"""Block ids by group, or the ids of the only group."""
+"""Block ids by group index, or the block ids of the only group."""
 
 _SHOWN = 8
 
@@ -30,19 +30,19 @@ class RequestTables:
         self._used: dict[int, NDArray[np.bool_]] = {}
 
     def state_entry(self, group: int, stop: int) -> int:
-        """Return the table entry that holds a recurrent group's state after `stop` tokens."""
+        """Return the entry that holds the state of a recurrent group after `stop` tokens."""
         if len(self._table(group)) == 1:
             return 0
         return (stop - 1) // self.plan.groups[group].block
 
     def use(self, group: int, states: CommonStates, end: int) -> None:
-        """Mark the entries that hold `states` as used; check that they exist and are in range."""
+        """Check that the entries for `states` exist and are in range, and mark them as used."""
         table, last = self._table(group), states.last_entry(end)
-        # Checked before arrays are allocated: a caller may pass any number of tokens.
+        # Check before allocating arrays, because a caller may pass any number of tokens.
         if last >= len(table):
             problem = f"The block table of group {group} at the {self.end} is too short"
-            got = f"{len(table)} blocks; {last + 1} are needed"
-            hint = f"Pass one block id per {self.plan.groups[group].block} tokens of that group"
+            got = f"{len(table)} block ids; {last + 1} are needed"
+            hint = f"Pass one block id for every {self.plan.groups[group].block} tokens"
             raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
         entries = states.entry_slice(end)
         ids = table[entries]
@@ -51,7 +51,8 @@ class RequestTables:
         if low < 0 or high >= blocks:
             problem = f"Block ids of group {group} at the {self.end} must be in 0..{blocks - 1}"
             hint = "Check the block table, and that it belongs to this rank"
-            raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"{low}..{high}", hint=hint)
+            wrong = low if low < 0 else high
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=wrong, hint=hint)
         self._used.setdefault(group, np.zeros(len(table), dtype=bool))[entries] = True
 
     def ids(self, group: int, entries: Int64s) -> Int64s:
@@ -79,8 +80,8 @@ class RequestTables:
             ids = np.sort(np.concatenate(tables))
             again = ids[1:][ids[1:] == ids[:-1]]
             if len(again):
-                got = f"blocks {again[:_SHOWN].tolist()} in pool {pool} at the {self.end}"
-                hint = "Give every entry a different block id, also across groups of one pool"
+                got = f"block ids {again[:_SHOWN].tolist()} of pool {pool} at the {self.end}"
+                hint = "Use each block id once among all groups of a pool"
                 raise AtlasError(Code.TWICE, got=got, hint=hint)
 
     def _table(self, group: int) -> Int64s:
@@ -97,7 +98,7 @@ def checked_rank(plan: Plan, rank: Any, end: str) -> int:
     checked_plan(plan)
     whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
     if not whole or not 0 <= rank < plan.ranks:
-        hint = f"Pass a rank in 0..{plan.ranks - 1}: stage * tp + tensor-parallel rank"
+        hint = f"Pass a rank in 0..{plan.ranks - 1}, which is stage * tp + tensor-parallel rank"
         problem = f"The plan at the {end} has no such rank"
         raise AtlasError(Code.BAD_RANK, problem, got=repr(rank), hint=hint)
     return int(rank)
@@ -113,8 +114,8 @@ def _tables(plan: Plan, blocks: Any, end: str) -> dict[int, Int64s]:
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=unknown[:_SHOWN], hint=hint)
         return {int(g): block_table(ids, f"group {g} at the {end}") for g, ids in blocks.items()}
     if len(groups) > 1:
-        problem = f"The {end} has {len(groups)} groups, and each needs its own block table"
-        got, hint = type(blocks).__name__, "Pass a mapping from group index to block ids"
+        problem = f"The {end} has {len(groups)} groups, and each needs a block table"
+        got, hint = f"one {type(blocks).__name__}", "Pass a mapping from group index to block ids"
         raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
     return {0: block_table(blocks, f"the {end}")}
 
@@ -131,5 +132,5 @@ def table_arrays(blocks: Any, end: str) -> Any:
 
 
 def block_table(given: Any, what: str) -> Int64s:
-    """Return a caller's block table as a one-dimensional array of integers."""
+    """Return a caller's block table as a one-dimensional int64 array; `what` names it in errors."""
     return whole_numbers(given, f"block ids of {what}")

@@ -1,4 +1,4 @@
-"""Check whether two plans cache the same model; report differences as coded reasons."""
+"""Check whether two plans cache the same model, and list the differences as `Reason`s."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SHOWN = 3
 
 
 class Reason(NamedTuple):
-    """Why two plans cannot exchange bytes: a code and the difference found."""
+    """A reason why two plans cannot exchange bytes: an error code and the difference."""
 
     code: Code
     got: str
     hint: str = ""
-    """A specific remedy; empty for the default hint of the code."""
+    """A hint for this reason; empty for the default hint of the code."""
 
 
 _HINTS = {
@@ -34,7 +34,7 @@ _HINTS = {
 
 
 def fingerprint(plan: Plan) -> str:
-    """Return a digest: equal for two plans exactly if they cache one model in the same dtypes.
+    """Return a digest that is equal for two plans if they cache the same model in the same dtypes.
 
     The digest covers each layer's kind, heads, sizes, windows, sources and dtypes. It does not
     depend on topology, layout, block size, packing, memory or the model's name.
@@ -65,12 +65,13 @@ def reasons(
         return [Reason(Code.UNLIKE_MODELS, got)]
     reasons = []
     models = src.plan.model, dst.plan.model
-    named = "" if models[0] == models[1] else f", of models {models[0]!r} and {models[1]!r}"
+    named = "" if models[0] == models[1] else f"; the models are {models[0]!r} and {models[1]!r}"
     wanted = set(src.specs) | set(dst.specs) if layers is None else set(layers)
     for name, end in (("source", src), ("destination", dst)):
         missing = sorted(wanted - set(end.specs))
         if missing:
-            reasons.append(Reason(Code.MISSING_LAYERS, f"no {_some(missing)} at the {name}{named}"))
+            got = f"the {name} lacks {_some(missing)}{named}"
+            reasons.append(Reason(Code.MISSING_LAYERS, got))
     unlike: dict[Code, list[str]] = {}
     for layer in sorted(wanted & set(src.specs) & set(dst.specs)):
         one, two = src.specs[layer], dst.specs[layer]
@@ -88,19 +89,22 @@ def reasons(
 
 
 def refuse(reasons: list[Reason]) -> None:
-    """Raise an error for the first reason, with a count of the others; do nothing for none."""
+    """Raise an error for the first reason, with the number of other reasons.
+
+    Does nothing if there are no reasons.
+    """
     if reasons:
         code, got, hint = reasons[0]
-        more = f", and {len(reasons) - 1} more reason(s)" if len(reasons) > 1 else ""
+        more = f" (and {len(reasons) - 1} more reasons)" if len(reasons) > 1 else ""
         raise AtlasError(code, got=got + more, hint=hint or _HINTS[code])
 
 
 def _hint(code: Code, src: PlanEnd, dst: PlanEnd, layers: list[str]) -> str:
-    """Return the hint that names the conversion for different dtypes; else an empty string."""
+    """Return a hint with the conversion to pass, if only dtypes differ; else an empty string."""
     if code is not Code.UNLIKE_DTYPES:
         return ""
     name = spell_conversion(needed_pairs(src, dst, layers))
-    return f"Plan both ends with one cache dtype, or pass convert={name!r}"
+    return f"Plan both ends with the same kv_dtype, or pass convert={name!r}"
 
 
 def _some(names: list[str]) -> str:

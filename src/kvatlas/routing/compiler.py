@@ -1,9 +1,9 @@
 """Compile which bytes of each source rank fill which bytes of a destination rank.
 
-Every field of every layer is a box in the whole model's coordinates. A destination rank
-needs some ranges of it; each source rank holds some. This module intersects them, chooses a
-source for each intersection, and expresses the bytes at both ends as strips (`StridedRuns`).
-Layers in the same regions share this work and differ only in their page offsets.
+Tensor parallelism shards each field along one axis. A destination rank needs certain ranges of
+that axis, and each source rank holds certain ranges. This module intersects the ranges, chooses
+a source rank for each intersection, and expresses the bytes at both ends as strips
+(`StridedRuns`). Layers in the same regions share this work and differ only in their page offsets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Layers = tuple[str, ...]
 class GroupPair(NamedTuple):
     """A source group, a destination group, and the mapping between their states.
 
-    Strips with equal pairs bind to the same block tables and number their states the same way.
+    All strips of a pair use the same block tables and number their states in the same way.
     """
 
     groups: Ends
@@ -39,7 +39,10 @@ class GroupPair(NamedTuple):
 
 
 class SourceShard(NamedTuple):
-    """A range of a field's sharded axis that one source rank holds at local index `local`."""
+    """A range of a field's sharded axis that one source rank holds.
+
+    The range starts at row `local` of the rank's shard.
+    """
 
     tp_rank: int
     part: int
@@ -49,7 +52,10 @@ class SourceShard(NamedTuple):
 
 
 class NeededShard(NamedTuple):
-    """A range of a field that a destination rank needs, and the source ranks that hold it."""
+    """A range of `length` rows of a field that a destination rank needs.
+
+    The range starts at row `local` of the rank's shard.
+    """
 
     field: str
     part: int
@@ -58,18 +64,18 @@ class NeededShard(NamedTuple):
     length: int
     cells: StateBlocks
     sources: tuple[SourceShard, ...]
-    """All source ranks that hold the range; after the choice, only the one to read from."""
+    """Shards of all source ranks that hold the range; only one, once a rank has been chosen."""
 
 
 class StripPages(NamedTuple):
-    """A strip at page 0 of two regions, and the offsets of each layer's page from there."""
+    """A strip at page 0 of two regions, and the offsets of each layer's page from page 0."""
 
     strip: StridedRuns
     pages: tuple[Ends, ...]
 
 
 class Compiler:
-    """Compile the strips between two plans, for one pair of ranks at a time."""
+    """Compiles the strips between two plans, for one pair of ranks at a time."""
 
     def __init__(self, src: PlanEnd, dst: PlanEnd, visibilities: Mapping[str, Visibility]) -> None:
         self.src, self.dst, self.visibilities = src, dst, visibilities
@@ -118,7 +124,7 @@ class Compiler:
         )
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Return the fields whose ranges are assigned to source ranks separately: all fields."""
+        """Return the fields whose ranges are assigned to source ranks: by default, all fields."""
         return self.dst.views(layer, part)
 
     def choices(self, src_rank: int, dst_rank: int) -> list[tuple[Layers, NeededShard]]:
@@ -134,7 +140,7 @@ class Compiler:
 
     @cached_property
     def _alike(self) -> dict[Layers, str]:
-        """Layers that share regions, and for each tuple a layer with the same form."""
+        """Map each tuple of layers that share regions to the first layer of the same form."""
         alike: dict[object, list[str]] = defaultdict(list)
         for name, seen in self.visibilities.items():
             ends = [(end.specs[name], end.parts[name]) for end in (self.src, self.dst)]
@@ -146,7 +152,7 @@ class Compiler:
         }
 
     def _form(self, layer: str) -> object:
-        """Return a key: layers with equal keys have equal ranges at equal page offsets."""
+        """Return a key: layers with equal keys have the same ranges, relative to their pages."""
         ends = [
             (end.specs[layer], tuple(map(end.form, end.parts[layer])))
             for end in (self.src, self.dst)
@@ -154,7 +160,7 @@ class Compiler:
         return (self.visibilities[layer], *ends)
 
     def _choose(self, dst_rank: int) -> dict[int, dict[str, list[NeededShard]]]:
-        """Return what `dst_rank` reads: by source rank, then by the first layer of each form."""
+        """Return the shards that `dst_rank` reads, by source rank and first layer of each form."""
         if dst_rank in self._chosen:
             return self._chosen[dst_rank]
         stage, tp_rank = self.dst.plan.split_rank(dst_rank)
@@ -183,7 +189,7 @@ class Compiler:
         return self._chosen[dst_rank]
 
     def _needed(self, layer: str, dst_tp_rank: int) -> Iterator[NeededShard]:
-        """Yield the ranges of a layer that a rank needs, each held entirely by its sources."""
+        """Yield the ranges of a layer that a rank needs; each source of a range holds all of it."""
         for index, part in enumerate(self.dst.parts[layer]):
             for name, view in self.fields_chosen_by(layer, part).items():
                 cells = _dealt_out(view.cells, self.dst, layer, dst_tp_rank)
@@ -234,12 +240,15 @@ class Compiler:
 
 
 def _merged(strips: Iterable[StripPages]) -> tuple[StridedRuns, ...]:
-    """Expand strips to all their pages and merge them into as few as possible."""
+    """Return the strips of all pages, merged into as few as possible."""
     return tuple(merge_runs(strip.shift(*page) for strip, pages in strips for page in pages))
 
 
 def _dealt_out(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> StateBlocks:
-    """Apply context parallelism: it distributes attention states; recurrent states stay whole."""
+    """Return the states that a rank holds with context parallelism.
+
+    Context parallelism distributes the states of attention; recurrent states are not distributed.
+    """
     dcp = end.plan.dcp
     if dcp == 1 or kind_of(end.specs[layer]) == "recurrent":
         return cells

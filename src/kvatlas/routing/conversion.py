@@ -2,12 +2,12 @@
 
 Two plans of one model may store a layer in different formats: for example a prefill fleet in
 bf16 and a decode fleet in fp8. A route between them needs `convert="bf16->fp8"`, and the name
-must list exactly the conversions that the plans need. A conversion that depends on unknown
-values raises an error before any bytes move: for example, a missing per-tensor scale, or a
-rotation that only the engine has.
+must list exactly the conversions that the plans need. A conversion that needs an unknown value,
+such as a per-tensor scale or a rotation that only the engine has, raises an error before any
+bytes move.
 
-Bytes travel in the smaller of the two formats. A layer is converted at the source if the source
-format is larger, else at the destination.
+The smaller of the two formats is sent. A layer is converted at the source if the source format
+is larger, else at the destination.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from kvatlas.specs.cell_formats import PLAIN_FORMATS, format_name, needs_scales
 from kvatlas.specs.identity import without_dtypes, without_packing
 
 Way = Literal["copied", "elements", "rows"]
-"""`copied`: unchanged. `elements`: cast one by one. `rows`: decode and encode whole rows."""
+"""`copied`: bytes are unchanged. `elements`: each element is cast. `rows`: whole rows are decoded
+and encoded."""
 
 Place = Literal["source", "destination"]
 
@@ -35,7 +36,7 @@ Scales = Mapping[str, Any] | float | None
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32. GPUs flush smaller values to 0, and the inverse of a much smaller
-value is infinite: an element of 0 would become NaN."""
+value is infinite, which would turn an element of 0 into NaN."""
 LARGEST_SCALE = 1e30
 """The largest scale that peers accept from each other."""
 
@@ -69,7 +70,8 @@ ROW_ERRORS: Mapping[str, RowError] = {
     "nvfp4_ds_mla": RowError(0.14, 0.14),
     "mxfp4": RowError(0.2, 0.2),
 }
-"""Error of a row in each format: the larger of K and V. See `docs/explanation/caches.md`."""
+"""Error of a row in each format: the larger of the errors of K and V. See
+`docs/explanation/caches.md`."""
 
 
 def row_error(src: str, dst: str) -> RowError:
@@ -84,7 +86,7 @@ def row_error(src: str, dst: str) -> RowError:
 
 @dataclass(frozen=True)
 class FormatChange:
-    """One change of format: the layers it applies to, how and where they are converted."""
+    """One change of format: the number of layers, and how and where they are converted."""
 
     source: str
     target: str
@@ -147,7 +149,7 @@ def spell_conversion(pairs: Collection[tuple[str, str]]) -> str:
 
 
 def parse_conversion(convert: object) -> Pairs:
-    """Parse the `convert=` argument; raise an error if it is malformed.
+    """Return the pairs of formats in a `convert=` argument; raise an error if it is malformed.
 
     >>> sorted(parse_conversion("fp8_e4m3 -> bfloat16, float32->bf16"))
     [('fp32', 'bf16'), ('fp8', 'bf16')]
@@ -155,14 +157,17 @@ def parse_conversion(convert: object) -> Pairs:
     named = convert if isinstance(convert, str) and len(convert) <= _MOST_NAMED else ""
     pairs = [part.split("->") for part in named.split(",")]
     if any(len(pair) != 2 for pair in pairs):
-        problem = "A conversion has the form 'from->to'"
-        hint = "Pass for example convert='fp8->bf16'; separate several with commas"
+        problem = "A conversion must have the form 'from->to'"
+        hint = "Pass convert='fp8->bf16', for example; separate several pairs with commas"
         raise AtlasError(Code.BAD_CONVERSION, problem, got=repr(convert)[:200], hint=hint)
     return frozenset((format_name(src), format_name(dst)) for src, dst in pairs)
 
 
 def unlike_formats(one: Spec, two: Spec) -> dict[str, tuple[str, str]]:
-    """Return the parts that two specs store in different formats; all parts if none differs."""
+    """Return the parts that two specs store in different formats, with both formats.
+
+    If no format differs, return all parts: the specs then differ in other settings.
+    """
     src, dst = content_formats(one), content_formats(two)
     parts = {part: (src[part], dst[part]) for part in src}
     return {part: pair for part, pair in parts.items() if pair[0] != pair[1]} or parts
@@ -182,14 +187,15 @@ def needed_pairs(src: PlanEnd, dst: PlanEnd, layers: Collection[str]) -> Pairs:
 def conversion_between(
     src: PlanEnd, dst: PlanEnd, layers: Collection[str], convert: object, scales: tuple[Any, Any]
 ) -> Conversion:
-    """Build the requested conversion; raise an error unless it is the one that the plans need.
+    """Return the requested conversion; raise an error unless it is the one that the plans need.
 
     `scales` holds the scales of the source and of the destination.
     """
     asked, needed = parse_conversion(convert), needed_pairs(src, dst, layers)
     if asked != needed:
-        hint = f"Pass convert={spell_conversion(needed)!r}" if needed else "Omit convert="
-        got = f"{spell_conversion(asked)}; the plans need {spell_conversion(needed) or 'none'}"
+        needs = spell_conversion(needed)
+        hint = f"Pass convert={needs!r}" if needed else "Omit convert="
+        got = f"convert={spell_conversion(asked)!r}; the plans need {needs or 'no conversion'}"
         raise AtlasError(Code.BAD_CONVERSION, got=got, hint=hint)
     ends = (src, dst)
     given = [tensor_scales(one, end.specs) for one, end in zip(scales, ends, strict=True)]
@@ -221,12 +227,12 @@ def conversion_between(
 
 
 def place_of_conversion(src: CellFormat, dst: CellFormat) -> Place:
-    """Return the end that converts a cell, so that the smaller format travels."""
+    """Return the end that converts a cell, so that the smaller format is sent."""
     return "source" if src.nbytes > dst.nbytes else "destination"
 
 
 def way_between(src: CellFormat, dst: CellFormat) -> Way:
-    """Return how cells of one format become cells of another."""
+    """Return how cells of format `src` are converted to cells of format `dst`."""
     if src.formats == dst.formats and src.scales == dst.scales:
         return "copied"
     return "elements" if src.by_element and dst.by_element else "rows"
@@ -243,8 +249,9 @@ def tensor_scales(given: object, layers: Collection[str]) -> dict[str, TensorSca
     by_layer = given if isinstance(given, Mapping) else dict.fromkeys(layers, given)
     unknown = [name for name in by_layer if name not in layers]
     if unknown:
+        problem = "Scales are given for a layer that the plan does not have"
         hint = "Use the layer names of the plan"
-        raise AtlasError(Code.UNKNOWN_LAYER, got=repr(unknown[0])[:200], hint=hint)
+        raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(unknown[0])[:200], hint=hint)
     return {name: _scales(name, value) for name, value in by_layer.items()}
 
 
@@ -252,10 +259,9 @@ def _scales(layer: str, value: object) -> TensorScales:
     both = tuple(value) if isinstance(value, tuple | list) else (value, value)
     numbers = [n for n in both if isinstance(n, int | float) and not isinstance(n, bool)]
     if len(numbers) != 2 or not all(SMALLEST_SCALE <= n <= LARGEST_SCALE for n in numbers):
-        problem = "A scale must be a number in range, or a pair of numbers for K and V"
-        hint = (
-            f"Pass the engine's quantisation scale, from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:g}"
-        )
+        limits = f"from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:g}"
+        problem = f"A scale must be a number {limits}, or a pair of such numbers for K and V"
+        hint = "Pass the quantisation scales of the engine"
         raise AtlasError(
             Code.BAD_SIZE, problem, got=f"{value!r:.200} for {layer!s:.200}", hint=hint
         )
@@ -268,22 +274,23 @@ def _check_convertible(
     ends: tuple[PlanEnd, PlanEnd],
     given: list[dict[str, TensorScales]],
 ) -> None:
-    """Raise an error for a format that cannot be read or written at its end."""
+    """Raise an error if a layer's format cannot be decoded or encoded at either end."""
     for name, end, own, which in zip(pair, ends, given, ("source", "destination"), strict=True):
         spec: Any = end.specs[layer]
         if name.startswith("turboquant"):
             sizes = (spec.head_dim, spec.v_dim or spec.head_dim)
             if any(size & (size - 1) for size in sizes):
                 problem = f"{name} requires a head size that is a power of two"
-                got, hint = f"heads of {sizes} in {layer}", "Plan that end with another cache dtype"
+                got = f"head sizes {sizes[0]} (K) and {sizes[1]} (V) in {layer}"
+                hint = f"Plan the {which} with another kv_dtype"
                 raise AtlasError(Code.CANNOT_CONVERT, problem, got=got, hint=hint)
             if end.plan.policy == "foreign":
-                problem = f"{name} uses the engine's own rotation, which is not available here"
-                got = f"memory of an engine at the {which}"
-                hint = "Convert in the engine, or use the same cache dtype at both ends"
+                problem = f"{name} needs a rotation that only the engine has"
+                got = f"an engine's memory at the {which}"
+                hint = "Convert in the engine, or use the same kv_dtype at both ends"
                 raise AtlasError(Code.CANNOT_CONVERT, problem, got=got, hint=hint)
         if needs_scales(spec) and layer not in own:
             argument = "src_scales" if which == "source" else "dst_scales"
             got = f"no scale for {layer} in {name} at the {which}"
-            hint = f"Pass {argument}= with one number, or with a number or (K, V) for each layer"
+            hint = f"Pass {argument}=1.0 (one number for all layers), or {{layer: (k, v)}}"
             raise AtlasError(Code.MISSING_SCALES, got=got, hint=hint)

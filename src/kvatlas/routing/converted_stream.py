@@ -1,18 +1,19 @@
 """`ConvertedStream`: a request whose content changes format during the transfer.
 
-Other routes consist of runs of equal bytes; different formats have no equal bytes. A converting
-route therefore works in cells: one head's fields of one state, or one element of a recurrent
-state. Both ends enumerate the cells in the same order, independent of their page layouts: box by
-box, in each box its states in request order, in each state its layers, heads and fields.
+Other routes copy runs of bytes that are equal at both ends. If the formats differ, no bytes are
+equal, so a converting route works in cells: the fields of one head and state, or one element of a
+recurrent state. Both ends enumerate the cells in the same order, independent of their page
+layouts: box by box, within a box by state in request order, within a state by layer, head and
+field.
 
-The source half copies runs of its pages into this order, and the destination half copies this
-order into its pages. Both halves are ordinary strips, so tensor parallelism, different block
-sizes, layouts, packings and windows need no extra code. Between the halves, one end decodes and
-encodes the cells: the source if its format is larger, so that the smaller format travels.
-
-A box is the content that one rank reads from another for layers in the same regions: some of
-their heads or rows. Every position in the stream belongs to one box, and pieces end at cell
+A box is the content that one rank reads from another for layers in the same regions: a range of
+their heads or rows. Every byte of the stream belongs to one box, and pieces end at cell
 boundaries.
+
+The source copies runs of its pages into stream order, and the destination copies from stream
+order into its pages. Both copies are ordinary strips, so tensor parallelism, different block
+sizes, layouts, packings and windows need no extra code. Between the two copies, one end decodes
+and encodes the cells: the source if its format is larger, so that the smaller format is sent.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from kvatlas.routing.binding import (
     CompiledPair,
     Copy,
     RepeatedRuns,
-    RunGrid,
     joined,
     ranges,
     repeated,
@@ -47,20 +47,20 @@ from kvatlas.routing.streams import StreamChunk
 from kvatlas.specs import CellFormat, Recurrent, Visibility
 
 CELLS = -1
-"""Stands in for a pool index: the bytes of a piece of the stream."""
+"""Pseudo pool index for the bytes of a piece of the stream."""
 
 _CHUNK = 4 << 20
-"""Target size of a chunk, in bytes: runs are computed chunk by chunk. At least one state."""
+"""Target size in bytes of a chunk, for which runs are computed at once; at least one state."""
 
-MakeGrids = Callable[[], list[RunGrid] | None]
+MakeGrids = Callable[[], list[Copy] | None]
 
 _OPEN = ("B", "k", "N")
 _IN_ORDER = StateBlocks(1 << 40)
-"""States of a stream are consecutive: they occupy one block that is never full."""
+"""The states of a stream are consecutive, as in one very large block."""
 
 
 class BoxEnd(NamedTuple):
-    """One end of a box: its cell, its bytes per state, and its runs by kind of block."""
+    """One end of a box: its cell format, bytes per state, and runs for each `StateBlocks`."""
 
     cell: CellFormat
     nbytes: int
@@ -73,22 +73,22 @@ class ConvertedBox(NamedTuple):
     pair: GroupPair
     ends: tuple[BoxEnd, BoxEnd]
     copied: bool
-    """Both ends have the same bytes: no conversion."""
+    """Whether both ends have the same bytes, so that nothing is converted."""
     wire: int
-    """The end whose format travels: 0 for the source, 1 for the destination."""
+    """The end whose format is sent: 0 for the source, 1 for the destination."""
 
     @property
     def by_element(self) -> bool:
-        """Whether the conversion, if any, works element by element."""
+        """Whether every element can be converted separately; true without a conversion."""
         return self.copied or all(end.cell.by_element for end in self.ends)
 
     def unit(self, end: int) -> int:
-        """Bytes of the smallest unit that can be converted separately."""
+        """Return the bytes of the smallest unit that can be converted separately."""
         return 1 if self.copied else self.ends[end].cell.nbytes
 
 
 class ConvertingCompiler(Compiler):
-    """Compile the boxes between two plans that store a model in different formats."""
+    """Compiles the boxes between two plans that store a model in different formats."""
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class ConvertingCompiler(Compiler):
         self.conversion = conversion
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Return the fields to assign to source ranks.
+        """Return the fields whose ranges are assigned to source ranks.
 
-        All fields of a row follow its first field; recurrent states are assigned separately.
+        The first field of a row decides for the row; each recurrent state decides for itself.
         """
         views = self.dst.views(layer, part)
         return views if self._recurrent(layer) else dict([next(iter(views.items()))])
@@ -195,31 +195,31 @@ class ConvertingCompiler(Compiler):
 
 
 class ConvertedSection(NamedTuple):
-    """A box and the states of it that a request moves."""
+    """A box, and the states of the box that a request copies."""
 
     box: ConvertedBox
     states: CommonStates
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the format that travels."""
+        """Bytes in the format that is sent."""
         return self.states.total * self.box.ends[self.box.wire].nbytes
 
     @property
     def chunk(self) -> int:
-        """States per chunk."""
+        """Number of states per chunk."""
         return max(1, _CHUNK // max(end.nbytes for end in self.box.ends))
 
 
 class ConvertedPart(NamedTuple):
-    """Some cells of one chunk: a piece of the stream consists of such parts."""
+    """A range of cells of one chunk. A piece of the stream consists of such parts."""
 
     stream: ConvertedStream
     section: int
     first: int
     """First state of the chunk."""
     units: tuple[int, int]
-    """Range of cells in the chunk: first, and one past the last."""
+    """Range of cells in the chunk: the first, and one past the last."""
 
     @property
     def box(self) -> ConvertedBox:
@@ -227,21 +227,21 @@ class ConvertedPart(NamedTuple):
         return self.stream.sections[self.section].box
 
     def nbytes(self, end: int) -> int:
-        """Bytes of the cells in one end's format."""
+        """Return the bytes of the cells in one end's format."""
         return (self.units[1] - self.units[0]) * self.box.unit(end)
 
     @property
     def travelling(self) -> int:
-        """Bytes of the cells in the format that travels."""
+        """Bytes of the cells in the format that is sent."""
         return self.nbytes(self.box.wire)
 
     def converted_at(self, end: int) -> bool:
-        """Whether one end converts the cells: 0 for the source, 1 for the destination."""
+        """Return whether an end (0: source, 1: destination) converts the cells."""
         return not self.box.copied and self.box.wire != end
 
     @property
     def formats(self) -> tuple[CellFormat, CellFormat]:
-        """The cells' formats at the source and at the destination."""
+        """Formats of the cells at the source and at the destination."""
         return self.box.ends[0].cell, self.box.ends[1].cell
 
     def copy(self, end: int) -> Copy:
@@ -264,22 +264,22 @@ class ConvertedStream:
     def __init__(
         self, boxes: Sequence[ConvertedBox], request: RequestEnds, casts: MakeGrids
     ) -> None:
-        """`casts` returns the grids of an element-wise conversion, or None for other ones."""
+        """Create the stream; `casts` returns the grids of an element-wise conversion, else None."""
         self._request, self._casts = request, casts
         found = [ConvertedSection(box, request.states(box.pair)) for box in boxes]
         request.check_distinct()
         self.sections = [section for section in found if section.states.total]
         self._ends = list(accumulate(section.nbytes for section in self.sections))
-        # Each value is replaced as a whole, so threads need no lock: at worst, two compute it.
+        # Each value is replaced as a whole, so threads need no lock. At worst, two compute it.
         self._last: dict[int, StreamChunk] = {}
-        self._grids: tuple[list[RunGrid] | None] | None = None
+        self._grids: tuple[list[Copy] | None] | None = None
 
     def __repr__(self) -> str:
         return f"<ConvertedStream of {self.nbytes:,} bytes that arrive as {self.arriving:,}>"
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """Bytes that are sent."""
         return self._ends[-1] if self._ends else 0
 
     @property
@@ -289,7 +289,7 @@ class ConvertedStream:
 
     @property
     def runs(self) -> int:
-        """Upper bound of the runs at the end whose format travels."""
+        """Upper bound on the number of runs at the end whose format is sent."""
         return sum(
             one.states.total
             * sum(len(runs.starts.src) for own in end.runs.values() for runs in own)
@@ -299,26 +299,26 @@ class ConvertedStream:
 
     @property
     def by_element(self) -> bool:
-        """Whether the conversion, if any, works element by element."""
+        """Whether every element can be converted separately; true without a conversion."""
         return all(one.box.by_element for one in self.sections)
 
-    def grids(self) -> list[RunGrid] | None:
+    def grids(self) -> list[Copy] | None:
         """Return the grids between the pages of both ends, for movers that cast while copying.
 
-        None if the conversion is not element-wise. Computed once and cached.
+        Returns None if the conversion is not element-wise. The result is cached.
         """
         if self._grids is None:
             self._grids = (self._casts(),)
         return self._grids[0]
 
     def spans(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield start and stop of pieces of at most `nbytes` bytes; each has whole cells only."""
-        nbytes, start = positive(nbytes, "the piece"), 0
+        """Yield (start, stop) of pieces of at most `nbytes` bytes that contain only whole cells."""
+        nbytes, start = positive(nbytes, "the piece size"), 0
         while start < self.nbytes:
             stop = self._whole(min(start + nbytes, self.nbytes))
             if stop == start:
                 problem = "A piece of the transfer must be at least as large as one cell"
-                hint = "Increase piece= at the nodes"
+                hint = "Increase piece= at both nodes"
                 got = f"pieces of {nbytes} bytes"
                 raise AtlasError(Code.BAD_SIZE, problem, got=got, hint=hint)
             yield start, stop
@@ -342,7 +342,7 @@ class ConvertedStream:
             index += start == self._ends[index]
 
     def parts_of_entry(self, group: int, entry: int) -> Iterator[ConvertedPart]:
-        """Yield the cells that the source stores under one entry of a group's block table."""
+        """Yield the cells in the source block of one entry of a group's block table."""
         for section, end in zip(self.sections, self._ends, strict=True):
             box = section.box
             if box.pair.groups[0] == group:
@@ -351,7 +351,7 @@ class ConvertedStream:
                 yield from self.parts(base + numbers.start * each, base + numbers.stop * each)
 
     def chunk(self, end: int, index: int, first: int) -> StreamChunk:
-        """Return the runs of one chunk between one end's pools and the stream; caches the last."""
+        """Return the runs of one chunk between an end's pools and the stream; caches the last."""
         made = self._last.get(end)
         if made is None or (made.section, made.first) != (index, first):
             made = self._last[end] = self._chunk(end, index, first)
@@ -388,9 +388,13 @@ class ConvertedStream:
 
     def _checked(self, start: Any, stop: Any) -> tuple[int, int]:
         start, stop = integer(start, "the start"), integer(stop, "the stop")
-        inside = 0 <= start <= stop <= self.nbytes
-        if not inside or (self._whole(start), self._whole(stop)) != (start, stop):
-            problem = f"A range must consist of whole cells of the stream of {self.nbytes} bytes"
+        problem = ""
+        if not 0 <= start <= stop <= self.nbytes:
+            problem = f"A range must be within the {self.nbytes} bytes of the stream"
+        elif (self._whole(start), self._whole(stop)) != (start, stop):
+            problem = "A range must start and end at cell boundaries"
+        if problem:
+            got = f"start {start}, stop {stop}"
             hint = "Use the ranges that ConvertedStream.spans yields"
-            raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"{start}..{stop}", hint=hint)
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
         return start, stop

@@ -1,4 +1,4 @@
-"""Cost of a transfer: number and sizes of its descriptors, and the faster of two methods.
+"""Cost of a transfer: the number and sizes of its descriptors, and the faster of two methods.
 
 A direct transfer pays a fixed cost per descriptor. A staged transfer gathers everything into one
 buffer, sends it in large pieces and scatters it at the other end. The faster method depends on
@@ -33,9 +33,7 @@ class Costs:
     def __post_init__(self) -> None:
         rates = (self.wire, self.copy, self.piece)
         if not all(np.isfinite(rate) and rate > 0 for rate in rates) or not self.descriptor >= 0:
-            problem = (
-                "Rates and the piece size must be positive, and the descriptor cost not negative"
-            )
+            problem = "wire, copy and piece must be positive, and descriptor must not be negative"
             hint = "Pass measured values, or omit them to use the defaults"
             raise AtlasError(Code.BAD_SIZE, problem, got=self, hint=hint)
 
@@ -54,7 +52,7 @@ class Costs:
         return received + first + pieces * self.descriptor
 
     def coalesced(self, descriptors: int, nbytes: int) -> float:
-        """Return the seconds of a transfer with one descriptor per source run, then a scatter."""
+        """Return the seconds of a transfer with one descriptor per source run, and a scatter."""
         return self.direct(descriptors, nbytes) + nbytes / self.copy
 
 
@@ -68,7 +66,7 @@ class Report:
     median: int
     largest: int
     sizes: dict[int, int]
-    """Number of descriptors by size class: each key n counts sizes from n to 2 n - 1 bytes."""
+    """Number of descriptors by size: key n counts those of n to 2 * n - 1 bytes."""
     costs: Costs = field(repr=False)
 
     @property
@@ -88,7 +86,7 @@ class Report:
 
 
 def report(copies: Sequence[Copy], costs: Costs | None = None) -> Report:
-    """Summarise the runs of a transfer and estimate its cost.
+    """Return the number and sizes of the runs of a transfer, and its estimated cost.
 
     >>> runs = np.array([0, 4096]), np.array([0, 8192]), np.array([4096, 1024])
     >>> counted = report([Copy(0, 0, *runs)])

@@ -1,9 +1,9 @@
 """Element-wise conversions, expressed as runs between the pages of both ends.
 
-If every element is stored by itself, up to a per-tensor scale, both ends have the same elements
-in the same runs; only the size of an element differs. Offsets therefore count elements, in each
-end's own element size, and strips, states and grids work as in any other route. A mover casts
-such runs while it copies them. It needs neither cells in stream order nor a second pass.
+If every element can be converted separately, given a per-tensor scale, both ends have the same
+elements in the same runs, and only the size of an element differs. Offsets therefore count
+elements of each end's size, and strips, states and grids work as in any other route. A mover
+casts such runs while it copies them, without cells in stream order and without a second pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import StridedRuns, merge_runs
 from kvatlas.geometry.combine import tile_alike
 from kvatlas.geometry.strided_runs import fold_states
-from kvatlas.routing.binding import CompiledPair, RunGrid, compile_pair, repeated
+from kvatlas.routing.binding import CompiledPair, Copy, compile_pair, repeated
 from kvatlas.routing.compiler import GroupPair, NeededShard
 from kvatlas.routing.conversion import way_between
 from kvatlas.routing.converted_stream import ConvertingCompiler
@@ -33,7 +33,10 @@ _Strips = dict[GroupPair, dict[ElementCast | None, list[StridedRuns]]]
 def compile_casts(
     compiler: ConvertingCompiler, src_rank: int, dst_rank: int, layers: frozenset[str] | None
 ) -> CastPairs | None:
-    """Compile what a destination rank reads from a source rank; None if not element-wise."""
+    """Return the runs that a destination rank reads from a source rank, by cast.
+
+    Returns None if the conversion is not element-wise.
+    """
     strips: _Strips = defaultdict(lambda: defaultdict(list))
     for alike, needed in compiler.choices(src_rank, dst_rank):
         for name in alike:
@@ -57,7 +60,10 @@ def compile_casts(
 
 
 def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) -> CompiledPair:
-    """Compile strips with several scales; only strips with the same scale are folded."""
+    """Return the compiled strips of several scales; only strips of the same scale are merged.
+
+    `strips` has one list for each scale.
+    """
     src, dst = pair.cells
     fold = pair.per_state is not None and src.states == dst.states
     whole = [fold_states(own, src.states) if fold else [] for own in strips]
@@ -68,7 +74,7 @@ def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) ->
     return CompiledPair(pair, *runs)
 
 
-def cast_grids(pairs: CastPairs, request: RequestEnds) -> list[RunGrid]:
+def cast_grids(pairs: CastPairs, request: RequestEnds) -> list[Copy]:
     """Return the runs of a request as grids of starts and spans."""
     return [
         replace(grid, cast=cast)
@@ -80,7 +86,10 @@ def cast_grids(pairs: CastPairs, request: RequestEnds) -> list[RunGrid]:
 def _add_layer(
     compiler: ConvertingCompiler, strips: _Strips, layer: str, needed: NeededShard
 ) -> bool:
-    """Add a layer's strips, field by field; False if an element is not aligned to its size."""
+    """Add a layer's strips to `strips`, field by field.
+
+    Returns False if an element does not start at a multiple of its size.
+    """
     one, two = compiler.cells(layer, needed.field)
     copied = way_between(one, two) == "copied"
     pair = compiler.group_pair(layer, needed)

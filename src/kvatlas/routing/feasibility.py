@@ -1,4 +1,4 @@
-"""Check whether one plan's caches can be copied to another: descriptor counts, or reasons."""
+"""Check whether the caches of one plan can be copied to another, and at what cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ANY_SCALES: dict[str, Any] = {"src_scales": 1.0, "dst_scales": 1.0}
 
 @dataclass(frozen=True)
 class RankPair:
-    """Report of the bytes that one destination rank reads from one source rank."""
+    """A pair of ranks, and a report on the transfer between them."""
 
     src_rank: int
     dst_rank: int
@@ -35,7 +35,7 @@ class RankPair:
 
 @dataclass(frozen=True)
 class Check:
-    """Result of `check`: the descriptors of one request per pair of ranks, or reasons."""
+    """Result of `check`: the transfers between ranks, or the reasons why a copy is impossible."""
 
     reasons: tuple[Reason, ...]
     fingerprints: tuple[str, str]
@@ -96,20 +96,19 @@ def check(
     costs: Costs | None = None,
     convert: str | None = None,
 ) -> Check:
-    """Check whether `src` can fill `dst`; report all reasons if it cannot.
+    """Return whether caches of `src` can be copied to `dst`, with all reasons if they cannot.
 
-    With `convert`, different formats are converted. Scales are not needed for the check.
-
-    Descriptors are counted for a request of `tokens` whose blocks are scattered over the
-    pools, which is the worst case.
+    `convert` names the conversions between different formats, as in `route`. The check needs no
+    scales. Descriptors are counted for a request of `tokens` tokens whose blocks are scattered
+    over the pools, which is the worst case.
 
     >>> from kvatlas.planning import plan
     >>> prefill = plan("Qwen3-8B", memory="8GiB", tp=2, layout="BLHNC")
     >>> decode = plan("Qwen3-8B", memory="8GiB", layout="BHLNC", kv_dtype="fp8")
     >>> [str(reason.code) for reason in check(prefill, decode).reasons]
     ['unlike_dtypes']
-    >>> answer = check(prefill, plan("Qwen3-8B", memory="8GiB", layout="BLHNC"), tokens=1024)
-    >>> answer.ok, answer.descriptors
+    >>> result = check(prefill, plan("Qwen3-8B", memory="8GiB", layout="BLHNC"), tokens=1024)
+    >>> result.ok, result.descriptors
     (True, 4608)
     """
     names = None if layers is None else frozenset(layers)
@@ -146,7 +145,7 @@ def check(
 
 
 def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
-    """Return block tables for one request; no two blocks are adjacent if the pool has space.
+    """Return block tables for one request, without adjacent blocks if the pool is large enough.
 
     >>> from kvatlas.planning import plan
     >>> scattered(plan("Qwen3-8B", memory="1GiB", max_len=512), 48)
@@ -172,7 +171,7 @@ def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
 
 
 def _entries(group: Group, tokens: int, dcp: int) -> tuple[int, int]:
-    """Return the length of a group's table, and how many of its last entries are still held."""
+    """Return the length of a group's block table, and how many of its last entries hold blocks."""
     if group.kind == "recurrent":
         return 1, 1
     held = group.blocks(tokens, dcp=dcp)

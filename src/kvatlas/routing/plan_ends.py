@@ -1,4 +1,4 @@
-"""A plan as one end of a route: the placement of each field, and the ranges each rank holds.
+"""A plan as one end of a route: the placement of fields, and the ranges that each rank holds.
 
 All tensor-parallel ranks of a stage use the same cache layout and differ in the rows of the
 model that they hold. An end therefore stores one view per field, at page 0 of a region, the
@@ -27,10 +27,10 @@ class LayerPart(NamedTuple):
 
 
 class RegionForm(NamedTuple):
-    """The layout of a layer's cache in its pool, independent of its group."""
+    """A key for the layout of a layer's cache in its pool, independent of its group."""
 
     first: int
-    """The first region with this layout."""
+    """The index of the first region with this layout."""
     part: int
 
 
@@ -56,7 +56,7 @@ class PlanEnd:
 
     @cached_property
     def page_offsets(self) -> dict[str, dict[LayerPart, int]]:
-        """Byte offset from page 0 of its region, for each layer and each of its parts."""
+        """For each layer and part, the byte offset of its page from page 0 of its region."""
         offsets: dict[str, dict[LayerPart, int]] = {}
         for index, region in enumerate(self.plan.regions):
             placed = self._placements[index]
@@ -76,7 +76,7 @@ class PlanEnd:
         }
 
     def form(self, part: LayerPart) -> RegionForm:
-        """Return the layout of a part; parts with the same layout compare equal."""
+        """Return a key for the layout of a part; parts with the same layout have equal keys."""
         return RegionForm(self._first_alike[part.region], part.part)
 
     def region(self, part: LayerPart) -> Region:
@@ -102,7 +102,7 @@ class PlanEnd:
 
     @cached_property
     def _first_alike(self) -> list[int]:
-        """For each region, the first region with the same layout; many groups share one."""
+        """For each region, the index of the first region with the same layout."""
         first: dict[object, int] = {}
         forms = [
             (at, region.stage, region.splits, region.block, region.kernel_block, region.page_bytes)
@@ -123,7 +123,7 @@ class PlanEnd:
 def _ranges(
     sharding: Sharding, tp: int, splits: int, tp_rank: int, part: int
 ) -> tuple[ShardRange, ...]:
-    # One of `splits` parts equals the share of a rank among `splits` times as many ranks.
+    # One of `splits` parts equals the shard of one rank among `splits` times as many ranks.
     held = sharding.ranges(tp * splits, tp_rank * splits + part)
     return held or (ShardRange(0, 0, max(1, sharding.rows if sharding.sections else 1)),)
 

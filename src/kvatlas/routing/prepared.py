@@ -1,8 +1,9 @@
 """`PreparedRoute`: descriptors of all blocks, computed once and then selected by index.
 
-Some transports register a long list of descriptors once and take indices for each transfer. A
-chunk is the largest number of states that both ends can address as a unit: a block if both
-have the same block size, otherwise the greatest common divisor of the two sizes.
+Some transports register a long list of descriptors once and take indices for each transfer. Each
+descriptor covers a chunk: the largest number of states that both ends can address as a unit. That
+is a kernel block if both ends have the same size, otherwise the greatest common divisor of the two
+sizes.
 """
 
 from __future__ import annotations
@@ -46,36 +47,47 @@ class RankMemory(NamedTuple):
             return natural(self.base, "the base address")
         pool = self.plan.groups[group].pool
         if pool not in self.base:
-            problem, got = f"Pool {pool} has no base address", f"pools {sorted(self.base)}"
+            problem = f"Pool {pool} needs a base address"
+            got = f"base addresses for pools {sorted(self.base)}"
             hint = "Pass an address for every pool index, or one address for all pools"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
         return natural(self.base[pool], "the base address")
 
 
 class DescriptorGrid(NamedTuple):
-    """Descriptors of repeated runs: starts x kernel blocks x chunks x blocks, blocks fastest."""
+    """The descriptors of repeated runs, as a grid: starts x kernel blocks x chunks x blocks.
+
+    There is one descriptor for each start of the runs, kernel block, chunk and block. The block
+    index varies fastest.
+    """
 
     pair: GroupPair
     runs: RepeatedRuns
     state: Ends
-    """Bytes between consecutive states, at both ends."""
+    """Bytes between consecutive states, at each end."""
     chunk: int
-    """States in a chunk."""
+    """Number of states in a chunk."""
     first: Ends
     """Index of the grid's first descriptor in the list of each end."""
 
     def chunks(self, end: int) -> int:
-        """Chunks in a cell."""
+        """Return the number of chunks in a kernel block."""
         return self.pair.cells[end].states // self.chunk
 
     def steps(self, end: int) -> list[Int64s]:
-        """Return offsets of starts, kernel blocks and chunks; a descriptor sums one of each."""
+        """Return the offsets of starts, of kernel blocks and of chunks.
+
+        The address of a descriptor is a sum of one offset of each kind.
+        """
         kernel = np.arange(self.pair.cells[end].split) * self.runs.strip.kernel_strides[end]
         chunk = np.arange(self.chunks(end)) * (self.chunk * self.state[end])
         return [self.runs.starts.at(end), kernel, chunk]
 
     def indices(self, end: int, spots: SpanStarts, ids: Int64s, blocks: int) -> Int64s:
-        """Return the list indices of the descriptors of these chunks, start by start."""
+        """Return the list indices of the descriptors of the chunks at `spots`, start by start.
+
+        `ids` are the block ids of the chunks, and `blocks` is the number of blocks of the pool.
+        """
         each = self.pair.cells[end].split * self.chunks(end) * blocks
         starts = np.arange(len(self.runs.starts.src)) * each
         return (starts[:, None] + (spots.kernel * blocks + ids + self.first[end])).reshape(-1)
@@ -113,11 +125,11 @@ class PreparedRoute:
         return self._rows(1)
 
     def strided(self, end: int) -> NDArray[np.uint64]:
-        """Return the list with blocks folded: rows (address, length, device, stride, count).
+        """Return the descriptors of one end as rows (address, length, device, stride, count).
 
-        Each row represents `count` descriptors that are `stride` bytes apart, in the same
-        order. Transports that support strides take these rows instead of millions of
-        descriptors. End 0 is the source and 1 the destination.
+        Each row represents `count` descriptors that are `stride` bytes apart, one per block, in
+        the order of `src` or `dst`. Transports that support strides take these rows instead of
+        millions of descriptors. End 0 is the source and 1 the destination.
         """
         lists = [np.zeros((0, 5), dtype=np.uint64)]
         for grid in self.grids:
@@ -135,8 +147,8 @@ class PreparedRoute:
         """Return matching indices into both lists for a request's tokens.
 
         Whole chunks are copied. The last chunk may extend past the tokens, and the first chunk
-        of a window may begin before it; both stay in the request's own blocks. A range that
-        starts inside a chunk raises an error.
+        of a window may begin before the window; both stay in the request's own blocks. A range
+        of tokens that starts inside a chunk raises an error.
         """
         src, dst = self.ends
         request = RequestEnds(
@@ -175,7 +187,7 @@ class PreparedRoute:
         return memory.plan.pool(memory.rank, grid.pair.groups[end]).blocks
 
     def _unit(self, grid: DescriptorGrid, end: int) -> tuple[Int64s, Int64s, int, int]:
-        """Return a descriptor at the start of its pool: start, length, base and device."""
+        """Return start, length, base and device of a descriptor at the start of its pool."""
         one, memory = np.zeros(1, dtype=np.int64), self.ends[end]
         base = memory.address(grid.pair.groups[end])
         return one, one + grid.runs.strip.item, base, memory.device
@@ -192,7 +204,7 @@ def chunk_of(pair: GroupPair) -> int:
 def _by_chunk(
     pair: GroupPair, strips: Sequence[StridedRuns], chunk: int
 ) -> Iterator[tuple[Ends, RepeatedRuns]]:
-    """Yield runs with a chunk's states folded, and the bytes between consecutive states."""
+    """Yield (bytes between consecutive states, runs), with the states of a chunk folded."""
     if pair.per_state is None:
         yield from (((0, 0), runs) for runs in repeated(strips))
         return

@@ -33,9 +33,10 @@ class RequestEnds:
         self.start, self.stop = token_range(tokens, most)
 
     def states(self, pair: GroupPair, chunk: int | None = None) -> CommonStates:
-        """Return the states to copy between two groups, optionally rounded to whole chunks.
+        """Return the states to copy between two groups.
 
-        Checks the blocks at both ends and marks them as used.
+        With `chunk`, they are extended to whole chunks of that many states. The blocks at both
+        ends are checked and marked as used.
         """
         if pair.per_state is None:
             states = self._recurrent(pair)
@@ -51,7 +52,7 @@ class RequestEnds:
         return states
 
     def _alike(self, pair: GroupPair) -> bool:
-        """Whether both ends use the same entries of the same tables."""
+        """Return whether both ends use the same entries of the same tables."""
         return (
             self.src is self.dst
             and pair.groups[0] == pair.groups[1]
@@ -87,8 +88,9 @@ class RequestEnds:
         src, dst = pair.cells
         whole = chunk * src.every if src.every == dst.every else 1
         if self.start // per_state % whole and self.start < self.stop:
-            problem = f"A range of a prepared route must start at a multiple of {whole} states"
-            hint = "Use Route.bind for a range that starts inside a chunk"
+            step = whole * per_state
+            problem = f"The tokens of a prepared route must start at a multiple of {step}"
+            hint = "Use Route.bind for other token ranges"
             raise AtlasError(Code.BAD_TOKENS, problem, got=f"token {self.start}", hint=hint)
         first, stop = needed_states(pair.visibility, per_state, self.start, self.stop)
         if first < stop:
@@ -110,9 +112,9 @@ def check_tables(
 
     Every group of the rank needs a table that covers the tokens. Blocks that hold needed states
     must be in the pool and appear once. Entries that are not needed may have any value and are
-    returned as -1. `end` is the plan's name in error messages. Windows also include the states
-    that the last `recompute` tokens see. With `layers`, only the groups of those
-    layers need a table.
+    returned as -1. The states that windows need include those that the last `recompute` tokens
+    see. With `layers`, only the groups of those layers need a table. `end` names the plan in
+    error messages.
 
     >>> from kvatlas.planning import plan
     >>> node = plan("Qwen3-8B", memory="1GiB", max_len=512)
@@ -136,7 +138,10 @@ def _use_tables(
     *,
     recurrent: bool,
 ) -> None:
-    """Check the entries that `tokens` need in every group; `recurrent` includes final states."""
+    """Check and mark the entries that a token range needs in every group.
+
+    With `recurrent`, these include the recurrent states after the last token.
+    """
     kept = RequestEnds(tables, tables, tokens)
     plan, rank = tables.plan, tables.rank
     stage, tp_rank = plan.split_rank(rank)
@@ -160,5 +165,5 @@ def _use_tables(
 
 
 def _chunked(cells: StateBlocks, chunk: int) -> StateBlocks:
-    """Return the same cells, divided into one cell per chunk."""
+    """Return the same kernel blocks, divided into kernel blocks of `chunk` states."""
     return cells._replace(states=chunk, split=cells.split * (cells.states // chunk))

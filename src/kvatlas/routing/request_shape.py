@@ -1,4 +1,4 @@
-"""`RequestShape`: the properties that all requests of one shape share, without block ids.
+"""`RequestShape`: everything that requests of the same shape share, without block ids.
 
 Requests with the same tokens and the same number of blocks differ only in their block ids. The
 offsets of their spans and the used entries of their block tables are computed once. For each
@@ -47,7 +47,7 @@ class TableShape:
         self._used = [(blocks[pool], used) for pool, used in by_pool.items()]
 
     def in_range(self, tables: Mapping[int, BlockIds]) -> bool:
-        """Whether all used ids are valid blocks. Tables must have the lengths of the shape."""
+        """Return whether all used ids are valid. The tables must have the lengths of the shape."""
         for blocks, used in self._used:
             for group, entries in used:
                 ids = tables[group][entries]
@@ -58,7 +58,7 @@ class TableShape:
         return True
 
     def distinct(self, tables: Mapping[int, BlockIds]) -> bool:
-        """Whether each block is used at most once."""
+        """Return whether each block is used at most once."""
         for _, used in self._used:
             ids = [tables[group][entries].tolist() for group, entries in used]
             if len(set().union(*ids)) < sum(map(len, ids)):
@@ -86,7 +86,7 @@ class RequestShape:
 
     @property
     def spans(self) -> int:
-        """Total spans of all patterns; a request adds a block offset to each."""
+        """Number of spans of all patterns; a request adds a block offset to each."""
         return sum(len(pattern.template.length) for pattern in self.patterns)
 
     @property

@@ -19,7 +19,6 @@ from kvatlas.planning.plans import checked_plan
 from kvatlas.routing.binding import (
     CompiledPair,
     Copy,
-    RunGrid,
     Runs,
     compile_pair,
     joined,
@@ -39,7 +38,7 @@ from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import shared_visibility
 
 _Chosen = tuple[int, int, frozenset[str] | None]
-"""A source rank, a destination rank and layers; None stands for all layers."""
+"""A source rank, a destination rank, and layer names or None for all layers."""
 
 _MOST_COMPILED = 4096
 """Maximum number of compiled rank pairs and layer subsets; the oldest are evicted first."""
@@ -100,7 +99,7 @@ class Route:
         self.layers = tuple(name for name in dst.layers if names is None or name in names)
         visibilities = {name: shared_visibility(src, dst, name) for name in self.layers}
         self.conversion: Conversion | None = None
-        """The format changes of the route, with place and added error; None without convert."""
+        """The format changes of the route; None if nothing is converted."""
         self._converter: ConvertingCompiler | None = None
         if convert is not None:
             scales = (src_scales, dst_scales)
@@ -121,11 +120,11 @@ class Route:
         return f"<Route of {self.dst.model}, {len(self.layers)} layers: {src} -> {dst}{converting}>"
 
     def sources(self, dst_rank: int) -> tuple[int, ...]:
-        """Return the source ranks that a destination rank reads; one rank for each byte."""
+        """Return the source ranks from which a destination rank reads."""
         return self._compiler.sources(checked_rank(self.dst, dst_rank, "destination"))
 
     def compile(self, *, src_rank: int, dst_rank: int) -> int:
-        """Compile one pair of ranks before its first transfer; return the number of strips."""
+        """Compile one pair of ranks before its first transfer, and return the number of strips."""
         src_rank = self._checked_source(src_rank, dst_rank)
         if self._converter is not None:
             return len(self._boxes(self._converter, src_rank, int(dst_rank), None))
@@ -144,10 +143,10 @@ class Route:
     ) -> BoundRoute:
         """Return the byte ranges that copy a request's tokens from one rank to another.
 
-        `src_blocks` and `dst_blocks` are the request's block ids in token order, for each group.
+        `src_blocks` and `dst_blocks` are the request's block ids in token order, by group.
         Entries that are not needed may have any value. A recurrent group takes either one id, or
         a table whose entry for the last token holds the state. `layers` restricts the copy to
-        some layers, for example to send layers as they are computed.
+        the named layers, for example to send layers as they are computed.
         """
         self._refuse_converting()
         request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
@@ -196,7 +195,7 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> ConvertedStream:
-        """Return the stream of a converting route: cells in stream order, with runs at both ends.
+        """Return the byte stream of a converting route, and its runs at both ends.
 
         >>> from kvatlas.planning import plan
         >>> src, dst = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("fp8", "bf16"))
@@ -206,10 +205,8 @@ class Route:
         <ConvertedStream of 1,179,648 bytes that arrive as 2,359,296>
         """
         if self._converter is None:
-            problem, hint = (
-                "The route has no conversion",
-                "Use Route.stream, or pass convert= to route",
-            )
+            problem = "Route.converted needs a route with a conversion"
+            hint = "Use Route.stream, or pass convert= to route()"
             raise AtlasError(Code.BAD_CONVERSION, problem, got=self, hint=hint)
         request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
         names = self._checked_layers(layers)
@@ -218,7 +215,7 @@ class Route:
         return ConvertedStream(boxes, request, casts)
 
     def by_element(self, *, src_rank: Any, dst_rank: Any) -> bool:
-        """Whether the conversion between two ranks, if any, works element by element."""
+        """Return whether every element can be converted separately; true without a conversion."""
         if self._converter is None:
             return True
         boxes = self._boxes(self._converter, int(src_rank), int(dst_rank), None)
@@ -232,13 +229,13 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> dict[int, tuple[Int64s, Int64s]]:
-        """Return every byte that must arrive at a destination rank: starts and lengths by pool.
+        """Return (starts, lengths) of all bytes that must arrive at a destination rank, by pool.
 
-        The result follows from the two plans, so a receiver can check arrived bytes against it:
-        a block is ready when all its bytes have arrived. A layer with a window needs at least
-        the tokens that the next token sees by the destination's spec, independent of the source
-        plan. If both ends keep every token, it needs every token. `needed_states` computes the
-        states. Earlier blocks are not written, and no later token sees them.
+        The result depends only on the two plans, so a receiver can compare it with the bytes
+        that arrived: a block is ready when all its bytes have arrived. A layer with a window
+        needs the tokens that the next token sees according to the destination's spec or, if
+        both plans keep all tokens, every token (see `needed_states`). Earlier blocks are not
+        written, and no later token sees them.
         """
         arriving = self._arriving(dst_rank, dst_blocks, tokens)
         copies = self._copies(self._arrivals, arriving, layers)
@@ -361,7 +358,7 @@ class Route:
 
     def _cast_grids(
         self, converter: ConvertingCompiler, request: RequestEnds, names: frozenset[str] | None
-    ) -> list[RunGrid] | None:
+    ) -> list[Copy] | None:
         key = (request.src.rank, request.dst.rank, names)
         try:
             pairs = self._casts[key]
@@ -372,18 +369,18 @@ class Route:
         return None if pairs is None else cast_grids(pairs, request)
 
     def _refuse_converting(self) -> None:
-        """Raise an error if the route converts: the two ends then have no equal bytes."""
+        """Raise an error if the route converts, because the two ends then have no equal bytes."""
         if self.conversion is not None:
-            problem = "A converting route has no byte ranges that are equal at both ends"
-            hint = "Use Route.converted"
-            raise AtlasError(Code.BAD_CONVERSION, problem, got=self.conversion.name, hint=hint)
+            problem = "A converting route cannot copy bytes unchanged"
+            got, hint = f"convert={self.conversion.name!r}", "Use Route.converted"
+            raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
 
     def _checked_source(self, src_rank: int, dst_rank: int) -> int:
         src_rank = checked_rank(self.src, src_rank, "source")
         sources = self.sources(dst_rank)
         if src_rank not in sources:
             problem = f"Destination rank {dst_rank} does not read from this rank"
-            hint = f"Use one of the ranks {sources} that Route.sources returns"
+            hint = f"Use one of {list(sources)}, the ranks that Route.sources returns"
             raise AtlasError(Code.NOT_A_SOURCE, problem, got=f"source rank {src_rank}", hint=hint)
         return src_rank
 
@@ -409,7 +406,7 @@ def route(
     """Compile the route from one plan to another; raise an error if they are incompatible.
 
     Compatibility depends on what the layers store, not on the model's name. `layers` restricts
-    the route to some layers. `convert` names the conversions between different formats, for
+    the route to the named layers. `convert` names the conversions between different formats, for
     example "fp8->bf16". Converting fp8 or nvfp4 requires the per-tensor scales of that end.
     """
     return Route(

@@ -1,8 +1,7 @@
-"""Runs of a request as unexpanded sums, for devices that add the terms themselves.
+"""Runs of a request as grids of starts and spans, for devices that add them.
 
-The offsets of a request's states in its blocks depend only on its number of tokens; the block
-ids are specific to the request. Everything except the ids is computed once per number of tokens
-and cached.
+The offsets of a request's states in its blocks depend only on the number of tokens. Everything
+except the block ids is therefore computed once for each number of tokens and cached.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from numpy.typing import NDArray
 from kvatlas.geometry import StateSpans
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.state_spans import CommonStates, SpanStarts
-from kvatlas.routing.binding import CompiledPair, RepeatedRuns, RunGrid, Starts
+from kvatlas.routing.binding import CompiledPair, Copy, RepeatedRuns, Starts
 
 _Chosen = Literal["all", "whole", "rest"]
-"""Selection of spans: all of them, those of whole cells, or the remaining ones."""
+"""Selection of spans: all, those of whole kernel blocks, or the rest."""
 
 _KEPT_ROWS = 1 << 11
 """Maximum number of spans that are cached for one number of tokens."""
@@ -28,7 +27,7 @@ _KEPT = 8
 
 
 BlockIds = Int64s | NDArray[np.uint32]
-"""A block table, from the caller or decoded from a message."""
+"""The block ids of a table, from a caller or decoded from a message."""
 
 
 class SpanTemplate(NamedTuple):
@@ -36,9 +35,9 @@ class SpanTemplate(NamedTuple):
 
     starts: Starts
     entries: tuple[Int64s, Int64s]
-    """Block table entry of each span, at both ends."""
+    """Block table entry of each span, at each end."""
     offsets: tuple[Int64s, Int64s]
-    """Offset of each span in its block, at both ends."""
+    """Byte offset of each span in its block, at each end."""
     length: Int64s
     one_each: tuple[bool, bool]
     """Whether span i uses entry i, at each end."""
@@ -52,7 +51,7 @@ class SpanPattern(NamedTuple):
     pools: tuple[int, int]
     groups: tuple[int, int]
     strides: tuple[int, int]
-    """Bytes between consecutive blocks, at both ends."""
+    """Bytes between consecutive blocks, at each end."""
     template: SpanTemplate
 
     @property
@@ -68,16 +67,16 @@ class SpanPattern(NamedTuple):
         if made.inside[end]:
             out += made.offsets[end]
 
-    def grid(self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds]) -> RunGrid:
+    def grid(self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds]) -> Copy:
         """Return the runs of one request."""
         made = self.template
         at = np.empty((2, len(made.length)), dtype=np.int64)
         self.fill(0, src, at[0])
         self.fill(1, dst, at[1])
-        return RunGrid(*self.pools, made.starts, at[0], at[1], made.length)
+        return Copy(*self.pools, at[0], at[1], made.length, starts=made.starts)
 
     def reach(self, end: int, blocks: int) -> tuple[int, int]:
-        """Return the first byte and one past the last that any of `blocks` blocks can use."""
+        """Return the first byte and one past the last byte that ids below `blocks` can address."""
         made, last = self.template, (blocks - 1) * self.strides[end]
         starts, offsets = made.starts.at(end), made.offsets[end]
         first = int(starts.min()) + int(offsets.min()) + min(0, last)
@@ -91,7 +90,10 @@ def span_patterns(
     states: CommonStates,
     span: tuple[int, int],
 ) -> Iterator[SpanPattern]:
-    """Yield the runs of some states between two groups, without block ids."""
+    """Yield the runs of the states in `span` between two groups, without block ids.
+
+    `span` is (first, stop), in numbers of common states.
+    """
     pair, cell = compiled.pair, compiled.pair.cells[0].states
     rest: _Chosen = "rest" if compiled.whole else "all"
     parts: list[tuple[_Chosen, list[RepeatedRuns]]] = [
@@ -124,8 +126,9 @@ def _made(
 ) -> Iterator[SpanTemplate]:
     """Yield the templates of the chosen spans.
 
-    Separate states become starts if their spans have the same length, and spans otherwise. The
-    route caches those starts, so that a request needs only one span per block.
+    If states are not contiguous, each is a separate run. For spans of the greatest length, the
+    offsets of their states are added to the starts, which the route caches, so that a request
+    needs only one span per block. The states of shorter spans become separate spans.
     """
     if chosen != "all":
         full = spans.length == cell

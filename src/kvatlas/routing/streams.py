@@ -1,15 +1,15 @@
-"""`Stream`: the bytes of a bound route in one order, whose runs are computed piece by piece.
+"""`Stream`: the bytes of a bound route in a fixed order, with runs computed piece by piece.
 
-The order follows from the two plans, the ranks, the block tables, the tokens and the layers. Both
-ends of a transfer therefore derive the same order, and a start and a stop fully describe a piece.
-The order is: pair of groups by pair of groups; for each pair its states in chunks, in request
-order; in each chunk the runs sorted by destination, joined where they are adjacent at both ends.
-All states of a pair have the same number of bytes. A division finds the chunk of any position, and
-only that chunk is computed.
+The order depends only on the two plans, the ranks, the block tables, the tokens and the layers.
+Both ends of a transfer therefore derive the same order, and a start and a stop describe a piece
+completely. Pairs of groups follow each other. The states of a pair are divided into chunks, in
+request order. Within a chunk, runs are sorted by destination and joined if they are adjacent at
+both ends. All states of a pair have the same number of bytes, so a division finds the chunk of
+any position, and only that chunk is computed.
 
-A chunk has about `CHUNK_RUNS` runs. If one chunk of states would have more runs (elements that
-are copied one by one), the strips of the pair are divided into sections as well. The chunk
-boundaries are part of the order: a change to them breaks compatibility between peers.
+A chunk has about `CHUNK_RUNS` runs. If a chunk would have more runs, because elements are copied
+one by one, the strips of the pair are divided into sections. The chunk boundaries are part of the
+order: a change to them breaks compatibility between peers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from kvatlas.routing.binding import (
     CompiledPair,
     Copy,
     RepeatedRuns,
-    RunGrid,
     count_ranges,
     joined,
     ranges,
@@ -48,11 +47,11 @@ be a fifth of the total time; twice as many runs would exceed the memory limit o
 """
 
 _COUNTED = 1 << 16
-"""Blocks (or states, if they are not contiguous) per step when runs are counted."""
+"""Blocks per step when runs are counted; states per step, if they are not contiguous."""
 
 
 class StreamSection(NamedTuple):
-    """States `first .. stop - 1` of a pair of groups: all their bytes, or some strips."""
+    """States `first .. stop - 1` of a pair of groups, with all or with some of its strips."""
 
     compiled: CompiledPair
     states: CommonStates
@@ -61,7 +60,7 @@ class StreamSection(NamedTuple):
     chunk: int
     """States per chunk. Chunks start at block boundaries."""
     cell: int
-    """Number of states that have `cell_bytes` bytes: one state, or a whole cell."""
+    """Number of states that `cell_bytes` counts: 1, or those of a whole kernel block."""
     cell_bytes: int
 
     @property
@@ -82,13 +81,13 @@ class StreamSection(NamedTuple):
 
 
 class StreamChunk(NamedTuple):
-    """The runs of one chunk, and the offsets where they end in it."""
+    """The runs of one chunk, and the offset in the chunk at which each run ends."""
 
     section: int
     first: int
     copy: Copy
     ends: Int64s | None
-    """None if all runs have the same length."""
+    """Ends of the runs; None if all runs have the same length."""
 
     def slice(self, start: int, stop: int) -> Copy:
         """Return bytes `start .. stop - 1` of the chunk."""
@@ -124,9 +123,9 @@ class Stream:
         request.check_distinct()
         self._sections = [part for compiled, own in moving for part in _sections(compiled, own)]
         self._ends = list(accumulate(section.nbytes for section in self._sections))
-        # Each value is replaced as a whole, so threads need no lock: at worst, two compute it.
+        # Each value is replaced as a whole, so threads need no lock. At worst, two compute it.
         self._last: StreamChunk | None = None
-        self._grids: list[RunGrid] | None = None
+        self._grids: list[Copy] | None = None
 
     def __repr__(self) -> str:
         return f"<Stream of {self.nbytes:,} bytes in at most {self.runs:,} runs>"
@@ -138,12 +137,12 @@ class Stream:
 
     @cached_property
     def runs(self) -> int:
-        """Upper bound of the number of runs. Adjacent runs of different strips count separately."""
+        """Upper bound on the number of runs. Adjacent runs of different strips count separately."""
         return sum(map(self._count, self._sections))
 
     @property
     def runs_apart(self) -> int:
-        """Number of runs without joining blocks; fast to compute once `grids` is cached."""
+        """Number of runs if adjacent blocks are not joined; fast once `grids` is cached."""
         return sum(map(len, self.grids()))
 
     def copies(self, start: int, stop: int) -> tuple[Copy, ...]:
@@ -154,7 +153,7 @@ class Stream:
         return tuple(self.walk(start, stop))
 
     def walk(self, start: int = 0, stop: int | None = None) -> Iterator[Copy]:
-        """Yield the copies of `copies` one by one, with at most one chunk's runs in memory."""
+        """Yield the results of `copies` one by one, with the runs of one chunk in memory."""
         start, stop = self._checked(start, self.nbytes if stop is None else stop)
         index = bisect_right(self._ends, start)
         while start < stop:
@@ -167,7 +166,7 @@ class Stream:
             start = upto
             index += start == self._ends[index]
 
-    def grids(self) -> list[RunGrid]:
+    def grids(self) -> list[Copy]:
         """Return the whole stream as grids of starts and spans, in unspecified order.
 
         Computed once and cached.
@@ -194,7 +193,7 @@ class Stream:
 
     def pieces(self, nbytes: int) -> Iterator[tuple[Copy, ...]]:
         """Yield the whole stream in pieces of `nbytes` bytes; the last may be shorter."""
-        nbytes = positive(nbytes, "the piece")
+        nbytes = positive(nbytes, "the piece size")
         for start in range(0, self.nbytes, nbytes):
             yield self.copies(start, min(start + nbytes, self.nbytes))
 
@@ -211,7 +210,7 @@ class Stream:
         return made
 
     def _count(self, section: StreamSection) -> int:
-        """Return an upper bound of the runs of a section, counted by spans of states."""
+        """Return an upper bound on the number of runs of a section."""
         compiled, states = section.compiled, section.states
         sizes = [end.states for end in states.ends]
         step = _COUNTED * (min(sizes) if states.side_by_side else 1)
@@ -230,7 +229,8 @@ class Stream:
         if not 0 <= start <= stop <= self.nbytes:
             problem = f"A range must be within the {self.nbytes} bytes of the stream"
             hint = "Pass start and stop with 0 <= start <= stop <= Stream.nbytes"
-            raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"{start}..{stop}", hint=hint)
+            got = f"start {start}, stop {stop}"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
         return start, stop
 
 
@@ -246,7 +246,7 @@ def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSe
         state_bytes = _bytes(compiled.states)
         yield StreamSection(compiled, states, 0, states.total, chunk, 1, state_bytes)
     else:
-        # Whole cells, preceded and followed by states of partially copied cells.
+        # Whole kernel blocks, preceded and followed by states of partially copied ones.
         start = states.local[0]
         first = min(states.total, -start % cell)
         last = max(first, (start + states.total) // cell * cell - start)
@@ -258,7 +258,7 @@ def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSe
 def _of_states(
     compiled: CompiledPair, states: CommonStates, first: int, stop: int
 ) -> Iterator[StreamSection]:
-    """Yield sections that copy separate states, in chunks aligned to the blocks of both ends."""
+    """Yield sections of single states, in chunks that are aligned to the blocks of both ends."""
     if first == stop:
         return
     unit = spans = 1
@@ -276,7 +276,7 @@ def _of_states(
 def _of_cells(
     compiled: CompiledPair, states: CommonStates, first: int, stop: int
 ) -> Iterator[StreamSection]:
-    """Yield sections of whole cells."""
+    """Yield sections of whole kernel blocks."""
     if first == stop:
         return
     cell = compiled.pair.cells[0].states
@@ -287,7 +287,7 @@ def _of_cells(
 
 
 def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedRuns]]:
-    """Yield lists of strips with at most one chunk of runs, at `each` runs per start."""
+    """Yield lists of strips that have at most `CHUNK_RUNS` runs, with `each` runs per start."""
     most = max(1, CHUNK_RUNS // each)
     if sum(len(runs.starts.src) for runs in repeated) <= most:
         yield repeated
@@ -298,12 +298,12 @@ def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedR
 
 
 def _runs(repeated: list[RepeatedRuns], spans: int, states: int) -> int:
-    """Return an upper bound of the runs of `spans` spans that contain `states` states."""
+    """Return an upper bound on the number of runs of `spans` spans with `states` states in all."""
     return sum(
         len(runs.starts.src) * (spans if runs.strip.gapless else states) for runs in repeated
     )
 
 
 def _bytes(repeated: list[RepeatedRuns]) -> int:
-    """Return the bytes of one state, or of one cell if states are folded."""
+    """Return the bytes of one state, or of one kernel block if states are folded."""
     return sum(len(runs.starts.src) * runs.strip.item for runs in repeated)

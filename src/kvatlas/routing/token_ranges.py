@@ -1,4 +1,4 @@
-"""Validation of token ranges, and the states to copy for them (fewer for windows)."""
+"""Validation of token ranges, and the states that must be copied for a token range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvatlas.specs import Visibility
 
 
 def token_range(tokens: Any, most: int) -> tuple[int, int]:
-    """Return (start, stop) for a number of tokens, a pair or a range.
+    """Return (start, stop) for a number of tokens, a pair or a range; `most` is the maximum.
 
     >>> token_range(100, 512), token_range((32, 100), 512)
     ((0, 100), (32, 100))
@@ -25,7 +25,7 @@ def token_range(tokens: Any, most: int) -> tuple[int, int]:
         start, stop = (integer(edge, "a token") for edge in pair)
         if 0 <= start <= stop <= most:
             return start, stop
-    problem = f"A token range must be within 0..{most}"
+    problem = f"tokens must be a number or a range (start, stop) with 0 <= start <= stop <= {most}"
     hint = "Pass tokens=n for the first n tokens, or tokens=(start, stop)"
     raise AtlasError(Code.BAD_TOKENS, problem, got=repr(tokens), hint=hint)
 
@@ -48,8 +48,8 @@ def needed_states(visibility: Visibility, per_state: int, start: int, stop: int)
 def shared_visibility(src: Plan, dst: Plan, layer: str) -> Visibility:
     """Return the tokens of a layer to copy between two plans: those that both plans keep.
 
-    If either plan keeps only a window, the destination's spec determines its length. The source
-    plan cannot reduce it below what the layer sees.
+    If either plan keeps only a window, the destination's spec determines the window. The source
+    plan cannot make it shorter than what the layer sees.
 
     >>> from kvatlas.planning import plan
     >>> prefill, decode = (plan("gpt-oss-20b", memory="20GiB", tp=tp) for tp in (1, 2))

@@ -46,9 +46,10 @@ class Attention(Spec, frozen=True, kw_only=True):
     packing: Packing | None = None
     """None selects the default of the cache dtype: head groups for nvfp4, otherwise cells."""
     scales: Scales | None = None
-    """Where head groups store scales: in each cell (`inline`), or after all data of K or of V.
-    FlashInfer expects `planes` with rows (H, N) for head-major pages, and `state_planes` with
-    rows (N, H) for state-major pages. None selects planes for nvfp4, otherwise inline."""
+    """Location of the scales, for packing `head_groups`: in each cell (`inline`), or in a plane
+    after all data of K and another after all data of V. The rows of a plane are ordered (H, N)
+    with `planes` and (N, H) with `state_planes`; FlashInfer expects these for head-major and
+    for state-major pages. None selects `planes` for nvfp4, otherwise `inline`."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -56,19 +57,20 @@ class Attention(Spec, frozen=True, kw_only=True):
         k, v = row_bytes(both.k), row_bytes(both.v)
         if k != v and packing not in ("cells", "transposed"):
             problem = f"Packing {packing} requires K and V rows of the same size"
-            raise bad_spec(problem, f"{k} and {v} bytes", "Use packing cells")
+            raise bad_spec(problem, f"rows of {k} and {v} bytes", "Use packing='cells'")
         if packing in ("tiled_planes", "transposed") and len(both.k) + len(both.v) > 2:
-            problem, hint = f"Packing {packing} does not support scales", "Use cells or head_groups"
-            raise bad_spec(problem, f"cache dtype {self.cache}", hint)
+            problem = f"Packing {packing} does not support cache dtypes with scales"
+            hint = "Use packing='cells' or packing='head_groups'"
+            raise bad_spec(problem, f"cache={self.cache!r}", hint)
         if self.cache == "nvfp4" and packing != "head_groups":
-            problem = "nvfp4 requires packing head_groups"
-            raise bad_spec(problem, f"packing {packing}", "Omit packing")
+            problem = "Cache dtype nvfp4 requires packing='head_groups'"
+            raise bad_spec(problem, f"packing={packing!r}", "Omit the packing parameter")
         if self.scales not in (None, "inline") and packing != "head_groups":
             problem = f"Packing {packing} does not support scales in planes"
-            raise bad_spec(problem, f"scales {self.scales}", "Use packing head_groups")
+            raise bad_spec(problem, f"scales={self.scales!r}", "Use packing='head_groups'")
         if packing == "tiled_planes" and k % _TILE_BYTES:
-            problem = f"A K row must be a multiple of {_TILE_BYTES} bytes for tiled_planes"
-            raise bad_spec(problem, f"{k} bytes in a row", "Use packing planes")
+            problem = f"Packing tiled_planes requires K rows of a multiple of {_TILE_BYTES} bytes"
+            raise bad_spec(problem, f"a K row of {k} bytes", "Use packing='planes'")
 
     @property
     def packed_as(self) -> Packing:
@@ -175,9 +177,9 @@ class EncoderOnlyAttention(Attention, frozen=True, kw_only=True, tag="encoder_on
     """Attention within one forward pass, without a cache."""
 
     def page(self, block: int, *, tp: int = 1, rank: int = 0) -> Page:  # noqa: ARG002
-        """Raise an error, because there is no page."""
+        """Raise an error, because encoder-only attention has no page."""
         problem = "Encoder-only attention has no cache"
-        got, hint = "a request for its page", "Omit the layer from the plan"
+        got, hint = "a call of page()", "Omit the layer from the plan"
         raise AtlasError(Code.NO_CACHE, problem, got=got, hint=hint)
 
 
@@ -198,7 +200,7 @@ def _transposed(both: Sides, heads: int, states: int, shard: Shard) -> list[Fiel
 
 
 def _tiled(both: Sides, heads: int, states: int, shard: Shard) -> list[Field]:
-    """Return K as [H, D/x, N, x] and V as [H, D, N]; a thread loads 16 bytes of one state."""
+    """Return K as [H, D/x, N, x] and V as [H, D, N], where x elements of K are 16 bytes."""
     (k,), (v,) = both
     tile = _TILE_BYTES // k.dtype.item
     k_rows = [("H", heads), ("C", k.items // tile), ("N", states), ("c", tile)]

@@ -58,12 +58,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
         return self.page(block, tp=tp).nbytes
 
     def replicas(self, tp: int) -> int:
-        """Return the smallest number of ranks of `tp` that hold any one byte of this layer."""
+        """Return how many of `tp` ranks hold each row; the smallest count if fields differ."""
         page = self._smallest_page(tp=tp)
         return min(field.sharding.replicas(tp) for field in page.fields if not field.padding)
 
     def shard(self, tp: int, rank: int) -> dict[str, tuple[ShardRange, ...]]:
-        """Return the rows of each field's sharded axis that `rank` holds; empty for all rows."""
+        """Return, by field, the rows of the sharded axis that `rank` holds; empty for all rows."""
         page = self._smallest_page(tp=tp, rank=rank)
         return {field.name: field.ranges for field in page.fields if not field.padding}
 
@@ -72,7 +72,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
 
 
 def check(spec: Spec) -> None:
-    """Raise an error if a parameter of a spec is out of range or unknown.
+    """Raise an error if a parameter of a spec has an invalid value.
 
     msgspec validates specs that it decodes; this also covers specs that Python code
     constructs. Integers must be at least 1, or at least 0 if their default is 0.
@@ -85,16 +85,16 @@ def check(spec: Spec) -> None:
         if int in options:
             (natural if default == 0 else positive)(value, f"parameter {name} of {kind.__name__}")
         elif value not in options:
-            hint = f"Use one of {', '.join(map(str, options))}"
+            hint = f"Use one of {', '.join(map(repr, options))}"
             problem = f"Parameter {name} of {kind.__name__} has an unknown value"
             raise bad_spec(problem, repr(value), hint)
 
 
 def check_page(spec: Spec) -> None:
-    """Raise an error if no page can be made from a spec."""
+    """Raise an error if the page of a spec cannot be built."""
     try:
         _check_page(spec)
-    except TypeError:  # unhashable value: not cacheable, and rejected when the page is made
+    except TypeError:  # an unhashable value cannot be cached; building the page rejects it
         spec.page(spec.tokens_per_state or 1)
 
 
@@ -109,7 +109,7 @@ def plain_dtype(name: str) -> DType:
     dtype = DType.of(name)
     if dtype.packed or dtype.scale:
         problem = "The dtype must have unpacked elements without scales"
-        hint = "Pass quantised formats as the cache dtype instead"
+        hint = "Pass a quantised format as cache=... instead of dtype=..."
         raise bad_spec(problem, f"dtype {dtype}", hint)
     return dtype
 
@@ -121,7 +121,7 @@ def bad_spec(problem: str, got: Any, hint: str) -> AtlasError:
 
 @cache
 def _limited_fields(kind: type[Spec]) -> tuple[tuple[str, tuple[Any, ...], Any], ...]:
-    """Return (name, options, default) of the fields that are ints or literals."""
+    """Return (name, allowed values or types, default) of the fields that are ints or literals."""
     limited = []
     for field in msgspec.structs.fields(kind):
         options = tuple(None if word is type(None) else word for word in _options(field.type))
@@ -131,7 +131,7 @@ def _limited_fields(kind: type[Spec]) -> tuple[tuple[str, tuple[Any, ...], Any],
 
 
 def _options(hint: Any) -> list[Any]:
-    """Return the values that a type hint allows: the values of a Literal, or types."""
+    """Return the options of a type hint: the values of a Literal, or the types of a union."""
     if get_origin(hint) is Literal:
         return list(get_args(hint))
     return [option for inner in get_args(hint) for option in _options(inner)] or [hint]

@@ -60,7 +60,7 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
         element, scale = DType.of(_PER_TOKEN_HEAD[cache]), DType.of("fp32")
         if element.packed and (k_dim % 2 or v_dim % 2):
             problem = "4-bit rows must have an even number of elements"
-            raise bad_spec(problem, f"head sizes {k_dim} and {v_dim}", "Use even head sizes")
+            raise bad_spec(problem, f"head_dim {k_dim}, v_dim {v_dim}", "Use even head sizes")
         return Sides(
             [ElementRow("k", element, k_dim), ElementRow("k_scale", scale, 1)],
             [ElementRow("v", element, v_dim), ElementRow("v_scale", scale, 1)],
@@ -87,6 +87,6 @@ def _block_scaled(name: str, dim: int) -> list[ElementRow]:
     element = DType.of("nvfp4")
     if dim % element.block:
         problem = f"nvfp4 needs a head size that is a multiple of {element.block}"
-        raise bad_spec(problem, f"a head size of {dim}", f"Use a multiple of {element.block}")
+        raise bad_spec(problem, f"a head size of {dim}", "Use another cache dtype")
     scales = ElementRow(f"{name}_scale", DType.of("e4m3"), element.scales(dim))
     return [ElementRow(name, element, dim), scales]

@@ -100,12 +100,12 @@ def needs_scales(spec: Spec) -> bool:
 
 
 class ElementCast(NamedTuple):
-    """An elementwise conversion from one dtype to another."""
+    """An elementwise conversion from dtype `source` to dtype `target`."""
 
     source: DType
     target: DType
     scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
-    """Pairs of factors: elements are multiplied by the first and divided by the second.
+    """Pairs (multiplier, divisor) that are applied to every element.
 
     There are several pairs if elements of different tensors are converted together.
     """
@@ -121,7 +121,7 @@ class ElementCast(NamedTuple):
 
 
 class CellRow(NamedTuple):
-    """The elements of one field in a cell: first byte `at`, and number of storage items."""
+    """The elements of one field in a cell: `items` storage items from byte `at` of the cell."""
 
     name: str
     dtype: DType
@@ -164,8 +164,8 @@ class CellFormat:
     @property
     def formats(self) -> Mapping[str, str]:
         """The format of the cell's rows or states, by name."""
-        all_of_it = content_formats(self.spec)
-        return all_of_it if self.field is None else {self.field: all_of_it[self.field]}
+        formats = content_formats(self.spec)
+        return formats if self.field is None else {self.field: formats[self.field]}
 
     @property
     def by_element(self) -> bool:
@@ -179,7 +179,7 @@ class CellFormat:
         return sum(row.nbytes for row in self.rows)
 
     def row(self, name: str) -> CellRow:
-        """Return the row of a field."""
+        """Return the row of the field called `name`."""
         for row in self.rows:
             if row.name == name:
                 return row
@@ -193,7 +193,7 @@ class CellFormat:
         return self.scales.v if name == "v" else self.scales.k
 
     def cast_to(self, other: CellFormat, name: str) -> ElementCast:
-        """Return the elementwise conversion of a field to another format.
+        """Return the elementwise conversion of field `name` to the format `other`.
 
         Both formats must be `by_element`.
 

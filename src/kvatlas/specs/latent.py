@@ -27,7 +27,11 @@ Version = Literal["v3", "v4", "v4.1"]
 
 
 class _Format(NamedTuple):
-    """Row format of a sparse kernel: dtypes, elements per scale, and location of the scales."""
+    """Row format of a sparse kernel.
+
+    `latent`, `rope` and `scale` are dtypes, and `block` elements share one scale. With
+    `rope_scaled`, rotary elements have scales too. With `inline`, scales are in the cell.
+    """
 
     latent: str
     rope: str
@@ -74,11 +78,11 @@ class _ReplicatedRows(Spec, frozen=True, kw_only=True):
         return page.padded(round_up(page.unpadded, self._alignment()))
 
     def _planes(self) -> list[list[ElementRow]]:
-        """Return the parts of a row, for each plane of the page."""
+        """Return the parts of one row, as one list per plane of the page."""
         raise NotImplementedError
 
     def _alignment(self) -> int:
-        """Return the number of bytes that page sizes are padded to a multiple of."""
+        """Return the alignment in bytes; page sizes are padded to a multiple of it."""
         return getattr(self, "align", 1)
 
 
@@ -121,14 +125,16 @@ class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_at
         form = _FORMATS.get((self.cache, self.version))
         if form is None:
             known = ", ".join(f"{cache} ({version})" for cache, version in _FORMATS)
-            problem = "This model version does not support the latent cache dtype"
-            got, hint = f"{self.cache!r} for {self.version}", f"Use auto, fp8, or one of {known}"
+            problem = "There is no such latent cache dtype for this model version"
+            got = f"cache={self.cache!r}, version={self.version!r}"
+            hint = f"Use 'auto', 'fp8', or one of {known}"
             raise bad_spec(problem, got, hint)
         scaled = self.latent + (self.rope if form.rope_scaled else 0)
         if scaled % form.block:
-            problem = f"The scaled elements of {self.cache} must be a multiple of {form.block}"
-            hint = f"Use sizes that add up to a multiple of {form.block}"
-            raise bad_spec(problem, f"{scaled} elements", hint)
+            sizes = "latent + rope" if form.rope_scaled else "latent"
+            problem = f"Cache dtype {self.cache} needs {sizes} to be a multiple of {form.block}"
+            hint = "Change the sizes, or use another cache dtype"
+            raise bad_spec(problem, f"{sizes} = {scaled}", hint)
         latent = ElementRow("latent", DType.of(form.latent), self.latent)
         rope = ElementRow("rope", DType.of(form.rope), self.rope)
         scale = ElementRow("latent_scale", DType.of(form.scale), scaled // form.block)
@@ -165,7 +171,7 @@ class Indexer(_ReplicatedRows, frozen=True, kw_only=True, tag="indexer"):
     def _planes(self) -> list[list[ElementRow]]:
         if self.head_dim % 32:
             problem = "The head size of an indexer must be a multiple of 32"
-            raise bad_spec(problem, f"a head size of {self.head_dim}", "Use a multiple of 32")
+            raise bad_spec(problem, f"head_dim {self.head_dim}", "Use a multiple of 32")
         keys = [ElementRow("index", DType.of(self.cache), self.head_dim)]
         if self.cache == "bf16":
             return [keys]
@@ -218,14 +224,16 @@ def compressed_latent(
     """Return the caches of a DeepSeek-V4 layer that stores one state for `ratio` tokens.
 
     With ratio 4, windows overlap: the compressor covers twice as many tokens and keeps two
-    sums for each, and there is an indexer with a separate compressor. Ratio 128 needs none of
-    these. Ratio 0 is a layer that has only the sliding window.
+    sums for each, and there is an indexer with a separate compressor. With ratio 128, windows
+    do not overlap, and there is no indexer. With ratio 0, the layer has only the sliding
+    window.
 
     >>> {name: spec.page(256).states for name, spec in compressed_latent(128).items()}
     {'swa': 256, 'attn': 2, 'compressor': 256}
     """
     if ratio not in (0, 4, 128):
-        raise bad_spec("DeepSeek-V4 has no such ratio", f"ratio {ratio}", "Use 0, 4 or 128")
+        problem = "The compression ratio of DeepSeek-V4 must be 0, 4 or 128"
+        raise bad_spec(problem, repr(ratio), "Use a ratio from the model's config")
     form = _FORMATS.get((cache, "v4"))
     align = form.align if form else 512
     rows: dict[str, Any] = {
@@ -246,7 +254,10 @@ def compressed_latent(
 
 
 def _interleaved(scales: Field) -> Field:
-    """Return scales in four columns, as FlashMLA expects: scale s at byte 8 (s mod 4) + s // 4."""
+    """Return the scale field with its scales in four columns, as FlashMLA expects.
+
+    Of 32 scales, scale s is stored at byte 8 * (s % 4) + s // 4.
+    """
     *cells, row = scales.axes
     if row.size % 4:
         problem = "The number of scales of nvfp4_ds_mla must be a multiple of 4"

@@ -2,8 +2,9 @@
 
 A recurrent page is a single cell. Its states follow each other, each with its own shape and
 dtype. The specs differ in their states and in how tensor parallelism shards them: by heads,
-or along the rows of a convolution, where each section of `q|k|v` or `x|B|C` is divided
-separately.
+or along the rows of a convolution. The rows of a convolution are its channels, concatenated
+from sections: queries, keys and values (written `q|k|v`) or the input and the matrices B and
+C of Mamba-2 (`x|B|C`). Each section is divided separately.
 
 The dtypes of states are parameters, because engines use different ones for the same model.
 """
@@ -18,7 +19,10 @@ from kvatlas.specs.base import Spec, bad_spec, check, check_page, plain_dtype
 
 
 class State(NamedTuple):
-    """One state of a layer: its sharding, and its axes in the whole model in memory order."""
+    """One state of a layer, such as `conv` or `ssm`.
+
+    `axes` are pairs of axis name and size in the whole model, outermost first in memory.
+    """
 
     name: str
     dtype: str
@@ -71,14 +75,17 @@ class _WithConv(Recurrent, frozen=True, kw_only=True):
     kernel: int = 4
     conv_dtype: str = "bf16"
     conv_order: Literal["TR", "RT"] = "TR"
-    """Memory order: `TR` has taps outside rows (SD, vLLM's default), `RT` the reverse (DS)."""
+    """Memory order of the conv state: `TR` is [taps, rows] (vLLM's default, which it calls SD),
+    `RT` is [rows, taps] (DS). A tap is one stored input, a row is one channel."""
     speculative: int = 0
-    """Additional taps for speculative decoding."""
+    """Number of additional taps for speculative decoding."""
 
     def _conv(self, *sections: Section) -> State:
         if self.kernel < 2:
             problem = "The kernel of a convolution must be at least 2"
-            raise bad_spec(problem, f"kernel {self.kernel}", "Use a spec without a convolution")
+            raise bad_spec(
+                problem, f"kernel={self.kernel}", "Pass the kernel size of the model's config"
+            )
         sharding = Sharding.by_sections("R", *sections)
         taps, rows = ("T", self.kernel - 1 + self.speculative), ("R", sharding.rows)
         axes = (taps, rows) if self.conv_order == "TR" else (rows, taps)
@@ -86,23 +93,24 @@ class _WithConv(Recurrent, frozen=True, kw_only=True):
 
 
 class Mamba1(_WithConv, frozen=True, kw_only=True, tag="mamba1"):
-    """Mamba: `inner` channels, sharded by single channels."""
+    """Mamba: `inner` channels, divided over the ranks one channel at a time."""
 
     inner: int
     state_size: int
     ssm_dtype: str = "bf16"
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return conv [taps, rows] and ssm [rows, state]."""
+        """Return the states `conv` [taps, rows] and `ssm` [rows, state_size]."""
         rows = Sharding.by_sections("R", Section(self.inner))
         ssm = State("ssm", self.ssm_dtype, (("R", self.inner), ("S", self.state_size)), rows)
         return self._conv(Section(self.inner)), ssm
 
 
 class Mamba2(_WithConv, frozen=True, kw_only=True, tag="mamba2"):
-    """Mamba-2: heads, and groups of B and C, replicated if there are more ranks than groups.
+    """Mamba-2: `heads` heads, and `groups` groups of B and C.
 
-    In this example, rank 0 of 2 holds half of x, and all of the single group of B and C:
+    Groups are replicated if there are more ranks than groups. In this example, rank 0 of 2
+    holds half of x, and the only group of B and C:
 
     >>> Mamba2(heads=128, head_dim=64, groups=1, state_size=128).shard(tp=2, rank=0)["conv"]
     (ShardRange(local=0, start=0, length=4096), ShardRange(local=4096, start=8192, length=256))
@@ -115,7 +123,7 @@ class Mamba2(_WithConv, frozen=True, kw_only=True, tag="mamba2"):
     ssm_dtype: str = "bf16"
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return conv of x|B|C and ssm [heads, head_dim, state]."""
+        """Return `conv` with the rows x|B|C, and `ssm` [heads, head_dim, state_size]."""
         group = Section(self.groups, self.state_size, shared=True)
         axes = (("H", self.heads), ("P", self.head_dim), ("S", self.state_size))
         ssm = State("ssm", self.ssm_dtype, axes, Sharding.by_heads(self.heads, shared=False))
@@ -132,7 +140,7 @@ class GatedDeltaNet(_WithConv, frozen=True, kw_only=True, tag="gated_delta_net")
     ssm_dtype: str = "bf16"
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return conv of q|k|v and ssm [value heads, value_dim, key_dim]."""
+        """Return `conv` with the rows q|k|v, and `ssm` [value_heads, value_dim, key_dim]."""
         key = Section(self.key_heads, self.key_dim)
         axes = (("H", self.value_heads), ("V", self.value_dim), ("K", self.key_dim))
         ssm = State("ssm", self.ssm_dtype, axes, Sharding.by_heads(self.value_heads, shared=False))
@@ -147,7 +155,7 @@ class KimiDelta(_WithConv, frozen=True, kw_only=True, tag="kimi_delta"):
     ssm_dtype: str = "fp32"
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return conv of q|k|v and ssm [heads, head_dim, head_dim]."""
+        """Return `conv` with the rows q|k|v, and `ssm` [heads, head_dim, head_dim]."""
         section = Section(self.heads, self.head_dim)
         matrix = _matrix(self.heads, self.head_dim, self.ssm_dtype)
         return self._conv(section, section, section), matrix
@@ -161,7 +169,7 @@ class LightningAttention(Recurrent, frozen=True, kw_only=True, tag="lightning_at
     ssm_dtype: str = "bf16"
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return ssm [heads, head_dim, head_dim]."""
+        """Return the only state, `ssm` [heads, head_dim, head_dim]."""
         return (_matrix(self.heads, self.head_dim, self.ssm_dtype),)
 
 
@@ -172,7 +180,7 @@ class ShortConv(_WithConv, frozen=True, kw_only=True, tag="short_conv"):
     kernel: int = 3
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return conv [taps, rows]."""
+        """Return the only state, `conv` [taps, rows]."""
         return (self._conv(Section(self.width)),)
 
 
@@ -189,7 +197,7 @@ class Rwkv7(Recurrent, frozen=True, kw_only=True, tag="rwkv7"):
     shift_dtype: str = "fp32"
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return ssm [heads, head_dim, head_dim], and the shifts of time and channel mixing."""
+        """Return `ssm` [heads, head_dim, head_dim], and the two token shifts [hidden]."""
         rows = (("R", self.hidden),)
         return (
             _matrix(self.heads, self.head_dim, self.ssm_dtype),

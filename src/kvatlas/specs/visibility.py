@@ -1,8 +1,8 @@
 """Attention masks as one value: windows, chunks, sink tokens and encoders.
 
-Kernels use it to mask, planners to count blocks, and routes to skip tokens that no later
-token attends to. It uses only plain arithmetic, so positions may be ints, numpy arrays or
-tensors.
+Kernels use a `Visibility` to mask, planners to count blocks, and routes to skip tokens that
+no later token attends to. It uses only plain arithmetic, so positions may be ints, numpy
+arrays or tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Visibility(NamedTuple):
     causal: bool = True
     """Whether a query attends only to itself and earlier tokens; False for encoders."""
     window: int | None = None
-    """Size of the sliding window in tokens, including the query's own."""
+    """Size of the sliding window in tokens, including the query itself."""
     chunk: int | None = None
     """Chunk size in tokens; a query attends only to tokens of the same chunk."""
     sink_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Keys for the blocks of a tier, computed from a request's tokens: equal prefixes, equal keys.
+"""Keys for the blocks of a tier, computed from a request's tokens: equal prefixes have equal keys.
 
 Hashes are chained at one granularity, the greatest common divisor of all groups' block sizes. A
 key therefore identifies all tokens up to the end of its block. The weights are not part of a key
@@ -51,17 +51,17 @@ class PrefixChain:
         lora: str = "",
         identity: bytes = b"",
     ) -> None:
-        """`identity` is prepended to the salt, for tiers whose names do not include the weights."""
+        """Pass `identity`, a digest of the weights, for tiers whose names do not include it."""
         self._blocks = [group.block for group in plan.groups]
         self._grain = grain = gcd(*self._blocks)
         self._text, self.count = _as_bytes(tokens), len(tokens)
         self.salt, self.lora = salt, lora
-        if not isinstance(salt, bytes) or not isinstance(lora, str):
-            problem, hint = (
-                "A salt must be bytes and the name of an adapter must be a string",
-                "Omit the salt or the adapter if there is none",
-            )
-            raise AtlasError(Code.BAD_CONFIG, problem, got=f"{salt!r:.80}, {lora!r:.80}", hint=hint)
+        if not isinstance(salt, bytes):
+            problem, hint = "A salt must be a bytes object", "Omit salt= if there is none"
+            raise AtlasError(Code.BAD_CONFIG, problem, got=f"{salt!r:.80}", hint=hint)
+        if not isinstance(lora, str):
+            problem, hint = "An adapter's name must be a string", "Omit lora= if there is none"
+            raise AtlasError(Code.BAD_CONFIG, problem, got=f"{lora!r:.80}", hint=hint)
         self._links = [_root(identity + salt, lora)]
         for start in range(0, self.count - grain + 1, grain):
             self._links.append(_digest(self._links[-1] + self._between(start, start + grain)))
@@ -75,10 +75,10 @@ class PrefixChain:
         }
 
     def key_at(self, stop: int) -> bytes:
-        """Return the key of the block where a request of `stop` tokens ends, for any group."""
+        """Return the key of the block that ends after `stop` tokens, in any group."""
         if not 0 <= stop <= self.count:
-            problem = "The request does not have this many tokens"
-            hint = f"Use at most {self.count}"
+            problem = f"The number of tokens must be between 0 and {self.count}"
+            hint = "Pass at most the number of tokens that the chain was built from"
             raise AtlasError(Code.BAD_TOKENS, problem, got=stop, hint=hint)
         whole = stop // self._grain
         tail = self._between(whole * self._grain, stop)
@@ -123,8 +123,9 @@ def _as_bytes(tokens: Sequence[int]) -> bytes:
     try:
         return np.asarray(array("q", tokens), "<i8").tobytes()
     except (OverflowError, TypeError, ValueError):
-        hint = "Pass tokens as integers below 2^63"
-        raise AtlasError(Code.NOT_AN_INTEGER, got=repr(tokens)[:80], hint=hint) from None
+        problem = "Tokens must be integers between -2^63 and 2^63 - 1"
+        got, hint = repr(tokens)[:80], "Pass a sequence of token ids"
+        raise AtlasError(Code.NOT_AN_INTEGER, problem, got=got, hint=hint) from None
 
 
 def _digest(text: bytes) -> bytes:

@@ -1,7 +1,7 @@
-"""Conversion of a tier's blocks for caches of another dtype, on request of a fetch.
+"""Convert a tier's blocks to another cache dtype when they are fetched.
 
 Blocks in a tier keep the dtype in which they were stored. They are converted only when they are
-copied into a rank's pools, so a converted block is never stored under the key of its source.
+copied into a rank's pools, so a tier never stores a converted block under the original's key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Converting:
     """
 
     name: str
-    """Source and destination formats, as in `route(convert=)`."""
+    """Source and destination formats, such as "bf16->fp8", as in `route(convert=)`."""
     src_scales: Scales = None
     """Scales with which the blocks were written."""
     dst_scales: Scales = None
@@ -46,7 +46,7 @@ class Converting:
         object.__setattr__(self, "dst_scales", _frozen(self.dst_scales))
 
     def __hash__(self) -> int:
-        return hash(self.name)  # scales by layer have none
+        return hash(self.name)  # a mapping of scales cannot be hashed
 
 
 def _frozen(scales: Scales) -> Scales:
@@ -75,7 +75,7 @@ class TierRoutes:
 
 
 def check_converting(convert: object) -> None:
-    """Raise an error unless the value is a `Converting`; a plain name has no scales."""
+    """Raise an error unless `convert` is a `Converting`. A plain name would lack scales."""
     if not isinstance(convert, Converting):
         problem = "A conversion must be a Converting object"
         hint = 'Pass for example Converting("bf16->fp8", dst_scales=0.5)'
@@ -83,7 +83,10 @@ def check_converting(convert: object) -> None:
 
 
 def converting_rows(written: Converting | None, asked: Converting | None) -> Converting | None:
-    """Return the conversion of a fetch, with the scales that the rows were written with.
+    """Return the conversion of a fetch: `asked`, with the source scales of `written`.
+
+    `written` is the conversion that the tier was opened with. If one of them is None, return the
+    other.
 
     >>> rows = Converting("fp8->bf16", src_scales=0.5)
     >>> converting_rows(rows, Converting("fp8->fp16")).src_scales
@@ -94,14 +97,14 @@ def converting_rows(written: Converting | None, asked: Converting | None) -> Con
     check_converting(asked)
     if asked.src_scales not in (None, written.src_scales):
         problem = "The source scales differ from those that the tier was opened with"
-        got = f"{asked.src_scales!r:.80} instead of {written.src_scales!r:.80}"
+        got = f"src_scales {asked.src_scales!r:.80}, expected {written.src_scales!r:.80}"
         hint = "Omit src_scales to use those of the tier"
         raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
     return replace(asked, src_scales=written.src_scales)
 
 
 def kept_as_written(convert: Converting) -> Converting:
-    """Return the conversion for blocks that are already in the cache's dtype: an unchanged copy.
+    """Return the conversion for blocks in the cache's dtype, which are copied unchanged.
 
     >>> kept_as_written(Converting("bf16->fp8", dst_scales=0.5)).src_scales
     0.5
@@ -111,29 +114,28 @@ def kept_as_written(convert: Converting) -> Converting:
 
 def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
     alike = fingerprint(src) == fingerprint(dst)
-    # Where nothing is converted, and nobody says what blocks were written with, it is as if
-    # nobody had asked for a conversion.
+    # If the formats match and no source scales are given, there is nothing to convert or check.
     if convert is None or (alike and convert.src_scales is None):
         return route(src, dst)
     about: dict[str, Any] = {}
     if not alike:
         scales = {"src_scales": convert.src_scales, "dst_scales": convert.dst_scales}
         about = {"convert": convert.name, **scales}
-    made = route(src, dst, **about)  # which says first whether these are of one model
+    made = route(src, dst, **about)  # first: its errors for unlike models are more specific
     _refuse_rescaling(src, dst, convert)
     return made
 
 
 def _refuse_rescaling(src: Plan, dst: Plan, convert: Converting) -> None:
-    """Raise an error if layers that are copied unchanged have different scales on both sides."""
+    """Raise an error if a layer that is copied unchanged has different scales at the two ends."""
     specs = _specs(src), _specs(dst)
     mine = tensor_scales(convert.src_scales, specs[0])
     theirs = tensor_scales(convert.dst_scales, specs[1])
     for name in specs[0].keys() & specs[1].keys():
         one, two = (without_packing(own[name]) for own in specs)
         if one == two and needs_scales(two) and mine.get(name) != theirs.get(name):
-            problem = "Layers of equal format are copied unchanged and must have equal scales"
-            got = f"{name:.200}: {mine.get(name)} and {theirs.get(name)} for {convert.name:.80}"
+            problem = "A layer with the same format at both ends must have the same scales at both"
+            got = f"src_scales {mine.get(name)} and dst_scales {theirs.get(name)} for {name:.200}"
             hint = "Fetch into a cache with the scales that the blocks were written with"
             raise AtlasError(Code.BAD_CONVERSION, problem, got=got, hint=hint)
 

@@ -17,10 +17,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvatlas.copying.checksum import crc32
+from kvatlas.copying.file_runs import copy_file_runs
+from kvatlas.copying.pool_bounds import check_bounds
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import Copy
+from kvatlas.routing.binding import ORIGIN
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_opening import (
     allocate,
@@ -41,14 +46,11 @@ from kvatlas.tier.format import EMPTY_RECORD, RECORD, RecordFormat
 from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.tier.part_sums import SummedStretches, block_checksum, part_sums
 from kvatlas.wire import Memory, memory_of
-from kvatlas.wire.checksum import crc32
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.transports.bounds import check_bounds, check_grid_bounds
-from kvatlas.wire.transports.file import copy_file_runs
 
 _RECORDS = 8192
 """Number of records in one read."""
 _SUMMING = min(4, os.cpu_count() or 1)
+"""Maximum number of cores that read or compute checksums in parallel."""
 _AT_ONCE = 256 << 10
 """Bytes per read and checksum update, small enough for the processor's cache."""
 _WORTH_A_CORE = 8 << 20
@@ -56,8 +58,8 @@ _WORTH_A_CORE = 8 << 20
 _CUT_SHORT = -1
 """The checksum of a block that is truncated in the file."""
 
-_Work = tuple[Copy | RunGrid, Piece | GridPiece]
-"""A piece and the copy or grid that it is part of."""
+_Work = tuple[Copy, Piece | GridPiece]
+"""A copy and one of its pieces."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -83,8 +85,8 @@ class TierFile:
                 self.plan, self.identity, self.extent = read_plan(self._fd, path)
             if plan is not None and plan.without_notes() != self.plan.without_notes():
                 problem = "The tier's file was created with another plan"
-                got = f"{plan} instead of {self.plan}"
-                hint = "Omit the plan, or use another path"
+                got = f"{plan}, but the file has {self.plan}"
+                hint = "Omit the plan to use that of the file, or use another path"
                 raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
             if not shared:
                 with refusals(path):
@@ -116,22 +118,22 @@ class TierFile:
         """
         near = memory_of(pools)
         check_bounds(copies, near, self._places)
-        cut = [(c, pieces(c.src, c.dst, c.length, self._block_bytes[c.dst_pool])) for c in copies]
+        cut = [(copy, self._pieces(copy)) for copy in copies]
         work: list[_Work] = [(copy, piece) for copy, of_copy in cut for piece in of_copy]
         with self._whole_file():
             sums = self._write_pieces(work, pools)
             for copy in (copy for copy, of_copy in cut if not of_copy and len(copy)):
-                ends = near[copy.src_pool].address + copy.src, self._far(copy.dst_pool, copy.dst)
-                for _ in copy_file_runs(lambda: self._fd, *ends, copy.length, write=True):
+                src, dst, length = copy.runs()
+                ends = near[copy.src_pool].address + src, self._far(copy.dst_pool, dst)
+                for _ in copy_file_runs(lambda: self._fd, *ends, length, write=True):
                     pass
         return sums
 
-    def write_grids(self, grids: Sequence[RunGrid], pools: Mapping[int, Bytes]) -> PartSums:
-        """Like `write`, for grids of runs that `grid_pieces` can cut."""
-        check_grid_bounds(grids, memory_of(pools), self._places)
-        with self._whole_file():
-            work: list[_Work] = [(grid, piece) for grid in grids for piece in grid_pieces(grid)]
-            return self._write_pieces(work, pools)
+    def _pieces(self, copy: Copy) -> Sequence[Piece | GridPiece]:
+        """Cut a copy into pieces. Return none if its stretches of the file are short."""
+        if copy.starts is not ORIGIN:
+            return grid_pieces(copy)
+        return pieces(copy.src, copy.dst, copy.length, self._block_bytes[copy.dst_pool])
 
     def _write_pieces(self, work: Sequence[_Work], pools: Mapping[int, Bytes]) -> PartSums:
         """Write pieces on several cores and return their contributions to block checksums."""
@@ -145,7 +147,7 @@ class TierFile:
         return sums
 
     def _write_piece(
-        self, move: Copy | RunGrid, piece: Piece | GridPiece, pools: Mapping[int, Bytes]
+        self, move: Copy, piece: Piece | GridPiece, pools: Mapping[int, Bytes]
     ) -> SummedStretches:
         offset = self._places[move.dst_pool].address
         return self._writer.write(piece, pools[move.src_pool], offset)
@@ -153,21 +155,12 @@ class TierFile:
     def read(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> None:
         """Copy from blocks of the file into pools in memory."""
         check_bounds(copies, self._places, memory_of(pools))
-        self._read([part for copy in copies for part in _parts(copy)], pools)
-
-    def read_grids(self, grids: Sequence[RunGrid], pools: Mapping[int, Bytes]) -> None:
-        """Like `read`, for grids of runs."""
-        grids = [grid for grid in grids if len(grid)]
-        check_grid_bounds(grids, self._places, memory_of(pools))
-        self._read([part for grid in grids for part in _grid_parts(grid)], pools)
-
-    def _read(self, parts: Sequence[Copy | RunGrid], pools: Mapping[int, Bytes]) -> None:
+        parts = [part for copy in copies for part in _parts(copy)]
         with self._whole_file():
             self._on_cores(lambda part: self._read_part(part, pools), parts)
 
-    def _read_part(self, part: Copy | RunGrid, pools: Mapping[int, Bytes]) -> None:
-        runs = part.runs() if isinstance(part, RunGrid) else (part.src, part.dst, part.length)
-        far, near, length = runs
+    def _read_part(self, part: Copy, pools: Mapping[int, Bytes]) -> None:
+        far, near, length = part.runs()
         self._reader.read(pools[part.dst_pool], near, self._far(part.src_pool, far), length)
 
     def _far(self, pool: int, at: Int64s) -> Int64s:
@@ -208,7 +201,7 @@ class TierFile:
             for block, checksum in zip(blocks, known, strict=True):
                 block.checksum = next(read) if checksum is None else checksum
             if any(block.checksum == _CUT_SHORT for block in unknown):
-                raise OSError(errno.ENODATA, "The file is too short for its blocks")
+                raise OSError(errno.ENODATA, "a file that is too short for its blocks")
             if synced is not None:
                 synced.result()
         with self._whole_file():
@@ -248,7 +241,7 @@ class TierFile:
 
     @contextmanager
     def _whole_file(self) -> Iterator[None]:
-        """Raise an error if the length of the file has changed before or after the context.
+        """Raise an error if the file has a wrong length at the start or the end of the context.
 
         Writing to a truncated file would extend it again and leave a hole of zeros.
         """
@@ -272,20 +265,14 @@ class TierFile:
 
 
 def _parts(copy: Copy) -> Iterator[Copy]:
-    """Yield the part of a copy that each core reads."""
-    for some in _cuts(len(copy), copy.nbytes):
-        yield replace(copy, src=copy.src[some], dst=copy.dst[some], length=copy.length[some])
-
-
-def _grid_parts(grid: RunGrid) -> Iterator[RunGrid]:
-    """Yield the part of a grid that each core reads: spans, or starts if spans are too few."""
-    if len(grid.length) >= min(_SUMMING, len(grid.starts.src)):
-        for some in _cuts(len(grid.length), grid.nbytes):
-            yield replace(grid, src=grid.src[some], dst=grid.dst[some], length=grid.length[some])
+    """Yield the part of a copy that each core reads: spans, or starts if spans are too few."""
+    if len(copy.length) >= min(_SUMMING, len(copy.starts.src)):
+        for some in _cuts(len(copy.length), copy.nbytes):
+            yield replace(copy, src=copy.src[some], dst=copy.dst[some], length=copy.length[some])
     else:
-        src, dst = grid.starts.ends
-        for some in _cuts(len(src), grid.nbytes):
-            yield replace(grid, starts=replace(grid.starts, src=src[some], dst=dst[some]))
+        src, dst = copy.starts.ends
+        for some in _cuts(len(src), copy.nbytes):
+            yield replace(copy, starts=replace(copy.starts, src=src[some], dst=dst[some]))
 
 
 def _cuts(count: int, nbytes: int) -> Iterator[slice]:
@@ -298,7 +285,7 @@ def _cuts(count: int, nbytes: int) -> Iterator[slice]:
 
 
 def _let_end(tasks: Sequence[Future[Any]]) -> None:
-    """Wait for started tasks, even if the wait is interrupted."""
+    """Cancel tasks that have not started and wait for the others, even if interrupted."""
     while True:
         try:
             for task in tasks:

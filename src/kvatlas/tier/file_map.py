@@ -28,7 +28,7 @@ _AT_ONCE = 1024
 _MOST_BYTES = 1 << 30
 """Maximum number of bytes in one call. The system's limit is 2 GiB."""
 _LONG_RANGE = 4 << 10
-"""Mean size from which ranges of the file are worth a page lookup."""
+"""Mean size in bytes from which ranges of the file are worth a page lookup."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _into_file = _out_of_long_ranges = _libc.process_vm_readv
@@ -47,15 +47,15 @@ class FileMap:
     def __init__(self, file: int, nbytes: int) -> None:
         try:
             self._map: mmap.mmap | None = mmap.mmap(file, nbytes)
-        except (OSError, ValueError):  # no such addresses, or not so many bytes
+        except (OSError, ValueError):  # too little address space, or a shorter file
             self._map = None
-        # The address is asked for without touching a byte.
+        # Taking the address does not access the mapped bytes.
         self._address = 0 if self._map is None else np.frombuffer(self._map, np.uint8).ctypes.data
 
     def read(self, near: Int64s, far: Int64s, length: Int64s) -> bool:
-        """Copy runs from offsets of the file to addresses and return whether all were copied.
+        """Copy runs from file offsets `far` to addresses `near`. Return whether that succeeded.
 
-        If not, some may have been copied. Reading them with other calls reports the error.
+        If not, some may have been copied. Read them with other calls, which report the error.
         """
         if self._map is None:
             return False
@@ -65,7 +65,7 @@ class FileMap:
         return _copied(_out_of_short_ranges, mapped, near, length)
 
     def write(self, near: Int64s, far: Int64s, length: Int64s) -> bool:
-        """Copy runs from addresses to offsets of the file and return whether all were copied.
+        """Copy runs from addresses `near` to file offsets `far`. Return whether that succeeded.
 
         As with other writes, the data reaches the disk after an `fdatasync`.
         """
@@ -83,7 +83,8 @@ class FileMap:
 def _copied(copy: Any, own: Int64s, other: Int64s, length: Int64s) -> bool:
     """Copy runs with system calls and return whether all were copied.
 
-    Adjacent ranges of the remote end are merged.
+    `own` are addresses at the local end of the call and `other` at the remote end. Adjacent ranges
+    of the remote end are merged.
     """
     if int(length.max()) > _MOST_BYTES // _AT_ONCE:
         return False

@@ -21,8 +21,9 @@ from kvatlas.tier.format import LONGEST_PLAN, MAGIC, PAGE, VERSION, Extent, head
 from kvatlas.wire.peers import check_plan_size
 
 _REMOVE = "Check the path. A damaged file can be deleted: its content can be recomputed"
+_CHECK = "Check the path, the permissions and the disk"
 _SECTOR = 512
-"""The unit in which the system reports allocated space, in bytes."""
+"""The unit of `st_blocks`, which is the allocated space of a file, in bytes."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -33,12 +34,17 @@ def open_own(path: Path) -> int:
     state = os.fstat(fd)
     if not stat.S_ISREG(state.st_mode):
         os.close(fd)
-        raise _unreadable(path, "not a regular file")
-    if state.st_uid != os.geteuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise _unreadable(path, "a path that is not a regular file")
+    if state.st_uid != os.geteuid():
         os.close(fd)
-        problem = "The tier's file belongs to another user, or other users may write to it"
-        got = f"user {state.st_uid}, mode {stat.S_IMODE(state.st_mode):o}: {path}"
-        hint = "Run as its owner and remove the write permission of others: chmod go-w"
+        problem, got = "The tier's file belongs to another user", f"user {state.st_uid}: {path}"
+        hint = "Run as the file's owner, or use another path"
+        raise AtlasError(Code.UNREADABLE, problem, got=got, hint=hint)
+    if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        os.close(fd)
+        problem = "The tier's file must not be writable by another user"
+        got = f"mode {stat.S_IMODE(state.st_mode):o}: {path}"
+        hint = f"Remove the write permission of others: chmod go-w {path}"
         raise AtlasError(Code.UNREADABLE, problem, got=got, hint=hint)
     return fd
 
@@ -48,7 +54,9 @@ def create_file(path: Path, plan: Plan) -> None:
     text = plan.to_json()
     extent = Extent(plan, len(text))
     if len(text) > LONGEST_PLAN:
-        raise _unreadable(path, f"a plan of {len(text):,} bytes, which is too large")
+        problem = f"The plan of a tier's file must be at most {LONGEST_PLAN:,} bytes long"
+        got, hint = f"{len(text):,} bytes for {path}", "Plan the tier for a model with fewer layers"
+        raise AtlasError(Code.UNREADABLE, problem, got=got, hint=hint)
     beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with refusals(path):
@@ -57,7 +65,7 @@ def create_file(path: Path, plan: Plan) -> None:
             allocate(fd, extent.nbytes)
             write_all(fd, header(text, secrets.token_bytes(16), extent) + text, 0)
             os.fsync(fd)
-            with suppress(FileExistsError):  # somebody was faster: theirs is as good
+            with suppress(FileExistsError):  # another process was faster; its file is as good
                 os.link(beside, path)
         finally:
             os.close(fd)
@@ -75,7 +83,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def allocate(fd: int, nbytes: int) -> None:
-    """Allocate the file's space, so that later writes cannot fail; keeps its content."""
+    """Allocate disk space for `nbytes` bytes, so that later writes cannot run out of space."""
     state = os.fstat(fd)
     if state.st_size < nbytes or state.st_blocks * _SECTOR < nbytes:
         os.posix_fallocate(fd, 0, nbytes)
@@ -89,12 +97,12 @@ def write_all(fd: int, text: bytes | memoryview, offset: int) -> None:
 
 
 def read_all(fd: int, nbytes: int, offset: int) -> bytes:
-    """Read `nbytes` bytes, or raise an error if the file ends before."""
+    """Read exactly `nbytes` bytes at `offset`. Raises `OSError` if the file ends earlier."""
     text = b""
     while len(text) < nbytes:
         more = os.pread(fd, nbytes - len(text), offset + len(text))
         if not more:
-            raise OSError(errno.ENODATA, f"The file ends at byte {offset + len(text)}")
+            raise OSError(errno.ENODATA, f"a file that ends at byte {offset + len(text)}")
         text += more
     return text
 
@@ -103,13 +111,16 @@ def read_plan(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
     """Read the plan, id and extent of a file, and check that they are consistent."""
     first_page = read_all(fd, PAGE, 0)
     if not first_page.startswith(MAGIC):
-        raise _unreadable(path, "not the file of a tier")
+        raise _unreadable(path, "a file of another format")
     said = read_header(first_page)
     if said.version != VERSION:
         problem = f"The tier's file must have format version {VERSION}"
-        raise _refusal(Code.UNLIKE_VERSIONS, problem, path, f"version {said.version}")
+        got = f"version {said.version}: {path}"
+        hint = "Use another path, or delete the file: its content can be recomputed"
+        raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
     if not 0 < said.plan_bytes <= LONGEST_PLAN:
-        raise _unreadable(path, f"a plan of {said.plan_bytes:,} bytes, which is out of range")
+        got = f"a plan of {said.plan_bytes:,} bytes, expected 1 to {LONGEST_PLAN:,}"
+        raise _unreadable(path, got)
     text = read_all(fd, said.plan_bytes, PAGE)
     if hashlib.sha256(text).digest() != said.plan_digest:
         raise _wrong(path, "a plan that does not match its digest")
@@ -117,10 +128,12 @@ def read_plan(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
         check_plan_size(text)
         plan = Plan.from_json(text)
         extent = Extent(plan, len(text))
-    except AtlasError as problem:
-        if problem.code in (Code.BAD_PLAN, Code.UNLIKE_VERSIONS):
+    except AtlasError as refusal:
+        if refusal.code in (Code.BAD_PLAN, Code.UNLIKE_VERSIONS):
             raise
-        raise AtlasError(Code.BAD_PLAN, got=str(problem.got)[:200], hint=_REMOVE) from None
+        problem = "The plan in the tier's file is invalid"
+        got = f"{refusal.problem}: {str(refusal.got)[:200]}"
+        raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=_REMOVE) from None
     if first_page != header(text, said.identity, extent):
         raise _wrong(path, "a header that does not match the plan")
     check_length(fd, path, extent)
@@ -130,7 +143,7 @@ def read_plan(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
 def check_length(fd: int, path: Path, extent: Extent) -> None:
     """Raise an error if the length of a file differs from that of its plan."""
     if (size := os.fstat(fd).st_size) != extent.nbytes:
-        raise _unreadable(path, f"{size:,} bytes instead of {extent.nbytes:,}")
+        raise _unreadable(path, f"a file of {size:,} bytes, expected {extent.nbytes:,}")
 
 
 @contextmanager
@@ -139,11 +152,15 @@ def refusals(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as fault:
+        why = fault.strerror or str(fault)
+        if fault.errno == errno.ENODATA:
+            raise _unreadable(path, why) from fault
         if fault.errno not in _NO_ROOM:
-            raise _unreadable(path, fault.strerror or str(fault)) from fault
+            problem, got = "The tier's file cannot be accessed", f"{why}: {path}"
+            raise AtlasError(Code.UNREADABLE, problem, got=got, hint=_CHECK) from fault
         problem = "The disk does not have enough space for the tier's file"
         hint = "Free some space, plan the tier with less memory, or use another disk"
-        got = f"{fault.strerror}: {path}"
+        got = f"{why}: {path}"
         raise AtlasError(Code.NOT_ENOUGH_MEMORY, problem, got=got, hint=hint) from fault
 
 
@@ -152,8 +169,7 @@ def _wrong(path: Path, got: str) -> AtlasError:
 
 
 def _unreadable(path: Path, got: str) -> AtlasError:
-    problem = "The tier's file is not accessible or not valid"
-    return _refusal(Code.UNREADABLE, problem, path, got)
+    return _refusal(Code.UNREADABLE, "The tier's file is not valid", path, got)
 
 
 def _refusal(code: Code, problem: str, path: Path, got: str) -> AtlasError:

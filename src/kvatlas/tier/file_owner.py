@@ -28,7 +28,7 @@ _LOCK = struct.Struct("@hhqqi")
 
 def socket_beside(path: Path) -> Path:
     """Return the path of the socket on which the owner of a tier's file listens."""
-    real = path.resolve()  # by whichever name a file is opened, its owner is found
+    real = path.resolve()  # all links to a file lead to the same socket
     return real.with_name(f"{real.name}.sock")
 
 
@@ -38,7 +38,7 @@ def lock_file(fd: int, path: Path) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         problem = "Another process has the tier's file open"
-        hint = "Close it there, or use another path"
+        hint = "Close it there, use another path, or open it with share_file in all processes"
         raise AtlasError(Code.TWICE, problem, got=path, hint=hint) from None
     forget_path(socket_beside(path))
     if not FileUse(fd).wait_for_others():
@@ -53,7 +53,7 @@ def unlock_file(fd: int) -> None:
 
 
 class FileUse:
-    """The shared lock on a file, held while any thread of this process is inside."""
+    """The shared lock on a file, held while any thread of this process is in the context."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._users = fd, 0
@@ -63,7 +63,8 @@ class FileUse:
         with self._guard:
             if not self._users and not _set(self._fd, fcntl.F_RDLCK):
                 problem = "Another process is taking over the tier's file"
-                raise AtlasError(Code.PEER_LOST, problem, got="a call", hint="Try again")
+                got, hint = "a call to its previous owner", "Repeat the call"
+                raise AtlasError(Code.PEER_LOST, problem, got=got, hint=hint)
             self._users += 1
 
     def __exit__(self, *_: object) -> None:
@@ -73,7 +74,7 @@ class FileUse:
                 _set(self._fd, fcntl.F_UNLCK)
 
     def wait_for_others(self) -> bool:
-        """Wait a few seconds for other processes and return whether all have left."""
+        """Wait a few seconds for other processes to release the lock. Return whether all have."""
         until = time.monotonic() + _WAIT_SECONDS
         while not _set(self._fd, fcntl.F_WRLCK):
             if time.monotonic() > until:

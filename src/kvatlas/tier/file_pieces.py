@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.copying.memory_copy import copy_runs_unchecked, one_length
+from kvatlas.copying.nested_copy import copy_nested_unchecked
+from kvatlas.copying.run_bounds import Bytes, Places
 from kvatlas.geometry import NestedSteps
 from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.routing import RunGrid
-from kvatlas.wire.memory_copy import copy_runs_unchecked, one_length
-from kvatlas.wire.nested_copy import copy_nested_unchecked
-from kvatlas.wire.run_bounds import Bytes, Places
+from kvatlas.routing import Copy
 
 _PIECE = 8 << 20
 """Maximum number of bytes per piece. Threads compete for the GIL after each piece, so pieces are
@@ -30,9 +30,9 @@ _SMALL_PIECE = 1 << 20
 _PIECES = 8
 """Desired number of pieces, so that all cores have work."""
 _LONG_RUN = 32 << 10
-"""Size from which runs need no staging buffer."""
+"""Size in bytes from which runs need no staging buffer."""
 _LONG_STRETCH = 8 << 10
-"""Mean size from which stretches are worth one system call each."""
+"""Mean size in bytes from which stretches are worth one system call each."""
 
 Mask = NDArray[np.bool_]
 
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
     @property
     def is_long(self) -> bool:
-        """Whether its runs need no staging buffer."""
+        """Whether the runs are so long that they need no staging buffer."""
         return int(self.length[0]) >= _LONG_RUN
 
     @property
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
         return self.far[self.first], self.stretch_bytes
 
     def gather(self, memory: Bytes, room: Bytes) -> None:
-        """Copy its runs into contiguous memory."""
+        """Copy the runs into `room`, one after the other."""
         for _ in copy_runs_unchecked(memory, room, self.near, self.packed, self.length):
             pass
 
@@ -74,7 +74,7 @@ class Piece(NamedTuple):
 
     @property
     def packed(self) -> Places:
-        """The starts of its runs in contiguous memory."""
+        """The starts of the runs in the buffer where they are contiguous."""
         if one_length(self.length):
             each = int(self.length[0])
             return range(0, len(self.length) * each, each)
@@ -82,20 +82,21 @@ class Piece(NamedTuple):
 
 
 class GridPiece(NamedTuple):
-    """Some spans of a grid. If the runs are long, the core that moves them expands them."""
+    """Several spans of a grid. If its runs are long, the core that moves them expands them."""
 
     starts: tuple[Int64s, Int64s]
     """Starts of runs at both ends, relative to the start of a span."""
     first: Int64s
     """The first run in each stretch of the file."""
     packed: NestedSteps
-    """The starts of runs in memory, and in contiguous memory."""
+    """The starts of a span's runs in memory, and in the buffer where they are contiguous."""
     spans: tuple[Int64s, Int64s]
+    """Starts of the spans in memory and in the file."""
     run_bytes: int
 
     @property
     def is_long(self) -> bool:
-        """Whether its runs need no staging buffer."""
+        """Whether the runs are so long that they need no staging buffer."""
         return self.run_bytes >= _LONG_RUN
 
     @property
@@ -106,7 +107,7 @@ class GridPiece(NamedTuple):
         return far, np.tile(self.run_bytes * runs, len(self.spans[1]))
 
     def gather(self, memory: Bytes, room: Bytes) -> None:
-        """Copy its runs into contiguous memory."""
+        """Copy the runs into `room`, one after the other."""
         behind = len(self.starts[0]) * self.run_bytes * np.arange(len(self.spans[0]))
         src = (self.spans[0][:, None] + self.packed.src).reshape(-1)
         dst = (behind[:, None] + self.packed.dst).reshape(-1)
@@ -125,15 +126,15 @@ class GridPiece(NamedTuple):
         return Piece(near, far, np.broadcast_to(np.int64(self.run_bytes), near.shape), first)
 
 
-def grid_pieces(grid: RunGrid) -> list[GridPiece]:
-    """Cut a grid into pieces; none if its stretches of the file are short or differ.
+def grid_pieces(grid: Copy) -> list[GridPiece]:
+    """Cut a grid into pieces. Return none if its runs differ in length or its stretches are short.
 
-    Each span is in one block.
+    A stretch is a contiguous range of the file, within one block. Each span is in one block.
 
     >>> from kvatlas.routing.binding import Starts
     >>> starts = Starts.of(np.array([0, 1 << 20]), np.array([0, 1 << 14]))
     >>> spans = np.array([7, 9]), np.array([0, 1 << 21]), np.array([1 << 14, 1 << 14])
-    >>> (piece,) = grid_pieces(RunGrid(0, 0, starts, *spans))
+    >>> (piece,) = grid_pieces(Copy(0, 0, *spans, starts=starts))
     >>> piece.made().near.tolist(), piece.made().stretch_bytes.tolist()
     ([7, 1048583, 9, 1048585], [32768, 32768])
     """
@@ -158,9 +159,9 @@ def grid_pieces(grid: RunGrid) -> list[GridPiece]:
 
 
 def pieces(near: Int64s, far: Int64s, length: Int64s, block_bytes: int) -> list[Piece]:
-    """Cut runs into pieces; none if their stretches of the file are short.
+    """Cut runs into pieces. Return none if their stretches of the file are short.
 
-    A stretch consists of runs that are contiguous in a block.
+    A stretch consists of runs that are contiguous in a block of the file.
     """
     block = far // block_bytes
     follows = (far[1:] == far[:-1] + length[:-1]) & (block[1:] == block[:-1])

@@ -12,21 +12,21 @@ import os
 
 import numpy as np
 
+from kvatlas.copying.file_runs import copy_file_runs
+from kvatlas.copying.memory_copy import copy_runs_unchecked
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_pieces import Piece, Rooms, pieces
-from kvatlas.wire.memory_copy import copy_runs_unchecked
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.transports.file import copy_file_runs
 
 _LONGEST_RUN = 256 << 10
-"""Mean size from which runs are read one by one, without planning."""
+"""Mean size in bytes from which runs are read one by one, without planning."""
 _MAPPED_STRETCH = 4 << 10
-"""Mean size from which stretches of memory are filled through the file map."""
+"""Mean size in bytes from which stretches of memory are filled through the file map."""
 _LONG_RUN = 4 << 10
-"""Mean size from which runs are worth one system call each."""
+"""Mean size in bytes from which runs are worth one system call each."""
 _LONG_STRETCH = 128 << 10
-"""Mean size from which stretches of the file are worth one scattering call each."""
+"""Mean size in bytes from which stretches of the file are worth one scattering call each."""
 
 
 class RunReader:
@@ -66,7 +66,7 @@ class RunReader:
             while room:
                 done = os.preadv(self._file, (room,), offset)
                 if not done:
-                    raise OSError(errno.ENODATA, f"The file ends at byte {offset}")
+                    raise OSError(errno.ENODATA, f"a file that ends at byte {offset}")
                 room, offset = room[done:], offset + done
 
     def _read_piece(self, piece: Piece, memory: Bytes) -> None:

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import round_up
 from kvatlas.tier.format import PAGE
 from kvatlas.wire import Memory
-from kvatlas.wire.run_bounds import Bytes
 
 _MAP_NORESERVE = 0x4000
 """Reserve addresses without memory. Python 3.11's `mmap` lacks this constant."""
@@ -22,8 +22,8 @@ _MAP_NORESERVE = 0x4000
 class Window:
     """Memory that represents the pools of a file, for transports that require addresses.
 
-    It has the size of the pools, but only pages that were used take memory. While none is in use,
-    the system may reclaim them.
+    It has the size of the pools, but only pages that were used take memory. While no caller uses
+    the window, the system may reclaim them.
     """
 
     def __init__(self, places: Mapping[int, Memory]) -> None:
@@ -66,7 +66,7 @@ class Window:
             with self._lock:
                 self._users -= 1
                 if self._map is not None and not self._users:
-                    # Pages that were handed to a device stay where they are.
+                    # The mapping remains, so memory that is registered with a device stays valid.
                     self._map.madvise(mmap.MADV_FREE)
 
     def close(self) -> None:

@@ -16,24 +16,24 @@ import time
 
 import numpy as np
 
+from kvatlas.copying.checksum import crc32, has_fast_crc32
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_opening import write_all
 from kvatlas.tier.file_pieces import GridPiece, Piece, Rooms
 from kvatlas.tier.part_sums import START, SummedStretches
-from kvatlas.wire.checksum import crc32, has_fast_crc32
-from kvatlas.wire.run_bounds import Bytes
 
 _AT_ONCE = 256 << 10
 """Bytes per write and checksum update, small enough for the processor's cache."""
 _MAPPED_STRETCH = 8 << 10
-"""Mean size from which the stretches of a piece are written through the file map."""
+"""Mean size in bytes from which the stretches of a piece are written through the file map."""
 _REGION = 1 << 20
 """Granularity in bytes at which the time of the last write is recorded."""
 _STILL_DIRTY = 15.0
 """Seconds for which written pages are assumed to be dirty. The system's default is 30."""
 _SUMMING, _SUMMING_FAST = 4, 2
-"""Number of threads that compute checksums, fewer if checksums are fast and the GIL limits."""
+"""Number of threads that compute checksums: fewer if these are so fast that the GIL limits them."""
 
 
 class PieceWriter:
@@ -50,7 +50,7 @@ class PieceWriter:
         """Held by threads that compute checksums of short stretches."""
 
     def write(self, piece: Piece | GridPiece, memory: Bytes, offset: int) -> SummedStretches:
-        """Write runs to the pool at an offset of the file; return its stretches with checksums."""
+        """Write runs to the pool at `offset` of the file; return the stretches with checksums."""
         if piece.is_long:
             runs = piece.made()
             return self._write(memory, runs.near, runs.far, runs.length, offset)
@@ -92,8 +92,8 @@ class PieceWriter:
         for stretch, place in zip(stretches, to, strict=True):
             crc, done = START, 0
             while done < len(stretch):
-                # Up to a multiple of so many bytes in the file: the system then keeps them in
-                # one piece of memory, and reads of it are as fast as they can be.
+                # Each write ends at a multiple of _AT_ONCE in the file. The page cache then holds
+                # its bytes in one contiguous piece of memory, which later reads copy fastest.
                 some = stretch[done : done + _AT_ONCE - (place + done) % _AT_ONCE]
                 crc = crc32(some, crc)
                 write_all(self._file, some, place + done)

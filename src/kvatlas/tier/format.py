@@ -2,15 +2,15 @@
 
     0       header: magic, version, the plan's length and digest, sizes, the file's own id
     4096    the plan, as JSON
-    ...     the blocks of each pool, from a multiple of 4096 bytes on
+    ...     the blocks of each pool, which starts at a multiple of 4096 bytes
     ...     a record of 128 bytes for each block, in the same order
 
 A record contains the key, the tokens, the checksum and the sequence number of its block, and a
 digest of the record itself. A record of zeros means that the block is empty. A record is cleared
 before its block is written to, and written after all bytes of the block are stored. The process
 may therefore die at any point: a block is complete or absent. A record is trusted only after its
-digest and the block's checksum have been verified. Nothing else in the file ever changes, and all
-of it follows from the plan, so the header is compared instead of parsed.
+digest and the block's checksum have been verified. Nothing else in the file ever changes. Except
+for the id, the header follows from the plan, so a reader computes it again and compares.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ VERSION = 1
 PAGE = 4096
 LONGEST_PLAN = 16 << 20
 MOST_BLOCKS = 1 << 22
+_MOST_BYTES = 1 << 62
 
 _HEADER = struct.Struct("<8sIIQ32s16sQQQ")
 """Magic, version, record bytes, plan bytes, plan's sha256, id, blocks, index offset, file bytes."""
 
 _RECORD = struct.Struct("<4sIIIQQQQ64s")
-"""Mark, group, key bytes, checksum, sequence, block, first and last token, key."""
+"""Mark, group, length of the key, checksum, sequence, block, first token, stop token, key."""
 
 _MARK = b"row\x01"
 _DIGEST = 16
@@ -58,11 +59,14 @@ class Extent:
             at, blocks = round_up(at + pool.nbytes, PAGE), blocks + pool.blocks
         self.index, self.blocks = at, blocks
         self.nbytes = at + blocks * RECORD
-        if blocks > MOST_BLOCKS or self.nbytes >= 1 << 62:
+        if blocks > MOST_BLOCKS:
             problem = f"A tier's file must not have more than {MOST_BLOCKS:,} blocks"
-            got = f"{blocks:,} blocks in {self.nbytes:,} bytes"
             hint = "Plan the tier with less memory or larger blocks"
-            raise AtlasError(Code.TOO_MANY, problem, got=got, hint=hint)
+            raise AtlasError(Code.TOO_MANY, problem, got=f"{blocks:,} blocks", hint=hint)
+        if self.nbytes >= _MOST_BYTES:
+            problem = f"A tier's file must be smaller than {_MOST_BYTES:,} bytes"
+            hint = "Plan the tier with less memory"
+            raise AtlasError(Code.TOO_MANY, problem, got=f"{self.nbytes:,} bytes", hint=hint)
 
 
 def header(text: bytes, identity: bytes, extent: Extent) -> bytes:
@@ -96,7 +100,7 @@ class RecordFormat:
         self._plan, self._extent, self._identity = plan, extent, identity
 
     def number(self, block: TierBlock) -> int:
-        """The number of a block in the file."""
+        """Return the number of a block in the file."""
         return self._extent.numbers[block.pool] + block.block_id
 
     def place(self, block: TierBlock) -> int:
@@ -104,7 +108,7 @@ class RecordFormat:
         return self._extent.index + self.number(block) * RECORD
 
     def write(self, block: TierBlock) -> bytes:
-        """The record of a block."""
+        """Return the record of a block."""
         about = (block.group, len(block.key), block.checksum, block.sequence, self.number(block))
         said = _RECORD.pack(_MARK, *about, *block.cover, block.key)
         return said + self._digest(said)

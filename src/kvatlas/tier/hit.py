@@ -7,15 +7,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvatlas.copying.memory_copy import is_on_gpu
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import Copy
 from kvatlas.routing.block_tables import checked_rank
 from kvatlas.tier.converting import Converting, TierRoutes
 from kvatlas.tier.index import TierBlock
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.storage import Carry, TierStorage
-from kvatlas.wire.memory_copy import is_on_gpu
 
 
 @dataclass(eq=False, repr=False)
@@ -28,13 +28,13 @@ class Hit:
     _storage: TierStorage
     _routes: TierRoutes
     tables: Mapping[int, Any]
-    """The tier's block ids by group. Unneeded entries have an id that routes reject."""
+    """The tier's block ids by group. Entries that are not needed are -1, which routes reject."""
     _let_go: Callable[[], None]
     """Unpins the blocks. Called once."""
     name: bytes = b""
     """The name by which other clients of a served tier can join this pin."""
     _loaded: ExitStack = field(default_factory=ExitStack)
-    """Releases the tier's memory."""
+    """Releases the staging memory of a tier in a file."""
     _released: bool = False
 
     def fetch(
@@ -48,10 +48,10 @@ class Hit:
         carry: Carry | None = None,
         convert: Converting | None = None,
     ) -> None:
-        """Fetch the tokens into one rank's blocks, which have the form that routes take.
+        """Fetch the tokens into one rank's blocks, given in the form that `Route.bind` takes.
 
-        If `start` is given, tokens before it are left unchanged. With `convert`, layers that the
-        rank stores in another dtype are converted.
+        If `start` is given, tokens before it are left unchanged. With `convert`, layers whose dtype
+        in the rank's cache differs are converted.
         """
         storage = self._storage
         with storage.using():
@@ -66,7 +66,7 @@ class Hit:
             offload = None if carry else storage.offload_of_sums(plan, rank, pools)
             if offload is not None:
                 grids = self._sums(plan, rank, blocks, start)
-                storage.carry("fetch", grids, offload.fetch_sums)
+                storage.carry("fetch", grids, offload.fetch)
                 return
             if carry is None and storage.takes_sums(pools):
                 grids = self._sums(plan, rank, blocks, start)
@@ -96,8 +96,8 @@ class Hit:
         with self._storage.metrics.phase("bind"):
             return way.bind(**self._ends(rank, blocks, start)).copies
 
-    def _sums(self, plan: Plan, rank: int, blocks: Any, start: int | None) -> list[RunGrid]:
-        """Return the same runs in compact form, as sums of starts and spans."""
+    def _sums(self, plan: Plan, rank: int, blocks: Any, start: int | None) -> list[Copy]:
+        """Like `_bound`, but return grids of runs, which are not expanded."""
         way = self._routes.to(plan)
         if not self.tokens or 0 not in way.sources(rank):
             return []
@@ -142,6 +142,6 @@ def _refuse_carry(carry: Carry | None) -> None:
 def check_all_there(found: int, wanted: int) -> None:
     """Raise an error if fewer tokens were found than a fetch requested."""
     if found < wanted:
-        problem, got = "The tier does not store all tokens", f"{found} of {wanted} tokens"
+        problem, got = "The tier does not store all requested tokens", f"{found} of {wanted} tokens"
         hint = "Call match first, or pin the tokens that are stored"
         raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)

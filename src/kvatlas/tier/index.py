@@ -62,7 +62,7 @@ class TierBlock:
     """A number that increases with every completed block, assigned when it is completed."""
     pins: int = 0
     dropped: bool = False
-    """Whether it can no longer be found. Its space is free once the last pin is released."""
+    """Whether lookups no longer find it. Its space is free once the last pin is released."""
     brought: dict[int, Delivery] = field(default_factory=dict)
     """The byte ranges that each rank has written to it."""
     sums: dict[int, PartSum] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class TierBlock:
     writing: set[int] = field(default_factory=set)
     """Ranks that are writing to it."""
     fill_key: tuple[Any, ...] = ()
-    """The key under which the ranks that fill it find it."""
+    """The key under which other ranks find the block while it is being filled."""
 
     @property
     def place(self) -> BlockPlace:
@@ -103,7 +103,7 @@ class BlockIndex:
         self.lock = threading.RLock()
         self.sequence = 0
         self.evicted = 0
-        # Later than those of any index before: marks of a tier that was opened again stay good.
+        # Above the marks of every earlier index, so that marks stay valid if a tier is reopened.
         self._found = time.time_ns()
         self._cleared = cleared
         self._free = {p.index: list(range(p.blocks - 1, -1, -1)) for p in plan.pools}
@@ -125,7 +125,7 @@ class BlockIndex:
             return len(self._free[pool])
 
     def restore(self, blocks: Iterable[TierBlock]) -> list[TierBlock]:
-        """Add the complete blocks of an opened file and return those with a newer duplicate."""
+        """Add the complete blocks of an opened file. Return blocks that a newer one replaces."""
         older = []
         with self.lock:
             for block in sorted(blocks, key=lambda one: one.sequence):
@@ -278,7 +278,7 @@ class BlockIndex:
             self._filling[fill_key] = block
             self._recent[pool][block] = None
         elif claim.rank in block.brought or claim.rank in block.writing:
-            claim.waiting += 1  # another call brings this rank's bytes, or has
+            claim.waiting += 1  # another call writes or has written this rank's bytes
             return
         block.writing.add(claim.rank)
         claim.fills.append((need, block))
@@ -292,8 +292,8 @@ class BlockIndex:
     ) -> list[TierBlock]:
         """Record that a rank has written its bytes or failed, and return blocks that are complete.
 
-        These are pinned and numbered, and must be passed to `settle`. `sums` are the rank's
-        contributions to their checksums.
+        The returned blocks are pinned, have a sequence number, and must be passed to `settle`.
+        `sums` are the rank's contributions to their checksums.
         """
         ready = []
         with self.lock:
@@ -363,14 +363,14 @@ class BlockIndex:
             raise self._uncleared[pool, block_id][1]
 
     def _touch(self, used: Iterable[tuple[NeededBlock, TierBlock]]) -> None:
-        # The last tokens first: without its beginning the rest of a prefix is of no use.
+        # Later tokens are evicted first: without its beginning, the rest of a prefix is useless.
         for _, block in sorted(used, key=lambda one: -one[0].entry):
             if block in self._recent[block.pool]:
                 self._recent[block.pool].move_to_end(block)
 
     def _free_dropped(self, block: TierBlock) -> None:
         if block.dropped and not block.pins:
-            # What could not be cleared comes last: others are taken first.
+            # Blocks whose records could not be cleared are taken last.
             last = block.place not in self._uncleared
             free = self._free[block.pool]
             free.insert(len(free) if last else 0, block.block_id)
@@ -380,7 +380,7 @@ class BlockIndex:
         return block if block is not None and self._serves(block, need.cover) else None
 
     def _serves(self, block: TierBlock, cover: Cover) -> bool:
-        """Return whether a block contains the needed tokens. A state serves only its own end."""
+        """Return whether a block contains the needed tokens. A state serves only its last token."""
         if block.cover == cover:
             return True
         if self.plan.groups[block.group].kind == "recurrent":

@@ -1,9 +1,9 @@
-"""Store the caches of a topology in a tier: byte ranges, and when a block is complete.
+"""The byte ranges that the ranks of a topology contribute to a tier's blocks.
 
-A route is bound to numbers that represent blocks of the tier, not to block ids. Keys that are
-already stored and keys without space are left out without affecting the others. The route
-determines both the bytes that each rank contributes to a block and the bytes that the block
-needs. A block is complete when all needed bytes have been contributed.
+A route is bound to placeholder numbers instead of block ids. Blocks that are already stored, or for
+which there is no space, are left out when the numbers are replaced by block ids. The route
+determines both the bytes that each rank contributes to a block and the bytes that the block needs.
+A block is complete when all needed bytes have been contributed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,13 +24,12 @@ from kvatlas.geometry.address_arrays import Int64s, join_ranges
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning import Plan
 from kvatlas.planning.plans import checked_plan
-from kvatlas.routing import Copy, RunGrid, route
+from kvatlas.routing import Copy, route
 from kvatlas.tier.request_blocks import NeededBlock, TierSpans
 
 Shape = tuple[Any, ...]
 Ranges = tuple[Int64s, Int64s]
 
-Move = TypeVar("Move", Copy, RunGrid)
 
 _numbers = itertools.count()
 _REMEMBERED = 1024
@@ -60,13 +59,13 @@ class Ingest:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """The ranks that must store. All others hold replicas."""
+        """The ranks that must store. The other ranks hold only replicas of their data."""
         return self.route.sources(0)
 
     def copies(
         self, rank: int, blocks: Any, tokens: tuple[int, int], ids: Mapping[NeededBlock, int]
     ) -> tuple[list[Copy], dict[Shape, Delivery]]:
-        """Return the byte ranges from a rank into the blocks that have an id.
+        """Return the copies from a rank into the blocks in `ids`, which gives their block ids.
 
         Also return the rank's contributions to blocks of each shape.
         """
@@ -80,8 +79,8 @@ class Ingest:
 
     def grids(
         self, rank: int, blocks: Any, tokens: tuple[int, int], ids: Mapping[NeededBlock, int]
-    ) -> tuple[list[RunGrid], dict[Shape, Delivery]]:
-        """Like `copies`, as grids of runs, which are expanded only for blocks of a new shape."""
+    ) -> tuple[list[Copy], dict[Shape, Delivery]]:
+        """Like `copies`, but return grids of runs, expanded only for blocks of a new shape."""
         with self._lock:
             tables, numbers = self._number(*tokens)
             ends = _ends(rank, blocks, tables, tokens)
@@ -95,7 +94,7 @@ class Ingest:
     def deliveries(
         self, rank: int, blocks: Any, tokens: tuple[int, int], needs: Iterable[NeededBlock]
     ) -> dict[Shape, Delivery]:
-        """Return a rank's contributions to blocks of each shape. Only new shapes are bound."""
+        """Return a rank's contributions to blocks of each shape, without any copies."""
         with self._lock:
             needs = list(needs)
             if all((rank, need.shape) in self._known for need in needs):
@@ -105,7 +104,7 @@ class Ingest:
             return self._deliveries(rank, needs, lambda: bind().copies, tables, tokens)
 
     def whole(self, shape: Shape, deliveries: Mapping[int, Delivery]) -> bool:
-        """Return whether the contributions of some ranks cover every byte that a block needs."""
+        """Return whether the deliveries, by rank, cover every byte that a block needs."""
         ranks = frozenset(deliveries)
         with self._lock:
             if (shape, ranks) not in self._whole:
@@ -117,7 +116,7 @@ class Ingest:
             return self._whole[shape, ranks]
 
     def _number(self, start: int, stop: int) -> tuple[dict[int, Int64s], dict[int, list[Any]]]:
-        """Return a table of numbers for each group, and the (group, entry) of each number."""
+        """Return a table of numbers for each group, and the (group, entry) of each, by pool."""
         tables: dict[int, Int64s] = {}
         numbers: dict[int, list[Any]] = {pool: [] for pool in self.block_bytes}
         for index, group in enumerate(self.spans.tier.groups):
@@ -130,7 +129,7 @@ class Ingest:
             tables[index] = table[-1:] if recurrent else table
         return tables, numbers
 
-    def _aimed(self, copy: Move, target: Int64s) -> Iterable[Move]:
+    def _aimed(self, copy: Copy, target: Int64s) -> Iterable[Copy]:
         """Translate the ranges of a copy from numbers to block ids; drop those without an id."""
         block_bytes = self.block_bytes[copy.dst_pool]
         number, within = np.divmod(copy.dst, APART * block_bytes)
@@ -181,13 +180,13 @@ class Ingest:
 
 
 def _ends(rank: int, blocks: Any, tables: Any, tokens: tuple[int, int]) -> dict[str, Any]:
-    """A rank's blocks and numbers of the tier's, as routes take them."""
+    """Return the arguments of `Route.bind` for a rank's blocks and the tier's numbers."""
     ends = {"src_blocks": blocks, "dst_blocks": tables, "tokens": tokens}
     return {"src_rank": rank, "dst_rank": 0, **ends}
 
 
 def _targets(ids: Mapping[NeededBlock, int], numbers: Mapping[int, list[Any]]) -> dict[int, Int64s]:
-    """The block id that each number stands for, by pool; -1 for none."""
+    """Return the block id for each number, by pool; -1 for numbers without a block id."""
     placed = {(need.group, need.entry): block_id for need, block_id in ids.items()}
     return {
         pool: np.array([placed.get(place, -1) for place in places], dtype=np.int64)
@@ -196,7 +195,7 @@ def _targets(ids: Mapping[NeededBlock, int], numbers: Mapping[int, list[Any]]) -
 
 
 def with_room(plan: Plan) -> Plan:
-    """Return the tier's plan with one block for each number of the longest request."""
+    """Return the tier's plan with enough blocks for the numbers of the longest request."""
     pools = []
     for pool in plan.pools:
         blocks = sum(
@@ -217,8 +216,12 @@ def check_tier_plan(plan: Plan) -> None:
         and region.block_stride == sizes[plan.groups[region.group].pool]
         for region in plan.regions
     )
-    if (plan.tp, plan.pp, plan.dcp) != (1, 1, 1) or not in_one_piece:
-        problem = "The plan of a tier must have one rank and contiguous blocks"
-        got = f"tp {plan.tp}, pp {plan.pp}, dcp {plan.dcp}, layout {plan.layout}"
-        hint = "Plan it with tp 1 and a layout that begins with B, such as BLHNC"
+    if (plan.tp, plan.pp, plan.dcp) != (1, 1, 1):
+        problem = "The plan of a tier must have one rank"
+        got = f"tp={plan.tp}, pp={plan.pp}, dcp={plan.dcp}"
+        hint = "Make the tier's plan with tp=1, pp=1 and dcp=1"
         raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
+    if not in_one_piece:
+        problem = "The plan of a tier must have contiguous blocks"
+        hint = 'Make the plan with a layout that begins with B, such as layout="BLHNC"'
+        raise AtlasError(Code.BAD_PLAN, problem, got=f"layout {plan.layout!r}", hint=hint)

@@ -1,10 +1,12 @@
 """Object names, and the identities that must match to share objects.
 
     kv1/TENANT/NAMESPACE/KEY/GROUP.FIRST-STOP/INDEX    an object of a row
-    kv1/TENANT/marks/DIGEST                            such caches are stored: why a miss is one
+    kv1/TENANT/marks/DIGEST                            a mark, which explains misses
 
-Words in capitals are digests in hexadecimal, or numbers, so that no name of a tenant and no key
-leads out of its place.
+Words in capitals are hexadecimal digests or numbers, so that the name of a tenant or a key cannot
+lead to objects of another tenant. A mark exists if the store has caches of an identity that matches
+in the first levels, such as tenant and model.
+
 A namespace is one combination of tenant, model, weights, content (the fields of each layer and
 their dtypes) and format (the plan of a row and how it is cut). Engines that differ in any of them
 use different namespaces.
@@ -20,13 +22,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import fingerprint
 from kvatlas.tier.object_header import ObjectPlace, checksum, header
 from kvatlas.tier.request_blocks import Cover
 from kvatlas.tier.row_objects import RowObjects
-from kvatlas.wire.run_bounds import Bytes
 
 ROOT = "kv1"
 _DIGEST = 16
@@ -35,7 +37,7 @@ _OBJECT = re.compile(
     r"/([0-9]{1,6})"
 )
 LEVELS = ("tenant", "model", "weights", "dtype", "format")
-"""The properties that must match, in this order. A miss reports the first without objects."""
+"""The properties that must match. A miss reports the first for which there are no objects."""
 
 
 class RowName(NamedTuple):
@@ -91,7 +93,7 @@ class Namespace:
         self.prefix = f"{self.tenant_prefix}{self.digest.hex()}/"
 
     def objects(self, row: RowName) -> list[str]:
-        """The names of a row's objects."""
+        """Return the names of a row's objects."""
         begin = f"{self.prefix}{row.name}/"
         return [f"{begin}{index}" for index in range(len(self.cut.groups[row.group]))]
 
@@ -142,7 +144,7 @@ class ObjectName(NamedTuple):
 
     @property
     def place(self) -> ObjectPlace:
-        """The place that its header must contain."""
+        """The identity that the object's header must contain."""
         return ObjectPlace(bytes.fromhex(self.namespace), row_digest(self.row), self.number)
 
 

@@ -21,10 +21,10 @@ from kvatlas.tier.row_frames import End
 from kvatlas.tier.staging_rows import StagingRows
 
 _LARGE_ROW = 1 << 20
-"""Size from which rows are moved one by one, which allows longer contiguous stretches."""
+"""Size in bytes from which rows are moved one by one, because that joins more runs."""
 
 _LONG_RUN = 4 << 10
-"""Mean size from which runs are worth sorting."""
+"""Mean size in bytes from which runs are worth sorting."""
 
 
 class NumberedRows:
@@ -46,7 +46,7 @@ class NumberedRows:
         return 0 if self._groups[need.group].kind == "recurrent" else need.entry
 
     def place(self, need: NeededBlock) -> tuple[int, int]:
-        """The pool of a row, and its number there."""
+        """Return the pool of a row, and its number there."""
         return self._groups[need.group].pool, self.numbers[need]
 
     def group(self, pool: int, number: int) -> int:
@@ -54,11 +54,11 @@ class NumberedRows:
         return self._group[pool, number]
 
     def block_bytes(self, pool: int) -> int:
-        """The bytes of a pool's rows."""
+        """Return the size of a pool's rows in bytes."""
         return self._block_bytes[pool]
 
     def tables(self) -> dict[int, list[int]]:
-        """Return a table for each group. Unneeded entries have a number that routes reject."""
+        """Return a table for each group. Unneeded entries are -1, which routes reject."""
         tables = {group: [-1] for group in range(len(self._groups))}
         for need, number in self.numbers.items():
             entry = self.entry(need)
@@ -69,7 +69,7 @@ class NumberedRows:
 
 
 class NumberedCopies:
-    """The runs of copies, by the number of the row at one of their ends."""
+    """The runs of copies, grouped by row. `end` is the end of the copies that is in rows."""
 
     def __init__(self, copies: Iterable[Copy], end: End, numbered: NumberedRows) -> None:
         self._end, self._numbered = end, numbered
@@ -101,13 +101,13 @@ class NumberedCopies:
         return np.concatenate(starts), np.concatenate(lengths)
 
     def objects(self, pool: int, number: int, staging: StagingRows) -> list[int]:
-        """Return the objects of a row that contain some of the runs."""
+        """Return the indices of a row's objects that contain bytes of the runs."""
         cut = staging.cut.groups[self._numbered.group(pool, number)]
         found: list[int] = np.flatnonzero(cut.overlap(*self.within(pool, number))).tolist()
         return found
 
     def at(self, places: Mapping[int, Mapping[int, int]], staging: StagingRows) -> list[Copy]:
-        """Return the copies of some rows. `places` maps pool and number to a staging row."""
+        """Return the copies of the rows in `places`: pool -> number -> index of a staging row."""
         moved = []
         for copy, row in self._sorted:
             pool = self._pool(copy)

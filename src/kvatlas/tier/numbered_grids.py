@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import Copy
 from kvatlas.tier.numbered_copies import NumberedRows
 from kvatlas.tier.row_frames import End
 from kvatlas.tier.staging_rows import StagingRows
@@ -29,14 +29,14 @@ class _Span(NamedTuple):
 
 
 class NumberedGrids:
-    """The spans of grids, by the number of the row at one of their ends."""
+    """The spans of grids, grouped by row. `end` is the end of the grids that is in rows."""
 
-    def __init__(self, grids: Iterable[RunGrid], end: End, numbered: NumberedRows) -> None:
+    def __init__(self, grids: Iterable[Copy], end: End, numbered: NumberedRows) -> None:
         self._end, self._numbered = end, numbered
         self._spans = [(grid, self._by_row(grid)) for grid in grids]
 
-    def _by_row(self, grid: RunGrid) -> dict[int, list[_Span]]:
-        """The spans of each row."""
+    def _by_row(self, grid: Copy) -> dict[int, list[_Span]]:
+        """Return the spans of each row, by number."""
         at, other = (grid.src, grid.dst) if self._end == "src" else (grid.dst, grid.src)
         number, begin = np.divmod(at, self._numbered.block_bytes(self._pool(grid)))
         columns = (number, begin, other, grid.length)
@@ -46,7 +46,7 @@ class NumberedGrids:
         return spans
 
     def objects(self, pool: int, number: int, staging: StagingRows) -> list[int]:
-        """Return the objects of a row that contain some of the runs."""
+        """Return the indices of a row's objects that contain bytes of the runs."""
         frame = staging.frames[self._numbered.group(pool, number)]
         found: set[int] = set()
         for grid, rows in self._spans:
@@ -56,11 +56,9 @@ class NumberedGrids:
                     found |= frame.starts_at(grid.starts, self._end, begin, length).objects
         return sorted(found)
 
-    def at(
-        self, places: Mapping[int, Mapping[int, int]], staging: StagingRows
-    ) -> list[RunGrid | Copy]:
-        """Return the runs of some rows. `places` maps pool and number to a staging row."""
-        moved: list[RunGrid | Copy] = []
+    def at(self, places: Mapping[int, Mapping[int, int]], staging: StagingRows) -> list[Copy]:
+        """Return the runs of the rows in `places`: pool -> number -> index of a staging row."""
+        moved: list[Copy] = []
         for grid, rows in self._spans:
             pool = self._pool(grid)
             alike: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -80,10 +78,10 @@ class NumberedGrids:
                     lengths = np.full(len(other), length)
                     ends = self._ends(to, other)
                     pools = (grid.src_pool, grid.dst_pool)
-                    moved.append(RunGrid(*pools, framed.starts, *ends, lengths))
+                    moved.append(Copy(*pools, *ends, lengths, starts=framed.starts))
         return moved
 
-    def _written_out(self, grid: RunGrid, begin: int, other: Int64s, length: int) -> Copy:
+    def _written_out(self, grid: Copy, begin: int, other: Int64s, length: int) -> Copy:
         """Expand spans of one length that all start at offset `begin` of their rows."""
         src, dst = self._ends(np.full(len(other), begin), other)
         some = replace(grid, src=src, dst=dst, length=np.full(len(other), length))
@@ -92,5 +90,5 @@ class NumberedGrids:
     def _ends(self, rows: Int64s, other: Int64s) -> tuple[Int64s, Int64s]:
         return (rows, other) if self._end == "src" else (other, rows)
 
-    def _pool(self, grid: RunGrid) -> int:
+    def _pool(self, grid: Copy) -> int:
         return grid.src_pool if self._end == "src" else grid.dst_pool

@@ -1,17 +1,17 @@
-"""The first bytes of every object: what it is, how long, and the checksum of what follows.
+"""The header of an object: its identity, its size and the checksum of its payload.
 
     0   8s   b"kvobject"
     8   u16  version, 1
-    10  u16  checksum: 1 for CRC-32 (that of zlib) of the payload
-    12  u32  which object of its row
-    16  u64  bytes of the payload
-    24  16s  the namespace
-    40  16s  the row
-    56  u32  the payload's checksum
-    60  u32  CRC-32 of the 60 bytes before
+    10  u16  checksum algorithm: 1 for CRC-32, as in zlib
+    12  u32  index of the object in its row
+    16  u64  size of the payload in bytes
+    24  16s  digest of the namespace
+    40  16s  digest of the row
+    56  u32  checksum of the payload
+    60  u32  CRC-32 of the preceding 60 bytes
 
-Numbers are little-endian. A reader knows all fields except the checksum beforehand, so it compares
-the header instead of parsing it.
+Numbers are little-endian. A reader can compute all fields except the payload's checksum, so it
+compares the header instead of parsing it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvatlas.copying.checksum import crc32
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.tier.stores import Parts
-from kvatlas.wire.checksum import crc32
-from kvatlas.wire.run_bounds import Bytes
 
 MAGIC, VERSION, CRC32 = b"kvobject", 1, 1
 _FIELDS = struct.Struct("<8sHHIQ16s16sI")
@@ -41,7 +41,7 @@ class ObjectPlace(NamedTuple):
 
 
 def checksum(parts: Parts) -> int:
-    """The checksum of a payload."""
+    """Return the checksum of a payload."""
     found = 0
     for part in parts:
         found = crc32(part.data, found)
@@ -49,7 +49,7 @@ def checksum(parts: Parts) -> int:
 
 
 def header(place: ObjectPlace, nbytes: int, crc: int) -> Bytes:
-    """The header of an object.
+    """Return the header of an object.
 
     >>> place = ObjectPlace(bytes(16), bytes(16), 0)
     >>> made = header(place, 4, checksum([np.arange(4, dtype=np.uint8)]))

@@ -68,17 +68,19 @@ def open_tier(
     known = _known(model)
     if not is_store(where):
         if options:
-            hint = f"Remove them, or use the address of a store: {', '.join(_SCHEMES)}"
+            hint = "Remove them, or use the address of a store, such as folder:///path"
             problem = "These options apply only to object stores"
-            raise AtlasError(Code.CONTRADICTORY, problem, got=sorted(options), hint=hint)
+            got = f"{', '.join(sorted(options))} for {str(where)!r}"
+            raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         if "://" in str(where):
             raise _unknown_kind(where)
         made = rows_of(known, block_size, max_len, memory)
         return Tier(made) if str(where) == IN_MEMORY else _open_file(Path(where), made, shared)
     if identity is None:
-        hint = "Pass CacheIdentity(weights=models.weights_identity(folder))"
-        problem = "A tier in a shared store requires an identity"
-        raise AtlasError(Code.CONTRADICTORY, problem, got=str(where), hint=hint)
+        hint = "Pass identity=CacheIdentity(weights=models.weights_identity(folder))"
+        problem = "A tier in an object store requires an identity"
+        got = f"no identity for {str(where)!r}"
+        raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
     about: dict[str, Any] = {"block_size": block_size, "max_len": max_len, **options}
     return open_store_tier(str(where), known, identity, **about)
 
@@ -117,7 +119,7 @@ def other_rows(
     block_size: int = BLOCK,
     max_len: int | None = None,
 ) -> OtherRows:
-    """Return the rows that engines with the source dtype of a conversion store.
+    """Return the plan of the rows that engines with the source dtype of `convert` have stored.
 
     >>> rows = other_rows("Qwen3-8B", Converting("fp8->bf16", src_scales=1.0), max_len=64)
     >>> rows.plan.regions[0].layers[0].spec.cache
@@ -132,9 +134,9 @@ def stored_as(model: Model, convert: Converting) -> Model:
     check_converting(convert)
     pairs = parse_conversion(convert.name)
     if len(pairs) > 1:
-        problem = "The conversion has several source formats, but only one is supported here"
+        problem = "A conversion for a tier must have one source format"
         hint = "Make a plan of the other engines' rows and pass other=OtherRows(plan, convert)"
-        raise AtlasError(Code.BAD_CONVERSION, problem, got=convert.name, hint=hint)
+        raise AtlasError(Code.BAD_CONVERSION, problem, got=repr(convert.name), hint=hint)
     ((source, _),) = pairs
     stored = model.with_cache(source)
     layers = map(_packed_alike, stored.layers, model.layers)
@@ -200,10 +202,11 @@ def open_store(where: str, *, create: bool = True, **instead: Any) -> ObjectStor
                 return FolderStore(address.netloc + address.path, create=create, **about)
             case "host":
                 return HostStore(**about)
-    except TypeError as problem:
+    except TypeError as fault:
+        problem = "The address of the store contains an unknown option"
+        got = str(fault).rpartition("argument ")[2]
         hint = "See docs/how-to/tiers.md for the options of each store"
-        problem_text = "The address of the store contains an unknown option"
-        raise AtlasError(Code.BAD_CONFIG, problem_text, got=str(problem), hint=hint) from None
+        raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint) from None
     raise _unknown_kind(where)
 
 

@@ -40,7 +40,7 @@ class PartSum(NamedTuple):
 
 
 class SummedStretches(NamedTuple):
-    """Stretches of a pool that were written, and the CRC-32 of each from `START` on."""
+    """Stretches of a pool that were written, and the CRC-32 of each with initial value `START`."""
 
     start: Int64s
     nbytes: Int64s
@@ -99,7 +99,7 @@ def _moved(remainders: Words, after: Int64s) -> Words:
 
 @lru_cache(_KEPT)
 def _tables(distances: bytes) -> Words:
-    """Return the effect of zero bytes on a remainder, for each of some ascending counts."""
+    """Return the effect of zero bytes on a remainder, for each of several ascending counts."""
     steps = np.diff(np.frombuffer(distances, np.int64), prepend=0).tolist()
     table = _BYTES.astype(np.uint32)
     made = np.empty((len(steps), *table.shape), np.uint32)

@@ -26,7 +26,7 @@ AnyTier = Tier | TierClient | StoreTier
 _AT_ONCE = 1024
 """Number of keys in one lookup."""
 _TRIES = 16
-"""Number of ends that are checked in all groups: some groups may have evicted theirs."""
+"""Maximum number of found ends that are checked in all groups, some of which may lack them."""
 _SECONDS = 2.0
 """Seconds after which the search for ends stops, if the tier is slow."""
 
@@ -82,7 +82,7 @@ class PrefixFinder:
         return tokens if self.partial else tokens // self.unit * self.unit
 
     def longest(self, chain: PrefixChain) -> int:
-        """Return the length of the longest stored prefix. `chain.keys` of it gives the keys."""
+        """Return the number of tokens of the longest stored prefix, to pass to `chain.keys`."""
         if self.partial:
             until, found = time.monotonic() + _SECONDS, 0
             for rows in self._rows:

@@ -36,6 +36,7 @@ class NeededBlock(NamedTuple):
 
     group: int
     entry: int
+    """Index of the block in the request."""
     key: bytes | None
     cover: Cover
     shape: tuple[Any, ...]
@@ -43,7 +44,10 @@ class NeededBlock(NamedTuple):
 
 
 class TierSpans:
-    """The tokens and blocks of each group of a tier that a request of another plan needs."""
+    """The tokens and blocks that a request needs in each group of a tier.
+
+    `other` is the plan of the cache that the request is stored from or fetched into.
+    """
 
     def __init__(self, tier: Plan, other: Plan) -> None:
         self.tier, self.other = tier, other
@@ -57,7 +61,7 @@ class TierSpans:
         self.visibilities = {group: sorted(own, key=str) for group, own in visibilities.items()}
 
     def recurrent(self, group: int) -> bool:
-        """Whether a group keeps recurrent states."""
+        """Return whether a group keeps recurrent states."""
         return self.tier.groups[group].kind == "recurrent"
 
     def touched(self, group: int, start: int, stop: int) -> tuple[int, int]:
@@ -78,7 +82,7 @@ class TierSpans:
     def of_group(
         self, group: int, start: int, stop: int, keys: Sequence[bytes | None]
     ) -> Iterator[NeededBlock]:
-        """The blocks of one group."""
+        """Yield the blocks of one group for tokens start .. stop - 1."""
         if start >= stop:
             return
         block = self.tier.groups[group].block
@@ -88,17 +92,17 @@ class TierSpans:
             yield NeededBlock(group, entry, key, Cover(0, stop), (group,))
             return
         spans = self._spans(group, start, stop)
-        # A block is said to have only what all layers of the group have of it.
+        # The cover of a block contains only tokens that all layers of the group have.
         first, last = max(one for one, _ in spans), min(two for _, two in spans)
         whole = Cover(0, block)
         all_whole = (whole,) * len(spans)
         for entry in range(first // block, -(-last // block)):
             begin = entry * block
-            cover, covers = whole, all_whole  # as nearly every block is
+            cover, covers = whole, all_whole  # the usual case
             if begin < first or begin + block > last:
                 covers = tuple(Cover(max(a - begin, 0), min(b - begin, block)) for a, b in spans)
                 cover = Cover(max(first - begin, 0), min(last - begin, block))
-            # Context parallelism deals tokens out by their place in the request.
+            # Context parallelism distributes tokens by their position in the request.
             where = begin if self.other.dcp > 1 else 0
             yield NeededBlock(group, entry, _at(keys, entry), cover, (group, where, covers))
 
@@ -112,7 +116,7 @@ class TierSpans:
 
     @property
     def step(self) -> int:
-        """The common multiple of all groups' block sizes in tokens."""
+        """The least common multiple of the block sizes of all groups without states, in tokens."""
         groups = self.tier.groups
         return lcm(*(g.block for i, g in enumerate(groups) if not self.recurrent(i)))
 
@@ -141,7 +145,7 @@ def keys_by_group(plan: Plan, keys: Any) -> dict[int, tuple[bytes | None, ...]]:
         if unknown:
             hint = f"Use groups 0..{len(groups) - 1} of the tier's plan"
             problem = "The tier has no such group"
-            raise AtlasError(Code.OUT_OF_RANGE, problem, got=unknown[:8], hint=hint)
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=f"groups {unknown[:8]}", hint=hint)
         by_group = {int(group): tuple(row) for group, row in keys.items()}
     elif len(sizes := {group.block for group in plan.groups}) > 1:
         problem = "The tier's groups have different block sizes, so each needs its own list of keys"
@@ -152,7 +156,7 @@ def keys_by_group(plan: Plan, keys: Any) -> dict[int, tuple[bytes | None, ...]]:
         by_group = dict.fromkeys(groups, tuple(keys))
     for key in (key for row in by_group.values() for key in row):
         if key is not None and not (isinstance(key, bytes) and 1 <= len(key) <= LONGEST_KEY):
-            problem = f"A key must be 1 to {LONGEST_KEY} bytes or None"
+            problem = f"A key must be None or a bytes object of 1 to {LONGEST_KEY} bytes"
             hint = "Use a digest of the tokens up to the end of the block"
             raise AtlasError(Code.BAD_SIZE, problem, got=repr(key)[:80], hint=hint)
     return by_group

@@ -28,7 +28,10 @@ _KEPT = 64
 
 
 class FramedStarts(NamedTuple):
-    """Starts of runs in staged rows, and their objects; None if a run crosses objects."""
+    """The starts of runs in staged rows, and the objects that contain the runs.
+
+    `starts` is None if a run crosses from one object into another.
+    """
 
     starts: Starts | None
     objects: frozenset[int]
@@ -57,7 +60,7 @@ class RowFrame:
         order = np.argsort(owner, kind="stable")
         length = (self._stops - self._starts)[order]
         places = np.empty_like(length)
-        # Stretches of all objects one behind the other, and as many headers before each.
+        # Stretches follow each other object by object, and each object follows its header.
         places[order] = np.cumsum(length) - length + HEADER * (1 + owner[order])
         self._shift = places - self._starts
         """The distance by which each stretch of a row is shifted."""
@@ -68,7 +71,7 @@ class RowFrame:
         return self._objects[index]
 
     def moved(self, copy: Copy, end: End, begin: Int64s | int, to: Int64s | int) -> Copy:
-        """A copy whose `end` is in rows that begin at `begin`, when these are staged at `to`.
+        """Translate a copy whose `end` is in rows at offset `begin` to the rows staged at `to`.
 
         `begin` and `to` are given for the row of each run, or once for all.
         """
@@ -89,7 +92,7 @@ class RowFrame:
         ascend at the destination, as those of a route do.
         """
         if starts.step < 1:
-            problem = "The destination starts of runs do not ascend"
+            problem = "The destination starts of runs must be ascending"
             got, hint = starts.dst[:8].tolist(), "Pass the starts of a route"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         at = begin + (starts.src if end == "src" else starts.dst)
@@ -104,7 +107,7 @@ class RowFrame:
         at = at + self._shift[first]
         if end == "src":
             return FramedStarts(Starts.of(at, starts.dst), objects)
-        order = np.argsort(at)  # objects may lie in another order than their bytes in a row
+        order = np.argsort(at)  # the order of objects may differ from that of their bytes in a row
         return FramedStarts(Starts.of(starts.src[order], at[order]), objects)
 
     def _cut(

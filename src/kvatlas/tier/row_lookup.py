@@ -32,7 +32,7 @@ class RowLookup:
         spans = self._spans
         ends: list[int] = [stop, *range((stop - 1) // spans.step * spans.step, start, -spans.step)]
         asked = Asked(self._traffic, spans, deadline)
-        # Groups that need everything say how far it can be at most.
+        # Groups that need every token give an upper bound.
         for group in spans.keeping_all:
             needs = list(spans.of_group(group, start, stop, keys.get(group, ())))
             asked.look_for(needs)
@@ -53,7 +53,10 @@ class RowLookup:
     def kept(
         self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
     ) -> list[bool]:
-        """Return, for each end of a request, whether a group's last row exists at least in part."""
+        """Return, for each (tokens, key), whether a group stores the last row of a request.
+
+        With `whole`, all objects of the row must exist. Otherwise the first object suffices.
+        """
         covers = [self._spans.covers_at_end(group, stop) for stop, _ in ends]
         rows = [
             RowName(group, key, cover)
@@ -76,10 +79,11 @@ class Asked:
         self.rows: dict[NeededBlock, RowName] = {}
         """The row that contains each found block."""
         self.missing = "absent"
+        """Why rows are missing: "incomplete" if a row has some of its objects, else "absent"."""
         self._known: dict[RowName, bool] = {}
 
     def look_for(self, needs: Iterable[NeededBlock]) -> None:
-        """Look up all rows that can serve some blocks, except those looked up before."""
+        """Look up the rows that can serve `needs`, except rows that were looked up before."""
         candidates = {need: self._candidates(need) for need in needs if need not in self.rows}
         unknown = dict.fromkeys(row for rows in candidates.values() for row in rows)
         new = [row for row in unknown if row not in self._known]

@@ -23,7 +23,7 @@ class RowMoves(Protocol):
     """The parts of each row that a rank needs, and how they are moved into its pools."""
 
     def objects(self, need: NeededBlock) -> list[int]:
-        """Return the objects of a row that the rank needs."""
+        """Return the indices of a row's objects that the rank needs."""
         ...
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
@@ -45,12 +45,12 @@ class CopiedRows:
         (self._storage, self._staging), self._read = staged, read
 
     def objects(self, need: NeededBlock) -> list[int]:
-        """Return the objects that contain runs of the copy."""
+        """Return the indices of a row's objects that contain bytes of the runs."""
         return self._copies.objects(*self._numbered.place(need), self._staging)
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
-        """Copy all runs of some rows."""
-        del needs  # the places say which
+        """Copy all runs of the staged rows."""
+        del needs  # `rows.places` lists the same rows
         self._storage.carry("fetch", self._copies.at(rows.places, self._staging), self._read)
 
 
@@ -72,7 +72,7 @@ class ConvertedRows:
         return self._stream.parts_of_entry(need.group, self._numbered.entry(need))
 
     def objects(self, need: NeededBlock) -> list[int]:
-        """Return the objects that contain cells to convert."""
+        """Return the indices of a row's objects that contain cells to convert."""
         starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         pool, number = self._numbered.place(need)
         begin = number * self._numbered.block_bytes(pool)
@@ -86,7 +86,7 @@ class ConvertedRows:
         return found
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
-        """Convert all cells of some rows."""
+        """Convert all cells of the rows in `needs`."""
         for need in needs:
             pool, number = self._numbered.place(need)
             begin = number * self._numbered.block_bytes(pool)

@@ -24,12 +24,13 @@ from kvatlas.planning import Plan, Region
 from kvatlas.planning.topology import stage_layers
 
 MOST_SHARDS = 16
-"""Default number of shards that rows are cut for: the most that engines use."""
+"""Upper limit of the default number of shards. Engines rarely use more ranks."""
 
 MOST_RANKS = 1024
+"""Maximum number of shards, and of stages."""
 
 Ranges = tuple[Int64s, Int64s]
-"""Starts and lengths, in ascending order, none touching the next."""
+"""Starts and lengths of ranges, in ascending order and with gaps between them."""
 
 
 class RowShare(NamedTuple):
@@ -38,7 +39,7 @@ class RowShare(NamedTuple):
     whole: tuple[int, ...]
     partly: tuple[int, ...]
     filled: bool
-    """Whether it contributes every byte of its complete objects, including unneeded bytes."""
+    """Whether the rank fills its whole objects completely, including bytes that are not needed."""
 
 
 class GroupObjects:
@@ -50,7 +51,7 @@ class GroupObjects:
         order = np.argsort(starts, kind="stable")
         starts, stops, owners = starts[order], (starts + lengths)[order], np.concatenate(owner)
         owners = owners[order]
-        # Padding between two stretches of one object joins them: longer and fewer are faster.
+        # Stretches of one object are merged across padding: fewer, longer stretches are faster.
         first = np.flatnonzero(np.diff(owners, prepend=-1))
         last = np.append(first[1:], len(owners)) - 1
         self._starts, self._stops, self._owner = starts[first], stops[last], owners[first]
@@ -70,7 +71,7 @@ class GroupObjects:
         return self._starts, self._stops, self._owner
 
     def overlap(self, start: Int64s, length: Int64s) -> Int64s:
-        """Return how many bytes of each object are in some ranges of a row."""
+        """Return how many bytes of each object the given ranges of a row contain."""
         if not len(start):
             return np.zeros(len(self), np.int64)
         start, length = join_ranges(start, length)
@@ -80,10 +81,10 @@ class GroupObjects:
         return np.bincount(self._owner, inside, len(self)).astype(np.int64)
 
     def share(self, brought: Ranges, needed: Ranges, *, first: bool) -> RowShare:
-        """Return the objects of a rank that contributes some of the needed ranges.
+        """Return the objects of a rank, from the ranges that it contributes and those needed.
 
-        The first rank contributes objects of which nothing is needed, so that every row has all of
-        its objects.
+        The `first` rank also contributes objects of which nothing is needed, so that every row has
+        all of its objects.
         """
         mine, all_of = self.overlap(*brought), self.overlap(*needed)
         whole = (mine == all_of) & ((all_of > 0) | first)
@@ -107,14 +108,15 @@ class RowObjects:
         self.plan = plan
         self.shards = _most_shards(plan) if shards is None else shards
         self.stages = stages
-        if not (1 <= self.shards <= MOST_RANKS and 1 <= stages <= MOST_RANKS):
-            problem = "The number of shards or stages is out of range"
-            got, hint = f"{shards} shards, {stages} stages", f"Use 1 to {MOST_RANKS} of each"
-            raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
+        for name, count in (("shards", self.shards), ("stages", stages)):
+            if not 1 <= count <= MOST_RANKS:
+                problem = f"The number of {name} must be between 1 and {MOST_RANKS}"
+                hint = f"Open the tier with another value of {name}="
+                raise AtlasError(Code.OUT_OF_RANGE, problem, got=count, hint=hint)
         self.groups = [self._group(index) for index in range(len(plan.groups))]
 
     def _group(self, group: int) -> GroupObjects:
-        """Return the bytes of a row by the ranks that would hold them, first ranks first."""
+        """Return the objects of a group's rows: the bytes that the same ranks would hold."""
         held: dict[tuple[int, tuple[int, ...]], list[Ranges]] = defaultdict(list)
         for region in self.plan.regions:
             if region.group == group:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any, NamedTuple
 
+from kvatlas.copying.memory_copy import is_on_gpu
 from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.ingest import Ingest
 from kvatlas.tier.namespaces import RowName
@@ -18,7 +19,6 @@ from kvatlas.tier.row_traffic import RowTraffic, StagedObject
 from kvatlas.tier.storage import TierStorage, Write
 from kvatlas.tier.store_calls import Deadline
 from kvatlas.tier.store_hit import batches
-from kvatlas.wire.memory_copy import is_on_gpu
 
 Puts = dict[Future[list[str]], list[RowName]]
 """Writes in flight, and the rows of each."""
@@ -29,7 +29,7 @@ _AHEAD = 3
 
 
 class BoundStore(NamedTuple):
-    """The runs of a rank's part, its share of rows of each shape, and how they are read."""
+    """A rank's part of a request: its runs, its objects by row shape, and how pools are read."""
 
     runs: NumberedCopies | NumberedGrids
     shares: Mapping[Any, RowShare]
@@ -54,7 +54,7 @@ class RowStoring:
     def bind(
         self, blocks: Any, tokens: tuple[int, int], storage: TierStorage, pools: Mapping[int, Any]
     ) -> BoundStore:
-        """Bind the copies of the pools; raises an error if the rank holds a part of an object."""
+        """Bind the runs from the pools. Raises if the rank holds only a part of an object."""
         with storage.metrics.phase("bind"):
             about = (self._rank, blocks, tokens, self._numbered.numbers)
             runs: NumberedCopies | NumberedGrids
@@ -107,15 +107,16 @@ class RowStoring:
         return under_way, no_room
 
     def _share(self, group: int, brought: Any, needed: Any) -> RowShare:
-        """Return the rank's objects in a group's rows; raises an error if it holds only a part."""
+        """Return the rank's objects in a group's rows. Raises if it holds only a part of one."""
         cut = self._traffic.names.cut
         first = self._rank == self._ingest.sources[0]
         share = cut.groups[group].share(brought, needed, first=first)
         if share.partly:
             src = self._ingest.route.src
             problem = "A rank of this topology holds only a part of some objects of the tier"
-            got = f"tp {src.tp}, pp {src.pp}, dcp {src.dcp}; "
-            got += f"rows cut for {cut.shards} shards and {cut.stages} stages"
-            hint = "On the whole fleet, open the tier with shards= a multiple of tp, and stages= pp"
+            got = f"tp={src.tp}, pp={src.pp}, dcp={src.dcp} for a tier with "
+            got += f"shards={cut.shards}, stages={cut.stages}"
+            hint = f"In all engines, open the tier with shards= a multiple of {src.tp} and "
+            hint += f"stages={src.pp}"
             raise AtlasError(Code.BAD_TOPOLOGY, problem, got=got, hint=hint)
         return share

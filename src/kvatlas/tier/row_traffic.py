@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.namespaces import LEVELS, Namespace, RowName
 from kvatlas.tier.object_header import HEADER, ObjectPlace, checksum, header, is_sound
@@ -20,7 +21,6 @@ from kvatlas.tier.row_objects import RowShare
 from kvatlas.tier.staging_rows import RowLease, StagingRows
 from kvatlas.tier.store_calls import Deadline, StoreCalls
 from kvatlas.tier.stores import ABSENT, ObjectStore
-from kvatlas.wire.run_bounds import Bytes
 
 _REMEMBERED = 4096
 """Number of cached (row shape, rank) pairs with their objects."""
@@ -71,7 +71,7 @@ class RowTraffic:
         self._marking: Future[None] | None = None
         self._shares: dict[tuple[int, int, Any], RowShare] = {}
 
-    # -- what there is ------------------------------------------------------------------
+    # -- lookups ------------------------------------------------------------------------
 
     def present(self, rows: Sequence[RowName], deadline: Deadline) -> list[tuple[bool, bool]]:
         """Return for each row whether all of its objects exist, and whether any does."""
@@ -86,8 +86,8 @@ class RowTraffic:
     ) -> list[bool]:
         """Return for each row whether all objects that a rank contributes exist.
 
-        `source` is the number of an ingest, and the rank. A rank's objects are known once it has
-        stored a row. Before that, all objects are looked up.
+        `source` is (number of the ingest, rank). Which objects a rank contributes is known once it
+        has stored a row of the same shape. Before that, all objects of the row are looked up.
         """
         names = []
         for need, row in rows.items():
@@ -144,7 +144,7 @@ class RowTraffic:
         """Forget that marks were written, so that the next store writes them again."""
         self._marked_until = 0.0
 
-    # -- rows on their way --------------------------------------------------------------
+    # -- rows in flight -----------------------------------------------------------------
 
     def stage(self, numbers: Mapping[NeededBlock, int], deadline: Deadline) -> StagedRows | None:
         """Lease staging memory for rows; None if none becomes free in time."""
@@ -161,7 +161,7 @@ class RowTraffic:
     def staged(
         self, row: RowName, number: int, rows: StagedRows, indices: Sequence[int]
     ) -> list[StagedObject]:
-        """Return some objects of a staged row."""
+        """Return the objects of a staged row that have the given indices."""
         pool = self._pool_of[row.group]
         memory, frame = self.staging.row(pool, rows.places[pool][number]), self.frame(row.group)
         names, mine, digest = self.names.objects(row), self.names.digest, row.digest
@@ -189,11 +189,11 @@ class RowTraffic:
         return self.calls.start(call)
 
     def get(self, objects: Sequence[StagedObject]) -> Future[None]:
-        """Start reading objects. The result is an error if one is missing or damaged."""
+        """Start reading objects. The future raises an error if one is missing or damaged."""
 
         def call() -> None:
             for one in objects:
-                one.header[:] = 0  # what an earlier object left here proves nothing
+                one.header[:] = 0  # the header of an earlier object must not pass the check
             sizes = self._as_many(self.store.get([one.parts for one in objects]), objects)
             gone = [one.name for one, size in zip(objects, sizes, strict=True) if size == ABSENT]
             if gone:
@@ -218,12 +218,13 @@ class RowTraffic:
         started.add_done_callback(lambda _: self.staging.give_back(lease))
 
     def _as_many(self, answers: object, asked: Sequence[object]) -> list[object]:
-        """Check that a store returned one answer per object."""
+        """Return the results of a store's call. Raises unless it is a list of one per object."""
         if isinstance(answers, list) and len(answers) == len(asked):
             return answers
-        problem = "The store did not return one answer per object"
-        got = f"{type(answers).__name__} for {len(asked)} objects"
-        hint = "Check the version of the store"
+        problem = "The store must return a list with one result per object"
+        results = f"{len(answers)} results" if isinstance(answers, list) else type(answers).__name__
+        got = f"{results} for {len(asked)} objects"
+        hint = "Check that the store implements ObjectStore, and the version of its client"
         raise AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint)
 
     def zero(self, row: RowName, number: int, rows: StagedRows) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.tier.row_frames import RowFrame
 from kvatlas.tier.row_objects import RowObjects
 from kvatlas.tier.store_calls import Deadline
-from kvatlas.wire.run_bounds import Bytes
 
 _LEASES = 8
 """Number of leases that fit into staging memory at once."""
@@ -74,7 +74,7 @@ class StagingRows:
             self._changed.notify_all()
 
     def idle(self) -> bool:
-        """Whether no row is leased."""
+        """Return whether no row is leased."""
         with self._changed:
             return self._has(self.rows)
 

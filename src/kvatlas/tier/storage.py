@@ -9,9 +9,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kvatlas.copying.block_staging import BlockStaging
+from kvatlas.copying.cuda_driver import load_driver
+from kvatlas.copying.gpu_offload import GpuOffload, HostPins
+from kvatlas.copying.memory_copy import gpu_pools, is_on_gpu, rank_pools
+from kvatlas.copying.nested_copy import copy_pools
+from kvatlas.copying.run_bounds import Bytes
+from kvatlas.copying.stream_copy import convert_parts
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import Copy
 from kvatlas.routing.converted_stream import CELLS, ConvertedPart
 from kvatlas.tier.file import TierFile
 from kvatlas.tier.file_pieces import grid_pieces
@@ -19,22 +26,15 @@ from kvatlas.tier.index import PartSums, TierBlock
 from kvatlas.tier.ingest import Delivery, Ingest, Shape
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.wire import Memory, Metrics
-from kvatlas.wire.block_staging import BlockStaging
-from kvatlas.wire.gpu_offload import GpuOffload, HostPins
-from kvatlas.wire.memory_copy import copy_pools, gpu_pools, is_on_gpu, rank_pools
-from kvatlas.wire.nested_copy import move_pools
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.stream_copy import convert_parts
-from kvatlas.wire.transports.cuda_driver import load_driver
 
 Carry = Callable[[Sequence[Copy]], None]
 """Executes copies with any transport and returns when all bytes have arrived."""
 
 StoredPart = tuple[int, Any, tuple[int, int], Mapping[NeededBlock, int]]
-"""A stored part: the rank, its blocks, the tokens, and the tier's blocks for them."""
+"""One rank's part of a store: the rank, its blocks, the token range, and the tier's block ids."""
 
 Read = Callable[[Sequence[Any]], None]
-"""Executes copies from a tier, and between memory also grids of runs."""
+"""Executes copies from a tier, which may be grids of runs if `takes_sums` is true."""
 
 Write = Callable[[Sequence[Any]], PartSums | None]
 """Executes copies into a tier and returns the known contributions to block checksums."""
@@ -51,7 +51,7 @@ class TierStorage:
         verify_always: bool,
         plan: Plan | None = None,
     ) -> None:
-        """`plan` is the tier's plan, if the pools contain its blocks."""
+        """Pass the tier's `plan` if the pools hold its blocks. Staging pools for rows do not."""
         self._pools, self._file, self._verify_always = dict(pools), file, verify_always
         sizes = {pool.index: pool.block_bytes for pool in plan.pools} if plan else {}
         self._block_bytes = sizes
@@ -64,26 +64,28 @@ class TierStorage:
 
     @property
     def pools(self) -> dict[int, Bytes]:
-        """The memory of the blocks by pool. For a file, the staging memory of a `carry`."""
+        """The memory of the blocks by pool. For a file: the staging memory that `carry` uses."""
         return self._pools if self._file is None else self._file.window.pools
 
     # -- moving bytes -------------------------------------------------------------------
 
     def writing(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Write:
-        """Return a function that copies from accessible memory into the tier."""
+        """Return a function that copies from the given pools of a rank into the tier."""
         if is_on_gpu(pools):
             return self.carried(self.offload(plan, rank, pools).store)
         if self._file is None:
-            return lambda moves: move_pools(moves, rank_pools(plan, rank, pools), self._pools)
+            return lambda moves: copy_pools(moves, rank_pools(plan, rank, pools), self._pools)
         write = self._file.write
         return lambda copies: write(copies, rank_pools(plan, rank, pools))
 
     def store_runs(
         self, ingest: Ingest, about: StoredPart, plan: Plan, pools: Mapping[int, Any]
     ) -> tuple[PartSums, dict[Shape, Delivery]]:
-        """Store a rank's part from accessible memory and return its contributions.
+        """Store a rank's part from the given pools.
 
-        Memory, and a file with long stretches, take grids of runs, which are smaller than copies.
+        Returns the known contributions to block checksums, and the byte ranges that the rank has
+        contributed to blocks of each shape. If the tier is in memory, or in a file that is written
+        in long stretches, the copies are grids of runs, which are not expanded.
         """
         file, rank = self._file, about[0]
         if not is_on_gpu(pools):
@@ -92,30 +94,32 @@ class TierStorage:
             if file is None:
                 return self.carry("store", grids, self.writing(plan, rank, pools)), brought
             if all(map(grid_pieces, grids)):
-                held = rank_pools(plan, rank, pools)
-                write = partial(file.write_grids, pools=held)
+                write = partial(file.write, pools=rank_pools(plan, rank, pools))
                 return self.carry("store", grids, write), brought
         with self.metrics.phase("bind"):
             copies, brought = ingest.copies(*about)
         return self.carry("store", copies, self.writing(plan, rank, pools)), brought
 
     def takes_sums(self, pools: Mapping[int, Any] | None) -> bool:
-        """Return whether `reading` takes grids of runs, as for memory of this process."""
+        """Return whether `reading` takes copies that are grids of runs: true for host memory."""
         return not is_on_gpu(pools)
 
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Read:
-        """Return a function that copies from the tier into accessible memory."""
+        """Return a function that copies from the tier into the given pools of a rank."""
         if is_on_gpu(pools):
             return self.offload(plan, rank, pools).fetch
         if self._file is None:
-            return lambda moves: move_pools(moves, self._pools, rank_pools(plan, rank, pools))
-        read = self._file.read_grids
-        return lambda grids: read(grids, rank_pools(plan, rank, pools))
+            return lambda moves: copy_pools(moves, self._pools, rank_pools(plan, rank, pools))
+        read = self._file.read
+        return lambda copies: read(copies, rank_pools(plan, rank, pools))
 
     def offload_of_sums(
         self, plan: Plan, rank: int, pools: Mapping[int, Any] | None
     ) -> GpuOffload | None:
-        """Return what moves grids between GPU pools and pinned memory; None for other memory."""
+        """Return the offload that moves grids between GPU pools and the tier's pinned memory.
+
+        Return None if the pools are not on a GPU or the tier's memory is not pinned.
+        """
         if pools is None or not is_on_gpu(pools):
             return None
         made = self.offload(plan, rank, pools)
@@ -124,7 +128,7 @@ class TierStorage:
     def offload(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> GpuOffload:
         """Return the offload between a rank's GPU pools and the memory of the blocks."""
         memory = gpu_pools(plan, rank, pools)
-        # Memory that stands for a file is mostly not there, and shall not be.
+        # The staging memory of a file is mostly unallocated. Pinning would allocate all of it.
         pinned = self._file is None and self._pins.pin(self._pools)
         return self._offload(memory, self.pools, pinned=pinned)
 
@@ -155,15 +159,18 @@ class TierStorage:
         return through_window
 
     def load(self, copies: Sequence[Copy], loaded: ExitStack) -> None:
-        """Read the sources of copies from the file into staging memory, released with `loaded`."""
+        """Read the sources of copies from the file, if any, into staging memory.
+
+        Closing `loaded` releases the staging memory.
+        """
         file = self._file
         if file is not None:
             loaded.enter_context(file.window.used())
             within = [replace(c, dst_pool=c.src_pool, dst=c.src) for c in copies]
             file.read(within, file.window.pools)
 
-    def carry(self, phase: str, moves: Sequence[Copy | RunGrid], carry: Write) -> PartSums:
-        """Execute and count copies, and return the known contributions to block checksums."""
+    def carry(self, phase: str, moves: Sequence[Copy], carry: Write) -> PartSums:
+        """Execute copies, count them, and return the known contributions to block checksums."""
         with self.metrics.phase(phase):
             known = carry(moves)
         nbytes, descriptors = sum(move.nbytes for move in moves), sum(map(len, moves))
@@ -178,7 +185,10 @@ class TierStorage:
         pools: Mapping[int, Any],
         moved: Callable[[Copy], Copy] | None = None,
     ) -> None:
-        """Convert cells of the tier into a rank's pools. `moved` translates their addresses."""
+        """Convert cells of the tier into a rank's pools.
+
+        `moved` translates copies to the current addresses of the cells in the tier's memory.
+        """
         file = self._file
 
         def gather(copies: Sequence[Copy], cells: Bytes) -> None:
@@ -202,13 +212,13 @@ class TierStorage:
     # -- whole blocks -------------------------------------------------------------------
 
     def commit(self, blocks: Sequence[TierBlock]) -> None:
-        """Write the records of complete blocks."""
+        """Write the records of complete blocks to the file, if there is one."""
         if self._file is not None and blocks:
             with self.metrics.phase("commit"):
                 self._file.commit(blocks)
 
     def damaged(self, blocks: Sequence[TierBlock]) -> list[TierBlock]:
-        """Return the blocks whose checksum does not match."""
+        """Return the blocks of a file whose checksum does not match."""
         if self._file is None:
             return []
         doubted = [block for block in blocks if self._verify_always or not block.verified]
@@ -224,11 +234,11 @@ class TierStorage:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Keep the storage open during the context; raises an error if it is closed."""
+        """Keep the storage open during the context. Raises an error if it is already closed."""
         with self._idle:
             if not self._open:
-                problem = "The tier is closed"
-                raise AtlasError(Code.UNREADABLE, problem, got="a call", hint="Open it again")
+                problem, hint = "The tier is closed", "Open the tier again"
+                raise AtlasError(Code.UNREADABLE, problem, got="a call after close()", hint=hint)
             self._busy += 1
         try:
             yield

@@ -34,8 +34,9 @@ class Deadline:
     def passed(self) -> AtlasError:
         """Return the error to raise after the deadline."""
         hint = "Compute the tokens instead, or open the tier with a larger deadline="
-        problem = "The store did not answer in time"
-        return AtlasError(Code.DEADLINE, problem, got=f"{self.seconds:g} seconds", hint=hint)
+        problem = "The store did not respond in time"
+        got = f"no result within {self.seconds:g} seconds"
+        return AtlasError(Code.DEADLINE, problem, got=got, hint=hint)
 
 
 class StoreCalls:
@@ -72,13 +73,14 @@ class StoreCalls:
             thread.start()
 
     def start(self, call: Callable[[], T]) -> Future[T]:
-        """Start a call in a thread. Every started call is made, cancelled or rejected."""
+        """Queue a call and return its future, which fails if this object is closed."""
         made: Future[T] = Future()
         with self._changed:
             if self._closing:
                 hint = "Open the store again"
                 problem = "The store is closed"
-                refusal = AtlasError(Code.WIRE_FAILED, problem, got="a call", hint=hint)
+                got = "a call after close()"
+                refusal = AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint)
                 made.set_exception(refusal)
                 return made
             self._waiting[made] = call
@@ -99,11 +101,12 @@ class StoreCalls:
             raise
         except Exception as problem:
             got = f"{type(problem).__name__}: {problem}"
-            hint = "Check that the store is running, and its log"
-            raise AtlasError(Code.WIRE_FAILED, "The store failed", got=got, hint=hint) from problem
+            hint = "Check that the store is running, and read its log"
+            text = "A call of the store failed"
+            raise AtlasError(Code.WIRE_FAILED, text, got=got, hint=hint) from problem
 
     def close(self, deadline: Deadline) -> bool:
-        """End the threads when their calls end, and return whether all have ended in time."""
+        """Finish all queued calls, end the threads, and return whether that was done in time."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -112,7 +115,7 @@ class StoreCalls:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _withdraw(self, started: Future[Any]) -> None:
-        """Remove a call that has not begun. Otherwise calls would pile up if the store hangs."""
+        """Cancel a call that has not begun, so that calls do not pile up while the store hangs."""
         if started.cancel():
             with self._changed:
                 mine = self._waiting.pop(started, None) is not None
@@ -127,7 +130,7 @@ class StoreCalls:
     def _yield(self) -> None:
         """Lower this thread's priority permanently."""
         thread = threading.get_native_id()
-        with suppress(OSError):  # a system whose threads have no priority of their own
+        with suppress(OSError):  # the system does not support priorities of threads
             niceness = os.getpriority(os.PRIO_PROCESS, thread) + self._nice
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
@@ -139,5 +142,5 @@ class StoreCalls:
             if made.set_running_or_notify_cancel():
                 try:
                     made.set_result(call())
-                except BaseException as problem:  # told to whoever waits
+                except BaseException as problem:  # `result` raises it in the caller's thread
                     made.set_exception(problem)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kvatlas.copying.memory_copy import is_on_gpu
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.routing.block_tables import checked_rank
@@ -20,7 +21,6 @@ from kvatlas.tier.row_moves import ConvertedRows, CopiedRows, RowMoves
 from kvatlas.tier.row_traffic import RowTraffic, StagedRows
 from kvatlas.tier.storage import TierStorage
 from kvatlas.tier.store_calls import Deadline
-from kvatlas.wire.memory_copy import is_on_gpu
 
 _AHEAD = 3
 """Number of batches that are prefetched while one is copied."""
@@ -46,7 +46,9 @@ class StoreHit:
     _plan: Plan
     """The tier's plan."""
     _seconds: float
+    """Time limit of a fetch."""
     _missed: Callable[[AtlasError], None]
+    """Counts a failed fetch."""
     _convert: Converting | None = None
     """The conversion of the rows to the cache's dtype. A fetch may override it."""
 
@@ -60,12 +62,12 @@ class StoreHit:
         start: int | None = None,
         convert: Converting | None = None,
     ) -> None:
-        """Fetch the tokens from `start` on into one rank's blocks; earlier tokens are unchanged.
+        """Fetch the tokens into one rank's blocks.
 
-        With `convert`, layers that the rank stores in another dtype are converted. Rows are
-        fetched in batches, and the next batches are prefetched while one is copied. Each row is
-        verified before it is copied. If a row fails, some blocks may have been overwritten, and
-        their tokens must be computed.
+        If `start` is given, tokens before it are left unchanged. With `convert`, layers whose dtype
+        in the rank's cache differs are converted. Rows are fetched in batches, and the next batches
+        are prefetched while one is copied. Each row is verified before it is copied. If a row
+        fails, some blocks may have been overwritten, and their tokens must be computed.
         """
         with self._storage.using():
             rank = checked_rank(plan, rank, "destination")
@@ -103,7 +105,7 @@ class StoreHit:
         try:
             while waiting or under_way:
                 while waiting and len(under_way) < _AHEAD:
-                    # Who holds rows does not wait for more: others may do the same.
+                    # Do not wait for more rows while holding some: two fetches could deadlock.
                     rows = traffic.stage(waiting[0], Deadline(0) if under_way else deadline)
                     if rows is None:
                         break
@@ -121,7 +123,7 @@ class StoreHit:
     def _start(
         self, numbers: Mapping[NeededBlock, int], moves: RowMoves, rows: StagedRows
     ) -> _Batch:
-        """Start reading the objects of some rows that this rank needs."""
+        """Start reading the objects that this rank needs of the rows in `numbers`."""
         wanted = []
         for need, number in numbers.items():
             wanted += self._traffic.staged(self.rows[need], number, rows, moves.objects(need))

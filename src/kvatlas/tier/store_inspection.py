@@ -17,18 +17,18 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.tier.namespaces import LEVELS, ROOT, parse_name, row_digest
 from kvatlas.tier.object_header import HEADER, ObjectPlace, is_sound
 from kvatlas.tier.row_objects import RowObjects
 from kvatlas.tier.stores import ABSENT, ObjectStore
-from kvatlas.wire.run_bounds import Bytes
 
 LARGEST = 1 << 32
 """Size limit of objects that are read, in bytes."""
 _NO_ARCHIVE = (OSError, tarfile.TarError, ValueError, OverflowError, MemoryError)
-"""Errors that a file raises that is not a valid archive."""
+"""Errors that are raised while an invalid archive is read."""
 _MARK = f"{ROOT}/{{}}/marks/{{}}"
 _MARK_NAME = re.compile(_MARK.format("[0-9a-f]{32}", "([0-9a-f]{32})"))
 
@@ -134,13 +134,17 @@ def export_objects(store: ObjectStore, path: Path) -> int:
 
 
 def import_objects(store: ObjectStore, path: Path) -> Verdict:
-    """Put the objects of a tar file into a store, except those that fail verification."""
+    """Put the objects of a tar file into a store.
+
+    Returns the number of stored objects, and the names of those that failed verification or found
+    no space.
+    """
     sound, refused, path = 0, [], Path(path)
     try:
         with tarfile.open(path, "r:") as archive:
             for about in archive:
                 content = archive.extractfile(about) if about.isfile() else None
-                # A sparse file says that it is as large as it likes.
+                # The header of a sparse member can claim any size.
                 if content is None or about.size > min(LARGEST, path.stat().st_size):
                     refused.append(about.name)
                     continue
@@ -149,12 +153,12 @@ def import_objects(store: ObjectStore, path: Path) -> Verdict:
                     sound += 1
                 else:
                     refused.append(about.name)
-    except AtlasError:  # the store's
+    except AtlasError:  # raised by the store
         raise
-    except _NO_ARCHIVE as problem:
-        hint = "Use a file written by `kvatlas tier export`"
-        why = str(problem) or type(problem).__name__
-        raise AtlasError(Code.UNREADABLE, got=f"{path}: {why}", hint=hint) from None
+    except _NO_ARCHIVE as fault:
+        problem, hint = "The archive cannot be read", "Use a file written by `kvatlas tier export`"
+        why = str(fault) or type(fault).__name__
+        raise AtlasError(Code.UNREADABLE, problem, got=f"{path}: {why}", hint=hint) from None
     return Verdict(sound, refused)
 
 
@@ -180,14 +184,14 @@ def _complete(names: list[str], cut: RowObjects | None) -> bool:
 
 
 def _cut(store: ObjectStore, tenant: str, namespace: str) -> RowObjects | None:
-    """Return how the rows of a namespace are cut, or None without a valid mark."""
+    """Return how the rows of a namespace are cut, or None if it has no valid mark."""
     found = _read(store, name := _MARK.format(tenant, namespace))
     if found is None or not _is_sound(name, found):
         return None
     try:
         said = msgspec.json.decode(found[HEADER:].tobytes(), type=_RowFormat)
         return RowObjects(Plan.from_json(bytes(said.plan)), said.shards, said.stages)
-    except (msgspec.DecodeError, AtlasError, RecursionError):  # by whoever may write there
+    except (msgspec.DecodeError, AtlasError, RecursionError):  # written by another program
         return None
 
 

@@ -90,7 +90,11 @@ class StoreTier:
         deadline: float = 5.0,
         other: OtherRows | None = None,
     ) -> None:
-        """Use a store. `deadline` is the time limit of each call in seconds, also of a whole fetch.
+        """Open a tier in a store.
+
+        Each call, including a whole fetch, takes at most `deadline` seconds. `staging` is the
+        number of bytes for rows in flight. `shards` and `stages` determine how rows are cut into
+        objects (see `RowObjects`) and must be the same in all engines that share rows.
 
         With `other`, lookups also search rows of another cache dtype, and use them if they cover
         more tokens. They are converted when they are fetched. New rows are always stored in the
@@ -180,14 +184,14 @@ class StoreTier:
         return not wait_for(under_way, patience).not_done
 
     def idle(self) -> bool:
-        """Whether no read or write is in flight."""
+        """Return whether no read or write is in flight."""
         return all(rows.staging.idle() for rows in self._rows)
 
     def _not_brought(
         self, rows: Mapping[NeededBlock, RowName], ingest: Ingest, rank: int, deadline: Deadline
     ) -> dict[NeededBlock, RowName]:
         """Return the rows to which this rank has yet to contribute objects."""
-        if rank not in ingest.sources:  # others bring what this one also holds
+        if rank not in ingest.sources:  # other ranks store the same data
             return {}
         there = self._traffic.brought(rows, (ingest.number, rank), deadline)
         pairs = zip(rows.items(), there, strict=True)
@@ -229,7 +233,7 @@ class StoreTier:
     def match(self, keys: Keys, tokens: Any, *, convert: bool = True) -> int:
         """Return how many tokens can be fetched: all of them, or a number of whole blocks.
 
-        If the store fails or times out, only tokens count that it reported before. With
+        If the store fails or times out, only tokens that were found before count. With
         `convert=False`, rows of another cache dtype do not count.
         """
         with self._storage.using():
@@ -249,7 +253,7 @@ class StoreTier:
         whole: bool = False,
         other: bool = False,
     ) -> list[bool]:
-        """Return, for each (tokens, key), whether the group stores the row where a request ends.
+        """Return, for each (tokens, key), whether the group stores the last row of a request.
 
         `tokens` is the length of the request, and `key` identifies its last block. Unless `whole`
         is set, the row may lack objects that other ranks have yet to store. With `other`, search
@@ -267,7 +271,7 @@ class StoreTier:
 
     @contextmanager
     def pin(self, keys: Keys, tokens: Any) -> Iterator[StoreHit]:
-        """Find the stored rows of some tokens, for any number of ranks to fetch.
+        """Find the stored rows of `tokens`. Any number of ranks can fetch them.
 
         An object store cannot pin rows: they may be evicted before they are fetched.
         """
@@ -288,9 +292,9 @@ class StoreTier:
         keys: Keys,
         convert: Converting | None = None,
     ) -> None:
-        """Fetch tokens into a rank's blocks, or raise an error if some tokens are missing.
+        """Fetch tokens into a rank's blocks. Raises an error if the store lacks some of them.
 
-        With `convert`, layers that the rank stores in another dtype are converted. If the fetch
+        With `convert`, layers whose dtype in the rank's cache differs are converted. If the fetch
         fails halfway, some blocks have been overwritten.
         """
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))

@@ -24,7 +24,7 @@ from kvatlas.tier.stores import ObjectStore
 
 
 class OtherRows(NamedTuple):
-    """The plan of rows that engines with another cache dtype store, and their conversion."""
+    """Rows stored by engines with another cache dtype: their plan and their conversion."""
 
     plan: Plan
     convert: Converting
@@ -50,7 +50,7 @@ class StoredRows:
         staging: int,
         convert: Converting | None = None,
     ) -> None:
-        """`cut` is the number of shards and stages; `staging` is the memory for rows in flight."""
+        """`cut` is (shards, stages). `staging` is the number of bytes for rows in flight."""
         check_tier_plan(plan)
         self.plan, self._convert = plan, convert
         objects = RowObjects(plan, *cut)
@@ -64,13 +64,13 @@ class StoredRows:
         self._routes = TierRoutes(with_room(plan))
 
     def find(self, start: int, stop: int, keys: Mapping[int, Any], deadline: Deadline) -> FoundRows:
-        """Find the longest stored prefix of some tokens."""
+        """Find the longest stored prefix of a request for its tokens start .. stop - 1."""
         return FoundRows(*self._lookup.longest(start, stop, keys, deadline))
 
     def kept(
         self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
     ) -> list[bool]:
-        """Return, for each (tokens, key), whether a group stores the row where a request ends."""
+        """Return, for each (tokens, key), whether a group stores the last row of a request."""
         return self._lookup.kept(group, ends, deadline, whole=whole)
 
     def hit(
@@ -97,14 +97,19 @@ def check_alike(plan: Plan, other: OtherRows) -> None:
         )
         for made in (plan, other.plan)
     )
-    if mine != theirs or other.plan.max_len < plan.max_len:
-        problem = "Rows of the two dtypes must have the same blocks and maximum length"
+    if mine != theirs:
+        problem = "Rows of the two dtypes must have the same layers, groups and block sizes"
         sizes = [[group.block for group in made.groups] for made in (plan, other.plan)]
-        got = f"blocks of {sizes[0]} and {sizes[1]} tokens"
+        got = f"{len(mine)} layers in groups with blocks of {sizes[0]} tokens, and "
+        got += f"{len(theirs)} layers in groups with blocks of {sizes[1]} tokens"
         hint = "Make both plans with the same block_size and options, except for the dtype"
         raise AtlasError(Code.BAD_PLAN, problem, got=got, hint=hint)
+    if other.plan.max_len < plan.max_len:
+        problem = f"The plan of the other rows must have a max_len of at least {plan.max_len}"
+        hint = f"Make that plan with max_len={plan.max_len}"
+        raise AtlasError(Code.BAD_PLAN, problem, got=other.plan.max_len, hint=hint)
     TierRoutes(other.plan).to(plan, other.convert)
     if fingerprint(plan) == fingerprint(other.plan):
         problem = "The tier already stores this dtype, so there is nothing to convert"
-        hint = "Omit convert, or pass a conversion from another dtype to the cache's dtype"
-        raise AtlasError(Code.BAD_CONVERSION, problem, got=other.convert.name, hint=hint)
+        hint = "Omit convert=, or pass a conversion from another dtype to the cache's dtype"
+        raise AtlasError(Code.BAD_CONVERSION, problem, got=repr(other.convert.name), hint=hint)

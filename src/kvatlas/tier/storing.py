@@ -24,7 +24,7 @@ from kvatlas.tier.storage import TierStorage
 
 @dataclass
 class OpenStore:
-    """An unfinished store of one rank."""
+    """The store of one rank, between `begin` and `end`."""
 
     ingest: Ingest
     start: int
@@ -77,7 +77,7 @@ class StoreDesk:
         start, stop, needs = self._ingests.needs(plan, tokens, keys)
         if rank in ingest.sources:
             claim = self._index.claim(needs, ingest, rank)
-        else:  # others bring what this one also holds
+        else:  # other ranks store the same data
             keyed = [need for need in needs if need.key is not None]
             whole = sum(self._index.find(need) is not None for need in keyed)
             claim = Claim(rank, whole=whole, waiting=len(keyed) - whole)

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvatlas.copying.memory_copy import rank_pools
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.planning import Plan
 from kvatlas.routing.token_ranges import token_range
 from kvatlas.tier.converting import Converting, TierRoutes
@@ -26,18 +28,16 @@ from kvatlas.tier.request_blocks import Keys, TierSpans, keys_by_group
 from kvatlas.tier.storage import Carry, TierStorage
 from kvatlas.tier.storing import StoreDesk
 from kvatlas.wire import Memory
-from kvatlas.wire.memory_copy import rank_pools
-from kvatlas.wire.run_bounds import Bytes
 
 _NAMES = 1 << 14
-"""Maximum number of names in one listing, so that it fits in one message."""
+"""Maximum number of names that `names_since` returns, so that they fit in one message."""
 
 
 class Tier:
     """Blocks in host memory or in a file, found by keys.
 
-    `Tier(plan)` stores blocks in newly allocated memory, or in `memory`, a buffer for each pool.
-    `Tier.open` stores them in a file. A tier is thread-safe.
+    `Tier(plan)` stores blocks in newly allocated memory, or in `memory`, which maps each pool index
+    to a buffer. `Tier.open` stores them in a file. A tier is thread-safe.
 
     >>> from kvatlas.planning import plan
     >>> prefill = plan("Qwen3-8B", memory="64MiB", tp=2, layout="LBNHC", max_len=64)
@@ -93,12 +93,12 @@ class Tier:
         durable: bool = True,
         verify: Literal["once", "always"] = "once",
     ) -> Tier:
-        """Open the tier in a file, or create a file with this plan if none exists.
+        """Open the tier in a file. If the file does not exist, create it with the given plan.
 
-        With `durable`, each call that completes keys waits for the disk twice, so that the keys
-        survive a power failure. Otherwise they survive only the end of the process. In both cases
-        damaged blocks count as absent. A block's checksum is verified when the block is first used
-        after opening, or at every use with `verify="always"`.
+        With `durable`, each call that completes keys flushes the file to disk twice, so that the
+        keys survive a power failure. Otherwise they survive the end of the process, but not a power
+        failure. In both cases damaged blocks count as absent. A block's checksum is verified when
+        the block is first used after opening, or at every use with `verify="always"`.
         """
         if plan is not None:
             check_tier_plan(plan)
@@ -124,14 +124,14 @@ class Tier:
     ) -> StoreResult:
         """Store one rank's part of a request's tokens. Every rank of its plan must call this.
 
-        `blocks` are the request's blocks in the rank's cache, in the form that routes take.
-        `keys` contains a key or None for each block of the tier in token order, either one list
-        for all groups or a mapping by group. The key of a recurrent group identifies the state
+        `blocks` are the request's block ids in the rank's cache, in the form that `Route.bind`
+        takes. `keys` contains a key or None for each block of the tier in token order, either one
+        list for all groups or a mapping by group. The key of a recurrent group identifies the state
         after the last token. A key can be found once the bytes of all ranks are stored. If the
         last block is incomplete, its key identifies only the tokens up to the end of the request.
         A range that starts inside a block is extended to the block's first token. Tokens outside
-        the window of sliding layers are not stored. `carry` moves bytes that this process cannot
-        access from the rank's pools into `tier.memory`.
+        the window of sliding layers are not stored. If this process cannot access the rank's pools,
+        pass `carry`, a function that copies from the pools into `tier.memory`.
         """
         storage = self._storage
         with storage.using():
@@ -144,7 +144,7 @@ class Tier:
                     if offload is not None:
                         with self.metrics.phase("bind"):
                             grids, deliveries = store.ingest.grids(*about)
-                        sums = storage.carry("store", grids, offload.store_sums)
+                        sums = storage.carry("store", grids, offload.store)
                     elif carry is not None:
                         with self.metrics.phase("bind"):
                             copies, deliveries = store.ingest.copies(*about)
@@ -171,7 +171,7 @@ class Tier:
 
     @contextmanager
     def pin(self, keys: Keys, tokens: Any) -> Iterator[Hit]:
-        """Pin and verify the stored blocks of some tokens, for any number of ranks to fetch."""
+        """Pin and verify the stored blocks of `tokens`. Any number of ranks can fetch them."""
         with self._storage.using():
             start, stop = token_range(tokens, self.plan.max_len)
             hit = self._pinned(start, stop, keys_by_group(self.plan, keys))
@@ -192,9 +192,9 @@ class Tier:
         carry: Carry | None = None,
         convert: Converting | None = None,
     ) -> None:
-        """Fetch tokens into a rank's blocks, or raise an error if some tokens are missing.
+        """Fetch tokens into a rank's blocks. Raises an error if the tier lacks some of them.
 
-        With `convert`, layers that the rank stores in another dtype are converted.
+        With `convert`, layers whose dtype in the rank's cache differs are converted.
         """
         _, stop = token_range(tokens, min(plan.max_len, self.plan.max_len))
         with self.pin(keys, tokens) as hit:
@@ -209,7 +209,7 @@ class Tier:
             names = [(g, key) for g, row in by_group.items() for key in row if key is not None]
             return self._index.drop_keys(names)
 
-    # -- what there is ------------------------------------------------------------------
+    # -- content ------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Return the number of complete blocks."""
@@ -227,11 +227,11 @@ class Tier:
     def kept_ends(
         self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
     ) -> list[bool]:
-        """Return, for each (tokens, key), whether the group stores the block where a request ends.
+        """Return, for each (tokens, key), whether the group stores the last block of a request.
 
         `tokens` is the length of the request, and `key` identifies its last block.
         """
-        del whole  # all blocks are
+        del whole  # lookups find only complete blocks
         with self._storage.using():
             return [self._index.has(group, key) for _, key in ends]
 
@@ -254,16 +254,16 @@ class Tier:
 
     @property
     def file(self) -> TierFile | None:
-        """The file of the tier; None if it is in memory."""
+        """The file of the tier; None if the tier is in memory."""
         return self._file
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Return a context that keeps the tier open; raises an error if it is closed."""
+        """Return a context that keeps the tier open. Entering it fails if the tier is closed."""
         return self._storage.using()
 
     @property
     def pools(self) -> dict[int, Bytes]:
-        """The tier's memory by pool. For a tier in a file, the staging memory of a `carry`."""
+        """The tier's memory by pool. For a tier in a file: the staging memory that `carry` uses."""
         return self._storage.pools
 
     @property
@@ -287,12 +287,12 @@ class Tier:
         while True:
             end, needs = stop, self._spans.needs(start, stop, keys)
             blocks = self._index.pin(needs)
-            if blocks is None:  # not all of it
+            if blocks is None:  # some are missing: take the longest prefix
                 end = self._index.longest(self._spans, start, stop, keys)
                 needs = self._spans.needs(start, end, keys)
                 blocks = self._index.pin(needs)
             if blocks is None:
-                continue  # gone since it was found
+                continue  # a block was evicted between the lookup and the pin
             with ExitStack() as pinned:
                 pinned.callback(self._index.unpin, blocks)
                 damaged = self._storage.damaged(blocks)

@@ -1,8 +1,8 @@
-"""`TierEvents`: publish the content of a tier to routers as vLLM's KV events.
+"""`TierEvents`: report the blocks that a tier stores or evicts, as vLLM's KV events for routers.
 
 A process that stores requests passes them to `note` and calls `tell` from time to time. `tell`
-looks up which of their blocks can be found now, and whether blocks that were announced earlier
-still can. Stores evict without notification and tiers are shared, so polling is necessary.
+looks up which of their blocks the tier stores now, and whether it still stores the blocks that were
+reported earlier. Stores evict without notification and tiers are shared, so polling is necessary.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ STORAGE = "STORAGE"
 """vLLM's name for files and stores as a cache medium."""
 _LOCAL, _REMOTE = "LOCAL", "REMOTE"
 _TRIES = 4
-"""Lookups per request. Most blocks of windows and recurrent states are never stored."""
+"""Maximum number of lookups per request. Most windows and recurrent states are never stored."""
 _NOTED = 4096
 """Maximum number of requests that wait for a lookup. The oldest are dropped beyond it."""
 _NOTED_TOKENS = 1 << 24
 """Maximum number of tokens of all waiting requests, which take about 200 MB."""
 _AGAIN = 1024
-"""Number of announced blocks that are looked up again in one call."""
+"""Maximum number of reported blocks that one call looks up again."""
 _SECONDS = 2.0
 """Seconds after which remaining lookups are left to the next call."""
 _MOST = 1 << 20
-"""Maximum number of announced blocks. Beyond it, the oldest are announced as removed."""
+"""Maximum number of reported blocks. Beyond it, the oldest are reported as removed."""
 
 EventListener = Callable[[list[BlockEvent]], None]
 
@@ -64,7 +64,7 @@ class _NotedRequests:
     def __init__(self) -> None:
         self._noted: deque[_Noted] = deque()
         self._tokens = 0
-        self._lock = threading.Lock()  # held for no question to a tier
+        self._lock = threading.Lock()  # never held during a call to the tier
 
     def __len__(self) -> int:
         return len(self._noted)
@@ -133,7 +133,7 @@ class TierEvents:
         self._tier, self._listener = tier, listener
         self._noted = _NotedRequests()
         self._told: OrderedDict[_Block, int] = OrderedDict()
-        """Announced blocks and the number of tokens up to their ends, oldest first."""
+        """Reported blocks and the number of tokens up to their ends, oldest first."""
         self._lock = threading.Lock()
 
     def note(self, chain: PrefixChain, stop: int) -> None:
@@ -165,7 +165,7 @@ class TierEvents:
                         break
                 news += self._forgotten()
             except AtlasError:
-                pass  # it is slow or gone, which is no news of what it has
+                pass  # the tier cannot be reached, so nothing is known about its blocks
             if news:
                 self._listener(news)
 
@@ -213,7 +213,7 @@ class TierEvents:
         )
 
     def _removed(self) -> list[BlockEvent]:
-        """Look up the oldest announced blocks again and return events for evicted ones."""
+        """Look up the oldest reported blocks again and return events for evicted ones."""
         oldest = list(islice(self._told.items(), _AGAIN))
         gone: list[_Block] = []
         for number, part in groupby(sorted(oldest), lambda one: one[0].group):
@@ -261,7 +261,7 @@ def block_hash(key: bytes) -> int:
 def _extra_keys(
     chain: PrefixChain, blocks: int, *, first: bool
 ) -> list[tuple[Any, ...] | None] | None:
-    """Return what enters the hash of each block in addition to its tokens, as vLLM lists it."""
+    """Return vLLM's `extra_keys`: the values other than tokens that each block's hash covers."""
     lora = (chain.lora,) if chain.lora else ()
     salt = (chain.salt.hex(),) if chain.salt and first else ()
     if not lora and not chain.salt:

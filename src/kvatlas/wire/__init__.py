@@ -4,14 +4,13 @@ A `Node` serves one rank's caches, a `Session` connects a node to its peers, and
 one request while it moves.
 """
 
+from kvatlas.copying import HOST, Memory, memory_of
 from kvatlas.wire.client import Session, Transfer
-from kvatlas.wire.memory_copy import memory_of
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.protocol import How
 from kvatlas.wire.security import Security, TlsContexts
 from kvatlas.wire.server.node import Node, pools_for
-from kvatlas.wire.stream_copy import copy_request
-from kvatlas.wire.transports.base import HOST, Handle, Link, Memory, Transport
+from kvatlas.wire.transports.base import Handle, Link, Transport
 from kvatlas.wire.transports.registry import TRANSPORT_NAMES, make_transport
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "TlsContexts",
     "Transfer",
     "Transport",
-    "copy_request",
     "make_transport",
     "memory_of",
     "pools_for",

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from kvatlas.copying.stream_copy import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.protocol import new_key
-from kvatlas.wire.stream_copy import AnyStream
 
 Released = Callable[[str, str], None]
 """Called with a request and a reason: `read`, `let_go`, `expired`, `withdrawn` or `closed`."""

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import msgspec
 
+from kvatlas.copying.memory import STAGING, Memory
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
@@ -18,7 +19,6 @@ from kvatlas.planning.plans import check_plan_version
 from kvatlas.routing import Scales, fingerprint
 from kvatlas.routing.conversion import parse_conversion, spell_conversion, tensor_scales
 from kvatlas.wire.protocol import VERSION, ConversionTerms, Hello, bad_handshake, check_versions
-from kvatlas.wire.transports.base import STAGING, Memory
 
 ALIGNMENT = 8
 """The required alignment of pool addresses in bytes: no element of any dtype is larger."""

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from kvatlas.copying.memory import HOST, Memory
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.integers import MOST_SECONDS
 from kvatlas.models import CacheIdentity
-from kvatlas.wire.transports.base import HOST, Memory
 
 VERSION = 4
 """The protocol version of this end.

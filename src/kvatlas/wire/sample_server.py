@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvatlas.copying.memory_copy import memory_of
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
-from kvatlas.wire.memory_copy import memory_of
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.server.node import Node, pools_for
 from kvatlas.wire.transports.registry import make_transport
 

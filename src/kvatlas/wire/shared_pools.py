@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvatlas.copying.memory import Memory
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.errors import bad_metadata
 from kvatlas.wire.transports.shm import ShmTransport, map_published
 from kvatlas.wire.transports.shm_sockets import hang_up

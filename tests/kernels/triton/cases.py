@@ -13,18 +13,18 @@ import numpy as np
 import torch
 
 from kvatlas.cache import LayerCache, torch_dtype
-from kvatlas.geometry import ENGINE_LAYOUTS, DType, Layout
-from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.kernels import append_step, read
-from kvatlas.kernels import write as write_by_torch
-from kvatlas.kernels import write_latent as write_latent_by_torch
-from kvatlas.kernels.address_runs import (
+from kvatlas.copying.address_runs import (
     BlockSpans,
     RepeatedCopy,
     convert_address_runs,
     copy_address_runs,
     place_starts,
 )
+from kvatlas.geometry import ENGINE_LAYOUTS, DType, Layout
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.kernels import append_step, read
+from kvatlas.kernels import write as write_by_torch
+from kvatlas.kernels import write_latent as write_latent_by_torch
 from kvatlas.kernels.cast_scales import place_scales
 from kvatlas.kernels.triton import (
     BlockConversion,

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
+from kvatlas.copying.address_runs import convert_address_runs, copy_address_runs, place_starts
 from kvatlas.geometry import DType
-from kvatlas.kernels.address_runs import convert_address_runs, copy_address_runs, place_starts
 from kvatlas.kernels.cast_scales import place_scales
 from kvatlas.kernels.fp8_fp4_formats import to_fp8
 from kvatlas.specs.cell_formats import ElementCast

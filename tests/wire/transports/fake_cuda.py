@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from kvatlas.copying.cuda_driver import HANDLE_BYTES, UUID_BYTES, CudaDriver, DriverError
+from kvatlas.copying.cuda_streams import StreamStock
+from kvatlas.copying.device_queue import AddressRuns, DeviceQueue, Posted
+from kvatlas.copying.memory_copy import as_bytes
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.specs.cell_formats import ElementCast
 from kvatlas.wire import Memory, Node
-from kvatlas.wire.memory_copy import as_bytes
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports.cuda import CudaTransport
-from kvatlas.wire.transports.cuda_driver import HANDLE_BYTES, UUID_BYTES, CudaDriver, DriverError
-from kvatlas.wire.transports.cuda_streams import StreamStock
-from kvatlas.wire.transports.device_queue import AddressRuns, DeviceQueue, Posted
 from tests.identities import OURS
 
 HEAD = 512

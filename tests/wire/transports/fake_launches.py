@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvatlas.kernels.address_runs import BlockSpans
+from kvatlas.copying.address_runs import BlockSpans
+from kvatlas.copying.cuda_driver import DriverError
+from kvatlas.copying.memory_copy import as_bytes
+from kvatlas.copying.torch_prepared import LaunchTables
 from kvatlas.wire import Memory
-from kvatlas.wire.memory_copy import as_bytes
-from kvatlas.wire.transports.cuda_driver import DriverError
-from kvatlas.wire.transports.torch_prepared import LaunchTables
 
 Act = Callable[[], object]
 

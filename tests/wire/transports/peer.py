@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.copying.memory import STAGING
 from kvatlas.wire import Memory, Transport, make_transport
-from kvatlas.wire.transports.base import STAGING
 from kvatlas.wire.transports.shm_segments import create_segment
 
 GUARD = 4099

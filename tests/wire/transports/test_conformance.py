@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvatlas.copying.memory import STAGING
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory
-from kvatlas.wire.transports.base import STAGING
 from kvatlas.wire.transports.errors import MAX_METADATA_BYTES
 from tests.wire.transports.conftest import Far, other_end
 from tests.wire.transports.ends import Kind, Peer, eventually, expected, scattered, soon

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvatlas.copying.memory_copy import STEP, copy_runs
 from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.routing import Copy
 from kvatlas.wire import TRANSPORT_NAMES, Memory, make_transport
-from kvatlas.wire.memory_copy import STEP, copy_runs
 from kvatlas.wire.transports.errors import cannot_import
 from kvatlas.wire.transports.nixl_strided import describe
 from kvatlas.wire.transports.polled_copy import Stepwise

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from kvatlas import AtlasError, Code
-from kvatlas.routing import Copy, RunGrid, route, scattered
+from kvatlas.copying.cuda_driver import CudaDriver, DriverError, load_driver
+from kvatlas.copying.device_marks import EVENTS, DeviceMarks
+from kvatlas.copying.memory_copy import as_bytes
+from kvatlas.routing import Copy, route, scattered
 from kvatlas.routing.binding import Starts
 from kvatlas.wire import Memory, Session, Transfer
-from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.protocol import Release
 from kvatlas.wire.transports import cuda
 from kvatlas.wire.transports.cuda import CudaTransport
-from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError, load_driver
-from kvatlas.wire.transports.device_marks import EVENTS, DeviceMarks
 from kvatlas.wire.transports.offer_board import OfferBoard, PeerBoard
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace
@@ -437,9 +437,9 @@ def test_nothing_is_launched_before_the_sources_mark_is_done_or_after_it_was_giv
     source, target = GpuEnd(machine), GpuEnd(machine)
     link = target.connect(source)
     column = np.zeros(1, np.int64)
-    grid = RunGrid(0, 0, Starts.of(column, column), column, column, column + 8)
+    grid = Copy(0, 0, column, column, column + 8, starts=Starts.of(column, column))
     target.driver.busy = True
-    waiting, given_up = link.read_grids([grid], 3), link.read_grids([grid], 3)
+    waiting, given_up = link.read([grid], 3), link.read([grid], 3)
     assert not waiting.poll()
     assert not given_up.settle()
     given_up.release()
@@ -448,8 +448,8 @@ def test_nothing_is_launched_before_the_sources_mark_is_done_or_after_it_was_giv
     target.driver.busy = False
     waiting.wait(float("inf"))
     assert target.driver.log.count(("post", 1)) == 1
-    far = RunGrid(0, 0, Starts.of(column, column + SIZE), column, column, column + 8)
-    assert code_of(lambda: link.read_grids([far])) is Code.OUT_OF_BOUNDS
+    far = Copy(0, 0, column, column, column + 8, starts=Starts.of(column, column + SIZE))
+    assert code_of(lambda: link.read([far])) is Code.OUT_OF_BOUNDS
 
 
 def test_the_runs_of_a_stream_are_the_sums_of_its_grids() -> None:

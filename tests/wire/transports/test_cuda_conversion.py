@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from kvatlas import AtlasError, Code
 from kvatlas.geometry import DType
 from kvatlas.planning import Plan
-from kvatlas.routing import RunGrid, scattered
+from kvatlas.routing import Copy, scattered
 from kvatlas.routing.binding import Starts
 from kvatlas.specs.cell_formats import ElementCast
 from kvatlas.wire import Memory, Session
@@ -145,10 +145,10 @@ def test_runs_of_elements_stay_inside_and_at_their_multiples() -> None:
     none = np.zeros(1, np.int64)
     for pool, first, code in ((0, 1, Code.OUT_OF_BOUNDS), (1, 0, Code.WIRE_FAILED)):
         spans = none, none + first, none + 16
-        grid = RunGrid(pool, 0, Starts.of(none, none), *spans, cast)
+        grid = Copy(pool, 0, *spans, starts=Starts.of(none, none), cast=cast)
         assert link.converts([grid]) == (pool == 0)
         with pytest.raises(AtlasError) as refused:
-            link.read_grids([grid])
+            link.read([grid])
         assert refused.value.code is code
     link.close()
     for one in ends:

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from kvatlas import AtlasError, Code
+from kvatlas.copying.cuda_driver import LibCuda
+from kvatlas.copying.cuda_streams import StreamStock
+from kvatlas.copying.device_marks import DeviceMarks
+from kvatlas.copying.device_queue import AddressRuns
+from kvatlas.copying.torch_queue import TorchQueue
+from kvatlas.routing.binding import ORIGIN
 from kvatlas.wire import Session
-from kvatlas.wire.transports.cuda_driver import LibCuda
-from kvatlas.wire.transports.cuda_streams import StreamStock
-from kvatlas.wire.transports.device_marks import DeviceMarks
-from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns
-from kvatlas.wire.transports.torch_queue import TorchQueue
 from tests.wire.helpers import small
 from tests.wire.transports.fake_cuda import FakeCuda, FakeMachine, node_of
 from tests.wire.transports.fake_launches import FakeLaunches, FakeStream
@@ -104,7 +105,7 @@ def test_a_queue_takes_no_stream_that_torch_hands_out(monkeypatch: pytest.Monkey
         one.close()
         one.close()
     assert driver.streams.idle(1) == 80
-    runs = [AddressRuns(0, 0, NO_STARTS, (*NO_STARTS, NO_STARTS[0]))]
+    runs = [AddressRuns(0, 0, ORIGIN.ends, (*ORIGIN.ends, ORIGIN.src))]
     for act in (
         lambda: queues[0].post(runs), lambda: queues[0].prepare([]), lambda: queues[0].after(7),
         queues[0].after_caller,

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvatlas.copying import file_runs
+from kvatlas.copying.file_runs import vectored_calls
+from kvatlas.copying.memory_copy import STEP
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Link, Memory
-from kvatlas.wire.memory_copy import STEP
-from kvatlas.wire.transports import file
-from kvatlas.wire.transports.file import FileTransport, vectored_calls
+from kvatlas.wire.transports.file import FileTransport
 from tests.wire.forking import forked
 from tests.wire.transports.ends import soon
 
@@ -154,7 +155,7 @@ def test_calls_cover_every_byte_once() -> None:
 
 def test_long_runs_and_calls_that_do_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system may stop anywhere: the rest follows."""
-    real, counts = file._system.preadv, []
+    real, counts = file_runs._system.preadv, []
 
     def lazy(descriptor: int, rows: int, count: int, offset: int) -> int:
         counts.append(count)
@@ -167,7 +168,7 @@ def test_long_runs_and_calls_that_do_less(tmp_path: Path, monkeypatch: pytest.Mo
 
     link, pool, _ = linked(tmp_path)
     (tmp_path / "tier").write_bytes(np.random.default_rng(0).bytes(SIZE))
-    monkeypatch.setattr(file._system, "preadv", lazy)
+    monkeypatch.setattr(file_runs._system, "preadv", lazy)
     at = np.arange(64) * 1000
     link.read([Copy(0, 0, at, at[::-1].copy(), np.full(64, 1000))]).wait(soon())
     monkeypatch.undo()
@@ -185,7 +186,7 @@ def test_a_link_that_is_closed_in_mid_step_writes_to_no_other_file(
     link, _pool, _ = linked(tmp_path)
     before = b"of somebody else" * 4096
     (tmp_path / "victim").write_bytes(before)
-    real = file._system.pwritev
+    real = file_runs._system.pwritev
     opened: list[int] = []
 
     def closing(descriptor: int, rows: int, count: int, offset: int) -> int:
@@ -196,7 +197,7 @@ def test_a_link_that_is_closed_in_mid_step_writes_to_no_other_file(
             assert opened[0] == descriptor, "the next to open a file gets the number"
         return done
 
-    monkeypatch.setattr(file._system, "pwritev", closing)
+    monkeypatch.setattr(file_runs._system, "pwritev", closing)
     at = np.arange(16) * 4096  # not neighbours in the file: a call each, all in one step
     handle = link.write([Copy(0, 0, at, at, np.full(16, 100))])
     with pytest.raises(AtlasError) as refusal:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvatlas.copying.memory_copy import as_bytes, memory_of
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy, route, scattered
 from kvatlas.wire import Node, Session, make_transport, pools_for
-from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.transports.listening import connected, listeners, narrow
 from tests.identities import OURS
 from tests.profiles import DEEP

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvatlas.kernels import address_runs
+from kvatlas.copying import address_runs
+from kvatlas.copying.cuda_driver import DriverError
+from kvatlas.copying.device_queue import AddressPattern, Posted
+from kvatlas.copying.torch_prepared import MOST_IDS, TorchPreparedRuns, fits
 from kvatlas.routing import RequestShape, route, scattered
-from kvatlas.wire.transports.cuda_driver import DriverError
-from kvatlas.wire.transports.device_queue import AddressPattern, Posted
-from kvatlas.wire.transports.torch_prepared import MOST_IDS, TorchPreparedRuns, fits
 from tests.wire.helpers import small
 from tests.wire.transports.fake_launches import FakeLaunches, FakeLaunchQueue
 

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory, Transport, make_transport
-from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.transports.tcp import TcpTransport
 from kvatlas.wire.transports.tcp_server import CHALLENGE_BYTES, MOST_RUNS, QUESTION, WELCOME, proof
 from tests.wire.transports.ends import eventually, soon

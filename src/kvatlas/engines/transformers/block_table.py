@@ -114,17 +114,18 @@ class BlockTable:
     # -- slots ----------------------------------------------------------------------
 
     def reserve(self, start: int, count: int, padding: Sequence[int]) -> Tensor:
-        """Reserve slots [sequences, count] in unshared blocks for the tokens from `start` on.
+        """Reserve slots in unshared blocks for tokens start .. start + count - 1 and return them.
 
-        `padding` is the number of tokens on the left of each sequence that have no slot. All
-        layers of a group call this with the same tokens. The first call takes the blocks.
+        The result is a tensor [sequences, count]. `padding` is the number of tokens on the left of
+        each sequence that have no slot. All layers of a group call this with the same tokens.
+        The first call takes the blocks.
         """
         tokens = range(start, start + count)
         self._take_blocks(tokens, padding)
         return self.slots(tokens, padding)
 
     def reserve_next(self, start: int, padding: Sequence[int]) -> list[int]:
-        """Reserve a slot for one new token of each sequence, like `reserve`, on the host only."""
+        """Like `reserve` for the token at index `start`, but return a list, without device work."""
         self._take_blocks(range(start, start + 1), padding)
         slots = []
         for blocks, skipped in zip(self.sequences, padding, strict=True):
@@ -147,9 +148,9 @@ class BlockTable:
         self._reserved = tokens
 
     def append_step(self, start: int, count: int, first: int) -> AppendStep:
-        """Return the step that stores `count` tokens and gathers all tokens from `first` on.
+        """Return the step that stores `count` tokens at index `start` of every sequence.
 
-        The sequences must have no padding.
+        It gathers tokens first .. start + count - 1 for attention. Sequences must have no padding.
         """
         step = self._append_steps.get((start, count, first))
         if step is None:
@@ -231,7 +232,7 @@ class BlockTable:
     def _check_pool_keeps(keeps: bool, got: str) -> None:
         if not keeps:
             problem = "Prefix reuse supports neither beam search nor cropping"
-            hint = "Use an AtlasCache without PrefixReuse for these"
+            hint = "For beam search or cropping, use an AtlasCache without PrefixReuse"
             raise AtlasError(Code.ENGINE_REFUSES, problem, got=got, hint=hint)
 
     def _prepare(self, blocks: list[int], first: int, stop: int) -> None:

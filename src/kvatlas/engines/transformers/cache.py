@@ -258,18 +258,24 @@ class AtlasCache(TransformersCache):
         self.batch.select(torch.arange(self.batch.size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens. As in transformers, the number is zero or negative."""
+        """Remove the last tokens. As in transformers, `tokens_to_remove` is zero or negative."""
         count = -tokens_to_remove
         if not 0 <= count <= self.seen:
-            raise cannot_take_back(f"{tokens_to_remove} of {self.seen} tokens")
+            raise AtlasError(
+                Code.CANNOT_TAKE_BACK,
+                f"tokens_to_remove must be between -{self.seen} and 0",
+                got=tokens_to_remove,
+                hint="Pass the negative of the number of tokens to remove",
+            )
         if not count:
             return
         if any(layer.has_previous_state[0] for layer in self._recurrent):
-            raise cannot_take_back("recurrent states")
+            raise cannot_take_back("a cache with recurrent states")
         lengths = [max(0, length - count) for length in self.lengths]
         attention = [table for table in self._tables if not table.recurrent]
         if not all(table.can_crop(lengths) for table in attention):
-            raise cannot_take_back("a sliding window that has already freed blocks")
+            hint = "Call activate_past_recording on the cache before the first token"
+            raise cannot_take_back("a sliding window that has already freed blocks", hint)
         for table in attention:
             table.crop(lengths)
         for layer in self._attention:

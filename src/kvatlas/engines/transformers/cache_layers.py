@@ -53,7 +53,7 @@ class PagedAttentionLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether tokens can be removed: true while no block has been freed by a window."""
+        """Whether tokens can be removed: attention is full, or blocks before a window are kept."""
         return self.reach is None or self.table.keep_all
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
@@ -146,14 +146,14 @@ class PagedAttentionLayer(CacheLayerMixin):
 
 @dataclass(frozen=True)
 class LentState:
-    """A layer's `conv_states` or `recurrent_states`. Models read item 0 and update it in place."""
+    """A layer's `conv_states` or `recurrent_states`. Models update its item `[0]` in place."""
 
     layer: PagedStateLayer
     name: str
 
     def __getitem__(self, index: int) -> Tensor | None:
         if index:
-            problem = "A layer can have only one state of each kind"
+            problem = "A layer of an AtlasCache can have only one state of each kind"
             hint = "Use transformers' own cache for this model"
             got = f"{self.name} state {index}"
             raise AtlasError(Code.ENGINE_REFUSES, problem, got=got, hint=hint)
@@ -212,7 +212,7 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
         return [table.ids[:, 0] for table in self.state_tables]
 
     def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Store the last inputs and return the previously stored inputs followed by the new."""
+        """Store the last inputs. Return the previously stored inputs followed by the new ones."""
         self.batch.admit(conv_states.shape[0])
         before = self.lend("conv")
         if before is not None:
@@ -235,7 +235,7 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """Raise an error: a recurrent state does not record past tokens."""
-        raise cannot_take_back("recurrent states")
+        raise cannot_take_back("a layer with recurrent states")
 
     def reset(self) -> None:
         """Forget the states. The batch frees the blocks."""
@@ -286,10 +286,6 @@ def model_axes(state: State) -> str | None:
     return next((axes for axes in _MODEL_AXES.get(state.name, ()) if set(axes) == own), None)
 
 
-def cannot_take_back(got: str) -> AtlasError:
+def cannot_take_back(got: str, hint: str = "Call reset and compute the tokens again") -> AtlasError:
     """Return the error for a crop that the cache cannot perform."""
-    return AtlasError(
-        Code.CANNOT_TAKE_BACK,
-        got=got,
-        hint="Call reset and start over. For sliding windows, call activate_past_recording first",
-    )
+    return AtlasError(Code.CANNOT_TAKE_BACK, got=got, hint=hint)

@@ -59,7 +59,7 @@ class DecodeGraph:
             raise AtlasError(
                 Code.ENGINE_REFUSES,
                 "A decode graph requires attention that reads the pages directly",
-                got=f"attn_implementation {model.config._attn_implementation}",
+                got=f"attn_implementation={model.config._attn_implementation!r}",
                 hint=f'Load the model with attn_implementation="{NAME}"',
             )
         self.model = model
@@ -211,8 +211,8 @@ class _CapturedStep:
                 Code.ENGINE_REFUSES,
                 "A decode step of this model cannot be captured in a CUDA graph",
                 got=str(failed).splitlines()[0],
-                hint="For MoE models, call set_experts_implementation('batched_mm') first. Run "
-                "other models that synchronise with the device without a DecodeGraph",
+                hint="For an MoE model, call set_experts_implementation('batched_mm') first. "
+                "For other models, do not use a DecodeGraph",
             ) from failed
         self._graph = graph
 

@@ -72,7 +72,7 @@ def page_mask(
             Code.ENGINE_REFUSES,
             "Paged attention supports only the causal, sliding or chunked mask of the plan",
             got="a different mask from the model",
-            hint="Use attn_implementation sdpa or eager, or plan from the model's own config",
+            hint='Use attn_implementation="sdpa" or "eager", or plan from the model\'s own config',
         )
     return empty
 
@@ -106,8 +106,8 @@ def page_attention(
 ) -> tuple[Tensor, None]:
     """Attend with `query` [batch, heads, tokens, D] over the pages of the last written layer.
 
-    Returns the output [batch, tokens, heads, Dv], and None in place of attention weights. With a
-    non-empty mask, or none, it attends over `key` and `value` instead.
+    Returns the output [batch, tokens, heads, Dv], and None instead of attention weights. If the
+    mask is None or not empty, it attends over `key` and `value` instead of the pages.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     written = WRITTEN.get()
@@ -119,7 +119,7 @@ def page_attention(
             Code.ENGINE_REFUSES,
             "Paged attention does not support layers that share the K and V of another layer",
             got=f"{type(module).__name__}, which stored no K and V before attending",
-            hint="Use attn_implementation sdpa or eager for this model",
+            hint='Use attn_implementation="sdpa" or "eager" for this model',
         )
     layer, count = written[1], query.shape[-2]
     pages, step = layer.pages, layer.batch.step_tensors(layer.seen - count, count)

@@ -71,7 +71,7 @@ class PrefixReuse:
         if kinds == {"recurrent"}:
             raise AtlasError(
                 Code.ENGINE_REFUSES,
-                "Prefix reuse requires an attention layer: without one, generate() cannot tell "
+                "Prefix reuse requires an attention layer: without one, generate() does not know "
                 "how many tokens are cached",
                 got=f"{type(model).__name__}, which has only recurrent layers",
                 hint="Run it on an AtlasCache without PrefixReuse",
@@ -112,18 +112,21 @@ class PrefixReuse:
         `tokens` are its prompt and the generated tokens, as `generate` returns them.
         """
         if self._prompt is None:
-            problem, hint = "There is no active request", "Call begin first"
-            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got="a call of end", hint=hint)
+            problem, hint = "There is no active request", "Call begin() first"
+            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got="a call of end()", hint=hint)
         prompt, seen = self._prompt, self.cache.seen
         if any(table.reserve_blocks != self._reserve for table in self.cache.batch.tables):
-            problem = "The cache was reset or reused for something else after the request began"
-            hint = "Call begin again, and do not reset the cache before end"
+            problem = "The cache was reset or used for another request after this request began"
+            hint = "Call begin() again, and do not reset the cache before end()"
             raise AtlasError(Code.ENGINE_REFUSES, problem, got=self.cache, hint=hint)
-        if list(tokens[: len(prompt)]) != prompt or len(tokens) < seen:
-            problem = "The tokens do not match the request"
-            got = f"{len(tokens)} tokens; the prompt has {len(prompt)} and the cache holds {seen}"
-            hint = "Pass all tokens including the prompt, as generate returns them"
+        hint = "Pass all tokens of the request including the prompt, as generate() returns them"
+        if list(tokens[: len(prompt)]) != prompt:
+            problem = "The tokens must begin with the prompt of the request"
+            got = f"{len(tokens)} tokens that differ from the prompt of {len(prompt)} tokens"
             raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint=hint)
+        if len(tokens) < seen:
+            problem = f"The tokens must include all {seen} tokens that the cache holds"
+            raise AtlasError(Code.BAD_TOKENS, problem, got=f"{len(tokens)} tokens", hint=hint)
         self.cache.batch.settle()
         self.pool.computed(self, seen, tokens[len(prompt) :])
         self._store(tokens, seen)
@@ -150,7 +153,7 @@ class PrefixReuse:
         self._assign()
 
     def _load(self, tiered: TieredPrefixes, hit: int) -> int:
-        """Load what the tier stores beyond the pool's hit and return the new hit in tokens."""
+        """Load tokens that the tier stores beyond the pool's hit. Return the new hit in tokens."""
         prompt, identity = self._prompt or [], self._identity
         chain = tiered.chain(prompt[:-1], identity)  # the last token is computed anyway
         found = tiered.longest(chain)
@@ -214,10 +217,10 @@ class PrefixReuse:
 
 
 def _check_goes_on(model: Any) -> None:
-    """Refuse a model that ignores its recurrent states when it is called with several tokens.
+    """Raise an error if the model ignores its recurrent states in a call with several tokens.
 
-    Some models of transformers do so silently (Jamba, Bamba). To detect it, run a few tokens in
-    one call and in two calls on transformers' own cache, and compare the logits.
+    Some models of transformers ignore them silently (Jamba, Bamba). To detect it, run a few tokens
+    in one call and in two calls on transformers' own cache, and compare the logits.
     """
     ids = torch.arange(1, 13, device=model.device).unsqueeze(0)
     cache = DynamicCache(config=model.config)

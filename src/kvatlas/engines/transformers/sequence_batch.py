@@ -45,7 +45,7 @@ class SequenceBatch:
         self.paged_tokens: tuple[int, int] | None = None
         """(start, count) of the tokens whose attention reads the pages directly."""
         self.fixed: FixedStep | None = None
-        """The step to use instead of the layers' own token counts, while a graph is captured."""
+        """The fixed tensors of a `DecodeGraph`, while the model runs on them; otherwise None."""
         self._take_back: Callable[[], None] | None = None
         self._step: tuple[tuple[int, int], StepTensors] | None = None
 
@@ -127,7 +127,7 @@ class SequenceBatch:
     # -- how pages are read ---------------------------------------------------------
 
     def step_tensors(self, start: int, count: int) -> StepTensors:
-        """Return the tensors of a step of `count` tokens from `start` on, for all layers."""
+        """Return the tensors of the step with tokens start .. start + count - 1, for all layers."""
         if self.fixed is not None:
             return self.fixed.tensors
         if self._step is None or self._step[0] != (start, count):
@@ -146,7 +146,7 @@ class SequenceBatch:
     def expect_paged_attention(
         self, mask: Tensor | None, size: int, start: int, count: int
     ) -> None:
-        """Record that attention reads the pages for `count` tokens from `start` on.
+        """Record that attention reads the pages for tokens start .. start + count - 1.
 
         `mask` [sequences, tokens] is False for padding. Padding is not stored.
         """
@@ -179,5 +179,5 @@ def masked_otherwise() -> AtlasError:
         Code.ENGINE_REFUSES,
         "Paged attention supports padding only on the left of the prompt",
         got="padding elsewhere, or padding that another attention implementation has stored",
-        hint="Use attn_implementation sdpa or eager from the first token on",
+        hint='Pad on the left, or use attn_implementation="sdpa" for the whole request',
     )

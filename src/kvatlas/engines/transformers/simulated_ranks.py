@@ -10,18 +10,19 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+from kvatlas.copying import copy_request
 from kvatlas.engines.transformers.cache import AtlasCache
 from kvatlas.engines.transformers.identity_of_model import model_identity
 from kvatlas.planning import Plan
 from kvatlas.routing import route, scattered
-from kvatlas.wire import Node, copy_request, make_transport, memory_of, pools_for
+from kvatlas.wire import Node, make_transport, memory_of, pools_for
 
 
 class SimulatedRanks(ExitStack):
     """The pools of all ranks of a plan, with one `Node` per rank.
 
-    `model` is the transformers model that computes the caches. Each node compares its identity
-    with that of the peer. `options` are passed to `Node`.
+    `model` is the transformers model that computes the caches. Nodes compare its identity with that
+    of their peers. `options` are passed to `Node`.
     """
 
     def __init__(

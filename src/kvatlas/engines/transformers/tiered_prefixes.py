@@ -132,7 +132,7 @@ class TieredPrefixes:
             self.counts["not_stored"] += 1
 
     def ends_here(self, tokens: int) -> bool:
-        """Return whether the recurrent state after `tokens` tokens is stored.
+        """Return whether to store the recurrent state after `tokens` tokens.
 
         States are stored at multiples of the tier's block size.
         """
@@ -170,7 +170,8 @@ def tiered_prefixes(
     if options:
         problem = "Options are accepted only when the tier is given by its address"
         hint = "Pass the address, or set the options where the tier is opened"
-        raise AtlasError(Code.CONTRADICTORY, problem, got=sorted(options), hint=hint)
+        got = f"an open tier with {', '.join(sorted(options))}"
+        raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
     return TieredPrefixes(tier, identity, events)
 
 

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvatlas.copying.memory_copy import device_of
 from kvatlas.engines.vllm.connector_stats import KVAtlasPromMetrics, KVAtlasStats
 from kvatlas.engines.vllm.describe import (
     DescribedStage,
@@ -64,7 +65,6 @@ from kvatlas.planning import Plan
 from kvatlas.tier import Converting, StoreTier, TierClient
 from kvatlas.tier.tier_events import MEMORY, STORAGE
 from kvatlas.wire import Memory
-from kvatlas.wire.memory_copy import device_of
 
 log = logging.getLogger("kvatlas.vllm")
 
@@ -170,7 +170,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return {source: num_external_tokens}
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """Return all groups: the connector loads also groups without prefix caching."""
+        """Return all groups: the connector also loads groups without prefix caching."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -200,7 +200,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Handle a finished request with one group of blocks."""
+        """Like `request_finished_all_groups`, for an engine with one group."""
         return self._in_scheduler().finished(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -359,7 +359,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         if self._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning(
                 "a request fails if the store evicts its tokens before they are loaded: "
-                "set kv_load_failure_policy to recompute"
+                'set kv_load_failure_policy to "recompute"'
             )
         if tier is not None:
             self._use_tier(
@@ -400,7 +400,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return blocks
 
     def _device(self, tensor: torch.Tensor) -> str:
-        """Return the device name; GPU memory requires a transport that opts in to it."""
+        """Return the device name. Raises if the transport is not configured for GPU memory."""
         settings = self._settings
         asked = settings.transport_options.get("kind") == "VRAM" or settings.transport == "cuda"
         if tensor.device.type == "cpu" or asked or settings.alone:

@@ -68,7 +68,7 @@ class KVAtlasStats(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Whether all counts are zero."""
+        """Return whether all counts are zero."""
         return not any(self.data.values())
 
 

@@ -105,7 +105,7 @@ def describe_stage(
     layers = []
     for name, (index, spec) in specs.items():
         if name not in placed:
-            raise refused(name, "no tensor", "Upgrade kvatlas")
+            raise refused(name, "no tensor", "Upgrade kvatlas", _NO_TENSOR)
         sizes, strides, offset = placed[name]
         layers.append(
             DescribedLayer(
@@ -136,7 +136,7 @@ def join_stages(stages: Sequence[DescribedStage]) -> Plan:
     if len({msgspec.structs.replace(stage, layers=()) for stage in stages}) > 1:
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "Pipeline stages describe different engines",
+            "All pipeline stages must describe the same engine",
             got=f"{len(stages)} stages of {sorted({stage.model for stage in stages})}",
             hint="Start all workers with the same arguments",
         )
@@ -186,7 +186,10 @@ def check_tensors(plan: Plan, stage: DescribedStage, tensors: Mapping[str, Any])
         shape = (*tensor.shape[:-1], tensor.shape[-1] * item)
         strides = tuple(stride * item for stride in tensor.stride()[:-1])
         begin = tensor.data_ptr() - one.offset
-        if shape != one.sizes or tensor.stride()[-1] != 1 or begin != base:
+        if tensor.stride()[-1] != 1:
+            got = f"stride {tensor.stride()[-1]} of the last axis, expected 1,"
+            raise refused(name, got, "Upgrade kvatlas", _UNLIKE)
+        if shape != one.sizes or begin != base:
             expected = f"{one.sizes} at {base + one.offset}"
             got = f"byte shape {shape} at {tensor.data_ptr()}, expected {expected},"
             raise refused(name, got, "Upgrade kvatlas", _UNLIKE)
@@ -202,6 +205,7 @@ def check_tensors(plan: Plan, stage: DescribedStage, tensors: Mapping[str, Any])
 
 
 _UNLIKE = "The cache that vLLM allocated for a layer differs from its KVCacheConfig"
+_NO_TENSOR = "vLLM's KVCacheConfig has a spec but no tensor for a layer"
 
 
 def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -224,7 +228,8 @@ def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
     for group in kv_cache_config.transfer_groups:
         mode = getattr(group.kv_cache_spec, "mamba_cache_mode", "none")
         if mode not in _STATE_MODES:
-            raise refused(group.layer_names[0], f"mamba_cache_mode {mode}", "Use none or align")
+            hint = 'Set mamba_cache_mode to "none" or "align"'
+            raise refused(group.layer_names[0], f"mamba_cache_mode {mode!r}", hint)
 
 
 def _own_windows(config: Any) -> dict[str, Visibility]:
@@ -237,14 +242,14 @@ def _own_windows(config: Any) -> dict[str, Visibility]:
 
 
 def check_windows(name: str, spec: Any, seen: Visibility) -> None:
-    """Reject a window that the group's spec lacks, because the scheduler sees only groups."""
+    """Raise if a layer has a window that its group's spec lacks: the scheduler uses that spec."""
     if (
         keeps_all_tokens(spec)
         and (seen.window or seen.chunk)
         and seen_by_group(spec) == Visibility()
     ):
         got = f"a window of {seen.window or seen.chunk} tokens that its group's spec lacks"
-        raise refused(name, got, "Turn on the hybrid KV cache manager")
+        raise refused(name, got, "Remove --disable-hybrid-kv-cache-manager")
 
 
 def _own_spec(spec: Any, layer: str) -> Any:

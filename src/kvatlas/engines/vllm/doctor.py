@@ -126,7 +126,7 @@ def _failures(ends: Ends) -> Finding | None:
     if not all(end.transfer for end in ends):
         return None
     policies = [str(end.transfer.get("kv_load_failure_policy", "fail")) for end in ends]
-    why = "a request fails if its cache cannot be read; recompute computes it again"
+    why = "a request fails if its cache cannot be read; with recompute, it is computed instead"
     if policies[1] == "fail":
         return beside("failed reads", policies, "look", why)
     return beside("failed reads", policies)
@@ -170,7 +170,7 @@ def _drafters(ends: Ends) -> Finding | None:
         return None
     said = ["drafter" if one else "none" for one in used]
     if used[0] != used[1]:
-        why = "both engines need the same drafter, because its layers move too"
+        why = "both engines need the same drafter, because its caches are transferred too"
         return beside("speculation", said, "no", why)
     return beside("speculation", said, "look", "the plans do not include the drafter's layers")
 

@@ -36,7 +36,7 @@ class EndedRequests:
         self._lock = threading.Lock()
 
     def hold_twice(self, requests: set[str]) -> None:
-        """Mark requests that both a peer and the tier read: each counts as sent after both."""
+        """Mark requests that both a peer and the tier read, and that count as sent after both."""
         with self._lock:
             self._twice |= requests
 
@@ -56,7 +56,7 @@ class EndedRequests:
         self._told.put(("failed" if failed else "received", request_id))
 
     def take(self, seconds: float = 0.0) -> Ended:
-        """Return what ended since the last call; wait up to `seconds` if nothing has."""
+        """Return the requests that ended since the last call; wait `seconds` if there are none."""
         ended = Ended()
         with suppress(queue.Empty):
             while True:

@@ -68,7 +68,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     quantization: str | None = None
     load_format: str = "auto"
     device: str | None = None
-    """`cpu` if given, or if a `VLLM_CPU_` variable is set."""
+    """The device, if given; `cpu` if a `VLLM_CPU_` variable is set."""
     speculative_config: dict[str, Any] | None = None
     kv_transfer_config: dict[str, Any] | None = None
     """None if unknown; empty if the engine starts without a connector."""
@@ -102,7 +102,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 known = (*_SHORT, "block_size", "dtype", "kv_cache_dtype")
                 near = get_close_matches(name, known, 1)
                 hint = f"Did you mean {near[0]}?" if near else f"Write name=value: {_words(known)}"
-                raise _unreadable(part, hint)
+                raise _unreadable(repr(part), hint)
             given[name] = value.strip()
         return cls.of_values(given)
 
@@ -170,7 +170,7 @@ def _object(name: str, text: str) -> dict[str, Any]:
     except ValueError as problem:
         raise _unreadable(f"{name}: {problem}") from None
     if not isinstance(found, dict):
-        raise _unreadable(f"{name} {text[:60]!r}")
+        raise _unreadable(f"{name} {text[:60]!r}, expected a JSON object")
     return found
 
 

@@ -1,7 +1,7 @@
 """Open a tier in a file or in host memory for an engine's workers and its scheduler.
 
-All ranks of any number of engines can share the tier of one path: the first worker owns the file
-and serves the others. A tier in memory belongs to one engine.
+The first worker that opens a file serves it to the other workers and schedulers of this host, also
+those of other engines. A tier in memory is used by one engine only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ASK_SECONDS = 5.0
 """Timeout of the scheduler's calls to the tier, in seconds; a timeout counts as a miss."""
 _NOT_THERE = (Code.PEER_LOST, Code.DEADLINE)
 _OTHERS = (Code.UNLIKE_MODELS, Code.UNLIKE_DTYPES, Code.UNLIKE_LAYERS, Code.MISSING_LAYERS)
-"""Errors that mean that the file contains blocks of another model."""
+"""Errors that mean that the file contains blocks of another model or dtype."""
 
 
 def open_tier(
@@ -83,7 +83,7 @@ def _check_stored(stored: Plan, own: Plan, convert: Converting | None) -> None:
         raise AtlasError(
             Code.BAD_CONVERSION,
             "The tier already stores this engine's cache dtype, so there is nothing to convert",
-            got=convert.name,
+            got=repr(convert.name),
             hint="Remove convert from kv_connector_extra_config",
         )
     TierRoutes(stored).to(own, convert)

@@ -1,4 +1,4 @@
-"""Open a tier in a store for an engine's workers and its scheduler, all of which are clients.
+"""Open a tier in an object store for an engine's workers and its scheduler.
 
 The workers derive the format of rows from the model's layers and send it to the scheduler, which
 only looks up keys. If the store cannot be reached at startup, the engine runs without it.
@@ -34,8 +34,10 @@ def open_fleet_tier(
     """
     if own.pp > 1 and settings.tier_options.stages % own.pp:
         log.error(
-            "requests are read from the store but not stored: set stages in tier_options to a "
-            "multiple of the pipeline stages"
+            "requests are read from the store but not stored: stages in tier_options must be a "
+            "multiple of the %d pipeline stages, but is %d",
+            own.pp,
+            settings.tier_options.stages,
         )
     about = {"max_len": own.max_len, "convert": convert}
     options = about | msgspec.structs.asdict(settings.tier_options)

@@ -15,7 +15,7 @@ from kvatlas.models import config_identity, weights_identity
 from kvatlas.specs import LatentAttention
 
 _SHOWN = 8
-"""Displayed characters of a digest."""
+"""Number of characters of a digest that are shown."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _makes_up_weights(end: EngineEnd) -> bool:
-    """Whether an engine has dummy weights without a required `weights_identity`."""
+    """Return whether an engine has dummy weights but lacks the required `weights_identity`."""
     if end.arguments is None or end.settings is None:
         return False
     unnamed = end.settings.weights_identity is None and end.settings.check_identity

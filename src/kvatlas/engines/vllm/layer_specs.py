@@ -125,7 +125,7 @@ def seen_by_group(spec: Any) -> Visibility:
 
 
 def keeps_all_tokens(spec: Any) -> bool:
-    """Whether vLLM keeps all tokens of a layer, even if it attends to a window only."""
+    """Return whether vLLM keeps all tokens of a layer, even if it attends to a window only."""
     return bool({kind.__name__ for kind in type(spec).__mro__} & set(_KEEPS_ALL))
 
 
@@ -150,7 +150,7 @@ def _seen_by_layer(name: str, model: ServedModel) -> Visibility:
     """Return a layer's visibility from the model's config."""
     if name not in model.layers:
         got = f"a window of its group, and no window per layer for {model.architecture},"
-        raise refused(name, got, "Turn on the hybrid KV cache manager")
+        raise refused(name, got, "Remove --disable-hybrid-kv-cache-manager")
     return model.layers[name].spec.visibility
 
 
@@ -190,18 +190,19 @@ def _heads(name: str, local: int, model: ServedModel) -> int:
     for heads in (known, model.kv_heads):
         if heads and max(1, heads // model.tp) == local:
             return int(heads)
-    raise refused(name, f"{local} KV heads per rank at tp {model.tp}", "Use another tp")
+    hint = "Use a tensor parallel size that divides the number of KV heads"
+    raise refused(name, f"{local} KV heads per rank at tp {model.tp}", hint)
 
 
 def _cache(name: str, spec: Any, model: ServedModel) -> str:
-    """Return the cache dtype; both engines read per-tensor scales from the checkpoint."""
+    """Return the cache dtype. Per-tensor scales are not part of it; they are in the checkpoint."""
     mode = spec.kv_quant_mode.name.lower()
     if mode == "none":
         return "auto"
     if mode == "fp8_per_tensor":
         return "fp8_e5m2" if model.cache == "fp8_e5m2" else "fp8"
     if mode in ("ultraquant_4bit", "nvfp4_ds_mla"):
-        raise refused(name, f"cache dtype {mode}", "Use another cache dtype")
+        raise refused(name, f"cache dtype {mode!r}", "Set another --kv-cache-dtype")
     return str(mode)
 
 
@@ -248,7 +249,7 @@ def _recurrent(name: str, spec: Any, model: ServedModel) -> AnySpec:
             name, f"recurrent states, expected {type(known).__name__},", "Upgrade kvatlas"
         )
     if spec.tp_replicated and model.tp > 1:
-        raise refused(name, f"states replicated at tp {model.tp}", "Use tp 1")
+        raise refused(name, f"states replicated at tp {model.tp}", "Use --tensor-parallel-size 1")
     shapes = [tuple(shape) for shape in spec.shapes]
     for candidate in _candidates(known, [dtype_name(dtype) for dtype in spec.dtypes]):
         page: Page = candidate.page(1, tp=model.tp)

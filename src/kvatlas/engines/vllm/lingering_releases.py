@@ -1,4 +1,4 @@
-"""Delayed releases of other engines' offers, because a late reader may still arrive."""
+"""Release other engines' offers after a delay, because a late reader may still arrive."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LingeringReleases:
         timer.start()
 
     def cancel(self, name: str) -> None:
-        """Keep an offer that has a reader again."""
+        """Cancel the release of an offer, because it has a reader again."""
         with self._lock:
             timer = self._timers.pop(name, None)
         if timer is not None:

@@ -12,7 +12,7 @@ import re
 from kvatlas.engines.vllm.orders import RemoteRequest
 
 _CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
-"""The id of a request that vLLM made for one of several samples: index and parent."""
+"""Matches `INDEX_PARENT`, the id of a request that vLLM creates for one of several samples."""
 
 
 def parent_of(request_id: str) -> str | None:
@@ -52,16 +52,16 @@ class OfferReaders:
         self._readers.setdefault(offer.request, set()).add(request_id)
 
     def has_readers(self, offer: RemoteRequest) -> bool:
-        """Whether a local request may still read an offer."""
+        """Return whether a local request may still read an offer."""
         return offer.request in self._readers
 
     def reads_alone(self, request_id: str) -> bool:
-        """Whether no other request reads the same offer, now or later."""
+        """Return whether no other request reads the same offer, now or later."""
         offer = self._offers[request_id]
         return parent_of(request_id) is None and len(self._readers[offer.request]) == 1
 
     def remove(self, request_id: str) -> RemoteRequest | None:
-        """Forget a reader; return its offer if it was the last one."""
+        """Forget a reader; return its offer if it was the offer's last reader."""
         offer = self._offers.pop(request_id, None)
         if offer is None:
             return None

@@ -21,7 +21,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.chained_keys import BlockKeys
 
 VERSION = 1
-"""Version of the parameters; an engine that supports another version computes the request."""
+"""Version of the parameters. An engine that does not support it computes the request itself."""
 
 _ENDPOINT = re.compile(r"tcp://[^\s/]{1,255}:\d{1,5}")
 Endpoint = Annotated[str, Meta(max_length=300)]
@@ -36,7 +36,7 @@ class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     endpoints: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=4096)]
     """Endpoints of all ranks, in rank order."""
     windows: Annotated[tuple[int, ...], Meta(max_length=256)] = ()
-    """Sizes of windows and chunks of which the engine keeps only the last tokens."""
+    """Sizes in tokens of the windows and chunks outside of which the engine has no tokens."""
     prompt: Annotated[str, Meta(max_length=64)] = ""
     """A digest of the tokens, adapter, salt and media that K and V depend on."""
 
@@ -113,7 +113,7 @@ Tables = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class PullOrder:
-    """Read tokens start .. stop - 1 of another engine's request into local blocks."""
+    """An order to read tokens start .. stop - 1 of another engine's request into local blocks."""
 
     request_id: str
     remote: RemoteRequest
@@ -126,7 +126,7 @@ class PullOrder:
 
 @dataclass(frozen=True)
 class OfferOrder:
-    """Keep these blocks of a finished request for another engine to read."""
+    """An order to keep the blocks of a finished request for another engine to read."""
 
     request_id: str
     name: str
@@ -137,7 +137,7 @@ class OfferOrder:
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """Read tokens start .. stop - 1 of a request from the tier into local blocks."""
+    """An order to read tokens start .. stop - 1 of a request from the tier into local blocks."""
 
     request_id: str
     pin: bytes
@@ -151,7 +151,10 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class StoreOrder:
-    """Store tokens start .. stop - 1 of a finished request in the tier, then free its blocks."""
+    """An order to store tokens start .. stop - 1 of a finished request in the tier.
+
+    Its blocks are freed afterwards.
+    """
 
     request_id: str
     keys: BlockKeys

@@ -96,7 +96,7 @@ def _partial(src: Plan, dst: Plan) -> list[Finding]:
     states = [sum(group.kind == "recurrent" for group in plan.groups) for plan in (src, dst)]
     if any(states):
         said = [f"{n} group{'s' * (n != 1)}" if n else "none" for n in states]
-        why = "the state before the last token of the prompt moves"
+        why = "the state before the prompt's last token is transferred"
         findings.append(beside("recurrent states", said, why=why))
     return findings
 

@@ -30,9 +30,9 @@ log = logging.getLogger("kvatlas.vllm")
 _ASKING = 4
 """Concurrent lookups."""
 _SOON = 0.005
-"""Seconds that the scheduler waits for an optional answer."""
+"""Seconds that the scheduler waits for a lookup whose result is optional."""
 _HURRIED = 1.0
-"""Seconds after a late answer in which the scheduler does not wait for optional answers."""
+"""Seconds after a slow lookup during which the scheduler does not wait for optional results."""
 _ASK_AGAIN = 5.0
 """Seconds between checks whether the tier still stores the published blocks."""
 _NEWS = 1 << 16
@@ -110,7 +110,7 @@ class PrefixTier:
         return asked
 
     def stored(self, chain: PrefixChain, tokens: int) -> int:
-        """Return how many leading tokens the tier already stores; 0 if the answer is late."""
+        """Return how many leading tokens the tier already stores; 0 if the lookup is slow."""
         # Rows that are converted on read are not stored in this engine's dtype.
         tier = self._tier
         match = partial(tier.match, convert=False) if isinstance(tier, StoreTier) else tier.match
@@ -147,10 +147,10 @@ class PrefixTier:
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def forget_all(self) -> None:
-        """Invalidate all stored prefixes, also after a restart.
+        """Stop using the prefixes stored so far, because the weights have changed.
 
         The new weights have no known identity. Prefixes stored from now on use a random one, so
-        that only this engine finds them.
+        that only this engine finds them, until it restarts.
         """
         self._finder = PrefixFinder(self._tier, secrets.token_bytes(32))
         self._begin_events()
@@ -172,9 +172,9 @@ class PrefixTier:
             self._events = TierEvents(self._tier, self._news.extend, medium=self._medium)
 
     def _is_soon(self, asked: Future[Any]) -> bool:
-        """Whether an answer arrives soon.
+        """Return whether a lookup succeeds within a few milliseconds.
 
-        After a late answer, do not wait for a while, so that a slow tier does not delay every step.
+        After a slow lookup, do not wait for a while, so that a slow tier does not delay every step.
         """
         if time.monotonic() < self._hurried_until:
             return asked.done() and not asked.exception()

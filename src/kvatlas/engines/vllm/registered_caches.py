@@ -32,7 +32,7 @@ def check_reachable(tensor: torch.Tensor) -> None:
 def untouched_config(served: Any) -> dict[str, Any] | None:
     """Return a model's config without the changes by the engine's arguments.
 
-    None if it cannot be read again.
+    Return None if it cannot be read again.
     """
     try:
         found = get_config(

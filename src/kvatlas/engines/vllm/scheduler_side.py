@@ -1,4 +1,4 @@
-"""The connector in the scheduler: which tokens to load, from where, and which blocks to keep.
+"""The scheduler's part of the connector: which tokens to load, from where, which blocks to keep.
 
 A decode engine always computes the last token of a prompt, even if it has read that token's cache.
 This token needs the windows and recurrent states from before it. For a model with windows or
@@ -134,7 +134,9 @@ class SchedulerSide:
             try:
                 self._expect(request, RemoteRequest.read(params))
             except AtlasError as refusal:
-                log.warning("computing locally request=%r: %s", request.request_id, refusal)
+                log.warning(
+                    "computing the request locally request=%r: %s", request.request_id, refusal
+                )
                 # Siblings may share the dictionary, so it is replaced instead of changed.
                 request.kv_transfer_params = params | {"do_remote_prefill": False}
 
@@ -208,7 +210,7 @@ class SchedulerSide:
         self._orders.pulls.append(order)
 
     def from_tier(self, request_id: str) -> bool:
-        """Whether the external tokens of a request come from the tier."""
+        """Return whether the external tokens of a request come from the tier."""
         return any(order.request_id == request_id for order in self._orders.loads)
 
     def finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -265,7 +267,7 @@ class SchedulerSide:
         return True, answer
 
     def _is_shareable(self, offer: _MadeOffer, prompt: str, tokens: int) -> bool:
-        """Whether a sibling's offer has the same cache and does not expire soon."""
+        """Return whether a sibling's offer has the same cache and does not expire soon."""
         same = (offer.remote.prompt, offer.remote.tokens) == (prompt, tokens)
         return same and time.monotonic() < offer.made + self._lease_seconds / 2
 
@@ -391,7 +393,7 @@ class SchedulerSide:
             self._windows_alone.add(request_id)
 
     def _tables(self, block_ids: Any, tokens: int) -> Tables:
-        """Return the block ids of the groups that move; -1 for entries without a block."""
+        """Return the block ids of all transferred groups; -1 for entries without a block."""
         return tuple(group.table(block_ids[group.index], tokens) for group in self._groups)
 
     def _keep_out_of_cache(self, request_id: str, start: int, stop: int) -> None:
@@ -410,13 +412,13 @@ class SchedulerSide:
 
 
 def _balances_requests(parallel: Any) -> bool:
-    """Whether vLLM sends siblings to different data-parallel ranks, each with a scheduler."""
+    """Return whether vLLM sends siblings to different data-parallel ranks and their schedulers."""
     ranks = getattr(parallel, "data_parallel_size", 1)
     return ranks > 1 and not getattr(parallel, "data_parallel_external_lb", False)
 
 
 class TransferGroup:
-    """One of vLLM's cache groups whose blocks move."""
+    """A cache group of vLLM whose blocks are transferred."""
 
     def __init__(self, spec: Any, index: int) -> None:
         specs = list((getattr(spec, "kv_cache_specs", None) or {"": spec}).values())
@@ -435,14 +437,14 @@ class TransferGroup:
         self.partial = self.recurrent or self.window is not None
 
     def table(self, ids: Any, tokens: int) -> tuple[int, ...]:
-        """Return the entries that hold a request's first tokens, or the state after them."""
+        """Return the ids of blocks with a request's first tokens, or with the state after them."""
         entries = ceil_div(tokens, self.block)
         if self.recurrent and not self.by_position:
             entries = 1
         return tuple(-1 if block == _NULL_BLOCK else block for block in ids[:entries])
 
     def incomplete_blocks(self, start: int, stop: int, *, windows_alone: bool = False) -> int:
-        """Return how many leading blocks must not be cached once start .. stop - 1 are read.
+        """Return how many leading blocks must not be cached once tokens start .. stop - 1 are read.
 
         With `windows_alone`, only windows were read, also for layers that keep all tokens.
 

@@ -29,7 +29,7 @@ class StoreOptions(
     """Options of a store; `shards` and `stages` must be the same in all engines that share it."""
 
     shards: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    """Parts per row, a multiple of every storing engine's tp; the default fits powers of two."""
+    """Parts per row, a multiple of every storing engine's tp; the default suits powers of two."""
     stages: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Pipeline stages of the engines that store rows."""
     staging: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 << 20
@@ -90,7 +90,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Conversion of blocks that are read from the tier, such as `bf16->fp8`."""
     # msgspec 0.22 crashes on pairs of bounded numbers; the route checks their values instead.
     convert_scales: Scale | dict[str, float | tuple[float, float]] | None = None
-    """Scales of the stored blocks if they are quantised: one, or (K, V) by layer."""
+    """Scales of the stored blocks if they are quantised: one for all, or one or (K, V) by layer."""
     lookup_seconds: Seconds = 5.0
     """Seconds for which a request waits for its lookup in the tier before it is computed."""
     weights_identity: str | None = None
@@ -138,14 +138,18 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if "://" in self.tier:
             hint = "Use mooncake://host:port, folder:///path, a file's path, or memory"
             raise _bad(f"tier {self.tier!r}", hint)
-        if self.tenant or self.tier_options != StoreOptions():
-            raise _bad(f"tenant or tier_options for tier {self.tier!r}", "Set tier to a store")
+        hint = "Set tier to the address of a store, such as folder:///path, or remove the option"
+        if self.tenant:
+            raise _bad(f"tenant {self.tenant!r} with tier {self.tier!r}", hint)
+        if self.tier_options != StoreOptions():
+            raise _bad(f"tier_options with tier {self.tier!r}", hint)
 
     def _check_conversion(self) -> None:
-        """Raise if the conversion is invalid, or if no other engine can use the tier."""
+        """Raise if the conversion is invalid, or if only this engine stores in the tier."""
         if self.convert is None:
             if self.convert_scales is not None:
-                raise _bad("convert_scales without convert", 'Set convert, such as "fp8->bf16"')
+                hint = 'Set convert, for example to "fp8->bf16"'
+                raise _bad("convert_scales without convert", hint)
             return
         if self.tier in (None, _IN_MEMORY):
             raise _bad(
@@ -153,7 +157,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 "Set tier to a file or a store that other engines use too",
             )
         if len(parse_conversion(self.convert)) > 1:
-            raise _bad(f"convert {self.convert!r}", "Give one pair of formats, such as bf16->fp8")
+            hint = 'Set one pair of formats, such as "bf16->fp8"'
+            raise _bad(f"convert {self.convert!r}", hint)
 
     @property
     def fleet_tier(self) -> bool:
@@ -162,7 +167,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def own_tier(self) -> str | None:
-        """The tier if it is local to this host, in memory or in a file."""
+        """The tier if it is local to this host, in memory or in a file; otherwise None."""
         return None if self.fleet_tier else self.tier
 
     @property
@@ -178,13 +183,15 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             return Path(self.secret_file).read_bytes().strip()
         except OSError as problem:
             got = f"secret_file {self.secret_file!r}: {problem.strerror}"
-            raise _bad(got, "Make the file readable for the engine's user") from None
+            hint = "Check the path, and that the engine's user can read the file"
+            raise _bad(got, hint) from None
 
     def listen_at(self, rank: int) -> str:
         """Return the endpoint on which a rank listens."""
         port = self.ports + rank if self.ports else 0
         if port > 65535:
-            raise _bad(f"ports from {self.ports} for rank {rank}", "Set ports to a lower number")
+            got = f"port {port} for rank {rank}, with ports {self.ports}"
+            raise _bad(got, f"Set ports to at most {65535 - rank}")
         return f"tcp://{_host(self.listen)}:{port}"
 
     def advertised(self, endpoint: str) -> str:

@@ -1,4 +1,4 @@
-"""Conversion of a tier's blocks that engines with another cache dtype stored.
+"""Convert blocks of a tier that were stored by engines with another cache dtype.
 
 The setting `convert` names both formats. This engine's scales come from its layers. Blocks do not
 contain the scales of the engines that stored them; the setting `convert_scales` specifies those.
@@ -53,7 +53,7 @@ def _refuse_scales_by_head(layer: str, module: Any) -> None:
     if any(scale is not None and scale.numel() > 1 for scale in scales):
         problem = "Conversion does not support layers with one scale per head"
         hint = "Remove convert from kv_connector_extra_config"
-        raise AtlasError(Code.CANNOT_CONVERT, problem, got=f"{layer:.200}", hint=hint)
+        raise AtlasError(Code.CANNOT_CONVERT, problem, got=f"layer {layer:.200}", hint=hint)
 
 
 def prefix_identity(settings: ConnectorSettings, vllm_config: Any) -> bytes:
@@ -69,7 +69,7 @@ def prefix_identity(settings: ConnectorSettings, vllm_config: Any) -> bytes:
 
 
 def stored_cache(settings: ConnectorSettings, vllm_config: Any) -> str:
-    """Return the cache dtype of the tier's blocks, by a name that all engines share."""
+    """Return the cache dtype of the tier's blocks, under the same name in all engines."""
     said = str(vllm_config.cache_config.cache_dtype)
     if settings.convert is not None:
         ((said, _),) = parse_conversion(settings.convert)
@@ -86,7 +86,8 @@ def stored_cache(settings: ConnectorSettings, vllm_config: Any) -> str:
 def stored_dtype(settings: ConnectorSettings, served: Any) -> str:
     """Return the compute dtype of the engines that stored the tier's blocks, as torch names it.
 
-    A quantised format does not determine it; then this engine's dtype is assumed.
+    If the source format of `convert` is quantised, it does not determine the compute dtype. This
+    engine's dtype is then assumed.
     """
     if settings.convert is not None:
         sources = {source for source, _ in parse_conversion(settings.convert)}
@@ -96,7 +97,7 @@ def stored_dtype(settings: ConnectorSettings, served: Any) -> str:
 
 
 def keeps_finished(settings: ConnectorSettings, served: Any) -> bool:
-    """Whether an engine stores its finished requests in the tier.
+    """Return whether an engine stores its finished requests in the tier.
 
     Blocks are never converted when they are stored. With `convert`, an engine therefore does not
     store into a file, which has one dtype, nor into a store of engines with another compute dtype.

@@ -1,4 +1,4 @@
-"""The tier in the scheduler: look up requests, and select finished ones to store."""
+"""The scheduler's use of a tier: look up requests, and select finished ones to store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TierScheduler:
         self._tier, self._patience = tier, patience
         self.has_windows = tier.has_windows
         self._ahead = max(0, ahead)
-        """Last tokens of a request whose drafter cache is speculative."""
+        """Number of last tokens of a request whose drafter cache is speculative."""
         # Speculative tokens advance a recurrent state past the position that would be stored.
         self.keeps = not (tier.partial and (self._ahead or (guesses and tier.recurrent)))
         self._found: dict[str, Future[FoundPrefix | None] | None] = {}
@@ -59,7 +59,7 @@ class TierScheduler:
         if not looked_up.done():
             if time.monotonic() < self._wait_until[name]:
                 return None
-            log.warning("computing locally request=%r: the lookup in the tier timed out", name)
+            log.warning("computing the request locally: the tier lookup timed out request=%r", name)
             self._asked_from = time.monotonic() + _PAUSE
             self._found[name] = None
             self._let_go(looked_up)
@@ -147,7 +147,7 @@ class TierScheduler:
             chain = self._tier.chain(request.all_token_ids[:tokens], request.cache_salt)
             start = self._tier.stored(chain, tokens)
         except AtlasError as refusal:
-            log.warning("not stored in the tier request=%r: %s", request.request_id, refusal)
+            log.warning("store in the tier failed request=%r: %s", request.request_id, refusal)
             return None
         if start >= tokens:
             return None
@@ -164,7 +164,7 @@ class TierScheduler:
                 self._tier.chain(request.all_token_ids[:last], request.cache_salt)
             )
         except (AtlasError, RuntimeError) as refusal:  # the tier is closed, or its file is damaged
-            log.warning("not looked up in the tier request=%r: %s", request.request_id, refusal)
+            log.warning("lookup in the tier failed request=%r: %s", request.request_id, refusal)
             return None
 
     def _let_go(self, looked_up: Future[FoundPrefix | None] | None) -> None:
@@ -180,7 +180,7 @@ class TierScheduler:
 
 
 def _made_of_tokens(request: Any) -> bool:
-    """Whether tokens alone determine a request's cache: no media, adapter or embeddings."""
+    """Return whether tokens alone determine a request's cache: no media, adapter or embeddings."""
     return (
         request.prompt_token_ids is not None
         and not getattr(request, "mm_features", None)

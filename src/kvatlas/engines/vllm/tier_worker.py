@@ -1,4 +1,4 @@
-"""The tier in a worker: load requests from it and store finished ones, in background threads.
+"""A worker's use of a tier: load requests and store finished ones, in background threads.
 
 For caches on a GPU, each step records a mark after the kernels that the engine has launched.
 Stores wait for the mark, because a request's last blocks may not be written yet. Loads wait for
@@ -15,6 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from kvatlas.copying.cuda_driver import load_driver
+from kvatlas.copying.device_marks import DeviceMarks
+from kvatlas.copying.memory_copy import is_on_gpu
 from kvatlas.engines.vllm.ended_requests import EndedRequests
 from kvatlas.engines.vllm.orders import LoadOrder, StepOrders, StoreOrder
 from kvatlas.errors import AtlasError, Code
@@ -23,14 +26,11 @@ from kvatlas.tier import Converting, StoreTier, TierClient
 from kvatlas.tier.hit import Hit
 from kvatlas.tier.store_hit import StoreHit
 from kvatlas.wire import Memory
-from kvatlas.wire.memory_copy import is_on_gpu
-from kvatlas.wire.transports.cuda_driver import load_driver
-from kvatlas.wire.transports.device_marks import DeviceMarks
 
 log = logging.getLogger("kvatlas.vllm")
 
 _SLOW = 1.0
-"""If a failed store took longer than this many seconds, stores pause: they hold blocks."""
+"""If a failed store took longer than this many seconds, stores pause, because they hold blocks."""
 _PAUSE = 5.0
 """Seconds of that pause."""
 _LOADING = 2
@@ -39,7 +39,7 @@ _LOADING = 2
 
 @dataclass
 class TierCounts:
-    """Loads from a tier and stores into it since the last collection."""
+    """Counts of loads from a tier and of stores in it, since the last collection."""
 
     tier_loads: int = 0
     tier_tokens: int = 0
@@ -107,9 +107,11 @@ class TierWorker:
             self._fetch(self._usable(), order)
             failed = False
         except AtlasError as refusal:
-            log.warning("not loaded from the tier request=%r: %s", order.request_id, refusal)
+            log.warning("load from the tier failed request=%r: %s", order.request_id, refusal)
         except Exception:
-            log.exception("load from the tier failed request=%r", order.request_id)
+            log.exception(
+                "load from the tier failed with an unexpected error request=%r", order.request_id
+            )
         finally:
             tokens = 0 if failed else order.stop - order.start
             seconds = time.monotonic() - begun
@@ -127,13 +129,15 @@ class TierWorker:
                     self._fill(joined, order)
                 return
             except AtlasError as refusal:
-                log.info("looking up again request=%r: %s", order.request_id, refusal)
+                log.info(
+                    "pin lost, looking up the keys again request=%r: %s", order.request_id, refusal
+                )
         with tier.pin(order.keys, order.stop) as hit:
             self._fill(hit, order)
 
     def _fill(self, hit: Hit | StoreHit, order: LoadOrder) -> None:
         if hit.tokens < order.stop:
-            hint = "Set kv_load_failure_policy to recompute, so that vLLM computes them"
+            hint = 'Set kv_load_failure_policy to "recompute", so that vLLM computes them'
             got = f"{hit.tokens} of {order.stop} tokens"
             raise AtlasError(
                 Code.MISSING_BLOCKS,
@@ -164,11 +168,13 @@ class TierWorker:
             )
             failed = bool(result.no_room)
             if failed:
-                log.info("no room in the tier request=%r", order.request_id)
+                log.info("not stored: the tier has no space request=%r", order.request_id)
         except AtlasError as refusal:
-            log.warning("not stored in the tier request=%r: %s", order.request_id, refusal)
+            log.warning("store in the tier failed request=%r: %s", order.request_id, refusal)
         except Exception:
-            log.exception("store into the tier failed request=%r", order.request_id)
+            log.exception(
+                "store in the tier failed with an unexpected error request=%r", order.request_id
+            )
         finally:
             now = time.monotonic()
             if failed and now - begun > _SLOW:

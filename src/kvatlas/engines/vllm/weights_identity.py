@@ -1,4 +1,4 @@
-"""Identities of an engine's weights and config; caches of other identities must not mix.
+"""Identities of an engine's weights and config. Caches of different identities must not be mixed.
 
 Nodes compare `engine_identity` when they connect. A tier's keys start from `cache_identity`. Both
 identify the weights with the same digest, which is computed once per process.
@@ -193,7 +193,7 @@ def _changed(untouched: Mapping[str, Any], effective: Mapping[str, Any]) -> dict
 
 
 def _uses_long_rope(served: Any) -> bool:
-    """Whether vLLM uses the long factors of LongRoPE, which depends on `max_model_len`."""
+    """Return whether vLLM uses the long factors of LongRoPE, which depends on `max_model_len`."""
     text = getattr(served, "hf_text_config", None)
     rope = getattr(text, "rope_parameters", None)
     nested = list(rope.values()) if isinstance(rope, Mapping) else []

@@ -1,4 +1,4 @@
-"""The connector in a worker: one rank's node, its offers, and its reads from other engines.
+"""The worker's part of the connector: one rank's node, its offers and its reads.
 
 The engine's thread never waits for a peer. Background threads open sessions and wait for
 transfers, and each step only collects what has ended. A failed read is reported once no transfer
@@ -28,7 +28,7 @@ from kvatlas.wire import HOST, Memory, Node, Session, Transfer, make_transport
 log = logging.getLogger("kvatlas.vllm")
 
 _AT_ONCE = 64
-"""Concurrent reads; further requests wait."""
+"""Maximum number of concurrent reads."""
 _LONGEST_QUARANTINE = 600.0
 """Seconds after which a read in quarantine is reported as ended."""
 _READING_SECONDS, _OFFERING_SECONDS = 4e-3, 1e-3
@@ -180,7 +180,7 @@ class WorkerSide:
             )
         except AtlasError as refusal:
             # A reader then recomputes or fails, depending on its kv_load_failure_policy.
-            log.error("not offered request=%r: %s", order.request_id, refusal)
+            log.error("offer failed request=%r: %s", order.request_id, refusal)
             self._released(order.name, "refused")
 
     def _released(self, name: str, why: str) -> None:
@@ -202,9 +202,9 @@ class WorkerSide:
                     if outcome == "failed" and order.final:
                         self._release_remote(session, order.remote)
         except AtlasError as refusal:
-            log.warning("not read request=%r: %s", order.request_id, refusal)
+            log.warning("read failed request=%r: %s", order.request_id, refusal)
         except Exception:
-            log.exception("read failed request=%r", order.request_id)
+            log.exception("read failed with an unexpected error request=%r", order.request_id)
         finally:
             self._count_pull(pull, outcome)
             self._ended.arrived(order.request_id, failed=outcome == "failed")
@@ -246,7 +246,7 @@ class WorkerSide:
             with self._sessions.use(remote.endpoints) as session:
                 session.release(remote.request).wait()
         except AtlasError as refusal:
-            log.warning("not released request=%r: %s", remote.request, refusal)
+            log.warning("release of an offer failed request=%r: %s", remote.request, refusal)
 
     def _release_remote(self, session: Session, remote: RemoteRequest) -> None:
         """Release another engine's offer; if the engine cannot be reached, the offer expires."""

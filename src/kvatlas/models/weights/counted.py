@@ -25,7 +25,7 @@ from kvatlas.models.weights.tensor import Tensor, TensorClass, linear, norm
 from kvatlas.models.weights.towers import tower
 
 VOCABULARY_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this before it divides it over ranks."""
+"""vLLM pads the vocabulary of each rank to a multiple of this number of rows."""
 
 Stored = tuple[Tensor, Format]
 
@@ -45,7 +45,7 @@ class Weights:
 
     name: str
     first: tuple[Stored, ...]
-    """Weights before the layers: the embedding and a tower."""
+    """Weights before the layers: the embedding and, in multimodal models, a tower."""
     layers: tuple[tuple[Stored, ...], ...]
     last: tuple[Stored, ...]
     """Weights after the layers: a norm, and lm_head if it is not tied to the embedding."""
@@ -54,9 +54,9 @@ class Weights:
     tied: bool
     """Whether lm_head shares the embedding's weights."""
     label: str
-    """The format of the weights, in words."""
+    """A description of the weight format."""
     assumed: bool
-    """Whether the dtype or the shape of the layers is an assumption."""
+    """Whether the dtype or the shapes of the layers are assumed instead of read from the config."""
     index_total: int | None = None
     """Bytes of all tensors according to a safetensors index, if there is one."""
     warnings: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Weights:
         if isinstance(source, Model):
             raise AtlasError(
                 Code.UNREADABLE,
-                "A Model holds caches only, so its weights cannot be counted",
+                "The weights of a Model cannot be counted, because it holds only caches",
                 got=f"model {source.name}",
                 hint="Load the weights from the model's config, path or name",
             )
@@ -117,22 +117,31 @@ class Weights:
         """Return the bytes on the rank that holds the most.
 
         With `ep` > 1, whole experts are distributed over `ep` ranks; otherwise each expert is
-        divided over `tp`. Data-parallel replicas hold the same bytes and count only in `ep`.
-        `stage_layers` is the number of layers in each pipeline stage. `mtp` adds the MTP layers
-        to the last stage.
+        divided over `tp` ranks. Data parallelism replicates all other weights, so it matters
+        only for `ep`, which counts the ranks of all replicas. `stage_layers` is the number of
+        layers in each pipeline stage. `mtp` adds the MTP layers to the last stage.
 
         >>> weights = Weights.load("Llama-3.1-8B")
         >>> [weights.per_rank(tp=tp) >> 20 for tp in (1, 2, 8)]
         [15316, 7658, 1915]
         """
-        shares = [natural(n, "a stage") for n in stage_layers or [len(self.layers)]]
+        shares = [
+            natural(n, "an entry of stage_layers") for n in stage_layers or [len(self.layers)]
+        ]
         tp, ep = natural(tp, "tp"), natural(ep, "ep")
-        if tp * ep == 0 or sum(shares) != len(self.layers):
+        if tp * ep == 0:
             raise AtlasError(
                 Code.BAD_TOPOLOGY,
-                "tp and ep must be at least 1, and the stages must add up to the model's layers",
-                got=f"tp {tp}, ep {ep}, stages {shares} for {len(self.layers)} layers",
-                hint="Check tp, ep and stage_layers",
+                "tp and ep must be at least 1",
+                got=f"tp {tp}, ep {ep}",
+                hint="Pass 1 for a kind of parallelism that is not used",
+            )
+        if sum(shares) != len(self.layers):
+            raise AtlasError(
+                Code.BAD_TOPOLOGY,
+                f"stage_layers must add up to the model's {len(self.layers)} layers",
+                got=f"{shares}, which add up to {sum(shares)}",
+                hint="Pass the number of layers of each stage, or leave stage_layers out",
             )
         held: dict[tuple[Stored, ...], float] = {}
         stages, start = [], 0
@@ -180,7 +189,7 @@ class ClassTotal:
 
 
 def _held(stored: Sequence[Stored], tp: int, ep: int) -> float:
-    """Return the bytes on one rank, with the vocabulary padded as in vLLM."""
+    """Return the bytes of weights on one rank, with the vocabulary padded as in vLLM."""
     total = 0.0
     for tensor, format_ in stored:
         if tensor.kind in ("embedding", "lm_head"):
@@ -230,14 +239,17 @@ def _read(source: Source) -> Weights:
 
 
 def _described_type(root: Config, text: Config, architecture: str) -> str:
-    """Return the first known family name among the model types and the class name."""
+    """Return the model type under which the weights are counted.
+
+    It is the first known family among the config's model types and the architecture's name.
+    """
     class_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.partition("For")[0]).lower()
     types = [text.text("model_type") or "", root.text("model_type") or "", class_name]
     return next((word for word in types if word in FAMILIES), types[0] or class_name)
 
 
 def _doubt(model_type: str, config: Config) -> list[str]:
-    """Return warnings for a count that was not verified."""
+    """Return warnings if the parameter count of a model type was not verified."""
     if model_type not in FAMILIES:
         return [f"unknown family {model_type or '(none)'}: counted like Llama"]
     if model_type in UNVERIFIED or config.has("attn_res_block_size"):  # Kimi-K3

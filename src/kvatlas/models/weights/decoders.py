@@ -1,8 +1,8 @@
 """The tensors of a decoder's layers.
 
 The mixers of a layer follow from the specs of its caches (attention, recurrent, indexer);
-`Traits` provide the rest. Most families are a stack of such layers. The others (such as
-Gemma-4, DeepSeek-V4, Zamba-2 and Whisper) have a function each.
+`Traits` provide the rest. Most families are a stack of such layers. Other families, such as
+Gemma-4, DeepSeek-V4, Zamba-2 and Whisper, each have a separate function.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvatlas.specs import (
 )
 
 Predictors = Literal["none", "bare", "embeds"]
-"""MTP layers in checkpoints: `none`, `bare`, or `embeds` for layers with a separate vocabulary."""
+"""MTP layers in checkpoints: `none`, `bare`, or `embeds` if each has a separate embedding."""
 
 Gate = Literal["none", "head", "element"]
 """The gate of an attention's output: none, one per head, or one per element."""
@@ -44,7 +44,7 @@ class Traits(NamedTuple):
     """Properties of a family that its config lacks, and defaults for its config."""
 
     norms: int = 2
-    """Norms of the hidden size per layer."""
+    """Number of norms per layer that have the hidden size."""
     norm_bias: bool = False
     qk_norm: QkNorm = "none"
     qkv_bias: bool | None = None
@@ -161,7 +161,7 @@ def _indexer(config: Config) -> list[Tensor]:
 def attention_options(text: Text, spec: Attention) -> dict[str, Any]:
     """Return the arguments of `mixers.attention` for a layer."""
     config, traits = text.config, text.traits
-    said = config.flag("attention_bias")
+    biased = config.flag("attention_bias")
     sliding = isinstance(spec, SlidingAttention)
     heads = config.maybe("swa_num_attention_heads") if sliding else None
     other = config.section("attention_other_setting")
@@ -182,8 +182,8 @@ def attention_options(text: Text, spec: Attention) -> dict[str, Any]:
         "kv_heads": spec.heads,
         "head_dim": spec.head_dim,
         "v_dim": spec.v_dim,
-        "qkv_bias": said if traits.qkv_bias is None else traits.qkv_bias,
-        "out_bias": said if traits.out_bias is None else traits.out_bias,
+        "qkv_bias": biased if traits.qkv_bias is None else traits.qkv_bias,
+        "out_bias": biased if traits.out_bias is None else traits.out_bias,
         "qk_norm": qk_norm,
         "gate": gate,
         "sinks": traits.sinks or config.flag(sinks),
@@ -222,7 +222,7 @@ def llama4(text: Text) -> Iterator[list[Tensor]]:
 
 
 def gemma4(text: Text) -> Iterator[list[Tensor]]:
-    """Gemma-4: experts in addition to the MLP, K that serves as V, and shared caches."""
+    """Gemma-4: experts in addition to the MLP, layers whose K is also V, and shared caches."""
     config, hidden = text.config, text.hidden
     owners: dict[bool, Attention] = {}
     for kind, caches in zip(gemma4_kinds(config), text.caches, strict=True):
@@ -233,7 +233,7 @@ def gemma4(text: Text) -> Iterator[list[Tensor]]:
         options = attention_options(text, owners[sliding])
         values = sliding or not config.flag("attention_k_eq_v")
         attention = mixers.attention(config, **options, values=values)
-        if not caches:  # a layer that shares another's cache only projects queries
+        if not caches:  # a layer that shares another layer's cache projects only queries
             theirs = ("k_proj", "v_proj", "k_norm")
             attention = [tensor for tensor in attention if not tensor.name.endswith(theirs)]
         wide = 2 if config.flag("use_double_wide_mlp") and not caches else 1
@@ -254,7 +254,7 @@ def _gemma4_experts(config: Config) -> list[Tensor]:
 
 
 def _gemma4_inputs(config: Config, hidden: int) -> list[Tensor]:
-    """Return the weights that apply a layer's own token embedding, in the small models."""
+    """Return the weights that apply the per-layer token embeddings of the small models."""
     width = config.size("hidden_size_per_layer_input")
     if not width:
         return []
@@ -281,7 +281,7 @@ def deepseek_v4(text: Text) -> Iterator[list[Tensor]]:
 
 
 def zamba(text: Text) -> Iterator[list[Tensor]]:
-    """Zamba-2: Mamba-2 in every layer; some layers share attention blocks through adapters."""
+    """Zamba-2: Mamba-2 in every layer; some layers also use shared attention, with adapters."""
     config, hidden = text.config, text.hidden
     blocks, used = config.count("num_mem_blocks", default=1), 0
     rank = config.count("adapter_rank", default=128)
@@ -315,7 +315,7 @@ def whisper(text: Text) -> Iterator[list[Tensor]]:
 
 
 def listener(config: Config, *, heads: int, head_dim: int) -> list[Tensor]:
-    """Return Whisper's attention, in encoder and decoder: all projections but K have a bias."""
+    """Return the weights of Whisper's attention, where all projections except K have a bias."""
     made = mixers.attention(
         config, heads=heads, kv_heads=heads, head_dim=head_dim, qkv_bias=True, out_bias=True
     )
@@ -323,7 +323,7 @@ def listener(config: Config, *, heads: int, head_dim: int) -> list[Tensor]:
 
 
 def pruned(text: Text) -> Iterator[list[Tensor]]:
-    """DeciLM and Nemotron-NAS: heads and MLP widths differ by layer, and some layers lack them."""
+    """DeciLM and Nemotron-NAS: head counts and MLP widths differ by layer, and may be zero."""
     config, hidden = text.config, text.hidden
     blocks = config.per_layer("block_configs", text.depth)
     for index, caches in enumerate(text.caches):

@@ -1,8 +1,8 @@
 """The feed-forward part of a layer: an MLP, or experts with a router.
 
-All families use the same arithmetic but spell its numbers differently: the number of
-experts, their width, the shared experts, and the layers that have experts. This module
-lists all spellings.
+All families use the same arithmetic, but different config keys for the number of experts,
+their width, the shared experts, and the layers that have experts. This module lists all of
+these keys.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def mlp(
 
 def mlp_width(config: Config) -> int:
     """Return the width of a dense layer's MLP."""
-    # LFM2 takes 2/3 of the width in its config, rounded up to a multiple.
+    # LFM2 uses 2/3 of the width in its config, rounded up to a multiple of block_multiple_of.
     if config.flag("block_auto_adjust_ff_dim"):
         width = 2 * config.count("block_ff_dim", "intermediate_size") // 3
         scale, unit = config.get("block_ffn_dim_multiplier"), config.count("block_multiple_of")

@@ -17,7 +17,7 @@ from kvatlas.models.weights.tensor import Tensor
 
 
 class Format(NamedTuple):
-    """Bits per element, the block of elements that shares a scale, and bits per scale.
+    """A weight format: bits per element, shape of the blocks that share a scale, bits per scale.
 
     >>> FP8_BLOCKS = Format("fp8, blocks of 128 x 128", 8, (128, 128), 32)
     >>> FP8_BLOCKS.bytes_of(Tensor("mlp", "mlp.up_proj", 256, 256))
@@ -27,7 +27,7 @@ class Format(NamedTuple):
     label: str
     bits: int
     block: tuple[int, int] = (0, 0)
-    """Rows and columns that share a scale; 0 means all."""
+    """Rows and columns of the elements that share a scale; 0 means all rows or columns."""
     scale_bits: int = 0
 
     def bytes_of(self, tensor: Tensor) -> int:
@@ -49,11 +49,11 @@ class Quantisation(NamedTuple):
 
     label: str
     default: Format | None
-    """For matrices that match no other rule; None if only `chosen` ones are quantised."""
+    """The format of matrices that match no other rule; None if those are not quantised."""
     chosen: tuple[tuple[NamePatterns, Format], ...] = ()
     ignored: NamePatterns | None = None
     experts: Format | None = None
-    """For experts, if they have a separate format."""
+    """The format of experts, if it differs from `default`."""
 
     def format_of(self, name: str, tensor: Tensor) -> Format | None:
         """Return the format of a tensor with the full name `name`; None if it is unquantised."""
@@ -77,7 +77,7 @@ _ALGORITHMS = {"fp8": _FP8_TENSOR, "nvfp4": _NVFP4, "mxfp4": _MXFP4, "mxfp8": _M
 
 
 def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisation | None:
-    """Read the quantisation scheme of a config; None if it has none or the scheme is unknown.
+    """Return the quantisation scheme of a config; None if it has none or the scheme is unknown.
 
     >>> section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     >>> quantisation(Config({"quantization_config": section}), Config({}), []).label
@@ -150,7 +150,7 @@ def _method(method: str, section: Config) -> Format | None:
 
 
 def _mixed(layers: Config, section: Config) -> Quantisation:
-    """Read ModelOpt's mixed precision, which lists an algorithm for each module."""
+    """Return ModelOpt's mixed precision, which lists an algorithm for each module."""
     named: dict[str, list[str]] = {}
     for name in layers.filled_keys():
         part = layers.section(name)
@@ -169,7 +169,7 @@ def _mixed(layers: Config, section: Config) -> Quantisation:
 
 
 def _grouped(groups: Config, ignored: NamePatterns) -> Quantisation | None:
-    """Read compressed-tensors' groups; each has targets, bits, a type and a strategy."""
+    """Return the scheme of compressed-tensors' groups, or None if no group quantises weights."""
     chosen, default, labels = [], None, []
     for key in groups.filled_keys():
         group = groups.section(key)
@@ -209,8 +209,9 @@ def _strategy(weights: Config) -> Format:
 class NamePatterns:
     """A set of patterns for tensor names: names, globs, `re:` expressions and single words.
 
-    Prefixes of wrappers are removed first, and spellings that differ between families are
-    unified. With `inside`, a plain name also matches all tensors inside that module.
+    Before matching, wrapper prefixes such as `model.` are removed from the patterns, and module
+    names that differ between families are unified (`ffn` becomes `mlp`). With `inside`, the
+    name of a module also matches all tensors inside it.
 
     >>> patterns = NamePatterns(["lm_head", "model.layers.0.self_attn*", "re:.*experts.*"])
     >>> names = ("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.experts.0")
@@ -230,7 +231,7 @@ class NamePatterns:
         self._expression = re.compile("|".join(parts)) if parts else None
 
     def match(self, name: str) -> bool:
-        """Whether a pattern matches `name`, a word in it or, with `inside`, its parent module."""
+        """Return whether a pattern matches `name`, a word in it or (`inside`) a parent module."""
         words = name.split(".")
         shortest = 1 if self._inside else len(words)
         if any(".".join(words[:end]) in self._exact for end in range(shortest, len(words) + 1)):
@@ -246,7 +247,7 @@ _CALLED = {
     "ffn": "mlp", "block_sparse_moe": "mlp", "attn": "self_attn", "head": "lm_head",
     "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
 }  # fmt: skip
-# Allows only repetitions of single characters: on short names these cannot take long to match.
+# Allows only repetitions of single characters, which match short names quickly.
 _SAFE = re.compile(r"(?:\\d[+*]?|\\.|\.\*|\[[\w-]+\][+*]?|\(\?:\\\.\.\*\)\?|[\w:,/-]|[.^$|()])*")
 _SHARED = ("shared_expert", "share_expert", "shared_mlp")
 
@@ -257,7 +258,7 @@ def _level(name: str) -> str:
 
 
 def _expression(pattern: str) -> str:
-    """Convert a pattern to a regular expression; one that could be slow matches nothing."""
+    """Return a pattern as a regular expression; a pattern that could be slow matches nothing."""
     if pattern.startswith("re:"):
         expression = pattern[3:]
     else:

@@ -34,9 +34,9 @@ def attention(
 ) -> list[Tensor]:
     """Return the weights of multi-head attention; sizes default to the model's.
 
-    `width` is the size of the input rows. `gate` is the number of gates per head (0, 1 or the
-    head size); the query projection computes them too. If `values` is false, the keys serve as
-    values, and there is no V projection.
+    `width` is the size of the input rows. `gate` is the number of output gates per head (0, 1 or
+    the head size), which the query projection also computes. If `values` is false, the keys
+    serve as values, and there is no V projection.
     """
     hidden = config.hidden()
     width = width or hidden
@@ -68,7 +68,7 @@ def attention(
 
 
 def latent(config: Config, *, gate: bool = False) -> list[Tensor]:
-    """MLA: down-projections are replicated on every rank, the others are divided by heads."""
+    """MLA: down-projections are replicated on every rank; the others are divided by heads."""
     hidden, heads, name = config.hidden(), config.query_heads(), "self_attn"
     rope, rank = config.count("qk_rope_head_dim"), config.count("kv_lora_rank")
     nope, v_dim = config.count("qk_nope_head_dim"), config.count("v_head_dim")
@@ -259,7 +259,10 @@ def short_conv(hidden: int, width: int, kernel: int) -> list[Tensor]:
 
 
 def rwkv7(config: Config, *, first: bool) -> list[Tensor]:
-    """RWKV-7's time mixing: four projections and four low-rank ones; the first layer has three."""
+    """RWKV-7's time mixing: four full projections and four low-rank ones.
+
+    The first layer has only three low-rank projections: it lacks the one for values.
+    """
     hidden, name = config.hidden(), "attn"
     heads = hidden // config.count("head_dim", "head_size", default=64)
     tensors = [

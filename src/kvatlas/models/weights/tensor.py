@@ -31,11 +31,11 @@ class Tensor(NamedTuple):
     rows: int
     columns: int = 1
     copies: int = 1
-    """The number of weights of this shape, such as one for each expert."""
+    """The number of weights with this shape, such as one per expert."""
     parts: int = 1
-    """Parts that tensor parallelism divides; a weight with 1 part is replicated on every rank."""
+    """Number of parts that can be distributed over ranks; a weight with 1 part is replicated."""
     linear: bool = False
-    """Whether it is a matrix that can be quantised."""
+    """Whether the weight is a matrix that can be quantised."""
 
     @property
     def elements(self) -> int:
@@ -60,7 +60,7 @@ def linear(
     bias: bool = False,
     whole_bias: bool = False,
 ) -> list[Tensor]:
-    """Return a matrix and its bias.
+    """Return a matrix and, with `bias`, its bias.
 
     `whole_bias` marks a bias that is added after the all-reduce, so that it is not divided.
 

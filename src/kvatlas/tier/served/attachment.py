@@ -1,7 +1,8 @@
 """`Attachment`: the connection of one client to one server of a tier.
 
-The first connection stays silent after the greeting. While it is open, the server keeps the
-client's pins and the blocks that it is filling. It is closed only when no copy is in flight.
+The first connection carries no messages after the handshake. While it is open, the server keeps
+the client's pins and the blocks that the client is filling. The client closes it only when no copy
+is in flight.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.tier.file import TierFile
@@ -24,9 +26,7 @@ from kvatlas.wire.connection import Connection
 from kvatlas.wire.peers import check_plan_size
 from kvatlas.wire.protocol import Message, Refusal, bad_handshake, decode, encode
 from kvatlas.wire.refusals import raise_refusal
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.shared_pools import map_pools
-from kvatlas.wire.transports.errors import peer_lost
 from kvatlas.wire.unix_sockets import connect_to_path, unix_endpoint
 
 
@@ -42,10 +42,12 @@ class Attachment:
             self._anchor = Connection(_connected(path, seconds))
             on_failure.callback(self._anchor.close)
             told = _greet(self._anchor, path, deadline)
-            if _which(path) != self._socket:  # one has taken another's place meanwhile
+            if _which(path) != self._socket:  # the server was replaced during the handshake
                 raise _gone(path)
-            if told.version != m.VERSION or (told.file is None) == (told.memory is None):
-                raise bad_handshake("an invalid greeting from the tier's server")
+            if told.version != m.VERSION:
+                raise bad_handshake(f"protocol version {told.version}, expected {m.VERSION}")
+            if (told.file is None) == (told.memory is None):
+                raise bad_handshake("a tier with both a file and shared memory, or neither")
             self._session = told.session
             self._channels = Channels(Security(), answers=m.TierAnswer, repeatable=m.REPEATABLE)
             on_failure.callback(self._channels.close)
@@ -73,17 +75,18 @@ class Attachment:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be used for further calls."""
+        """Whether the attachment can be used for further calls."""
         return self.alive and not self._doubtful
 
     def ask(self, kind: type[Message], **about: Any) -> Any:
-        """Send a request and return the server's answer, within the client's time limit."""
+        """Send a request and return the server's reply, within the client's time limit."""
         question = kind(session=self._session, **about)
         deadline = time.monotonic() + self._seconds
         try:
             return self._channels.ask(unix_endpoint(self.path), question, deadline=deadline)
         except AtlasError as refusal:
-            # It may still be carried out: what it pins or claims goes with the session alone.
+            # The server may still execute the request. Only the end of the session then releases
+            # the blocks that it pins or claims.
             self._doubtful |= refusal.code in (Code.DEADLINE, Code.PEER_LOST, Code.BUSY)
             raise
 
@@ -115,7 +118,7 @@ class Attachment:
 
 
 class ClientStorage(TierStorage):
-    """The blocks of a tier that another process serves, usable while it does."""
+    """The blocks of a tier that another process serves. They can be used while it serves them."""
 
     def __init__(
         self, pools: dict[int, Bytes], file: TierFile | None, attachment: Attachment
@@ -125,7 +128,10 @@ class ClientStorage(TierStorage):
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Keep the storage open and the server in place; raises an error if either is gone."""
+        """Keep the storage open, and prevent other processes from taking over the tier.
+
+        Raises an error if the storage is closed or the server was replaced or has ended.
+        """
         with super().using(), self._attachment.moving():
             yield
 
@@ -136,7 +142,7 @@ def _connected(path: Path, seconds: float) -> Any:
     except TimeoutError:
         raise _slow(path) from None
     except OSError as problem:
-        raise peer_lost(f"no server for the tier at {path}: {problem.strerror}") from None
+        raise no_server(path, problem.strerror or str(problem)) from None
 
 
 def _greet(anchor: Connection, path: Path, deadline: float) -> m.Attached:
@@ -158,7 +164,9 @@ def _file(told: m.OwnedFile) -> TierFile:
     file = TierFile(Path(told.path), None, durable=False, shared=True)
     if file.identity != told.identity:
         file.close()
-        raise peer_lost(f"another file at {told.path}")
+        problem = "The path of the tier's file leads to another file than the server has open"
+        hint = "Restart the tier's server if the file was replaced on purpose"
+        raise AtlasError(Code.PEER_LOST, problem, got=told.path, hint=hint)
     return file
 
 
@@ -179,9 +187,17 @@ def _which(path: Path) -> tuple[int, int, int] | None:
 
 
 def _gone(path: Path) -> AtlasError:
-    return peer_lost(f"a broken connection to the tier's server at {path}")
+    problem = "The tier's server disconnected"
+    hint = "Repeat the call: it connects to the next server"
+    return AtlasError(Code.PEER_LOST, problem, got=f"socket {path}", hint=hint)
+
+
+def no_server(path: Path, why: str) -> AtlasError:
+    """Return the error for a path at which no process serves a tier."""
+    problem, hint = "No process serves the tier", "Start the process that serves it, and try again"
+    return AtlasError(Code.PEER_LOST, problem, got=f"socket {path}: {why}", hint=hint)
 
 
 def _slow(path: Path) -> AtlasError:
-    hint = "Check whether the server process hangs"
-    return AtlasError(Code.DEADLINE, got=f"no answer from the tier at {path}", hint=hint)
+    problem, hint = "The tier's server did not respond in time", "Check whether its process hangs"
+    return AtlasError(Code.DEADLINE, problem, got=f"socket {path}", hint=hint)

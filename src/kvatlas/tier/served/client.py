@@ -26,18 +26,17 @@ from kvatlas.tier.hit import Hit, check_all_there
 from kvatlas.tier.index import PartSums, StoreResult
 from kvatlas.tier.request_blocks import Keys, NeededBlock, keys_by_group
 from kvatlas.tier.served import messages as m
-from kvatlas.tier.served.attachment import Attachment
+from kvatlas.tier.served.attachment import Attachment, no_server
 from kvatlas.tier.storage import Carry, TierStorage
 from kvatlas.tier.storing import Ingests
 from kvatlas.wire import Metrics
 from kvatlas.wire.protocol import SendPlan, bad_handshake, by_group, pack_tables, unpack_tables
-from kvatlas.wire.transports.errors import peer_lost
 
 _PAUSE = 0.25
 """Seconds to wait before looking again for a server that was not found."""
 _LOOK_AGAIN = 0.02
 _GONE = (Code.PEER_LOST, Code.DEADLINE, Code.UNKNOWN_SESSION, Code.BUSY, Code.UNREADABLE)
-"""Error codes that mean that the server cannot be reached or cannot answer now."""
+"""Error codes that mean that the server cannot be reached or cannot reply now."""
 
 Kind = TypeVar("Kind")
 
@@ -140,14 +139,14 @@ class TierClient:
     def _filled(self, needs: list[NeededBlock], fills: bytes) -> dict[NeededBlock, int]:
         """Decode the blocks that the server assigned, and check that they are valid and needed."""
         if len(fills) % 8:
-            raise bad_handshake(f"a block list of {len(fills)} bytes")
+            raise bad_handshake(f"a block list of {len(fills)} bytes, expected a multiple of 8")
         ids = {}
         for number, block_id in np.frombuffer(fills, "<u4").reshape(-1, 2).tolist():
             if number >= len(needs):
-                raise bad_handshake(f"block {number} of {len(needs)}")
+                raise bad_handshake(f"block index {number}, expected less than {len(needs)}")
             pool = self.plan.pool(0, needs[number].group)
             if block_id >= pool.blocks:
-                raise bad_handshake(f"block {block_id} of a pool of {pool.blocks}")
+                raise bad_handshake(f"block id {block_id}, expected less than {pool.blocks}")
             ids[needs[number]] = block_id
         return ids
 
@@ -163,7 +162,7 @@ class TierClient:
 
     @contextmanager
     def pin(self, keys: Keys, tokens: Any) -> Iterator[Hit]:
-        """Pin and verify the stored blocks of some tokens; none if no process serves the tier."""
+        """Pin and verify the stored blocks of `tokens`; none if no process serves the tier."""
         about, hit = self._tokens(keys, tokens), None
         with self._gone_is_a_miss("pin"):
             at = self.find_server()
@@ -179,7 +178,7 @@ class TierClient:
     def join(self, name: bytes) -> Iterator[Hit]:
         """Pin the blocks that another client has pinned, by its `Hit.name`.
 
-        Raises an error if the other client has released its pin.
+        Raises an error if no client holds the pin any longer.
         """
         at = self.find_server()
         hit = self._hit(at, at.ask(m.JoinPin, pin=name))
@@ -212,13 +211,13 @@ class TierClient:
         tables = unpack_tables(pinned.tables)
 
         def let_go() -> None:
-            with suppress(AtlasError):  # with its server, or its session, the pin is gone too
+            with suppress(AtlasError):  # if the server or the session has ended, so has the pin
                 at.ask(m.Unpin, pin=pinned.pin)
 
         about = (at.storage, self._routes, tables, let_go)
         return Hit(pinned.start, pinned.tokens, *about, name=pinned.pin)
 
-    # -- what there is ------------------------------------------------------------------
+    # -- content ------------------------------------------------------------------------
 
     def drop(self, keys: Keys) -> int:
         """Remove keys from every group and return how many blocks were removed."""
@@ -243,14 +242,14 @@ class TierClient:
 
         Raises an error if no process serves the tier.
         """
-        del whole  # all blocks are
+        del whole  # lookups find only complete blocks
         found: list[bool] = []
         for first in range(0, len(ends), m.MOST_NAMES):
             names = tuple((group, key) for _, key in ends[first : first + m.MOST_NAMES])
             answer = self.find_server().ask(m.FindNames, names=names)
             some = _expected(answer, m.NamesFound).whole
             if len(some) != len(names):
-                raise bad_handshake(f"{len(some)} answers for {len(names)} names")
+                raise bad_handshake(f"{len(some)} results for {len(names)} names")
             found += some
         return found
 
@@ -293,7 +292,7 @@ class TierClient:
     # -- the server ---------------------------------------------------------------------
 
     def find_server(self) -> Attachment:
-        """Return the current server, or the one that has replaced it."""
+        """Return the attachment to the current server, or attach to the server that replaced it."""
         at = self._attachment
         if at is not None and at.usable:
             return at
@@ -301,27 +300,27 @@ class TierClient:
 
     def _attach(self) -> Attachment:
         if not self._lock.acquire(timeout=self.seconds):
+            problem = "Connecting to the tier's server took too long"
+            got = f"more than {self.seconds:g} seconds for socket {self.path}"
             hint = "Check whether the server process hangs"
-            raise AtlasError(
-                Code.DEADLINE, got=f"no connection to the tier at {self.path} yet", hint=hint
-            )
+            raise AtlasError(Code.DEADLINE, problem, got=got, hint=hint)
         try:
             old, made = self._attachment, self._attached_anew()
         finally:
             self._lock.release()
         if old is not None and old is not made:
-            # It waits for bytes that are on their way, for which nobody who asks shall wait.
+            # Closing waits for copies in flight, and this call must not wait for them.
             threading.Thread(target=old.close, name="kvatlas-tier-leave", daemon=True).start()
         return made
 
     def _attached_anew(self) -> Attachment:
         if self.closed:
-            problem = "The tier is closed"
-            raise AtlasError(Code.UNREADABLE, problem, got="a call", hint="Open it again")
+            problem, hint = "The tier is closed", "Open the tier again"
+            raise AtlasError(Code.UNREADABLE, problem, got="a call after close()", hint=hint)
         if self._attachment is not None and self._attachment.usable:
             return self._attachment
         if time.monotonic() < self._next_attempt:
-            raise peer_lost(f"no server for the tier at {self.path}")
+            raise no_server(self.path, "the last attempt to connect failed")
         try:
             self._attachment = self._found()
         except AtlasError:
@@ -343,7 +342,9 @@ class TierClient:
             time.sleep(_LOOK_AGAIN)
         if self._known_plan not in (None, made.plan.without_notes()):
             made.close()
-            raise peer_lost(f"a tier with another plan at {self.path}")
+            problem = "The tier's new server uses another plan"
+            hint = "Open the tier again to use the new plan"
+            raise AtlasError(Code.PEER_LOST, problem, got=f"{self.path}: {made.plan}", hint=hint)
         return made
 
     def _tokens(self, keys: Keys, tokens: Any) -> dict[str, Any]:
@@ -362,7 +363,7 @@ class TierClient:
 
 
 def _expected(answer: Any, kind: type[Kind]) -> Kind:
-    """Return the answer if it has the expected type, or raise an error."""
+    """Return the reply if it has the expected type. Raises an error otherwise."""
     if not isinstance(answer, kind):
-        raise bad_handshake(f"a {type(answer).__name__} instead of a {kind.__name__}")
+        raise bad_handshake(f"a message {type(answer).__name__}, expected {kind.__name__}")
     return answer

@@ -125,7 +125,7 @@ class LearnPlan(SessionQuestion, frozen=True, kw_only=True, tag="learn_plan"):
 
 
 class BeginStore(KeysQuestion, frozen=True, kw_only=True, tag="begin_store"):
-    """Ask which blocks a rank may fill. The answer is `SendPlan` if its plan is unknown."""
+    """Ask which blocks a rank may fill. The reply is `SendPlan` if its plan is unknown."""
 
     plan: PlanHash
     rank: Number
@@ -151,7 +151,7 @@ class SummedPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EndStore(SessionQuestion, frozen=True, kw_only=True, tag="end_store"):
-    """Report that a rank has filled its blocks, or has failed to."""
+    """Report that a rank has filled its blocks, or that it has failed to do so."""
 
     store: Key
     brought: bool
@@ -185,14 +185,14 @@ class ListNames(SessionQuestion, frozen=True, kw_only=True, tag="list_names"):
 
 
 class NamesListed(Message, frozen=True, kw_only=True, tag="names_listed"):
-    """The first of these names, and the next mark."""
+    """The oldest of these names, up to a limit, and the next mark."""
 
     names: Annotated[tuple[BlockName, ...], Meta(max_length=1 << 16)]
     mark: Mark
 
 
 class FindNames(SessionQuestion, frozen=True, kw_only=True, tag="find_names"):
-    """Ask which of some names are stored completely."""
+    """Ask which of these names are stored completely."""
 
     names: Annotated[tuple[BlockName, ...], Meta(max_length=MOST_NAMES)]
 
@@ -217,6 +217,6 @@ TierAnswer = (
 REPEATABLE = (MatchKeys, LearnPlan, ListNames, FindNames)
 """Idempotent requests, which may be repeated."""
 
-# msgspec crashes where two threads are the first to decode a type: the first is this one.
+# msgspec crashes if two threads decode a type for the first time, so it is prepared here.
 for _kind in (TierQuestion, TierAnswer):
     msgspec.msgpack.Decoder(_kind)

@@ -110,7 +110,7 @@ class TierServer:
         elif at is None:
             problem = "A tier in memory requires a socket path"
             hint = "Pass a path in a folder that you own: TierServer(tier, at=path)"
-            raise AtlasError(Code.BAD_CONFIG, problem, got="no path", hint=hint)
+            raise AtlasError(Code.BAD_CONFIG, problem, got="at=None", hint=hint)
         else:
             self.path = Path(at).absolute()
             self._shared = SharedPools(tier.memory)
@@ -180,8 +180,10 @@ class TierServer:
 
     def _answer(self, question: Any, caller: Caller) -> Message:
         if self._closing and isinstance(question, _BEGINNINGS):
-            problem, hint = "The tier's server is shutting down", "Connect to its successor"
-            raise AtlasError(Code.PEER_LOST, problem, got="a call", hint=hint)
+            problem = "The tier's server is shutting down"
+            got = f"a request {type(question).__name__}"
+            hint = "Repeat the call: it connects to the next server"
+            raise AtlasError(Code.PEER_LOST, problem, got=got, hint=hint)
         if isinstance(question, m.Attach):
             return self._attach(question, caller)
         session = self._sessions.get(question.session)
@@ -194,14 +196,14 @@ class TierServer:
         if question.version != m.VERSION:
             raise AtlasError(
                 Code.UNLIKE_VERSIONS,
-                got=f"protocol version {question.version} instead of {m.VERSION}",
+                got=f"protocol version {question.version}, expected {m.VERSION}",
                 hint="Run the same version of kvatlas in all processes that share a tier",
             )
         key = new_key()
         with self._lock:
             if caller in self._of_callers:
                 raise bad_handshake("a second session on one connection")
-            if not caller.open:  # it hung up, and that was seen to already
+            if not caller.open:  # the connection has ended, and `_hung_up` has already run
                 raise _no_session()
             self._sessions[key] = _ClientSession()
             self._of_callers[caller] = key
@@ -211,7 +213,7 @@ class TierServer:
         """End the session of a client that has closed its connection or has died."""
         with self._lock:
             key = self._of_callers.pop(caller, None)
-        if key is not None and not self._closed:  # else it was this end that hung up
+        if key is not None and not self._closed:  # otherwise this server hung up
             self._end_session(key)
 
     def _end_session(self, key: Key) -> None:
@@ -222,7 +224,7 @@ class TierServer:
             session.open = False
             pins, stores = session.pins, list(session.stores.values())
             session.pins, session.stores = {}, {}
-        with ExitStack() as all_of_them:  # each is let go, whatever becomes of the others
+        with ExitStack() as all_of_them:  # releases each, even if another one fails
             for pin, times in pins.items():
                 all_of_them.callback(self._let_go, pin, times)
             for store in stores:
@@ -255,11 +257,13 @@ class TierServer:
     def _join(self, question: m.JoinPin, session: _ClientSession) -> Message:
         with self._lock:
             pin = self._pins.get(question.pin)
-            if pin is None or not session.open:
+            if not session.open:
+                raise _no_session()
+            if pin is None:
                 raise AtlasError(
                     Code.MISSING_BLOCKS,
-                    "The pin has been released",
-                    got="a pin that no client holds",
+                    "The pin has been released by all clients",
+                    got="a request to join it",
                     hint="Hold the first pin until all clients that join it have fetched",
                 )
             pin.holders += 1
@@ -325,11 +329,11 @@ class TierServer:
         with self._lock:
             begun = session.stores.pop(question.store, None)
         if begun is None:
-            raise bad_handshake("the end of a store that was never started")
+            raise bad_handshake("the end of a store that this session has not begun")
         mine = {block.place for _, block in begun.store.claim.fills}
         sums = {(one.pool, one.block_id): PartSum(one.term, one.nbytes) for one in question.sums}
         others = sums.keys() - mine
-        # Who speaks of blocks that were not its to fill is not believed at all.
+        # If a client reports checksums of other blocks, its whole store counts as failed.
         brought = begun.deliveries if question.brought and not others else None
         with self._tier.in_use():
             result = self._tier.desk.end(begun.store, brought, sums if brought else None)
@@ -337,7 +341,7 @@ class TierServer:
             raise bad_handshake("checksums of blocks that were not assigned to the client")
         return m.StoreEnded(**result._asdict())
 
-    # -- what there is --------------------------------------------------------------------
+    # -- content --------------------------------------------------------------------------
 
     def _drop(self, question: m.DropKeys, _: _ClientSession) -> Message:
         return m.KeysDropped(blocks=self._tier.drop(question.keys))
@@ -375,10 +379,11 @@ def _pinned(key: Key, hit: Hit) -> m.KeysPinned:
 
 
 def _no_session() -> AtlasError:
-    hint = "Reconnect to the tier"
-    return AtlasError(Code.UNKNOWN_SESSION, got="a session that has ended", hint=hint)
+    problem, hint = "The client's session with the tier's server has ended", "Repeat the call"
+    return AtlasError(Code.UNKNOWN_SESSION, problem, got="a request of this session", hint=hint)
 
 
 def _too_many(what: str) -> AtlasError:
-    hint = "Release some first"
-    return AtlasError(Code.TOO_MANY, got=f"more than {_MAX_OPEN} {what} from one client", hint=hint)
+    problem = f"One client may have at most {_MAX_OPEN:,} {what} at once"
+    hint = f"End some {what} first"
+    return AtlasError(Code.TOO_MANY, problem, got=f"{_MAX_OPEN + 1:,} {what}", hint=hint)

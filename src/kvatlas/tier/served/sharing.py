@@ -129,7 +129,7 @@ def _opened(path: Path, plan: Plan | None, *, durable: bool) -> Tier:
     except AtlasError as refusal:
         if refusal.code is not Code.BAD_PLAN or not path.exists():
             raise
-        return Tier.open(path, durable=durable)  # somebody was faster, with another plan
+        return Tier.open(path, durable=durable)  # another process was faster, with another plan
 
 
 def _serve_memory(at: Path, plan: Plan) -> ExitStack:
@@ -148,18 +148,20 @@ def _own(at: Path, owning: ExitStack) -> None:
     lock = at.with_name(f"{at.name}.lock")
     try:
         fd = os.open(lock, flags, 0o600)
-    except OSError as problem:
+    except OSError as fault:
+        problem = "The lock file of the tier cannot be opened"
         hint = "Use a path in a folder that you own"
-        raise AtlasError(Code.UNWRITABLE, got=f"{at}: {problem.strerror}", hint=hint) from None
+        got = f"{lock}: {fault.strerror}"
+        raise AtlasError(Code.UNWRITABLE, problem, got=got, hint=hint) from None
     owning.callback(os.close, fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The last owner removes the file while it has the lock: this may be that one.
+        # An owner removes the file while it holds the lock, so this file may be a removed one.
         mine = os.path.samestat(os.fstat(fd), lock.stat())
     except OSError:
         mine = False
     if not mine:
-        said = "Another process already serves a tier at this path"
-        raise AtlasError(Code.TWICE, said, got=at, hint="Use another path")
+        problem = "Another process already serves a tier at this path"
+        raise AtlasError(Code.TWICE, problem, got=at, hint="Use another path")
     owning.callback(lock.unlink)
     forget_path(at)

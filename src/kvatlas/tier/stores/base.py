@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
-from kvatlas.wire.run_bounds import Bytes
+from kvatlas.copying.run_bounds import Bytes
 
 ABSENT = -1
 """The size that `get`, `ranges` and `size` return for an absent object."""
 
 Parts = Sequence[Bytes]
-"""The bytes of an object, in several memory ranges."""
+"""The memory ranges that together hold the bytes of an object, in order."""
 
 
 class StoreRoom(NamedTuple):
@@ -51,7 +51,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
-        """Store objects and return for each whether it exists now, from this put or an earlier."""
+        """Store objects that do not exist yet. Return, for each, whether it exists now."""
 
     @abstractmethod
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:

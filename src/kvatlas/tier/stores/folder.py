@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import natural
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom, joined_size
 from kvatlas.tier.stores.folder_room import UNFINISHED, FolderRoom, is_object, is_there
-from kvatlas.wire.run_bounds import Bytes
 
 _NAME = re.compile(r"[a-z0-9_.-]+(/[a-z0-9_.-]+)*")
 _MOST_PARTS = 512
@@ -47,7 +47,7 @@ class FolderStore(ObjectStore):
         self._capacity = natural(capacity, "the capacity of a store")
         natural(quota, "the quota of a tenant")
         if not create and not self._root.is_dir():
-            problem, hint = "The folder of the store does not exist", "Check the path"
+            problem, hint = "The folder of the store does not exist", "Check the store's address"
             raise AtlasError(Code.UNREADABLE, problem, got=str(self._root), hint=hint)
         with _refusals(self._root):
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class FolderStore(ObjectStore):
             self._room = FolderRoom(self._root, capacity, quota)
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
-        """Store objects that do not exist yet."""
+        """Store objects that do not exist yet. Return, for each, whether it exists now."""
         return [self._put(self._path(name), parts) for name, parts in objects]
 
     def _put(self, path: Path, parts: Parts) -> bool:
@@ -77,17 +77,17 @@ class FolderStore(ObjectStore):
                 else:
                     self._room.remove_all([unfinished])
         except OSError:
-            return False  # no room, or no right to write: the object is absent
+            return False  # no space or no write permission: the object stays absent
         return linked or is_object(path)
 
     def _use(self, file: int | Path) -> None:
         """Record that an object was used, if objects can be evicted."""
         if self._room.bounded:
-            with suppress(OSError):  # of another user, say: then it goes by its age
+            with suppress(OSError):  # a file of another user, for example, is evicted by its age
                 os.utime(file)
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
-        """Read whole objects."""
+        """Read whole objects and return the size of each, or `ABSENT`."""
         return [self._get(self._path(name), parts) for name, parts in objects]
 
     def _get(self, path: Path, parts: Parts) -> int:
@@ -99,7 +99,7 @@ class FolderStore(ObjectStore):
             return _read(found, parts) if size == joined_size(parts) else size
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
-        """Read parts of an object."""
+        """Read parts of an object and return the number of bytes read, or `ABSENT`."""
         path = self._path(name)
         with _refusals(path), _opened(path) as found:
             if found is None:
@@ -113,13 +113,13 @@ class FolderStore(ObjectStore):
             return [is_there(self._path(name)) for name in names]
 
     def remove(self, names: Sequence[str]) -> int:
-        """Remove objects."""
+        """Remove objects and return how many existed."""
         with _refusals(self._root):
             sizes = self._room.remove_all(map(self._path, names))
         return sum(size > 0 for size in sizes)
 
     def remove_all(self, prefix: str) -> int:
-        """Remove all objects whose names start with a prefix."""
+        """Remove all objects whose names start with a prefix and return their number."""
         return self.remove(list(self.names(prefix)))
 
     def names(self, prefix: str = "") -> Iterator[str]:
@@ -131,7 +131,7 @@ class FolderStore(ObjectStore):
                 yield name
 
     def size(self, name: str) -> int:
-        """Return the size of an object in bytes."""
+        """Return the size of an object in bytes, or `ABSENT`."""
         path = self._path(name)
         with suppress(OSError):
             return path.lstat().st_size if is_object(path) else ABSENT
@@ -144,7 +144,7 @@ class FolderStore(ObjectStore):
         """Do nothing: the store holds no resources."""
 
     def sweep(self) -> int:
-        """Remove unfinished files that have not been written to for a while."""
+        """Remove unfinished files that have not been written to for a while. Return their bytes."""
         with _refusals(self._root):
             swept = sum(self._room.remove_all(self._room.abandoned(self._root)))
             self._room.forget_empty_tenants()
@@ -164,8 +164,8 @@ class FolderStore(ObjectStore):
     def _path(self, name: str) -> Path:
         """Return the path of an object. Names that could lead out of the folder are rejected."""
         if not _NAME.fullmatch(name) or any(part.startswith(".") for part in name.split("/")):
-            hint = "Use words of a-z, 0-9, _, - and dots, separated by slashes"
-            problem = "The name of the object is not valid"
+            hint = "Use a-z, 0-9, _, - and dots, and start no word with a dot"
+            problem = "An object's name must consist of words that are separated by slashes"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=repr(name)[:80], hint=hint)
         return self._root / name
 
@@ -175,14 +175,15 @@ def _refusals(path: Path) -> Iterator[None]:
     """Turn an `OSError` into an `AtlasError`."""
     try:
         yield
-    except OSError as problem:
+    except OSError as fault:
+        problem = "A folder or file of the store cannot be accessed"
         hint = "Check the disk and the permissions of the folder"
-        raise AtlasError(Code.UNREADABLE, got=f"{path}: {problem}", hint=hint) from None
+        raise AtlasError(Code.UNREADABLE, problem, got=f"{path}: {fault}", hint=hint) from None
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
-    """Open a file for reading; None if it does not exist or is not a regular file."""
+    """Open a file for reading; yield None if it does not exist or is not a regular file."""
     try:
         found = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -201,7 +202,7 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 
 def _finish(descriptor: int, unfinished: Path, path: Path, parts: Parts) -> bool:
-    """Write a file and link it to its name; False if the name already exists."""
+    """Write a file and link it to its name. Return False if the name already exists."""
     _write(descriptor, parts)
     try:
         os.link(unfinished, path)
@@ -214,7 +215,7 @@ def _write(descriptor: int, parts: Parts) -> None:
     views = [part.data for part in parts]
     while views:
         done = os.writev(descriptor, views[:_MOST_PARTS])
-        views = _behind(views, done)
+        views = _remaining(views, done)
 
 
 def _read(descriptor: int, parts: Parts) -> int:
@@ -223,11 +224,11 @@ def _read(descriptor: int, parts: Parts) -> int:
         done = os.readv(descriptor, views[:_MOST_PARTS])
         if not done:
             break
-        views, read = _behind(views, done), read + done
+        views, read = _remaining(views, done), read + done
     return read
 
 
-def _behind(views: list[memoryview], done: int) -> list[memoryview]:
+def _remaining(views: list[memoryview], done: int) -> list[memoryview]:
     """Return the memory ranges that remain after the first `done` bytes."""
     for place, view in enumerate(views):
         if done < view.nbytes:

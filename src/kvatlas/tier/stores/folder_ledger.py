@@ -15,11 +15,11 @@ from pathlib import Path
 _USED = struct.Struct("<q")
 _OPENING = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _PATIENCE, _PAUSE = 10.0, 1e-3
-"""Seconds to wait for the lock, whose holder may be stopped, and between attempts."""
+"""Seconds to wait for the lock, whose holder may be suspended, and seconds between attempts."""
 
 
 class HeldLedger:
-    """The count, while this thread holds its lock."""
+    """The byte count of a ledger whose lock this thread holds."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -54,7 +54,10 @@ class FolderLedger:
 
     @contextmanager
     def held(self, patience: float | None = None) -> Iterator[HeldLedger]:
-        """Lock the count for the duration of the context; raises `OSError` if that fails."""
+        """Lock the ledger during the context, after waiting up to `patience` seconds.
+
+        Raises `OSError` if the ledger cannot be opened or locked.
+        """
         patience = _PATIENCE if patience is None else patience
         while True:
             file = os.open(self._path, _OPENING, 0o600)
@@ -69,14 +72,14 @@ class FolderLedger:
                 os.close(file)
 
     def _is(self, file: int) -> bool:
-        """Return whether an open file is still the ledger, which others may have removed."""
+        """Return whether the open file is still the ledger. Another process may have removed it."""
         try:
             return os.path.samestat(os.fstat(file), os.lstat(self._path))
         except FileNotFoundError:
             return False
 
     def remove_unless(self, needed: Callable[[], bool]) -> None:
-        """Remove the ledger of a folder that no longer exists, unless it is locked.
+        """Remove the ledger, unless it is locked or `needed` returns true while it is held.
 
         A process that waits for the lock creates a new ledger.
         """
@@ -86,14 +89,18 @@ class FolderLedger:
 
 
 def _lock(file: int, patience: float) -> None:
-    """Lock a file against all other open descriptions, also of this process, until it is closed."""
+    """Lock an open file until it is closed. Raises `TimeoutError` after `patience` seconds.
+
+    Other descriptors of the same file cannot lock it meanwhile, not even in this process.
+    """
     until = time.monotonic() + patience
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
-                raise TimeoutError(errno.ETIMEDOUT, "Another process holds the ledger") from None
+                problem = "Another process or thread holds the lock of the ledger"
+                raise TimeoutError(errno.ETIMEDOUT, problem) from None
             time.sleep(_PAUSE)
         else:
             return

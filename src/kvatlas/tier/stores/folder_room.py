@@ -20,7 +20,7 @@ from kvatlas.tier.stores.folder_ledger import FolderLedger
 
 UNFINISHED = ".new"
 _LEDGER = ".used"
-"""Name of the ledger file, which no object can have."""
+"""Name of the ledger file. No object can have this name."""
 _OF_TENANT = ".used-"
 """Prefix of the name of a tenant's ledger."""
 _ABANDONED = 600.0
@@ -38,7 +38,7 @@ class BoundedFolder(NamedTuple):
 
 
 class FolderRoom:
-    """The files below a folder: creates them if there is space, counts and removes them."""
+    """Creates, counts and removes the files below a folder, within its limits."""
 
     def __init__(self, root: Path, capacity: int, quota: int) -> None:
         self._root, self._capacity, self._quota = root, capacity, quota
@@ -67,7 +67,7 @@ class FolderRoom:
         if self._quota and tenant:
             ledger = FolderLedger(self._root / (_OF_TENANT + Path(tenant).name))
             bounds.append(BoundedFolder(self._root / tenant, self._quota, ledger))
-            if tenant not in self._known_tenants:  # others may have written without a quota
+            if tenant not in self._known_tenants:  # other processes may write without a quota
                 with ledger.held() as held:
                     held.used = self._counted(self._root / tenant)
                 self._known_tenants.add(tenant)
@@ -83,10 +83,10 @@ class FolderRoom:
             _forget_if_empty(FolderLedger(path), [one / tenant for one in above])
 
     def create(self, path: Path, size: int) -> int | None:
-        """Create a file of a size and open it for writing; None if there is no space for it."""
+        """Create a file of `size` bytes and return its descriptor, or None if there is no space."""
         bounds = self._bounds(path)
         if any(size > bound.most for bound in bounds):
-            return None  # nobody makes room for what cannot fit
+            return None  # evicting other objects cannot help
         return self._create_within(path, size, bounds)
 
     def _create_within(self, path: Path, size: int, bounds: Sequence[BoundedFolder]) -> int | None:
@@ -110,7 +110,7 @@ class FolderRoom:
             return made
 
     def remove_all(self, paths: Iterable[Path]) -> list[int]:
-        """Remove files and return the bytes that each has freed."""
+        """Remove files and return how many bytes the removal of each has freed."""
         freed: list[int] = []
         tenants: dict[Path, FolderLedger] = {}
         for path in paths:
@@ -139,17 +139,18 @@ class FolderRoom:
         with suppress(FileNotFoundError):
             size = path.lstat().st_size
             path.unlink()
-            with suppress(OSError):  # others have something there
+            with suppress(OSError):  # a folder that is not empty is kept
                 while (path := path.parent) != self._root:
                     path.rmdir()
             return size
         return 0
 
     def _make_room(self, size: int, bound: BoundedFolder, others: Iterable[BoundedFolder]) -> int:
-        """Remove objects of a folder until a tenth of its space and `size` bytes are free.
+        """Remove objects of a folder until `size` bytes and a tenth of its limit are free.
 
-        Returns the remaining bytes, including objects that are being written. Objects that are
-        removed for the whole folder stay in their tenants' counts until the tenants recount.
+        Returns the bytes that are still used, including objects that are being written. Objects
+        that are removed for the whole folder stay in their tenants' counts until these are
+        recounted.
         """
         for path in self.abandoned(bound.path):
             self._remove_counted(path, others)
@@ -204,7 +205,7 @@ def _forget_if_empty(ledger: FolderLedger, folders: Sequence[Path]) -> None:
 
 
 def is_object(path: Path) -> bool:
-    """Return whether a path is a regular file; opening a pipe could block forever."""
+    """Return whether a path is a regular file. Opening a pipe, for example, could block forever."""
     try:
         return is_there(path)
     except OSError:
@@ -220,14 +221,14 @@ def is_there(path: Path) -> bool:
 
 
 def _create(path: Path, size: int) -> int:
-    """Create a file of a size and open it for writing."""
+    """Create a file of `size` bytes and return its descriptor for writing."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     for tries_left in reversed(range(_FOLDER_TRIES)):
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(path, flags, 0o600)
             break
-        except FileNotFoundError:  # others have removed the folder, which was empty
+        except FileNotFoundError:  # another process has removed the folder, which was empty
             if not tries_left:
                 raise
     try:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.geometry.integers import natural
 from kvatlas.tier.stores.base import (
     ABSENT,
@@ -17,7 +18,6 @@ from kvatlas.tier.stores.base import (
     joined_size,
     tenant_of,
 )
-from kvatlas.wire.run_bounds import Bytes
 
 
 class TenantObjects:
@@ -46,7 +46,7 @@ class HostStore(ObjectStore):
         self._lock = threading.Lock()
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
-        """Store objects that do not exist yet."""
+        """Store objects that do not exist yet. Return, for each, whether it exists now."""
         return [self._put(name, parts) for name, parts in objects]
 
     def _put(self, name: str, parts: Parts) -> bool:
@@ -85,7 +85,7 @@ class HostStore(ObjectStore):
             del self._tenants[tenant]
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
-        """Read whole objects."""
+        """Read whole objects and return the size of each, or `ABSENT`."""
         sizes = []
         for name, parts in objects:
             found = self._find(name)
@@ -98,7 +98,7 @@ class HostStore(ObjectStore):
         return sizes
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
-        """Read parts of an object."""
+        """Read parts of an object and return the number of bytes read, or `ABSENT`."""
         found = self._find(name)
         if found is None:
             return ABSENT
@@ -115,7 +115,7 @@ class HostStore(ObjectStore):
             return [name in self._objects for name in names]
 
     def remove(self, names: Sequence[str]) -> int:
-        """Remove objects."""
+        """Remove objects and return how many existed."""
         with self._lock:
             there = [name for name in dict.fromkeys(names) if name in self._objects]
             for name in there:
@@ -123,7 +123,7 @@ class HostStore(ObjectStore):
         return len(there)
 
     def remove_all(self, prefix: str) -> int:
-        """Remove all objects whose names start with a prefix."""
+        """Remove all objects whose names start with a prefix and return their number."""
         return self.remove(list(self.names(prefix)))
 
     def names(self, prefix: str = "") -> Iterator[str]:
@@ -132,7 +132,7 @@ class HostStore(ObjectStore):
             return iter([name for name in self._objects if name.startswith(prefix)])
 
     def size(self, name: str) -> int:
-        """Return the size of an object in bytes."""
+        """Return the size of an object in bytes, or `ABSENT`."""
         with self._lock:
             found = self._objects.get(name)
         return ABSENT if found is None else found.nbytes

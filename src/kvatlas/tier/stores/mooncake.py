@@ -20,23 +20,23 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.tier.store_calls import Deadline, StoreCalls
 from kvatlas.tier.stores.base import ABSENT, ObjectStore, Parts, StoreRoom
-from kvatlas.wire.run_bounds import Bytes
 
 _NOT_STORED = (-10, -200, -800)
-"""No segment, no space, or a segment whose host cannot be reached."""
+"""Codes of a failed put: no segment, no space, or a segment whose host cannot be reached."""
 _ABSENT = (-703, -704, -707)
-"""The object is being written, is absent, or may have been evicted while it was read."""
+"""Codes of an object that is being written, is absent, or may have been evicted during a read."""
 _UNLIKE_SIZE = (-600, -800)
-"""The memory has a different size than the object, or the object cannot be moved."""
+"""Codes of a failed get: the memory and the object differ in size, or the transfer failed."""
 _KEPT = (-705,)
-"""The object already exists."""
+"""The code of a put whose object already exists."""
 _TURN = 0.5
-"""Seconds that a call waits for another call to finish, because that one may hang."""
+"""Maximum number of seconds that a call waits for the previous call, which may hang."""
 _MOVERS = 4
-"""Number of threads that move bytes. Normally one does; others step in if it hangs."""
+"""Number of threads that move bytes. Normally one is used; the others replace hanging ones."""
 _POLLING = 5
 """The `nice` value of polling threads, which limits them to about a quarter of a core."""
 _SECONDS = 3.0
@@ -90,8 +90,15 @@ class MooncakeStore(ObjectStore):
         host, _, port = self.master.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), _SECONDS).close()
-        except (OSError, ValueError) as problem:
-            raise self._failed("connect", problem) from None
+        except OSError as fault:
+            problem = "The Mooncake master cannot be reached"
+            hint = "Check its address, and that the master is running"
+            got = f"{self.master}: {fault}"
+            raise AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint) from None
+        except ValueError:
+            problem = "The address of a Mooncake master must contain a host and a port"
+            hint = "Use an address such as mooncake://127.0.0.1:50051"
+            raise AtlasError(Code.WIRE_FAILED, problem, got=repr(self.master), hint=hint) from None
 
     def register(self, memory: Bytes) -> None:
         """Register memory with the client, for reading and writing objects."""
@@ -101,14 +108,14 @@ class MooncakeStore(ObjectStore):
         self._memory.append(memory)
 
     def put(self, objects: Sequence[tuple[str, Parts]]) -> list[bool]:
-        """Store objects that do not exist yet."""
+        """Store objects that do not exist yet. Return, for each, whether it exists now."""
         if not objects:
             return []
         answers = self._move(self._client.batch_put_from_multi_buffers, objects)
         return [self._answer("put", answer, _NOT_STORED, _KEPT) for answer in answers]
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
-        """Read whole objects."""
+        """Read whole objects and return the size of each, or `ABSENT`."""
         if not objects:
             return []
         answers = self._move(self._client.batch_get_into_multi_buffers, objects)
@@ -116,12 +123,12 @@ class MooncakeStore(ObjectStore):
         for (name, parts), answer in zip(objects, answers, strict=True):
             size = self.size(name) if answer in _UNLIKE_SIZE else answer
             if answer in _UNLIKE_SIZE and size == sum(part.nbytes for part in parts):
-                raise self._failed("get", answer)  # its size is right: it could not be moved
+                raise self._failed("get", answer)  # the sizes match, so the transfer failed
             found.append(size if self._answer("get", size, (ABSENT, *_ABSENT)) else ABSENT)
         return found
 
     def ranges(self, name: str, wanted: Sequence[tuple[int, Bytes]]) -> int:
-        """Read parts of an object."""
+        """Read parts of an object and return the number of bytes read, or `ABSENT`."""
         size = self.size(name)
         if size == ABSENT:
             return ABSENT
@@ -133,7 +140,7 @@ class MooncakeStore(ObjectStore):
             self._client.unregister_buffer(between.ctypes.data)
 
     def _range(self, name: str, at: int, into: Bytes, size: int, between: Bytes) -> int:
-        """Read a part of an object, up to its end, through registered memory."""
+        """Read a part of an object through registered memory. Return the number of bytes read."""
         nbytes = min(into.nbytes, size - at)
         if nbytes <= 0:
             return 0
@@ -152,25 +159,25 @@ class MooncakeStore(ObjectStore):
         return [self._answer("exists", answer, _ABSENT) and answer == 1 for answer in answers]
 
     def remove(self, names: Sequence[str]) -> int:
-        """Remove objects."""
+        """Remove objects and return how many existed."""
         if not names:
             return 0
         answers = self._client.batch_remove(list(names), True)
         return sum(self._answer("remove", answer, _ABSENT) for answer in answers)
 
     def remove_all(self, prefix: str) -> int:
-        """Remove all objects whose names start with a prefix."""
+        """Remove all objects whose names start with a prefix and return their number."""
         removed = self._client.remove_by_regex("^" + re.escape(prefix) + ".*", True)
         return int(removed) if self._answer("remove", removed) else 0
 
     def names(self, prefix: str = "") -> Iterator[str]:
         """Yield the names that start with a prefix."""
-        for name in self._page("get_all_keys").splitlines():
+        for name in self._http_get("get_all_keys").splitlines():
             if name.startswith(prefix):
                 yield name
 
     def size(self, name: str) -> int:
-        """Return the size of an object in bytes."""
+        """Return the size of an object in bytes, or `ABSENT`."""
         answer = self._client.get_size(name)
         return int(answer) if self._answer("size", answer, _ABSENT) else ABSENT
 
@@ -181,7 +188,7 @@ class MooncakeStore(ObjectStore):
     def capacity(self) -> StoreRoom:
         """Return the used and total space of the store."""
         figures = {}
-        for line in self._page("metrics").splitlines():
+        for line in self._http_get("metrics").splitlines():
             name, _, value = line.partition(" ")
             if re.fullmatch(r"[0-9]{1,20}(\.[0-9]+)?(e\+?[0-9]{1,2})?", value):
                 figures[name] = int(float(value))
@@ -192,7 +199,7 @@ class MooncakeStore(ObjectStore):
     def close(self) -> None:
         """Close the client and withdraw this host's memory from the store."""
         if not self._movers.close(Deadline(_SECONDS)):
-            return  # a call hangs in the client, and in memory that it was told of
+            return  # a call hangs in the client and still uses the registered memory
         for memory in self._memory:
             self._client.unregister_buffer(memory.ctypes.data)
         self._memory = []
@@ -215,7 +222,7 @@ class MooncakeStore(ObjectStore):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Move bytes while no other call does. Two calls in parallel would be slower."""
+        """Wait for other calls that move bytes, because two in parallel would be slower."""
         alone = self._moving.acquire(timeout=_TURN)
         try:
             yield
@@ -236,29 +243,34 @@ class MooncakeStore(ObjectStore):
     def _answer(
         self, call: str, answer: int, no: tuple[int, ...] = (), yes: tuple[int, ...] = ()
     ) -> bool:
-        """Return whether an answer means yes or no; raises an error for any other answer."""
+        """Return True for a result of at least 0 or in `yes`, and False for one in `no`.
+
+        Raises an error for any other result.
+        """
         if answer >= 0 or answer in yes:
             return True
         if answer in no:
             return False
         raise self._failed(call, answer)
 
-    def _page(self, name: str) -> str:
+    def _http_get(self, name: str) -> str:
+        """Return the response of the master's metrics server to a request for `/name`."""
         if not self._metrics:
-            problem = "Listing objects requires the address of the Mooncake master's metrics server"
-            hint = "Add it to the address: mooncake://host:port?metrics=host:9003"
-            raise AtlasError(Code.WIRE_FAILED, problem, got=f"master {self.master}", hint=hint)
+            problem = "Listing and counting objects requires the address of the metrics server"
+            hint = f"Add it to the address: mooncake://{self.master}?metrics=host:9003"
+            raise AtlasError(Code.WIRE_FAILED, problem, got="no metrics= option", hint=hint)
         try:
             with closing(HTTPConnection(self._metrics, timeout=_SECONDS)) as connection:
                 connection.request("GET", f"/{name}")
                 return connection.getresponse().read().decode()
-        except (OSError, ValueError, HTTPException) as problem:
-            hint = "Check that the master is running, and its metrics_port"
-            got = f"{self._metrics}/{name}: {problem}"
-            raise AtlasError(Code.WIRE_FAILED, got=got, hint=hint) from None
+        except (OSError, ValueError, HTTPException) as fault:
+            problem = "The metrics server of the Mooncake master cannot be read"
+            hint = "Check that the master is running and that metrics= names its metrics_port"
+            got = f"{self._metrics}/{name}: {fault}"
+            raise AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint) from None
 
     def _failed(self, call: str, answer: object) -> AtlasError:
-        problem = "A call of Mooncake Store failed"
-        got = f"{call}: {answer} from master {self.master}"
-        hint = "Check that the master is running"
+        problem = f"The Mooncake client's call {call} failed"
+        got = f"{answer} from master {self.master}"
+        hint = "Check that the master is running, and look up the error code in Mooncake's log"
         return AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint)

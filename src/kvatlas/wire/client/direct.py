@@ -20,7 +20,7 @@ def pull_direct(lease: RankLease, stream: Stream, behind: int | None) -> None:
     total = stream.nbytes
     if lease.connection.link.adds:
         with lease.node.metrics.phase("direct"):
-            lease.read_grids(stream.grids(), behind)
+            lease.read_at_once(stream.grids(), behind)
         lease.transfer.add(lease.rank, total)
         lease.read_whole = stream if lease.seen is not None else None
         return
@@ -39,6 +39,6 @@ def pull_direct(lease: RankLease, stream: Stream, behind: int | None) -> None:
 def pull_converted(lease: RankLease, stream: ConvertedStream, behind: int | None) -> None:
     """Read a stream into its blocks. The copy kernel casts the elements."""
     with lease.node.metrics.phase("converted"):
-        lease.read_grids(stream.grids() or [], behind)
+        lease.read_at_once(stream.grids() or [], behind)
     lease.node.metrics.add(gpu_converted_bytes=stream.arriving)
     lease.transfer.add(lease.rank, stream.arriving)

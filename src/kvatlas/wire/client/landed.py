@@ -11,9 +11,9 @@ import threading
 from collections.abc import Generator
 from concurrent.futures import wait
 
+from kvatlas.copying.read_coalescing import LandingBatch, landing_batches
 from kvatlas.routing import Stream
 from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
-from kvatlas.wire.landing import LandingBatch, landing_batches
 
 
 def pull_landed(lease: RankLease, stream: Stream) -> None:

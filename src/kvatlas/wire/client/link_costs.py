@@ -8,14 +8,14 @@ from functools import partial
 
 import numpy as np
 
+from kvatlas.copying.memory import STAGING
+from kvatlas.copying.read_coalescing import expected_reads
+from kvatlas.copying.stream_copy import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.routing import ConvertedStream, Copy, Costs, Stream
 from kvatlas.wire.client.peer_connection import Way
 from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
-from kvatlas.wire.landing import expected_reads
-from kvatlas.wire.stream_copy import AnyStream
-from kvatlas.wire.transports.base import STAGING
 from kvatlas.wire.transports.errors import failed
 
 _LONG_RUN = 128 << 10

@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvatlas.copying.memory import STAGING
+from kvatlas.copying.stream_copy import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.models import CacheIdentity
-from kvatlas.routing import Copy, RunGrid, Stream
+from kvatlas.routing import Copy, Stream
 from kvatlas.routing.token_ranges import token_range
 from kvatlas.wire import protocol
 from kvatlas.wire.channels import no_answer
@@ -26,8 +28,7 @@ from kvatlas.wire.leases import Held, lease_expired
 from kvatlas.wire.protocol import Ok, Opened
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
-from kvatlas.wire.stream_copy import AnyStream
-from kvatlas.wire.transports.base import STAGING, Handle
+from kvatlas.wire.transports.base import Handle
 from kvatlas.wire.transports.errors import peer_lost
 from kvatlas.wire.transports.offer_board import PostedOffer, SeenOffer
 
@@ -341,8 +342,8 @@ class RankLease:
         """Read runs over the link, and record the read if it is abandoned."""
         self._finish(self.connection.link.read(copies), into, self._check_going_on)
 
-    def read_grids(self, grids: Sequence[RunGrid], behind: int | None) -> None:
-        """Read the runs of grids into blocks, after a mark of the peer completes.
+    def read_at_once(self, copies: Sequence[Copy], after: int | None) -> None:
+        """Read runs into blocks with one operation, after a mark of the peer completes.
 
         The lease is renewed during the read.
         """
@@ -351,8 +352,8 @@ class RankLease:
             self._check_going_on()
             self.renew_in_time()
 
-        self.count(sum(map(len, grids)))
-        self._finish(self.connection.link.read_grids(grids, behind), "blocks", check)
+        self.count(sum(map(len, copies)))
+        self._finish(self.connection.link.read(copies, after), "blocks", check)
 
     def finish_started(self, started: StartedRead) -> None:
         """Wait for a read that was started before the lease was granted."""

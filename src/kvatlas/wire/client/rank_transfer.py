@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 import numpy as np
 
+from kvatlas.copying.stream_copy import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol
@@ -18,7 +19,6 @@ from kvatlas.wire.client.link_costs import choose_way, converts_on_the_way
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.staged import pull_staged
 from kvatlas.wire.client.warm_shapes import StartedRead
-from kvatlas.wire.stream_copy import AnyStream
 
 _CHECKSUM_PIECE = 1 << 20
 

@@ -10,17 +10,17 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 
-from kvatlas.routing import ConvertedStream
-from kvatlas.wire import protocol
-from kvatlas.wire.client.rank_lease import RankLease
-from kvatlas.wire.protocol import Ok
-from kvatlas.wire.stream_copy import (
+from kvatlas.copying.stream_copy import (
     DESTINATION,
     AnyStream,
     StreamPiece,
     piece_checksum,
     piece_spans,
 )
+from kvatlas.routing import ConvertedStream
+from kvatlas.wire import protocol
+from kvatlas.wire.client.rank_lease import RankLease
+from kvatlas.wire.protocol import Ok
 
 _LOOK_SECONDS = 0.05
 """Seconds within which the end of a transfer is noticed while the peer gathers."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvatlas.copying.stream_copy import AnyStream
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import RequestShape, Stream
@@ -29,7 +30,6 @@ from kvatlas.routing.block_tables import block_table
 from kvatlas.routing.request_shape import Lengths, table_lengths
 from kvatlas.routing.run_grids import BlockIds
 from kvatlas.wire.rpc import log
-from kvatlas.wire.stream_copy import AnyStream
 from kvatlas.wire.transports.base import Handle, Link, PreparedRead
 from kvatlas.wire.transports.offer_board import SeenOffer
 

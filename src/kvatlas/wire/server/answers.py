@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvatlas.copying.stream_copy import SOURCE, StreamPiece, piece_checksum
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol
@@ -20,7 +21,6 @@ from kvatlas.wire.peers import Peer, check_same_identity, checked_peer
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
-from kvatlas.wire.stream_copy import SOURCE, StreamPiece, piece_checksum
 from kvatlas.wire.transports.offer_board import Posting
 
 _LONGEST_WAIT = 0.2

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import fingerprint, route
@@ -18,7 +19,6 @@ from kvatlas.wire.client.expected import Expected, ExpectedRequests
 from kvatlas.wire.connection import open_to_strangers
 from kvatlas.wire.peers import plan_hash
 from kvatlas.wire.rpc import Server
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.server.answers import Answers
 from kvatlas.wire.server.offering import OfferingNode
 from kvatlas.wire.transports.base import Transport

@@ -12,6 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvatlas.copying.memory import HOST, STAGING
+from kvatlas.copying.memory_copy import as_bytes, memory_of
+from kvatlas.copying.movers import GpuMover, HostMover, PoolMover, pools_device
+from kvatlas.copying.stream_copy import AnyStream, StreamPiece
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import natural
 from kvatlas.models import CacheIdentity
@@ -22,7 +26,6 @@ from kvatlas.wire.arguments import check_node_name, checked_identity
 from kvatlas.wire.block_ledger import BlockLedger
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.leases import Lease, Leases, Offer
-from kvatlas.wire.memory_copy import as_bytes, memory_of
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peers import (
     Peer,
@@ -33,7 +36,6 @@ from kvatlas.wire.peers import (
     conversion_terms,
     plan_hash,
 )
-from kvatlas.wire.pool_mover import mover_for, pools_device, staging_memory
 from kvatlas.wire.protocol import (
     IDENTITY_VERSION,
     MIN_PIECE_BYTES,
@@ -49,9 +51,8 @@ from kvatlas.wire.protocol import (
 from kvatlas.wire.quarantine import Quarantine
 from kvatlas.wire.rpc import log
 from kvatlas.wire.security import Secret, Security, TlsContexts
-from kvatlas.wire.staging import StagingBuffers
-from kvatlas.wire.stream_copy import AnyStream, StreamPiece
-from kvatlas.wire.transports.base import HOST, STAGING, Transport
+from kvatlas.wire.staging import StagingBuffers, staging_memory
+from kvatlas.wire.transports.base import Transport
 from kvatlas.wire.transports.offer_board import PostedOffer, Posting
 
 _MAX_ROUTES = 128
@@ -197,7 +198,19 @@ class NodeState:
     def register(self) -> None:
         """Register the memory with the transport, and prepare to move it."""
         self.transport.register(self.memory)
-        self.mover = mover_for(self.transport, self.memory, self.staging.memory, self.metrics)
+        self.mover = self._mover()
+
+    def _mover(self) -> PoolMover:
+        """Return the mover for the pools, which depends on their device."""
+        pools = {index: at for index, at in self.memory.items() if index != STAGING}
+        if pools_device(pools) == HOST:
+            return HostMover({index: as_bytes(at) for index, at in pools.items()})
+
+        def count(metric: str, nbytes: int) -> None:
+            self.metrics.add(**{metric: nbytes})
+
+        transport = self.transport
+        return GpuMover(transport.driver, transport.marks, pools, self.staging.memory, count)
 
     def mark(self) -> int | None:
         """Record a mark on the caller's GPU stream; None if the pools are not on a GPU."""

@@ -9,68 +9,29 @@ did not name.
 from __future__ import annotations
 
 import math
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.copying.cuda_driver import CudaDriver, load_driver
+from kvatlas.copying.device_marks import DeviceMarks
+from kvatlas.copying.memory import HOST, STAGING, Memory
+from kvatlas.copying.pool_bounds import check_bounds
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.routing import Copy, RequestShape, RunGrid
+from kvatlas.routing import Copy, RequestShape
 from kvatlas.routing.run_grids import BlockIds
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.bounds import check_bounds
-from kvatlas.wire.transports.cuda_driver import CudaDriver, load_driver
-from kvatlas.wire.transports.device_marks import DeviceMarks
 from kvatlas.wire.transports.offer_board import OfferBoard, SeenOffer
-
-STAGING = -1
-"""The index under which a process registers its staging buffers."""
 
 Shared = Literal["all", "staging"]
 """The registered memory that peers may access: all of it, or only the staging buffers."""
 
-HOST = "host"
-"""The device name of host memory. GPUs are named `cuda:0`, `cuda:1` and so on."""
-
-_DEVICE = re.compile(r"host|cuda:(0|[1-9][0-9]{0,3})")
 _LONGEST_PAUSE = 2e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """One region of memory: its address, size and device.
-
-    `device` is `host`, or a torch device name such as `cuda:0`. `owner` is kept alive as long as
-    this value.
-
-    >>> Memory(0x7F0000000000, 4096, "cuda:1").number
-    1
-    """
-
-    address: int
-    nbytes: int
-    device: str = HOST
-    owner: object = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
-            raise AtlasError(
-                Code.WRONG_DEVICE,
-                "A device must be the host, or a GPU with its index",
-                got=repr(self.device),
-                hint='Use "host", or a name such as "cuda:0"',
-            )
-
-    @property
-    def number(self) -> int:
-        """The GPU's index; 0 for the host."""
-        return 0 if self.device == HOST else int(self.device.removeprefix("cuda:"))
 
 
 class Handle(ABC):
@@ -185,7 +146,7 @@ class Link(ABC):
     prompt: ClassVar[bool] = False
     """Whether an abandoned operation is over at once, because this process performs it."""
     adds: ClassVar[bool] = False
-    """Whether the link implements `read_grids`: it computes the runs, and staging never pays."""
+    """Whether `read` computes the runs of a copy on the device, so that staging never pays."""
     sees_offers: bool = False
     """Whether `find_offer` may find an offer."""
 
@@ -193,18 +154,19 @@ class Link(ABC):
         self.owner, self.mine, self.theirs = owner, owner.memory, dict(theirs)
         self.open = True
 
-    def read(self, copies: Sequence[Copy]) -> Handle:
-        """Read bytes of the peer into this process's memory. The peer is the source."""
+    def read(self, copies: Sequence[Copy], after: int | None = None) -> Handle:
+        """Read bytes of the peer into this process's memory. The peer is the source.
+
+        The read begins after the peer's mark `after` completes, which needs `marks_travel`.
+        """
+        if after is not None:
+            raise NotImplementedError(f"{type(self).__name__} cannot wait for a peer's mark")
         check_bounds(copies, self.theirs, self.mine)
         return self._checked(copies, write=False)
 
-    def read_grids(self, grids: Sequence[RunGrid], behind: int | None = None) -> Handle:
-        """Read the runs of grids after the peer's mark completes."""
-        raise NotImplementedError(f"{type(self).__name__} takes runs: {len(grids)}, {behind}")
-
-    def converts(self, grids: Sequence[RunGrid]) -> bool:
-        """Whether `read_grids` supports these grids, some of which cast elements."""
-        return all(grid.cast is None for grid in grids)
+    def converts(self, copies: Sequence[Copy]) -> bool:
+        """Whether `read` supports these copies, some of which cast elements."""
+        return all(copy.cast is None for copy in copies)
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
         """Prepare to read requests of one shape. Return None if the link prepares nothing."""
@@ -235,7 +197,7 @@ class Link(ABC):
 
     def _checked(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         self.check()
-        copies = [copy for copy in copies if len(copy)]
+        copies = [copy.expanded() for copy in copies if len(copy)]
         for copy in copies:
             self.owner.check_takes(self.mine[copy.src_pool if write else copy.dst_pool])
         return self._post(copies, write=write) if copies else Done()

@@ -22,10 +22,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
+from kvatlas.copying.cuda_driver import CudaDriver, DriverError, load_driver
+from kvatlas.copying.device_marks import DeviceMarks
+from kvatlas.copying.memory import HOST, Memory
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import HOST, Link, Memory, Shared, Transport
-from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError, load_driver
+from kvatlas.wire.transports.base import Link, Shared, Transport
 from kvatlas.wire.transports.cuda_link import CudaEnd, CudaLink
 from kvatlas.wire.transports.cuda_published import (
     PublishedAllocation,
@@ -33,7 +35,6 @@ from kvatlas.wire.transports.cuda_published import (
     PublishedRegion,
     check_form,
 )
-from kvatlas.wire.transports.device_marks import DeviceMarks
 from kvatlas.wire.transports.offer_board import OfferBoard
 from kvatlas.wire.transports.opened_memory import OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace

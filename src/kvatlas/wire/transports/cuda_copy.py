@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvatlas.copying.device_queue import Posted
 from kvatlas.wire.transports.base import Handle
-from kvatlas.wire.transports.device_queue import Posted
 from kvatlas.wire.transports.pace import CopyPace
 
 _SPIN = 2e-3

@@ -8,29 +8,22 @@ from contextlib import suppress
 from functools import partial
 from typing import ClassVar, NamedTuple
 
-from kvatlas.routing import Copy, RequestShape, RunGrid
-from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import (
-    Done,
-    Handle,
-    Link,
-    Memory,
-    PreparedRead,
-    Transport,
-)
-from kvatlas.wire.transports.bounds import check_grid_bounds
-from kvatlas.wire.transports.cuda_copy import CudaCopy
-from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError
-from kvatlas.wire.transports.cuda_prepared import CudaPreparedRead, MappedMemory, PeerMarks
-from kvatlas.wire.transports.cuda_published import PublishedMemory
-from kvatlas.wire.transports.device_marks import EVENTS, DeviceMarks
-from kvatlas.wire.transports.device_queue import (
-    NO_STARTS,
+from kvatlas.copying.cuda_driver import CudaDriver, DriverError
+from kvatlas.copying.device_marks import EVENTS, DeviceMarks
+from kvatlas.copying.device_queue import (
     AddressPattern,
     AddressRuns,
     DeviceQueue,
     Posted,
 )
+from kvatlas.copying.memory import Memory
+from kvatlas.copying.pool_bounds import check_bounds
+from kvatlas.routing import Copy, RequestShape
+from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.base import Done, Handle, Link, PreparedRead, Transport
+from kvatlas.wire.transports.cuda_copy import CudaCopy
+from kvatlas.wire.transports.cuda_prepared import CudaPreparedRead, MappedMemory, PeerMarks
+from kvatlas.wire.transports.cuda_published import PublishedMemory
 from kvatlas.wire.transports.offer_board import SeenOffer, open_board
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace
@@ -117,33 +110,32 @@ class CudaLink(Link):
                     raise errors.peer_lost(got) from problem
             return self._events[number]
 
-    def read_grids(self, grids: Sequence[RunGrid], behind: int | None = None) -> Handle:
-        """Read the runs of grids with a kernel, which is launched once the peer's mark completes.
+    def read(self, copies: Sequence[Copy], after: int | None = None) -> Handle:
+        """Read runs with a kernel, which is launched once the peer's mark completes.
 
         No stream waits for the mark: if the peer died before it, that stream would wait forever,
         and with it every thread that synchronizes the GPU.
         """
         self.check()
-        check_grid_bounds(grids, self.theirs, self.mine)
-        if not self.converts(grids):
+        copies = [copy for copy in copies if len(copy)]
+        check_bounds(copies, self.theirs, self.mine)
+        for copy in copies:
+            self.owner.check_takes(self.mine[copy.dst_pool])
+        if not self.converts(copies):
             got = "unsupported element types, or pools that are not aligned to them"
             raise errors.failed(got, 'Use how="staged"', "The GPU cannot cast these elements")
-        told = []
-        for grid in grids:
-            spans = (grid.src, grid.dst, grid.length)
-            runs = AddressRuns(0, 0, grid.starts.ends, spans, grid.cast, grid.starts.scales)
-            told.append(_PoolRuns(grid.src_pool, grid.dst_pool, runs))
-        if behind is None:
+        told = [_runs_of(copy) for copy in copies]
+        if after is None:
             return self._copy(told, lambda: True, write=False)
-        self._event(behind % EVENTS)  # opened now: what is stale is refused before anything moves
-        return self._copy(told, lambda: self._passed(behind), write=False)
+        self._event(after % EVENTS)  # opened now: what is stale is refused before anything moves
+        return self._copy(told, lambda: self._passed(after), write=False)
 
-    def converts(self, grids: Sequence[RunGrid]) -> bool:
+    def converts(self, copies: Sequence[Copy]) -> bool:
         """Whether the GPU supports the element types, and the pools are aligned to them."""
-        for grid in grids:
-            cast = grid.cast
+        for copy in copies:
+            cast = copy.cast
             if cast is not None:
-                far, near = self._place(grid.src_pool), self.mine[grid.dst_pool].address
+                far, near = self._place(copy.src_pool), self.mine[copy.dst_pool].address
                 if far % cast.source.item or near % cast.target.item:
                     return False
                 if not self._queue.converts(cast):
@@ -215,13 +207,7 @@ class CudaLink(Link):
             raise errors.peer_lost(f"an event that cannot be queried: {problem}") from problem
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        told = [
-            _PoolRuns(
-                copy.src_pool, copy.dst_pool,
-                AddressRuns(0, 0, NO_STARTS, (copy.src, copy.dst, copy.length)),
-            )
-            for copy in copies
-        ]  # fmt: skip
+        told = [_runs_of(copy) for copy in copies]
         return self._copy(told, lambda: True, write=write)
 
     def _copy(self, told: list[_PoolRuns], may_begin: Callable[[], bool], *, write: bool) -> Handle:
@@ -275,3 +261,9 @@ class CudaLink(Link):
         for event in events.values():
             with suppress(DriverError):
                 self._end.driver.end_event(self._end.device, event)
+
+
+def _runs_of(copy: Copy) -> _PoolRuns:
+    spans = (copy.src, copy.dst, copy.length)
+    runs = AddressRuns(0, 0, copy.starts.ends, spans, copy.cast, copy.starts.scales)
+    return _PoolRuns(copy.src_pool, copy.dst_pool, runs)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvatlas.copying.cuda_driver import CudaDriver
+from kvatlas.copying.device_queue import Posted, PreparedRuns, Tables
 from kvatlas.wire.transports.base import Handle, PreparedRead
 from kvatlas.wire.transports.cuda_copy import CudaCopy
-from kvatlas.wire.transports.cuda_driver import CudaDriver
-from kvatlas.wire.transports.device_queue import Posted, PreparedRuns, Tables
 from kvatlas.wire.transports.offer_board import PeerBoard
 from kvatlas.wire.transports.opened_memory import MappedAllocation, OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace

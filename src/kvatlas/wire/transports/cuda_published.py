@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvatlas.copying.cuda_driver import HANDLE_BYTES, UUID_BYTES
+from kvatlas.copying.device_marks import EVENTS
+from kvatlas.copying.memory import Memory
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Memory
-from kvatlas.wire.transports.cuda_driver import HANDLE_BYTES, UUID_BYTES
-from kvatlas.wire.transports.device_marks import EVENTS
 from kvatlas.wire.transports.offer_board import BoardPlace
 
 _TOKEN = re.compile(r"[0-9a-f]{32}")

@@ -8,36 +8,24 @@ process.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.copying.file_runs import copy_file_runs
+from kvatlas.copying.memory import Memory
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import STEP, split_runs
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Memory, Transport
+from kvatlas.wire.transports.base import Handle, Link, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-_MAX_RANGES = 1024
-"""The maximum number of memory ranges in one system call (IOV_MAX)."""
-_WORTH_SORTING = 16
-"""Runs are sorted if fewer than this many, on average, are adjacent in the file."""
-
-_system = ctypes.CDLL(None, use_errno=True)
-for _call in (_system.preadv, _system.pwritev):
-    _call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
-    _call.restype = ctypes.c_ssize_t
 
 
 class _Published(msgspec.Struct, tag="file", forbid_unknown_fields=True):
@@ -56,6 +44,7 @@ class FileTransport(Transport):
     >>> folder = tempfile.TemporaryDirectory()
     >>> disk, host = FileTransport(folder.name, "tier"), FileTransport(folder.name)
     >>> disk.register({0: Memory(0, 4096)})
+    >>> import numpy as np
     >>> pool = np.arange(16, dtype=np.uint8)
     >>> host.register({0: Memory(pool.ctypes.data, 16)})
     >>> link = host.connect(disk.publish(), disk.memory)
@@ -178,124 +167,3 @@ class _FileLink(Link):
         # A step that is still under way must not write to whatever gets the number next.
         descriptor, self._open_file = self._open_file, -1
         os.close(descriptor)
-
-
-def copy_file_runs(
-    file: Callable[[], int], near: Int64s, far: Int64s, length: Int64s, *, write: bool
-) -> Iterator[None]:
-    """Copy runs between addresses of this process and offsets of a file, one step per iteration.
-
-    `file` is called for the descriptor before every system call, because it may be closed in
-    between. Raises `OSError`, also if the file ends before a run does.
-    """
-    calls = vectored_calls(near, far, length)
-    act = _system.pwritev if write else _system.preadv
-    row, step = calls.ranges.ctypes.data, calls.ranges.strides[0]
-    moved = 0
-    for first, count, offset, nbytes in calls.each():
-        if moved >= STEP:
-            yield
-            moved = 0
-        done = act(file(), row + first * step, count, offset)
-        if done != nbytes:
-            _finish(act, file, calls.ranges[first : first + count].copy(), offset, done)
-        moved += nbytes
-
-
-class VectoredCalls(NamedTuple):
-    """Memory ranges grouped into vectored calls, each for adjacent bytes of the file."""
-
-    ranges: NDArray[np.uint64]
-    """Rows (address, length), as in the system's `iovec`."""
-    first: Int64s
-    """The index of each call's first range."""
-    offset: Int64s
-    """The file offset of each call."""
-    nbytes: Int64s
-
-    def each(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the first range, number of ranges, offset and bytes of every call."""
-        count = np.diff(self.first, append=len(self.ranges))
-        columns = (self.first, count, self.offset, self.nbytes)
-        yield from zip(*(column.tolist() for column in columns), strict=True)
-
-
-def vectored_calls(near: Int64s, far: Int64s, length: Int64s) -> VectoredCalls:
-    """Group runs that are adjacent in the file into calls, within the system's limits.
-
-    >>> near, far, length = np.array([70, 50, 10]), np.array([4, 0, 90]), np.array([4, 4, 8])
-    >>> calls = vectored_calls(near, far, length)
-    >>> calls.ranges.tolist(), list(calls.each())
-    ([[50, 4], [70, 4], [10, 8]], [(0, 2, 0, 8), (2, 1, 90, 8)])
-    """
-    near, far, length = split_runs(near, far, length)
-    first = _stretches(far, length)
-    if len(far) < _WORTH_SORTING * len(first) and int(np.diff(far[first], prepend=0).min()) < 0:
-        order = np.argsort(far, kind="stable")
-        near, far, length = near[order], far[order], length[order]
-        first = _stretches(far, length)
-    ranges = np.empty((len(far), 2), dtype=np.uint64)
-    ranges[:, 0], ranges[:, 1] = near, length
-    ends = np.cumsum(length)
-    first = _cut(first, ends, length)
-    nbytes = np.diff(ends[first] - length[first], append=ends[-1])
-    return VectoredCalls(ranges, first, far[first], nbytes)
-
-
-def _stretches(far: Int64s, length: Int64s) -> Int64s:
-    """The runs that do not begin where the one before them ends, the first included."""
-    follows = far[1:] == far[:-1] + length[:-1]
-    return np.concatenate([np.zeros(1, np.int64), np.flatnonzero(~follows) + 1])
-
-
-def _cut(first: Int64s, ends: Int64s, length: Int64s) -> Int64s:
-    """The same stretches, none of more ranges than the system takes, nor much above a step."""
-    calls = -(-np.diff(first, append=len(ends)) // _MAX_RANGES)
-    if int(calls.max()) > 1:
-        turn = np.arange(calls.sum()) - np.repeat(np.cumsum(calls) - calls, calls)
-        first = np.repeat(first, calls) + turn * _MAX_RANGES
-    begins = ends[first] - length[first]
-    cuts = [first]
-    for call in np.flatnonzero(np.diff(begins, append=ends[-1]) > STEP).tolist():
-        stop = first[call + 1] if call + 1 < len(first) else len(ends)
-        own = slice(first[call], stop)
-        step = (ends[own] - length[own] - begins[call]) // STEP
-        cuts.append(first[call] + 1 + np.flatnonzero(np.diff(step)))
-    return np.sort(np.concatenate(cuts)) if len(cuts) > 1 else first
-
-
-def _finish(
-    act: Callable[..., int],
-    file: Callable[[], int],
-    ranges: NDArray[np.uint64],
-    offset: int,
-    done: int,
-) -> None:
-    """Repeat a partial read or write for the remaining ranges."""
-    while True:
-        problem = ctypes.get_errno() if done < 0 else 0
-        if problem and problem != errno.EINTR:
-            raise OSError(problem, os.strerror(problem))
-        if done == 0:
-            raise OSError(errno.ENODATA, f"The file ends at byte {offset}")
-        offset += max(done, 0)
-        ranges = rest_of(ranges, max(done, 0))
-        if not len(ranges):
-            return
-        done = act(file(), ranges.ctypes.data, len(ranges), offset)
-
-
-def rest_of(ranges: NDArray[np.uint64], done: int) -> NDArray[np.uint64]:
-    """Return the remaining ranges after `done` bytes of them were moved.
-
-    >>> rest_of(np.array([[100, 4], [200, 4]], np.uint64), 5).tolist()
-    [[201, 3]]
-    """
-    ends = np.cumsum(ranges[:, 1].astype(np.int64))
-    whole = int(np.searchsorted(ends, done, side="right"))
-    rest = ranges[whole:].copy()
-    if len(rest):
-        into = np.uint64(done - (int(ends[whole - 1]) if whole else 0))
-        rest[0, 0] += into
-        rest[0, 1] -= into
-    return rest

@@ -9,10 +9,11 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from kvatlas.copying.memory import Memory
+from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import as_bytes
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
+from kvatlas.wire.transports.base import Handle, Link, Shared, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
 
 _open: WeakValueDictionary[str, MemoryTransport] = WeakValueDictionary()

@@ -33,12 +33,13 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
+from kvatlas.copying.memory import Memory
+from kvatlas.copying.memory_copy import split_runs
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import split_runs
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
+from kvatlas.wire.transports.base import Handle, Link, Shared, Transport
 from kvatlas.wire.transports.listening import (
     connected,
     is_loopback,

@@ -22,9 +22,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
+from kvatlas.copying.memory import HOST, Memory
 from kvatlas.errors import AtlasError
 from kvatlas.wire.transports import errors, nixl_metadata
-from kvatlas.wire.transports.base import HOST, Link, Memory, Shared, Transport
+from kvatlas.wire.transports.base import Link, Shared, Transport
 from kvatlas.wire.transports.nixl_agents import Agents, not_empty, rows_of, translated
 from kvatlas.wire.transports.nixl_link import BETWEEN_LOOKS, NixlLink
 from kvatlas.wire.transports.nixl_metadata import Kind

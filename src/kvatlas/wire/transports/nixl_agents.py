@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from kvatlas.copying.memory import Memory
 from kvatlas.errors import AtlasError
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.nixl_metadata import Kind
 from kvatlas.wire.transports.nixl_strided import Rows
 

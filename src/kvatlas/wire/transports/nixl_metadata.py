@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
+from kvatlas.copying.memory import Memory
 from kvatlas.wire.transports import errors, ucx_forms
-from kvatlas.wire.transports.base import Memory
 from kvatlas.wire.transports.offer_board import BoardPlace
 
 Kind = Literal["DRAM", "VRAM"]

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.copying.memory import Memory
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Memory
 
 _MOST_INDICES = 2**31 - 1
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvatlas.copying.cuda_driver import CudaDriver, DriverError
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError
 
 _MOST = 256
 """The maximum number of allocations that stay mapped while none is being read."""

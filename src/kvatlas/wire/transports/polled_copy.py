@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
+from kvatlas.copying.memory_copy import copy_runs_unchecked
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import copy_runs_unchecked
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.base import Handle
 

@@ -1,13 +1,25 @@
-"""Transports by name."""
+"""Find transports by name: those of kvatlas, and those that installed packages provide.
+
+A package adds a transport with an entry point in the group `kvatlas.transports`, which names a
+subclass of `Transport`:
+
+```toml
+[project.entry-points."kvatlas.transports"]
+fast = "fast_transport:FastTransport"
+```
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvatlas.wire.transports.base import Transport
 from kvatlas.wire.transports.errors import failed
 
+_GROUP = "kvatlas.transports"
 _CLASSES = {
     "cuda": "CudaTransport",
     "nixl": "NixlTransport",
@@ -18,11 +30,15 @@ _CLASSES = {
     "file": "FileTransport",
 }
 TRANSPORT_NAMES = tuple(_CLASSES)
-"""The transports in order of preference: first the fastest, then those with the widest reach."""
+"""The transports of kvatlas in order of preference: the fastest first, then those with the widest
+reach."""
 
 
 def make_transport(name: str, /, **options: Any) -> Transport:
     """Return a new transport by name, with the options of its class.
+
+    `name` is one of `TRANSPORT_NAMES`, or the name of an entry point in the group
+    `kvatlas.transports` of an installed package.
 
     >>> make_transport("memory").name
     'memory'
@@ -31,9 +47,28 @@ def make_transport(name: str, /, **options: Any) -> Transport:
     kvatlas.errors.AtlasError: There is no such transport. Got 'pigeon'. \
 Choose one of cuda, nixl, mooncake, tcp, shm, memory, file. [wire_failed]
     """
-    if name not in _CLASSES:
-        hint = f"Choose one of {', '.join(TRANSPORT_NAMES)}"
-        raise failed(repr(name), hint, "There is no such transport")
-    module = import_module(f"kvatlas.wire.transports.{name}")
-    transport: Transport = getattr(module, _CLASSES[name])(**options)
+    if name in _CLASSES:
+        made = getattr(import_module(f"kvatlas.wire.transports.{name}"), _CLASSES[name])
+    else:
+        made = _from_package(name)
+    transport: Transport = made(**options)
     return transport
+
+
+def _from_package(name: str) -> type[Transport]:
+    """Return the transport class that another package provides under a name."""
+    found = _entry_points().get(name)
+    if found is None:
+        hint = f"Choose one of {', '.join([*_CLASSES, *_entry_points()])}"
+        raise failed(repr(name), hint, "There is no such transport")
+    made = found.load()
+    if not (isinstance(made, type) and issubclass(made, Transport)):
+        hint = "Name a subclass of kvatlas.wire.Transport in the package's entry point"
+        raise failed(found.value, hint, f"The entry point {name!r} is not a transport")
+    return made
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    """Return the transports of other packages by name. The names of kvatlas's own are taken."""
+    return {one.name: one for one in entry_points(group=_GROUP) if one.name not in _CLASSES}

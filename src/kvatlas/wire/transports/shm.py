@@ -18,11 +18,12 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from kvatlas.copying.memory import Memory
+from kvatlas.copying.memory_copy import as_bytes
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import as_bytes
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
+from kvatlas.wire.transports.base import Handle, Link, Shared, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
 from kvatlas.wire.transports.sealed_memory import map_sealed
 from kvatlas.wire.transports.shm_segments import Segment, containing, create_segment

@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 from weakref import WeakSet
 
-from kvatlas.wire.transports.base import Memory
+from kvatlas.copying.memory import Memory
 from kvatlas.wire.transports.sealed_memory import make_sealed, no_segment
 
 _mine: WeakSet[Segment] = WeakSet()

@@ -23,14 +23,15 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from kvatlas.copying.memory import Memory
+from kvatlas.copying.memory_copy import STEP, as_bytes, copy_runs_unchecked
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.connection import tune
-from kvatlas.wire.memory_copy import STEP, as_bytes, copy_runs_unchecked
-from kvatlas.wire.run_bounds import Bytes
 from kvatlas.wire.transports import errors, tcp_server
-from kvatlas.wire.transports.base import Handle, Link, Memory, Shared, Transport
+from kvatlas.wire.transports.base import Handle, Link, Shared, Transport
 from kvatlas.wire.transports.listening import is_loopback, own_addresses
 from kvatlas.wire.transports.polled_copy import Stepwise
 from kvatlas.wire.transports.tcp_server import GATHERED, MOST_RUNS, SHORT, RegionServer

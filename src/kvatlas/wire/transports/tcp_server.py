@@ -22,14 +22,14 @@ from contextlib import suppress
 
 import numpy as np
 
+from kvatlas.copying.memory import Memory
+from kvatlas.copying.memory_copy import as_bytes, copy_runs_unchecked
+from kvatlas.copying.pool_bounds import check_bounds
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.connection import tune
-from kvatlas.wire.memory_copy import as_bytes, copy_runs_unchecked
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.transports.base import Memory
-from kvatlas.wire.transports.bounds import check_bounds
 
 log = logging.getLogger("kvatlas.wire")
 

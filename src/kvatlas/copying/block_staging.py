@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvatlas.copying.device_queue import AddressRuns, Posted
+from kvatlas.copying.memory import Memory
 from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.routing import RunGrid
-from kvatlas.wire.transports.base import Memory
-from kvatlas.wire.transports.device_queue import AddressRuns, Posted
+from kvatlas.routing import Copy
 
 STAGED_BYTES = 32 << 20
 """Bytes of each of the two buffers on the GPU."""
@@ -31,7 +31,7 @@ class BlockPiece:
     pool: int
     blocks: Int64s
     """Block ids, ascending."""
-    grids: list[RunGrid]
+    grids: list[Copy]
     """The runs to copy; the buffer replaces the host pool at the host's end."""
 
     def stretches(self, block_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -52,12 +52,12 @@ class SplitBlocks(NamedTuple):
     """The runs of a copy, divided by how they are moved."""
 
     pieces: list[BlockPiece]
-    rest: list[RunGrid]
+    rest: list[Copy]
     """Runs of blocks that move only in part or exceed the buffer."""
 
 
 def split_blocks(
-    grids: Sequence[RunGrid], block_bytes: Mapping[int, int], *, end: int, room: int
+    grids: Sequence[Copy], block_bytes: Mapping[int, int], *, end: int, room: int
 ) -> SplitBlocks:
     """Divide runs into pieces of whole host blocks, and the remaining runs.
 
@@ -72,7 +72,7 @@ def split_blocks(
 
 
 def _split_pool(
-    split: SplitBlocks, grids: list[RunGrid], pool: int, size: int, end: int, room: int
+    split: SplitBlocks, grids: list[Copy], pool: int, size: int, end: int, room: int
 ) -> None:
     each = room // size
     blocks = [_host_spans(grid, end) // size for grid in grids]
@@ -99,15 +99,15 @@ def _split_pool(
             split.rest.append(_with_spans(grid, left, end, _host_spans(grid, end)[left]))
 
 
-def _host_pool(grid: RunGrid, end: int) -> int:
+def _host_pool(grid: Copy, end: int) -> int:
     return grid.dst_pool if end else grid.src_pool
 
 
-def _host_spans(grid: RunGrid, end: int) -> Int64s:
+def _host_spans(grid: Copy, end: int) -> Int64s:
     return grid.dst if end else grid.src
 
 
-def _with_spans(grid: RunGrid, chosen: Any, end: int, at: Int64s) -> RunGrid:
+def _with_spans(grid: Copy, chosen: Any, end: int, at: Int64s) -> Copy:
     """Some spans of a grid, which lie elsewhere at one end."""
     src, dst = grid.src[chosen], grid.dst[chosen]
     src, dst = (src, at) if end else (at, dst)
@@ -185,7 +185,7 @@ class BlockStaging:
 
 
 def address_runs(
-    grids: Sequence[RunGrid], src: Mapping[int, Memory], dst: Mapping[int, Memory]
+    grids: Sequence[Copy], src: Mapping[int, Memory], dst: Mapping[int, Memory]
 ) -> list[AddressRuns]:
     """Convert grids between regions to runs between addresses."""
     return [

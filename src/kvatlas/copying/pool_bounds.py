@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import Copy
 
 
 class SizedRegion(Protocol):
@@ -21,26 +21,13 @@ class SizedRegion(Protocol):
 def check_bounds(
     copies: Iterable[Copy], src: Mapping[int, SizedRegion], dst: Mapping[int, SizedRegion]
 ) -> None:
-    """Raise an error for ranges that leave the regions of either end."""
+    """Raise an error for runs that leave the regions of either end. Expands no copy."""
     for copy in copies:
         ends = (copy.src_pool, copy.src, src), (copy.dst_pool, copy.dst, dst)
-        for pool, starts, regions in ends:
+        for end, (pool, spans, regions) in enumerate(ends):
             nbytes = _region_bytes(pool, regions)
-            if len(starts) and not _inside(starts, copy.length, nbytes):
-                raise _outside(pool, nbytes)
-
-
-def check_grid_bounds(
-    grids: Iterable[RunGrid], src: Mapping[int, SizedRegion], dst: Mapping[int, SizedRegion]
-) -> None:
-    """Raise an error for grids that leave the regions of either end. Checks only their extremes."""
-    for grid in grids:
-        ends = (grid.src_pool, 0, grid.src, src), (grid.dst_pool, 1, grid.dst, dst)
-        for pool, end, spans, regions in ends:
-            starts, nbytes = grid.starts.at(end), _region_bytes(pool, regions)
-            room = nbytes if grid.cast is None else nbytes // grid.cast.items[end]
-            first, last = int(starts.min()) + int(spans.min()), int(starts.max())
-            if first < 0 or last > room or not _inside(spans + last, grid.length, room):
+            room = nbytes if copy.cast is None else nbytes // copy.cast.items[end]
+            if len(copy) and not _inside(copy.starts.at(end), spans, copy.length, room):
                 raise _outside(pool, nbytes)
 
 
@@ -63,6 +50,9 @@ def _outside(pool: int, nbytes: int) -> AtlasError:
     )
 
 
-def _inside(starts: Int64s, length: Int64s, nbytes: int) -> bool:
-    # Taken away from the size, not added to the start: sums of large numbers wrap around.
-    return bool(starts.min() >= 0 and length.min() > 0 and (starts <= nbytes - length).all())
+def _inside(starts: Int64s, spans: Int64s, length: Int64s, nbytes: int) -> bool:
+    first, last = int(starts.min()), int(starts.max())
+    if int(spans.min()) + first < 0 or last > nbytes or int(length.min()) < 1:
+        return False
+    # Lengths are subtracted from the size, not added to the offsets: large sums wrap around.
+    return bool((spans <= nbytes - last - length).all())

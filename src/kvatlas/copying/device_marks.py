@@ -11,13 +11,20 @@ process would see it otherwise.
 from __future__ import annotations
 
 import threading
+from typing import Protocol
 
-from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.cuda_driver import CudaDriver, DriverError
-from kvatlas.wire.transports.offer_board import OfferBoard
+from kvatlas.copying.cuda_driver import CudaDriver, DriverError
+from kvatlas.errors import AtlasError, Code
 
 EVENTS = 64
 """The number of events that marks use in rotation."""
+
+
+class MarkBoard(Protocol):
+    """Publishes completed marks to other processes."""
+
+    def tell_done(self, number: int) -> None:
+        """Publish that the marks up to `number` have completed."""
 
 
 class DeviceMarks:
@@ -33,7 +40,7 @@ class DeviceMarks:
         self._made = 0
         self.done = -1
         """Marks up to this one have completed, and their events may be reused."""
-        self.board: OfferBoard | None = None
+        self.board: MarkBoard | None = None
         """Where other processes read `_done`."""
 
     def mark(self) -> int:
@@ -42,8 +49,11 @@ class DeviceMarks:
             with self._lock:
                 return self._mark()
         except DriverError as problem:
-            raise errors.failed(
-                str(problem), "Restart the process", "The GPU failed to record an event"
+            raise AtlasError(
+                Code.WIRE_FAILED,
+                "The GPU failed to record an event",
+                got=str(problem),
+                hint="Restart the process",
             ) from problem
 
     def _mark(self) -> int:
@@ -75,7 +85,12 @@ class DeviceMarks:
         """Return the event of a mark, or raise an error after `close`."""
         events = self._events
         if not events:
-            raise errors.closed("transport")
+            raise AtlasError(
+                Code.WIRE_FAILED,
+                "The transport is closed",
+                got="a call after close()",
+                hint="Open a new transport",
+            )
         return events[number % EVENTS]
 
     def wait(self, number: int) -> None:

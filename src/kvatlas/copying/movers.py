@@ -14,24 +14,19 @@ from typing import Any
 
 import numpy as np
 
+from kvatlas.copying.cuda_driver import CudaDriver
+from kvatlas.copying.device_marks import DeviceMarks
+from kvatlas.copying.device_queue import AddressRuns
+from kvatlas.copying.gather_scatter import checksums, crc_pieces, gather, scatter, stream_bytes
+from kvatlas.copying.memory import HOST, Memory
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
-from kvatlas.wire.memory_copy import as_bytes
-from kvatlas.wire.metrics import Metrics
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.staging import checksums, crc_pieces, gather, scatter, stream_bytes
-from kvatlas.wire.transports.base import HOST, STAGING, Memory, Transport
-from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns
+from kvatlas.routing.binding import ORIGIN
 
-
-def staging_memory(transport: Transport, device: str, nbytes: int) -> Any:
-    """Allocate zeroed staging memory: an array on the host, or a byte tensor on a GPU."""
-    if device == HOST:
-        return transport.allocate(nbytes)
-    import torch
-
-    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+Count = Callable[[str, int], None]
+"""Adds bytes to the metric of a name."""
 
 
 class PoolMover(ABC):
@@ -95,14 +90,19 @@ class GpuMover(PoolMover):
     """Pools in the memory of one GPU."""
 
     def __init__(
-        self, transport: Transport, memory: Mapping[int, Memory], staging: Any, metrics: Metrics
+        self,
+        driver: CudaDriver,
+        marks: DeviceMarks | None,
+        memory: Mapping[int, Memory],
+        staging: Any,
+        count: Count,
     ) -> None:
         import torch
 
         (device,) = {at.device for at in memory.values()}
         self._device, self._memory = torch.device(device), dict(memory)
-        self._marks, self._metrics = transport.marks, metrics
-        self._queue: Any = transport.driver.queue(self._device.index, 0)
+        self._marks, self._count_bytes = marks, count
+        self._queue: Any = driver.queue(self._device.index, 0)
         bounces = isinstance(staging, np.ndarray) and staging.nbytes
         self._pinned = PinnedMemory(staging) if bounces else None
 
@@ -155,13 +155,13 @@ class GpuMover(PoolMover):
 
     def _count(self, stream: Any, nbytes: int) -> int:
         bounced = isinstance(stream, np.ndarray)
-        self._metrics.add(**{"host_bounce_bytes" if bounced else "gpu_staged_bytes": nbytes})
+        self._count_bytes("host_bounce_bytes" if bounced else "gpu_staged_bytes", nbytes)
         return nbytes
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
         """Gather through the host and compute checksums there."""
         if not src:
-            copies = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in copies]
+            copies = [copy.reversed() for copy in copies]
         stream = np.empty(stream_bytes(copies), dtype=np.uint8)
         self._through(copies, self._memory, stream, out=True)
         return crc_pieces(stream, piece)
@@ -180,14 +180,15 @@ def stream_runs(
     """Return copies between pools and a stream at an address, out of the pools or into them."""
     runs, done = [], 0
     for copy in copies:
-        at = np.cumsum(copy.length) - copy.length + done
+        src, dst, length = copy.runs()
+        at = np.cumsum(length) - length + done
         done += copy.nbytes
         if out:
             pool = pools[copy.src_pool].address
-            runs.append(AddressRuns(pool, stream, NO_STARTS, (copy.src, at, copy.length)))
+            runs.append(AddressRuns(pool, stream, ORIGIN.ends, (src, at, length)))
         else:
             pool = pools[copy.dst_pool].address
-            runs.append(AddressRuns(stream, pool, NO_STARTS, (at, copy.dst, copy.length)))
+            runs.append(AddressRuns(stream, pool, ORIGIN.ends, (at, dst, length)))
     return runs
 
 
@@ -207,16 +208,6 @@ class PinnedMemory:
         if self.held:
             self.held = False
             self._runtime.cudaHostUnregister(self._memory.ctypes.data)
-
-
-def mover_for(
-    transport: Transport, memory: Mapping[int, Memory], staging: Any, metrics: Metrics
-) -> PoolMover:
-    """Return the mover for a node's pools, by their device."""
-    pools = {index: at for index, at in memory.items() if index != STAGING}
-    if pools_device(pools) == HOST:
-        return HostMover({index: as_bytes(at) for index, at in pools.items()})
-    return GpuMover(transport, pools, staging, metrics)
 
 
 def pools_device(pools: Mapping[int, Memory]) -> str:

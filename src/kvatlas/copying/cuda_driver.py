@@ -14,11 +14,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
+from kvatlas.copying.cuda_streams import StreamStock
+from kvatlas.copying.device_queue import DeviceQueue
+from kvatlas.copying.torch_queue import TorchQueue
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.cuda_streams import StreamStock
-from kvatlas.wire.transports.device_queue import DeviceQueue
-from kvatlas.wire.transports.torch_queue import TorchQueue
 
 HANDLE_BYTES = 64
 """The size of an IPC handle of an allocation or an event, in bytes."""
@@ -289,7 +288,9 @@ class LibCuda(CudaDriver):
                 self._call("cuStreamCreateWithPriority", *about)
         except DriverError as problem:
             hint = "Free GPU memory, or restart the process"
-            raise errors.failed(str(problem), hint, "The GPU cannot create a stream") from problem
+            raise AtlasError(
+                Code.WIRE_FAILED, "The GPU cannot create a stream", got=str(problem), hint=hint
+            ) from problem
         return stream.value or 0
 
     def recorder(self, device: int, stream: int) -> Callable[[int], None]:

@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvatlas.copying.memory import STAGING
+from kvatlas.copying.nested_copy import copy_nested_unchecked
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.geometry import NestedSteps
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.integers import INT64_MAX, ceil_div
 from kvatlas.geometry.nested_steps import Steps
-from kvatlas.routing import Copy, RunGrid
+from kvatlas.routing import Copy
 from kvatlas.routing.binding import Starts
-from kvatlas.wire.nested_copy import copy_nested_unchecked
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.transports.base import STAGING
 
 _SHARE = 4
 """The fraction of a buffer that a tile or a run may fill: a quarter."""
@@ -75,7 +75,7 @@ class LandingBatch(NamedTuple):
 class _Tiles(NamedTuple):
     """The starts of a grid's tiles relative to its spans, and the strides inside each tile."""
 
-    grid: RunGrid
+    grid: Copy
     src: Int64s
     dst: Int64s
     steps: tuple[Steps, ...]
@@ -85,7 +85,7 @@ class _Tiles(NamedTuple):
     """The reach if the tile's size were not limited."""
 
     @classmethod
-    def of(cls, grid: RunGrid, most: int) -> _Tiles:
+    def of(cls, grid: Copy, most: int) -> _Tiles:
         """Put as many strides into a tile as keep it dense and within `most` bytes."""
         return cls(grid, *_tiled(grid.starts, int(grid.length.max()), most))
 
@@ -95,9 +95,9 @@ class _Tiles(NamedTuple):
         return int((self.grid.src + self.grid.length).max()) + int(self.src.max()) + self.reach
 
 
-def landing_batches(grids: Sequence[RunGrid], room: int) -> Generator[LandingBatch]:
+def landing_batches(grids: Sequence[Copy], room: int) -> Generator[LandingBatch]:
     """Yield all runs of the grids, in batches of at most `room` bytes."""
-    alike: defaultdict[tuple[int, int], list[RunGrid]] = defaultdict(list)
+    alike: defaultdict[tuple[int, int], list[Copy]] = defaultdict(list)
     for grid in grids:
         if len(grid):
             cut = _cut(grid, max(1, room // _SHARE))
@@ -109,7 +109,7 @@ def landing_batches(grids: Sequence[RunGrid], room: int) -> Generator[LandingBat
             yield from _SortedTiles.of(tiles, slice(first, first + step)).batches(room)
 
 
-def expected_reads(grids: Sequence[RunGrid], room: int) -> tuple[int, int]:
+def expected_reads(grids: Sequence[Copy], room: int) -> tuple[int, int]:
     """Estimate the number of ranges read for some grids, and their bytes, from the first spans."""
     some = [_first_spans(grid) for grid in grids if len(grid)]
     reads = [batch.length for batch in landing_batches(some, room)]
@@ -118,12 +118,12 @@ def expected_reads(grids: Sequence[RunGrid], room: int) -> tuple[int, int]:
     return ceil_div(ranges * total, part), ceil_div(nbytes * total, part)
 
 
-def _first_spans(grid: RunGrid) -> RunGrid:
+def _first_spans(grid: Copy) -> Copy:
     src, dst, length = (column[:_LOOKED_AT] for column in (grid.src, grid.dst, grid.length))
-    return RunGrid(grid.src_pool, grid.dst_pool, grid.starts, src, dst, length)
+    return Copy(grid.src_pool, grid.dst_pool, src, dst, length, starts=grid.starts)
 
 
-def _cut(grid: RunGrid, most: int) -> RunGrid:
+def _cut(grid: Copy, most: int) -> Copy:
     """The same runs, none longer than `most` bytes."""
     if int(grid.length.max()) <= most:
         return grid
@@ -131,7 +131,7 @@ def _cut(grid: RunGrid, most: int) -> RunGrid:
     skip = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * most
     src, dst, length = (np.repeat(one, parts) for one in (grid.src, grid.dst, grid.length))
     pools = (grid.src_pool, grid.dst_pool)
-    return RunGrid(*pools, grid.starts, src + skip, dst + skip, np.minimum(length - skip, most))
+    return Copy(*pools, src + skip, dst + skip, np.minimum(length - skip, most), starts=grid.starts)
 
 
 class _SortedTiles(NamedTuple):

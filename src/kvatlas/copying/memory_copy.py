@@ -9,19 +9,18 @@ in between.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.copying.cuda_driver import load_driver
+from kvatlas.copying.memory import HOST, Memory
+from kvatlas.copying.run_bounds import Bytes, Places, check_runs
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.planning import Plan
-from kvatlas.routing import Copy
-from kvatlas.wire.run_bounds import Bytes, Places, check_runs
-from kvatlas.wire.transports.base import HOST, Memory
-from kvatlas.wire.transports.cuda_driver import load_driver
 
 STEP = 16 << 20
 """Bytes that are copied per step."""
@@ -104,20 +103,6 @@ def _no_pool(what: str, got: object) -> AtlasError:
     problem = f"{what[0].upper()}{what[1:]} cannot be registered with a transport"
     hint = "Pass a Cache, or a dict of contiguous arrays, tensors or Memory by pool index"
     return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
-
-
-def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]) -> None:
-    """Copy runs between pools, without intermediate steps.
-
-    >>> pools = {0: np.arange(8, dtype=np.uint8)}, {0: np.zeros(8, dtype=np.uint8)}
-    >>> copy_pools([Copy(0, 0, np.array([6, 0]), np.array([0, 4]), np.array([2, 3]))], *pools)
-    >>> pools[1][0]
-    array([6, 7, 0, 0, 0, 1, 2, 0], dtype=uint8)
-    """
-    for copy in copies:
-        source, target = find_pool(src, copy.src_pool), find_pool(dst, copy.dst_pool)
-        for _ in copy_runs(source, target, copy.src, copy.dst, copy.length):
-            pass
 
 
 def find_pool(pools: Mapping[int, Bytes], index: int) -> Bytes:

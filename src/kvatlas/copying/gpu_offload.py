@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from kvatlas.routing import Copy, RunGrid
-from kvatlas.wire.block_staging import BlockStaging, address_runs, split_blocks
-from kvatlas.wire.memory_copy import copy_runs_unchecked, split_runs
-from kvatlas.wire.pool_mover import PinnedMemory, stream_runs
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.transports.base import Memory
-from kvatlas.wire.transports.device_queue import NO_STARTS, AddressRuns, Posted
+from kvatlas.copying.block_staging import BlockStaging, address_runs, split_blocks
+from kvatlas.copying.device_queue import Posted
+from kvatlas.copying.memory import Memory
+from kvatlas.copying.memory_copy import copy_runs_unchecked, split_runs
+from kvatlas.copying.movers import PinnedMemory, stream_runs
+from kvatlas.copying.run_bounds import Bytes
+from kvatlas.routing import Copy
+from kvatlas.routing.binding import ORIGIN
 
 _PIECE = 32 << 20
 """The size of a buffer in bytes. No run is longer than half of it."""
@@ -52,33 +53,29 @@ class GpuOffload:
         """Copy from the host to the GPU."""
         self._move(copies, out=False)
 
-    def store_sums(self, grids: Sequence[RunGrid]) -> None:
-        """Like `store`, for the runs of grids, to pinned pools."""
-        self._direct(grids, out=True)
-
-    def fetch_sums(self, grids: Sequence[RunGrid]) -> None:
-        """Like `fetch`, for the runs of grids, from pinned pools."""
-        self._direct(grids, out=False)
-
     def _move(self, copies: Sequence[Copy], *, out: bool) -> None:
-        """A kernel reaches over the link where the host's pools are pinned."""
         if not self.pinned:
-            self._bounced(copies, out=out)
-            return
-        runs = []
-        for copy in copies:
-            gpu = self._gpu[copy.src_pool if out else copy.dst_pool].address
-            host = int(self._host[copy.dst_pool if out else copy.src_pool].ctypes.data)
-            spans = (copy.src, copy.dst, copy.length)
-            runs.append(AddressRuns(*((gpu, host) if out else (host, gpu)), NO_STARTS, spans))
+            self._bounced([copy.expanded() for copy in copies], out=out)
+        elif self._block_bytes and all(copy.starts is not ORIGIN for copy in copies):
+            self._by_blocks(copies, out=out)
+        else:
+            self._across_link(copies, out=out)
+
+    def _across_link(self, copies: Sequence[Copy], *, out: bool) -> None:
+        """Copy with a kernel that accesses the host's pinned pools over the link."""
+        host = self._host_memory()
+        runs = address_runs(copies, *((self._gpu, host) if out else (host, self._gpu)))
         self._queue.after_caller()
         self._queue.post(runs, **(_OUT if out else _IN)).wait()
 
-    def _direct(self, grids: Sequence[RunGrid], *, out: bool) -> None:
-        """Whole blocks by way of a buffer; a kernel reaches over the link for the rest."""
+    def _by_blocks(self, copies: Sequence[Copy], *, out: bool) -> None:
+        """Copy whole blocks through a GPU buffer, and the other runs across the link.
+
+        No span of these copies crosses a block boundary.
+        """
         self._staging.after_caller()
-        host = {index: Memory(pool.ctypes.data, pool.nbytes) for index, pool in self._host.items()}
-        split = split_blocks(grids, self._block_bytes, end=int(out), room=self._staging.room)
+        host = self._host_memory()
+        split = split_blocks(copies, self._block_bytes, end=int(out), room=self._staging.room)
         posted: list[Posted] = []
         try:
             self._staging.move(split, self._gpu, host, self._block_bytes, posted, out=out)
@@ -89,6 +86,9 @@ class GpuOffload:
         finally:
             for one in posted:
                 one.wait()
+
+    def _host_memory(self) -> dict[int, Memory]:
+        return {i: Memory(pool.ctypes.data, pool.nbytes) for i, pool in self._host.items()}
 
     def _bounced(self, copies: Sequence[Copy], *, out: bool) -> None:
         """Two buffers in turn: the link carries one while the processor sees to the other."""

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+from kvatlas.copying.device_queue import AddressPattern, Posted, PreparedRuns, Tables
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.integers import ceil_div
-from kvatlas.wire.transports.device_queue import AddressPattern, Posted, PreparedRuns, Tables
 
 log = logging.getLogger("kvatlas.wire")
 
@@ -311,7 +311,7 @@ def _copies(
     table: RequestTable,
 ) -> list[Any]:
     """A launch for each pattern."""
-    from kvatlas.kernels.address_runs import BlockSpans, RepeatedCopy
+    from kvatlas.copying.address_runs import BlockSpans, RepeatedCopy
 
     ids = {(one.end, one.group): one.among(table.pinned) for one in groups}
     copies = []

@@ -15,10 +15,6 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing.run_grids import BlockIds, SpanPattern
 from kvatlas.specs.cell_formats import ElementCast
 
-NO_STARTS = (np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
-"""Starts for runs that are listed one by one: each span is a run."""
-
-
 Tables = Mapping[int, BlockIds]
 """Block ids by group."""
 

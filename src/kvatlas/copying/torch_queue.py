@@ -11,23 +11,23 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.specs.cell_formats import ElementCast
-from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.cuda_streams import LentStream, StreamStock
-from kvatlas.wire.transports.device_queue import (
+from kvatlas.copying.cuda_streams import LentStream, StreamStock
+from kvatlas.copying.device_queue import (
     AddressPattern,
     AddressRuns,
     DeviceQueue,
     Posted,
     PreparedRuns,
 )
-from kvatlas.wire.transports.torch_prepared import (
+from kvatlas.copying.torch_prepared import (
     LaunchDriver,
     LaunchTables,
     TorchPreparedRuns,
     fits,
 )
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.specs.cell_formats import ElementCast
 
 _KEPT_STARTS = 256
 """Tables of starts that a queue keeps on its device."""
@@ -110,7 +110,7 @@ class TorchQueue(DeviceQueue):
 
     def converts(self, cast: ElementCast) -> bool:
         """Whether the device supports both element types."""
-        from kvatlas.kernels.address_runs import can_convert
+        from kvatlas.copying.address_runs import can_convert
 
         return can_convert(cast, self._device)
 
@@ -178,7 +178,12 @@ class TorchQueue(DeviceQueue):
 
     def _check_open(self) -> None:
         if self.closed:
-            raise errors.closed("queue")
+            raise AtlasError(
+                Code.WIRE_FAILED,
+                "The queue is closed",
+                got="a call after close()",
+                hint="Open a new queue",
+            )
 
     def buffer(self, nbytes: int) -> Any:
         """Allocate GPU memory for use in stream order."""
@@ -207,7 +212,7 @@ class TorchQueue(DeviceQueue):
 
     def _launch(self, runs: Sequence[AddressRuns], choice: dict[str, Any]) -> TorchPosted:
         """Launch under the lock: tables are used in the order in which they are uploaded."""
-        from kvatlas.kernels.address_runs import convert_address_runs, copy_address_runs
+        from kvatlas.copying.address_runs import convert_address_runs, copy_address_runs
 
         use = {"programs": self.programs} | choice
         slots: list[_TableSlot] = []
@@ -262,7 +267,7 @@ class TorchQueue(DeviceQueue):
 
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
         """Return starts in device memory; the least recently used are dropped."""
-        from kvatlas.kernels.address_runs import place_starts
+        from kvatlas.copying.address_runs import place_starts
 
         if id(starts[0]) not in self._starts:
             with self.on_stream():

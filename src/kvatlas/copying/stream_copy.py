@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvatlas.copying.checksum import crc32
+from kvatlas.copying.gather_scatter import gather, scatter
+from kvatlas.copying.memory_copy import rank_pools
+from kvatlas.copying.nested_copy import copy_pools
+from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream, Copy, Route, Stream
 from kvatlas.routing.block_tables import checked_rank
 from kvatlas.routing.converted_stream import ConvertedPart
-from kvatlas.wire.checksum import crc32
-from kvatlas.wire.memory_copy import copy_pools, rank_pools
-from kvatlas.wire.run_bounds import Bytes
-from kvatlas.wire.staging import gather, scatter
 
 AnyStream = Stream | ConvertedStream
 """A stream of unchanged bytes, or one that is converted."""

@@ -13,12 +13,12 @@ from math import gcd, prod
 
 import numpy as np
 
+from kvatlas.copying.memory_copy import copy_runs, copy_runs_unchecked, find_pool
+from kvatlas.copying.pool_bounds import check_bounds
+from kvatlas.copying.run_bounds import Bytes, check_nested
 from kvatlas.geometry import NestedSteps
-from kvatlas.routing import Copy, RunGrid
-from kvatlas.routing.binding import Starts
-from kvatlas.wire.memory_copy import copy_pools, copy_runs_unchecked
-from kvatlas.wire.run_bounds import Bytes, check_nested
-from kvatlas.wire.transports.bounds import check_grid_bounds
+from kvatlas.routing import Copy
+from kvatlas.routing.binding import ORIGIN, Starts
 
 _FEW_CALLS = 64
 """Up to this many copies are always made one by one."""
@@ -61,39 +61,37 @@ def copy_nested_unchecked(src: Bytes, dst: Bytes, places: NestedSteps, length: i
         there[...] = np.ndarray(shape, kind, src, start, strides[0])
 
 
-def copy_grids(
-    grids: Iterable[RunGrid], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]
-) -> None:
-    """Copy the runs of grids between pools.
+def copy_pools(copies: Iterable[Copy], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]) -> None:
+    """Copy runs between pools.
 
-    >>> starts = Starts.of(np.array([0, 4]), np.array([0, 2]))
     >>> pools = {0: np.arange(16, dtype=np.uint8)}, {0: np.zeros(8, np.uint8)}
+    >>> copy_pools([Copy(0, 0, np.array([6, 0]), np.array([0, 4]), np.array([2, 3]))], *pools)
+    >>> pools[1][0].tolist()
+    [6, 7, 0, 0, 0, 1, 2, 0]
+    >>> starts = Starts.of(np.array([0, 4]), np.array([0, 2]))
     >>> spans = np.array([8, 0]), np.array([0, 4]), np.array([2, 2])
-    >>> copy_grids([RunGrid(0, 0, starts, *spans)], *pools)
+    >>> copy_pools([Copy(0, 0, *spans, starts=starts)], *pools)
     >>> pools[1][0].tolist()
     [8, 9, 12, 13, 0, 1, 4, 5]
     """
-    for grid in grids:
-        if not len(grid.length) or not len(grid.starts.src):
-            continue
-        check_grid_bounds([grid], src, dst)
-        firsts, source, target = _nested(grid.starts), src[grid.src_pool], dst[grid.dst_pool]
-        for length in np.unique(grid.length).tolist():
-            some = grid.length == length
-            src_at = (grid.src[some, None] + firsts.src).reshape(-1)
-            dst_at = (grid.dst[some, None] + firsts.dst).reshape(-1)
-            copy_nested_unchecked(source, target, NestedSteps(src_at, dst_at, firsts.steps), length)
+    for copy in copies:
+        source, target = find_pool(src, copy.src_pool), find_pool(dst, copy.dst_pool)
+        if copy.starts is ORIGIN:
+            for _ in copy_runs(source, target, copy.src, copy.dst, copy.length):
+                pass
+        elif len(copy):
+            check_bounds([copy], src, dst)
+            _copy_grid(copy, source, target)
 
 
-def move_pools(
-    moves: Iterable[Copy | RunGrid], src: Mapping[int, Bytes], dst: Mapping[int, Bytes]
-) -> None:
-    """Copy runs and grids between pools."""
-    for move in moves:
-        if isinstance(move, RunGrid):
-            copy_grids([move], src, dst)
-        else:
-            copy_pools([move], src, dst)
+def _copy_grid(copy: Copy, source: Bytes, target: Bytes) -> None:
+    """Copy the sums of starts and spans, all spans of one length at once."""
+    firsts = _nested(copy.starts)
+    for length in np.unique(copy.length).tolist():
+        some = copy.length == length
+        src_at = (copy.src[some, None] + firsts.src).reshape(-1)
+        dst_at = (copy.dst[some, None] + firsts.dst).reshape(-1)
+        copy_nested_unchecked(source, target, NestedSteps(src_at, dst_at, firsts.steps), length)
 
 
 @lru_cache(maxsize=64)

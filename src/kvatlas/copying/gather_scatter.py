@@ -1,0 +1,76 @@
+"""Gather the runs of copies into a stream, scatter a stream into them, and compute checksums.
+
+The stream of some copies is the concatenation of their bytes, in the order of the runs. Both ends
+of a transfer derive it from the route alone, so a piece is fully described by where it starts and
+stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvatlas.copying.checksum import crc32
+from kvatlas.copying.memory_copy import copy_runs_unchecked, one_length
+from kvatlas.copying.run_bounds import Bytes, Places
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing import Copy
+
+
+def stream_bytes(copies: Sequence[Copy]) -> int:
+    """Return the size in bytes of the stream of some copies."""
+    return sum(copy.nbytes for copy in copies)
+
+
+def gather(copies: Sequence[Copy], pools: Mapping[int, Bytes], stream: Bytes) -> int:
+    """Gather the stream of some copies from the source's pools. Return its bytes."""
+    done = 0
+    for copy in copies:
+        src, _, length = copy.runs()
+        at = _stream_places(length, done)
+        for _ in copy_runs_unchecked(pools[copy.src_pool], stream, src, at, length):
+            pass
+        done += copy.nbytes
+    return done
+
+
+def scatter(copies: Sequence[Copy], stream: Bytes, pools: Mapping[int, Bytes]) -> int:
+    """Scatter the stream of some copies into the destination's pools. Return its bytes."""
+    done = 0
+    for copy in copies:
+        _, dst, length = copy.runs()
+        at = _stream_places(length, done)
+        for _ in copy_runs_unchecked(stream, pools[copy.dst_pool], at, dst, length):
+            pass
+        done += copy.nbytes
+    return done
+
+
+def _stream_places(length: Int64s, first: int) -> Places:
+    """Return the start of each run in the stream."""
+    if len(length) and one_length(length):
+        size = int(length[0])
+        return range(first, first + size * len(length), size)
+    return np.cumsum(length) - length + first
+
+
+def checksums(
+    copies: Sequence[Copy], pools: Mapping[int, Bytes], piece: int, *, src: bool
+) -> Int64s:
+    """Return a CRC-32 of every `piece` bytes of the stream of some copies, read at one end."""
+    if not src:
+        copies = [copy.reversed() for copy in copies]
+    stream = np.empty(stream_bytes(copies), dtype=np.uint8)
+    gather(copies, pools, stream)
+    return crc_pieces(stream, piece)
+
+
+def crc_pieces(stream: Bytes, piece: int) -> Int64s:
+    """Return a CRC-32 of every `piece` bytes.
+
+    >>> crc_pieces(np.zeros(3, np.uint8), 2).tolist()
+    [1104745215, 3523407757]
+    """
+    sums = [crc32(stream[at : at + piece].data) for at in range(0, stream.size, piece)]
+    return np.array(sums, dtype=np.int64)
