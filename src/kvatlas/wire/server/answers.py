@@ -26,14 +26,13 @@ from kvatlas.wire.transports.offer_board import Posting
 _LONGEST_WAIT = 0.2
 """Seconds that a peer waits for staging buffers before the answer that none are free."""
 
-
-Announced = Callable[[protocol.Announce, Peer, Caller], protocol.Message]
+AnswerAnnounce = Callable[[protocol.Announce, Peer, Caller], protocol.Message]
 
 
 class Answers:
     """Answers peers on behalf of a node. `announced` answers those that push."""
 
-    def __init__(self, node: NodeState, announced: Announced) -> None:
+    def __init__(self, node: NodeState, announced: AnswerAnnounce) -> None:
         self.node, self._announced = node, announced
         self.sessions = Sessions(self.node.leases.drop_all)
 
