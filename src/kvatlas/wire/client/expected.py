@@ -18,9 +18,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +32,7 @@ from kvatlas.wire.arguments import check_new_request
 from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.announced_endpoint import announced_endpoint
-from kvatlas.wire.client.connections import PEER_GONE
-from kvatlas.wire.client.session import Session
+from kvatlas.wire.client.source_sessions import SourceSessions
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest
 from kvatlas.wire.leases import lease_expired
@@ -49,9 +48,6 @@ _MAX_CONNECTING = 4
 """The maximum number of announcements of one rank that this node connects to at once."""
 _KEPT = 1024
 """Announcements whose outcome is kept, for sources that ask again."""
-_KEPT_SOURCES = 64
-"""Idle sessions with sources that are kept for their next push."""
-_CONNECT_SECONDS = 5.0
 _LONGEST_WAIT, _MAX_WAITING = 0.2, 16
 """How many seconds an answer waits for the end of a pull, and how many answers do so at once."""
 _SETTLE_SECONDS = 30.0
@@ -74,6 +70,12 @@ class Announcement:
     def key(self) -> tuple[str, bytes, str]:
         """Distinguishes the announcements of all processes."""
         return self.peer.name, self.peer.incarnation, self.question.offer
+
+    @property
+    def endpoint(self) -> str:
+        """The announced endpoint, checked to be at the host that it was announced from."""
+        host, here = self.came_from
+        return announced_endpoint(self.question.endpoint, host, on_this_host=here)
 
     def end(self) -> None:
         """End the pull, because the request was forgotten or another process replaces this one."""
@@ -114,15 +116,6 @@ class Expected:
         return named and peer.rank in self.sources and peer.rank not in self.arrived
 
 
-@dataclass(eq=False)
-class _Source:
-    """A node that pushes, and the session with it."""
-
-    connecting: threading.Lock = field(default_factory=threading.Lock)
-    session: Session | None = None
-    users: int = 0
-
-
 class ExpectedRequests:
     """The requests that a node expects. Any thread may use them.
 
@@ -134,7 +127,7 @@ class ExpectedRequests:
         self._node = node
         self.requests: dict[str, Expected] = {}
         self._known: OrderedDict[tuple[str, bytes, str], Announcement] = OrderedDict()
-        self._sources: OrderedDict[tuple[str, bytes], _Source] = OrderedDict()
+        self._sources = SourceSessions(node)
         self._lock = threading.Lock()
         self._waiting = threading.Semaphore(_MAX_WAITING)
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-expected")
@@ -178,11 +171,7 @@ class ExpectedRequests:
             with suppress(AtlasError):
                 self.forget(request)
         self._workers.shutdown(wait=True)
-        with self._lock:
-            sources = list(self._sources.values())
-            self._sources.clear()
-        for one in sources:
-            _close(one)
+        self._sources.close()
 
     # -- what peers announce ------------------------------------------------------------------
 
@@ -236,7 +225,7 @@ class ExpectedRequests:
         """Read an announced part, and record the outcome."""
         rank, code = one.peer.rank, "ok"
         try:
-            with self._session(one) as session:
+            with self._sources.use(one.peer, one.endpoint, one.transfer.deadline) as session:
                 needed = self._needed(expected, one.peer)
                 self._replace_older(expected, one)
                 session.read_rank(one.transfer, self._wanted(expected, one), rank)
@@ -308,50 +297,6 @@ class ExpectedRequests:
                 expected.claim.release()
                 expected.ready.set()
 
-    @contextmanager
-    def _session(self, one: Announcement) -> Iterator[Session]:
-        """A session with the announcing node, checked to be that node."""
-        (host, here), deadline = one.came_from, one.transfer.deadline
-        endpoint = announced_endpoint(one.question.endpoint, host, on_this_host=here)
-        key = endpoint, one.peer.incarnation
-        with self._lock:
-            source = self._sources.setdefault(key, _Source())
-            self._sources.move_to_end(key)
-            source.users += 1
-        try:
-            patience = min(_CONNECT_SECONDS, deadline - time.monotonic())
-            if not source.connecting.acquire(timeout=max(0.0, patience)):
-                raise no_answer(endpoint)
-            try:
-                if source.session is None:
-                    source.session = Session(self._node, [endpoint], seconds=max(0.001, patience))
-            finally:
-                source.connecting.release()
-            _check_same_node(one.peer, source.session.peers[0], endpoint)
-            yield source.session
-        except AtlasError as refused:
-            if refused.code in PEER_GONE | {Code.BAD_HANDSHAKE}:
-                with self._lock:
-                    self._drop_source(key, source)
-            raise
-        finally:
-            self._give_back(key, source)
-
-    def _drop_source(self, key: tuple[str, bytes], source: _Source) -> None:
-        if self._sources.get(key) is source:
-            del self._sources[key]
-
-    def _give_back(self, key: tuple[str, bytes], source: _Source) -> None:
-        """End the use of a session. Those that are no longer kept are closed."""
-        with self._lock:
-            source.users -= 1
-            idle = [known for known, one in self._sources.items() if not one.users]
-            unused = [self._sources.pop(known) for known in idle[:-_KEPT_SOURCES]]
-            if not source.users and self._sources.get(key) is not source:
-                unused.append(source)
-        for one in unused:
-            _close(one)
-
 
 class _Settling:
     """A transfer in quarantine."""
@@ -364,15 +309,11 @@ class _Settling:
         return self._transfer.released
 
 
-def _close(source: _Source) -> None:
-    if source.session is not None:
-        source.session.close()
-
-
 def _all_released(announced: list[Announcement], deadline: float) -> bool:
     """Wait until none of some pulls, which have ended, can write to the blocks."""
-    left: Callable[[], float] = lambda: max(0.0, deadline - time.monotonic())  # noqa: E731
-    return all(one.transfer.wait_released(left()) for one in announced)
+    return all(
+        one.transfer.wait_released(max(0.0, deadline - time.monotonic())) for one in announced
+    )
 
 
 def _check_tokens(expected: Expected, question: protocol.Announce) -> None:
@@ -382,22 +323,6 @@ def _check_tokens(expected: Expected, question: protocol.Announce) -> None:
             f"A push must have the tokens that are expected, {expected.start}..{expected.stop}",
             got=(question.start, question.stop),
             hint="Pass the same tokens to expect and push",
-        )
-
-
-def _check_same_node(announced: Peer, reached: Peer, endpoint: str) -> None:
-    """Raise an error unless the node at an endpoint is the one that announced it."""
-    same = all(
-        getattr(announced, name) == getattr(reached, name)
-        for name in ("name", "incarnation", "rank", "plan_hash")
-    )
-    if not same:
-        raise AtlasError(
-            Code.BAD_HANDSHAKE,
-            "Another node than the announcing one answers at the announced endpoint",
-            got=f"{reached.name!r} rank {reached.rank} at {endpoint}, not {announced.name!r} "
-            f"rank {announced.rank}",
-            hint="Push from a node whose endpoint the destination can connect to",
         )
 
 
