@@ -45,7 +45,7 @@ PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.c
 
 .PHONY: demo tour ci test test-fast test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \
-	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings demo-two-hosts wheel check-release format clean test-attack test-long test-fleet soak
+	test-kvcache-simulator test-dynamo hits lint lint-workflows bench bench-gpu docs docs-pairings demo-two-hosts wheel check-release format clean test-attack test-hosts test-long test-fleet soak
 
 demo: $(READY)  ## The main job: plan, prefill, ship the cache, decode elsewhere
 	$(PY) -m examples.handover
@@ -89,6 +89,14 @@ SECONDS ?= 3600
 
 test-attack: $(READY)  ## Peers that stop, die, lie and crowd, over every transport: what held
 	$(PY) -m tests.attack --tries $(SIZE)
+
+# Hosts are network namespaces, so this needs root, and iproute2. Most cases wait for something, so
+# there are more workers than cores. Elsewhere the tests are skipped; with CI=true that is a failure.
+test-hosts: $(READY)  ## Transfers between network namespaces: latency, loss, partitions, vanished hosts
+	@command -v ip >/dev/null && command -v tc >/dev/null || \
+		apt-get install --yes --no-install-recommends iproute2 >/dev/null || \
+		echo "iproute2 cannot be installed here."
+	$(PY) -m pytest -vv -rsx $(shell $(PY) -c "import xdist; print('-n 4')" 2>/dev/null) $(or $(TESTS),tests/hosts)
 
 # Models one after the other take 15 minutes, each in a process of its own; JOBS=2 takes two at a time.
 TOKENS ?= 1048576

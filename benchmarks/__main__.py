@@ -11,6 +11,7 @@ from benchmarks import (
     pulling,
     routes,
     tier,
+    tls_wire,
     wires,
 )
 
@@ -23,5 +24,6 @@ kernels.main()
 tier.main()
 fleet.main()
 wires.main()
+tls_wire.main()
 handing_over.main()
 pulling.main()

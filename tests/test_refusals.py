@@ -225,9 +225,9 @@ def test_every_code_has_a_way_to_it() -> None:
     elsewhere |= {  # tests/wire
         Code.DEADLINE, Code.PEER_LOST, Code.WIRE_FAILED, Code.BAD_HANDSHAKE, Code.BAD_SIGNATURE,
         Code.UNLIKE_VERSIONS, Code.UNKNOWN_SESSION, Code.UNKNOWN_REQUEST, Code.LEASE_EXPIRED,
-        Code.BLOCKS_IN_USE, Code.DIFFERENT_IDENTITY,
+        Code.BUFFERS_RECLAIMED, Code.BLOCKS_IN_USE, Code.DIFFERENT_IDENTITY,
         Code.CHECKSUM, Code.CANCELLED, Code.MISSING_EXTRA, Code.BAD_SECRET, Code.UNPROTECTED,
-        Code.BUSY,
+        Code.BUSY, Code.TOO_MANY_FILES, Code.FORBIDDEN,
     }  # fmt: skip
     elsewhere |= {  # tests/engines/test_cache.py
         Code.NO_BLOCKS, Code.ENGINE_REFUSES, Code.CANNOT_TAKE_BACK,

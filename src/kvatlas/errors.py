@@ -91,6 +91,7 @@ class Code(StrEnum):
         "Pages of different layers cannot be padded to the same size",
     )
     NOT_ENOUGH_MEMORY = "not_enough_memory", "There is not enough memory"
+    TOO_MANY_FILES = "too_many_files", "The process or the host cannot open another file or socket"
     UNKNOWN_GPU = "unknown_gpu", "There is no GPU of this name"
     WEIGHTS_TOO_LARGE = "weights_too_large", "The weights leave no memory for a cache"
     CONTRADICTORY = "contradictory", "Two options contradict each other"
@@ -124,6 +125,7 @@ class Code(StrEnum):
     BAD_SIGNATURE = "bad_signature", "The two ends do not share the same secret"
     BAD_SECRET = "bad_secret", "A shared secret must be a bytes object of at least 16 bytes"
     UNPROTECTED = "unprotected", "A node without a secret would accept connections from any host"
+    FORBIDDEN = "forbidden", "The peer may not do this"
     BUSY = "busy", "The peer is busy"
     UNLIKE_VERSIONS = "unlike_versions", "The peer uses an incompatible protocol version"
     UNKNOWN_SESSION = "unknown_session", "The session does not exist or has ended"
@@ -134,6 +136,10 @@ class Code(StrEnum):
         "The two ends compute their caches with different weights or settings",
     )
     LEASE_EXPIRED = "lease_expired", "The lease has expired or does not exist"
+    BUFFERS_RECLAIMED = (
+        "buffers_reclaimed",
+        "The staging buffers of the transfer were given to another peer",
+    )
     CHECKSUM = "checksum", "The received bytes do not match their checksums"
     CANCELLED = "cancelled", "The transfer was cancelled"
     MISSING_EXTRA = "missing_extra", "A required library is not installed"

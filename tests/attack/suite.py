@@ -12,6 +12,8 @@ from tests.attack.by_tests import holds_in
 from tests.attack.claims import Attack, Claim, Outcome
 from tests.attack.deadlines import behind_stuck_pulls, many_at_once, stalled_replicas
 from tests.attack.forged import forged_messages
+from tests.attack.forks import forked_children
+from tests.attack.hostile_readers import hostile_readers
 from tests.attack.kills import killed_peers
 from tests.attack.locks import contended_locks
 from tests.attack.opened_again import opened_again
@@ -19,7 +21,9 @@ from tests.attack.other_weights import other_weights
 from tests.attack.plans import WIRES, Wire
 from tests.attack.replaced_pushers import replaced_pushers
 from tests.attack.same_blocks import owned_blocks, pulls_at_once, quarantined_blocks
+from tests.attack.separate_peers import separate_peers
 from tests.attack.sessions import thousands_of_sessions
+from tests.attack.stopped_readers import stopped_readers
 from tests.attack.stops import stopped_pushers, stopped_sources
 
 MARK = "outcome "
@@ -56,13 +60,26 @@ CLAIMS: dict[str, Row] = {
     "stopped source, blocks reused: no late byte": Row(stopped_sources, _ALL),
     "stopped pusher, blocks reused: no late byte": Row(stopped_pushers, _ALL),
     "killed peer: no wrong byte, nothing left": Row(killed_peers, _ALL),
+    "forked children keep no dead peer alive": Row(forked_children),
     "different weights are refused": Row(other_weights, _ALL),
     "a stopped pusher's bytes never reach a ready request": Row(replaced_pushers, _ALL),
     "an announcement by any peer takes nothing away": Row(opened_again),
     "two pulls into the same blocks: one owner": Row(pulls_at_once, _ALL),
     "offered and expected blocks are not pulled into": Row(owned_blocks),
     "quarantined blocks have no new owner": Row(quarantined_blocks, _ALL),
+    "stopped readers keep no buffers from others": Row(stopped_readers),
+    "shared staging: a peer sees and changes no other's bytes": Row(separate_peers, ("shm",)),
     "forged messages change nothing": Row(forged_messages),
+    "a peer reads the bytes of its lease alone": Row(hostile_readers, ("tcp",)),
+    "attackers on the network read and change nothing": Row(
+        holds_in(
+            "tests/wire/test_data_plane.py::test_a_process_without_the_secret_reads_nothing",
+            "tests/wire/test_data_plane.py::test_bytes_that_are_changed_on_their_way_are_detected",
+            "tests/wire/test_data_plane.py::test_a_lease_that_ends_stops_what_is_being_sent",
+            "tests/wire/test_floods.py",
+        ),
+        _SIDE,
+    ),
     "locks under contention: everything ends": Row(contended_locks),
     "a pull of 1 s behind 66 that are stuck": Row(behind_stuck_pulls),
     "a stalled replica leaves time for another": Row(stalled_replicas),

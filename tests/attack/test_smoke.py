@@ -16,6 +16,8 @@ from kvatlas.routing.request import BoundStates, RequestEnds
 from tests.attack.by_tests import ROOT, PassingTests
 from tests.attack.claims import Attack, Claim, Scene, repeated
 from tests.attack.forged import forged_messages
+from tests.attack.forks import forked_children
+from tests.attack.hostile_readers import hostile_readers
 from tests.attack.long_contexts import thin, wide
 from tests.attack.opened_again import opened_again
 from tests.attack.other_weights import other_weights
@@ -23,7 +25,9 @@ from tests.attack.plans import WIRES
 from tests.attack.proxy import Proxy
 from tests.attack.replaced_pushers import replaced_pushers
 from tests.attack.same_blocks import owned_blocks, pulls_at_once, quarantined_blocks
+from tests.attack.separate_peers import separate_peers
 from tests.attack.soak import Soak
+from tests.attack.stopped_readers import stopped_readers
 from tests.attack.stops import stopped_sources
 from tests.attack.suite import CLAIMS
 
@@ -46,6 +50,10 @@ def test_a_request_that_is_ready_has_the_bytes_of_one_process_per_rank() -> None
     _hold(replaced_pushers, 3)
 
 
+def test_forked_children_keep_no_dead_peer_alive() -> None:
+    _hold(forked_children, 2)
+
+
 def test_an_announcement_takes_no_arrival_away() -> None:
     _hold(opened_again, 2)
 
@@ -53,6 +61,19 @@ def test_an_announcement_takes_no_arrival_away() -> None:
 @pytest.mark.parametrize("claim", [pulls_at_once, owned_blocks, quarantined_blocks])
 def test_blocks_have_one_owner(claim: Claim) -> None:
     _hold(claim, 3)
+
+
+def test_a_peer_beside_a_pull_sees_and_changes_nothing() -> None:
+    _hold(separate_peers, 2)
+
+
+def test_stopped_readers_hold_nobody_up() -> None:
+    _hold(stopped_readers, 1)
+
+
+def test_a_peer_reads_the_bytes_of_its_lease_alone() -> None:
+    outcome = hostile_readers(Attack(WIRES["tcp"], tries=3, tokens=512, seed=1))
+    assert (outcome.tries, outcome.held) == (3, 3), outcome.faults
 
 
 def test_processes_that_a_library_ends_are_counted_apart() -> None:

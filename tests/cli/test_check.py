@@ -65,13 +65,13 @@ def test_unlike_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("Qwen3-8B", "--from", "tq=3"), "'tq=3' is not name=value"),
-        (("Qwen3-8B", "--from", "tp=two"), "tp must be a number"),
+        (("Qwen3-8B", "--from", "tq=3"), "'tq=3' must be name=value"),
+        (("Qwen3-8B", "--from", "tp=two"), "tp must be an integer"),
         (("Qwen3-8B", "--to", "tp=3"), "bad_topology"),
         (("Qwen3-8B", "--tokens", "0"), "bad_size"),
         (("Qwen3-8B", "--tokens", "999999"), "bad_tokens"),
         (("nothing.json", "nowhere.json"), "unreadable"),
-        (("a.json", "b.json", "--from", "tp=1"), "need a model"),
+        (("a.json", "b.json", "--from", "tp=1"), "pass a model"),
         (("no-such-model",), "unknown_model"),
     ],
 )

@@ -208,7 +208,7 @@ def test_engines_from_files(tmp_path: Path) -> None:
         (("Qwen3-8B", "--from", "tp=two"), "bad_config"),
         (("Qwen3-8B", "--to", "whatever"), "name=value"),
         (("no", "files"), "unreadable"),
-        (("a", "b", "--from", "tp=1"), "need a model"),
+        (("a", "b", "--from", "tp=1"), "pass a model"),
         (("Qwen3-8B", "--tokens", "0"), "bad_size"),
     ],
 )

@@ -101,6 +101,25 @@ def check(peer: Peer, wire: str, src: Plan, dst: Plan, **about: Any) -> Any:
     return metrics
 
 
+@pytest.mark.parametrize("wire", ["cuda", "shm"])
+def test_a_peer_reads_staging_memory_that_is_its_alone(peer: Peer, wire: str) -> None:
+    """The pools and the node's own staging stay private, and every byte arrives."""
+    src, dst = small("dense", layout="LBNHC", tp=2), small("dense", layout="BHLNC")
+    move, private = move_of(src, dst, TOKENS), {"shared": "staging"}
+    served = peer.serve(src, dst, wire, TOKENS, options=private)
+    with ranks_of(dst, wire, move, options=private) as (ranks, poison):
+        (node,) = ranks.nodes
+        with Session(node, served["endpoints"]) as session:
+            for turn in range(3):
+                peer.ask("offer", request=f"r{turn}")
+                about = {"dst_blocks": ranks.blocks, "tokens": TOKENS}
+                session.pull(f"r{turn}", **about).wait(30)
+            assert not any(session.link(rank).theirs for rank in range(src.ranks))
+        assert ranks.wrong(right_of(move, poison)) == 0
+    assert peer.ask("wrong")["wrong"] == 0
+    peer.ask("close")
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_every_pair_of_orders(peer: Peer, wire: str) -> None:
     for source in ORDERS:

@@ -64,7 +64,8 @@ def test_a_command_that_is_told_cuts_that_recording_alone(tmp_path: Path) -> Non
     path.write_bytes(recordings.FIRST_LINE + b"cut")
     with pytest.raises(AtlasError) as refusal:
         read_trace(path)
-    command = shlex.split(refusal.value.hint.removesuffix(" removes the incomplete batch"))
+    hint = refusal.value.hint.removeprefix("Run `").removesuffix("` to remove this batch")
+    command = shlex.split(hint)
     assert command == ["truncate", "-s", str(len(recordings.FIRST_LINE)), "--", path.name]
 
 

@@ -13,6 +13,8 @@ import signal
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from kvatlas.wire.client import direct
 from kvatlas.wire.sample_server import random_bytes
 from tests.identities import OURS
 from tests.wire.forking import forked, until_stopped
+from tests.wire.helpers import waited
 
 TOKENS = 500
 GUARD, GUARDED = 4096, 0xA5
@@ -135,9 +138,19 @@ def _answer(rank: Rank, order: Json) -> Json:
             rank.node.forget(**about)
         case "state":
             return rank.left() | {"released": rank.released}
+        case "holds":
+            return {"wrong": _wrong_after(rank, **about)}
         case "changed":
             return {"bytes": rank.wrong(contents(rank.plan, rank.seed, rank.rank))}
     return {}
+
+
+def _wrong_after(rank: Rank, source: str, seed: int) -> int:
+    """Bytes that are not as they should be after a pull from a source of one rank."""
+    from tests.attack.plans import after
+
+    plan = Plan.from_json(source.encode())
+    return rank.wrong(after(plan, seed, rank.plan, rank.seed, rank.tokens))
 
 
 def _with_identity(about: Json) -> Json:
@@ -171,6 +184,20 @@ def _slow_down(seconds: float) -> None:
         Handle.wait = slowly  # type: ignore[method-assign, assignment]
 
 
+def _fork_on_signal(note: str) -> None:
+    """On SIGUSR1, fork a process that does nothing, and write its number to a file."""
+
+    def fork(*_: object) -> None:
+        if Path(note).exists():
+            return
+        number = os.fork()
+        while not number:
+            signal.pause()
+        Path(note).write_text(str(number))
+
+    signal.signal(signal.SIGUSR1, fork)
+
+
 def main(told: Connection) -> None:
     """Be one rank until nobody tells it anything any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -183,6 +210,9 @@ def main(told: Connection) -> None:
     os.environ.update(order.pop("settings", {}))
     direct._BATCH = order.pop("batch", direct._BATCH)
     _slow_down(order.pop("slow", 0.0))
+    _fork_on_signal(order.pop("fork_note"))
+    if "secret" in order:
+        order["secret"] = bytes.fromhex(order["secret"])
     rank = Rank(Plan.from_json(order.pop("plan").encode()), **_with_identity(order))
     said: Json = {"endpoint": rank.node.endpoint}
     while True:
@@ -200,13 +230,15 @@ class Child:
     def __init__(self) -> None:
         self.process, self._pipe = forked(main)
         self._endpoint = ""
+        self._folder = TemporaryDirectory()
+        self._note = Path(self._folder.name) / "forked"
         self._due = 0
         """Answers to orders that nobody has heard yet."""
 
     def start(self, plan: Plan, transport: str, seed: int, **given: Any) -> Child:
         """Have it be this rank; nobody waits for it before it is needed."""
         about = {"plan": plan.to_json().decode(), "transport": transport, "seed": seed}
-        self._send(about | given)
+        self._send(about | {"fork_note": str(self._note)} | given)
         return self
 
     @property
@@ -255,6 +287,16 @@ class Child:
         with suppress(ProcessLookupError):
             self.signal(signal.SIGCONT)
 
+    def fork(self) -> int:
+        """Have it fork a child that does nothing. Returns the number of that child."""
+        self._note.unlink(missing_ok=True)
+        for _ in range(40):
+            # Again if it does not: a thread that is about to wait handles no signal meanwhile.
+            self.signal(signal.SIGUSR1)
+            if waited(lambda: self._note.exists() and self._note.read_text() != "", 0.25):
+                return int(self._note.read_text())
+        raise AssertionError("it does not fork")
+
     def kill(self) -> None:
         """As if the machine had gone: nothing is said or given back."""
         self.process.kill()
@@ -270,4 +312,5 @@ class Child:
         self.process.kill()
         self.process.join()
         self.process.close()
+        self._folder.cleanup()
         return -1 if code is None else int(code)

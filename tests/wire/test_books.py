@@ -70,10 +70,10 @@ def test_leases_are_bounded_in_number_and_in_blocks(monkeypatch: pytest.MonkeyPa
         lease_of(leases, entries=6)
     assert refusal.value.code is Code.TOO_MANY
     leases.drop(first)
-    for _ in range(3):
-        lease_of(leases)
+    for host in "abc":
+        lease_of(leases, peer=(host, "peer"))
     with pytest.raises(AtlasError) as refusal:
-        lease_of(leases)
+        lease_of(leases, peer=("d", "peer"))
     assert refusal.value.code is Code.TOO_MANY
 
 

@@ -79,6 +79,24 @@ def test_a_connection_is_kept_for_the_next_question() -> None:
         assert len(set(callers)) == 1
 
 
+def test_connecting_and_the_tls_handshake_share_one_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer that accepts slowly and then says nothing takes no more time than it was given."""
+    connect = socket.create_connection
+
+    def slowly(*given: Any, **about: Any) -> socket.socket:
+        time.sleep(0.8)
+        return connect(*given, **about)
+
+    monkeypatch.setattr(socket, "create_connection", slowly)
+    with socket.create_server(("127.0.0.1", 0)) as silent, channels(SECRET) as asking:
+        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        begun = time.monotonic()
+        assert refused(lambda: asking.ask(endpoint, RENEW, deadline=soon(1.0))) == "deadline"
+        assert time.monotonic() - begun < 1.6
+
+
 def test_many_threads_ask_over_few_connections() -> None:
     callers: set[Caller] = set()
     answered: list[Any] = []

@@ -18,7 +18,8 @@ from kvatlas.wire import Session, TlsContexts, protocol
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.connection import split_endpoint
 from kvatlas.wire.rpc import Server
-from kvatlas.wire.security import Security, _Identity
+from kvatlas.wire.secret_identity import SecretIdentity
+from kvatlas.wire.security import Security
 from tests.wire.faulty import pull
 from tests.wire.helpers import End, ends, small
 from tests.wire.raw import connected, framed
@@ -66,7 +67,7 @@ def test_ends_that_share_no_secret_refuse_each_other() -> None:
 def test_a_stranger_learns_nothing_of_who_answers() -> None:
     """No certificate, which would tell whether two nodes share a secret."""
     with server(Security(OLD)) as endpoint:
-        for name in (None, "kvatlas", _Identity(OTHER).name):
+        for name in (None, "kvatlas", SecretIdentity(OTHER).name):
             stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
             plain = connected(endpoint)
@@ -83,14 +84,14 @@ def test_a_stranger_learns_nothing_of_who_answers() -> None:
 def test_who_names_the_secret_must_know_it() -> None:
     """The name of a secret travels in the clear: it opens nothing."""
     with server(Security(OLD)) as endpoint:
-        for identity in (None, _Identity(OTHER)):
+        for identity in (None, SecretIdentity(OTHER)):
             stranger = (
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if identity is None else identity.client
             )
             stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
             plain = connected(endpoint)
             with (
-                stranger.wrap_socket(plain, server_hostname=_Identity(OLD).name) as said,
+                stranger.wrap_socket(plain, server_hostname=SecretIdentity(OLD).name) as said,
                 suppress(ssl.SSLError, ConnectionError),
             ):
                 said.sendall(b"\x00\x00\x00\x01?")
@@ -146,33 +147,33 @@ def test_an_answer_that_nobody_asked_for_is_nobodys_inside_tls_either() -> None:
 
 
 def test_tls_contexts_take_the_place_of_secrets() -> None:
-    ours = Security(tls=TlsContexts(_Identity(OLD).server, _Identity(OLD).client))
-    theirs = Security(tls=TlsContexts(_Identity(OTHER).server, _Identity(OTHER).client))
+    ours = Security(tls=TlsContexts(SecretIdentity(OLD).server, SecretIdentity(OLD).client))
+    theirs = Security(tls=TlsContexts(SecretIdentity(OTHER).server, SecretIdentity(OTHER).client))
     with server(ours) as endpoint:
         assert ask(endpoint, ours) == protocol.Ok(seconds=1.0)
         with pytest.raises(AtlasError) as refusal:
             ask(endpoint, theirs)
         assert refusal.value.code is Code.BAD_SIGNATURE
-    lax = _Identity(OLD).client
+    lax = SecretIdentity(OLD).client
     lax.verify_mode = ssl.CERT_NONE
-    for secret, client in ((None, lax), (OLD, _Identity(OLD).client)):
+    for secret, client in ((None, lax), (OLD, SecretIdentity(OLD).client)):
         with pytest.raises(AtlasError) as refusal:
-            Security(secret, tls=TlsContexts(_Identity(OLD).server, client))
+            Security(secret, tls=TlsContexts(SecretIdentity(OLD).server, client))
         assert refusal.value.code is Code.BAD_SECRET
     with pytest.raises(AtlasError) as refusal:
-        Security(tls=_Identity(OLD).server)  # type: ignore[arg-type]
+        Security(tls=SecretIdentity(OLD).server)  # type: ignore[arg-type]
     assert refusal.value.code is Code.BAD_SECRET
 
 
 def test_quotas_are_counted_by_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two peers of one host, each with a certificate of its own: one cannot use the other's up."""
     monkeypatch.setattr("kvatlas.wire.rpc._MAX_CONNECTIONS", 4)
-    one, two = _Identity(OLD), _Identity(OTHER)
+    one, two = SecretIdentity(OLD), SecretIdentity(OTHER)
     for trusts, other in ((one.server, two), (two.client, one)):
         trusts.load_verify_locations(cadata=other.certificate)
     with server(Security(tls=TlsContexts(one.server, one.client))) as endpoint, ExitStack() as kept:
 
-        def asked(identity: _Identity, seconds: float = 20.0) -> Any:
+        def asked(identity: SecretIdentity, seconds: float = 20.0) -> Any:
             security = Security(tls=TlsContexts(one.server, identity.client))
             channels = kept.enter_context(closing(Channels(security)))
             return channels.ask(endpoint, QUESTION, deadline=time.monotonic() + seconds)

@@ -1,4 +1,4 @@
-"""The typer application, and the function that prints a command's answer."""
+"""The typer application, and the function that prints a command's result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 
 
 def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command, with examples below its help. Errors become messages and exit codes."""
+    """Return a decorator that registers a command, with examples below its help.
+
+    Errors of the command become messages and exit codes.
+    """
     lines = ("[dim]Examples[/]", *(f"  kvatlas {line}" for line in examples))
     epilog = "\n".join(lines)
 
@@ -41,7 +44,7 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., Non
 
 
 def help_text(function: Callable[..., None]) -> str:
-    """Join the lines of each paragraph of a docstring, so that typer wraps them itself."""
+    """Return a command's docstring with one line per paragraph, so that typer can wrap it."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
@@ -53,9 +56,9 @@ def _version(wanted: bool) -> None:
 
 
 def answer(as_json: bool, value: object, *parts: RenderableType) -> None:
-    """Print `value` as JSON, or `parts`, which show the same data to people."""
+    """Print `value` as JSON if `as_json`, otherwise `parts`: the same data as text and tables."""
     if as_json:
-        # Bytes bypass the encoding of the terminal, so the output is always valid JSON.
+        # Bytes are written without the terminal's encoding, so the output is always valid JSON.
         typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
     else:
         show(*parts)

@@ -42,14 +42,14 @@ class TransportRate:
 
 
 def transport_rates() -> Iterator[TransportRate]:
-    """Measure each transport. One that cannot run here yields the reason instead."""
+    """Measure each transport. For one that cannot run on this host, yield the reason."""
     for name in TRANSPORTS:
         transport = None
         try:
             transport = make_transport(name)
             yield from _rates(name, transport)
         except AtlasError as refusal:
-            # A missing transport is skipped. A library that all of them need is an error.
+            # A transport that is not installed is skipped. A library that all need is an error.
             if transport is not None and refusal.code is Code.MISSING_EXTRA:
                 raise
             yield TransportRate(name, 0, 0.0, 0.0, f"{refusal.code}: {refusal.got}")
@@ -85,7 +85,7 @@ def _plan() -> Plan:
 
 
 def _scattered(run: int, room: int) -> Copy:
-    """Copy runs of one size, in a random order at both ends."""
+    """Return a copy of runs of one size, in a random order at both ends."""
     rng = np.random.default_rng(run)
     many, places = _MOVED // run, room // run
     src, dst = (rng.permutation(places)[:many].astype(np.int64) * run for _ in range(2))
@@ -112,7 +112,7 @@ def _best(act: Callable[[], object]) -> float:
 
 
 def bench_parts(rates: list[TransportRate]) -> list[RenderableType]:
-    """Show the rates as a table."""
+    """Return the rates as a table with notes."""
     made = table("transport", "run size", "GB/s", "memcpy GB/s", "of memcpy", words=(0,))
     notes = []
     for rate in rates:

@@ -1,4 +1,4 @@
-"""The commands `models`, `layouts` and `hybrids`: lists of what kvatlas supports."""
+"""The commands `models`, `layouts` and `hybrids`, which list what kvatlas supports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvatlas.models import Model, catalogue
 from kvatlas.planning import BACKENDS
 
 _NARROW = 16
-"""Width of the column of layer kinds in a terminal of 80 columns."""
+"""Width of the column `layers`, which lists layer kinds, in a terminal of 80 columns."""
 
 
 def models(name: Annotated[str | None, MODEL] = None, as_json: Json = False) -> None:
@@ -79,7 +79,7 @@ def _kinds(layers: dict[str, int]) -> str:
 
 
 def _spec(spec: Any) -> str:
-    """Format the fields of a spec that differ from their defaults."""
+    """Return the fields of a spec that differ from their defaults, as text."""
     fields = msgspec.structs.fields(spec)
     values = [(field.name, getattr(spec, field.name), field.default) for field in fields]
     said = [f"{name} {value}" for name, value, default in values if value != default]

@@ -1,6 +1,6 @@
-"""`kvatlas check`: whether caches can be copied from one plan to another.
+"""`kvatlas check`: check whether caches can be copied from one plan to another.
 
-The plans are read from files, or made from one model with different options.
+The plans are read from files, or computed for one model with different options.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _ERROR_NOTE = "error: the largest relative change of a row, in the 2-norm."
 
 
 def two_plans(first: str, second: str | None, source: str | None, target: str | None) -> list[Plan]:
-    """Read two plan files, or plan one model twice with the options of each end."""
+    """Return two plans: from two files, or of one model with the options of each end."""
     if second is not None:
         if source is not None or target is not None:
-            problem = "--from and --to need a model; two plan files were given."
+            problem = "--from and --to cannot be combined with two plan files; pass a model."
             raise typer.BadParameter(problem, param_hint="'--from'")
         return [read_plan(first), read_plan(second)]
     ends = (("'--from'", source), ("'--to'", target))
@@ -44,7 +44,7 @@ def two_plans(first: str, second: str | None, source: str | None, target: str | 
 
 
 def changes(text: str, where: str) -> dict[str, Any]:
-    """Parse the options of a plan, written as name=value and separated by commas.
+    """Parse plan options in the form name=value, separated by commas. `where` names the flag.
 
     >>> changes("tp=2,layout=LBHNC,max-len=4k", "'--from'")
     {'tp': 2, 'layout': 'LBHNC', 'max_len': '4k'}
@@ -56,18 +56,18 @@ def changes(text: str, where: str) -> dict[str, Any]:
         if not given or name not in (*_NUMBERS, *_WORDS):
             known = ", ".join(word.replace("_", "-") for word in (*_NUMBERS, *_WORDS))
             raise typer.BadParameter(
-                f"{plain(part)!r} is not name=value with one of the names {known}.",
+                f"{plain(part)!r} must be name=value, where name is one of {known}.",
                 param_hint=where,
             )
         options[name] = value.strip()
         if name in _NUMBERS:
-            problem = f"{plain(name)} must be a number, not {plain(value)!r}."
+            problem = f"{plain(name)} must be an integer, not {plain(value)!r}."
             options[name] = number(value, problem, where)
     return options
 
 
 def read_plan(path: str) -> Plan:
-    """Read and validate a plan that `kvatlas plan --save` wrote."""
+    """Return the plan in a file that `kvatlas plan --save` wrote, after validation."""
     try:
         # Reading a pipe may block, and reading a device may never end.
         if not S_ISREG(Path(path).stat().st_mode):
@@ -77,18 +77,18 @@ def read_plan(path: str) -> Plan:
     except (OSError, ValueError) as problem:  # a ValueError is an invalid file name
         reason = problem.strerror if isinstance(problem, OSError) else problem
         got = f"{path}: {reason}"
-        hint = "Write a plan with `kvatlas plan --save`, or name a model with --from and --to"
+        hint = "Write a plan with `kvatlas plan --save`, or pass a model with --from and --to"
         problem_text = "The plan file cannot be read"
         raise AtlasError(Code.UNREADABLE, problem_text, got=got, hint=hint) from problem
     try:
         return Plan.from_json(text)
-    except AtlasError as problem:  # add which of the two files it is
+    except AtlasError as problem:  # add the path to the error
         got = f"{path}: {problem.got}"
         raise AtlasError(problem.code, problem.problem, got=got, hint=problem.hint) from problem
 
 
 def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
-    """Show the answer: yes with its cost, or no with all reasons."""
+    """Return the result of a check: yes with the cost, or no with all reasons."""
     head = both_ends(src, dst)
     if not answer.ok:
         no = Text("No.", style="bold red")
@@ -124,7 +124,7 @@ def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
 
 
 def _conversion_table(answer: Check) -> RenderableType:
-    """Show each conversion, the end that performs it, and its error."""
+    """Return a table of conversions, with the end that performs each, and its error."""
     made = table("conversion", "layers", "by", "at the", "error", "with outliers", words=(0, 2, 3))
     for change in answer.conversion:
         errors = (f"{error:.2g}" for error in change.error)

@@ -37,7 +37,7 @@ __all__ = ["app", "run"]
 def run() -> None:
     """Run the command line with the arguments of this process."""
     for stream in (sys.stdout, sys.stderr):
-        # Escape characters that the terminal cannot show instead of failing.
+        # If the terminal cannot encode a character, escape it instead of failing.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     with no_traceback():
@@ -58,8 +58,8 @@ def plan(
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help="Compare plans over one option or several: policy,tp. Add values to "
-            "choose them: tp=1,3,8. May be repeated.",
+            help="Compare plans that differ in one or more options: policy,tp. Optionally list "
+            "the values to compare: tp=1,3,8. May be repeated.",
             autocompletion=completer(*AXES),
             show_default=False,
         ),
@@ -81,13 +81,13 @@ def plan(
 ) -> None:
     """Plan a model's cache: blocks, tokens and requests that fit, and groups of layers."""
     if trace_block is not None and trace is None:
-        raise typer.BadParameter("it needs --trace.", param_hint="'--trace-block'")
+        raise typer.BadParameter("it requires --trace.", param_hint="'--trace-block'")
     if compare:
         if save:
-            problem = "--compare makes several plans; --save writes one."
+            problem = "it writes one plan, so it cannot be combined with --compare."
             raise typer.BadParameter(problem, param_hint="'--save'")
         if trace:
-            problem = "--compare makes several plans; --trace chooses one."
+            problem = "it chooses one plan, so it cannot be combined with --compare."
             raise typer.BadParameter(problem, param_hint="'--trace'")
         _compare(options, compare, as_json=as_json)
         return
@@ -137,8 +137,8 @@ def fit(
 ) -> None:
     """Find the topology on which each model serves the most users.
 
-    A model that cannot be loaded is reported on stderr. The others are fitted, and the exit
-    code is 2.
+    If a model cannot be loaded, an error is printed on stderr, the other models are fitted, and
+    the exit code is 2.
     """
     options = {"kv_dtype": kv_dtype, "max_len": max_len, "in_flight": in_flight}
     found, failed = fit_models(models, gpu, utilization=utilization, overhead=overhead, **options)
@@ -167,7 +167,7 @@ def explain(options: PlanOptions, as_json: Json = False) -> None:
     planned = plan_on(options)
     lines = planned.plan.explain().splitlines()
     facts = {**planned.facts(), "explain": [line.strip() for line in lines]}
-    # The headline already contains the first two sentences.
+    # The headline already contains the content of the first two sentences.
     answer(as_json, facts, headline(facts), *planned.machine(), sentences(lines[2:]))
 
 
@@ -247,8 +247,8 @@ def doctor(
 ) -> None:
     """Check whether two vLLM engines can exchange caches, before either is started.
 
-    An engine is a file that contains its command line, its arguments as JSON, or a saved plan.
-    Or pass a model with --from and --to. Exits with 1 if the engines are incompatible.
+    Pass a model with --from and --to, or two files. A file contains the engine's command line, its
+    arguments as JSON, or a saved plan. Exits with 1 if the engines are incompatible.
     """
     from kvatlas.cli.doctor import doctor_parts, two_engines
     from kvatlas.cli.move import quiet

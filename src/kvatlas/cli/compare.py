@@ -52,14 +52,14 @@ _FIGURES = (
     "bytes_per_block", "tokens", "requests_at_max_len", "requests_decoding", "padding_share",
     "warnings",
 )  # fmt: skip
-"""Keys that a row takes from a plan's summary."""
+"""Keys that are copied from a plan's summary to a row."""
 
 Row = dict[str, Any]
 """One compared plan: `compare`, `value`, the `_FIGURES`, `way`, and `refused` if it failed."""
 
 
 def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
-    """Parse the axes to compare, each with its values if some were given.
+    """Parse the values of --compare: return the values of each axis, empty if none were given.
 
     >>> axes_of(["policy,tp", "pack=1,3"])
     {'policy': (), 'tp': (), 'pack': ('1', '3')}
@@ -78,9 +78,12 @@ def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()) -> list[Row]:
-    """Plan each value of an axis. `ratio` is relative to the first plan that fits."""
+    """Return a row for the plan of each value of an axis.
+
+    `ratio` is relative to the first plan that fits.
+    """
     if axis == "memory" and options.gpu is not None:
-        hint = "Leave out --gpu to compare memory sizes"
+        hint = "Omit --gpu to compare memory sizes"
         raise contradictory("--compare memory and --gpu", hint)
     model = options.load()
     rows = [_compared(options, model, axis, value) for value in values or usual(model, axis)]
@@ -91,7 +94,7 @@ def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()
 
 
 def compared_title(options: PlanOptions, model: Model, *axes: str) -> Text:
-    """Format the options that all plans share: model, ranks, memory and length."""
+    """Return a title with the options that all plans share: model, ranks, memory and length."""
     sizes = {name: getattr(options, name) for name in ("tp", "pp", "dp", "dcp") if name not in axes}
     parts = [f"{name} {n}" for name, n in sizes.items() if n and (n > 1 or name == "tp")]
     if "memory" not in axes:
@@ -104,7 +107,7 @@ def compared_title(options: PlanOptions, model: Model, *axes: str) -> Text:
 
 
 def usual(model: Model, axis: str) -> tuple[str, ...]:
-    """Return the values of an axis to compare if none are given."""
+    """Return the default values of an axis to compare."""
     if axis == "backend":
         families = {used.family for used in backends_of(model).values() if used} - {"other"}
         return tuple(name for name, known in BACKENDS.items() if known.family in families)
@@ -117,7 +120,7 @@ def usual(model: Model, axis: str) -> tuple[str, ...]:
 
 
 def way_of(plan: Plan) -> str | None:
-    """Describe how a hybrid stores states and attention; None for other models."""
+    """Return how a hybrid stores states and attention, as text; None for other models."""
     states = {group.pool for group in plan.groups if group.kind == "recurrent"}
     others = {group.pool for group in plan.groups if group.kind != "recurrent"}
     if not states or not others:

@@ -1,4 +1,4 @@
-"""`kvatlas doctor`: whether two vLLM engines can exchange caches."""
+"""`kvatlas doctor`: check whether two vLLM engines can exchange caches."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Engines = tuple[EngineArguments | Plan, EngineArguments | Plan]
 
 
 def two_engines(first: str, second: str | None, prefill: str | None, decode: str | None) -> Engines:
-    """Read two engine files, or make two engines from one model and its options."""
+    """Return two engines: from two files, or from one model and the options of each engine."""
     if second is not None:
         if prefill is not None or decode is not None:
-            problem = "--from and --to need a model; two engine files were given."
+            problem = "--from and --to cannot be combined with two engine files; pass a model."
             raise typer.BadParameter(problem, param_hint="'--from'")
         return _read(first), _read(second)
     return (
@@ -53,7 +53,7 @@ def _read(path: str) -> EngineArguments | Plan:
 
 
 def doctor_parts(found: Diagnosis) -> list[RenderableType]:
-    """Show the findings in a table, the transfer that was counted, and the answer."""
+    """Return the findings as a table, the cost of the transfer, and the result."""
     made = table("", "prefill", "decode", "", "", words=range(5), wraps=(1, 2, 4))
     for one in found.findings:
         verdict = Text(one.verdict, style=_STYLES[one.verdict])

@@ -1,4 +1,4 @@
-"""`kvatlas map`: make the plans to draw, from a model or from files."""
+"""`kvatlas map`: compute the plans to draw for a model, or read them from files."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _VARIED: dict[str, tuple[object, ...]] = {
     "kv_dtype": ("auto", "fp8"),
     "pack": ("auto", "1"),
 }
-"""Values that the controls of the page offer, in addition to the given options."""
+"""Values that the controls of the HTML page offer, in addition to the given options."""
 _MOST_DRAWN = 150_000
-"""Limit on the total `_weight` of the plans of one page, which keeps it under a megabyte."""
+"""Maximum total `_weight` of the plans of one HTML page, which keeps it under a megabyte."""
 
 
 def draw(
@@ -37,10 +37,14 @@ def draw(
     tokens: int | None,
     knobs: bool,
 ) -> Map:
-    """Draw a saved plan if the model is a plan file, else a new plan of these options."""
+    """Return the map of a saved plan if the model is a plan file, else of a plan of these options.
+
+    With `target`, it is the map of the route to that plan. With `knobs`, other plans of the model
+    are included, for the controls of the HTML page.
+    """
     if _is_plan(options.model):
         if source is not None or options != PlanOptions(model=options.model):
-            problem = "a saved plan is drawn as it is; leave out --from and the plan options."
+            problem = "a saved plan cannot be changed; omit --from and the plan options."
             raise typer.BadParameter(problem, param_hint="'MODEL'")
         to = None if target is None else _end(options, target)
         return Map(read_plan(options.model), to, tokens=tokens)
@@ -53,17 +57,21 @@ def draw(
 
 
 def _end(options: PlanOptions, target: str) -> Plan:
-    """Read the destination plan, or plan the same model with some options changed."""
+    """Return the destination: the plan file `target`, or a plan with the options in `target`."""
     if "=" not in target and target:
         return read_plan(target)
     if _is_plan(options.model):
-        problem = "the source is a saved plan, so the destination must be one, too."
+        problem = "the source is a saved plan, so the destination must be a saved plan, too."
         raise typer.BadParameter(problem, param_hint="'--to'")
     return dataclasses.replace(options, **changes(target, "'--to'")).plan()
 
 
 def _others(options: PlanOptions, shown: Plan) -> list[Plan]:
-    """Plan with one option changed, and with one option and the layout changed."""
+    """Return the plans that the controls of the HTML page can select.
+
+    These are plans that differ from `options` in one option and, unless the HTML page would become
+    too large, plans that differ in the layout and one other option. `shown` is not included.
+    """
     made: dict[str, dict[object, Plan]] = {}
     for name, values in _VARIED.items():
         planned = ((value, _planned(options, {name: value})) for value in values)
@@ -85,12 +93,12 @@ def _others(options: PlanOptions, shown: Plan) -> list[Plan]:
 
 
 def _weight(plan: Plan) -> int:
-    """Estimate how much a plan adds to a page. A region counts as 40, a layer as 1."""
+    """Return an estimate of a plan's share of the HTML page: 40 per region, 1 per layer."""
     return sum(40 + len(region.layers) for region in plan.regions)
 
 
 def _planned(options: PlanOptions, changed: dict[str, object]) -> Plan | None:
-    """Plan with some options changed; None if the model or a backend does not support them."""
+    """Return the plan with `changed` options; None if the model or a backend refuses them."""
     try:
         return options.plan(**changed)
     except (AtlasError, typer.BadParameter):
@@ -117,7 +125,7 @@ def _is_plan(path: str) -> bool:
         return False
     except msgspec.DecodeError as problem:
         got = f"{path}: {problem}"
-        hint = "Write the plan again with `kvatlas plan --save`, or name a model"
+        hint = "Write the plan again with `kvatlas plan --save`, or pass the name of a model"
         raise AtlasError(
             Code.UNREADABLE, "The file is not valid JSON", got=got, hint=hint
         ) from problem

@@ -1,9 +1,10 @@
 """Turn exceptions into messages and exit codes.
 
-- An `AtlasError` prints the problem, the value received, a hint and its code. The exit code is
-  2, the same as for an unknown option.
-- A library that is not installed prints one line that names the extra. The exit code is 69.
-- Any other exception is a bug in kvatlas and prints one line. The exit code is 70. With
+- For an `AtlasError`, the problem, the value received, a hint and the code are printed. The exit
+  code is 2, the same as for an unknown option.
+- For a library that is not installed, one line with the name of the extra is printed. The exit
+  code is 69.
+- Any other exception is a bug in kvatlas. One line is printed, and the exit code is 70. With
   KVATLAS_DEBUG=1 the exception is raised with its traceback.
 
 typer and rich handle Ctrl-C (exit code 130) and a closed pipe (exit code 1).
@@ -32,7 +33,7 @@ P = ParamSpec("P")
 
 
 def plain(text: object) -> str:
-    r"""Escape control characters, so that untrusted text cannot control the terminal.
+    r"""Return the text with control characters escaped, so that it cannot control the terminal.
 
     >>> plain("a\x1b[31mb")
     'a\\x1b[31mb'
@@ -56,7 +57,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 @contextmanager
 def no_traceback() -> Iterator[None]:
-    """Turn exceptions into messages on stderr and exit codes."""
+    """Run a block of code, and turn its exceptions into messages on stderr and exit codes."""
     try:
         yield
     except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):

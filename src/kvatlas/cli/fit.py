@@ -1,4 +1,4 @@
-"""`kvatlas fit`, and plans on GPUs: weights first, then caches in the memory that is left."""
+"""`kvatlas fit`, and plans with `--gpu`: caches get the memory that the weights leave free."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from kvatlas.planning import Fit, Fitting, Plan
 from kvatlas.planning.request import length
 
 _NARROWER = ((2, 5), (2, 2), (1, 2), (1, 1))
-"""(gap between columns, sizes of a topology per line) to try, from wide tables to narrow ones."""
+"""Table formats to try, from wide to narrow: (blanks between columns, sizes of a topology per
+line)."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class PlanOnMachine:
         return facts | ({"dp": self.dp} if self.dp > 1 else {})
 
     def parts(self) -> list[RenderableType]:
-        """Show the plan as text and tables."""
+        """Return the plan as text and tables."""
         facts = self.facts()
         return [headline(facts), *self.machine(), *plan_details(facts)]
 
     def machine(self) -> list[RenderableType]:
-        """Show how the memory is divided, the replicas, and topologies that would serve more."""
+        """Return text about memory, replicas, and topologies that would serve more users."""
         lines = []
         if self.fit is not None:
             lines.append(_memory_line(self.fit, self.plan))
@@ -67,7 +68,7 @@ class PlanOnMachine:
 
 
 def plan_on(options: PlanOptions) -> PlanOnMachine:
-    """Plan these options, on GPUs if they were given."""
+    """Return the plan of these options, with its GPUs if they were given."""
     found = options.fit()
     if isinstance(found, Plan):
         return PlanOnMachine(found, None, options.dp)
@@ -89,9 +90,10 @@ def _memory_line(fit: Fit, made: Plan) -> str:
 def fit_models(
     models: Sequence[str], gpus: str, **options: Any
 ) -> tuple[list[Fit], list[AtlasError]]:
-    """Fit each model on the topology that serves the most users, and sort by users.
+    """Return the best fit of each model, sorted by users, and the errors of the other models.
 
-    A model that cannot be loaded does not stop the others: its error is returned.
+    The best fit is the topology that serves the most users. A model that cannot be loaded has an
+    error instead.
     """
     number, gpu = find_gpus(gpus)
     found, failed = [], []
@@ -107,7 +109,7 @@ def fit_models(
 
 
 def fit_parts(fits: list[Fit], gpus: str, max_len: str | None) -> list[RenderableType]:
-    """Show how many models fit, and a row for each model."""
+    """Return a line with the number of models that fit, and a table with a row for each model."""
     number, gpu = find_gpus(gpus)
     fitting = [one for one in fits if one.plan]
     lengths = {length(max_len)} if max_len else {one.plan.max_len for one in fits if one.plan}
@@ -155,7 +157,7 @@ def _fit_table(fits: list[Fit], sizes_per_line: int, *, lengths: bool) -> Fitted
 
 
 def _broken(topology: str, sizes: int) -> str:
-    r"""Put some sizes of a topology on each line.
+    r"""Return the text of a topology with line breaks, so that a line has `sizes` sizes.
 
     >>> _broken("tp 1, dp 16, ep 16", 2)
     'tp 1, dp 16,\nep 16'

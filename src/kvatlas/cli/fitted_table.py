@@ -1,4 +1,4 @@
-"""A table that keeps every header and number whole in a narrow terminal."""
+"""A table that does not cut headers and numbers in a narrow terminal."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rich.table import Table
 
 _UNLIMITED = 10_000
 _NARROWEST = 8
-"""Least width of a column that may wrap, even if its words have to be broken."""
+"""Minimum width of a column that may wrap. Longer words are broken."""
 
 
 class FittedTable(Table):
-    """A `rich` table that wraps words and narrows gaps before anything is cut.
+    """A `rich` table that wraps words and narrows gaps instead of cutting text.
 
-    `rich` shortens all columns of a table that is too wide. Here, columns that may wrap shrink
-    to their longest word first. Then the gap between columns goes from two blanks to one. Only
-    if that is not enough are the words of wrapping columns broken.
+    `rich` cuts text in all columns if a table is too wide. This table first narrows the columns
+    that may wrap to their longest word, then the gap between columns from two blanks to one, and
+    finally breaks words in the columns that may wrap.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class FittedTable(Table):
         self.collapse_padding = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Choose the widths for this terminal, then render."""
+        """Choose column widths for this terminal, then render the table."""
         self._choose_widths(console, options.max_width)
         yield from super().__rich_console__(console, options)
 
@@ -36,7 +36,7 @@ class FittedTable(Table):
         return sum(widest) + gap * (len(widest) - 1)
 
     def _needs(self, console: Console) -> tuple[list[int], list[int]]:
-        """Return the width of each column without wrapping, and its least width with wrapping."""
+        """Return the width of each column without wrapping, and its minimum width."""
         wide = console.options.update(width=_UNLIMITED)
         widest, least = [], []
         for column in self.columns:
@@ -66,7 +66,9 @@ class FittedTable(Table):
 
 
 def shrink(widths: Sequence[int], least: Sequence[int], total: int) -> list[int]:
-    """Shrink the widest columns first until all fit, none below its `least`.
+    """Return column widths with a sum of at most `total`, if possible.
+
+    The widest columns shrink first, and none becomes narrower than its width in `least`.
 
     >>> shrink([10, 30, 5], [10, 8, 5], 40), shrink([10, 30], [10, 20], 12)
     ([10, 25, 5], [10, 20])

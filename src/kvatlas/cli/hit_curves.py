@@ -1,4 +1,4 @@
-"""`kvatlas simulate -o`: hit rates over memory, drawn as curves on a page."""
+"""`kvatlas simulate -o`: an HTML page with curves of hit rates over memory sizes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _FOOT = (
 
 
 def curve_name(row: Row) -> str:
-    """Name the curve of a row: its model, and the other option that varies."""
+    """Return the name of a row's curve: its model, and the value of the compared option."""
     return " ".join(filter(None, (row["model"], row["curve"])))
 
 
 def hits_page(name: str, facts: str, rows: list[Row]) -> str:
-    """Draw the page of rows that were simulated over memory."""
+    """Return the HTML page for rows that were simulated with different memory sizes."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         point = quantity(row["value"]), row["hit_rate"]
@@ -59,7 +59,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def save_page(path: Path, page: str) -> None:
-    """Write the page; raise `typer.BadParameter` if the file cannot be written."""
+    """Write the HTML page; raise `typer.BadParameter` if the file cannot be written."""
     try:
         path.write_text(page, "utf-8")
     except (OSError, ValueError) as problem:

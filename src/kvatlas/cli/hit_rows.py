@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 PLAN_AXES = ("policy", "block-size", "memory", "states", "pack", "kv-dtype", "tp")
 SHARES = ("none", "shared", "10", "25", "50", "75")
-"""How to use a tier: not at all, one shared pool, or a percentage reserved for states."""
+"""Default values of the axis `tier`: no tier, a tier that states and attention share, or a tier
+with a percentage reserved for states."""
 TIER_SIZES = ("64GiB", "128GiB", "256GiB", "512GiB", "1TiB")
 POOL_AXES = {
     "eviction": EVICTIONS, "checkpoints": CHECKPOINTS, "tier": SHARES, "host-memory": TIER_SIZES,
@@ -41,11 +42,14 @@ class Question:
     trace: Trace
     replay: ReplayOptions
     over_memory: bool = False
-    """Whether to draw curves. If so, a memory size that is too small is skipped, not an error."""
+    """Whether curves over memory are drawn. If so, memory sizes that are too small are skipped
+    instead of raising an error."""
 
 
 def axes_of_hits(texts: list[str]) -> Axes:
-    """Parse the axes to compare with their values; one unnamed axis if nothing is compared.
+    """Return (axis, values) pairs from the texts of --compare; values may be empty.
+
+    If nothing is compared, there is one axis without a name.
 
     >>> axes_of_hits(["policy,tier", "memory=1GiB,2GiB"])
     [('policy', ()), ('tier', ()), ('memory', ('1GiB', '2GiB'))]
@@ -64,7 +68,7 @@ def axes_of_hits(texts: list[str]) -> Axes:
 
 
 def hit_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[Row]:
-    """Yield a row for each value of each axis, with the reason if its plan was refused."""
+    """Yield a row for each value of each axis. If a plan is refused, its row has the reason."""
     cost = _cost(options, question)
     for axis, given in axes:
         if axis == "tier":
@@ -128,8 +132,8 @@ def _row(
 def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
     """Raise an error if a value of the `tier` axis is invalid, or if no tier was given."""
     if not (replay.host_memory or replay.disk):
-        hint = "Pass --host-memory, --disk or both"
-        raise contradictory("--compare tier without a tier", hint)
+        hint = "Add --host-memory, --disk or both"
+        raise contradictory("--compare tier without --host-memory and --disk", hint)
     for value in values:
         if value not in ("none", "shared") and not (value.isdecimal() and 0 < int(value) < 100):
             problem = f"tier must be none, shared or a percentage from 1 to 99, not {value!r}."
@@ -137,7 +141,7 @@ def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
 
 
 def _cost(options: PlanOptions, question: Question) -> PrefillCost | None:
-    """Make the cost model; None if the number of active parameters is unknown."""
+    """Return the cost model; None if the number of active parameters is unknown."""
     from kvatlas.pool.simulation.prefill_cost import PrefillCost, active_parameters
 
     given = question.replay.active_params

@@ -1,4 +1,4 @@
-"""The page `docs/reference/data/hybrids.md`: two plans of every hybrid, vLLM's and atlas's."""
+"""Generate `docs/reference/data/hybrids.md`: vLLM's and atlas's plans of every hybrid."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ T = TypeVar("T")
 
 
 def hybrids_page() -> str:
-    """The whole page, in Markdown."""
+    """Return the whole Markdown document."""
     cases = [(name, tp) for name in hybrids() for tp in TP]
     return _PAGE + "".join(_line(name, tp) for name, tp in patiently(cases, "Planning hybrids"))
 
 
 def hybrids() -> list[str]:
-    """Names of the models that have both recurrent states and attention."""
+    """Return the names of the models that have both recurrent states and attention."""
     kinds = {name: {kind_of(x.spec) for x in Model.load(name).layers} for name in catalogue()}
     return [name for name, kept in kinds.items() if "recurrent" in kept and len(kept) > 1]
 
 
 def patiently(items: Sequence[T], what: str) -> Iterator[T]:
-    """The items, with a progress bar on a terminal's stderr once two seconds have passed."""
+    """Yield the items. After two seconds, show a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     progress = Progress(console=console, transient=True)
     task = progress.add_task(what, total=len(items))
@@ -77,7 +77,7 @@ def patiently(items: Sequence[T], what: str) -> Iterator[T]:
             yield item
             progress.advance(task)
     finally:
-        if progress.live.is_started:  # stopping says so, even on no terminal
+        if progress.live.is_started:  # `stop` prints even if stderr is no terminal
             progress.stop()
 
 

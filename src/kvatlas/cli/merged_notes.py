@@ -1,4 +1,4 @@
-"""Notes and refusals, each printed once even if several plans share it."""
+"""Merge notes and errors that several plans share, so that each is printed once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 _NUMBER = re.compile(r"\d[\d,.]*\d|\d")
 _MOST_DIFFERENCES = 1
-"""Numbers that may differ between messages that are printed as one."""
+"""How many numbers may differ between messages that are merged into one."""
 
 
 def merged_notes(messages: Iterable[tuple[str, str]]) -> list[str]:
-    """Join (label, message) pairs whose messages are equal or differ in one number.
+    """Return one text for all (label, message) pairs that are equal or differ in one number.
 
     >>> merged_notes([("tp 8", "Got 20 heads, tp 8."), ("tp 16", "Got 20 heads, tp 16.")])
     ['tp 8, tp 16: Got 20 heads, tp 8 and 16.']
@@ -31,14 +31,14 @@ def merged_notes(messages: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _differences(texts: list[str]) -> int:
-    """Count the numbers that differ. If the words differ, return more than the limit."""
+    """Return how many numbers differ. If words differ, return more than the limit."""
     if len({_NUMBER.sub("0", text) for text in texts}) > 1:
         return _MOST_DIFFERENCES + 1
     return sum(len(set(values)) > 1 for values in _numbers(texts))
 
 
 def _numbers(texts: list[str]) -> list[tuple[str, ...]]:
-    """Return a tuple for each number in the texts, with its value in every text."""
+    """Return, for each number in a text, a tuple of its values in all texts."""
     return list(zip(*(_NUMBER.findall(text) for text in texts), strict=True))
 
 

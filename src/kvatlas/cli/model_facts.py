@@ -1,4 +1,4 @@
-"""Properties of models and layouts, independent of a plan: rows of `models` and `layouts`."""
+"""Properties of models and layouts that need no plan, for the commands `models` and `layouts`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvatlas.specs import AnySpec, EncoderOnlyAttention
 
 
 def model_facts(model: Model) -> dict[str, Any]:
-    """Return a model's cache size for one rank, without the padding of pages and blocks."""
+    """Return a model's cache sizes at tp 1, without the padding of pages and blocks."""
     per_token = sum(grows(layer.spec) for layer in model.layers)
     return {
         "name": model.name,
@@ -38,7 +38,9 @@ def model_facts(model: Model) -> dict[str, Any]:
 
 
 def _layers_by_kind(model: Model) -> dict[str, int]:
-    """Count layers by cache kind. A layer with two caches of one kind counts once.
+    """Return the number of layers of each cache kind.
+
+    A layer with two caches of one kind counts once.
 
     >>> _layers_by_kind(Model.load("DeepSeek-V3.2"))
     {'mla_attention': 61}
@@ -83,7 +85,7 @@ def _per_token(spec: AnySpec) -> float:
 
 
 def layer_facts(model: Model) -> list[dict[str, Any]]:
-    """List the distinct caches of a model, each with the layers that have it."""
+    """Return the distinct caches of a model, each with the numbers of its layers."""
     alike: dict[AnySpec, list[int]] = {}
     for layer in model.layers:
         alike.setdefault(layer.spec, []).append(layer.index)
@@ -101,7 +103,7 @@ def layer_facts(model: Model) -> list[dict[str, Any]]:
 
 
 def layer_runs(indices: list[int]) -> str:
-    """Format layer numbers as ranges. Many regular ranges are shortened to three.
+    """Return layer numbers as a text of ranges. Long regular lists are shortened with dots.
 
     >>> layer_runs([0, 1, 2, 5, 6]), layer_runs([3, 7, 11, 15]), layer_runs([4])
     ('0-2, 5-6', '3, 7, ... 15', '4')
@@ -120,7 +122,7 @@ def layer_runs(indices: list[int]) -> str:
 
 
 def layout_facts() -> list[dict[str, Any]]:
-    """List the layouts that engines use, their properties, and the backends that accept them."""
+    """Return the layouts that engines use, with properties and the backends that accept them."""
     traits = ("block_outermost", "layer_compact", "page_contiguous", "heads_outside_pages")
     takers = BACKENDS.values()
     return [

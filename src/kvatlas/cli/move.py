@@ -41,7 +41,7 @@ from kvatlas.wire.sample_server import (
 )
 
 TRANSPORTS = tuple(name for name in TRANSPORT_NAMES if name not in ("cuda", "memory"))
-"""Transports between host memory of different processes."""
+"""Transports that copy between the host memory of two processes."""
 _SEED = 20260
 _LEAST, _MOST = 1 << 26, 1 << 33
 _REQUEST = "moved"
@@ -49,7 +49,7 @@ _REQUEST = "moved"
 
 @dataclass(frozen=True)
 class MovedRank:
-    """The transfer to one destination rank."""
+    """The measured transfer to one destination rank."""
 
     rank: int
     sources: tuple[int, ...]
@@ -57,12 +57,12 @@ class MovedRank:
     descriptors: int
     seconds: float
     wrong: int
-    """Bytes with a wrong value, including bytes that the transfer must not change."""
+    """Number of wrong bytes, including changed bytes outside the request's blocks."""
     staged: bool
 
 
 def small_plan(options: PlanOptions, tokens: int) -> Plan:
-    """Plan with the least memory, in powers of two, that holds the request in scattered blocks."""
+    """Return a plan with the least memory, a power of two, for the request in scattered blocks."""
     memory = _LEAST
     while True:
         try:
@@ -78,7 +78,7 @@ def small_plan(options: PlanOptions, tokens: int) -> Plan:
 
 
 def choose_transport(name: str | None) -> str:
-    """Validate the name of a transport, or choose the first one that runs on this host."""
+    """Return the name of a transport after validation; None chooses the first that runs here."""
     if name is not None and name not in TRANSPORTS:
         raise typer.BadParameter(
             f"{plain(name)!r} is not one of {', '.join(TRANSPORTS)}.", param_hint="'--transport'"
@@ -97,7 +97,7 @@ def _runs_here(name: str) -> bool:
 def move_request(
     src: Plan, dst: Plan, tokens: int, transport: str, how: How, convert: str | None = None
 ) -> Iterator[MovedRank]:
-    """Move one request between two processes, rank by rank, and verify every byte."""
+    """Move one request between two processes, and yield the verified result of each rank."""
     task = SampleTask(
         plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens,
         convert=convert,
@@ -132,7 +132,7 @@ def move_request(
 
 
 def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
-    """Count the bytes of a rank that differ from a copy within one process."""
+    """Return how many bytes of a rank differ from a reference copy within this process."""
     expected = {i: random_bytes(p.nbytes, _SEED + 1, rank, i) for i, p in pools.items()}
     tables = scattered(way.src, tokens), scattered(way.dst, tokens)
     about = {"src_blocks": tables[0], "dst_blocks": tables[1], "tokens": tokens}
@@ -157,7 +157,7 @@ def _copy_ranges(
     expected: dict[int, Bytes],
     about: dict[str, Any],
 ) -> None:
-    """Copy one range after the other: a simple reference for the transports."""
+    """Copy one range after the other; the result is the reference for transports."""
     for source, pools in sent.items():
         for copy in way.bind(src_rank=source, dst_rank=rank, **about).copies:
             here, there = pools[copy.src_pool], expected[copy.dst_pool]
@@ -167,7 +167,7 @@ def _copy_ranges(
 
 @contextmanager
 def quiet(doing: str) -> Iterator[None]:
-    """Show a status on a terminal, and keep log messages of transports out of the answer."""
+    """Show a status if stderr is a terminal, and keep log messages of transports off the output."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     logging.disable(logging.INFO)
@@ -181,7 +181,7 @@ def quiet(doing: str) -> Iterator[None]:
 def move_parts(
     src: Plan, dst: Plan, transport: str, moved: list[MovedRank]
 ) -> list[RenderableType]:
-    """Show the transfer of each rank, and whether all bytes are correct."""
+    """Return a table of the transfer of each rank, and whether all bytes are correct."""
     columns = ("to rank", "from ranks", "bytes", "descriptors", "ms", "GB/s", "way", "wrong bytes")
     made = table(*columns, words=(1, 6))
     for one in moved:

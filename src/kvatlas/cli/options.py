@@ -1,8 +1,8 @@
 """The options of a plan on the command line, declared once for all commands.
 
 Each field of `PlanOptions` declares one option and has the name of a parameter of
-`kvatlas.plan`. `@takes_plan_options` adds these options to the signature of a command, where
-typer finds them, and passes the command one `PlanOptions`.
+`kvatlas.plan`. The decorator `takes_plan_options` adds these options to the signature of a command,
+where typer finds them, and passes one `PlanOptions` to the command.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CACHE = "Cache"
 
 
 def completer(*words: str) -> Callable[[str], list[str]]:
-    """Make a shell completion from fixed words."""
+    """Return a shell completion function that completes these words."""
 
     def complete(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]
@@ -53,12 +53,12 @@ def completer(*words: str) -> Callable[[str], list[str]]:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Complete names of the catalogue. The shell completes paths."""
+    """Return the model names of the catalogue that begin with `incomplete`."""
     return completer(*catalogue())(incomplete)
 
 
 def _option(help_text: str, panel: str, *words: str, flag: str | None = None) -> Any:
-    """Declare an option in a panel of --help, with `words` for shell completion."""
+    """Return a typer option in a panel of --help, with `words` for shell completion."""
     return typer.Option(
         *([flag] if flag else []),
         help=help_text,
@@ -96,7 +96,7 @@ _IN_FLIGHT = (
     "[dim]By default 8192 per batch in flight: 16384 without pipelines.[/]"
 )
 _REQUESTS = "Store recurrent states in a separate pool, sized for this many requests."
-_STATES = "Recurrent states: auto, shared (one pool with attention) or apart."
+_STATES = "Where to store recurrent states: shared (in attention's pool), apart, or auto."
 _ORDERS = (*(layout.order for layout in ENGINE_LAYOUTS), "NHD", "HND")
 
 
@@ -159,7 +159,7 @@ class PlanOptions:
     ] = True
 
     def plan(self, **changes: Any) -> Plan:
-        """Make the plan, with some options changed."""
+        """Return the plan of these options, with `changes` applied."""
         found = self.fit(**changes)
         if isinstance(found, Plan):
             return found
@@ -168,7 +168,7 @@ class PlanOptions:
         return found.plan
 
     def fit(self, **changes: Any) -> Plan | Fit:
-        """Plan in the given memory, or fit the model on the given GPUs."""
+        """Return a plan in the given memory, or a fit on the given GPUs, with `changes` applied."""
         options = self._options(changes)
         if options["gpu"] is not None:
             sizes = {name: options[name] for name in _TOPOLOGY}
@@ -176,14 +176,14 @@ class PlanOptions:
             return self.fitting(**changes).on(given_topology(count, **sizes))
         for name, default in _OF_GPUS.items():
             if options.pop(name) != default:
-                raise contradictory(f"--{name} without --gpu", f"Add --gpu, or leave out --{name}")
+                raise contradictory(f"--{name} without --gpu", f"Add --gpu, or omit --{name}")
         positive(options.pop("dp"), "dp")
         options["memory"] = DEFAULT_MEMORY if options["memory"] is None else options["memory"]
         options["tp"] = 1 if options["tp"] is None else options["tp"]
         return plan(options.pop("model"), **options)
 
     def fitting(self, **changes: Any) -> Fitting:
-        """Load the model and its weights, to be fitted on the given GPU."""
+        """Return a `Fitting` of the model and its weights on the given GPUs."""
         options = self._options(changes) | {"model": self.model}
         if options.pop("memory") is not None:
             raise contradictory("--memory and --gpu", "Pass only one of them")
@@ -213,17 +213,17 @@ class PlanOptions:
 
 
 def contradictory(got: str, hint: str) -> AtlasError:
-    """Make the error for options that cannot be combined."""
+    """Return the error for options that cannot be combined."""
     return AtlasError(Code.CONTRADICTORY, "These options cannot be combined", got=got, hint=hint)
 
 
 def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Pass a command one `PlanOptions`, made from options of the command line."""
+    """Return the command with plan options in its signature; it receives one `PlanOptions`."""
     return _spread(command, {}, lambda given: PlanOptions(**given))
 
 
 def takes_models(command: Callable[..., None]) -> Callable[..., None]:
-    """Pass a command a list of `PlanOptions`: several models with the same options."""
+    """Like `takes_plan_options`, but accept several models and pass a list of `PlanOptions`."""
     several = inspect.Parameter(
         "models", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Annotated[list[str], MODELS]
     )
@@ -239,7 +239,10 @@ def _spread(
     instead: dict[str, inspect.Parameter],
     made: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., None]:
-    """Make a command that takes options, and passes `made(options)` as the first argument."""
+    """Return a command that takes the parameters in `instead` in place of its first parameter.
+
+    Their values are passed to `made`, and its result is the first argument of `command`.
+    """
     own = inspect.signature(command, eval_str=True)
     named = inspect.signature(PlanOptions, eval_str=True).parameters
     options = [instead.get(name, parameter) for name, parameter in named.items()]
@@ -254,13 +257,13 @@ def _spread(
 
     spread.__name__, spread.__doc__ = command.__name__, command.__doc__
     spread.__annotations__ = {one.name: one.annotation for one in parameters}
-    # typer reads `__signature__`, which type checkers do not know as an attribute.
+    # typer reads `__signature__`. Type checkers do not know this attribute, hence `vars`.
     vars(spread)["__signature__"] = own.replace(parameters=parameters)
     return spread
 
 
 def number(text: str, problem: str, where: str) -> int:
-    """Parse an option's value as an integer; raise `typer.BadParameter` if it is not one."""
+    """Return an option's value as an integer; raise `typer.BadParameter` if it is not one."""
     try:
         return int(text)
     except ValueError:

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[float], None] | None]:
-    """Show a progress bar on stderr and yield a function that sets the completed share.
+    """Show a progress bar on stderr, and yield a function that sets the completed share (0 to 1).
 
     Yields None if stderr is not a terminal.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvatlas.pool import EventRecording, EventSubscriber
 
 _TICK = 0.2
-"""Seconds between checks whether to stop."""
+"""Seconds between checks whether the recording should stop."""
 
 
 def events(
@@ -40,11 +40,13 @@ def events(
     replay: Annotated[
         str | None,
         typer.Option(
-            help="Address where the engine resends missed batches, including earlier ones."
+            help="Address where the engine resends missed batches, also from before the recording."
         ),
     ] = None,
     topic: Annotated[str, typer.Option(help="Record only topics with this prefix.")] = "",
-    seconds: Annotated[float | None, typer.Option(help="Stop after this time.", min=0)] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Stop after this many seconds.", min=0)
+    ] = None,
     batches: Annotated[
         int | None, typer.Option(help="Stop after this many batches.", min=1)
     ] = None,
@@ -69,8 +71,9 @@ def events(
                     output.unlink()
         if not recording.batches:
             hint = "Check that the engine is serving requests and that its KV events are enabled"
-            problem = "No batch of events arrived"
-            raise AtlasError(Code.DEADLINE, problem, got=endpoint, hint=hint)
+            problem = "No batch of events arrived before the recording stopped"
+            got = f"no batch from {endpoint}"
+            raise AtlasError(Code.DEADLINE, problem, got=got, hint=hint)
     facts = {name: getattr(recording, name) for name in ("batches", "events", "gaps", "bytes")}
     facts["refused"] = refused
     said = f"{recording.batches:,} batches, {recording.events:,} events, {recording.bytes:,} bytes"
@@ -90,7 +93,7 @@ def _record(
     seconds: float | None,
     batches: int | None,
 ) -> int:
-    """Write batches until it is time to stop. Return the number of malformed messages."""
+    """Record batches until it is time to stop; return the number of malformed messages."""
     refused = 0
     end = float("inf") if seconds is None else time.monotonic() + seconds
     while not stopped.is_set() and recording.batches != batches and time.monotonic() < end:
@@ -99,7 +102,7 @@ def _record(
         except AtlasError as refusal:
             if refusal.code is not Code.BAD_HANDSHAKE or not recording.batches:
                 raise
-            refused += 1  # skip one message of a valid stream: it becomes a gap
+            refused += 1  # the skipped message becomes a gap
             continue
         if received is not None:
             recording.write(received)

@@ -1,7 +1,7 @@
 """Options of the command line that control how a trace is replayed.
 
-Each field of `ReplayOptions` declares one option. `@takes_replay_options` adds them to the
-signature of a command, and passes the command one `ReplayOptions` as `replay`.
+Each field of `ReplayOptions` declares one option. The decorator `takes_replay_options` adds them to
+the signature of a command, and passes one `ReplayOptions` to the command as `replay`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ class ReplayOptions:
     ] = None
 
     def tiers(self, options: PlanOptions) -> dict[str, Plan]:
-        """Plan each tier below the GPU. A tier stores the caches of all ranks together."""
+        """Return the plan of each tier below the GPU, by name.
+
+        A tier stores the caches of all ranks together.
+        """
         whole: dict[str, Any] = {"gpu": None, "utilization": None, "overhead": None, "ep": 1}
         whole |= {"tp": 1, "pp": 1, "dp": 1, "dcp": 1}
         sizes = {"host": self.host_memory, "disk": self.disk}
@@ -93,7 +96,7 @@ class ReplayOptions:
 
 
 def takes_replay_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Pass a command a `ReplayOptions` as `replay`, made from options of the command line."""
+    """Return the command with replay options in its signature; it receives them as `replay`."""
     own = inspect.signature(command, eval_str=True)
     named = inspect.signature(ReplayOptions, eval_str=True).parameters
     others = [parameter for name, parameter in own.parameters.items() if name != "replay"]
@@ -103,7 +106,7 @@ def takes_replay_options(command: Callable[..., None]) -> Callable[..., None]:
         command(options, replay=replay, **given)
 
     spread.__name__, spread.__doc__ = command.__name__, command.__doc__
-    # typer reads this signature. Required options come first, as Python demands.
+    # typer reads this signature. Python requires parameters without defaults to come first.
     first, *rest = others
     rest = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in rest]
     vars(spread)["__signature__"] = own.replace(parameters=[first, *rest, *named.values()])

@@ -55,7 +55,7 @@ def simulate(
         list[str] | None,
         typer.Option(
             help="Compare values of policy, block-size, memory, states, eviction, checkpoints, "
-            "host-memory, disk or tier. Add values to choose them: memory=20GiB,40GiB. May be "
+            "host-memory, disk or tier. Optionally list the values: memory=20GiB,40GiB. May be "
             "repeated. Values of tier: none, shared, or the percentage reserved for states.",
             autocompletion=completer(*PLAN_AXES, *POOL_AXES),
             show_default=False,
@@ -66,13 +66,13 @@ def simulate(
         typer.Option(
             "-o",
             "--output",
-            help="Write a page with hit rates over memory, one curve for each compared value.",
+            help="Write an HTML page with hit rates over memory, a curve for each compared value.",
             show_default=False,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Replay a trace: how many prompt tokens the cache serves, and the prefill time saved."""
+    """Replay a trace and report how many prompt tokens are cached, and the prefill time saved."""
     from kvatlas.pool import read_trace
 
     with progress_bar(f"Reading {plain(trace.name)}") as told:
@@ -134,7 +134,7 @@ def _parts(trace: Trace, rows: list[Row]) -> list[RenderableType]:
 
 
 def _label(row: Row) -> str:
-    """Name a row by its model and the options that vary."""
+    """Return the label of a row: its model and the values of the compared options."""
     varied = f"{row['compare']} {row['value']}" if row["compare"] else None
     return " ".join(filter(None, (row["model"], row["curve"], varied)))
 
@@ -144,7 +144,7 @@ def _unseen(trace: Trace) -> list[str]:
 
 
 def _tier_table(rows: list[Row]) -> list[RenderableType]:
-    """Show which tier served the tokens, if there are tiers below the GPU."""
+    """Return a table of the tokens that each tier served, if there are tiers below the GPU."""
     tiers = list(dict.fromkeys(tier for row in rows for tier in row["found_by_tier"]))
     if len(tiers) < 2:
         return []

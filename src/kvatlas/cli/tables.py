@@ -1,6 +1,6 @@
-"""Tables of plans and comparisons that fit a terminal of 80 columns.
+"""Tables of plans and comparisons that fit in a terminal of 80 columns.
 
-Every function takes the data that `--json` prints, so that both outputs agree.
+The functions take the same data that `--json` prints, so both outputs agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvatlas.cli.merged_notes import merged_notes
 from kvatlas.geometry.byte_sizes import size
 
 _WIDEST = 96
-"""Longest line of a paragraph, in columns: longer lines are hard to read."""
+"""Maximum length of a paragraph's lines, in columns; longer lines are hard to read."""
 
 
 def show(*parts: RenderableType) -> None:
@@ -40,9 +40,9 @@ def show(*parts: RenderableType) -> None:
 
 
 def table(*columns: str, words: Iterable[int] = (0,), wraps: Iterable[int] = ()) -> FittedTable:
-    """Make a table of right-aligned numbers.
+    """Return a table of right-aligned numbers with these column headers.
 
-    The columns in `words` are left-aligned. Those in `wraps` may take several lines.
+    The columns with indices in `words` are left-aligned. Those in `wraps` may take several lines.
     """
     made = FittedTable()
     for number, column in enumerate(columns):
@@ -57,7 +57,7 @@ def table(*columns: str, words: Iterable[int] = (0,), wraps: Iterable[int] = ())
 
 
 def tokens(count: int) -> str:
-    """Format a number of tokens as `--max-len` accepts it, short if it is a multiple of 1024.
+    """Return a number of tokens as text that `--max-len` accepts, in Ki if 1024 divides it.
 
     >>> tokens(131072), tokens(448)
     ('128Ki', '448')
@@ -66,10 +66,10 @@ def tokens(count: int) -> str:
 
 
 def requests(count: float) -> str:
-    """Format how many requests fit, to one decimal.
+    """Return the number of requests that fit as text, rounded to one decimal.
 
-    Halves are rounded down: `count` has been rounded to four decimals before, and must not be
-    rounded up twice.
+    Halves are rounded down, because `count` is already rounded to four decimals and rounding up
+    twice would report too many.
 
     >>> requests(79.65), requests(1064.2)
     ('79.6', '1,064.2')
@@ -78,12 +78,12 @@ def requests(count: float) -> str:
 
 
 def indented(part: RenderableType, by: int = 2) -> Padding:
-    """Indent a part."""
+    """Return a part indented by `by` columns."""
     return Padding(part, (0, 0, 0, by))
 
 
 def both_ends(src: object, dst: object) -> Table:
-    """Describe the source and the destination of a copy."""
+    """Return a table that describes the source and the destination of a copy."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column()
@@ -93,13 +93,13 @@ def both_ends(src: object, dst: object) -> Table:
 
 
 def written(path: Path) -> Text:
-    """Report that a file was written. A long path is not wrapped."""
+    """Return the line that reports a written file. A long path is not wrapped."""
     text = f"Wrote {plain(path)}, {size(path.stat().st_size)}."
     return Text(text, no_wrap=True)
 
 
 def notes(warnings: Iterable[str]) -> list[RenderableType]:
-    """Format warnings as notes, one below the other.
+    """Return warnings as notes, one below the other.
 
     Notes that are equal or differ in one number are printed once.
     """
@@ -107,13 +107,13 @@ def notes(warnings: Iterable[str]) -> list[RenderableType]:
 
 
 def labelled_notes(warnings: Iterable[tuple[str, str]]) -> list[RenderableType]:
-    """Format (label, warning) pairs as notes; equal warnings share one note."""
+    """Return (label, warning) pairs as notes. Equal warnings share one note."""
     lines = [Text(f"Note: {plain(note)}", style="yellow") for note in merged_notes(warnings)]
     return [Group(*lines)] if lines else []
 
 
 def headline(summary: dict[str, Any]) -> Group:
-    """Show the model, its topology, and the figures of its plan."""
+    """Return the model, its topology, and the figures of its plan."""
     title = Text(plain(summary["model"]), style="bold")
     parts = [f"policy {summary['policy']}", f"layout {summary['layout']}"]
     parts += [f"{name} {summary[name]}" for name in ("tp", "pp", "dcp") if summary[name] > 1]
@@ -138,7 +138,7 @@ def headline(summary: dict[str, Any]) -> Group:
 
 
 def plan_details(summary: dict[str, Any]) -> list[RenderableType]:
-    """Show a plan's groups, its pools if there are several, and its notes."""
+    """Return tables of a plan's groups, and of its pools if there are several, and its notes."""
     parts: list[RenderableType] = [indented(_groups(summary["groups"]))]
     if len(summary["pools"]) > 1:
         parts.append(indented(_pools(summary["pools"], stages=summary["pp"] > 1)))
@@ -146,7 +146,7 @@ def plan_details(summary: dict[str, Any]) -> list[RenderableType]:
 
 
 def _groups(groups: list[dict[str, Any]]) -> Table:
-    """Show a row for each kind of group; a group with several page sizes takes several rows."""
+    """Return a table of groups: one row per kind, or several for different page sizes."""
     columns = ("group", "layers", "block", "page bytes", "padding", "per request")
     made = table(*columns, wraps=(0,))
     alike: dict[tuple[str, ...], list[float]] = {}
@@ -159,11 +159,11 @@ def _groups(groups: list[dict[str, Any]]) -> Table:
                 f"{member['block_size']:,}",
                 f"{member['page_bytes']:,}",
                 f"{member['page_bytes'] - member['unpadded_page_bytes']:,}",
-                # Blocks belong to the group, so its first row shows what a request takes.
+                # Only a group's first row shows its blocks per request, to list them once.
                 "" if number else _takes(group),
                 group["first_layer"] if len(members) > 1 else "",
             )
-            # A split state is stored in several groups, but is still one layer.
+            # A split state is stored in several groups, but counts as one layer.
             alike.setdefault(row, []).append(member["pages"] / member["splits"])
     for (kind, *figures, takes, _), layers in alike.items():
         times = f"{len(layers)} x " if takes and len(layers) > 1 else ""
@@ -197,7 +197,7 @@ def _pools(pools: list[dict[str, Any]], *, stages: bool) -> Table:
 
 
 def sentences(lines: list[str]) -> Group:
-    """Show sentences as paragraphs, with continuations indented below them."""
+    """Return sentences as paragraphs, with indented continuations."""
     parts: list[RenderableType] = []
     for line in lines:
         inner = line.startswith(" ")
@@ -216,7 +216,7 @@ HYBRID_LEGEND = " hybrid: attention layers that share a page with a recurrent st
 
 
 def comparison(axis: str, rows: list[Row]) -> Group:
-    """Show plans side by side, and below them why some were refused.
+    """Return a table with a row for each plan, and below it why some plans were refused.
 
     The row that fits the most requests while decoding is highlighted.
     """

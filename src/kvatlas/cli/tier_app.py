@@ -29,7 +29,10 @@ Where = Annotated[
 
 
 def tier_command(name: str, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command of the group. Errors become messages and exit codes."""
+    """Return a decorator that registers a command of the group.
+
+    Errors of the command become messages and exit codes.
+    """
     lines = ("[dim]Examples[/]", *(f"  kvatlas tier {line}" for line in examples))
     epilog = "\n".join(lines)
 
@@ -41,7 +44,10 @@ def tier_command(name: str, *examples: str) -> Callable[[Callable[..., None]], C
 
 @contextmanager
 def opened(where: str, *, create: bool = False) -> Iterator[ObjectStore]:
-    """Open the store at an address, and close it at the end. `create` makes a missing folder."""
+    """Yield the open store at an address, and close it at the end.
+
+    With `create`, a missing folder is created.
+    """
     from kvatlas.tier import open_store
 
     store = open_store(where, create=create)

@@ -1,4 +1,4 @@
-"""`kvatlas tier gc`: free space that no engine uses."""
+"""`kvatlas tier gc`: remove objects that no engine uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Space = Annotated[str, typer.Option(help="Remove this namespace: a digest from `
 
 
 def gc(where: Where, tenant: Tenant = "", namespace: Space = "", as_json: Json = False) -> None:
-    """Remove incomplete rows and leftovers of dead writers; or a tenant, or a namespace."""
+    """Remove incomplete rows and files left by dead writers, or a whole tenant or namespace."""
     from kvatlas.tier import collect_garbage
 
     with opened(where) as store:

@@ -12,7 +12,7 @@ import typer
 from kvatlas.cli.failures import plain
 
 _BLOCK = 64
-"""Tokens per block of a new tier, the same as engines use."""
+"""Tokens per block of a new tier, the default of engines."""
 
 
 def serve(
@@ -35,7 +35,7 @@ def serve(
 ) -> None:
     """Serve a tier's file to all processes of this user on this host, until interrupted.
 
-    This is optional: of the engines that use the same path, the first one serves it.
+    This command is optional: without it, the first engine that opens the path serves it.
     """
     from kvatlas.planning import plan
     from kvatlas.tier import Tier, TierServer

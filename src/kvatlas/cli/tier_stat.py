@@ -1,4 +1,4 @@
-"""`kvatlas tier stat`: how full a store is."""
+"""`kvatlas tier stat`: show how full a store is."""
 
 from __future__ import annotations
 

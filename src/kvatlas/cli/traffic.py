@@ -25,17 +25,17 @@ _BLOCKS = (32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Candidates:
-    """Plans to try on a trace, by name, and the reasons why others were refused."""
+    """Plans to simulate on a trace, by name, and the reasons why others were refused."""
 
     plans: dict[str, Plan]
     changes: dict[str, dict[str, Any]]
-    """The options that make each plan."""
+    """The options of each plan that differ from the given ones, by name."""
     refused: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PlanForTrace:
-    """The plans that were tried on a trace, the best first."""
+    """The simulated plans, the best first."""
 
     trace: Trace
     tried: list[TriedPlan]
@@ -54,7 +54,7 @@ class PlanForTrace:
         ]
 
     def parts(self) -> list[RenderableType]:
-        """Show the reason for the choice, and all plans that were compared."""
+        """Return the reason for the choice, and a table of all plans that were compared."""
         best = self.tried[0]
         made = table("plan", "block", "checkpoints", "eviction", "requests", "found", words=(0, 2))
         for one in self.tried:
@@ -77,7 +77,7 @@ class PlanForTrace:
         return [reason, indented(made), *noted, Text(legend, style="dim")]
 
     def reason(self) -> str:
-        """Explain the choice in a few sentences."""
+        """Return a few sentences that explain the choice."""
         best = self.tried[0]
         rates = best.rates
         theirs = next((one.rates for one in self.tried if one.by_group), None)
@@ -92,7 +92,7 @@ class PlanForTrace:
 
 
 def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -> PlanForTrace:
-    """Try plans and policies on a trace, with a progress bar."""
+    """Simulate plans and policies on a trace, with a progress bar, and return the results."""
     from kvatlas.pool import choose, read_trace
 
     with progress_bar(f"Reading {plain(path.name)}") as told:
@@ -104,7 +104,7 @@ def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -
 
 
 def candidates(options: PlanOptions) -> Candidates:
-    """Make the requested plan, vLLM's, and plans with other packs or block sizes."""
+    """Return the requested plan, vLLM's plan, and plans with other packs or block sizes."""
     first = options.plan()
     plans, refused = {options.policy: first}, []
     changes: dict[str, dict[str, Any]] = {options.policy: {}, "vllm": {"policy": "vllm"}}

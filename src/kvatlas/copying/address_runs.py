@@ -1,8 +1,9 @@
-"""Copy runs between two addresses of one device, described as sums of starts and spans.
+"""Copy runs between two addresses of one device. A run is the sum of a start and a span.
 
-The memory may belong to another process, so the interface takes addresses instead of tensors.
-Starts are known before a request and are kept on the device. Spans come with each request and
-are few.
+A start is a pair of offsets, at the source and at the target. A span is a pair of offsets and a
+length. One run is copied for every pair of a start and a span. Starts are known before a request
+and stay on the device. Spans come with each request and are few. The memory may belong to another
+process, so the interface takes addresses instead of tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Offsets = NDArray[np.int64]
 
 
 class PlacedStarts(NamedTuple):
-    """Offsets at both ends, stored on the device that copies. Spans are added to them."""
+    """The offsets of starts, source and target, stored on the device that copies."""
 
     table: torch.Tensor
     bits: int
@@ -35,7 +36,7 @@ class PlacedStarts(NamedTuple):
 
 
 def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> PlacedStarts:
-    """Upload starts to a device once, for any number of copies.
+    """Upload starts to a device; the result can be used for any number of copies.
 
     >>> place_starts(np.array([0, 64]), np.array([0, 96]), "cpu")[1:]
     (96, 96)
@@ -47,7 +48,7 @@ def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> Plac
 
 
 class BlockSpans(NamedTuple):
-    """Spans of requests of one shape: their offsets in blocks whose ids arrive later.
+    """The spans of requests of one shape, as offsets in blocks. The block ids arrive later.
 
     >>> two = np.arange(2)
     >>> spans = BlockSpans((two, two // 2), (two * 0, two * 32), two * 0 + 32, (64, 128), 9)
@@ -56,14 +57,14 @@ class BlockSpans(NamedTuple):
     """
 
     entries: tuple[Offsets, Offsets]
-    """Index of each span's block id, at the source and at the target."""
+    """Index of each span's block in the list of block ids, at the source and at the target."""
     offsets: tuple[Offsets, Offsets]
     """Offset of each span in its block."""
     length: Offsets
     strides: tuple[int, int]
     """Bytes between consecutive blocks, at the source and at the target."""
     blocks: int
-    """Number of blocks at the source. Ids out of range are replaced by block 0."""
+    """Number of blocks at the source. A source id that is not in 0..blocks - 1 becomes 0."""
 
     @property
     def bits(self) -> int:
@@ -84,11 +85,11 @@ class BlockSpans(NamedTuple):
 
 
 class RepeatedCopy:
-    """Copy between two addresses for requests that differ only in their block ids.
+    """A copy between two addresses, for requests that differ only in their block ids.
 
-    Everything else is computed and uploaded once, so that a further launch costs the host only a
-    few microseconds. `ids` are two int64 tensors, for source and target, on the device or in
-    pinned memory; they receive the block ids before each launch. All copies of one
+    Everything else is computed and uploaded once, so each later launch costs the host only a few
+    microseconds. `ids` are two int64 tensors, for source and target, on the device or in pinned
+    memory. The caller writes the block ids into them before each launch. All copies of one
     `RepeatedCopy` must run in order on one stream.
     """
 
@@ -110,7 +111,7 @@ class RepeatedCopy:
         self._kernels: list[Any] = []
 
     def launch(self, stream: Any) -> None:
-        """Copy between the blocks in `ids`, read when the kernel runs, on the current device."""
+        """Copy on the current device. The kernel reads the block ids from `ids` when it runs."""
         if self._kernels:
             for kernel in self._kernels:
                 kernel.launch(stream.cuda_stream)
@@ -126,7 +127,7 @@ class RepeatedCopy:
 
 
 def _launcher() -> Any:
-    """Import the Triton launcher."""
+    """Return the module that launches the Triton kernels, or raise `missing_extra`."""
     try:
         from kvatlas.kernels.triton import launch_runs
     except ModuleNotFoundError as problem:
@@ -150,8 +151,8 @@ def copy_address_runs(
 
     `spans` holds source offsets, target offsets and lengths, in bytes. `programs` limits the
     number of programs; 0 means no limit. `place` uploads a table to the device in stream order.
-    Runs are not bounds-checked: the caller must ensure that they are inside its memory. No byte
-    may be written twice.
+    `choice` overrides the tuned settings. Runs are not bounds-checked: the caller must ensure
+    that they are inside its memory. No byte may be written twice.
     """
     tables = _tables(starts, spans, source | target, place)
     if tables is not None:
@@ -194,7 +195,7 @@ def _tables(
     addresses: int,
     place: Callable[[Offsets], torch.Tensor] | None,
 ) -> Any:
-    """Return the tables that a kernel reads; None if there are no runs."""
+    """Return the `RunTables` that a kernel reads; None if there are no runs."""
     table = np.array(spans)
     if not table.size or not starts.table.shape[1]:
         return None
@@ -212,7 +213,7 @@ def _tables(
 
 
 def _uploaded(table: Offsets, device: torch.device) -> torch.Tensor:
-    """Copy a table to a device without waiting for it."""
+    """Return a copy of a table on a device, without waiting for the copy."""
     tensor = torch.from_numpy(table)
     if device.type != "cuda":
         return tensor

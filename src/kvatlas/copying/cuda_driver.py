@@ -68,6 +68,14 @@ class CudaDriver(ABC):
         """Unmap an opened allocation. No copy may be reading it."""
 
     @abstractmethod
+    def make_memory(self, device: int, nbytes: int) -> int:
+        """Make a zeroed allocation that contains nothing else. Return its address."""
+
+    @abstractmethod
+    def end_memory(self, device: int, address: int, nbytes: int) -> None:
+        """Set an allocation to zero and free it. No copy may be accessing it."""
+
+    @abstractmethod
     def make_event(self, device: int) -> int:
         """Make an event that other processes can wait for."""
 
@@ -231,6 +239,32 @@ class LibCuda(CudaDriver):
         """Unmap an allocation."""
         with self.on(device):
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def make_memory(self, device: int, nbytes: int) -> int:
+        """Allocate without torch, whose allocator would put other tensors there as well."""
+        address = ctypes.c_uint64()
+        with self.on(device):
+            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        self._wipe(device, address.value, nbytes)
+        return address.value
+
+    def end_memory(self, device: int, address: int, nbytes: int) -> None:
+        """Set an allocation to zero before it is freed: a peer may have it mapped."""
+        self._wipe(device, address, nbytes)
+        with self.on(device):
+            self._call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def _wipe(self, device: int, address: int, nbytes: int) -> None:
+        """Set bytes to zero on a separate stream, and wait for it."""
+        lent = self.streams.lend(device, self)
+        stream = ctypes.c_void_p(lent.address)
+        try:
+            with self.on(device):
+                about = ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(nbytes)
+                self._call("cuMemsetD8Async", *about, stream)
+                self._call("cuStreamSynchronize", stream)
+        finally:
+            lent.give_back()
 
     def make_event(self, device: int) -> int:
         """Make an interprocess event."""

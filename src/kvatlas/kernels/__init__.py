@@ -1,6 +1,6 @@
 """Kernels that write, read, copy, clear and attend to cached data.
 
-All kernels run in torch on any device. On a GPU, most have a Triton implementation.
+All kernels run in torch on any device. Most also have a Triton implementation for GPUs.
 """
 
 import kvatlas.cache  # noqa: F401 - first: its error names the extra that installs torch

@@ -1,7 +1,7 @@
 """Append a step's tokens to the cache, and gather all tokens that attention sees.
 
-All layers of a group use the same block tables, one layer after the other. The work that depends
-only on the step is done once; the result is then called for each layer.
+All layers of a group use the same block tables. `append_step` does the work that depends only on
+the step, and returns a function to call for each layer.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from kvatlas.kernels.write_read_kv import read, write
 from kvatlas.specs import Attention
 
 AppendStep = Callable[[LayerCache, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Stores K and V of a layer's new tokens, and returns K and V of all tokens in sight."""
+"""Function (layer, k, v): stores the new tokens, and returns K and V of all gathered tokens."""
 
 
 def append_step(
     tables: torch.Tensor, *, block: int, start: int, count: int, first: int = 0, visible: int = 0
 ) -> AppendStep:
-    """Return a function that stores `count` tokens from `start`, and gathers all from `first`.
+    """Return a function that stores new tokens in a layer and gathers its cached tokens.
 
-    `tables` [sequences, blocks] holds the block of token t at index t // block. K and V are
-    [sequences, heads, tokens, D] in the layer's dtype. The result has the same form and is a
-    copy. Tokens before `visible` (none of them new) and tokens whose block id is negative are
+    The new tokens are start .. start + count - 1, and the gathered tokens are first ..
+    start + count - 1. `tables` [sequences, blocks] holds the block of token t at index t // block.
+    K and V are [sequences, heads, tokens, D] in the layer's dtype. The gathered K and V have the
+    same axes and are copies. Tokens before `visible`, and tokens whose block id is negative, are
     returned as zeros.
 
     >>> from kvatlas.cache import allocate
@@ -50,14 +51,19 @@ def append_step(
     count, first = natural(count, "the count"), natural(first, "the first token")
     visible = natural(visible, "the first visible token")
     stop, most = start + count, tables.shape[1] * block
-    if max(first, visible) > start or stop > most:
+    if max(first, visible) > start:
         raise AtlasError(
             Code.OUT_OF_RANGE,
-            "The visible range must start at or before the first new token, and the tables must "
-            "cover all new tokens",
-            got=f"tokens from {first}, visible from {visible}, new {start}..{stop - 1}, "
-            f"tables for {most}",
-            hint="Allocate blocks for new tokens first",
+            f"`first` and `visible` must not exceed `start`, which is {start}",
+            got=f"first={first}, visible={visible}",
+            hint="Pass the number of cached tokens as `start`",
+        )
+    if stop > most:
+        raise AtlasError(
+            Code.OUT_OF_RANGE,
+            f"The new tokens must fit in the tables, which cover {most} tokens",
+            got=f"start + count = {stop}",
+            hint="Allocate blocks for the new tokens first",
         )
     if gpu := gpu_kernels(tables):
         step: AppendStep = gpu.TableAppend(
@@ -89,11 +95,11 @@ def append_step(
 def _check_rows(
     layer: LayerCache, k: torch.Tensor, v: torch.Tensor, sequences: int, count: int
 ) -> None:
-    """Reject the same inputs as the GPU kernels."""
+    """Raise an error for quantised layers, and for rows of the wrong shape or dtype."""
     spec = layer.spec_as(Attention)
     if spec.cache != "auto":
         problem, hint = "append_step does not support quantised layers", "Use write and read"
-        raise AtlasError(Code.NO_KERNEL, problem, got=spec.cache, hint=hint)
+        raise AtlasError(Code.NO_KERNEL, problem, got=f"cache dtype {spec.cache}", hint=hint)
     heads, dtype = layer.place("k").size("H"), layer.field("k").dtype
     for name, rows, dim in (("k", k, spec.head_dim), ("v", v, spec.v_dim or spec.head_dim)):
         wanted = (sequences, heads, count, dim)
@@ -102,5 +108,5 @@ def _check_rows(
                 Code.BAD_TENSOR,
                 f"`{name}` must be {dtype} of shape {wanted}",
                 got=f"{rows.dtype} of shape {tuple(rows.shape)}",
-                hint="Pass the rows of this step, or use write and read, which convert dtypes",
+                hint="Pass the new tokens of this step, or use write and read to convert dtypes",
             )

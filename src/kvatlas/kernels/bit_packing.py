@@ -10,17 +10,17 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def split(values: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Split the last axis into several, as a view.
+    """Return a view whose last axis is split into axes of the given sizes.
 
     >>> split(torch.zeros(3, 8), 2, 4).shape
     torch.Size([3, 2, 4])
     """
-    # `view` cannot infer a size of -1 if there are no rows.
+    # `view` cannot infer an axis of size -1 if the tensor has no elements.
     return torch.unflatten(values, -1, sizes)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes of `bits` bits along the last axis; the first code has the lowest bits.
+    """Return codes of `bits` bits packed into bytes along the last axis, lowest bits first.
 
     >>> pack(torch.tensor([1, 2, 3]), 4).tolist(), pack(torch.arange(8), 3).tolist()
     ([33, 3], [136, 198, 250])
@@ -38,7 +38,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Unpack the first `count` codes of `bits` bits along the last axis.
+    """Return the first `count` codes of `bits` bits along the last axis, unpacked.
 
     >>> unpack(torch.tensor([136, 198, 250], dtype=torch.uint8), 3, 8).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]

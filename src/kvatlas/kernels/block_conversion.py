@@ -25,16 +25,16 @@ def convert_blocks(
     src_scales: TensorScales = _ONE,
     dst_scales: TensorScales = _ONE,
 ) -> None:
-    """Convert blocks of one layer into blocks of another with the same rows and another format.
+    """Convert blocks `ids` of the source into blocks `places` of the target.
 
-    Both layers must have the same number of states per block. On a GPU, one kernel converts
-    element-wise formats (the model's dtype, or fp8 with one scale) directly between pages. Other
-    formats are read, decoded, encoded and written.
+    Both layers must hold the same rows, with the same number of states per block; their formats
+    may differ. On a GPU, one kernel converts element-wise formats (the model's dtype, or fp8 with
+    one scale) directly between pages. Other formats are read, decoded, encoded and written.
     """
     if ids.numel() != places.numel():
         problem = "`ids` and `places` must have the same length"
-        hint = "Pass one place for each block"
-        got = f"{ids.numel()} blocks and {places.numel()} places"
+        hint = "Pass one target block in `places` for each source block in `ids`"
+        got = f"{ids.numel()} ids and {places.numel()} places"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     elements = all(CellFormat(layer.spec).by_element for layer in (source, target))
     if elements and (gpu := gpu_kernels(source.buffer, target.buffer)):
@@ -48,7 +48,7 @@ def convert_blocks(
     states = [layer.kernel_blocks.size("N") for layer in (source, target)]
     if states[0] != states[1]:
         problem = "Both layers must have the same number of states per block"
-        hint = "Use a route, which converts between block sizes"
+        hint = "Use kvatlas.route, which converts between block sizes"
         got = f"{states[0]} and {states[1]}"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     within = torch.arange(states[0], device=ids.device)

@@ -20,17 +20,18 @@ from kvatlas.kernels.strided_copy import StridedBlocks, move_blocks
 def copy_blocks(
     source: LayerCache, ids: torch.Tensor, target: LayerCache, places: torch.Tensor
 ) -> None:
-    """Copy whole blocks of one layer into another, across layouts.
+    """Copy blocks `ids` of the source to blocks `places` of the target, across layouts.
 
-    If both layers pack their pages the same way, whole cells are copied, otherwise fields.
+    If fields have the same offsets in the cells of both layers, whole cells are copied. Otherwise
+    each field is copied separately.
     """
     if gpu := gpu_kernels(source.buffer, target.buffer):
         gpu.copy_blocks(source, ids, target, places)
         return
     if ids.numel() != places.numel():
         problem = "`ids` and `places` must have the same length"
-        hint = "Pass one place for each block"
-        got = f"{ids.numel()} blocks and {places.numel()} places"
+        hint = "Pass one target block in `places` for each source block in `ids`"
+        got = f"{ids.numel()} ids and {places.numel()} places"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     ids, places = block_ids(source, ids), block_ids(target, places)
     _check_races(source, ids, target, places)
@@ -41,7 +42,7 @@ def copy_blocks(
 def gather_blocks(
     layer: LayerCache, ids: torch.Tensor, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Gather blocks of a layer as bytes [blocks, H, N, C]; blocks are contiguous.
+    """Return a copy of blocks `ids` as bytes [blocks, H, N, C]. Each block is contiguous.
 
     Bytes keep their order in the layer's pages, so the tensor may be strided inside a block.
     Pass the result of an earlier call as `out` to reuse its memory.
@@ -77,7 +78,7 @@ def zero_blocks(layer: LayerCache, ids: torch.Tensor) -> None:
 
 
 def block_ids(layer: LayerCache, ids: torch.Tensor) -> torch.Tensor:
-    """Return ids of a layer's kernel blocks as int64; raise an error if any is out of range."""
+    """Return ids as int64; raise an error if any is not the id of a kernel block of the layer."""
     hint = "Pass ids of kernel blocks, counted from 0"
     return checked_ids(ids, layer.kernel_blocks.size("B"), "Block ids", hint)
 
@@ -93,6 +94,8 @@ def _check_races(
     pools = [layer.buffer.untyped_storage().data_ptr() for layer in (source, target)]
     same_layer = pools[0] == pools[1] and source.placement == target.placement
     if twice or (same_layer and ids.numel() and bool(written[ids].any())):
-        problem = f"A block is {'written twice' if twice else 'both read and written'}"
-        got = f"blocks {ids.tolist()[:8]} to {places.tolist()[:8]}"
-        raise AtlasError(Code.OVERLAP, problem, got=got, hint="Copy in two steps")
+        problem = "A copy must not write a block twice"
+        if not twice:
+            problem = "A copy within one layer must not read a block that it writes"
+        got = f"ids {ids.tolist()[:8]} and places {places.tolist()[:8]} (the first 8)"
+        raise AtlasError(Code.OVERLAP, problem, got=got, hint="Split the copy into two calls")

@@ -1,8 +1,8 @@
 """Convert cells between formats: decode to float32 and encode again.
 
-The codecs are the ones that write and read caches, so a converted cell is identical to a write of
-the decoded row. Rows in the model's dtype are not decoded: a codec that rounds to that dtype
-first (int4) receives the same dtype as from an engine.
+The codecs are those of `write` and `read`, so a converted cell has the same bytes as if the decoded
+row had been written to the target. Rows in the model's dtype are not decoded to float32, because
+int4 first rounds to the dtype of its input, and an engine passes the model's dtype.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def convert_cells(cells: ByteArray, src: CellFormat, dst: CellFormat) -> ByteArr
 def _convert_elements(
     cells: torch.Tensor, src: CellFormat, made: torch.Tensor, dst: CellFormat
 ) -> None:
-    """Convert cells of element-wise formats; adjacent rows with the same scale go together."""
+    """Convert cells of element-wise formats. Adjacent rows with equal scales share one call."""
     spans: dict[tuple[float, float], list[int]] = {}
     at = 0
     for row in src.rows:
@@ -99,7 +99,10 @@ def _convert_elements(
 def _look_up(
     given: torch.Tensor, one: DType, into: torch.Tensor, two: DType, scales: tuple[float, float]
 ) -> None:
-    """Convert 8-bit and 16-bit elements by table: faster in numpy than fp8 casts in torch."""
+    """Convert 8-bit and 16-bit elements with a lookup table in numpy.
+
+    This is faster on a CPU than fp8 casts in torch.
+    """
     table = _table(one, two, *scales)
     codes: NDArray[Any] = given.view(_WORDS[one.item]).numpy().view(f"u{one.item}")
     stored: NDArray[Any] = into.view(_WORDS[two.item]).numpy()
@@ -111,7 +114,7 @@ def _look_up(
 
 @lru_cache(maxsize=256)
 def _table(one: DType, two: DType, from_scale: float, to_scale: float) -> NDArray[Any]:
-    """Return the converted value of every code of a type."""
+    """Return the lookup table: the converted value of each bit pattern of type `one`."""
     codes = np.arange(1 << one.bits).astype(f"u{one.item}").view(f"i{one.item}")
     values = torch.from_numpy(codes).view(torch_dtype(one))
     made: NDArray[Any] = _element(values, two, from_scale, to_scale).view(_WORDS[two.item]).numpy()
@@ -121,7 +124,7 @@ def _table(one: DType, two: DType, from_scale: float, to_scale: float) -> NDArra
 def _element(
     values: torch.Tensor, dtype: DType, from_scale: float, to_scale: float
 ) -> torch.Tensor:
-    """Convert elements one by one, with the same result as the codecs."""
+    """Return elements converted to `dtype`, with the same rounding as the codecs."""
     exact = values.float() * from_scale
     if dtype.item > 1:
         return exact.to(torch_dtype(dtype))
@@ -129,7 +132,10 @@ def _element(
 
 
 def _view(cells: torch.Tensor, row: CellRow) -> torch.Tensor:
-    """Return one field of cells [n, bytes] as [n, items]; a view if elements are aligned."""
+    """Return one field of cells [n, bytes] as [n, elements] in the field's dtype.
+
+    The result is a view if the elements are aligned in the cells, otherwise a copy.
+    """
     item, dtype = row.dtype.item, torch_dtype(row.dtype)
     if cells.shape[1] % item or row.at % item:
         return cells[:, row.at : row.at + row.nbytes].contiguous().view(dtype)
@@ -137,7 +143,7 @@ def _view(cells: torch.Tensor, row: CellRow) -> torch.Tensor:
 
 
 def _converted(fields: Fields, src: CellFormat, dst: CellFormat) -> Fields:
-    """Return the fields of cells, converted to the other format."""
+    """Return the fields of cells, converted from format `src` to format `dst`."""
     one: Any = src.spec
     two: Any = dst.spec
     if isinstance(two, Attention):
@@ -149,7 +155,7 @@ def _converted(fields: Fields, src: CellFormat, dst: CellFormat) -> Fields:
 
 
 def _side(fields: Fields, src: CellFormat, dst: CellFormat, side: Side) -> Fields:
-    """Convert K or V of cells."""
+    """Return the fields of K or V (`side`), converted from format `src` to format `dst`."""
     one: Any = src.spec
     two: Any = dst.spec
     from_scale, to_scale = (getattr(end.scales, side) for end in (src, dst))

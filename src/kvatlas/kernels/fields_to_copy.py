@@ -9,14 +9,14 @@ from kvatlas.geometry.combine import tile_alike
 
 
 def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Placement, Placement]]:
-    """Return pairs of placements to copy: whole cells if both ends match, else each field."""
+    """Return (source, target) placements to copy: one pair of cells, or one pair per field."""
     held = [
         {f.name: (f.dtype, f.sizes) for f in layer.page.fields if not f.padding}
         for layer in (source, target)
     ]
     if held[0] != held[1]:
         problem = "Both layers must have the same fields, with the same shapes and dtypes"
-        hint = "Convert the cache dtype first; use a route for different block sizes or ranks"
+        hint = "Use convert_blocks for other dtypes, kvatlas.route for other block sizes or ranks"
         got = f"{source.page} and {target.page}"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     if cells_alike(source, target):
@@ -25,7 +25,7 @@ def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Pla
 
 
 def cells_alike(source: LayerCache, target: LayerCache) -> bool:
-    """Whether whole cells can be copied: fields have the same offsets in them.
+    """Whether cells can be copied as a whole, because fields have the same offsets in them.
 
     If a field spans a whole page, the strides of heads and states must be equal as well.
     """

@@ -13,19 +13,19 @@ _TINY = 1e-12
 
 
 def to_fp8(values: torch.Tensor, *, e5m2: bool = False) -> torch.Tensor:
-    """Round each value to the nearest fp8, saturating; NaN stays NaN.
+    """Round each value to the nearest fp8 number. Large values saturate; NaN stays NaN.
 
     >>> to_fp8(torch.tensor([0.3, 1e9, -float("inf")])).tolist()
     [0.3125, 448.0, -448.0]
     """
-    # torch's cast converts values that are too large to NaN; a cache saturates them.
+    # torch casts values that are too large to NaN, but a cache must saturate them.
     if e5m2:
         return values.clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e5m2)
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def not_finite_is_nan(values: torch.Tensor) -> torch.Tensor:
-    """Replace scales that are not finite by NaN."""
+    """Return values with infinities replaced by NaN."""
     return torch.where(values.isfinite(), values, torch.nan)
 
 
@@ -54,7 +54,10 @@ def from_ue8m0(codes: torch.Tensor) -> torch.Tensor:
 
 
 def to_nvfp4(rows: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return packed e2m1 codes, and one e4m3 scale per 16 elements; `scale` is per tensor."""
+    """Return packed e2m1 codes, and one e4m3 scale per 16 elements.
+
+    `scale` is the additional scale of the whole tensor.
+    """
     blocks = bits.split(rows, -1, 16)
     largest = not_finite_is_nan(blocks.abs().amax(-1))
     step = to_fp8(largest / E2M1_MAX / scale)
@@ -74,9 +77,10 @@ def from_nvfp4(
 def to_fp8_blocks(
     rows: torch.Tensor, block: int, *, powers: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return fp8 elements and one scale per `block` elements; with `powers`, its exponent.
+    """Return fp8 elements and one scale per `block` elements.
 
-    The largest element of a block counts as at least 1e-4, the same as in the GPU kernels.
+    With `powers`, scales are powers of two, and their exponents are returned instead. A block's
+    largest absolute value counts as at least 1e-4, as in the GPU kernels.
     """
     blocks = bits.split(rows, -1, block)
     step = not_finite_is_nan(blocks.abs().amax(-1)).clamp(min=1e-4) / E4M3_MAX

@@ -1,4 +1,4 @@
-"""Hadamard rotations of rows: they spread outlier channels, so that few bits suffice for all."""
+"""Hadamard rotations of rows. They spread outliers over all channels before quantisation."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def rotate_signed_back(rows: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=32)
 def signs(size: int, device: torch.device) -> torch.Tensor:
-    """Return the signs of a block's elements. They are fixed, because caches outlive processes.
+    """Return the random signs of a block's elements, the same in every process.
 
     >>> signs(4, torch.device("cpu")).abs().tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
     generator = torch.Generator().manual_seed(0x9E3779B9)
-    # The dtype is explicit: it affects the random numbers, and the default dtype may differ.
+    # The random numbers depend on the dtype, and callers can change torch's default dtype.
     half = torch.full((size,), 0.5, dtype=torch.float32, device="cpu")
     return (half.bernoulli(generator=generator) * 2 - 1).to(device)
 

@@ -1,8 +1,9 @@
 """Paged attention over the views of a layer, in float32: the reference for faster kernels.
 
-Prefill and decode form one batch: each sequence has its last tokens as queries, and a block table
-for all its tokens. Only visible states are read, so table entries outside a window may have any
-value. Rows of several sequences are read together; then each sequence is computed separately.
+One batch may contain both prefill and decode: the queries of a sequence are its last tokens, and
+its block table covers all its tokens. Only visible states are read, so table entries outside a
+window may have any value. Rows of several sequences are read together; then each sequence is
+computed separately.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ROWS_AT_ONCE = 1 << 14
 
 
 class _Softmax(NamedTuple):
-    """Parameters that turn products of queries and keys into weights."""
+    """Parameters of the softmax over the products of queries and keys."""
 
     scale: float
     softcap: float | None
@@ -40,9 +41,9 @@ class _Sequence(NamedTuple):
     queries: slice
     """The sequence's rows in the batch of queries."""
     slots: torch.Tensor
-    """Slots of the states that at least one of its queries sees."""
+    """Slots of the states that at least one of the sequence's queries sees."""
     mask: torch.Tensor | None
-    """Which query sees which state; None if every query sees all of them."""
+    """[queries, states]: whether a query sees a state. None if every query sees all states."""
 
 
 def attend(
@@ -63,19 +64,19 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention of `q` [tokens, query heads, D] over each sequence's cache.
 
-    `tables` [sequences, blocks] holds block ids and `lengths` the number of cached tokens.
-    `queries` holds how many of the last tokens of each sequence are in `q`; pass either it or
+    `tables` [sequences, blocks] holds block ids and `lengths` the number of cached tokens. The
+    queries of a sequence are its last tokens. Pass either `queries`, their number per sequence, or
     `starts` [sequences + 1], the rows of `q` where sequences begin and end. Table entries past a
     sequence's length may have any value, and a sequence of length 0 produces zeros. Logits are
     multiplied by `scale` (default 1 / sqrt(D)) and capped by `softcap` (0 or None: no cap).
-    Quantised caches need the `k_scale` and `v_scale` of their writes.
+    For quantised caches, pass the same `k_scale` and `v_scale` as to `write`.
 
     The spec determines window, chunk and sink tokens. `sink_logits` are learned, one per query
-    head; they take part in the softmax only. Cross attention sees all tokens of the encoder,
-    and `lengths` counts those.
+    head; they contribute to the softmax's denominator only. In cross attention, queries see all
+    tokens of the encoder, and `lengths` counts encoder tokens.
 
-    Only the rows of the batch are written to `out`. Pass `max_queries` if no sequence has more
-    queries: on a GPU, a step with `max_queries=1` takes the fast path for decoding.
+    Rows of `out` that belong to no sequence are not written. `max_queries` is an upper bound of
+    the queries per sequence: on a GPU, `max_queries=1` takes the fast path for decoding.
     """
     check_scales(k_scale, v_scale)
     if gpu := gpu_kernels(q):
@@ -111,10 +112,10 @@ def attend_latent(
     out: torch.Tensor | None = None,
     max_queries: int | None = None,
 ) -> torch.Tensor:
-    """Compute absorbed MLA: `q` [tokens, heads, latent + rope] over rows that all heads share.
+    """Compute absorbed MLA of `q` [tokens, heads, latent + rope] over each sequence's cache.
 
-    Returns [tokens, heads, latent], before the value projection. Supports every cache dtype of
-    latents. The other arguments are those of `attend`.
+    All heads share the cached rows. Returns [tokens, heads, latent], before the value projection.
+    Supports every cache dtype of latents. The other arguments are those of `attend`.
     """
     check_scales(kv_scale)
     spec = layer.spec_as(LatentAttention)
@@ -137,7 +138,7 @@ def attend_latent(
 
 def _check_queries(q: torch.Tensor, heads: int, dim: int) -> None:
     if q.dim() != 3 or q.shape[2] != dim or not q.shape[1] or q.shape[1] % heads:
-        problem = f"`q` must be of shape [tokens, a multiple of {heads}, {dim}]"
+        problem = f"`q` must be [tokens, query heads, {dim}], with a multiple of {heads} heads"
         hint = "Pass the query heads that this rank holds"
         raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(q.shape), hint=hint)
 
@@ -180,9 +181,9 @@ def _read_together(batch: list[_Sequence]) -> Iterator[list[_Sequence]]:
 def _one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, softmax: _Softmax
 ) -> torch.Tensor:
-    """Compute one sequence: q [T, Hq, D], k [S, H, D], v [S, H, Dv].
+    """Return the attention of one sequence: q [T, Hq, D], k [S, H, D], v [S, H, Dv].
 
-    Query heads are divided evenly among kv heads.
+    Each kv head serves Hq / H consecutive query heads.
     """
     tokens, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
     # [H, queries of all heads that share a kv head, D] x [H, D, S]: keys are never repeated.
@@ -209,25 +210,37 @@ def _batch(
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> list[_Sequence]:
-    """Return the visible slots of each sequence."""
+    """Return the query rows, the visible slots and the mask of each sequence with queries."""
     hint = "Pass tensors of int32 or int64"
     tables, lengths = whole_tensor(tables, "Tables", hint), whole_tensor(lengths, "Lengths", hint)
     if tables.dim() != 2 or lengths.dim() != 1:
-        raise _bad_batch(f"tables {tuple(tables.shape)} and lengths {tuple(lengths.shape)}")
+        problem = "`tables` must have two axes and `lengths` one"
+        got = f"tables of shape {tuple(tables.shape)} and lengths of {tuple(lengths.shape)}"
+        raise _bad_batch(problem, got, "Pass tables [sequences, blocks] and lengths [sequences]")
     states, visibility = layer.kernel_blocks.size("N"), layer.spec.visibility
     edges = _edges(q, queries, starts)
     sizes = len(tables), len(lengths), len(edges) - 1
     if len(set(sizes)) > 1:
-        raise _bad_batch(f"{sizes} tables, lengths and queries")
+        problem = "Tables, lengths and queries must describe the same number of sequences"
+        got = f"{sizes[0]} tables, {sizes[1]} lengths and queries of {sizes[2]} sequences"
+        raise _bad_batch(problem, got, "Pass one table, length and query count per sequence")
     room = tables.shape[-1] * states
     batch = []
     sequences = zip(tables.long(), lengths.tolist(), pairwise(edges), strict=True)
     for table, length, (start, stop) in sequences:
         count = stop - start
         most = length if visibility.causal else count
+        if not 0 <= length <= room:
+            problem = f"Lengths must be 0 to {room}, the number of tokens that a table covers"
+            raise _bad_batch(problem, f"a length of {length}", "Pass a table with more blocks")
+        if count < 0:
+            hint = "Pass ascending `starts`, or `queries` of at least 0"
+            raise _bad_batch("Query counts must not be negative", f"{count} queries", hint)
         # A sequence without tokens is padding of the batch: its queries produce zeros.
-        if count < 0 or (length and count > most) or not 0 <= length <= room:
-            raise _bad_batch(f"{count} queries of {length} tokens in blocks for {room}")
+        if length and count > most:
+            problem = f"A sequence of {length} tokens must not have more than {most} queries"
+            hint = "Include the queries in `lengths`: they are the last cached tokens"
+            raise _bad_batch(problem, f"{count} queries", hint)
         if count:
             seen, mask = _seen(visibility, length, count)
             seen = seen.to(table.device)
@@ -248,16 +261,29 @@ def _edges(q: torch.Tensor, queries: torch.Tensor | None, starts: torch.Tensor |
         edges = [0, *accumulate(given if queries is not None else ())]
         fits = queries is not None and starts is None and edges[-1] == q.shape[0]
     if not fits:
-        raise _bad_batch(f"queries {queries}, starts {starts} for {q.shape[0]} rows")
+        raise _bad_edges(given, q.shape[0], queries is not None, starts is not None)
     return edges
+
+
+def _bad_edges(given: list[int], rows: int, queries: bool, starts: bool) -> AtlasError:
+    """Return the error for the values `given` as `queries` or `starts` that do not match `q`."""
+    if queries == starts:
+        problem, got = "Exactly one of `queries` and `starts` is required", "neither"
+        return _bad_batch(problem, "both" if queries else got, "Pass one of them")
+    if queries:
+        problem = f"The sum of `queries` must be the {rows} rows of `q`"
+        return _bad_batch(problem, f"a sum of {sum(given)}", "Pass all rows of the batch as `q`")
+    problem = f"`starts` must be rows of `q`, from 0 to {rows}"
+    got = f"{given[0]}..{given[-1]}" if given else "no starts"
+    return _bad_batch(problem, got, "Pass the cumulative query counts, beginning with 0")
 
 
 def _seen(
     visibility: Visibility, length: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the tokens that the last `count` of `length` tokens see, and the mask.
+    """Return the tokens that the last `count` tokens of a sequence see, and their mask.
 
-    The mask is None if every query sees all of them.
+    The mask is [queries, tokens], or None if every query sees all returned tokens.
     """
     if not visibility.causal:
         return torch.arange(length), None
@@ -271,7 +297,5 @@ def _seen(
     return tokens, visibility.sees(positions, tokens)
 
 
-def _bad_batch(got: str) -> AtlasError:
-    problem = "Each sequence needs a table that covers its length, and at most one query per token"
-    hint = "Pass either queries or starts; queries are the last tokens of each sequence"
+def _bad_batch(problem: str, got: str, hint: str) -> AtlasError:
     return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)

@@ -5,7 +5,8 @@ that side, and `decode` returns the numbers. Rows are [..., D] with their scales
 fields, so both accept any batch of rows. The fields have the sizes that the page reserves; this
 module does not depend on their placement.
 
-The table lists the error of an element x, where a is the largest element that shares its scale.
+The table lists the maximum error of an element x, where a is the largest absolute value among the
+elements that share its scale.
 
 | cache dtype | scale | error |
 |---|---|---|
@@ -84,7 +85,7 @@ def decode(spec: Attention, side: Side, fields: Fields, *, scale: float = 1.0) -
     missing = [name for name in _field_names(spec, side) if name not in fields]
     if missing:
         problem, hint = (
-            f"Fields of {side.upper()} are missing",
+            f"`fields` must contain all fields of {side.upper()}",
             "Pass all fields that encode returned",
         )
         raise AtlasError(Code.UNKNOWN_FIELD, problem, got=f"no {', '.join(missing)}", hint=hint)
@@ -185,8 +186,8 @@ def _from_turboquant(spec: Attention, side: Side, fields: Fields) -> torch.Tenso
 def normal_levels(bits: int) -> tuple[float, ...]:
     """Return the 2**bits levels that quantise a normal variable with the least squared error.
 
-    Lloyd's iteration: each level is the mean of its cell, and cells end half way between levels.
-    For a normal variable, both have closed forms.
+    They are computed by Lloyd's iteration: each level is the mean of its cell, and cells end
+    half way between levels. For a normal variable, both have closed forms.
 
     >>> [round(level, 3) for level in normal_levels(2)]
     [-1.51, -0.453, 0.453, 1.51]
@@ -221,10 +222,10 @@ def check_scales(*scales: float) -> None:
     for scale in scales:
         if not isinstance(scale, Real) or not 0.0 < scale < math.inf:
             problem, hint = (
-                "A tensor's scale must be positive and finite",
+                "A per-tensor scale must be a positive, finite number",
                 "Pass 1.0 for no scaling",
             )
-            raise AtlasError(Code.BAD_QUANTITY, problem, got=scale, hint=hint)
+            raise AtlasError(Code.BAD_QUANTITY, problem, got=repr(scale), hint=hint)
 
 
 @lru_cache(maxsize=1024)
@@ -245,9 +246,11 @@ def _check_size(spec: Attention, side: Side, rows: torch.Tensor) -> None:
     _field_names(spec, side)
     dim = _dim(spec, side)
     rotated_whole = spec.cache.startswith("turboquant")
-    if rows.shape[-1] != dim or (rotated_whole and dim & (dim - 1)):
-        power = ", a power of two," if rotated_whole else ""
-        problem = f"Rows of {side.upper()} must have the head size{power} in {spec.cache}"
-        got = f"rows of {rows.shape[-1]} for a head size of {dim}"
-        hint = "Pass [tokens, heads, head size]"
+    if rotated_whole and dim & (dim - 1):
+        problem = f"The cache dtype {spec.cache} requires a head size that is a power of two"
+        got, hint = f"a head size of {dim} for {side.upper()}", "Use another cache dtype"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
+    if rows.shape[-1] != dim:
+        problem = f"Rows of {side.upper()} must have {dim} elements, the head size"
+        got, hint = f"rows of {rows.shape[-1]} elements", "Pass [tokens, heads, head size]"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)

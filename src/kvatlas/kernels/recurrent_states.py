@@ -1,8 +1,8 @@
 """Write a sequence's recurrent state to a block, and read it back.
 
 A plan may split a state by heads into parts, each on a separate page or in a separate group. Pass
-all parts together (`Cache.parts`). The state is still one tensor: each part specifies the rows
-that it holds.
+all parts together (`Cache.parts`). Callers still pass and receive one tensor per state; each part
+stores a range of its rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ ConvOrder = Literal["SD", "DS"]
 
 
 class _PartRange(NamedTuple):
-    """Rows of a state that a part holds: at `local` in the part, at `start` in the state."""
+    """A range of rows of a state, stored in one part.
+
+    The first row has index `start` in the state and index `local` in the part.
+    """
 
     view: torch.Tensor
     ids: torch.Tensor
@@ -49,10 +52,10 @@ def write_states(
     *,
     conv: ConvOrder | None = None,
 ) -> None:
-    """Write states [sequences, ...] by field; sequence i is written to block `ids[i]`.
+    """Write states [sequences, ...], given by field name; sequence i goes to block `ids[i]`.
 
-    Parts in separate groups have separate block tables: pass one tensor of ids per part. `conv`
-    is the axis order of the given convolution state, if it differs from the spec's. Fields that
+    Parts in separate groups have separate block tables: pass one tensor of ids per part. Pass
+    `conv` if the axis order of the given convolution state differs from the spec's. Fields that
     are not passed keep their content.
     """
     parts = [parts] if isinstance(parts, LayerCache) else list(parts)
@@ -60,8 +63,8 @@ def write_states(
     for name, state in states.items():
         expected = (len(blocks[0]), *_shape(parts, name, conv))
         if tuple(state.shape) != expected:
-            problem = f"The state of {name} must be of shape {expected}"
-            hint = "Pass [sequences, ...] in the field's axis order, with all parts of the layer"
+            problem = f"The state of field {name!r} must be of shape {expected}"
+            hint = "Pass [sequences, ...] in the field's axis order, and all parts of the layer"
             raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(state.shape), hint=hint)
         for rows in _part_ranges(parts, blocks, name, conv):
             rows.held[rows.ids] = rows.of(state).to(rows.view.dtype)
@@ -73,7 +76,7 @@ def read_states(
     *,
     conv: ConvOrder | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read the states of the blocks `ids` by field, as [sequences, ...] in the stored dtype."""
+    """Return the states in blocks `ids`, by field name: [sequences, ...] in the stored dtype."""
     parts = [parts] if isinstance(parts, LayerCache) else list(parts)
     blocks = _ids_by_part(parts, ids)
     states = {}
@@ -95,14 +98,14 @@ def _ids_by_part(
     shared = ids if isinstance(ids, torch.Tensor) else None
     by_part = list(ids) if shared is None else [shared] * len(parts)
     if len(by_part) != len(parts) or len({len(blocks) for blocks in by_part}) > 1:
-        problem = "Each part of a state needs one block per sequence"
-        got = f"{[len(blocks) for blocks in by_part]} blocks for {len(parts)} parts"
-        hint = "Pass one tensor of ids, or one per part, all of the same length"
+        problem = f"`ids` must hold {len(parts)} tensors of equal length, one for each part"
+        got = f"{len(by_part)} tensors of lengths {[len(blocks) for blocks in by_part]}"
+        hint = "Pass one block id per sequence for each part"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if shared is not None and len({(p.buffer.data_ptr(), p.placement) for p in parts}) < len(parts):
         problem = "Parts in separate groups cannot share block ids"
-        got = f"one list of ids for {len(parts)} parts of {parts[0].name}"
-        hint = "Pass one tensor of ids per part"
+        got = f"one tensor of ids for {len(parts)} parts of layer {parts[0].name!r}"
+        hint = "Pass a list with one tensor of ids for each part"
         raise AtlasError(Code.OVERLAP, problem, got=got, hint=hint)
     return [block_ids(part, blocks) for part, blocks in zip(parts, by_part, strict=True)]
 
@@ -110,7 +113,7 @@ def _ids_by_part(
 def _part_ranges(
     parts: Sequence[LayerCache], ids: list[torch.Tensor], name: str, conv: ConvOrder | None
 ) -> Iterator[_PartRange]:
-    """Yield the rows of a field that each part holds, numbered in the combined state."""
+    """Yield the ranges of a field's rows that each part stores."""
     for part, blocks in zip(parts, ids, strict=True):
         view, axes = _oriented(part, name, conv)
         field = part.page.field(name)
@@ -124,7 +127,7 @@ def _part_ranges(
 
 
 def _rows_held(parts: Sequence[LayerCache], name: str) -> Int64s:
-    """Return the rows of the whole model that a state has, in order; parts may overlap."""
+    """Return the model's row numbers of a field that the parts store, sorted and distinct."""
     return _union(tuple(rows for part in parts for rows in part.page.field(name).ranges))
 
 

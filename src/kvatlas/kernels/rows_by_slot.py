@@ -1,8 +1,8 @@
-"""Write and read rows of pages by slot; all other writes and reads use these functions.
+"""Write and read rows of pages by slot; all writes and reads in torch use these functions.
 
-A slot is block * N + state, as engines number them. Slots of a prefill form long runs, and a run
-is one strided copy. Slots of a decode step are scattered and become one indexed copy. Both work
-on the views of a field, in any layout.
+A slot is `block_id * N + i` for state i of a block of N states, as in vLLM's slot mapping. The
+slots of a prefill form long runs, and each run is one strided copy. The slots of a decode step are
+scattered and become one indexed copy. Both work on the views of a field, in any layout.
 """
 
 from __future__ import annotations
@@ -41,41 +41,46 @@ class SlotRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Slots:
-    """Slots after validation, with their blocks, states and runs."""
+    """Validated slots, with their blocks, their states and their runs."""
 
     numbers: torch.Tensor
     in_block: int
     """States per block."""
     runs: list[SlotRun] | None
-    """None if the slots are scattered."""
+    """Runs of consecutive slots; None if the slots are scattered or on a GPU."""
 
     @cached_property
     def blocks(self) -> torch.Tensor:
-        """The block of each slot."""
+        """The block id of each slot."""
         return torch.div(self.numbers, self.in_block, rounding_mode="floor")
 
     @cached_property
     def states(self) -> torch.Tensor:
-        """The state of each slot in its block."""
+        """The index of each slot's state in its block."""
         return torch.remainder(self.numbers, self.in_block)
 
 
 def find_slots(layer: LayerCache, slots: torch.Tensor) -> Slots:
-    """Return the slots of a layer; raise an error if any is out of range."""
+    """Validate slots of a layer and find their runs; raise an error if any is out of range."""
     states = layer.kernel_blocks.size("N")
     count = layer.kernel_blocks.size("B") * states
-    hint = "Check the block table; a slot is block * N + state"
+    hint = f"Pass block_id * {states} + i for state i of a block, as in vLLM's slot mapping"
     slots = checked_ids(slots, count, "Slots", hint)
     looked_for = slots.device.type == "cpu" and slots.numel() >= _MANY
     return Slots(slots, states, _slot_runs(slots.numpy(), states) if looked_for else None)
 
 
 def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return slots and rows without skipped ones (negative slots); check that counts match."""
-    slots = whole_tensor(slots, "Slots", "Pass a slot for each row, or -1")
+    """Return slots and rows without those whose slot is negative.
+
+    Raises an error if there is not exactly one slot per row.
+    """
+    slots = whole_tensor(slots, "Slots", "Pass a slot for each row, or -1 to skip a row")
     if slots.dim() != 1 or any(row.shape[:1] != slots.shape for row in rows):
-        got = f"rows {[tuple(row.shape) for row in rows]} for slots {tuple(slots.shape)}"
-        problem, hint = "There must be one slot per row", "Pass a slot for each row; -1 skips a row"
+        shapes = " and ".join(str(tuple(row.shape)) for row in rows)
+        got = f"slots of shape {tuple(slots.shape)} for rows of shape {shapes}"
+        problem = "`slots` must have one axis, with one slot per row"
+        hint = "Pass a slot for each row, or -1 to skip a row"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if slots.numel() and int(slots.min()) < 0:
         kept = slots >= 0
@@ -84,7 +89,7 @@ def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def write_fields(layer: LayerCache, slots: Slots, fields: Mapping[str, torch.Tensor]) -> None:
-    """Write rows [T, ...] of several fields to the same states."""
+    """Write rows [T, ...] of each field to the states in `slots`."""
     for name, values in fields.items():
         pages = _by_row(layer, name)
         pages, rows = _in_words(pages, _tiled_like(pages, values.to(pages.dtype)))
@@ -95,7 +100,7 @@ def write_fields(layer: LayerCache, slots: Slots, fields: Mapping[str, torch.Ten
 
 
 def read_fields(layer: LayerCache, slots: Slots) -> dict[str, torch.Tensor]:
-    """Read the rows of all fields of the same states."""
+    """Return the rows [T, ...] of every field for the states in `slots`."""
     names = [field.name for field in layer.page.fields if not field.padding]
     return {name: read_field(layer, name, slots) for name in names}
 
@@ -103,7 +108,7 @@ def read_fields(layer: LayerCache, slots: Slots) -> dict[str, torch.Tensor]:
 def read_field(
     layer: LayerCache, name: str, slots: Slots, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Read rows [T, ...] of a field, into a new tensor or into `out`; tiled rows are joined."""
+    """Return rows [T, ...] of a field, in a new tensor or in `out`; tiled rows are joined."""
     pages = _by_row(layer, name)
     tiled = "c" in layer.place(name).axes
     if slots.runs is None:
@@ -128,7 +133,10 @@ def read_field(
 
 
 def _by_row(layer: LayerCache, name: str) -> torch.Tensor:
-    """Return a field as [B, N, H, row], without H if it has no heads; a tiled row has two axes."""
+    """Return a view of a field as [B, N, H, row], without H if the field has no heads.
+
+    A tiled row has two axes: tiles, and elements of a tile.
+    """
     kept: torch.Tensor | None = layer.kept.get(("by row", name))
     if kept is None:
         axes = layer.place(name).axes
@@ -138,7 +146,10 @@ def _by_row(layer: LayerCache, name: str) -> torch.Tensor:
 
 
 def _row_words(layer: LayerCache, name: str, pages: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Return a field by row in wide words; as [B * N, ...] if all states are evenly spaced."""
+    """Return a view of a field in the widest words, and whether B and N are joined.
+
+    The view is [B * N, ...] if all states are evenly spaced, otherwise [B, N, ...].
+    """
     kept: tuple[torch.Tensor, bool] | None = layer.kept.get(("row words", name))
     if kept is None:
         (words,) = _in_words(pages)
@@ -148,13 +159,13 @@ def _row_words(layer: LayerCache, name: str, pages: torch.Tensor) -> tuple[torch
 
 
 def _tiled_like(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows [T, ...] with the axes of pages [B, N, ...]: a row may be split into tiles."""
+    """Return rows [T, ...] with the same trailing axes as pages [B, N, ...], split into tiles."""
     tiled = pages.dim() == rows.dim() + 2
     return torch.unflatten(rows, -1, pages.shape[-2:]) if tiled else rows
 
 
 def _slot_runs(slots: Int64s, states: int) -> list[SlotRun] | None:
-    """Return runs of slots, each in one block or over whole blocks; None if they are short."""
+    """Return runs of slots, each within one block or over whole blocks; None if runs are short."""
     starts = stretch_starts(slots)
     if len(slots) < _LONG * len(starts):
         return None
@@ -190,7 +201,7 @@ def _copy_runs(
 def _copy_whole_blocks(
     pages: torch.Tensor, blocks: Int64s, lines: torch.Tensor, *, into_pages: bool
 ) -> None:
-    """Copy whole blocks: large stretches of adjacent blocks as one copy, others by index."""
+    """Copy whole blocks: one copy per large range of adjacent blocks, the rest by index."""
     starts = stretch_starts(blocks)
     if len(starts) > 1 and lines.nbytes < _LARGE * len(starts):
         if not into_pages:
@@ -207,7 +218,7 @@ def _copy_whole_blocks(
 
 
 def _in_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """View tensors as elements of the widest word that all of them permit."""
+    """Return views of the tensors in the widest word that the alignment of all permits."""
     word = min(_widest_word(tensor) for tensor in tensors)
     return [tensor.view(WORDS[word]) for tensor in tensors]
 

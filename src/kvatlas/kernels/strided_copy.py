@@ -2,12 +2,12 @@
 
 The axes of both ends are folded together, so an item is the longest run that is contiguous at
 both ends. Items are moved as the widest words that their alignment permits, independent of the
-element type. Three methods cover the different costs:
+element type. The method depends on the blocks:
 
-- Adjacent blocks at both ends are joined and copied as one.
-- Scattered blocks are copied one by one: a call per block costs less than staging every byte.
-  If one end is adjacent, they are copied in a single call.
-- Blocks that are too small for that are gathered in a staging buffer that fits in the CPU cache.
+- Blocks that are adjacent at both ends are joined and copied as one.
+- Scattered blocks are copied one by one, because a call per block costs less than staging its
+  bytes. If they are adjacent at one end, a single call copies them all.
+- Scattered blocks that are small are gathered in a staging buffer that fits in the CPU cache.
 
 On devices other than the CPU, an indexed copy handles several blocks at a time.
 """
@@ -63,7 +63,7 @@ def move_blocks(
 ) -> None:
     """Copy blocks `ids` of the source to blocks `places` of the target.
 
-    Ids must be in range, and no block may be both read and written.
+    The caller must ensure that ids are in range, and that no block is both read and written.
     """
     if not ids.numel():
         return
@@ -96,10 +96,13 @@ def move_blocks(
 def _one_sided(
     source: StridedBlocks, ids: torch.Tensor, target: StridedBlocks, places: torch.Tensor, word: int
 ) -> bool:
-    """Copy scattered blocks from or to adjacent ones in one call; False if neither end is."""
+    """If the blocks of one end are adjacent, copy all in one call. Return whether they were copied.
+
+    If both ends have long stretches, nothing is copied, because joining them is faster.
+    """
     here, there = (len(stretch_starts(end.numpy())) for end in (ids, places))
     if max(here, there) * 4 < len(ids):
-        return False  # Both ends have long stretches: joining them is faster.
+        return False
     if there == 1 and target.placement.contiguous:
         out = target.words(word)[int(places[0]) :][: len(places)]
         torch.index_select(source.words(word), 0, ids, out=out)
@@ -135,7 +138,7 @@ def _alignment(buffer: torch.Tensor) -> int:
 
 
 def _stretches(ids: Int64s, places: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return starts and lengths of the stretches that are adjacent at both ends.
+    """Return the stretches of blocks that are adjacent at both ends: (ids, places, lengths).
 
     Scattered blocks are sorted by source, because ascending reads are fastest.
     """
@@ -148,7 +151,7 @@ def _stretches(ids: Int64s, places: Int64s) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def stretch_starts(*ends: Int64s) -> Int64s:
-    """Return the indices where a new stretch begins: at some end, the next id is not adjacent.
+    """Return the indices at which a stretch begins, because an id is not its predecessor + 1.
 
     >>> stretch_starts(np.array([4, 5, 6, 9]), np.array([0, 1, 7, 8])).tolist()
     [0, 2, 3]

@@ -1,4 +1,4 @@
-"""Checks of block tables that are tensors, for kernels in torch and in Triton."""
+"""Checks of block tables, shared by the kernels in torch and in Triton."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ def check_block(layer: LayerCache, block: int) -> None:
     if layer.block_states != block:
         raise AtlasError(
             Code.CONTRADICTORY,
-            "The tables and the layer must have the same block size",
-            got=f"{block} tokens in the tables, {layer.block_states} in the layer",
-            hint="Append to layers of the group that the tables belong to",
+            f"`block` must be the block size of the layer, {layer.block_states} tokens",
+            got=f"{block} tokens",
+            hint="Pass the block size and the tables of the layer's group",
         )
 
 
 def check_tables(tables: torch.Tensor) -> None:
-    """Raise an error unless tables are integers in two axes."""
+    """Raise an error unless `tables` is a tensor of integers with two axes."""
     whole = isinstance(tables, torch.Tensor) and tables.dtype in (torch.int32, torch.int64)
     if not whole or tables.ndim != 2:
-        got = f"{tables.dtype} of shape {tuple(tables.shape)}" if whole else repr(tables)[:80]
+        got = type(tables).__name__
+        if isinstance(tables, torch.Tensor):
+            got = f"{tables.dtype} of shape {tuple(tables.shape)}"
         raise AtlasError(
             Code.BAD_TENSOR,
-            "Tables must be a tensor of int32 or int64, [sequences, blocks]",
+            "`tables` must be a tensor [sequences, blocks] of int32 or int64",
             got=got,
             hint="Pass the scheduler's block tables as one tensor",
         )

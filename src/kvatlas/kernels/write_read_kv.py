@@ -29,9 +29,9 @@ def write(
 ) -> None:
     """Write K and V [tokens, heads, D] to slots, quantised to the layer's cache dtype.
 
-    A slot is block * N + state, as engines number them; negative slots are skipped. Every packing
-    is supported, including tiled and transposed keys. For cross attention, write the encoder's
-    tokens once.
+    A slot is `block_id * N + i` for state i of a block of N states, as in vLLM's slot mapping.
+    Negative slots are skipped. Every packing is supported, including tiled and transposed keys.
+    For cross attention, write the encoder's tokens once.
     """
     check_scales(k_scale, v_scale)
     if gpu := gpu_kernels(layer.buffer):
@@ -59,9 +59,9 @@ def read(
     dtype: torch.dtype = torch.float32,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read K and V of slots, dequantised, as [tokens, heads, D] of `dtype`.
+    """Return K and V of slots, dequantised, as [tokens, heads, D] of `dtype`.
 
-    If `out` is given, the result is written there, in the dtype of `out`.
+    If `out` is given, the result is written to it, and its dtype replaces `dtype`.
     """
     check_scales(k_scale, v_scale)
     spec = layer.spec_as(Attention)
@@ -90,7 +90,7 @@ def _refuse_unlike(
     if [tuple(rows.shape) for rows in out] != wanted or out[0].dtype != out[1].dtype:
         raise AtlasError(
             Code.BAD_TENSOR,
-            f"`out` must be of shapes {wanted[0]} and {wanted[1]}, both of one dtype",
-            got=", ".join(f"{rows.dtype} of {tuple(rows.shape)}" for rows in out),
+            f"`out` must be tensors of shapes {wanted[0]} and {wanted[1]} with the same dtype",
+            got=", ".join(f"{rows.dtype} of shape {tuple(rows.shape)}" for rows in out),
             hint="Omit `out`, or pass tensors with one row per slot",
         )

@@ -1,7 +1,7 @@
 """Write and read latent rows, indexer keys and compressor sums by slot, with quantisation.
 
-These caches have no heads: one row per state. The page determines where scales are stored, in
-the cell or after all rows of the page.
+These caches have no heads: each state is one row. The page determines whether scales are stored
+in the cells or after all rows of the page.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def write_latent(
 def read_latent(
     layer: LayerCache, slots: torch.Tensor, *, kv_scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the latents and rotary parts of slots, as float32."""
+    """Return the latents and rotary parts of slots, as float32."""
     spec = layer.spec_as(LatentAttention)
     return decode_latent(spec, read_fields(layer, find_slots(layer, slots)), scale=kv_scale)
 
@@ -64,7 +64,7 @@ def write_rows(layer: LayerCache, rows: torch.Tensor, slots: torch.Tensor) -> No
 
 
 def read_rows(layer: LayerCache, slots: torch.Tensor) -> torch.Tensor:
-    """Read the rows that `write_rows` stored, as float32."""
+    """Return the rows that `write_rows` stored, as float32."""
     return decode_rows(_rows_spec(layer), read_fields(layer, find_slots(layer, slots)))
 
 
@@ -159,7 +159,7 @@ def _rope_scaled(spec: LatentAttention) -> bool:
 
 def _checked(rows: torch.Tensor, width: int) -> torch.Tensor:
     if rows.dim() != 2 or rows.shape[-1] != width:
-        hint = "Pass one row per state, with the width of the spec"
-        problem = f"Rows must be [states, {width}]"
+        hint = f"Pass one row of {width} elements per state, as in the layer's spec"
+        problem = f"Rows must be of shape [states, {width}]"
         raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(rows.shape), hint=hint)
     return rows

@@ -1,7 +1,8 @@
 """Draw plans, and routes between plans, as HTML pages, SVG pictures and text.
 
-`map(plan)` returns a `Map`: `.html()` is a page that works offline, `.svg()` a picture for
-documents, and `.text()` a drawing for a terminal. `curves_page` draws hit rates over memory.
+`map(plan)` returns a `Map`. Its method `html` returns an HTML page that works offline, `svg` a
+picture for documents, and `text` a drawing for a terminal. `curves_page` draws hit rates over
+memory sizes.
 """
 
 from kvatlas.maps.curves import Curve, CurveText, curves_page

@@ -1,6 +1,6 @@
 """Find the field and the coordinates at many addresses of a pool at once.
 
-`geometry.js` implements the same lookup for the page.
+`geometry.js` implements the same lookup for the HTML page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Found:
     """The field of each address, and its coordinates by axis."""
 
     field: Int64s
-    """Index of the field in the page, -1 for an address outside of all fields."""
+    """Index of the field in `PageDrawing.fields`; -1 for an address outside all fields."""
     coordinates: dict[str, Int64s]
 
 
@@ -45,7 +45,11 @@ def look_up(page: PageDrawing, addresses: Int64s) -> Found:
 
 
 def _divide(box: Box, addresses: Int64s) -> tuple[np.ndarray, dict[str, Int64s]]:
-    """Divide by the strides, largest first. An address is inside if the rest is in the item."""
+    """Return whether each address is inside the box, and its coordinates by axis.
+
+    Addresses are divided by the strides, the largest first. An address is inside if the remainder
+    is less than the item size.
+    """
     rest = addresses - box.offset
     found: dict[str, Int64s] = {}
     for axis, size, stride in sorted(box.axes, key=lambda axis: -axis[2]):

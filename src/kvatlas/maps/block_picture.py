@@ -13,7 +13,8 @@ from kvatlas.maps.address_lookup import look_up
 from kvatlas.maps.plan_drawing import Box, PageDrawing, PlanDrawing, RegionDrawing
 
 MOST_ROWS = 16
-"""Limit on the drawn rows of a group. Each region gets a share; its other rows look the same."""
+"""Maximum number of rows drawn for a group, divided among its regions. The rows of a region that
+are not drawn look like the drawn ones."""
 _WORDS = {
     "L": "layers",
     "packs": "packs of layers",
@@ -24,7 +25,7 @@ _WORDS = {
     "k": "parts",
 }
 _PLAIN = ("attn", "self_attn", "mixer", "linear_attn")
-"""Last parts of layer names that labels omit. `rows.js` has the same list."""
+"""Last components of layer names that labels omit. `rows.js` has the same list."""
 
 
 class RowSample(NamedTuple):
@@ -34,17 +35,17 @@ class RowSample(NamedTuple):
     nbytes: int
     label: str
     field: Int64s
-    """Index of the field at each sampled byte, -1 for padding."""
+    """Index of the field at each sampled byte; -1 for padding and unused bytes."""
     head: Int64s
     page: PageDrawing | None
     goes_on: bool
     """Whether the row is longer than the part that is drawn."""
     more: int
-    """Rows of the same region after this one that are not drawn."""
+    """Number of further rows of the region that are not drawn."""
 
 
 class GroupRows(NamedTuple):
-    """The rows of a group's block, by address."""
+    """The sampled rows of a group's block, in order of address."""
 
     group: int
     times: int
@@ -53,7 +54,7 @@ class GroupRows(NamedTuple):
     each: float
     """Bytes between two samples."""
     field: Box
-    """Placement of the first field of the largest region, over all identical regions."""
+    """Placement of the first field of the largest region, with an axis for identical regions."""
 
     @property
     def heads(self) -> int:
@@ -62,7 +63,7 @@ class GroupRows(NamedTuple):
 
 
 def short_label(name: str) -> str:
-    """Shorten a layer's name to its number and, if it adds information, its last part.
+    """Return a short label: the layer's number and, if it adds information, its last component.
 
     >>> short_label("model.layers.5.self_attn.attn"), short_label("head 3")
     ('layer 5', 'head 3')
@@ -77,7 +78,7 @@ def short_label(name: str) -> str:
 
 
 def nesting(box: Box) -> str:
-    """Format how the axes of a field nest in memory, outermost first.
+    """Return a text that lists the axes of a field in memory, outermost first.
 
     >>> axes = (("L", 36, 4096), ("B", 100, 147456), ("H", 1, 512), ("N", 8, 512), ("C", 128, 2))
     >>> nesting(Box(0, 2, axes))
@@ -95,10 +96,10 @@ def nesting(box: Box) -> str:
 def sampled_groups(
     drawn: PlanDrawing, names: tuple[str, ...], columns: int, *, piece_columns: int
 ) -> list[GroupRows]:
-    """Sample all groups of the first stage; identical groups are sampled once.
+    """Return sampled rows of all groups of the first stage; identical groups are sampled once.
 
     A row has at most `columns` samples. The largest contiguous piece of a field gets at least
-    `piece_columns`, so only the beginning of a long row is sampled.
+    `piece_columns` samples. If a row is too long for that, only its beginning is sampled.
     """
     alike: dict[object, GroupRows] = {}
     for number in range(len(drawn.groups)):
@@ -148,7 +149,7 @@ class _Row(NamedTuple):
 
 
 def _rows(drawn: PlanDrawing, regions: list[RegionDrawing], unused: tuple[Box, ...]) -> list[_Row]:
-    """Return rows of block 0 by address: some of each region, and the unused bytes."""
+    """Return the rows of block 0 to draw, in order of address: of each region, and unused bytes."""
     rows: list[_Row] = []
     most = max(2, MOST_ROWS // len(regions))
     for region in regions:
@@ -171,7 +172,7 @@ def _largest_piece(page: PageDrawing) -> int:
 
 
 def _piece(box: Box) -> int:
-    """Return the contiguous bytes of a field within one head and state."""
+    """Return how many contiguous bytes a field has within one head and state."""
     item = box.item
     for axis, size, stride in sorted(box.axes, key=lambda axis: axis[2]):
         if size > 1 and (axis in "LBkHN" or stride != item):

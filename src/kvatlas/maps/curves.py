@@ -1,4 +1,4 @@
-"""A page that shows hit rates over memory as curves, with a table below. It works offline."""
+"""An HTML page with hit rates over memory sizes, as curves and as a table. It works offline."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Curve(NamedTuple):
 
     name: str
     points: tuple[tuple[int, float], ...]
-    """(bytes, hit rate) pairs in ascending order."""
+    """(memory in bytes, hit rate) pairs, by ascending memory."""
 
 
 class CurveText(NamedTuple):
-    """The texts and the table of the page."""
+    """The texts of the HTML page, and the columns and rows of its table."""
 
     title: str
     note: str
@@ -34,7 +34,7 @@ class CurveText(NamedTuple):
 
 
 def curves_page(curves: Sequence[Curve], ceiling: float, text: CurveText) -> str:
-    """Make the page: the curves, the hit rate with unlimited memory, and the table.
+    """Return the HTML page. `ceiling` is the hit rate with unlimited memory, drawn as a line.
 
     >>> curve = Curve("a <model>", ((1 << 30, 0.25), (4 << 30, 0.5)))
     >>> page = curves_page([curve], 0.6, CurveText("Hits", "", "", ["memory"], [["1 GiB"]]))
@@ -60,7 +60,7 @@ def curves_page(curves: Sequence[Curve], ceiling: float, text: CurveText) -> str
 
 
 def curves_picture(curves: Sequence[Curve], ceiling: float) -> str:
-    """Draw the curves as SVG, with memory on a logarithmic axis."""
+    """Return the curves as SVG, with memory on a logarithmic axis."""
     sizes = sorted({memory for curve in curves for memory, _ in curve.points})
     highest = max([ceiling, *(share for curve in curves for _, share in curve.points)])
     top = max(ceil(highest * 5) / 5 if highest > 0.2 else ceil(highest * 20) / 20, 0.05)
@@ -108,7 +108,7 @@ def _memory_labels(sizes: list[int], x: Callable[[int], float]) -> list[str]:
 
 
 def _style(place: int) -> str:
-    # Every other curve is dashed, so that curves on top of each other stay visible.
+    # Every second curve is dashed, so that curves on top of each other stay visible.
     return f"of{place % COLOURS} dashed{place % 2}"
 
 

@@ -76,7 +76,7 @@ class Map:
 
     @cached_property
     def data(self) -> MapData:
-        """The content of the drawing, as plain data."""
+        """The content of the drawing, as data that can be encoded as JSON."""
         names: dict[str, int] = {}
         ends = [self.plan] if self.to is None else [self.plan, self.to]
         plans = tuple(draw_plan(one, names) for one in dict.fromkeys((*ends, *self.others)))
@@ -94,7 +94,7 @@ class Map:
         folder = resources.files("kvatlas.maps")
         page = (folder / "page.html").read_text("utf-8")
         script = "\n".join((folder / name).read_text("utf-8") for name in _SCRIPTS)
-        # Names are untrusted: escape `<`, so that none can close the script element.
+        # Names are untrusted. Escape `<`, so that a name cannot close the script element.
         data = msgspec.json.encode(self.data).decode().replace("<", "\\u003c")
         ends = f": {self.plan.layout} to {self.to.layout}" if self.to else ""
         parts = {
@@ -111,11 +111,14 @@ class Map:
         return svg_picture(self.data, 0)
 
     def text(self, width: int = 80) -> str:
-        """Return one block of each group, drawn with characters for a terminal."""
+        """Return a drawing of one block of each group with characters, for a terminal."""
         return text_picture(self.data, 0, width)
 
     def save(self, path: str | Path, *, form: str = "") -> Path:
-        """Write the page. If `form` or the suffix is svg or txt, write the picture or the text."""
+        """Write the drawing to a file and return its path.
+
+        `form` is html, svg or txt. By default it is the suffix of the path, or else html.
+        """
         path = Path(path)
         wanted = form or path.suffix.lower().removeprefix(".")
         made = {"svg": self.svg, "txt": self.text}.get(wanted, self.html)()
@@ -130,7 +133,7 @@ class Map:
         return path
 
     def _repr_html_(self) -> str:
-        """Return the page in an iframe, for notebooks."""
+        """Return the HTML page in an iframe, for notebooks."""
         title = html.escape(self.plan.model, quote=True)
         return _FRAME.format(title=title, page=html.escape(self.html(), quote=True))
 
@@ -147,7 +150,10 @@ class Map:
 
 
 def _filled(part: str, values: dict[str, str]) -> str:
-    """Replace the placeholder at the start of `part` by its value; keep other comments."""
+    """Replace the placeholder at the start of `part` by its value.
+
+    Comments that are not placeholders are kept.
+    """
     name, end, text = part.partition("-->")
     return values[name] + text if end and name in values else "<!--" + part
 
@@ -162,8 +168,8 @@ def map(  # noqa: A001 - the public name is kvatlas.map
 ) -> Map:
     """Draw a plan, or the route from one plan to another.
 
-    `others` are plans of the same model that the controls of the page select. `fit` describes
-    the rest of the GPU's memory. `tokens` is the length of the request that the route copies.
-    A notebook displays the returned map.
+    `others` are plans of the same model, which the reader can select with the controls of the HTML
+    page. `fit` describes the rest of the GPU's memory. `tokens` is the length of the request that
+    the route copies. A notebook displays the returned map.
     """
     return Map(plan, to, others=others, fit=fit, tokens=tokens)

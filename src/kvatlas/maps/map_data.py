@@ -11,12 +11,13 @@ from kvatlas.maps.route_drawing import RouteDrawing
 
 
 class MapData(msgspec.Struct, frozen=True, kw_only=True):
-    """The data of a page. It is embedded as JSON."""
+    """The data of an HTML page, which embeds it as JSON."""
 
     title: str
     names: tuple[str, ...]
     """Names of the layers of all plans. Plans refer to them by index."""
     plans: tuple[PlanDrawing, ...]
-    """The plan that is shown first, the destination of the route if any, then all others."""
+    """The plan that is shown first, then the destination of the route if there is one, then all
+    other plans."""
     machine: dict[str, Any] | None
     route: RouteDrawing | None

@@ -1,7 +1,7 @@
 """Divide blocks and pages into rows of contiguous memory for a drawing.
 
-A block is divided along its outermost axes, so that each row is contiguous: one row per layer
-if pages are outermost, one row per head if heads are.
+A block is divided along its outermost axes, so that each row is contiguous. If layers are outermost
+there is one row per layer, and if heads are, one row per head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvatlas.geometry.address_arrays import Int64s, join_ranges
 from kvatlas.planning import Plan, Pool, Region
 
 _FEWEST, _MOST = 4, 64
-"""Rows per page, if its axes allow it."""
+"""Minimum and maximum number of rows per page, if its axes allow it."""
 _ONE_ROW = 1024
 """Fields of at most this many bytes are drawn in one row."""
 
@@ -30,7 +30,9 @@ class BlockStretch(NamedTuple):
 
 
 def block_rows(page: Page, placed: Placement) -> Placement:
-    """Divide all pages of a block into rows. An item is a row, including padding after a page.
+    """Return a placement of all pages of a block, in which an item is a row.
+
+    A row includes the padding after a page.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=8, head_dim=64).page(16)
@@ -46,7 +48,10 @@ def block_rows(page: Page, placed: Placement) -> Placement:
 
 
 def page_rows(page: Page, placed: Placement) -> list[Placement]:
-    """Divide one page into rows; a page without cells is divided by fields.
+    """Return placements of one page, in which an item is a row.
+
+    A contiguous page that is not divided into cells has several placements, by fields; other pages
+    have one. Padding is a further placement.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=8, head_dim=64).page(16)
@@ -63,7 +68,7 @@ def page_rows(page: Page, placed: Placement) -> list[Placement]:
 
 
 def unused(plan: Plan) -> dict[tuple[int, int], list[BlockStretch]]:
-    """Find the bytes of a block that a group does not use, by (stage, group)."""
+    """Return, by (stage, group), the byte ranges of a block that the group does not use."""
     taken: dict[tuple[int, int], list[BlockStretch]] = {}
     for region in plan.regions:
         pool = plan.pools_by_stage[region.stage, plan.groups[region.group].pool]
@@ -85,10 +90,10 @@ def unused(plan: Plan) -> dict[tuple[int, int], list[BlockStretch]]:
 
 
 def _rows(placed: Placement, *, keep: tuple[str, ...], fewest: int = _FEWEST) -> Placement:
-    """Divide along the outermost axes until rows are contiguous and there are enough of them.
+    """Divide along the outermost axes until rows are contiguous and there are at least `fewest`.
 
-    An axis that would make too many rows is divided into equal parts: each item of `N_131` is
-    131 states.
+    An axis that would give too many rows is divided into equal parts: an axis named `N_131` has
+    parts of 131 states. Axes in `keep` are not counted.
     """
     names = [axis for axis in placed.axes if axis not in keep and placed.size(axis) > 1]
     names.sort(key=placed.stride, reverse=True)
@@ -111,7 +116,7 @@ def _rows(placed: Placement, *, keep: tuple[str, ...], fewest: int = _FEWEST) ->
 
 
 def _together(count: int, most: int) -> int:
-    """Return the size of the parts if `count` is divided into at most `most` equal parts.
+    """Return the smallest size of equal parts that divides `count` into at most `most` parts.
 
     >>> _together(16, 64), _together(2096, 64)
     (1, 131)
@@ -120,7 +125,7 @@ def _together(count: int, most: int) -> int:
 
 
 def _sections(page: Page, placed: Placement) -> list[Placement]:
-    """Divide a contiguous page into rows by fields; interleaved fields share rows."""
+    """Divide a contiguous page into rows, field by field; interleaved fields share rows."""
     views = [page.view(placed, field.name) for field in page.fields]
     alone = [view.select("B", 0).select("L", 0) for view in views]
     sections: list[list[Placement]] = []
@@ -141,7 +146,7 @@ def _sections(page: Page, placed: Placement) -> list[Placement]:
 
 
 def _width(view: Placement, nbytes: int) -> int:
-    """Return the bytes of a row: one or several steps of the field's outer axis."""
+    """Return the size of a row in bytes: one or several strides of the field's outermost axis."""
     steps = sorted((step for step in view.strides if step), reverse=True)
     width = next((step for step in steps if nbytes % step == 0), nbytes)
     return width * _together(nbytes // width, _MOST) if nbytes > _ONE_ROW else nbytes
@@ -178,7 +183,7 @@ def _without(every: list[BlockStretch], own: list[BlockStretch]) -> list[BlockSt
 
 
 def _disjoint(stretches: list[BlockStretch]) -> list[BlockStretch]:
-    """Remove overlaps: several groups may leave the same bytes unused."""
+    """Return the ranges without overlaps. They overlap if several groups leave bytes unused."""
     made: list[BlockStretch] = []
     stop = 0
     for stretch in sorted(stretches):

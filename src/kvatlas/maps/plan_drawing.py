@@ -1,7 +1,7 @@
 """A plan as data for a drawing: pools, groups, and every field as an offset with strides.
 
-The page computes addresses from offsets and strides alone: rows, padding and unused bytes are
-placements, too. Identical regions share one `PageDrawing`.
+The HTML page computes all addresses from offsets and strides: rows, padding and unused bytes are
+stored as placements, too. Identical regions share one `PageDrawing`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvatlas.planning import Plan, Region
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
-    """A placement in the JSON of the page: offset, item, and (name, size, stride) of each axis."""
+    """A placement as JSON: offset, item, and (name, size, stride) of each axis."""
 
     offset: int
     item: int
@@ -26,7 +26,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, placed: Placement) -> Box:
-        """Convert a placement."""
+        """Return a placement as a box."""
         axes = zip(placed.axes, placed.sizes, placed.strides, strict=True)
         return cls(placed.offset, placed.item, tuple(axes))
 
@@ -41,9 +41,10 @@ class FieldDrawing(msgspec.Struct, frozen=True, kw_only=True):
     shard: str | None
     """The axis that tensor parallelism divides."""
     whole: int
-    """Size of that axis in the whole model."""
+    """Size of the axis `shard` in the whole model."""
     ranges: tuple[tuple[tuple[int, int, int], ...], ...]
-    """The (local, start, length) ranges that each rank and each part of a split state holds."""
+    """For each rank, and each part of a split state, the (local, start, length) ranges of rows that
+    it holds."""
 
 
 class PageDrawing(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +70,7 @@ class RegionDrawing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanDrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures and the geometry of a plan, for the page."""
+    """The figures and the geometry of a plan, for the HTML page."""
 
     label: str
     answer: str
@@ -86,7 +87,7 @@ class PlanDrawing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_plan(plan: Plan, names: dict[str, int]) -> PlanDrawing:
-    """Convert a plan for the page. Adds new layers to `names`."""
+    """Return the drawing of a plan. Layer names that are not in `names` are added to it."""
     pages: dict[PageDrawing, int] = {}
     regions = tuple(_region(plan, region, names, pages) for region in plan.regions)
     summary = plan.summary()
@@ -109,7 +110,7 @@ def draw_plan(plan: Plan, names: dict[str, int]) -> PlanDrawing:
 
 
 def _knobs(plan: Plan) -> dict[str, str | int]:
-    """Return the properties that distinguish plans of one model."""
+    """Return the options in which plans of one model differ, for the controls of the page."""
     dtypes = dict.fromkeys(
         field.dtype.name
         for region in plan.regions

@@ -1,6 +1,6 @@
 """A route as data for a drawing: the runs of a request, and the table of `kvatlas check`.
 
-All runs are counted. If there are many, only a sample is drawn, and the page reports that.
+All runs are counted. If there are many, only a part is drawn, and the HTML page reports that.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kvatlas.planning import Plan
 from kvatlas.routing import Route, check, scattered
 
 MOST_RUNS = 12_000
-"""Limit on the drawn runs, over all pairs of ranks."""
+"""Maximum number of drawn runs, over all pairs of ranks."""
 MOST_PAIRS = 32
-"""Limit on the pairs of ranks whose runs are drawn. The table lists all pairs."""
+"""Maximum number of pairs of ranks whose runs are drawn. The table lists all pairs."""
 
 
 class PairDrawing(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,11 +26,11 @@ class PairDrawing(msgspec.Struct, frozen=True, kw_only=True):
     src_rank: int
     dst_rank: int
     runs: tuple[tuple[int, int, int, int, int], ...]
-    """(source pool, destination pool, source address, destination address, bytes) of each."""
+    """(source pool, destination pool, source address, destination address, bytes) of each run."""
     counted: int
     nbytes: int
     sizes: dict[int, int]
-    """Number of runs by size. The key n counts runs of n to 2n - 1 bytes."""
+    """Number of runs by size: the value of key n is the number of runs of n to 2n - 1 bytes."""
 
 
 class RouteDrawing(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class RouteDrawing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_route(src: Plan, dst: Plan, *, tokens: int | None = None) -> RouteDrawing:
-    """Convert a route for the page. Counts the runs of `tokens`, and draws about one block."""
+    """Return the drawing of the route. It counts all runs of `tokens` and draws about one block."""
     answer = check(src, dst, tokens=tokens)
     drawn = min(max(src.block_size, dst.block_size), answer.tokens)
     tables = scattered(src, drawn), scattered(dst, drawn)

@@ -13,13 +13,14 @@ _WIDTH, _MARGIN, _ROW, _GAP, _LINE = 960, 20, 22, 4, 20
 _FINE = 4
 """Samples per pixel: edges are accurate to a quarter of a pixel."""
 _PIECE = 3
-"""Least width of a piece in pixels. Only the beginning of a longer row is drawn."""
+"""Minimum width of a contiguous piece in pixels. If a row is too long for that, only its beginning
+is drawn."""
 _LETTER = 6.6
 """Approximate width of a letter in pixels."""
 _RAMP = ("#2b2a6b", "#2b5c8f", "#2a8a8f", "#4bb07a", "#a3cc52", "#f5dd3c")
-"""Colours of heads, from dark to light: distinct for colour-blind readers and in print."""
+"""Colours of heads, from dark to light; also distinct in print and for colour-blind readers."""
 _WORDS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a8d00", "#555555")
-"""Colours of fields, by Okabe and Ito. `rows.js` has the same."""
+"""Colours of fields, from the palette of Okabe and Ito. `rows.js` has the same list."""
 _NO_HEAD = "#b4b8c0"
 _PADDING = "url(#padding)"
 _HATCH = (
@@ -30,7 +31,7 @@ _HATCH = (
 
 
 def svg_picture(data: MapData, plan: int) -> str:
-    """Draw one block of each group, one below the other."""
+    """Return an SVG picture of one block of each group, one below the other."""
     drawn = data.plans[plan]
     longest = max(len(short_label(name)) for name in (*data.names, "unused"))
     left = round(_MARGIN + longest * _LETTER + 8)
@@ -89,7 +90,7 @@ def _with_alike(rows: list[RowSample]) -> Iterator[tuple[int, RowSample]]:
 
 
 def _legend(group: GroupRows, fields: dict[str, FieldDrawing], x: int, y: int) -> list[str]:
-    """Draw the legend of the colours; a few heads are listed one by one."""
+    """Return the legend of colours. If there are few heads, it lists each of them."""
     heads = group.heads
     if heads == 1:
         entries = [(_WORDS[n % len(_WORDS)], name) for n, name in enumerate(fields)]
@@ -118,7 +119,7 @@ def _text(x: int, y: int, words: str, fill: str, weight: str = "", anchor: str =
 
 
 def _paths(row: RowSample, heads: int, colours: dict[str, int]) -> list[str]:
-    """Draw a row with one path for each colour."""
+    """Return the paths of a row, one for each colour."""
     shapes: dict[str, list[str]] = {}
     keys = list(zip(row.field.tolist(), row.head.tolist(), strict=True))
     begin = 0
@@ -150,7 +151,7 @@ def _has_heads(field: FieldDrawing) -> bool:
 
 
 def _paleness(name: str) -> float:
-    """Return how much a field is lightened: values a little, scales more, keys not at all."""
+    """Return how much a field's colour is lightened: keys 0, values a little, scales more."""
     return 0.58 if "scale" in name else 0.32 if name.startswith("v") else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Draw a block with characters. Each row is contiguous memory, each character some bytes."""
+"""Draw a block with characters. A row is contiguous memory, and a character is a range of bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_LABEL = 20
 
 
 def text_picture(data: MapData, plan: int, width: int = 80) -> str:
-    """Draw one block of each group for a terminal without colours."""
+    """Return a drawing of one block of each group, for a terminal without colours."""
     drawn = data.plans[plan]
     labels = [len(short_label(name)) for name in (*data.names, "unused")]
     label = min(_LONGEST_LABEL, max(labels))
@@ -61,7 +61,7 @@ def _has_heads(field: FieldDrawing) -> bool:
 
 
 def _letters(fields: list[FieldDrawing]) -> dict[str, str]:
-    """Choose a letter for each field, if possible from its name."""
+    """Return a letter for each field, if possible one of its name."""
     taken: dict[str, str] = {}
     for field in fields:
         free = [one for one in field.name + ascii_uppercase if one not in taken.values()]
@@ -70,7 +70,7 @@ def _letters(fields: list[FieldDrawing]) -> dict[str, str]:
 
 
 def _alike(rows: list[RowSample], letters: dict[str, str]) -> Iterator[tuple[str, list[RowSample]]]:
-    """Group consecutive rows that look the same."""
+    """Yield (drawn line, rows) for each run of consecutive rows that look the same."""
     for line, same in groupby(rows, key=lambda row: _line(row, letters)):
         yield line, list(same)
 

@@ -2,7 +2,7 @@
 
 `BlockPool` is for engines: block tables for every group of a plan, prefix reuse, fork and
 preemption. `simulate` replays a trace of real requests through the pools of a plan and reports
-hit rates. `checkpoints` and `eviction` contain the policies of both.
+hit rates. Both use the policies in `checkpoints` and `eviction`.
 """
 
 from kvatlas.pool.block_ids import NO_BLOCK, BlockIds

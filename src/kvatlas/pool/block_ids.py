@@ -17,20 +17,20 @@ from kvatlas.pool.eviction import Eviction, Use
 NO_BLOCK = -1
 """Placeholder in a block table for a block that a window no longer needs."""
 _MANY = 128
-"""Number of blocks from which numpy is faster than a Python loop."""
+"""Minimum number of blocks for which numpy is faster than a Python loop."""
 
 
 class _AsArrays(NamedTuple):
-    """Views of the per-block data as numpy arrays."""
+    """The per-block data of `BlockIds` as numpy arrays that share its memory."""
 
     owners: NDArray[np.int32]
     kept: NDArray[np.bool_]
     woken: NDArray[np.bool_]
     place: NDArray[np.int32]
-    """The index of a block in the last list of blocks that was passed in."""
+    """The index of each block in the list last passed to `distinct`; may be stale."""
 
     def distinct(self, blocks: Sequence[int]) -> Int64s | None:
-        """Return blocks as an array; None if they are few, repeated or out of range."""
+        """Return blocks as an array; None if they are few, repeated or negative."""
         if len(blocks) < _MANY:
             return None
         ids, places = np.array(blocks, np.int64), np.arange(len(blocks), dtype=np.int32)
@@ -41,10 +41,10 @@ class _AsArrays(NamedTuple):
 
 
 class BlockIds:
-    """The block ids of a pool with their reference counts. The last freed block is taken first.
+    """The block ids of a pool, with reference counts. `take` returns the last freed block first.
 
     A block without an owner is free or kept. The content of a kept block can still be reused.
-    When no block is free, kept blocks are evicted in the order of an `Eviction`.
+    When no block is free, kept blocks without an owner are evicted in the order of `eviction`.
 
     >>> ids = BlockIds(3)
     >>> block = ids.take()
@@ -67,14 +67,14 @@ class BlockIds:
     ) -> None:
         self.count = count = natural(count, "the number of blocks")
         self.null_block = null_block
-        """Whether block 0 is reserved. Engines use it for padded entries of block tables."""
+        """Whether block 0 is reserved. Engines put it into unused entries of block tables."""
         first = 1 if null_block else 0
         self._free = list(range(count - 1, first - 1, -1))
         self._owners = array("i", bytes(4 * count))
         if null_block and count:
-            self._owners[0] = 1  # never taken, never given back
+            self._owners[0] = 1  # never taken or released
         self._kept = bytearray(count)
-        """Whether the content of a block can be found, with or without owners."""
+        """Whether the content of a block is kept for reuse, whether or not it has owners."""
         self._idle = 0
         """Number of kept blocks without an owner."""
         self._eviction = eviction
@@ -97,7 +97,7 @@ class BlockIds:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._arrays = self._as_arrays()  # a copy's counts, not those of what it is a copy of
+        self._arrays = self._as_arrays()  # views of the copy's memory, not of the original's
 
     @property
     def free(self) -> int:
@@ -114,12 +114,12 @@ class BlockIds:
         if count > self.free:
             raise AtlasError(
                 Code.NO_BLOCKS,
-                got=f"{count} needed, but only {self.free} of {self.count} free",
-                hint="Plan the cache for more or longer sequences, or reset it",
+                got=f"a request for {count} blocks; {self.free} of {self.count} are free",
+                hint="Free or preempt a request, or plan the cache with more memory",
             )
 
     def take(self) -> int:
-        """Take a block for one owner."""
+        """Take a block for one owner and return its id."""
         if not self._free:
             self.require(1)
             self._evict(1)
@@ -128,7 +128,7 @@ class BlockIds:
         return block
 
     def take_many(self, count: int) -> list[int]:
-        """Take `count` blocks, or raise an error and take none."""
+        """Take `count` blocks and return their ids. If there are too few, raise and take none."""
         self.require(count)
         if count > len(self._free):
             self._evict(count - len(self._free))
@@ -139,7 +139,7 @@ class BlockIds:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add an owner to each block. Kept blocks without an owner are in use again."""
+        """Add an owner to each block, which must have an owner or be kept."""
         many = self._arrays.distinct(blocks)
         if many is not None:
             self._share_many(many)
@@ -174,11 +174,11 @@ class BlockIds:
         return self._owners[block] > 1
 
     def is_kept(self, block: int) -> bool:
-        """Return whether the content of a block can be found and must not be changed."""
+        """Return whether the content of a block is kept for reuse and must not be changed."""
         return bool(self._kept[block])
 
     def keep(self, blocks: Sequence[int]) -> None:
-        """Keep the content of blocks after their last owner has released them, until eviction."""
+        """Keep the content of blocks for reuse, from now until they are evicted."""
         ids = np.array(blocks, np.int64)
         owned = self._arrays.owners[ids] > 0
         if not owned.all():
@@ -186,7 +186,7 @@ class BlockIds:
         self._arrays.kept[ids] = True
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove an owner of each block. Blocks without owners become free, or stay kept."""
+        """Remove one owner of each block. Blocks without owners become free, unless kept."""
         many = self._arrays.distinct(blocks)
         if many is not None:
             self._release_many(many)
@@ -222,7 +222,7 @@ class BlockIds:
             self._rest(last[stays])
 
     def drop(self) -> list[int]:
-        """Stop keeping content. Free the kept blocks without an owner and return their ids."""
+        """Stop keeping the content of all blocks, and return the ids of those that become free."""
         owners, kept, *_ = self._arrays
         found = np.flatnonzero(kept)
         idle: list[int] = found[owners[found] == 0].tolist()
@@ -234,24 +234,25 @@ class BlockIds:
         return idle
 
     def evict(self, blocks: Sequence[int]) -> None:
-        """Free kept blocks without an owner, ahead of the eviction order."""
+        """Evict these kept blocks now, whatever their position in the eviction order."""
         ids = np.array(blocks, np.int64)
         owners, kept, *_ = self._arrays
         wrong = (owners[ids] > 0) | ~kept[ids]
         if wrong.any():
             problem = "Only kept blocks without an owner can be evicted"
             got = f"block {int(ids[wrong][0])}"
-            raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint="Release it first")
+            hint = "Evict only blocks that all owners have released"
+            raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
         if self._eviction is not None:
             self._eviction.forget(ids)
         self._let_go(ids)
 
     def _rest(self, idle: Int64s) -> None:
-        """Queue kept blocks whose last owner has released them, in order of eviction."""
+        """Queue kept blocks whose last owner has released them for eviction, in this order."""
         if self._eviction is None:
             raise AtlasError(
-                Code.CONTRADICTORY, "A pool that keeps blocks requires an eviction policy",
-                got=f"{len(idle)} kept blocks", hint="Pass an eviction to the pool",
+                Code.CONTRADICTORY, "Keeping blocks for reuse requires an eviction policy",
+                got=f"eviction=None, {len(idle)} kept blocks", hint="Pass `eviction` to BlockIds",
             )  # fmt: skip
         self._clock += 1
         self._arrays.woken[idle] = False
@@ -264,7 +265,7 @@ class BlockIds:
         self._let_go(self._eviction.victims(count, self._arrays.woken))
 
     def _let_go(self, ids: Int64s) -> None:
-        """Free kept blocks, given in order of eviction."""
+        """Move kept blocks to the free list. The first in the list is taken first."""
         victims: list[int] = ids.tolist()
         self._arrays.kept[ids] = False
         self._idle -= len(victims)
@@ -274,6 +275,6 @@ class BlockIds:
 
 
 def _without_owner(block: int) -> AtlasError:
-    problem = "A block without an owner cannot be shared, kept or released"
-    hint = "Release each block once for each time it was taken or shared"
+    problem = "The block has no owner, so it cannot be shared, kept or released"
+    hint = "Release a block once for each time that it was taken or shared, not more often"
     return AtlasError(Code.OUT_OF_RANGE, problem, got=f"block {block}", hint=hint)

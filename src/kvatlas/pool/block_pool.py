@@ -3,8 +3,8 @@
 The life of a request: `admit` finds the longest prefix that every group can serve and shares its
 blocks. `reserve` takes blocks before tokens are computed and returns which blocks to zero and to
 copy. `computed` records that the tokens are stored, so that other requests can reuse them. `free`
-releases all blocks. Blocks that can be found are immutable: a request that continues inside such
-a block gets a copy.
+releases all blocks. Published blocks, which other requests can find, are immutable: a request that
+continues inside such a block gets a copy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvatlas.pool.reservation import CopyOnWrite, Reservation, checked_tokens
 from kvatlas.pool.seen_prefixes import SeenPrefixes
 
 SEEN = 4
-"""Number of remembered prefixes per block, including prefixes that have been evicted."""
+"""Number of prefixes to remember per block of memory, including prefixes that were evicted."""
 
 
 @dataclass
@@ -45,17 +45,17 @@ class _Request:
     prompt: int
     hit: int
     seen: int
-    """The longest prefix that an earlier request had, too."""
+    """Number of tokens of the longest prefix shared with an earlier request."""
     computed: int
     reserved: int
     incomplete: Sequence[int]
-    """For each group, the number of leading entries that are incomplete and never published."""
+    """For each group, how many leading table entries are not fully loaded, so not published."""
 
 
 class BlockPool:
     """Allocates the blocks of a plan's pools to requests, by group, with prefix caching.
 
-    `events` is called with the blocks that were stored and evicted since the last call. It must
+    `events` is a function that is called with the events of stored and evicted blocks. It must
     not raise. With `partial_hits`, a hit may end inside a block if every layer supports it.
 
     >>> from kvatlas.planning import plan
@@ -103,7 +103,7 @@ class BlockPool:
         self._index = PrefixIndex(plan, partial_hits=partial_hits)
         self._listener = events
         self._news: list[BlockEvent] = []
-        """Events to send to the listener at the end of the call."""
+        """Events that are sent to the listener at the end of the current call."""
         self._seen = SeenPrefixes(SEEN * sum(sizes.values()))
         self._shares = checkpoint_shares(plan, self.ids, self.checkpoints.share)
         self._reuses = reuses_prefixes(plan)
@@ -113,13 +113,10 @@ class BlockPool:
         pools = ", ".join(f"{ids.free} of {ids.count} free" for ids in self.ids.values())
         return f"<BlockPool {self.plan.model}: {len(self._requests)} requests, {pools}>"
 
-    # -- asking -----------------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------
 
     def tables(self, request: Hashable) -> dict[int, list[int]]:
-        """Return the blocks of a request by group, in the form that routes take.
-
-        Blocks that a window no longer needs are `NO_BLOCK`.
-        """
+        """Return the block tables by group. Entries that windows no longer need are `NO_BLOCK`."""
         return {group: list(table) for group, table in enumerate(self._get(request).tables)}
 
     def tokens(self, request: Hashable) -> int:
@@ -127,24 +124,22 @@ class BlockPool:
         return self._get(request).computed
 
     def match(self, chain: HashChain) -> int:
-        """Return how many tokens of a prompt every group can serve, excluding the last token."""
+        """Return how many leading tokens of a prompt, except the last, are cached in all groups."""
         return self._index.longest(chain)
 
     def stops(self, request: Hashable, tokens: int) -> list[int]:
-        """Return the token counts at which to pause, so that recurrent states can be kept."""
+        """Return the token counts, up to `tokens`, at which to call `computed` to keep states."""
         asked = self._get(request)
         recurrent = any(group.kind == "recurrent" for group in self.plan.groups)
         return self._kept_ends(asked, tokens) if recurrent else []
 
-    # -- a request's life ---------------------------------------------------------------
+    # -- the life of a request ----------------------------------------------------------
 
     def admit(
         self, request: Hashable, prompt: Sequence[int], identity: PrefixIdentity | None = None
     ) -> int:
-        """Begin a request and return how many tokens of its prompt need not be computed."""
-        if request in self._requests:
-            problem = "A request with this name already exists"
-            raise AtlasError(Code.TWICE, problem, got=repr(request), hint="Free it first")
+        """Begin a request and return how many leading tokens of its prompt are cached."""
+        self._require_new(request)
         identity = identity or PrefixIdentity(weights=self.weights)
         chain = HashChain(identity, self._grain)
         chain.extend(prompt)
@@ -172,9 +167,8 @@ class BlockPool:
         asked = self._get(request)
         tokens = integer(tokens, "the tokens")
         if tokens < asked.computed:
-            problem = "A reservation must include all computed tokens"
-            got = f"{tokens} tokens, but {asked.computed} are computed"
-            hint = "Pass the total number of tokens"
+            problem = f"`tokens` must include the {asked.computed} tokens that are computed"
+            got, hint = f"{tokens} tokens", "Pass the total number of tokens, not only new ones"
             raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint=hint)
         self._leave_behind(asked)
         needs: dict[int, int] = {}
@@ -190,7 +184,7 @@ class BlockPool:
         left: list[tuple[int, int]] = []
         for index, (entries, copied) in enumerate(wanted):
             left += self._take(index, asked, entries, copied, made)
-        # Only now: what is copied from must be nobody else's before it was.
+        # Release the sources of copies last, so that no group can take them before the copy.
         for pool, block in left:
             self.ids[pool].release([block])
         asked.reserved = max(asked.reserved, tokens)
@@ -200,19 +194,19 @@ class BlockPool:
     def computed(self, request: Hashable, tokens: int, new: Sequence[int] = ()) -> None:
         """Record that the first `tokens` tokens are stored. `new` are tokens after the prompt.
 
-        Complete blocks can be found from now on. A recurrent state is kept if `tokens` is the end
-        of a block and the policy requests a checkpoint there; see `stops`.
+        Other requests can reuse complete blocks from now on. A recurrent state is kept only if the
+        checkpoint policy requests a checkpoint at exactly `tokens` tokens; see `stops`.
         """
         asked = self._get(request)
         tokens = checked_tokens(tokens, asked.computed, asked.reserved, len(asked.chain) + len(new))
         asked.chain.extend(new)
         if self._reuses and self._publish(asked, tokens):
-            asked.reserved = tokens  # the state is copied before it is written to
+            asked.reserved = tokens  # the next reserve copies the state, which is now immutable
         asked.computed = tokens
         self._tell()
 
     def loaded(self, request: Hashable, tokens: int) -> None:
-        """Record that the first `tokens` tokens were loaded, as far as the next token sees them."""
+        """Record that the part of the first `tokens` tokens that the next token sees was loaded."""
         asked = self._get(request)
         tokens = checked_tokens(tokens, asked.computed, asked.reserved, len(asked.chain))
         asked.incomplete = [
@@ -222,19 +216,17 @@ class BlockPool:
         self.computed(request, tokens)
 
     def fork(self, request: Hashable, child: Hashable) -> None:
-        """Duplicate a request. Both share all blocks copy-on-write."""
+        """Duplicate a request as `child`. Both share all blocks copy-on-write."""
         asked = self._get(request)
-        if child in self._requests:
-            problem = "A request with this name already exists"
-            raise AtlasError(Code.TWICE, problem, got=repr(child), hint="Free it first")
+        self._require_new(child)
         tables = [list(table) for table in asked.tables]
         for group, table in zip(self.plan.groups, tables, strict=True):
             self.ids[group.pool].share(table)
-        asked.reserved = asked.computed  # either has shared blocks copied before it goes on
+        asked.reserved = asked.computed  # the next reserve of either request copies shared blocks
         self._requests[child] = replace(asked, chain=asked.chain.copy(), tables=tables)
 
     def free(self, request: Hashable) -> None:
-        """Release a request's blocks, the last first. Blocks that can be found are kept."""
+        """End a request and release its blocks, the last first. Published blocks are kept."""
         asked = self._get(request)
         del self._requests[request]
         for group, table in zip(self.plan.groups, asked.tables, strict=True):
@@ -261,18 +253,23 @@ class BlockPool:
         self._news = [AllBlocksCleared()] if self._listener else []
         self._tell()
 
-    # -- inside -------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------
+
+    def _require_new(self, request: Hashable) -> None:
+        if request in self._requests:
+            problem = "A request with this name already exists"
+            hint = "Free it first, or use another name"
+            raise AtlasError(Code.TWICE, problem, got=repr(request), hint=hint)
 
     def _get(self, request: Hashable) -> _Request:
         found = self._requests.get(request)
         if found is None:
-            problem = "The pool has no such request"
-            hint = "Admit it first"
+            problem, hint = "The pool has no such request", "Call admit first"
             raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request), hint=hint)
         return found
 
     def _count_seen(self, chain: HashChain) -> int:
-        """Return the longest prefix that was seen before, and record this request's prefixes."""
+        """Return the length of the longest prefix seen before, and record the new prefixes."""
         if not self.checkpoints.asks_for_seen:
             return 0
         digests = chain.ends(self._step, 0, len(chain) // self._step)
@@ -289,7 +286,7 @@ class BlockPool:
                 table[entry] = NO_BLOCK
 
     def _entries(self, index: int, asked: _Request, tokens: int) -> int:
-        """Return how many blocks a table lacks for a number of tokens."""
+        """Return how many entries must be added to a group's table for `tokens` tokens."""
         group = self.plan.groups[index]
         if group.kind == "recurrent":
             stop = 1
@@ -299,7 +296,7 @@ class BlockPool:
         return max(0, stop - len(asked.tables[index]))
 
     def _copied(self, index: int, asked: _Request, tokens: int) -> list[int]:
-        """Return the entries that are written next but are shared or can be found."""
+        """Return the table entries that are written next but whose blocks are shared or kept."""
         group, table = self.plan.groups[index], asked.tables[index]
         if tokens == asked.computed or group.kind == "cross_attention":
             return []
@@ -316,21 +313,21 @@ class BlockPool:
     def _take(
         self, index: int, asked: _Request, entries: int, copied: list[int], made: Reservation
     ) -> list[tuple[int, int]]:
-        """Take a group's blocks and return the (pool, block) pairs to release."""
+        """Add blocks to a group's table, and return the (pool, block) pairs to release."""
         if not entries and not copied:
             return []
         group, table = self.plan.groups[index], asked.tables[index]
         ids = self.ids[group.pool]
         new = ids.take_many(entries + len(copied))
         recurrent = group.kind == "recurrent"
-        unwritten = new[:entries] if recurrent else list(new)  # a state is copied whole
+        unwritten = new[:entries] if recurrent else list(new)  # copied states need no zeros
         if unwritten and index in self.plan.groups_to_clear:
             made.clear[index] = unwritten
         left = []
         for entry in copied:
             block = new.pop()
             tokens = group.block if recurrent else asked.computed - entry * group.block
-            if tokens > 0:  # else nothing was computed there yet
+            if tokens > 0:  # otherwise the block has no computed tokens
                 made.copies.append(CopyOnWrite(index, table[entry], block, tokens))
             left.append((group.pool, table[entry]))
             table[entry] = block
@@ -338,9 +335,9 @@ class BlockPool:
         return left
 
     def _publish(self, asked: _Request, tokens: int) -> bool:
-        """Publish complete blocks, and return whether a recurrent state was kept.
+        """Publish complete blocks, and return whether a recurrent state was published.
 
-        Full attention keeps every block. Windows and recurrent layers keep those of checkpoints.
+        Full attention publishes every block, windows and recurrent layers those of checkpoints.
         """
         everything = all(group.keeps_all for group in self._index.groups)
         ends = [] if everything else self._kept_ends(asked, tokens)
@@ -365,7 +362,7 @@ class BlockPool:
         return kept_state
 
     def _kept_ends(self, asked: _Request, tokens: int) -> list[int]:
-        """Return the checkpoints among the newly computed tokens."""
+        """Return the token counts of checkpoints after the computed tokens, up to `tokens`."""
         begun, stop = asked.computed // self._step, tokens // self._step
         seen, end = asked.seen // self._step, asked.prompt // self._step
         known = Prompt(self._step, begun, seen, end, max(stop, end))
@@ -373,7 +370,7 @@ class BlockPool:
         return [one * self._step for one in chosen if begun < one <= stop]
 
     def _keep(self, index: int, chain: HashChain, first: int, blocks: list[int]) -> bool:
-        """Publish entries of a group, except duplicates, and return whether any was published."""
+        """Publish new blocks of a group, from table entry `first`. Return whether there are any."""
         group, kept = self.plan.groups[index], False
         share = None if self._index.groups[index].keeps_all else self._shares.get(group.pool)
         if share is not None:

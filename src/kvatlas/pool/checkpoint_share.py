@@ -1,4 +1,4 @@
-"""Limit checkpoints to a share of a pool. Attention may use the rest."""
+"""Limit checkpoints to a share of a pool that they share with full attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvatlas.specs import Visibility
 
 
 class CheckpointShare:
-    """The kept blocks of windows and recurrent states, at most `most` of a pool."""
+    """The kept blocks of windows and recurrent states in a pool, at most `most` blocks."""
 
     def __init__(self, ids: BlockIds, most: int) -> None:
         self._ids, self.most = ids, most
@@ -25,7 +25,8 @@ class CheckpointShare:
     def make_room(self, count: int, beside: Collection[int] = ()) -> bool:
         """Evict the least recently used blocks to make room for `count` more.
 
-        Returns whether there is room. Blocks in `beside` are not evicted.
+        Returns whether there is room; if not, nothing is evicted. Blocks in `beside`, and blocks
+        with an owner, are not evicted.
         """
         over = len(self._kept) + count - self.most
         if over <= 0:
@@ -38,13 +39,13 @@ class CheckpointShare:
         return True
 
     def use(self, blocks: Iterable[int]) -> None:
-        """Record blocks that were kept or reused."""
+        """Record that blocks were kept or reused, as the most recently used."""
         for block in blocks:
             self._kept[block] = None
             self._kept.move_to_end(block)
 
     def lose(self, blocks: Iterable[int]) -> None:
-        """Remove blocks that can no longer be found."""
+        """Remove blocks that were evicted."""
         for block in blocks:
             self._kept.pop(block, None)
 
@@ -56,7 +57,10 @@ class CheckpointShare:
 def checkpoint_shares(
     plan: Plan, ids: dict[int, BlockIds], share: float | None
 ) -> dict[int, CheckpointShare]:
-    """Return the limit for each pool that checkpoints and attention share."""
+    """Return a `CheckpointShare` for each pool with both checkpoints and full attention.
+
+    Empty if `share` is None.
+    """
     if share is None:
         return {}
     kinds: dict[int, set[bool]] = {}

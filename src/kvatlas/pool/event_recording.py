@@ -1,8 +1,9 @@
-"""Recordings of an engine's events: a file of batches in order of arrival.
+"""Recordings of an engine's KV events: a file of batches in order of arrival.
 
-The first line identifies the format. Each batch follows as its number (8 bytes, big-endian, as in
-ZeroMQ), a flag that batches before it are missing (1 byte), its length (4 bytes) and its msgpack.
-The file contains the tokens of prompts, so it is as confidential as they are.
+The first line identifies the format. Each batch consists of its number (8 bytes), a flag that is 1
+if batches before it are missing (1 byte), its length in bytes (4 bytes) and its msgpack encoding.
+All integers are big-endian. The file contains the tokens of prompts, so it is as confidential as
+they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _HEAD = struct.Struct(">Q?I")
 
 
 class EventRecording:
-    """A new recording to which batches are appended. Only its owner may read the file."""
+    """A new file to which batches are appended. Only the user who creates it may read it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -45,7 +46,7 @@ class EventRecording:
         self.gaps += received.gap
 
     def _write(self, text: bytes) -> None:
-        """Append all bytes, or none if the disk is full."""
+        """Append all bytes. If that fails, restore the file's old length and raise an error."""
         left = memoryview(text)
         try:
             while left:
@@ -90,7 +91,7 @@ def recorded_batches(path: Path) -> Iterator[tuple[int, ReceivedBatch]]:
             if len(head) < _HEAD.size or len(payload) < min(length, MOST_BYTES + 1):
                 problem = f"{where}: the recording ends inside this batch"
                 got = f"{len(head) + len(payload)} bytes"
-                hint = f"truncate -s {done} -- {quote(path.name)} removes the incomplete batch"
+                hint = f"Run `truncate -s {done} -- {quote(path.name)}` to remove this batch"
                 raise AtlasError(Code.BAD_TRACE, problem, got=got, hint=hint)
             try:
                 batch = decode_batch(payload)

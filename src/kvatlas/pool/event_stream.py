@@ -1,10 +1,10 @@
 """Publish and subscribe to batches of events over ZeroMQ, in vLLM's protocol.
 
-A publisher has a PUB socket with messages [topic, number, batch]. If it is given a replay address,
-it also has a ROUTER socket: a subscriber sends the number of the first batch it missed and receives
-the batches from there on. Numbers are 8 bytes, big-endian. A replay ends with the number -1.
-Messages are neither encrypted nor signed, so publish only to trusted hosts. Requires the extra
-`wire`.
+A publisher sends messages [topic, number, batch] on a PUB socket. With a replay address, it also
+has a ROUTER socket: a subscriber sends the number of the first batch that it missed, and receives
+that batch and all later ones. Numbers are 8 bytes, big-endian. A replay ends with the number -1.
+Messages are neither encrypted nor signed, so publish only to trusted hosts. This module requires
+the extra `wire`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvatlas.pool.events import MOST_BYTES, BlockEvent, EventBatch, decode_batch
 END = b"\xff" * 8
 """The number that ends a replay."""
 KEPT_BYTES = 1 << 28
-"""Bytes of batches that are kept for replays."""
+"""Maximum total size in bytes of the batches that are kept for replays."""
 WAITING = 100_000
-"""Batches that are queued for a slow subscriber, as in vLLM. Beyond, batches are dropped."""
+"""Maximum number of batches queued for a slow subscriber, as in vLLM; more are dropped."""
 _MOST_QUEUED = 1000
-"""Batches that are queued for a reader, ZeroMQ's default limit."""
+"""Maximum number of batches queued in a subscriber's socket, ZeroMQ's default."""
 _TICK = 100
-"""Milliseconds between checks whether a thread should end."""
+"""Milliseconds between checks whether the replay thread should stop."""
 
 
 def _zmq() -> Any:
@@ -61,14 +61,14 @@ class EventPublisher:
         self.topic = topic.encode()
         self.data_parallel_rank = data_parallel_rank
         self.sent = 0
-        """Number of batches sent so far, which is the number of the next batch."""
-        self._lock = Lock()  # of the PUB socket, the number and what is kept
+        """Number of batches sent so far, and the number of the next batch."""
+        self._lock = Lock()  # protects the PUB socket, `sent` and `_kept`
         self._kept: deque[tuple[int, bytes]] = deque()
         self._most, self._bytes = kept, 0
         self._ended = Event()
         self._publish = _bound(zmq.PUB, endpoint, most=WAITING)
         self.endpoint = _address(self._publish)
-        """The address of the publisher, with the actual port if none was specified."""
+        """The publisher's address. If `endpoint` has a wildcard port, it has the actual port."""
         self.replay_endpoint: str | None = None
         self._thread: Thread | None = None
         if replay is not None:
@@ -99,7 +99,7 @@ class EventPublisher:
                 self._bytes -= len(self._kept.popleft()[1])
 
     def close(self) -> None:
-        """Stop sending. Batches in flight are still delivered for one second."""
+        """Stop sending. Wait up to one second for the delivery of batches in flight."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -123,7 +123,7 @@ class EventPublisher:
             router.close(linger=0)
 
     def _answer(self, router: Any, frames: list[bytes]) -> None:
-        """Send the kept batches from a number on. Malformed requests are ignored."""
+        """Reply with the kept batches from the requested number on; ignore malformed requests."""
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             return
         first = int.from_bytes(frames[2], "big")
@@ -134,23 +134,24 @@ class EventPublisher:
             for answer in [*answers, [b"", END, b""]]:
                 router.send_multipart([frames[0], b"", *answer], flags=_zmq().NOBLOCK)
         except _zmq().ZMQError:
-            return  # it is gone or slow, and asks again for what it lacks
+            return  # the subscriber is gone or slow; it will request missing batches again
 
 
 class ReceivedBatch(NamedTuple):
-    """A received batch and its number."""
+    """A received batch, its number, and whether batches before it are missing."""
 
     number: int
     batch: EventBatch
     gap: bool
-    """Whether batches before it are lost or the publisher restarted. Discard earlier state."""
+    """Whether earlier batches are lost, or the publisher restarted. If so, discard all state that
+    was built from earlier batches."""
 
 
 class EventSubscriber:
-    """Receives batches from a publisher, also vLLM's, and requests missed batches again.
+    """Receives batches from a publisher, kvatlas's or vLLM's, and requests missed batches again.
 
-    Frames, numbers and batches are validated, and an invalid batch raises `bad_handshake`. Only
-    one thread may call `read`.
+    Frames, numbers and batches are validated. `read` raises `bad_handshake` for an invalid
+    message. Only one thread may call `read`.
     """
 
     def __init__(
@@ -163,13 +164,13 @@ class EventSubscriber:
     ) -> None:
         zmq = _zmq()
         if replay is not None:
-            _check_address(replay)  # now, and not when the first batch is missing
+            _check_address(replay)  # fail now, rather than when the first batch is missing
         self.patience = duration(patience)
         """Maximum duration of a replay in seconds."""
         self._replay_endpoint = replay
         self._expected = 0
         self._anew = False
-        """Whether the next batch may come from a different publisher than the last."""
+        """Whether the next batch may come from a restarted or another publisher."""
         self._waiting: deque[ReceivedBatch] = deque()
         self._socket = _socket(zmq.SUB)
         self._lost = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -201,10 +202,10 @@ class EventSubscriber:
         return self._waiting.popleft()
 
     def _begin_anew(self) -> None:
-        """Handle a lost connection: the next batch may come from another publisher.
+        """Handle a lost connection: the next batch may come from a restarted publisher.
 
-        Queued batches may be from before or after the loss. Only the latest of them is kept, and
-        the batch after it is marked with a gap, too.
+        Queued batches may be from before or after the loss. Only the latest of them is kept. Both
+        it and the batch after it are marked with a gap.
         """
         while self._lost.poll(0):
             self._lost.recv_multipart()
@@ -218,13 +219,13 @@ class EventSubscriber:
             self._receive(latest, anew=True)
 
     def _receive(self, frames: list[bytes], *, anew: bool) -> None:
-        """Queue a batch, after any missing batches before it."""
+        """Queue a batch for `read`, after the missing batches before it that can be replayed."""
         number, payload = _checked(frames)
         batch = decode_batch(payload)
         anew |= number < self._expected
         expected = 0 if anew else self._expected
         missing = self._ask_again(expected, number) if number > expected else []
-        # Who has seen nothing yet has nothing to forget, if it has all from the first on.
+        # The first batch is no gap if its number is 0 or all batches before it are replayed.
         gap = anew
         for one, content in [*missing, (number, batch)]:
             gap |= one != expected
@@ -257,7 +258,7 @@ class EventSubscriber:
                     found.append((number, decode_batch(payload)))
                     first = number + 1
         except AtlasError:
-            return found  # what comes behind nonsense is as good as lost
+            return found  # batches after a malformed message count as lost
         except zmq.ZMQError as error:
             raise _bad_address(self._replay_endpoint, error) from None
         finally:
@@ -286,9 +287,9 @@ def _number(number: int) -> bytes:
 def _checked(frames: list[bytes]) -> tuple[int, bytes]:
     """Return the number and the batch of a message [topic, number, batch]."""
     if len(frames) != 3 or len(frames[1]) != 8 or frames[1][0] & 0x80:
-        problem = "An event message must be a topic, a number of 8 bytes and a batch"
-        got = f"frames of {list(map(len, frames))[:8]} bytes"
-        hint = "Check the version of the publisher"
+        problem = "An event message must have 3 frames: a topic, a number of 8 bytes and a batch"
+        got = f"{len(frames)} frames of {list(map(len, frames))[:8]} bytes"
+        hint = "Check that the address is that of a publisher of KV events, vLLM 0.32 or kvatlas"
         raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
     return int.from_bytes(frames[1], "big"), frames[2]
 
@@ -298,12 +299,12 @@ def _socket(kind: int) -> Any:
 
 
 def _bound(kind: int, endpoint: str, *, most: int) -> Any:
-    """Bind a socket that queues up to `most` messages for each slow peer."""
+    """Return a bound socket that queues up to `most` messages for each slow peer."""
     zmq, socket = _zmq(), _socket(kind)
     try:
         socket.set_hwm(most)
         if kind == zmq.ROUTER:
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says so where a peer is gone or slow
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise instead of dropping messages
         socket.bind(endpoint)
     except _zmq().ZMQError as error:
         socket.close(linger=0)
@@ -316,7 +317,7 @@ def _address(socket: Any) -> str:
 
 
 def _check_address(endpoint: str) -> None:
-    """Raise an error if a socket cannot connect to the address."""
+    """Raise an error if ZeroMQ does not accept the address. No connection is made."""
     zmq = _zmq()
     socket = _socket(zmq.DEALER)
     try:
@@ -328,6 +329,6 @@ def _check_address(endpoint: str) -> None:
 
 
 def _bad_address(endpoint: str, error: Exception) -> AtlasError:
-    problem = f"ZeroMQ cannot use this address: {error}"
+    problem = f"ZeroMQ cannot use this address ({error})"
     hint = "Use an address such as tcp://127.0.0.1:5557"
     return AtlasError(Code.WIRE_FAILED, problem, got=endpoint, hint=hint)

@@ -1,9 +1,10 @@
-"""Events for routers about stored and evicted blocks, in the format of vLLM 0.32.
+"""KV events: messages about stored and evicted blocks, in the format of vLLM 0.32.
 
-A batch is `[time, events, data-parallel rank]` in msgpack, and an event is a map with its type. A
-block hash covers everything up to the end of the block. Like vLLM, we send 64 bits of it. Each
-group of a hybrid model has separate events, with its number and kind: a prefix is a hit only if
-all groups have what the next token needs. Received data is validated before it is used.
+Routers use them to find the engine that has cached a prompt's prefix. A batch is `[time, events,
+data-parallel rank]` in msgpack, and an event is a map with its type. A block hash covers everything
+up to the end of the block; like vLLM, we send 64 bits of it. Each group of a hybrid model has
+separate events, with its number and kind, because a prefix is a hit only if all groups have the
+blocks that the next token needs. Received data is validated before it is used.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
-    """Consecutive blocks that can be found from now on."""
+    """Consecutive blocks that were stored and can be reused from now on."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -42,7 +43,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     medium: str | None = msgspec.field(default_factory=lambda: MEDIUM)
     lora_name: str | None = msgspec.field(default_factory=lambda: None)
     extra_keys: list[tuple[Any, ...] | None] | None = None
-    """For each block the extra inputs of its hash: adapter, (image, position) and salt."""
+    """For each block, the other inputs of its hash: adapter, (image, position) and salt."""
     group_idx: _Rank | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: _Size | None = None
@@ -51,16 +52,20 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     session_id: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers of tokens and blocks. For windows, vLLM omits blocks but not tokens."""
+        """Raise an error if the numbers of tokens and blocks are inconsistent.
+
+        There may be more tokens than the blocks hold: for windows, vLLM omits evicted blocks, but
+        not their tokens.
+        """
         count, blocks = len(self.token_ids), len(self.block_hashes)
         if count % self.block_size or count < blocks * self.block_size:
-            raise ValueError(f"{count} tokens for {blocks} blocks of {self.block_size}")
+            raise ValueError(f"{count} token ids for {blocks} blocks of {self.block_size} tokens")
         if self.extra_keys is not None and len(self.extra_keys) != blocks:
-            raise ValueError(f"extra keys of {len(self.extra_keys)} blocks for {blocks} blocks")
+            raise ValueError(f"{len(self.extra_keys)} entries in extra_keys for {blocks} blocks")
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
-    """Blocks that can no longer be found."""
+    """Blocks that were evicted."""
 
     block_hashes: list[BlockHash]
     medium: str | None = msgspec.field(default_factory=lambda: MEDIUM)
@@ -86,7 +91,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tru
     def __post_init__(self) -> None:
         """Check that the time is finite."""
         if not isfinite(self.ts):
-            raise ValueError(f"time {self.ts}")
+            raise ValueError(f"a time of {self.ts}")
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -115,13 +120,13 @@ def decode_batch(payload: bytes) -> EventBatch:
     raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
 
 
-# -- what a pool sends ------------------------------------------------------------------
+# -- events that a BlockPool sends -------------------------------------------------------
 
 
 def stored_event(
     number: int, group: Group, chain: HashChain, first: int, blocks: int
 ) -> BlockStored:
-    """Return the event that entries of a group from `first` on can be found."""
+    """Return the event for stored blocks: entries first .. first + blocks - 1 of group `number`."""
     size, stop = group.block, first + blocks
     identity, keys = chain.identity, None
     if identity.lora or identity.salt or identity.media:
@@ -141,7 +146,7 @@ def stored_event(
 
 
 def removed_events(names: list[BlockName]) -> list[BlockEvent]:
-    """Return events for evicted blocks, one for each run of blocks of one group."""
+    """Return events for evicted blocks, one for each run of consecutive names of one group."""
     return [
         BlockRemoved([_external(name.digest) for name in part], group_idx=number)
         for number, part in groupby(names, key=lambda name: name.group)
@@ -153,7 +158,7 @@ def _external(digest: bytes) -> int:
 
 
 def _extra_keys(identity: PrefixIdentity, start: int, stop: int) -> tuple[Any, ...] | None:
-    """Return the inputs of a block's hash in addition to its tokens, as vLLM lists them."""
+    """Return the inputs of a block's hash other than its tokens, in vLLM's order."""
     keys: list[Any] = [identity.lora] if identity.lora else []
     keys += [(one.hex(), at - start) for at, one in identity.media if start <= at < stop]
     keys += [identity.salt.hex()] if identity.salt and not start else []

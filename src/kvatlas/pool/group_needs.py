@@ -1,4 +1,4 @@
-"""The cached blocks that each group needs to continue a request after some tokens."""
+"""The cached blocks that a group needs to continue a request after a number of tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def first_needed(group: Group, tokens: int) -> int:
 
 
 def first_seen(plan: Plan, index: int, tokens: int) -> int:
-    """Return the first token that position `tokens` attends to in every layer of a group.
+    """Return the first token that position `tokens` attends to in all layers of a group.
 
-    A group that keeps all tokens may contain layers with a window.
+    It may differ from `first_needed`, because a group that keeps all tokens may contain layers
+    with a window.
 
     >>> from kvatlas.planning import plan
     >>> made = plan("gpt-oss-20b", memory="20GiB", policy="uniform")
@@ -36,8 +37,8 @@ def first_seen(plan: Plan, index: int, tokens: int) -> int:
 def needed_blocks(group: Group, tokens: int) -> range:
     """Return the table entries of a group that are needed to continue after `tokens` tokens.
 
-    Full attention needs all entries, a window the last ones, and a recurrent layer the state at
-    this token, which is the entry that ends there.
+    Full attention needs all entries, a window the last ones, and a recurrent layer the state after
+    `tokens` tokens, which is the entry that ends there.
 
     >>> needed_blocks(Group(kind="recurrent", block=16, pool=0), 64)
     range(3, 4)
@@ -58,7 +59,9 @@ def needed_blocks(group: Group, tokens: int) -> range:
 
 
 def last_without_need(group: Group, tokens: int) -> int:
-    """Return the last position up to `tokens` that needs no earlier tokens: a chunk's start.
+    """Return the last position up to `tokens` that attends to no earlier token.
+
+    That is the start of a chunk, or 0 for layers without chunks.
 
     >>> last_without_need(Group(kind="chunked_local_attention", block=16, pool=0, window=24), 80)
     72
@@ -71,7 +74,7 @@ def last_without_need(group: Group, tokens: int) -> int:
 
 
 def hit_step(plan: Plan) -> int:
-    """Return the common multiple of all block sizes in tokens, at which hits end."""
+    """Return the least common multiple of all block sizes; complete hits end at its multiples."""
     return lcm(*(group.block for group in plan.groups))
 
 
@@ -81,11 +84,11 @@ def hash_grain(plan: Plan) -> int:
 
 
 def can_be_cut(plan: Plan) -> bool:
-    """Return whether every group stores each token separately, so that hits may end anywhere.
+    """Return whether hits may end at any token, not only at the ends of blocks.
 
-    Recurrent layers store one state for many tokens, and compressed layers one row for several.
-    If a chunk begins inside a block, a request that continues there lacks the block's first
-    tokens.
+    This is not possible for recurrent layers, which store one state for many tokens, nor for
+    compressed layers, which store one row for several tokens. Nor is it possible if a chunk begins
+    inside a block: a request that continues there lacks the block's first tokens.
     """
     layers = [layer for region in plan.regions for layer in region.layers]
     chunked = [group for group in plan.groups if group.kind == "chunked_local_attention"]
@@ -100,6 +103,6 @@ def _keeps_tokens(spec: Spec) -> bool:
 
 
 def reuses_prefixes(plan: Plan) -> bool:
-    """Return whether prefixes can be reused. Caches of encoder tokens cannot."""
+    """Return whether requests can reuse prefixes. Models with cross attention cannot."""
     kinds = {group.kind for group in plan.groups}
     return "cross_attention" not in kinds and plan.prefix_caching

@@ -1,6 +1,6 @@
 """Hashes of prefixes: equal if and only if everything up to the end of a block is equal.
 
-The hash starts from everything that requests must share in addition to their tokens: a salt (for
+In addition to tokens, the hash covers everything that requests must have in common: a salt (for
 tenants that must not share hits), the LoRA adapter and the identity of the weights. The digest of
 an image or audio clip is added to the hash of the block in which it begins.
 """
@@ -23,7 +23,7 @@ _MOST = 2**63
 
 
 class PrefixIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that two requests must share for equal tokens to mean equal caches."""
+    """What two requests must have in common, besides tokens, for their caches to be equal."""
 
     weights: str = ""
     """The identity of the weights, such as a digest of the checkpoint."""
@@ -38,17 +38,17 @@ class PrefixIdentity(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return sha256(msgspec.msgpack.encode(parts)).digest()
         except UnicodeEncodeError as error:
-            problem = "The name of the weights or the adapter is not valid Unicode text"
-            hint = "Remove unpaired surrogates: they cannot be encoded as UTF-8"
+            problem = "The names of weights and adapter must be encodable as UTF-8"
+            hint = "Remove unpaired surrogates"
             raise AtlasError(Code.BAD_CONFIG, problem, got=repr(error.object), hint=hint) from None
 
 
 class HashChain:
-    """The tokens of a request and their hashes at every `grain` tokens, computed incrementally.
+    """The tokens of a request, and a hash of the prefix after every `grain` tokens.
 
-    One SHA-256 runs over all tokens and is read at the end of every block. Where an image begins,
-    it is restarted from the previous hash and the image's digest, so that no tokens can imitate
-    an image.
+    One SHA-256 runs over all tokens, and its digest is taken every `grain` tokens. Where an image
+    begins, the SHA-256 is restarted from the previous hash and the image's digest, so that no
+    sequence of tokens can have the same hash as an image.
 
     >>> one, two = HashChain(PrefixIdentity(), 4), HashChain(PrefixIdentity(salt=b"me"), 4)
     >>> one.extend([1, 2, 3, 4, 5]); one.extend([6, 7, 8]); two.extend(range(1, 9))
@@ -62,9 +62,9 @@ class HashChain:
         self._links = [identity.root()]
         self._running = sha256(self._links[0])
         self._rows: list[bytes] = []
-        """The tokens between two hashes, packed as bytes."""
+        """For each hash, the tokens between the previous hash and this one, packed as bytes."""
         self._open = b""
-        """Tokens after the last hash."""
+        """The packed tokens after the last hash."""
         self._media = sorted(identity.media)
         self._added = 0
 
@@ -73,7 +73,7 @@ class HashChain:
         return len(self._rows) * self.grain + len(self._open) // TOKEN
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
+        """Append tokens and compute their hashes."""
         waiting = self._open + _as_bytes(tokens)
         size = TOKEN * self.grain
         whole = len(waiting) // size * size
@@ -82,7 +82,7 @@ class HashChain:
         self._open = waiting[whole:]
         if self._added == len(self._media):
             update, digest = self._running.update, self._running.digest
-            self._links += [digest() for row in rows if update(row) is None]  # it returns None
+            self._links += [digest() for row in rows if update(row) is None]  # always None
             return
         for row in rows:
             self._running.update(row)
@@ -93,7 +93,7 @@ class HashChain:
             self._links.append(self._running.digest())
 
     def _media_before(self, end: int) -> bytes:
-        """Return media that begin before a token and are not part of a block's hash yet."""
+        """Return the digests of media that begin before token `end` and are not hashed yet."""
         joined = b""
         while self._added < len(self._media) and self._media[self._added][0] < end:
             joined += msgspec.msgpack.encode(self._media[self._added])
@@ -106,12 +106,12 @@ class HashChain:
         return self._links[(start + 1) * step : stop * step + 1 : step]
 
     def starts(self, block: int, start: int, stop: int) -> list[bytes]:
-        """Return the hashes before blocks start .. stop - 1."""
+        """Return the hashes before blocks start .. stop - 1 of `block` tokens each."""
         step = block // self.grain
         return self._links[start * step : stop * step : step]
 
     def at(self, tokens: int) -> bytes:
-        """Return the hash of the first `tokens` tokens, a multiple of the grain."""
+        """Return the hash of the first `tokens` tokens, which must be a multiple of the grain."""
         return self._links[tokens // self.grain]
 
     def tokens(self, start: int, stop: int) -> list[int]:
@@ -119,13 +119,13 @@ class HashChain:
         return list(struct.unpack(f"{stop - start}q", self._bytes(start, stop)))
 
     def rows(self, block: int, start: int, stop: int) -> list[bytes]:
-        """Return the packed tokens of blocks start .. stop - 1, each up to its first media."""
+        """Return the result of `row` for each of blocks start .. stop - 1 of `block` tokens."""
         if block == self.grain and not self._media:
             return self._rows[start:stop]
         return [self.row(n * block, (n + 1) * block) for n in range(start, stop)]
 
     def row(self, start: int, stop: int) -> bytes:
-        """Return the packed tokens of a block up to its first image or audio clip."""
+        """Return tokens start .. stop - 1 in packed form, up to the first image or audio clip."""
         after = bisect_left(self._media, (start, b""))
         if after < len(self._media):
             stop = min(stop, self._media[after][0])
@@ -148,11 +148,12 @@ class HashChain:
 
 def _as_bytes(tokens: Sequence[int]) -> bytes:
     try:
-        if not isinstance(tokens, np.ndarray):  # the quickest way from a list, and it checks
+        if not isinstance(tokens, np.ndarray):  # fastest for lists, and validates the tokens
             return struct.pack(f"{len(tokens)}q", *tokens)
         if tokens.dtype.kind in "iu" and tokens.dtype != np.uint64:
             return tokens.astype(np.int64).tobytes()
     except (struct.error, TypeError):
         pass
-    hint = f"Pass tokens as integers below {_MOST}"
-    raise AtlasError(Code.NOT_AN_INTEGER, got=repr(tokens)[:80], hint=hint)
+    problem = f"Tokens must be integers below {_MOST}"
+    hint = "Pass token ids as a list of int, or as an array of a signed integer dtype"
+    raise AtlasError(Code.NOT_AN_INTEGER, problem, got=repr(tokens)[:80], hint=hint)

@@ -1,8 +1,8 @@
 """The index of cached prefixes: the blocks of every group, by the hash up to their end.
 
-If caches can be cut between any two tokens, a block that matches only the first tokens of a prompt
-is found, too. The blocks that follow one prefix are sorted by their tokens, so the longest match
-is next to the position where the prompt's tokens would be inserted.
+If hits may end at any token, the index also finds a block of which only the first tokens match the
+prompt. The blocks that follow one prefix are sorted by their tokens, so the longest match is next
+to the position where the prompt's tokens would be inserted.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvatlas.specs import Visibility
 
 
 class BlockName(msgspec.Struct, frozen=True, order=True, gc=False):
-    """The key of a block. There is one per block, so the garbage collector does not track them."""
+    """The key of a cached block. Not tracked by the garbage collector, because there are many."""
 
     row: bytes
-    """Its packed tokens up to the first image or audio clip; empty if blocks cannot be cut."""
+    """The block's packed tokens up to the first image or audio clip; empty if `cut` is False."""
     digest: bytes
-    """The hash up to its end."""
+    """The hash of the prefix up to the end of the block."""
     before: bytes
-    """The hash before it."""
+    """The hash of the prefix before the block."""
     group: int
 
 
@@ -45,18 +45,21 @@ class GroupIndex:
         self.number = number
         self.group = group
         self.cut = cut
-        """Whether a block may match only in its first tokens."""
+        """Whether a hit may end inside a block, so that only its first tokens match."""
         self.blocks: dict[bytes, int] = {}
-        """Block ids by the hash up to their end."""
+        """Block ids by the hash of the prefix up to the end of the block."""
         self.keeps_all = group.kind != "recurrent" and group.visibility == Visibility()
         """Whether every earlier token is needed to continue."""
         self._behind: dict[bytes, BlockName | list[BlockName]] = {}
-        """The blocks that follow a prefix: usually a single name, otherwise a sorted list."""
+        """By hash of a prefix, the blocks that follow it: usually one name, or a sorted list."""
 
-    # -- asking -----------------------------------------------------------------------
+    # -- lookups ----------------------------------------------------------------------
 
     def reach(self, chain: HashChain, tokens: int) -> int:
-        """Return the longest prefix, up to `tokens` tokens, from which this group can continue."""
+        """Return the length of the longest prefix after which this group can continue.
+
+        At most `tokens`, in tokens.
+        """
         block = self.group.block
         if self.keeps_all:
             count = _leading(self.blocks, chain.ends(block, 0, tokens // block))
@@ -74,7 +77,10 @@ class GroupIndex:
         return least
 
     def needed(self, chain: HashChain, tokens: int) -> list[int]:
-        """Return the blocks needed to continue after `tokens` tokens. The last may be partial."""
+        """Return the ids of the blocks that are needed to continue after `tokens` tokens.
+
+        Of the last block, possibly only the first tokens match. All blocks must be cached.
+        """
         block = self.group.block
         entries, whole = needed_blocks(self.group, tokens), tokens // block
         digests = chain.ends(block, entries.start, min(entries.stop, whole))
@@ -83,14 +89,20 @@ class GroupIndex:
         return list(map(self.blocks.__getitem__, digests))
 
     def _within(self, chain: HashChain, entry: int, stop: int) -> int:
-        """Return the token at which the found block of an entry stops matching the prompt."""
+        """Return how many leading tokens of the prompt match, at most `stop`.
+
+        All tokens before table entry `entry` must match already.
+        """
         start = entry * self.group.block
         if stop - start == self.group.block and chain.at(stop) in self.blocks:
             return stop
         return start + self._agreeing(chain, start, stop)[0]
 
     def _agreeing(self, chain: HashChain, start: int, stop: int) -> tuple[int, bytes]:
-        """Return (tokens, hash) of the block with the longest match after a prefix."""
+        """Return (matching tokens, hash) of the block that best matches tokens start .. stop - 1.
+
+        Only blocks that follow the first `start` tokens are compared. (0, b"") if there are none.
+        """
         followers = self._behind.get(chain.at(start))
         if followers is None or start == stop:
             return 0, b""
@@ -102,15 +114,18 @@ class GroupIndex:
         return max((_equal_tokens(row, name.row), name.digest) for name in near)
 
     def _has(self, chain: HashChain, tokens: int) -> bool:
-        """Return whether all complete blocks that are needed after `tokens` tokens are found."""
+        """Return whether all complete blocks that are needed after `tokens` tokens are cached."""
         block, entries = self.group.block, needed_blocks(self.group, tokens)
         digests = chain.ends(block, entries.start, min(entries.stop, tokens // block))
         return _leading(self.blocks, digests) == len(digests)
 
-    # -- changing ---------------------------------------------------------------------
+    # -- changes ----------------------------------------------------------------------
 
     def add(self, blocks: list[int], chain: HashChain, first: int) -> list[BlockName]:
-        """Add blocks as entries from `first` on, unless they exist, and return their names."""
+        """Add blocks as table entries first, first + 1, ..., and return their names.
+
+        The caller must ensure that the entries are not in the index yet.
+        """
         size, stop = self.group.block, first + len(blocks)
         digests, before = chain.ends(size, first, stop), chain.starts(size, first, stop)
         rows = chain.rows(size, first, stop) if self.cut else [b""] * len(blocks)
@@ -149,8 +164,9 @@ class GroupIndex:
 class PrefixIndex:
     """The cached blocks of all groups of a plan.
 
-    A hit is the longest prefix after which every group has what the next token needs. It may end
-    at any token if all groups can be cut there, otherwise at the end of a block of every group.
+    A hit is the longest prefix after which every group has the blocks that the next token needs.
+    It ends at the end of a block of every group, or at any token if `can_be_cut` and
+    `partial_hits`.
     """
 
     def __init__(self, plan: Plan, *, partial_hits: bool) -> None:
@@ -162,10 +178,13 @@ class PrefixIndex:
         """The name of each block, by pool and block id."""
 
     def longest(self, chain: HashChain) -> int:
-        """Return how many tokens of a prompt every group can serve, excluding the last token."""
+        """Return how many leading tokens of a prompt are cached in every group.
+
+        The last token is excluded, because it is always computed.
+        """
         if not self._reuses:
             return 0
-        # A group that keeps all tokens can serve less than it has: it is asked once.
+        # A group that keeps all tokens can serve any shorter prefix, so one lookup is enough.
         longest = self._whole(len(chain) - 1)
         for group in self.groups:
             if group.keeps_all:
@@ -184,7 +203,10 @@ class PrefixIndex:
     def add(
         self, number: int, chain: HashChain, first: int, blocks: list[int]
     ) -> Iterator[tuple[int, list[int]]]:
-        """Add a group's entries that are not found yet, and yield them as (first, blocks) runs."""
+        """Add a group's blocks as entries first, first + 1, ..., except those already in the index.
+
+        Yields (first entry, blocks) for each run of added blocks.
+        """
         group = self.groups[number]
         names, found = self._names[group.group.pool], group.blocks
         digests = chain.ends(group.group.block, first, first + len(blocks))
@@ -199,7 +221,10 @@ class PrefixIndex:
             yield first + start, part
 
     def found(self, number: int, chain: HashChain, first: int, count: int) -> set[int]:
-        """Return the blocks that now hold `count` entries of a group from `first` on."""
+        """Return the ids of the blocks in the index for entries first .. first + count - 1.
+
+        Entries that are not in the index are skipped.
+        """
         group = self.groups[number]
         digests = chain.ends(group.group.block, first, first + count)
         return {group.blocks[one] for one in digests if one in group.blocks}

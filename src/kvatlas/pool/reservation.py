@@ -10,13 +10,16 @@ from kvatlas.geometry.integers import integer
 
 
 class CopyOnWrite(NamedTuple):
-    """A block to copy before the next tokens are computed, because it has other owners."""
+    """A block to copy before the next tokens are computed, because it must not be changed.
+
+    It has other owners, or other requests can find it.
+    """
 
     group: int
     source: int
     destination: int
     tokens: int
-    """Number of tokens of the block to copy. The rest is not needed."""
+    """Number of leading tokens of the block to copy. The rest need not be copied."""
 
 
 @dataclass
@@ -24,17 +27,23 @@ class Reservation:
     """The work that an engine must do before it computes the reserved tokens."""
 
     clear: dict[int, list[int]] = field(default_factory=dict)
-    """Blocks to zero, by group: kernels read them before they have written all of them."""
+    """Blocks to zero, by group, because kernels read parts of them that were never written."""
     copies: list[CopyOnWrite] = field(default_factory=list)
     """Blocks to copy."""
 
 
 def checked_tokens(tokens: int, computed: int, reserved: int, known: int) -> int:
-    """Return the number of computed tokens of a request, or raise an error if it is invalid."""
+    """Return `tokens`; raise an error if it is not a valid number of computed tokens."""
     tokens = integer(tokens, "the tokens")
-    if not computed <= tokens <= min(reserved, known):
-        problem = "Computed tokens must not decrease, nor exceed the known or the reserved tokens"
-        got = f"{tokens} tokens after {computed}, with {known} known and {reserved} reserved"
+    if tokens < computed:
+        problem = f"The number of computed tokens must not decrease; it is {computed}"
+        hint = "Pass the total number of computed tokens"
+    elif tokens > known:
+        problem = f"The request has only {known} tokens"
+        hint = "Pass the ids of tokens after the prompt as `new`"
+    elif tokens > reserved:
+        problem = f"Only {reserved} tokens are reserved"
         hint = "Call reserve before the tokens are computed"
-        raise AtlasError(Code.BAD_TOKENS, problem, got=got, hint=hint)
-    return tokens
+    else:
+        return tokens
+    raise AtlasError(Code.BAD_TOKENS, problem, got=f"{tokens} tokens", hint=hint)

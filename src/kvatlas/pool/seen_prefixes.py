@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class SeenPrefixes:
-    """The hashes of the most recently requested prefixes, up to a limit.
+    """The hashes of the most recently requested prefixes, at most `most`.
 
     >>> seen = SeenPrefixes(3)
     >>> seen.count([b"a", b"b"]), seen.count([b"a", b"c"]), seen.count([b"b"])

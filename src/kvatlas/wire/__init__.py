@@ -8,7 +8,7 @@ from kvatlas.copying import HOST, Memory, memory_of
 from kvatlas.wire.client import Session, Transfer
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.protocol import How
-from kvatlas.wire.security import Security, TlsContexts
+from kvatlas.wire.security import PeerAccess, Security, TlsContexts
 from kvatlas.wire.server.node import Node, pools_for
 from kvatlas.wire.transports.base import Handle, Link, Transport
 from kvatlas.wire.transports.registry import TRANSPORT_NAMES, make_transport
@@ -22,6 +22,7 @@ __all__ = [
     "Memory",
     "Metrics",
     "Node",
+    "PeerAccess",
     "Security",
     "Session",
     "TlsContexts",

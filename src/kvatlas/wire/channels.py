@@ -18,10 +18,11 @@ from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import protocol
-from kvatlas.wire.connection import Connection, split_endpoint, tune
+from kvatlas.wire.connection import Connection, seconds_left, split_endpoint, tune
+from kvatlas.wire.fork_safety import OwningProcess, close_in_children
 from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.security import Security, not_the_secret
-from kvatlas.wire.transports.errors import closed, failed, peer_lost
+from kvatlas.wire.transports.errors import closed, failed, own_limit, peer_lost
 from kvatlas.wire.unix_sockets import connect_to_path, unix_path
 
 _PER_ENDPOINT = 8
@@ -49,6 +50,8 @@ class _Pool:
     """How many connections the peer has ended so far."""
     choice: int = 0
     """The index of the secret that the peer accepted last."""
+    names: frozenset[str] | None = None
+    """The names that the peer has proved; None if it may call itself by any name."""
 
 
 class Channels:
@@ -69,12 +72,14 @@ class Channels:
         self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
         self._changed = threading.Condition()
         self._closed = False
+        self._process = OwningProcess("node")
 
     def ask(self, endpoint: str, message: protocol.Message, *, deadline: float) -> Any:
         """Return the peer's answer, or raise the error it sent, by `deadline` (monotonic clock).
 
         A busy peer is asked again after the delay that it requests, while there is time.
         """
+        self._process.check()
         payload = protocol.encode(message)
         repeatable = isinstance(message, self._repeatable)
         while True:
@@ -97,6 +102,11 @@ class Channels:
             self._drop_ended(pool)
             return pool.lost
 
+    def proved_names(self, endpoint: str) -> frozenset[str] | None:
+        """Return the names that the peer at an endpoint has proved; None for any name."""
+        with self._changed:
+            return self._pools[endpoint].names
+
     def sweep(self) -> None:
         """Close connections that peers have ended, including those to unused endpoints."""
         with self._changed:
@@ -104,7 +114,12 @@ class Channels:
                 self._drop_ended(pool)
 
     def close(self) -> None:
-        """Stop asking questions. A connection that waits for an answer is closed after it."""
+        """Stop asking questions. A connection that waits for an answer is closed after it.
+
+        A call in a forked child has no effect.
+        """
+        if self._process.forked:
+            return
         with self._changed:
             self._closed = True
             for pool in self._pools.values():
@@ -208,22 +223,24 @@ class Channels:
                 unresolved = "The endpoint's host name cannot be resolved"
                 raise failed(got, "Use an endpoint such as tcp://host:port", unresolved) from None
             except OSError as problem:
-                raise self._lost(endpoint, problem) from None
+                raise own_limit(problem) or self._lost(endpoint, problem) from None
             pool.choice = choice
+            if unix_path(endpoint) is None:
+                pool.names = self._security.verify(opened, choice).names
             return Connection(opened)
         assert refusal is not None  # noqa: S101  # there is at least one choice
         raise refusal
 
     def _dial(self, endpoint: str, choice: int, deadline: float) -> socket.socket:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
         if (path := unix_path(endpoint)) is not None:
-            return connect_to_path(path, left)
+            return connect_to_path(path, seconds_left(deadline))
         host, port = split_endpoint(endpoint)
-        connected = socket.create_connection((host, port), timeout=left)
+        connected = close_in_children(
+            socket.create_connection((host, port), timeout=seconds_left(deadline))
+        )
         try:
             tune(connected)
+            connected.settimeout(seconds_left(deadline))
             return self._security.open(connected, host, choice)
         except BaseException:
             connected.close()

@@ -15,8 +15,9 @@ from contextlib import suppress
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import protocol
+from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.security import not_the_secret
-from kvatlas.wire.transports.errors import failed
+from kvatlas.wire.transports.errors import failed, own_limit
 from kvatlas.wire.transports.listening import is_loopback
 
 FRAME_SECONDS = 10.0
@@ -40,7 +41,7 @@ class Connection:
 
     def send(self, payload: bytes, deadline: float) -> None:
         """Send a whole frame by `deadline` (monotonic clock), or raise."""
-        self._socket.settimeout(_left(deadline))
+        self._socket.settimeout(seconds_left(deadline))
         self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
 
     def receive(self, deadline: float | None) -> bytes:
@@ -48,7 +49,7 @@ class Connection:
         arrived = self._arrived
         missing = self._missing()
         while missing > 0:
-            self._socket.settimeout(None if deadline is None else _left(deadline))
+            self._socket.settimeout(None if deadline is None else seconds_left(deadline))
             chunk = self._socket.recv(min(missing, _CHUNK))
             if not chunk:
                 raise EOFError
@@ -82,7 +83,7 @@ class Connection:
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
             until = time.monotonic() + _FINISH_SECONDS
             while True:
-                self._socket.settimeout(_left(until))
+                self._socket.settimeout(seconds_left(until))
                 if not socket.socket.recv(self._socket, _CHUNK):
                     return
 
@@ -104,8 +105,8 @@ class Connection:
         return _LENGTH.size + int(nbytes) - len(arrived)
 
 
-def _left(deadline: float) -> float:
-    """Seconds until a deadline; raises where it has passed."""
+def seconds_left(deadline: float) -> float:
+    """Return the seconds until a deadline (monotonic clock), or raise TimeoutError."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
@@ -146,6 +147,15 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def endpoint_host(endpoint: str) -> str:
+    """Return the host name of an endpoint; empty for a socket on this host.
+
+    >>> endpoint_host("tcp://node-1:5555"), endpoint_host("unix:///tmp/node")
+    ('node-1', '')
+    """
+    return split_endpoint(endpoint)[0] if endpoint.startswith("tcp://") else ""
+
+
 def open_to_strangers(got: str) -> AtlasError:
     """The error for an endpoint that would accept connections from any host."""
     hint = "Give all nodes a secret, or pass unprotected=True on a trusted network"
@@ -161,7 +171,7 @@ def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.so
         )[0]
         if not is_loopback(str(address[0])) and not protected and not unprotected:
             raise open_to_strangers(f"listen={endpoint!r}")
-        listening = socket.socket(family, kind, number)
+        listening = close_in_children(socket.socket(family, kind, number))
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
@@ -172,5 +182,6 @@ def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.so
     except OSError as problem:
         got = f"{problem} for {endpoint}"
         hint = "Use tcp://127.0.0.1:0 for any free port"
-        raise failed(got, hint, "The node cannot listen at this endpoint") from problem
+        unheard = "The node cannot listen at this endpoint"
+        raise own_limit(problem) or failed(got, hint, unheard) from problem
     return listening

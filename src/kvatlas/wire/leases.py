@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,7 +17,12 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.wire.block_ledger import BlockClaim
+from kvatlas.wire.peer_buffers import Loan
 from kvatlas.wire.protocol import new_key
+from kvatlas.wire.read_grants import ReadGrant
+from kvatlas.wire.refusals import BusyError, lease_expired
+
+T = TypeVar("T")
 
 Released = Callable[[str, str], None]
 """Called with a request and a reason: `read`, `let_go`, `expired`, `withdrawn` or `closed`."""
@@ -26,6 +32,15 @@ _MAX_LEASES = 1 << 16
 
 _MAX_ENTRIES = 1 << 24
 """The maximum number of block table entries over all open leases, for the same reason."""
+
+_MAX_LEASES_OF_PEER = 1 << 10
+"""The maximum number of open leases of one peer."""
+
+_BUSY_SECONDS = 0.25
+"""Seconds after which a peer with too many leases may ask again."""
+
+PeerKey = tuple[str, str]
+"""A peer as quotas count it: its host, certificate or process, and its name."""
 
 
 @dataclass
@@ -138,15 +153,34 @@ class Lease:
     entries: int
     """The number of block table entries that it keeps."""
     expires: float
-    buffers: list[int] = field(default_factory=list)
-    """Staging buffers of this process that are reserved for the lease."""
+    peer: PeerKey = ("", "")
+    loan: Loan | None = None
+    """Staging buffers of this process that are lent to the lease."""
+    borrowing: bool = False
+    """Whether a question of the peer waits for buffers."""
+    lent_at: float = 0.0
+    asked_at: float = field(default_factory=time.monotonic)
+    """When the peer last asked a question about the lease (monotonic clock)."""
+    moved_at: float = field(default_factory=time.monotonic)
+    """When the lease last made progress: new bytes were gathered or checked."""
+    reclaimed: bool = False
+    """Whether the buffers were given to another peer."""
+    staged: bool = False
+    """Whether any piece was gathered into the buffers."""
     gathered: int = 0
     """Leading bytes of a pulled stream that this process has gathered for the reader."""
+    grant: ReadGrant | None = None
+    """The bytes that the peer may read over a transport that asks."""
     part_of: Offer | None = None
     """The offer that it was granted for. A later one may have the same name."""
     over: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
     """Held while this process accesses blocks or buffers for the lease. It cannot end then."""
+
+    @property
+    def buffers(self) -> tuple[int, ...]:
+        """The staging buffers that are lent to it."""
+        return () if self.loan is None else self.loan.buffers
 
     @property
     def held(self) -> bool:
@@ -163,6 +197,23 @@ class Lease:
         if not self.held:
             raise lease_expired()
 
+    def buffers_lent(self) -> tuple[int, ...]:
+        """Return the buffers that the peer may read, or raise an error if they were reclaimed."""
+        if self.reclaimed:
+            raise buffers_reclaimed()
+        return self.buffers
+
+    def keep_loan(self, loan: Loan) -> None:
+        """Record the buffers that are lent to it from now on."""
+        self.loan, self.lent_at = loan, time.monotonic()
+        self.moved_at = self.lent_at
+
+    def check_lent(self) -> Loan:
+        """Return its buffers. Raise an error if they were reclaimed or never borrowed."""
+        if self.loan is None:
+            raise buffers_reclaimed() if self.reclaimed else _nothing_borrowed()
+        return self.loan
+
     def check_all_gathered(self) -> None:
         """Raise an error if this process has gathered fewer bytes than the stream has."""
         if self.gathered != self.stream.nbytes:
@@ -172,12 +223,21 @@ class Lease:
             raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
 
 
-def lease_expired() -> AtlasError:
-    """The error for a lease that has ended or never existed."""
+def buffers_reclaimed() -> AtlasError:
+    """The error for a transfer whose staging buffers were given to another peer."""
     return AtlasError(
-        Code.LEASE_EXPIRED,
-        got="a lease that is not open",
-        hint="Retry with a longer time limit",
+        Code.BUFFERS_RECLAIMED,
+        got="a transfer that made no progress while other peers waited for buffers",
+        hint="Retry the transfer, or give the source node more buffers",
+    )
+
+
+def _nothing_borrowed() -> AtlasError:
+    return AtlasError(
+        Code.BAD_HANDSHAKE,
+        "The peer uses a staging buffer that it has not borrowed",
+        got="a lease without buffers",
+        hint="Run the same version of kvatlas at both ends",
     )
 
 
@@ -191,6 +251,9 @@ class Leases:
 
     def __init__(self, ended: Callable[[Lease], None]) -> None:
         self._open: dict[bytes, Lease] = {}
+        self._of_peer: Counter[PeerKey] = Counter()
+        self._of_host: Counter[str] = Counter()
+        self._entries_of_peer: Counter[PeerKey] = Counter()
         self._entries = 0
         self._ended = ended
         self._lock = threading.Lock()
@@ -211,9 +274,27 @@ class Leases:
                     got=f"one more with {lease.entries:,} entries",
                     hint="Close some transfers, or wait until their leases expire",
                 )
+            self._check_quota(lease.peer, lease.entries)
             self._open[lease.key] = lease
-            self._entries += lease.entries
+            self._count(lease, 1)
         return lease
+
+    def _check_quota(self, peer: PeerKey, entries: int) -> None:
+        """Raise `busy` if a peer, or all peers of its host, have their share of the leases."""
+        of_peer, of_host = self._of_peer[peer], self._of_host[peer[0]]
+        if of_peer >= _MAX_LEASES_OF_PEER or of_host >= _MAX_LEASES // 2:
+            got = f"{of_peer:,} open transfers of this peer, {of_host:,} of its host"
+            raise BusyError(got, _BUSY_SECONDS)
+        held = self._entries_of_peer[peer]
+        if held and held + entries > _MAX_ENTRIES // 2:
+            got = f"{held:,} block table entries of this peer, and {entries:,} more"
+            raise BusyError(got, _BUSY_SECONDS)
+
+    def _count(self, lease: Lease, step: int) -> None:
+        self._entries += step * lease.entries
+        _add(self._entries_of_peer, lease.peer, step * lease.entries)
+        _add(self._of_peer, lease.peer, step)
+        _add(self._of_host, lease.peer[0], step)
 
     def find(self, key: bytes, session: bytes) -> Lease:
         """Return a lease of this session, or raise `lease_expired`."""
@@ -223,21 +304,30 @@ class Leases:
             raise lease_expired()
         return lease
 
+    def read_grant(self, key: bytes) -> ReadGrant | None:
+        """Return what a peer may read with the lease of this key; None if it has ended."""
+        with self._lock:
+            lease = self._open.get(key)
+        return lease.grant if lease is not None and lease.held else None
+
     def renew(self, lease: Lease, seconds: float) -> None:
         """Extend a lease to at least `seconds` from now."""
         lease.expires = max(lease.expires, time.monotonic() + seconds)
 
     def drop(self, lease: Lease) -> None:
-        """End a lease. When this returns, no copy is in progress for it.
+        """End a lease. When this returns, no copy and no send is in progress for it.
 
         Several threads may drop one lease at once: it stays listed until its copy is over, so
         that each of them waits for the copy.
         """
         lease.over = True
-        with lease.guard, self._lock:
-            if self._open.pop(lease.key, None) is None:
-                return
-            self._entries -= lease.entries
+        with lease.guard:
+            if lease.grant is not None:
+                lease.grant.end()
+            with self._lock:
+                if self._open.pop(lease.key, None) is None:
+                    return
+                self._count(lease, -1)
         self._ended(lease)
 
     def sweep(self) -> None:
@@ -257,3 +347,10 @@ class Leases:
             leases = [lease for lease in self._open.values() if chosen(lease)]
         for lease in leases:
             self.drop(lease)
+
+
+def _add(counts: Counter[T], key: T, step: int) -> None:
+    """Add to a count, and forget it at zero: names of peers would pile up."""
+    counts[key] += step
+    if not counts[key]:
+        del counts[key]

@@ -45,6 +45,8 @@ class Peer:
     conversion: ConversionTerms | None = None
     identity: CacheIdentity | None = None
     version: int = VERSION
+    names: frozenset[str] | None = None
+    """The names that its connection has proved; None if it may call itself by any name."""
 
 
 class PeerPlans:
@@ -138,8 +140,10 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
     memory = {one.index: one.memory for one in hello.memory}
     if len(memory) < len(hello.memory):
         raise bad_handshake("a region that is listed twice")
-    if set(memory) == {STAGING}:  # its pools are its own, and peers reach its staging alone
+    if set(memory) == {STAGING}:  # its pools are private: peers reach staging buffers only
         _check_places(memory)
+        if not memory[STAGING].nbytes:  # each peer gets its own buffers when it borrows some
+            del memory[STAGING]
     else:
         check_memory(plan, hello.rank, memory)
     return Peer(

@@ -24,8 +24,8 @@ from kvatlas.models import CacheIdentity
 VERSION = 4
 """The protocol version of this end.
 
-Version 1 used ZeroMQ, version 2 had no identities, and in version 3 the source of a push told the
-destination which bytes to fetch.
+Version 1 used ZeroMQ, version 2 had no identities, and version 3 had no keyed checksums and no TLS
+on the data connections of `tcp`; the source of a push told the destination which bytes to fetch.
 """
 
 OLDEST_VERSION = 2
@@ -36,6 +36,9 @@ IDENTITY_VERSION = 3
 
 PUSH_VERSION = 4
 """The first version whose pushes are announced, and then pulled."""
+
+KEYED_VERSION = 4
+"""The first version whose checksums may be keyed."""
 
 MAX_MESSAGE_BYTES = 4 << 20
 """The maximum size of a message in bytes, including the plan in it."""
@@ -149,6 +152,18 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     session: Key
 
 
+class NewerWelcome(Welcome, frozen=True, kw_only=True, forbid_unknown_fields=False, tag="welcome"):
+    """A welcome of a newer version, which may contain unknown fields."""
+
+    hello: NewerHello
+
+
+class _WelcomeVersions(msgspec.Struct, frozen=True, tag_field="type", tag="welcome"):
+    """A welcome, decoded only as far as the versions of its sender."""
+
+    hello: _HelloVersions
+
+
 class SendPlan(Message, frozen=True, kw_only=True, tag="send_plan"):
     """The answer to a hello with an unknown plan: send the hello again, with the plan."""
 
@@ -202,10 +217,14 @@ class Borrow(LeaseQuestion, frozen=True, kw_only=True, tag="borrow"):
     seconds: Seconds
 
 
-class Lent(Message, frozen=True, kw_only=True, tag="lent"):
+class Lent(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lent"):
     """Staging buffers that belong to the lease while it lasts; empty if none became free."""
 
     buffers: Annotated[tuple[Whole, ...], Meta(max_length=16)] = ()
+    memory: RegisteredMemory | None = None
+    """The memory of the buffers, which only this peer can read; None for the staging memory."""
+    metadata: Annotated[bytes, Meta(max_length=1 << 18)] = b""
+    """What the peer needs to connect to that memory."""
 
 
 class Renew(LeaseQuestion, frozen=True, kw_only=True, tag="renew"):
@@ -236,16 +255,20 @@ class Gather(LeaseQuestion, frozen=True, kw_only=True, tag="gather"):
     buffer: Annotated[int, Meta(ge=0, le=65535)]
 
 
-class GetChecksums(LeaseQuestion, frozen=True, kw_only=True, tag="get_checksums"):
+class GetChecksums(
+    LeaseQuestion, frozen=True, kw_only=True, omit_defaults=True, tag="get_checksums"
+):
     """Ask for a checksum of each piece of bytes start .. stop - 1 of the lease's stream."""
 
     start: Whole
     stop: Whole
     piece: Annotated[int, Meta(ge=4096, le=1 << 30)]
+    keyed: bool = False
+    """Whether to answer with MACs instead of CRC-32. Omitted before version 4."""
 
 
 class Checksums(Message, frozen=True, kw_only=True, tag="checksums"):
-    """Checksums, as little-endian 32-bit integers."""
+    """Checksums: CRC-32 as little-endian 32-bit integers, or MACs of 16 bytes each."""
 
     sums: Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
 
@@ -356,22 +379,30 @@ Got Expected `object`, got `int`. Run the same version of kvatlas at both ends. 
     try:
         return msgspec.msgpack.decode(payload, type=kind)
     except _UNREADABLE as problem:
-        newer = _newer_hello(payload) if kind is Question else None
+        newer = _newer(payload, kind)
         if newer is not None:
             return newer
         raise bad_handshake(str(problem)[:200]) from None
 
 
-def _newer_hello(payload: bytes) -> NewerHello | None:
-    """The hello of a newer version; None where it is none, or is malformed in any version."""
+def _newer(payload: bytes, kind: Any) -> NewerHello | NewerWelcome | None:
+    """Decode the hello or welcome of a newer version; None for anything else."""
+    if kind not in (Question, Answer):
+        return None
     try:
-        versions = msgspec.msgpack.decode(payload, type=_HelloVersions)
+        if kind == Question:
+            versions = msgspec.msgpack.decode(payload, type=_HelloVersions)
+        else:
+            versions = msgspec.msgpack.decode(payload, type=_WelcomeVersions).hello
     except _UNREADABLE:
         return None
     check_versions(versions.version, versions.oldest)
+    if versions.version <= VERSION:
+        return None
     try:
-        newer = versions.version > VERSION
-        return msgspec.msgpack.decode(payload, type=NewerHello) if newer else None
+        if kind == Question:
+            return msgspec.msgpack.decode(payload, type=NewerHello)
+        return msgspec.msgpack.decode(payload, type=NewerWelcome)
     except _UNREADABLE:
         return None
 
@@ -428,5 +459,5 @@ def bad_handshake(got: str) -> AtlasError:
 
 
 # msgspec crashes where two threads are the first to decode a type: the first is this one.
-for _kind in (Question, Answer, NewerHello, _HelloVersions):
+for _kind in (Question, Answer, NewerHello, NewerWelcome, _HelloVersions, _WelcomeVersions):
     msgspec.msgpack.Decoder(_kind)

@@ -23,6 +23,15 @@ def refusal_of(error: AtlasError) -> Refusal:
     return Refusal(code=str(error.code), problem=texts[0], got=texts[1], hint=texts[2], retry=retry)
 
 
+def lease_expired() -> AtlasError:
+    """The error for a lease that has ended or never existed."""
+    return AtlasError(
+        Code.LEASE_EXPIRED,
+        got="a lease that is not open",
+        hint="Retry with a longer time limit",
+    )
+
+
 def raise_refusal(refusal: Refusal) -> NoReturn:
     """Raise an error that a peer sent, with the peer's error code."""
     known = {str(code): code for code in Code}

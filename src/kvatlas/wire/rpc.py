@@ -21,10 +21,10 @@ from typing import Any
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import protocol
 from kvatlas.wire.connection import FRAME_SECONDS, Connection, listen_at, tune
+from kvatlas.wire.fork_safety import OwningProcess, close_in_children
 from kvatlas.wire.refusals import BusyError, refusal_of
 from kvatlas.wire.security import Security
-from kvatlas.wire.transports.errors import failed
-from kvatlas.wire.transports.shm_sockets import not_in_children
+from kvatlas.wire.transports.errors import failed, own_limit
 from kvatlas.wire.unix_sockets import check_user, listen_at_path, unix_path
 
 log = logging.getLogger("kvatlas.wire")
@@ -40,6 +40,8 @@ _STRANGER_SECONDS = 5.0
 _BUSY_SECONDS = 0.25
 """Seconds that a question waits for its turn, and then the retry delay in the error."""
 _IDLE_SECONDS = 0.05
+_DROP_SECONDS = 1.0
+"""Seconds to wait for the thread of a connection that was dropped; it ends at once, as a rule."""
 
 
 class Caller:
@@ -51,6 +53,8 @@ class Caller:
         """The key for its quotas: its host, its certificate, or its process."""
         self.host, self.on_this_host = _where(connected)
         """The address that it connects from, and whether that is an address of this host."""
+        self.names: frozenset[str] | None = None
+        """The names that it has proved; None if it may call itself by any name."""
         self.known = self.answering = False
         self.open = True
 
@@ -85,6 +89,7 @@ class Server(threading.Thread):
         self._lock = threading.Lock()
         self._turns = threading.BoundedSemaphore(_MAX_ANSWERING)
         self._closing = threading.Event()
+        self.process = OwningProcess("server")
         if (path := unix_path(listen)) is not None:
             self._listening = listen_at_path(path)
             self.endpoint = listen
@@ -111,7 +116,7 @@ class Server(threading.Thread):
                     self._closing.wait(_IDLE_SECONDS)
                 continue
             try:
-                self._receive_caller(connected)
+                self._receive_caller(close_in_children(connected))
             except Exception as problem:
                 log.warning("connection failed problem=%r", str(problem))
                 connected.close()
@@ -119,6 +124,8 @@ class Server(threading.Thread):
 
     def stop(self) -> None:
         """Stop answering, without waiting for answers in progress."""
+        if self.process.forked:
+            return
         self._closing.set()
         with suppress(OSError):  # it is closed already
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes who accepts
@@ -128,7 +135,12 @@ class Server(threading.Thread):
             caller.hang_up()
 
     def close(self) -> None:
-        """Stop, and wait for answers in progress. A second call has no effect."""
+        """Stop, and wait for answers in progress.
+
+        A second call, and a call in a forked child, has no effect.
+        """
+        if self.process.forked:
+            return
         self.stop()
         _join(self)  # nobody is received after this
         with self._lock:
@@ -162,6 +174,7 @@ class Server(threading.Thread):
         The oldest one of the host with the most connections goes first, so a host that opens many
         drops its own.
         """
+        dropped = []
         with self._lock:
             strangers = [one for one in self._callers if not one.known and one.open]
             while len(strangers) > most:
@@ -171,6 +184,9 @@ class Server(threading.Thread):
                 strangers.remove(oldest)
                 oldest.open = False
                 oldest.hang_up()
+                dropped.append(self._callers[oldest])
+        for thread in dropped:  # so that their number is bounded too
+            thread.join(_DROP_SECONDS)
 
     def _admit(self, caller: Caller) -> bool:
         """Return whether an authenticated caller fits into the limits."""
@@ -195,12 +211,12 @@ class Server(threading.Thread):
         """Answer one caller until it hangs up; nothing that it does ends more than this."""
         try:
             connected.settimeout(_STRANGER_SECONDS)
-            protected = self._security.wrap(connected)
+            protected = close_in_children(self._security.wrap(connected))
             caller.connection = Connection(protected)
             if self._closing.is_set() or not caller.open:
                 return  # who hung up on it has missed it
             if connected.family != socket.AF_UNIX:
-                caller.identity = self._security.identify(protected)
+                caller.identity, caller.names = self._security.identify(protected)
             self._answer_all(caller)
         except AtlasError as refusal:
             got = str(refusal.got)
@@ -252,7 +268,8 @@ class Server(threading.Thread):
         except Exception as defect:
             log.exception("answering a question failed")
             got = f"{type(defect).__name__} while answering"
-            raise failed(got, "See the peer's log", "The peer failed internally") from defect
+            failure = failed(got, "See the peer's log", "The peer failed internally")
+            raise own_limit(defect) or failure from defect
         finally:
             self._turns.release()
 
@@ -267,7 +284,7 @@ class Server(threading.Thread):
 def _whose(connected: socket.socket) -> str:
     """The host of a connection, or its process on this one."""
     if connected.family == socket.AF_UNIX:
-        return f"process {check_user(not_in_children(connected))}"
+        return f"process {check_user(connected)}"
     return str(connected.getpeername()[0])
 
 

@@ -1,31 +1,35 @@
-"""Authentication on the side channel: TLS 1.3 between ends that share a secret.
+"""Authentication of connections: TLS 1.3 between ends that share a secret.
 
 From each shared secret both ends derive the same private key and the same self-signed certificate.
 A connection uses one secret: the client names it by its certificate, and both ends present that
 certificate and accept no other. Each end thereby proves that it has the secret, and no third party
 can read, change, or replay the traffic. An end may accept several secrets during a rotation. Users
 with a public key infrastructure pass TLS contexts instead.
+
+All holders of one secret can call themselves by any name. If each peer has its own secret
+(`PeerAccess`) or its own certificate, a peer can use only the name that its key belongs to.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import os
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from typing import Literal
 
-from kvatlas.errors import AtlasError, Code, MissingExtraError
+from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.fork_safety import close_in_children
+from kvatlas.wire.secret_identity import PeerIdentity, SecretIdentity, tls_context
 
 Secret = bytes | Sequence[bytes] | None
 """A shared secret, or several during a rotation, the preferred one first."""
 
 MIN_SECRET_BYTES = 16
 _MAX_SECRETS = 4
+_MAX_PEERS = 1024
 _HANDSHAKE_FAILURE = bytes([21, 3, 3, 0, 2, 2, 40])
 """The fatal alert `handshake_failure` as a TLS record."""
 
@@ -42,6 +46,21 @@ class TlsContexts:
     client: ssl.SSLContext
 
 
+@dataclass(frozen=True)
+class PeerAccess:
+    """What one peer may do, and the secret that proves its name.
+
+    `secret` is shared by this node and that peer alone, or is `(new, old)` during a rotation. With
+    TLS contexts it is omitted: the peer's certificate proves its name.
+    """
+
+    secret: Secret = field(default=None, repr=False)
+    may_read: bool = True
+    """Whether the peer may pull requests that are offered to it."""
+    may_push: bool = True
+    """Whether the peer may push requests that are expected from it."""
+
+
 class Security:
     """How a node's connections are protected: by secrets, by TLS contexts, or not at all.
 
@@ -54,11 +73,20 @@ class Security:
     Make one with secrets.token_bytes(32), and give it to all nodes as bytes. [bad_secret]
     """
 
-    def __init__(self, secret: Secret = None, *, tls: TlsContexts | None = None) -> None:
-        self._tls = tls
+    def __init__(
+        self,
+        secret: Secret = None,
+        *,
+        tls: TlsContexts | None = None,
+        peers: Mapping[str, PeerAccess] | None = None,
+    ) -> None:
+        self._tls, self._peers = tls, None if peers is None else dict(peers)
         if tls is not None:
             _check_contexts(tls, secret)
-        self._identities = tuple(_Identity(one) for one in _checked_secrets(secret))
+        secrets = _checked_secrets(secret)
+        self._identities = tuple(SecretIdentity(one) for one in secrets)
+        if self._peers is not None:
+            self._identities = _peer_identities(self._peers, secret, tls)
         for identity in self._identities:
             identity.certificate  # noqa: B018  # what cannot be made is said now, not later
         self._accepting = self._make_accepting()
@@ -81,41 +109,93 @@ class Security:
             accepted, server_side=True, do_handshake_on_connect=False
         )
 
-    def identify(self, accepted: socket.socket) -> str:
+    def identify(self, accepted: socket.socket) -> PeerIdentity:
         """Complete the handshake within the socket's time-out, and return the peer's identity.
 
-        All holders of a secret have the same certificate, so they are distinguished by host.
+        All holders of one secret have the same certificate, so they are distinguished by host. On a
+        non-blocking socket, `ssl.SSLWantReadError` or `ssl.SSLWantWriteError` means: call again.
         """
         host = str(accepted.getpeername()[0])
         if not isinstance(accepted, ssl.SSLSocket):
-            return host
+            return PeerIdentity(host)
         try:
             accepted.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
         except ssl.SSLError as problem:
             _say_tls(accepted)
             unknown = problem.reason == "CALLBACK_FAILED"  # the one that chooses by name
             raise not_the_secret("a different secret" if unknown else problem.reason) from None
-        certificate = accepted.getpeercert(binary_form=True) or b""
         if self._tls is not None:
-            return hashlib.sha256(certificate).hexdigest()
+            return _certified(accepted)
         chosen = [one for one in self._identities if one.server is accepted.context]
-        if not chosen or chosen[0].certificate != certificate:
+        if not chosen or chosen[0].certificate != accepted.getpeercert(binary_form=True):
             raise not_the_secret("a certificate that does not match the secret")
-        return host
+        return chosen[0].peer(host)
 
     def open(self, connection: socket.socket, host: str, choice: int) -> socket.socket:
         """Open a protected connection with the chosen secret or context."""
-        if self._tls is not None:
-            protected = self._tls.client.wrap_socket(connection, server_hostname=host)
-        elif not self._identities:
-            return connection
-        else:
-            identity = self._identities[choice]
-            protected = identity.client.wrap_socket(connection, server_hostname=identity.name)
-            if protected.getpeercert(binary_form=True) != identity.certificate:
+        protected = self.begin(connection, host, choice)
+        if isinstance(protected, ssl.SSLSocket):
+            try:
+                protected.do_handshake()
+                self.verify(protected, choice)
+            except BaseException:
                 protected.close()
-                raise not_the_secret("a certificate that does not match the secret")
+                raise
         return protected
+
+    def begin(self, connection: socket.socket, host: str, choice: int) -> socket.socket:
+        """Wrap a new connection for its TLS handshake with the chosen secret or context."""
+        if not self.protected:
+            return connection
+        context, name = self._opening(host, choice)
+        # Wrapped before the handshake: a child that is forked during it closes its copy too.
+        return close_in_children(
+            context.wrap_socket(connection, server_hostname=name, do_handshake_on_connect=False)
+        )
+
+    def verify(self, opened: socket.socket, choice: int) -> PeerIdentity:
+        """Return the identity of the other end, after the handshake of an opened connection."""
+        host = str(opened.getpeername()[0])
+        if not isinstance(opened, ssl.SSLSocket):
+            return PeerIdentity(host)
+        if self._tls is not None:
+            return _certified(opened)
+        identity = self._identities[choice]
+        if opened.getpeercert(binary_form=True) != identity.certificate:
+            opened.close()
+            raise not_the_secret("a certificate that does not match the secret")
+        return identity.peer(host)
+
+    def check_name(self, name: str, proved: frozenset[str] | None) -> None:
+        """Raise `bad_handshake` for a peer that calls itself by a name that it has not proved."""
+        known = self._peers is None or name in self._peers
+        if known and (proved is None or name in proved):
+            return
+        raise AtlasError(
+            Code.BAD_HANDSHAKE,
+            "The peer's name does not belong to its key",
+            got=f"name {name!r} with the key of {', '.join(sorted(proved or ())) or 'no peer'}",
+            hint="Give the node the name in its certificate, or its own key in peers=",
+        )
+
+    def check_role(self, name: str, act: Literal["pull", "push"]) -> None:
+        """Raise `forbidden` if a peer of this name may not pull or push."""
+        access = PeerAccess() if self._peers is None else self._peers.get(name)
+        if access is None or not (access.may_read if act == "pull" else access.may_push):
+            raise AtlasError(
+                Code.FORBIDDEN,
+                got=f"a {act} by {name!r}",
+                hint=f"Set {'may_read' if act == 'pull' else 'may_push'} for this name in peers=",
+            )
+
+    def _opening(self, host: str, choice: int) -> tuple[ssl.SSLContext, str]:
+        """The context of a choice, and the name of the other end in the handshake."""
+        if self._tls is not None:
+            return self._tls.client, host
+        identity = self._identities[choice]
+        return identity.client, identity.name
 
     def _make_accepting(self) -> ssl.SSLContext | None:
         if self._tls is not None:
@@ -132,11 +212,25 @@ class Security:
             protected.context = by_name[name]
             return None
 
-        accepting = _context(ssl.PROTOCOL_TLS_SERVER)
+        accepting = tls_context(ssl.PROTOCOL_TLS_SERVER)
         for identity in self._identities:
             accepting.load_verify_locations(cadata=identity.certificate)
         accepting.sni_callback = choose
         return accepting
+
+
+def _certified(connected: ssl.SSLSocket) -> PeerIdentity:
+    """The identity in a certificate that the TLS context has verified."""
+    binary = connected.getpeercert(binary_form=True) or b""
+    return PeerIdentity(hashlib.sha256(binary).hexdigest(), certified_names(connected))
+
+
+def certified_names(connected: ssl.SSLSocket) -> frozenset[str]:
+    """Return the DNS and URI names of the peer's verified certificate, and its common name."""
+    certificate: Mapping[str, object] = connected.getpeercert() or {}
+    subjects = [pair for part in certificate.get("subject", ()) for pair in part]  # type: ignore[attr-defined]
+    names = [*certificate.get("subjectAltName", ()), *subjects]  # type: ignore[misc]
+    return frozenset(name for kind, name in names if kind in ("DNS", "URI", "commonName"))
 
 
 def _say_tls(accepted: ssl.SSLSocket) -> None:
@@ -151,93 +245,6 @@ def not_the_secret(got: object) -> AtlasError:
     """The error for two ends that share no secret, or of which only one has a secret."""
     hint = "Give both ends the same secret, or the same certificate authority"
     return AtlasError(Code.BAD_SIGNATURE, got=got, hint=hint)
-
-
-class _Identity:
-    """The key and the certificate that follow from one secret, and TLS with them."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-
-    @cached_property
-    def name(self) -> str:
-        """The name of the secret for clients: a hash of the certificate, which is public."""
-        return hashlib.sha256(b"kvatlas name" + self.certificate).hexdigest()[:32]
-
-    @property
-    def certificate(self) -> bytes:
-        """The certificate, in DER; equal at all ends."""
-        return self._made[0]
-
-    @cached_property
-    def server(self) -> ssl.SSLContext:
-        """Accepts connections that name this secret."""
-        return self._trusting(ssl.PROTOCOL_TLS_SERVER)
-
-    @cached_property
-    def client(self) -> ssl.SSLContext:
-        """Opens connections with this secret."""
-        return self._trusting(ssl.PROTOCOL_TLS_CLIENT)
-
-    @cached_property
-    def _made(self) -> tuple[bytes, bytes]:
-        return _certificate(self._secret)
-
-    def _trusting(self, protocol: int) -> ssl.SSLContext:
-        context = _context(protocol)
-        context.load_verify_locations(cadata=self.certificate)
-        # The key is loaded from memory that has no name: it is never in a file.
-        fd = os.memfd_create("kvatlas-key")
-        try:
-            os.write(fd, self._made[1] + ssl.DER_cert_to_PEM_cert(self.certificate).encode())
-            context.load_cert_chain(f"/proc/self/fd/{fd}")
-        finally:
-            os.close(fd)
-        return context
-
-
-def _context(protocol: int) -> ssl.SSLContext:
-    """TLS 1.3 that demands a certificate; its key is the identity, not a host's name."""
-    context = ssl.SSLContext(protocol)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0
-    return context
-
-
-def _certificate(secret: bytes) -> tuple[bytes, bytes]:
-    """(certificate in DER, private key in PEM) of a secret; the same bytes at every end."""
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-    except ImportError as missing:
-        raise MissingExtraError("cryptography", "wire") from missing
-    derived = HKDF(hashes.SHA256(), 32, None, b"kvatlas side channel, Ed25519").derive(secret)
-    key = Ed25519PrivateKey.from_private_bytes(derived)
-    public = key.public_key().public_bytes_raw()
-    # Certificates are looked up by their subject: those of two secrets must not share it.
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"kvatlas {public.hex()[:48]}")])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC))
-        .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC))
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .sign(key, None)  # Ed25519 signs the same bytes with the same signature, always
-    )
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    return certificate.public_bytes(serialization.Encoding.DER), private
 
 
 def _checked_secrets(secret: Secret) -> tuple[bytes, ...]:
@@ -261,6 +268,29 @@ def _checked_secrets(secret: Secret) -> tuple[bytes, ...]:
             hint="Pass one secret, or (new, old) during a rotation",
         )
     return secrets
+
+
+def _peer_identities(
+    peers: Mapping[str, PeerAccess], secret: Secret, tls: TlsContexts | None
+) -> tuple[SecretIdentity, ...]:
+    """The identities of peers that have a secret each; none if certificates prove their names."""
+    if not 1 <= len(peers) <= _MAX_PEERS or secret is not None:
+        raise AtlasError(
+            Code.BAD_SECRET,
+            f"peers= needs 1 to {_MAX_PEERS} peers and replaces secret=",
+            got="peers= and secret=" if secret is not None else f"{len(peers)} peers",
+            hint="Give each peer its own secret: peers={name: PeerAccess(secret)}",
+        )
+    owned = [(one, name) for name, own in peers.items() for one in _checked_secrets(own.secret)]
+    missing = [name for name, own in peers.items() if (own.secret is None) != (tls is not None)]
+    if missing or len({one for one, _ in owned}) < len(owned):
+        raise AtlasError(
+            Code.BAD_SECRET,
+            "Each peer needs its own secret, or a certificate if the node has TLS contexts",
+            got=f"peers {missing[:8]}" if missing else "one secret for several peers",
+            hint="Pass PeerAccess(secret) with a different secret for each name, or tls=",
+        )
+    return tuple(SecretIdentity(one, name) for one, name in owned)
 
 
 def _check_contexts(tls: TlsContexts, secret: Secret) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvatlas.wire.transports.errors import failed, peer_lost
-from kvatlas.wire.transports.shm_sockets import not_in_children, other_end
+from kvatlas.wire.fork_safety import close_in_children
+from kvatlas.wire.transports.errors import coded_limits, failed, own_limit, peer_lost
+from kvatlas.wire.transports.shm_sockets import other_end
 
 _SCHEME = "unix://"
 _LONGEST_PATH = 100
@@ -44,7 +45,8 @@ def unix_endpoint(path: str | Path) -> str:
 
 def listen_at_path(path: Path) -> socket.socket:
     """Listen at a path that does not exist yet, for this user only."""
-    listening = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    with coded_limits():
+        listening = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         # Before it has a name: at no moment may others connect.
         os.fchmod(listening.fileno(), 0o600)
@@ -54,13 +56,14 @@ def listen_at_path(path: Path) -> socket.socket:
     except OSError as problem:
         listening.close()
         got, hint = f"{problem} for {path}", "Use an unused path in a folder that you can write to"
-        raise failed(got, hint, "The server cannot listen at this path") from problem
+        unheard = "The server cannot listen at this path"
+        raise own_limit(problem) or failed(got, hint, unheard) from problem
     return listening
 
 
 def connect_to_path(path: Path, seconds: float) -> socket.socket:
     """Connect to the socket at a path. Its process must belong to this user."""
-    connected = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    connected = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         connected.settimeout(seconds)
         with _short(path) as short:

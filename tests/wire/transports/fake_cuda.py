@@ -77,6 +77,19 @@ class FakeCuda(CudaDriver):
         _, handle = self.allocations.pop(memory.address - HEAD)
         self.machine.memory.pop(handle, None)
 
+    def make_memory(self, device: int, nbytes: int) -> int:
+        del device
+        whole = np.zeros(nbytes, np.uint8)
+        self.allocations[whole.ctypes.data] = whole, secrets.token_bytes(HANDLE_BYTES)
+        return int(whole.ctypes.data)
+
+    def end_memory(self, device: int, address: int, nbytes: int) -> None:
+        del device
+        whole, handle = self.allocations.pop(address)
+        assert whole.nbytes == nbytes
+        whole[:] = 0
+        self.machine.memory.pop(handle, None)
+
     def finish(self) -> None:
         for posted in self.pending:
             posted.act()

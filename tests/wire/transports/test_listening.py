@@ -16,7 +16,6 @@ from kvatlas.routing import Copy, route, scattered
 from kvatlas.wire import Node, Session, make_transport, pools_for
 from kvatlas.wire.transports.listening import connected, listeners, narrow
 from tests.identities import OURS
-from tests.profiles import DEEP
 from tests.wire.forking import forked
 from tests.wire.helpers import Buffers, small
 from tests.wire.transports.conftest import skip_without
@@ -105,22 +104,28 @@ def own_device() -> str:
 
 @pytest.mark.parametrize("kind", KINDS[3:], ids=lambda kind: kind.label)
 def test_a_transport_beyond_this_host_takes_a_secret(kind: Kind) -> None:
-    """A node without one is refused whichever of its ends would be open to the network."""
+    """A node without one is refused whichever of its ends would be open to the network.
+
+    With one, so is a transport that does not authenticate its peers with it.
+    """
     skip_without(kind)
     beyond: dict[str, Any] = {"host": own_address()}
     if kind.name == "nixl":
         beyond = {"device": own_device(), "over_tcp": True}
     made = small("dense")
-    memory = Buffers(made, 0).memory
-    lifts: list[dict[str, Any]] = [{"secret": bytes(range(16))}, {"unprotected": True}]
-    for given in lifts if kind.name == "tcp" else lifts[:1]:
-        transport = make_transport(kind.name, **beyond)
+    about: dict[str, Any] = {"memory": Buffers(made, 0).memory, "identity": OURS}
+    secret: dict[str, Any] = {"secret": bytes(range(16))}
+    trusted: dict[str, Any] = {"unprotected": True}
+    transport = make_transport(kind.name, **beyond)
+    for given in ({},) if kind.name == "tcp" else ({}, secret):
         with pytest.raises(AtlasError) as refusal:
-            Node(made, memory=memory, transport=transport, identity=OURS)
+            Node(made, transport=transport, **about, **given)
         assert refusal.value.code is Code.UNPROTECTED
-        assert "secret" in refusal.value.hint
+        assert "unprotected=True" in refusal.value.hint
         assert not transport.registered, "nobody can read anything there"
-        Node(made, memory=memory, transport=transport, identity=OURS, **given).close()
+    Node(made, transport=transport, **about, **(secret if kind.name == "tcp" else trusted)).close()
+    if kind.name == "tcp":
+        Node(made, transport=make_transport("tcp", **beyond), **about, **trusted).close()
 
 
 def test_mooncake_refuses_to_be_everywhere() -> None:
@@ -134,29 +139,32 @@ def test_mooncake_refuses_to_be_everywhere() -> None:
 OPTIONS: dict[str, dict[str, Any]] = {"nixl": {"device": "lo"}, "mooncake": {"host": "127.0.0.1"}}
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], *KINDS[3:]], ids=lambda kind: kind.label)
+PRIVATE = [kind for kind in KINDS if kind.name in ("memory", "shm", "tcp")]
+"""Those that can keep pools from peers, and peers apart."""
+
+
+@pytest.mark.parametrize("kind", PRIVATE, ids=lambda kind: kind.label)
 def test_pools_that_are_not_shared_are_out_of_reach(kind: Kind) -> None:
     """They can be read into from here, and are nowhere in what peers are told."""
-    skip_without(kind)
-    options = OPTIONS.get(kind.name, {})
-    far = End(kind.name, {**options, "shared": "staging"}, SIZES)
-    near = End(kind.name, options, SIZES)
-    assert far.transport.reachable == {-1: far.regions[-1]}
-    assert near.transport.reachable == near.regions
+    far, near = End(kind.name, {"shared": "staging"}, SIZES), End(kind.name, {}, SIZES)
+    segments = far.transport.lends_segments
+    assert segments == (kind.name != "tcp")
+    assert far.transport.reachable == ({} if segments else {-1: far.regions[-1]})
+    if kind.name != "shm":  # these regions are not in shared memory
+        assert near.transport.reachable == near.regions
     link = near.transport.connect(far.transport.publish(), far.transport.reachable)
-    assert [link.reaches(pool) for pool in (0, 1, -1)] == [False, False, True]
+    assert [link.reaches(pool) for pool in (0, 1, -1)] == [False, False, not segments]
     far.fill(1)
-    copied = one(-1, 0)
-    link.read([copied]).wait(soon())
-    there, here = far.offsets[-1], near.offsets[0]
-    assert np.array_equal(near.bytes[here : here + 64], far.bytes[there : there + 64])
-    with pytest.raises(AtlasError) as refusal:
-        link.read([one(0, 0)])
-    assert refusal.value.code is Code.OUT_OF_BOUNDS
-    back = far.transport.connect(near.transport.publish(), near.regions)
+    for pool in (0, 1, -1) if segments else (0, 1):
+        with pytest.raises(AtlasError) as refusal:
+            link.read([one(pool, 0)])
+        assert refusal.value.code is Code.OUT_OF_BOUNDS
+    back = far.transport.connect(near.transport.publish(), near.transport.reachable)
     near.fill(2)
-    back.read([one(0, 0)]).wait(soon())
-    assert np.array_equal(far.bytes[far.offsets[0] :][:64], near.bytes[here : here + 64])
+    if back.reaches(0):
+        back.read([one(0, 0)]).wait(soon())
+        there, here = far.offsets[0], near.offsets[0]
+        assert np.array_equal(far.bytes[there : there + 64], near.bytes[here : here + 64])
     with pytest.raises(AtlasError) as refusal:
         _reach(near, far)
     assert refusal.value.code in (Code.BAD_HANDSHAKE, Code.WIRE_FAILED)
@@ -164,11 +172,51 @@ def test_pools_that_are_not_shared_are_out_of_reach(kind: Kind) -> None:
     far.drop()
 
 
-SOME = [kind for kind in KINDS if kind.name in ("shm", "tcp") or (DEEP and kind.name != "file")]
-"""Those whose pools can be kept from peers, and that are quick to make."""
+@pytest.mark.parametrize("kind", [kind for kind in PRIVATE if kind.name != "tcp"], ids=str)
+def test_memory_for_one_peer_is_read_by_that_peer_alone(kind: Kind) -> None:
+    """It cannot be written where the system allows that, and reads as zeros once it has ended."""
+    far, near = End(kind.name, {"shared": "staging"}, SIZES), End(kind.name, {}, SIZES)
+    mine, other = far.transport.lend_to_one(8192), far.transport.lend_to_one(8192)
+    assert not mine.view.any()
+    mine.view[:], other.view[:] = 7, 9
+    link = near.transport.connect(mine.metadata, {-1: mine.region})
+    link.read([one(-1, 0)]).wait(soon())
+    here = near.offsets[0]
+    assert (near.bytes[here : here + 64] == 7).all()
+    if kind.name == "shm":
+        with pytest.raises(AtlasError) as refusal:
+            link.write([one(0, -1)])
+        assert refusal.value.code is Code.WIRE_FAILED
+        assert (mine.view == 7).all()
+    far_off = Copy(-1, 0, np.array([8192]), np.array([0]), np.array([64]))
+    with pytest.raises(AtlasError) as refusal:
+        link.read([far_off])
+    assert refusal.value.code is Code.OUT_OF_BOUNDS
+    mapped = getattr(link, "mapped", {}).get(-1)
+    mine.end()
+    assert mapped is None or not mapped.any()
+    with pytest.raises(AtlasError) as refusal:
+        link.read([one(-1, 0)])
+    assert refusal.value.code is Code.PEER_LOST
+    with pytest.raises(AtlasError) as refusal:
+        near.transport.connect(mine.metadata, {-1: mine.region})
+    assert refusal.value.code is Code.PEER_LOST
+    assert (other.view == 9).all()
+    other.end()
+    near.drop()
+    far.drop()
 
 
-@pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.label)
+@pytest.mark.parametrize("name", ["nixl", "mooncake"])
+def test_transports_that_cannot_keep_peers_apart_say_so(name: str) -> None:
+    """Everybody who reaches their ports, or has their keys, reads all registered memory."""
+    with pytest.raises(AtlasError) as refusal:
+        make_transport(name, shared="staging")
+    assert refusal.value.code is Code.WIRE_FAILED
+    assert refusal.value.problem == f"The transport '{name}' cannot keep peers apart"
+
+
+@pytest.mark.parametrize("kind", PRIVATE, ids=lambda kind: kind.label)
 def test_a_node_that_shares_staging_alone_is_read_to_the_byte(kind: Kind) -> None:
     """Nobody reaches its pools, and what is offered arrives all the same, and is released."""
     skip_without(kind)

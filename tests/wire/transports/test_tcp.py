@@ -1,4 +1,4 @@
-"""Reads over plain TCP: who may ask for what, and readers that go away in the middle of it."""
+"""Reads over TCP: who may ask for what, and readers that go away in the middle of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory, Transport, make_transport
 from kvatlas.wire.transports.tcp import TcpTransport
-from kvatlas.wire.transports.tcp_server import CHALLENGE_BYTES, MOST_RUNS, QUESTION, WELCOME, proof
+from kvatlas.wire.transports.tcp_admission import CHALLENGE_BYTES, WELCOME, proof
+from kvatlas.wire.transports.tcp_server import MOST_RUNS, QUESTION, REFUSAL, REFUSED
 from tests.wire.transports.ends import eventually, soon
 
 POOL = 8 << 20
@@ -59,7 +60,8 @@ def welcomed(source: Transport) -> socket.socket:
 
 def question(pool: int, runs: list[tuple[int, int]], count: int | None = None) -> bytes:
     columns = np.array(runs, np.int64).reshape(-1, 2).T
-    return QUESTION.pack(pool, len(runs) if count is None else count) + columns.tobytes()
+    head = QUESTION.pack(pool, len(runs) if count is None else count, b"")
+    return head + columns.tobytes()
 
 
 def ended(one: socket.socket) -> bool:
@@ -97,7 +99,8 @@ def test_who_does_not_know_the_token_reads_nothing(source: Transport) -> None:
     assert reads_all(source)
 
 
-def test_questions_that_make_no_sense_end_their_connection_alone(source: Transport) -> None:
+def test_runs_outside_the_regions_are_refused(source: Transport) -> None:
+    one = welcomed(source)
     for said in (
         question(0, [(-1, 8)]),
         question(0, [(0, 8), (POOL - 7, 8)]),
@@ -105,6 +108,18 @@ def test_questions_that_make_no_sense_end_their_connection_alone(source: Transpo
         question(0, [(0, -8)]),
         question(0, [(2**62, 2**62)]),
         question(7, [(0, 8)]),
+    ):
+        one.sendall(said)
+        assert one.recv(1) == REFUSED, said
+        (nbytes,) = REFUSAL.unpack(one.recv(REFUSAL.size, socket.MSG_WAITALL))
+        refusal = msgspec.msgpack.decode(one.recv(nbytes, socket.MSG_WAITALL))
+        assert refusal["code"] == Code.OUT_OF_BOUNDS
+    one.close()
+    assert reads_all(source)
+
+
+def test_questions_that_make_no_sense_end_their_connection_alone(source: Transport) -> None:
+    for said in (
         question(0, [], 0),
         question(0, [], MOST_RUNS + 1),
         question(0, [], 2**32 - 1),

@@ -65,7 +65,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     secret_file: str | None = None
     """A file with the secret that all engines share; without one they listen on loopback only."""
     unprotected: bool = False
-    """Allow listening outside the host without a secret, for a trusted network."""
+    """Allow other hosts to connect without a secret, or over a transport that authenticates none,
+    such as mooncake. For a trusted network."""
     lease_seconds: Seconds = 30.0
     """Seconds for which a prefill engine keeps the blocks of a finished request for peers."""
     pull_seconds: Seconds = 30.0

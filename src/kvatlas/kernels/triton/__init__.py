@@ -5,12 +5,14 @@ package requires triton (`pip install 'kvatlas[triton]'`). With `TRITON_INTERPRE
 interprets the kernels on a CPU.
 
 Files named `*_device.py` contain the code that Triton compiles; all other files are host code.
-The two exchange NamedTuples: some hold tensors and numbers (`BatchSequences`, `PagedCache`),
-others hold compile-time constants (`AttentionShape`, `Tiling`). Constant parameters have names in
-capitals. Two limits of Triton 3.6 shape the device code. A field of a constant is first bound to
-a name (`TILE: tl.constexpr = TILING.tile`) before it is used in a shape or, if it is a string or
-a tuple, as an argument. And a tuple cannot mix None with numbers, so unused arguments receive
-some available tensor or number instead.
+Host code passes NamedTuples to device code: some hold tensors and numbers (`BatchSequences`,
+`PagedCache`), others hold compile-time constants (`AttentionShape`, `Tiling`). Constant parameters
+have names in capitals.
+
+Two limits of Triton 3.6 shape the device code. First, a field of a constant must be bound to a name
+(`TILE: tl.constexpr = TILING.tile`) before it is used in a shape or, if it is a string or a tuple,
+as an argument. Second, a tuple cannot mix None with numbers, so an unused argument receives an
+arbitrary tensor or number as a placeholder.
 """
 
 from kvatlas.kernels.triton.attention.launch import attend, attend_latent

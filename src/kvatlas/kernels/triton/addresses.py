@@ -1,9 +1,9 @@
-"""Addresses in the form that kernels take: multiples of a unit that the compiler can rely on.
+"""Strides in the form that kernels take: multiples of a unit that is a compile-time constant.
 
-A compiler uses 16-byte loads only if it can prove that addresses are multiples of 16. For an
-argument it only knows whether 16 divides it, which does not help with rows of 264 bytes.
-Strides are therefore divided by the largest power of two that divides them all, and kernels
-multiply by that constant, which the compiler can use as proof.
+The compiler uses wide loads only if it can prove the alignment of addresses. Triton checks only
+whether 16 divides an argument, which does not help with rows of 264 bytes. Strides are therefore
+divided by a unit, the largest power of two that divides all of them. Kernels multiply by the unit,
+which is a constant, so the compiler can infer the alignment of the product.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class RowSteps(NamedTuple):
     """Strides of the rows of a field in their pool."""
 
     first: int
-    """Offset of the first row. Like the steps of B, N and H, it counts units."""
+    """Offset of the first row in the pool, in units, like `block`, `state` and `head`."""
     block: int
     state: int
     head: int
     element: int
-    """Elements between neighbours in a row."""
+    """Stride of consecutive elements of a row, in elements."""
     tile: int
-    """Elements between the tiles of a row; 0 if it has none."""
+    """Stride of the tiles of a row, in elements; 0 if rows are not tiled."""
 
 
 class FieldRows(NamedTuple):
@@ -61,7 +61,7 @@ class FieldRows(NamedTuple):
     unit: int
     """Elements per unit."""
     tile: int
-    """Elements per tile if the rows of a page are tiled; else 0."""
+    """Elements per tile of a row; 0 if rows are not tiled."""
 
 
 def common(numbers: tuple[int, ...], most: int) -> int:
@@ -75,7 +75,7 @@ def common(numbers: tuple[int, ...], most: int) -> int:
 
 
 def field_rows(page: Page, placed: Placement, name: str) -> FieldRows:
-    """Return the strides of a field's rows, in blocks of pages at this placement.
+    """Return the strides of a field's rows, for the blocks at placement `placed`.
 
     >>> from kvatlas.cache import allocate
     >>> from kvatlas.planning import plan
@@ -88,9 +88,9 @@ def field_rows(page: Page, placed: Placement, name: str) -> FieldRows:
     if not set(field.axes) <= {"B", "N", "H", "C", "c"}:
         raise AtlasError(
             Code.NOT_CONTIGUOUS,
-            "A kernel cannot read rows that span more than one axis",
-            got=f"{name} with axes {field.axes}",
-            hint="Select one index of each other axis",
+            "A kernel supports only fields whose axes are among B, N, H and C",
+            got=f"field {name!r} with axes {field.axes}",
+            hint="Select one index of every other axis",
         )
     item = field.item
     steps = [field.offset, *_strides(field)]
@@ -100,16 +100,16 @@ def field_rows(page: Page, placed: Placement, name: str) -> FieldRows:
     if any(step % item for step in (*steps, near, far)):
         raise AtlasError(
             Code.MISALIGNED,
-            "Elements must start at multiples of their size",
-            got=f"{field} with elements of {item} bytes",
+            f"Offsets and strides of a field must be multiples of its element size, {item} bytes",
+            got=f"field {name!r} at {field}",
             hint="Plan pages and blocks whose sizes are multiples of the element size",
         )
     if max(steps[1] // item, steps[2] // item) >= 1 << 31:
         raise AtlasError(
             Code.OVERFLOW,
-            "Blocks and states must be less than 2**31 elements apart",
-            got=f"{field}",
-            hint="Split the pool",
+            "The strides of blocks and states must be less than 2**31 elements",
+            got=f"field {name!r} at {field}",
+            hint="Use a layout with smaller strides, or split the pool",
         )
     # Rows with strided elements are read one element at a time.
     widest = max(1, VECTOR // item) if near == item else 1
@@ -128,7 +128,9 @@ def _strides(field: Placement) -> list[int]:
 
 
 def gap(layer: LayerCache, one: str, other: str) -> int | None:
-    """Return the bytes from each row of a field to that of another; None if not constant.
+    """Return the distance in bytes from a row of one field to the same state's row of another.
+
+    None if the distance differs between states.
 
     >>> from kvatlas.cache import allocate
     >>> from kvatlas.planning import plan

@@ -14,7 +14,7 @@ def append_side(buffer, steps, given, states, token, start, out, FORMAT: tl.cons
     """Store and gather one side (K or V) for a tile of tokens of one sequence and head.
 
     `given` holds the new rows of the sequence and head, and their token stride. `out` holds the
-    output address of each row. Rows that are evicted or not visible become zeros.
+    output address of each row. Rows whose block is evicted or not visible are gathered as zeros.
     """
     column = tl.arange(0, FORMAT.width)[None, :]
     inside = column < FORMAT.dim
@@ -37,10 +37,10 @@ def append_rows(
     new, out, at, tables, first, start, stop, visible, buffer, K_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Process a tile of tokens from `first` of one sequence and head, for K and V.
+    """Process a tile of tokens of one sequence and head, for K and V.
 
-    Tokens `start .. stop - 1` are read from `new`; all tokens are written to `out` [sequences,
-    heads, tokens, D].
+    Tokens first .. stop - 1 are written to `out` [sequences, heads, tokens, D]. Of these, tokens
+    start .. stop - 1 are read from `new`, the others from the cache.
     """
     after_previous(SHAPE.early)
     before_next(SHAPE.early)

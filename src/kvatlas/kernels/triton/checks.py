@@ -1,4 +1,4 @@
-"""Checks before a kernel launch, because a bad pointer on a device raises no exception."""
+"""Checks before a kernel launch. A kernel that gets a bad pointer raises no Python exception."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def debugging() -> bool:
-    """Whether `KVATLAS_DEBUG=1` enables checks of block ids, which wait for the device."""
+    """Whether `KVATLAS_DEBUG=1` enables checks of values on the device, such as block ids."""
     return os.environ.get("KVATLAS_DEBUG", "0") not in ("", "0")
 
 
 def same_device(device: torch.device, **tensors: torch.Tensor | None) -> torch.device:
-    """Return the device; raise an error if a tensor is on another one. None is ignored."""
+    """Return `device`; raise an error if a tensor is on another one. None is ignored."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise AtlasError(
                 Code.WRONG_DEVICE,
-                "All tensors of a kernel must be on the same device",
-                got=f"{name} on {tensor.device}, the cache on {device}",
-                hint="Move the tensor first; kernels do not, because that would block",
+                f"`{name}` must be on the cache's device, {device}",
+                got=f"a tensor on {tensor.device}",
+                hint=f"Call {name}.to({str(device)!r}); kernels do not, because it may block",
             )
     return device
 
@@ -35,8 +35,8 @@ def reachable(buffer: torch.Tensor, device: torch.device) -> None:
     if buffer.device != device and not pinned:
         raise AtlasError(
             Code.WRONG_DEVICE,
-            "Memory must be on the kernel's device, or pinned",
-            got=f"memory on {buffer.device}, not pinned; the kernel on {device}",
+            f"A buffer must be on the kernel's device, {device}, or in pinned host memory",
+            got=f"a buffer on {buffer.device} that is not pinned",
             hint="Allocate host pools with pin_memory=True",
         )
 
@@ -47,9 +47,9 @@ def integers(tensor: torch.Tensor, name: str, *, axes: int) -> None:
     if tensor.dtype not in _INTEGERS or not tight:
         raise AtlasError(
             Code.BAD_TENSOR,
-            f"{name} must be int32 or int64, {axes} axes, the last one contiguous",
+            f"{name} must be int32 or int64 with {axes} axes, the last one contiguous",
             got=f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-            hint="Pass the scheduler's tensors unchanged",
+            hint="Pass a contiguous tensor of int32 or int64",
         )
 
 
@@ -65,13 +65,13 @@ def last_is_tight(tensor: torch.Tensor) -> bool:
 
 
 def in_range(ids: torch.Tensor, count: int, name: str = "Block ids") -> None:
-    """With `KVATLAS_DEBUG`, raise an error for ids that the pool does not have."""
+    """With `KVATLAS_DEBUG=1`, raise an error for ids that are not in 0..count - 1."""
     if debugging() and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= count):
         raise AtlasError(
             Code.OUT_OF_RANGE,
             f"{name} must be in 0..{count - 1}",
             got=f"{int(ids.min())}..{int(ids.max())}",
-            hint="Check the block table; a slot is block * states + state",
+            hint="Check the block table or the slot mapping",
         )
 
 
@@ -85,9 +85,9 @@ def rows_of(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> N
     if not fits or not tensor.is_floating_point() or tensor.stride(-1) != 1:
         raise AtlasError(
             Code.BAD_TENSOR,
-            f"{name} must be floating point, of shape {shape}, its last axis contiguous",
+            f"{name} must be floating point, of shape {shape}, with a contiguous last axis",
             got=f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-            hint="Pass slices of a fused projection or contiguous rows, not transposed rows",
+            hint="Pass contiguous rows or slices of a fused projection, not transposed rows",
         )
 
 

@@ -1,8 +1,8 @@
 """Device code of copies: rows of words, and tiles that are transposed during the copy.
 
-An end of a copy consists of an address or a table of addresses, one per layer; the ids of its
-blocks; and its steps in units: of the block, of three axes, and of the two axes of a transposed
-tile.
+An end of a copy, source or target, has three parts: the address of each layer (one address, or a
+table), the block ids, and the strides in units. The strides are those of the block axis, of three
+other axes, and of the two axes of a transposed tile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def row_coordinates(row, SIZES: tl.constexpr):
 
 @triton.jit
 def row_offset(end, block, first, second, third):
-    """Return the units from an end's first word to a row."""
+    """Return the offset of a row from an end's first word, in units."""
     at = block.to(tl.int64) * end.steps[0] + first * end.steps[1]
     return at + second * end.steps[2] + third * end.steps[3]
 
@@ -107,10 +107,10 @@ def copy_rows(
 def copy_transposed(
     source, target, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr
 ):
-    """Copy items that are contiguous along one axis in the source and another in the target.
+    """Copy items that are contiguous along one axis in the source and along another in the target.
 
-    A tile is read along `ACROSS` (the source's last step) and written along `DOWN` (the target's
-    second to last), so that both accesses are contiguous.
+    A tile is read along the source's contiguous axis (`ACROSS`, its last stride) and written along
+    the target's (`DOWN`, its second to last stride), so both accesses are contiguous.
     """
     SIZES: tl.constexpr = SHAPE.sizes
     WORD: tl.constexpr = SHAPE.word

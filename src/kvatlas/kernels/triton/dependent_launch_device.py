@@ -1,11 +1,11 @@
 """Programmatic dependent launch: start a kernel's programs while the previous kernel still runs.
 
-On NVIDIA GPUs from Hopper on, a kernel that is launched early waits on the device for the
-previous kernel, and then permits the launch of the next one. This saves the idle time between
-kernels, one or two microseconds each.
+On Hopper and later NVIDIA GPUs, a kernel can be launched early: it waits on the device for the
+previous kernel, and then permits the launch of the next one. This saves one or two microseconds of
+idle time between two kernels.
 
 Every kernel that is launched this way (`tune.dependent_launch`) waits before its first memory
-access, and external kernels must do the same. `merge` is the one exception: it reads the
+access, and external kernels must do the same. The only exception is `merge`, which reads the
 schedule before it waits. The schedule is complete by then, because the kernel before `merge`
 either waits itself or is not launched early.
 """
@@ -27,7 +27,7 @@ def after_previous(EARLY: tl.constexpr):
 
 @triton.jit
 def before_next(EARLY: tl.constexpr):
-    """Permit the launch of the next kernel's programs once all programs of this one started."""
+    """Permit the launch of the next kernel once all programs of this kernel have called this."""
     if EARLY:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False,

@@ -27,11 +27,11 @@ _LEVELS_OF_16 = tl.constexpr(normal_levels(4))
 
 
 E2M1_UNIT = tl.constexpr(16384.0)
-"""Factor by which e2m1 numbers are too small if their bits are read as those of float16."""
+"""Factor by which e2m1 numbers are too small if their bits are interpreted as float16."""
 
 
 class TileStates(NamedTuple):
-    """The states of a tile: blocks, indices in the blocks, the head, and which states exist."""
+    """The states of a tile: their blocks, indices in the blocks, head, and whether they exist."""
 
     page: Any
     start: Any
@@ -43,9 +43,9 @@ class TileStates(NamedTuple):
 
 @triton.jit
 def row_offsets(steps, states, UNIT: tl.constexpr):
-    """Return the elements from the pool's start to the first element of each state's row.
+    """Return the offset in the pool of each state's row, in elements.
 
-    Steps of blocks and states fit in 32 bits, so each product is one instruction. Terms that are
+    Strides of blocks and states fit in 32 bits, so each product is one instruction. Terms that are
     constant across tiles are added separately.
     """
     first = (steps.first + states.head.to(tl.int64) * steps.head) * UNIT
@@ -56,7 +56,7 @@ def row_offsets(steps, states, UNIT: tl.constexpr):
 
 @triton.jit
 def column_offsets(column, steps, TILED: tl.constexpr):
-    """Return the elements from the first element of a row to its columns."""
+    """Return the offsets of columns from the first element of their row, in elements."""
     if TILED:
         return (column % TILED) * steps.element + (column // TILED) * steps.tile
     return column * steps.element
@@ -73,8 +73,8 @@ FOUR_BYTES = tl.constexpr("""
         sub.f16x2 $1, $1, excess;
     }
 """)
-"""Four int8 as float16. 0x6400 is 1024, and its lowest bits count in ones. A byte inserted there
-with its sign bit flipped yields 1024 + 128 + the number."""
+"""Four int8 as float16. 0x6400 is 1024, and its lowest mantissa bit is worth 1. Inserting a byte
+there with its sign bit flipped yields 1024 + 128 + the number."""
 
 
 FOUR_BYTES_BF16 = tl.constexpr("""
@@ -97,10 +97,10 @@ multiply-add with -1 (0xBF80) subtracts."""
 
 
 def _codes_of_bytes(one: int, minus: int, kind: str) -> str:
-    """Return PTX that converts the codes of four bytes, low nibbles first, minus a given number.
+    """Return PTX that converts the codes of four bytes, low nibbles first.
 
-    `one` is the upper byte of a number whose lowest bits count in ones. `minus` holds the bits of
-    -1.
+    Operands $5 and $6 are subtracted from the codes. `one` is the upper byte of a 16-bit float
+    whose lowest mantissa bit is worth 1. `minus` holds the bits of -1.
     """
     ones = f"0x{one * 0x01010101:08X}"
     return f"""
@@ -127,9 +127,9 @@ def _codes_of_bytes(one: int, minus: int, kind: str) -> str:
 
 
 _CODES_F16 = tl.constexpr(_codes_of_bytes(0x64, 0xBC00, "f16x2"))
-"""Codes as float16, offset by 1024."""
+"""The PTX for float16. A code is read as 1024 + code, so the operands must include 1024."""
 _CODES_BF16 = tl.constexpr(_codes_of_bytes(0x43, 0xBF80, "bf16x2"))
-"""Codes as bfloat16, offset by 128."""
+"""The PTX for bfloat16. A code is read as 128 + code, so the operands must include 128."""
 _NVFP4_BYTES = tl.constexpr("""
     {
         .reg .b32 low, high, part, a, b, c, d;
@@ -154,13 +154,13 @@ _NVFP4_BYTES = tl.constexpr("""
         mov.b32 $3, d;
     }
 """)
-"""The numbers of four bytes, low nibbles first, times a given factor. The sign and the other
-three bits of a code form the upper byte of a float16 that is 2**14 times too small."""
+"""Converts the e2m1 codes of four bytes, low nibbles first, times operands $5 and $6. The sign and
+the other three bits of a code form the upper byte of a float16 that is 2**14 times too small."""
 
 
 @triton.jit
 def paired(packed, with_each, CODE: tl.constexpr):
-    """Return both codes of each byte in adjacent columns, in the dtype of `with_each`."""
+    """Return both converted codes of each byte in adjacent columns; `with_each` is the operand."""
     low, high = tl.inline_asm_elementwise(
         CODE, "=r,=r,=r,=r,r,r,r", [packed, with_each], dtype=(with_each.dtype, with_each.dtype),
         is_pure=True, pack=4,
@@ -184,10 +184,10 @@ def as_dot(tile, DOT: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def by_shared_memory(tile):
-    """Return the same tile, but force the compiler to load it through shared memory.
+    """Return the same tile, but force the compiler to pass it through shared memory.
 
-    Otherwise 8-bit elements of V would be gathered byte by byte across states. Converted in the
-    layout of the load and written to shared memory, they are read back as whole matrices.
+    Otherwise 8-bit elements of V would be gathered byte by byte across states. This way they are
+    converted in the layout of the load, written to shared memory, and read back as matrices.
     """
     pairs = tl.reshape(tile, [tile.shape[0], tile.shape[1] // 2, 2])
     even, odd = tl.split(pairs)
@@ -246,7 +246,7 @@ def nibbles(packed):
 
 @triton.jit
 def octals(buffer, steps, states, FORMAT: tl.constexpr, MASKED: tl.constexpr):
-    """Load 3-bit codes, each in one byte or across two."""
+    """Load rows of 3-bit codes. A code is stored in one byte or across two."""
     LAST: tl.constexpr = (3 * FORMAT.dim + 7) // 8 - 1
     bit = tl.arange(0, FORMAT.width) * 3
     byte = tl.minimum(bit // 8, LAST)
@@ -283,7 +283,7 @@ def read(
     buffer, side, states, FORMAT: tl.constexpr, DOT: tl.constexpr, MASKED: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of rows in the dtype of the dot product, and a factor per state (or 1)."""
+    """Load a tile of rows, converted to `DOT`, and the remaining factor of each state (or 1)."""
     KIND: tl.constexpr = FORMAT.kind
     DIM: tl.constexpr = FORMAT.dim
     WIDTH: tl.constexpr = FORMAT.width

@@ -1,7 +1,7 @@
 """Hadamard rotations of rows, for caches that store rotated rows: one launch per tensor.
 
-A dot product does not change if both sides are rotated, so queries are rotated before the product
-with keys. The output of rotated values is rotated back.
+If keys are stored rotated, queries are rotated too, which leaves their dot products unchanged. If
+values are stored rotated, the output is rotated back.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class RotatedRows(NamedTuple):
 
 
 def rotate_queries(rows: torch.Tensor, factor: float) -> torch.Tensor:
-    """Apply `hadamard.rotate_signed` to rows [tokens, heads, D], times a factor.
+    """Return `hadamard.rotate_signed` of rows [tokens, heads, D], times a factor.
 
-    bfloat16 rows become float16: dot products with 4-bit caches use float16, which keeps more
-    precision.
+    bfloat16 rows become float16, because dot products with 4-bit caches use float16.
     """
     dtype = torch.float16 if rows.dtype is torch.bfloat16 else rows.dtype
     rotated = torch.empty(rows.shape, dtype=dtype, device=rows.device)
@@ -45,13 +44,16 @@ def rotate_queries(rows: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def rotate_back(rows: torch.Tensor, starts: torch.Tensor) -> None:
-    """Apply `hadamard.rotate_signed_back` in place to a batch's rows [tokens, heads, D]."""
+    """Apply `hadamard.rotate_signed_back` in place to rows [tokens, heads, D] of a batch.
+
+    Only rows between the first and the last of `starts` are rotated.
+    """
     block = block_of(rows)
     _rotate(rows, rows, hadamard.signs(block, rows.device), 1.0 / block, starts)
 
 
 def rotate_without_signs(rows: torch.Tensor) -> torch.Tensor:
-    """Apply `hadamard.rotate` to rows [tokens, heads, D], where D is a power of two."""
+    """Return `hadamard.rotate` of rows [tokens, heads, D], where D is a power of two."""
     rotated = torch.empty_like(rows, memory_format=torch.contiguous_format)
     size = rows.shape[-1]
     _rotate(rows, rotated, hadamard.signs(size, rows.device).abs(), size**-0.5)
@@ -59,7 +61,7 @@ def rotate_without_signs(rows: torch.Tensor) -> torch.Tensor:
 
 
 def block_of(rows: torch.Tensor) -> int:
-    """Return the elements that are rotated together: the largest power of two dividing a row."""
+    """Return the size of a rotated block: the largest power of two that divides the row length."""
     size = rows.shape[-1]
     return int(size & -size)
 

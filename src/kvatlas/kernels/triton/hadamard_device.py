@@ -10,10 +10,11 @@ from kvatlas.kernels.triton.dependent_launch_device import after_previous, befor
 
 @triton.jit
 def mix(tile, APART: tl.constexpr):
-    """Compute sums and differences of tile elements that are `APART` columns apart.
+    """Replace pairs of elements that are `APART` columns apart by their sum and difference.
 
-    The partner of an element is the pair's sum minus the element. The compiler turns this into a
-    shuffle, or into nothing if one thread holds both. Integer arithmetic avoids rounding.
+    The other element of a pair is computed as the pair's sum minus the element, on bit patterns as
+    integers, so nothing is rounded. The compiler turns this into a shuffle between threads, or into
+    a plain register access if one thread holds both elements.
     """
     pairs = tl.reshape(tile, [tile.numel // (2 * APART), 2, APART])
     bits = pairs.to(tl.int32, bitcast=True)
@@ -35,9 +36,9 @@ def rotate_rows(
     source, target, signs, starts, last, count, factor, SHAPE: tl.constexpr,
     BACK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rotate rows [tokens, heads, D]: signs, then a transform, or with `BACK` the inverse order.
+    """Rotate rows [tokens, heads, D]: apply signs, then the transform; with `BACK`, the inverse.
 
-    With `BACK`, only rows between the batch's first and last `starts` are rotated.
+    With `BACK`, only rows between the first and the last of `starts` are rotated.
     """
     COUNT: tl.constexpr = SHAPE.rows
     WIDTH: tl.constexpr = SHAPE.width

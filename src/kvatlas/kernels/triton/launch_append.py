@@ -1,8 +1,8 @@
 """Append new tokens to the cache and gather all tokens that attention sees, in one launch.
 
 A model step repeats this for every layer, and preparing a launch in Python takes longer than the
-launch itself. The first layer of a step computes what depends only on the step, the first step of
-a layer computes what depends only on the layer, and both are cached.
+launch itself. Launch parameters that depend only on the step are therefore computed for the first
+layer and cached, and those that depend only on the layer are computed in its first step and cached.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROOM = 512
 """Granularity of the output buffer, in elements; V starts at a multiple of it."""
 
 _MOST_SEQUENCES = 65_535
-"""Maximum size of the second grid axis on a device."""
+"""Maximum number of sequences: the largest size of a CUDA grid's second axis."""
 
 RoomView = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides and offset of a tensor in an output buffer, in elements."""
@@ -53,7 +53,7 @@ class AppendedRows(NamedTuple):
 
 
 class AppendShape(NamedTuple):
-    """Compile-time constants of the kernel, apart from formats."""
+    """Compile-time constants of the kernel, except the formats of K and V."""
 
     heads: int
     states: int
@@ -105,8 +105,9 @@ class TableAppend:
     ) -> None:
         checks.integers(tables, "Tables", axes=2)
         if len(tables) > _MOST_SEQUENCES:
-            problem, hint = "One launch supports at most 65,535 sequences", "Append in parts"
-            raise checks.no_kernel(problem, len(tables), hint)
+            problem = f"append_step supports at most {_MOST_SEQUENCES:,} sequences"
+            hint = "Split the batch and call append_step for each part"
+            raise checks.no_kernel(problem, f"{len(tables):,} sequences", hint)
         self.tables, self.block = tables, block
         self.numbers = first, start, start + count, visible
         self._alike: dict[tuple[AppendShape, tuple[int, int]], StepRows] = {}
@@ -142,9 +143,9 @@ class TableAppend:
     def _for_layers_like(self, layer: LayerCache, own: LayerAppend) -> StepRows:
         """Return the step's launch parameters for layers with these row and block sizes.
 
-        Rows grow with every step. Their buffer is up to an eighth larger than needed, so that
-        torch can reuse the memory of the previous step. Otherwise torch would allocate from the
-        device, which takes longer than the step.
+        The gathered rows grow with every step. Their buffer is up to an eighth larger than needed,
+        so that torch's allocator can often reuse the buffer of the previous step. Otherwise torch
+        would call cudaMalloc, which takes longer than the step.
         """
         check_block(layer, self.block)
         tables = layer.kernel_ids(self.tables)
@@ -182,7 +183,7 @@ def _for_any_step(layer: LayerCache) -> LayerAppend:
     formats.refuse_head(dims[1], "V")
     if spec.cache != "auto":
         problem, hint = "append_step does not support quantised layers", "Use write and read"
-        raise checks.no_kernel(problem, spec.cache, hint)
+        raise checks.no_kernel(problem, f"cache dtype {spec.cache}", hint)
     k, v = formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
     device = layer.buffer.device
     early = tune.dependent_launch(device)
@@ -214,8 +215,8 @@ def _checked(own: LayerAppend, rows: StepRows, k: torch.Tensor, v: torch.Tensor)
     if {k.dtype, v.dtype} != {own.dtype}:
         raise AtlasError(
             Code.BAD_TENSOR,
-            "K and V must have the layer's dtype",
-            got=f"{k.dtype} and {v.dtype}; the layer has {own.dtype}",
+            f"K and V must have the layer's dtype, {own.dtype}",
+            got=f"{k.dtype} and {v.dtype}",
             hint="Convert them, or use write and read, which convert dtypes",
         )
     return AppendedRows(*own.sides, RowStrides(*k.stride()[:3]), RowStrides(*v.stride()[:3]))

@@ -1,8 +1,9 @@
-"""Copies between element-wise formats, which cast elements during the copy, in one launch.
+"""Copies that cast elements between element-wise formats, in one launch.
 
-The model's dtypes and fp8 with a per-tensor scale keep the order of elements, so a conversion is
-a copy whose loads and stores have different types. Layers (and K and V) with the same folded
-shape share a launch. Each has a factor: the source scale divided by the target scale.
+Element-wise formats are the model's dtypes, and fp8 with a per-tensor scale. All keep the order of
+elements, so a conversion is a copy whose loads and stores have different types. Layers (and K and
+V) with the same folded shape share a launch. Each has a factor: the source scale divided by the
+target scale.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class FoldedConversion(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One field of a layer, or K and V together: addresses of both ends, and the factor."""
+    """One field of a layer, or K and V together: both ends, and the factor."""
 
     addresses: tuple[int, int]
     placements: tuple[Placement, Placement]
@@ -61,9 +62,9 @@ class _Part(NamedTuple):
 
 
 class BlockConversion:
-    """A converting copy of blocks between layers, prepared once and launched with ids.
+    """Converts blocks between layers: prepared once, then called with block ids.
 
-    Both ends need pages with the same states and heads, in element-wise formats. Scales are
+    Pages of both ends must have the same states and heads, in element-wise formats. Scales are
     given per layer.
     """
 
@@ -104,8 +105,8 @@ class BlockConversion:
         """Convert blocks `ids` of the sources into blocks `places` of the targets."""
         if ids.numel() != places.numel():
             problem = "`ids` and `places` must have the same length"
-            hint = "Pass one place for each block"
-            got = f"{ids.numel()} blocks and {places.numel()} places"
+            hint = "Pass one target block in `places` for each source block in `ids`"
+            got = f"{ids.numel()} ids and {places.numel()} places"
             raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
         for name, chosen, limit in (("ids", ids, 0), ("places", places, 1)):
             checks.integers(chosen, name, axes=1)
@@ -156,9 +157,9 @@ class BlockConversion:
 def fold_conversion(
     source: Placement, target: Placement, one: DType, two: DType, alignment: int = VECTOR
 ) -> FoldedConversion:
-    """Fold the conversion between two placements; both start at multiples of `alignment`.
+    """Return the conversion between two placements, with contiguous axes folded into rows.
 
-    `alignment` counts elements.
+    Both ends must start at multiples of `alignment` elements.
 
     >>> bf16, fp8 = (DType.of(name) for name in ("bf16", "fp8"))
     >>> page = [("B", 9), ("N", 16), ("H", 8), ("C", 256)]
@@ -170,8 +171,9 @@ def fold_conversion(
     a, b = fold_together(*(end.select("B", 0) for end in ends))
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     if len(axes) > 3:
-        problem = "A conversion supports at most three axes in addition to the block axis"
-        got, hint = f"{source} to {target}", "Convert K and V separately"
+        problem = "Folding must leave at most three axes in addition to the block axis"
+        got = f"{len(axes)} axes from {source} to {target}"
+        hint = "Convert K and V separately, or read the rows and write them to the target"
         raise AtlasError(Code.NOT_FOLDABLE, problem, got=got, hint=hint)
     axes = [(1, 0, 0)] * (3 - len(axes)) + axes
     steps = [(ends[0].stride("B"), ends[1].stride("B")), *((s, t) for _, s, t in axes)]
@@ -193,9 +195,9 @@ def _parts(
     plain = all(CellFormat(layer.spec).by_element for layer in (source, target))
     if held[0] != held[1] or not plain:
         raise checks.no_kernel(
-            "This kernel converts only element-wise formats with the same fields",
+            "The kernel requires element-wise formats, and the same fields in both layers",
             f"{source.page} and {target.page}",
-            "Read the rows and write them to the target",
+            "Use convert_blocks for other formats, kvatlas.route for other block sizes or ranks",
         )
     parts = []
     for name in held[0]:

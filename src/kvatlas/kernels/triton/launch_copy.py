@@ -1,9 +1,9 @@
 """Copies between any two placements, with scattered blocks at both ends, in one launch.
 
 Axes that are contiguous at both ends are first folded into one row of words. Rows of 32 bytes
-or more are copied directly, in any layout. Shorter rows, where the two ends are contiguous along
-different axes, are copied in tiles that are transposed in the kernel. Layers with the same folded
-shape share a launch, also across pools.
+or more are copied directly, in any layout. Rows are shorter if the ends are contiguous along
+different axes; then the kernel transposes tiles. Layers with the same folded shape share a launch,
+also across pools.
 
 One end may be pinned host memory, which a kernel accesses directly. A few programs saturate the
 link, and the rest of the GPU stays free.
@@ -31,7 +31,7 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _SHORT = 32
 """Minimum bytes per row for a direct copy; shorter rows are transposed if possible."""
 _HOST_PROGRAMS = 16
-"""Maximum number of programs of a transposed copy over the link."""
+"""Maximum number of programs of a transposed copy from or to host memory."""
 
 
 class CopyEnd(NamedTuple):
@@ -39,7 +39,7 @@ class CopyEnd(NamedTuple):
 
     buffer: torch.Tensor
     placement: Placement
-    """Must have an axis B, which block ids index."""
+    """Must have an axis B. Block ids are indices along it."""
 
     @property
     def address(self) -> int:
@@ -96,10 +96,10 @@ class EndAddresses(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> FoldedCopy:
-    """Fold the copy between two placements; both start at multiples of `alignment` bytes.
+    """Return the copy between two placements, with contiguous axes folded into rows of words.
 
-    The example copies state-major to head-major pages. A row is one cell: 512 bytes, or 64 words
-    of 8 bytes.
+    Both ends start at multiples of `alignment` bytes. The example copies state-major to head-major
+    pages. A row is one cell: 512 bytes, or 64 words of 8 bytes.
 
     >>> from kvatlas import Layout
     >>> page = {"B": 9, "L": 1, "H": 8, "N": 16, "C": 512}
@@ -118,8 +118,8 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
     if len(axes) > 3:
         raise AtlasError(
             Code.NOT_FOLDABLE,
-            "A copy supports at most three axes in addition to the block axis",
-            got=f"{a} to {b}",
+            "Folding must leave at most three axes in addition to the block axis",
+            got=f"{len(axes)} axes from {a} to {b}",
             hint="Copy the fields one by one",
         )
     axes = [(1, 0, 0)] * (3 - len(axes)) + axes
@@ -142,7 +142,7 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
 def _transposed(
     a: Placement, b: Placement, blocks: tuple[int, int]
 ) -> tuple[tuple[int, int, int], ...] | None:
-    """Return the innermost axes of target and source if a transposed copy is faster."""
+    """Return the innermost axes of target and source if a transposed copy is faster; else None."""
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     across = next((axis for axis in axes if axis[1] == a.item), None)
     down = next((axis for axis in axes if axis[2] == b.item), None)
@@ -153,7 +153,7 @@ def _transposed(
 
 
 class _Launch(NamedTuple):
-    """Layers with the same folded shape, and address tables for both ends if several."""
+    """Layers with the same folded shape; if several, address tables for both ends."""
 
     copy: FoldedCopy
     pairs: list[tuple[CopyEnd, CopyEnd]]
@@ -161,7 +161,7 @@ class _Launch(NamedTuple):
 
 
 class BlockCopy:
-    """Copy blocks between layers: prepared once, then launched with ids.
+    """Copies blocks between layers: prepared once, then called with block ids.
 
     >>> import torch
     >>> page = Placement.packed([("B", 4), ("C", 64)])
@@ -212,7 +212,7 @@ class BlockCopy:
         if ids.numel() != places.numel():
             raise _unlike(
                 "`ids` and `places` must have the same length",
-                f"{ids.numel()} blocks and {places.numel()} places",
+                f"{ids.numel()} ids and {places.numel()} places",
             )
         for name, chosen, limit in (("ids", ids, 0), ("places", places, 1)):
             checks.integers(chosen, name, axes=1)
@@ -231,13 +231,12 @@ class BlockCopy:
         pairs = [pair for launch in self._launches for pair in launch.pairs]
         here = any(a.address == b.address and a.placement == b.placement for a, b in pairs)
         if twice or (here and bool(torch.isin(ids, places).any())):
+            clash = "write a block twice" if twice else "read a block that it writes"
             raise AtlasError(
                 Code.OVERLAP,
-                "A copy must not write a block twice, or read a block that it writes",
-                got="a block that is written twice"
-                if twice
-                else "a block that is read and written",
-                hint="Copy in two steps",
+                f"A copy must not {clash}",
+                got=f"ids {ids.tolist()[:8]} and places {places.tolist()[:8]} (the first 8)",
+                hint="Split the copy into two calls",
             )
 
     def _tables(
@@ -310,7 +309,7 @@ def _copy_rows(
 
 
 def tile_of(words: int, word: int, nbytes: int) -> tuple[int, int]:
-    """Return columns and rows of a tile of about `nbytes`, with little waste past a row's end.
+    """Return the columns and rows of a tile of about `nbytes` that wastes few columns.
 
     >>> tile_of(64, 8, 16384), tile_of(144, 8, 16384), tile_of(8192, 8, 16384), tile_of(3, 8, 64)
     ((64, 32), (16, 128), (2048, 1), (4, 2))
@@ -344,8 +343,8 @@ def between(
     targets = [target] if isinstance(target, LayerCache) else list(target)
     if len(sources) != len(targets) or not sources:
         raise _unlike(
-            "Both ends must have the same number of layers, at least one",
-            f"{len(sources)} layers to {len(targets)}",
+            "`source` and `target` must have the same number of layers, at least one",
+            f"{len(sources)} and {len(targets)} layers",
         )
     from_ends, to_ends = [], []
     for a, b in zip(sources, targets, strict=True):
@@ -366,7 +365,7 @@ def _unlike(problem: str, got: str, hint: str = "Pass two lists of equal length"
 
 
 def _tiled_like(other: Placement, mine: Placement) -> Placement:
-    """Return a field with tiled rows if the other end's rows are tiled."""
+    """Return the placement `mine`, with its rows split into tiles if those of `other` are."""
     if "c" in other.axes and "c" not in mine.axes:
         return mine.split("C", into=("C", "c"), inner=other.size("c"))
     return mine
@@ -381,7 +380,7 @@ def _shared_fields(a: LayerCache, b: LayerCache) -> list[str]:
         raise _unlike(
             "Both layers must have the same fields, with the same shapes and dtypes",
             f"{sorted(mine)} of {a.page} and {sorted(other)} of {b.page}",
-            "Convert the cache dtype first; use a route for different block sizes or ranks",
+            "Use convert_blocks for other dtypes, kvatlas.route for other block sizes or ranks",
         )
     return list(mine)
 

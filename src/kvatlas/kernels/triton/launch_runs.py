@@ -1,8 +1,8 @@
-"""Copies between any two addresses of a device, described as starts and spans: one launch.
+"""Copies of runs between any two addresses of a device, in one launch (see `address_runs`).
 
-Intended for caches of other processes, which have addresses but no tensors. The kernel looks up
-offsets in two short tables and adds them, so a gigabyte in a million runs needs only a few
-kilobytes of description.
+They are intended for caches of other processes, which have addresses but no tensors. The kernel
+looks up offsets in two short tables, starts and spans, and adds them. A million runs therefore need
+only a few kilobytes of tables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 class RunTables(NamedTuple):
-    """Tables of runs in the form that kernels read: int64 on the copying device, in bytes."""
+    """Tables of runs in the form that kernels read: int64 on the copying device.
+
+    Offsets and lengths count bytes, or elements if the copy casts.
+    """
 
     starts: torch.Tensor
     """[2, starts]: offsets at the source and at the target."""
@@ -51,7 +54,7 @@ class RunTiling(NamedTuple):
     starts_first: bool
     """Whether consecutive rows use consecutive starts (rather than spans)."""
     whole: bool
-    """Whether all runs have one length that fills its tiles."""
+    """Whether all runs have the same length, and it is a multiple of a tile's columns."""
 
 
 def copy_runs(
@@ -62,7 +65,7 @@ def copy_runs(
 
     `programs` limits the number of programs; 0 means no limit. No byte may be written twice, or
     be both read and written. A caller that passes `stream` must make its device the current one.
-    Returns a kernel that repeats the launch; None without a GPU.
+    Returns a kernel that can repeat the launch; None in Triton's interpreter.
 
     >>> import torch
     >>> memory = torch.arange(48, dtype=torch.uint8)
@@ -100,11 +103,11 @@ class CastTypes(NamedTuple):
     target: Any
     """Element types of the source and the target."""
     unit: int
-    """Power of two that divides offsets, lengths and addresses, in elements."""
+    """Power of two, in elements, that divides all offsets, lengths and addresses."""
     divides: bool
     """Whether to divide by the target's scales instead of multiplying by their inverses."""
     ptx: bool
-    """Whether to use PTX; False if Triton interprets."""
+    """Whether to use PTX; False in Triton's interpreter."""
 
 
 def convert_runs(
@@ -149,10 +152,10 @@ _PLACED_AT_ONCE = 512
 
 
 class SpanPlaces(NamedTuple):
-    """Offsets of spans in blocks whose ids arrive later."""
+    """Offsets of spans in blocks. The block ids arrive later."""
 
     table: torch.Tensor
-    """[7, spans] of int64: rows that `place_spans` writes, then rows that it reads."""
+    """[7, spans] of int64; see the device function `place_spans`, which reads and writes it."""
     blocks: int
     """Number of blocks at the source."""
     strides: tuple[int, int]
@@ -162,7 +165,10 @@ class SpanPlaces(NamedTuple):
 def place_runs(
     ids: tuple[torch.Tensor, torch.Tensor], places: SpanPlaces, *, stream: Any = None
 ) -> RunKernel | None:
-    """Compute the offsets of spans from block ids, on the device and stream of `copy_runs`."""
+    """Launch `place_spans`: compute the offsets of spans from block ids, for `copy_runs`.
+
+    Use the device and stream of `copy_runs`. Returns a kernel that can repeat the launch.
+    """
     count = places.table.shape[1]
     arguments = (*ids, places.table, count, places.blocks, *places.strides)
     programs = triton.cdiv(count, _PLACED_AT_ONCE)
@@ -195,7 +201,7 @@ _compiled: dict[tuple[object, ...], Any] = {}
 
 
 def _launch(what: Launch, warps: int, device: torch.device, stream: Any) -> RunKernel | None:
-    # Triton passes integers in 32 bits if they fit; the key depends only on that.
+    # Triton compiles another kernel for integers that need 64 bits, so the key contains that.
     wide = tuple(one >= 1 << 31 for one in what.arguments if isinstance(one, int))
     key = (what.kernel, device, warps, wide, *what.constants.values())
     kernel = None if stream is None else _compiled.get(key)

@@ -1,4 +1,4 @@
-"""Write K and V of a batch to the pages of their slots, with quantisation, in one launch."""
+"""Quantise K and V of a batch and write them to their slots, in one launch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Cache dtypes with only a per-tensor scale."""
 _PER_TENSOR = (*_FP8, "nvfp4")
-"""Cache dtypes with a per-tensor scale, alone or in addition to others."""
+"""Cache dtypes with a per-tensor scale, including those that also have other scales."""
 
 
 def write(
@@ -37,8 +37,9 @@ def write(
 ) -> None:
     """Write K and V [tokens, heads, D] to `slots`, quantised to the layer's cache dtype.
 
-    A slot is block * N + state, as engines number them; negative slots are skipped. K and V may
-    be slices of a fused projection: only their last axis must be contiguous.
+    A slot is `block_id * N + i` for state i of a block of N states, as in vLLM's slot mapping.
+    Negative slots are skipped. K and V may be slices of a fused projection: only their last axis
+    must be contiguous. `choice` overrides the tuned settings.
     """
     spec = layer.spec_as(Attention)
     scales = (float(k_scale), float(v_scale)) if spec.cache in _PER_TENSOR else (1.0, 1.0)
@@ -54,7 +55,7 @@ def write_latent(
     kv_scale: float = 1.0,
     **choice: Any,
 ) -> None:
-    """Write latent and rotary rows [states, elements] to `slots`."""
+    """Write latents [states, latent] and rotary parts [states, rope] to `slots`."""
     layer.spec_as(LatentAttention)
     checks.rows_of(latent, "latent", (None, None))
     checks.rows_of(rope, "rope", (None, None))
@@ -85,11 +86,11 @@ class WriteLaunch(NamedTuple):
     options: dict[str, Any]
     """Compiler options for Triton."""
     compiled: dict[Hashable, relaunch.Compiled]
-    """Compiled kernels by the kind of rows and slots; these inputs have passed the checks."""
+    """Compiled kernels, by kind of rows and slots. Inputs of these kinds have passed the checks."""
 
 
 class WriteKind(NamedTuple):
-    """Properties of the inputs that affect compilation or checks, apart from the layer's."""
+    """The properties of rows and slots on which compiled kernels and passed checks depend."""
 
     tensors: tuple[relaunch.TensorKind, ...]
     one_row: bool
@@ -174,7 +175,7 @@ def _worked_out(
     }
     options = {
         "num_warps": use["warps"],
-        # A fused multiply-add rounds once, so codes would differ from torch's.
+        # Fused multiply-adds round differently, so codes would differ from those of torch.
         "enable_fp_fusion": k.kind not in ("scaled", "int4"),
         **early,
     }
@@ -193,8 +194,8 @@ def _attention_sides(
     odd = any(n & (n - 1) or n < 16 for n in (spec.head_dim, v_dim))
     if spec.cache.startswith("turboquant") and odd:
         raise checks.no_kernel(
-            "A rotation requires a head size that is a power of two, at least 16",
-            f"head sizes {spec.head_dim} and {v_dim} in {spec.cache}",
+            f"The cache dtype {spec.cache} requires head sizes of powers of two, at least 16",
+            f"head sizes of {spec.head_dim} for K and {v_dim} for V",
             "Use another cache dtype",
         )
     for name, new, dim in zip("kv", rows, (spec.head_dim, v_dim), strict=True):
@@ -210,9 +211,9 @@ def _latent_sides(
     formats.refuse_head(spec.latent, "the latent")
     if not formats.writes_latent(spec):
         raise checks.no_kernel(
-            "This kernel does not support latents with block scales",
-            spec.cache,
-            "Use the cache dtype auto or fp8",
+            "The GPU kernel requires the cache dtype auto or fp8 for latents",
+            f"cache dtype {spec.cache}",
+            "Use kvatlas.kernels.write_latent, which supports all cache dtypes",
         )
     checks.rows_of(rows[0], "latent", (None, 1, spec.latent))
     checks.rows_of(rows[1], "rope", (None, 1, spec.rope))
@@ -223,7 +224,7 @@ def _latent_sides(
 def _turned_signs(
     form: StorageFormat, rows: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Return a mask per column with the sign bit set where int4's rotation flips signs."""
+    """Return a mask per column, with the sign bit set if the rotation of int4 flips the sign."""
     if form.kind != "int4":
         return None
     minus = signs(1 << form.rotation, device).repeat(form.width >> form.rotation) < 0

@@ -1,7 +1,8 @@
 """Move blocks of layers to and from contiguous rows on the host, through a staging buffer.
 
-The copy engine transfers one large range at the link's full speed without occupying a
-multiprocessor. A kernel gathers the blocks into the buffer, or scatters them from it.
+A kernel gathers the blocks into the buffer, or scatters them from it. Between the buffer and the
+host, the GPU's copy engine transfers one large range at the link's full speed, without occupying a
+multiprocessor.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from kvatlas.kernels.triton.launch_copy import BlockCopy, CopyEnd
 class Staging:
     """A buffer on the device for blocks of several layers, with one row per block.
 
-    A row contains the layers' pages one after the other, in head-major order whatever the cache's
-    layout is. Pages whose fields span the whole page are stored field by field.
+    A row contains the layers' pages one after the other, always in head-major order, so it does not
+    depend on the cache's layout. If fields span the whole page, they are stored one by one.
     """
 
     def __init__(self, layers: Sequence[LayerCache], blocks: int) -> None:
@@ -52,25 +53,32 @@ class Staging:
 
     def _rows(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         fits = rows.shape == (ids.numel(), self.row_bytes) and rows.is_contiguous()
-        if rows.dtype != torch.uint8 or not fits or ids.numel() > self.places.numel():
+        if ids.numel() > self.places.numel():
             raise AtlasError(
                 Code.BAD_TENSOR,
-                "Rows must be contiguous uint8, one row per block, and fit in the staging buffer",
-                got=f"{rows.dtype} of shape {tuple(rows.shape)} for {ids.numel()} blocks",
-                hint=f"Pass at most {self.places.numel()} rows of {self.row_bytes} bytes",
+                f"The staging buffer has space for {self.places.numel()} blocks",
+                got=f"{ids.numel()} block ids",
+                hint="Split the blocks into several calls, or create a larger buffer",
+            )
+        if rows.dtype != torch.uint8 or not fits:
+            raise AtlasError(
+                Code.BAD_TENSOR,
+                f"Rows must be contiguous uint8 of shape ({ids.numel()}, {self.row_bytes})",
+                got=f"{rows.dtype} of shape {tuple(rows.shape)}, strides {rows.stride()}",
+                hint="Pass one row of `row_bytes` bytes for each block id",
             )
         return self.buffer[: rows.numel()].view(rows.shape)
 
 
 def _placements(layer: LayerCache) -> list[Placement]:
-    """Return placements that are independent of the layout: cells, or fields of flat pages."""
+    """Return the placements to copy: the cells, or each field if fields span the whole page."""
     if not layer.page.lies_flat:
         return [layer.kernel_blocks]
     return [layer.place(field.name) for field in layer.page.fields if not field.padding]
 
 
 def _in_rows(placed: Placement, blocks: int, offset: int, row_bytes: int) -> Placement:
-    """Return the same axes packed in rows, head-major."""
+    """Return a placement of the same axes in the rows of the buffer, head-major."""
     axes = sorted(set(placed.axes) - {"B"}, key="HNCc".index)
     sizes = [("B", blocks), *((axis, placed.size(axis)) for axis in axes)]
     return Placement.packed(sizes, offset=offset, item=placed.item, strides={"B": row_bytes})

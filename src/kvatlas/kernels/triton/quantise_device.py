@@ -1,8 +1,7 @@
 """Device code that quantises numbers and computes the scales that rows share.
 
-A GPU's min, max and clamp instructions ignore NaN and would turn it into a number. The code here
-computes scales so that NaN propagates: a scale is NaN unless all elements that share it are
-finite.
+The min, max and clamp instructions of a GPU drop NaN: their result is a number. The code here makes
+NaN propagate instead: a scale is NaN unless all elements that share it are finite.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 from kvatlas.kernels.quantise import normal_levels
 
 WHOLE = tl.constexpr(12582912.0)
-"""1.5 * 2**23. Adding a value rounds it to an integer, in the lowest bits of the sum."""
+"""1.5 * 2**23. Adding it to a value leaves the rounded integer in the lowest bits of the sum."""
 WHOLE_BITS = tl.constexpr(0x4B400000)
 TINY = tl.constexpr(1e-12)
 LEAST = tl.constexpr(1e-6)
@@ -29,14 +28,14 @@ UPPER = tl.constexpr(-0x10000)
 HALF_BITS = tl.constexpr(0x3F000000)
 """Bit pattern of 0.5."""
 SHARED_PART = tl.constexpr(32)
-"""Elements of a row that its threads cover together in one pass."""
+"""Number of elements of a row that its threads load together in one pass."""
 EIGHT_BIT_NAN = tl.constexpr(0x7F)
 
 
 def _ends_of(bits: int) -> tuple[float, ...]:
-    """Return a polynomial that is 1, 2, ... at the positive cell boundaries of the levels.
+    """Return the polynomial with values 1, 2, ... at the positive cell boundaries of the levels.
 
-    The result holds its coefficients of x, x**3, x**5 and so on, then a value above all
+    The result holds the coefficients of x, x**3, x**5 and so on, then a number above all
     boundaries.
     """
     levels = np.array(normal_levels(bits))
@@ -70,7 +69,10 @@ def four_bits(values):
 
 
 def _packed(kind: str, make: str = "mov.b32 n{0}, ${1};\n") -> str:
-    """Return PTX that packs eight inputs, saturated to 4 bits (u4 or s4), into a word."""
+    """Return PTX that packs eight inputs, saturated to 4 bits (`kind` u4 or s4), into a word.
+
+    `make` is the PTX that converts one input to an integer.
+    """
     made = "".join(make.format(i, i + 1) for i in range(8))
     pack = f"cvt.pack.sat.{kind}.s32.b32 word"
     packed = "".join(f"{pack}, n{i + 1}, n{i}, word;\n" for i in (6, 4, 2, 0))
@@ -90,21 +92,22 @@ _EIGHT_SIGNED = tl.constexpr(_packed("s4"))
 _EIGHT_WHOLE = tl.constexpr(
     _packed("u4", "mul.rm.f32 x{0}, ${1}, 0f00000001; mov.b32 n{0}, x{0};\n")
 )
-"""Rounds down: as multiples of the smallest float32, whose bits are the integer."""
+"""Rounds inputs down: scaled by the smallest positive float32, a number has its integer part as bit
+pattern."""
 _SIGNS = tl.constexpr(-0x77777778)
 """Mask of the highest bit of each of a word's eight numbers."""
 
 
 @triton.jit
 def by_twos(values):
-    """Split neighbouring pairs of [rows, parts, part] into first and second elements."""
+    """Return the even and the odd elements along the last axis of [rows, parts, part]."""
     pairs = tl.reshape(values, [values.shape[0], values.shape[1], values.shape[2] // 2, 2])
     return tl.split(pairs)
 
 
 @triton.jit
 def eight_in_word(even, odd, PACK: tl.constexpr):
-    """Pack eight neighbours into a word, 4 bits each, the first one in the lowest bits."""
+    """Pack eight adjacent elements into a word, 4 bits each, the first in the lowest bits."""
     even_first, even_last = by_twos(even)
     odd_first, odd_last = by_twos(odd)
     a, e = by_twos(even_first)
@@ -132,7 +135,7 @@ def whole_words(even, odd):
 @triton.jit
 def bf16_pairs(even, odd):
     """Round to bfloat16, two per word."""
-    # Converted in pairs: single conversions run on a unit with a quarter of the throughput.
+    # Converting pairs has four times the throughput of converting single elements.
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=tl.int32, is_pure=True,
         pack=1,
@@ -208,7 +211,7 @@ def signed(rows, table, PTX: tl.constexpr):
     PARTS: tl.constexpr = rows.shape[1]
     PART: tl.constexpr = rows.shape[2]
     column = PART * tl.arange(0, PARTS)[None, :, None] + tl.arange(0, PART)[None, None, :]
-    # Loaded for each row, so that every thread holds the signs of its own elements.
+    # The signs are loaded for each row, so that a thread holds the signs of its own elements.
     turned = tl.load(table + tl.broadcast_to(column, rows.shape))
     if PTX and rows.dtype == tl.bfloat16:
         # A register holds two elements; flip both at once.
@@ -261,12 +264,12 @@ def inverse_of(step):
 
 @triton.jit
 def corrected(near, values, divisor, inverse):
-    """Correct approximate quotients so that they round like a division; NaN on overflow.
+    """Return correctly rounded quotients, given the approximations `near`; NaN on overflow.
 
-    The error of the product with the inverse is computed exactly and divided again, which gives
-    correct rounding (Markstein) for values that neither overflow nor underflow.
+    The remainder of the approximation is computed exactly and divided in turn, which gives correct
+    rounding (Markstein) for values that neither overflow nor underflow.
     """
-    # The divisor is negated because it has fewer elements; a negation costs an instruction.
+    # Negate the divisor instead of the quotients, because it has fewer elements.
     return tl.fma(tl.fma(near, -divisor, values), inverse, near)
 
 
@@ -302,7 +305,7 @@ def quotient(values, divisor, PTX: tl.constexpr):
 
 @triton.jit
 def quotient_or_nan(values, divisor, PTX: tl.constexpr):
-    """Divide like `quotient`, but NaN on overflow; divisors must be neither tiny nor huge."""
+    """Divide like `quotient`, but return NaN on overflow. Divisors must not be tiny or huge."""
     if PTX:
         inverse = quick_inverse(divisor)
         return corrected(values * inverse, values, divisor, inverse)
@@ -311,17 +314,18 @@ def quotient_or_nan(values, divisor, PTX: tl.constexpr):
 
 @triton.jit
 def least(COUNT: tl.constexpr):
-    """Return the smallest positive float32 times `COUNT`: its bit pattern is `COUNT`."""
+    """Return `COUNT` times the smallest positive float32; its bit pattern is `COUNT`."""
     return tl.full([], COUNT, tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def e2m1_sizes(values, divisor, PTX: tl.constexpr):
-    """Return the nearest e2m1 codes of absolute quotients, ties to even; above 7 means 7.
+    """Return the nearest e2m1 codes of |values / divisor|, ties to even, without the sign.
 
-    Numbers up to 2 are twice as dense as those up to 4, which are twice as dense as the rest, so a
-    code is the minimum of three lines. All terms are scaled to denormals, where rounding gives an
-    integer multiple of the smallest float32; the bit pattern is that integer. NaN means overflow.
+    Results above 7, also from NaN on overflow, must be clamped to 7. The e2m1 numbers up to 2 are
+    twice as dense as those up to 4, which are twice as dense as the rest, so a code is the minimum
+    of three linear functions. All terms are scaled to denormals: rounding then gives an integer
+    multiple of the smallest float32, and the bit pattern is that integer.
     """
     half = tl.abs(quotient_or_nan(values, 2.0 * divisor, PTX))
     code = tl.minimum(half * least(4), tl.fma(half, least(2), least(2)))
@@ -331,7 +335,7 @@ def e2m1_sizes(values, divisor, PTX: tl.constexpr):
 
 @triton.jit
 def to_e2m1(values, divisor, PTX: tl.constexpr):
-    """Return the e2m1 codes nearest to values divided by a divisor, ties to the even code."""
+    """Return the e2m1 codes nearest to values / divisor, ties to the even code."""
     sign = (values.to(tl.int32, bitcast=True) >> 28) & 8
     return tl.minimum(e2m1_sizes(values, divisor, PTX), 7) + sign
 
@@ -340,7 +344,8 @@ def to_e2m1(values, divisor, PTX: tl.constexpr):
 def e2m1_words(values, divisor):
     """Pack e2m1 codes of [rows, parts, blocks, eight] into words [rows, parts, blocks].
 
-    Packing as signed numbers saturates sizes at 7, and keeps the sign of float bit patterns.
+    Codes without sign are packed as signed 4-bit numbers, which clamps them to 7. The bit patterns
+    of the values are packed the same way, which keeps their sign bits.
     """
     ROWS: tl.constexpr = values.shape[0]
     PARTS: tl.constexpr = values.shape[1]
@@ -357,8 +362,8 @@ def e2m1_words(values, divisor):
 def level_codes(values, BITS: tl.constexpr):
     """Return the codes of the nearest levels.
 
-    A polynomial maps the cell boundaries of the levels to integers; then it is rounded. A value
-    within a millionth of a boundary may get the code of the neighbouring level.
+    A polynomial maps the cell boundaries of the levels to consecutive integers, and its value is
+    rounded. A value within a millionth of a boundary may get the code of the neighbouring level.
     """
     ENDS: tl.constexpr = _ENDS_OF_8 if BITS == 3 else _ENDS_OF_16
     LAST: tl.constexpr = (1 << (BITS - 1)) - 2

@@ -1,8 +1,8 @@
-"""Launch kernels again without Triton's inspection of their arguments.
+"""Launch compiled kernels directly, without Triton's inspection of the arguments.
 
-At each launch, Triton checks for every argument whether it is divisible by 16, and looks up the
-compiled kernel by the results and all constants. This takes longer than the launch. A caller that
-knows that its arguments match an earlier launch can reuse the compiled kernel directly.
+At each launch, Triton checks whether 16 divides each argument, and looks up the compiled kernel by
+the results and all constants. This takes longer than the launch itself. A caller whose arguments
+are of the same kind as in an earlier launch can reuse the compiled kernel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
 
 
 def number_kind(number: int) -> tuple[bool, bool]:
-    """Return the properties of a 32-bit integer that affect compilation: is 1, is aligned."""
+    """Return whether a 32-bit integer is 1, and whether 16 divides it; both affect compilation."""
     return number == 1, number % ALIGNED == 0
 
 
@@ -50,11 +50,11 @@ def launch(
     options: dict[str, Any],
     compiled: Compiled,
 ) -> None:
-    """Launch the compiled kernel for such arguments; let Triton compile it the first time.
+    """Launch the kernel in `compiled`; the first time, let Triton compile it and store it there.
 
-    `constants` are in the order of the kernel's parameters, after its arguments. One kernel name
-    must always have the same constants and options. `options` are Triton's, and may repeat
-    constants.
+    `constants` are in the order of the kernel's parameters, after its arguments. Within one
+    `compiled`, a kernel must always have the same constants and options. `options` are Triton's
+    launch options, and may repeat constants.
     """
     known = compiled.get(kernel.__name__)
     if known is not None:
@@ -69,11 +69,11 @@ def keep(
     tensors: Iterable[TensorKind | None],
     made: _T,
 ) -> None:
-    """Cache a compiled kernel for a kind of arguments, if that is safe.
+    """Cache `made`, the compiled kernels for a kind of arguments, if that is safe.
 
-    Tensors whose last axis is not contiguous are not cached, because the checks then depend on
-    sizes. Nothing is cached on AMD GPUs, where Triton also checks whether a tensor's memory is
-    below 2 GiB.
+    It is not safe if the last axis of a tensor is not contiguous, because the result of the checks
+    then depends on sizes. Nor is it safe on AMD GPUs, where Triton also specialises on whether a
+    tensor is smaller than 2 GiB.
     """
     if torch.version.hip is None and all(one is None or one[-1][-1:] == (1,) for one in tensors):
         if len(compiled) >= _MOST_KEPT:

@@ -1,4 +1,4 @@
-"""Device code of copies whose runs are the sums of two tables: starts and spans."""
+"""Device code that copies one run for every pair of a start and a span (see `address_runs`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def tile_runs(
     tile, starts, spans, first_count, second_count, rows, words, WIDTH: tl.constexpr,
     TILING: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile's starts, its offsets at both ends, its columns and its mask.
+    """Return a tile's start numbers, source offsets, target offsets, columns and mask.
 
-    Offsets are in the units of the tables; a run's length there is `WIDTH` times its words.
+    Offsets count what the tables count, bytes or elements. `WIDTH` is the number of these per word.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
@@ -48,7 +48,8 @@ def copy_run_grid(
 ):  # fmt: skip
     """Copy runs of words, one for every pair of a start and a span.
 
-    `starts` has one row of offsets per end; `spans` has an additional row of lengths. In bytes.
+    `starts` has a row of source offsets and a row of target offsets. `spans` has the same rows and
+    a row of lengths. All count bytes.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
@@ -79,8 +80,8 @@ def quotient(values, divisor, inverse):
     guess = values * inverse
     left = tl.fma(-guess, divisor, values)
     better = tl.fma(left, inverse, guess)
-    # The remainder is normally far smaller than the value. Otherwise the value is 0, or the guess
-    # underflows or is not finite; the guess and its sign are then already correct.
+    # Normally the remainder is far smaller than the value. If it is not, the value is 0, or the
+    # guess underflowed or is not finite; the guess is then already correct, including its sign.
     return tl.where(tl.abs(left) < tl.abs(values), better, guess)
 
 
@@ -130,9 +131,9 @@ def place_spans(
 ):  # fmt: skip
     """Compute the offsets of spans at both ends from block ids.
 
-    `table` has seven rows: offsets at source and target, lengths, then for each end the index of
-    a span's block id, and for each end its offset in the block. Source ids are not trusted: an id
-    outside the source's `blocks` is replaced by 0, which is always readable.
+    `table` has seven rows: source and target offsets (written here), lengths, the index of a span's
+    block id at source and target, and the span's offset in its block at source and target. Source
+    ids are not trusted: an id that is not in 0..blocks - 1 becomes 0, which is always readable.
     """
     span = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = span < count

@@ -1,4 +1,4 @@
-"""Storage formats of K and V in the form that kernels take: strides of rows, and formats."""
+"""Storage formats and row strides of K and V, in the form that kernels take."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _LATENTS = ("auto", "fp8", "fp8_e4m3")
 E4M3_SINCE = (8, 9)
 """First compute capability with e4m3 conversions."""
 WIDEST = 512
-"""Maximum elements per row that a program can hold."""
+"""Maximum number of elements per row that the kernels support."""
 
 
 class StorageFormat(NamedTuple):
-    """Storage format of one side; a compile-time constant."""
+    """Storage format of one side (K or V); a compile-time constant."""
 
     kind: str
     """Quantisation of elements; see `dequantise_device`."""
     element: Any
-    """Type in which rows are loaded: uint8 for codes."""
+    """Type in which rows are loaded; uint8 for codes of fewer than 8 bits."""
     bits: int
     """Bits per element or code."""
     dim: int
@@ -50,19 +50,23 @@ class StorageFormat(NamedTuple):
     width: int
     """Columns of the tile that holds a row; a power of two."""
     tile: int
-    """Elements per tile of a row (`tiled_planes`), or 0."""
+    """Elements per tile of a row (packing `tiled_planes`); 0 if rows are not tiled."""
     unit: int
-    """Elements per unit of the rows' steps; the next two are those of scales and zero points."""
+    """Elements per unit of row strides. `scale_unit` and `zero_unit` are those of scales and zero
+    points."""
     scale_unit: int
     zero_unit: int
     rotation: int
     """Steps of the Hadamard transform: rows are rotated in blocks of 2**rotation elements."""
     ptx: bool
-    """Whether to use PTX; False if Triton interprets."""
+    """Whether to use PTX; False in Triton's interpreter and on AMD GPUs."""
 
 
 class SideRows(NamedTuple):
-    """Strides of one side's rows, scales and zero points; those of rows if a field is absent."""
+    """Strides of one side's rows, scales and zero points.
+
+    If a format has no scales or no zero points, the strides of rows are repeated as placeholders.
+    """
 
     rows: RowSteps
     scales: RowSteps
@@ -86,7 +90,7 @@ def width_of(dim: int) -> int:
 
 
 def dot_of(q: torch.Tensor) -> Any:
-    """Return the operand type of dot products for such queries."""
+    """Return the operand type of dot products with `q`."""
     if q.dtype not in _OF_TORCH:
         raise checks.no_kernel(
             "Queries must be float32, bfloat16 or float16", q.dtype, "Cast the queries first"
@@ -143,13 +147,13 @@ def check_chip(layer: LayerCache) -> None:
     if capability < E4M3_SINCE:
         raise checks.no_kernel(
             "Caches with e4m3 elements require a GPU of compute capability 8.9 or higher",
-            ".".join(str(n) for n in capability),
+            f"compute capability {'.'.join(str(n) for n in capability)}",
             "Use the cache dtype int8_per_token_head or auto",
         )
 
 
 def writes_latent(spec: LatentAttention) -> bool:
-    """Whether a kernel writes such latents: the model's dtype, or fp8 with one scale.
+    """Whether the write kernel supports a spec: latents in the model's dtype or in fp8.
 
     >>> writes_latent(LatentAttention()), writes_latent(LatentAttention(cache="fp8_ds_mla"))
     (True, False)
@@ -158,7 +162,7 @@ def writes_latent(spec: LatentAttention) -> bool:
 
 
 def attends_latent(spec: LatentAttention) -> bool:
-    """Whether a kernel attends to such latents: writable ones with power-of-two row lengths.
+    """Whether the attention kernel supports a spec: writable, with power-of-two row lengths.
 
     >>> attends_latent(LatentAttention()), attends_latent(LatentAttention(latent=448))
     (True, False)
@@ -173,7 +177,7 @@ def takes_ptx(layer: LayerCache) -> bool:
 
 
 def device_takes_ptx(device: torch.device) -> bool:
-    """Whether kernels on a device may use PTX; False if Triton interprets, and on AMD."""
+    """Whether kernels on a device may use PTX: not in Triton's interpreter, nor on AMD GPUs."""
     return device.type == "cuda" and torch.version.hip is None
 
 
@@ -194,10 +198,10 @@ def _kind(cache: str, dtype: str, side: str) -> tuple[str, int]:
 
 
 def refuse_head(dim: int, name: str) -> None:
-    """Raise an error for rows that exceed the widest tile."""
+    """Raise an error if the rows of a field are longer than the kernels support."""
     if not 1 <= dim <= WIDEST:
         raise checks.no_kernel(
-            f"Rows of {name} must have 1 to {WIDEST} elements",
+            f"GPU kernels require rows of {name} with 1 to {WIDEST} elements",
             f"{dim} elements",
-            "Split the head, or use the kernels for the CPU",
+            "Keep caches with longer rows in CPU memory",
         )

@@ -1,8 +1,8 @@
-"""Launch parameters: measured per GPU architecture and stored in a file, or defaults.
+"""Launch parameters: measured on some GPU architectures, and defaults for the others.
 
 `tuned_launches.json` contains a list of rules for each architecture and kernel. The first rule
-whose `when` matches the facts of a launch supplies its parameters. In `when`, a number is an upper
-bound for the fact; any other value must be equal to it.
+whose `when` matches the facts of a launch supplies its parameters. A number in `when` is an upper
+bound of the fact; any other value must equal the fact.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHIPPED = Path(__file__).with_name("tuned_launches.json")
 
 @lru_cache(maxsize=1)
 def _rules() -> Rules:
-    """Return the shipped rules, preceded by those of `KVATLAS_TUNE`."""
+    """Return the shipped rules, preceded by those of the file in `KVATLAS_TUNE`."""
     rules = _read(SHIPPED)
     own = os.environ.get("KVATLAS_TUNE")
     if own and Path(own).exists():
@@ -87,7 +87,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a device; 4 if a CPU interprets."""
+    """Return the number of multiprocessors of a device; 4 for a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return 4
@@ -95,7 +95,7 @@ def processors(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def shared_memory(device: torch.device) -> float:
-    """Return the shared memory per program in bytes; no limit if a CPU interprets."""
+    """Return the maximum shared memory per program, in bytes; infinity for a CPU."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
@@ -103,7 +103,7 @@ def shared_memory(device: torch.device) -> float:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a device the current one, because Triton launches there."""
+    """Return a context in which `device` is current, because Triton launches there."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return _HERE
     return torch.cuda.device(device)
@@ -122,7 +122,7 @@ def dependent_launch(device: torch.device) -> dict[str, Any]:
 
 
 def choose(kernel: str, device: torch.device, **facts: Any) -> Choice:
-    """Return the parameters of a launch.
+    """Return the parameters of a kernel's launch from the first rule that matches `facts`.
 
     >>> choose("copy", torch.device("cpu"))["tile"] > 0
     True
@@ -142,7 +142,7 @@ def _choose(kernel: str, chip: str, facts: tuple[tuple[str, Any], ...]) -> Choic
 
 
 def _agrees(when: Facts, facts: Facts) -> bool:
-    """Whether facts match a rule.
+    """Whether the facts of a launch match `when` of a rule.
 
     >>> _agrees({"dim": 128, "cache": "fp8"}, {"dim": 64, "cache": "fp8"})
     True
@@ -160,7 +160,7 @@ def _agrees(when: Facts, facts: Facts) -> bool:
 
 
 def remember(path: Path, chip: str, kernel: str, when: Facts, use: Choice) -> None:
-    """Insert a measured choice into a file of rules, before the existing ones."""
+    """Insert a rule with measured parameters into a file, before the existing rules."""
     rules = _read(path) if path.exists() else {}
     mine = rules.setdefault(chip, {}).setdefault(kernel, [])
     mine[:] = [LaunchRule(use, when), *(rule for rule in mine if rule.when != when)]

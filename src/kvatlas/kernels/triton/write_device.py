@@ -59,9 +59,10 @@ def put_elements(
     buffer, steps, states, values, ELEMENT: tl.constexpr, UNIT: tl.constexpr, COUNT: tl.constexpr,
     TILED: tl.constexpr = 0, IN_PLACE: tl.constexpr = False,
 ):  # fmt: skip
-    """Store tiles of rows in parts, `COUNT` columns of each row.
+    """Store the first `COUNT` columns of rows, given as [rows, parts, part].
 
-    With `IN_PLACE`, each thread stores its own elements without an exchange; see `unaligned`.
+    With `IN_PLACE`, each thread stores its own elements instead of exchanging them with other
+    threads for wider stores; see `unaligned`.
     """
     PARTS: tl.constexpr = values.shape[1]
     PART: tl.constexpr = values.shape[2]
@@ -86,7 +87,7 @@ def put_column(buffer, steps, states, values, ELEMENT: tl.constexpr, UNIT: tl.co
 
 @triton.jit
 def together(codes, BITS: tl.constexpr, PER: tl.constexpr):
-    """Combine `PER` neighbours, up to eight, into one number, the first in the lowest bits."""
+    """Pack `PER` adjacent codes, at most eight, into one number, the first in the lowest bits."""
     for i in tl.static_range(3):
         if PER > 2**i:
             first, second = by_twos(codes)
@@ -106,7 +107,7 @@ def words_of(codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def put_words(buffer, steps, states, words, FORMAT: tl.constexpr):
-    """Store words of 4-bit codes, in rows."""
+    """Store rows of words, each with several 4-bit codes."""
     BYTES: tl.constexpr = words.dtype.primitive_bitwidth // 8
     IN_PLACE: tl.constexpr = FORMAT.kind == "int4" and FORMAT.ptx
     put_elements(
@@ -140,11 +141,11 @@ def put_codes(buffer, steps, states, codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def int4_scale(low, high, PTX: tl.constexpr):
-    """Return the step of rows with these ranges, its inverse, and their zero point."""
+    """Return the step, its inverse and the zero point of rows with range `low` to `high`."""
     low = tl.minimum(low, 0.0)
     span = larger(high, 0.0) - low
-    # A step is never close to the limits of float32, so the cheaper division without range checks
-    # is safe. For 8-bit rows it would be slower.
+    # A step is never close to the limits of float32, so a division without range checks is safe. It
+    # is cheaper here, but was slower for 8-bit rows.
     step = nan_unless_finite(tl.maximum(fifteenth_of(span, PTX), LEAST), span)
     inverse = quick_inverse(step) if PTX else inverse_of(step)
     share = corrected(-low * inverse, -low, step, inverse) if PTX else tl.div_rn(-low, step)
@@ -168,7 +169,7 @@ def put_int4(buffer, steps, states, rotated, ELEMENT: tl.constexpr, FORMAT: tl.c
             low, high = range_of(exact, FORMAT.ptx)
             even, odd = by_twos(exact)
         step, inverse, zero = int4_scale(low, high, FORMAT.ptx)
-        # Adding half a step and rounding down gives the same codes with one sum instead of two.
+        # Adding 0.5 and rounding down gives the same codes with one addition instead of two.
         half = zero.to(tl.float32)[:, None, None] + 0.5
         factor = inverse[:, None, None]
         words = whole_words(even * factor + half, odd * factor + half)
@@ -214,8 +215,8 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         # The zero point is stored in the lowest bits of the scale.
         word = (step.to(tl.int32, bitcast=True) & -16) | zero
         if FORMAT.ptx:
-            # Broadcast to the shape of a part, of which only the first word is stored. The threads
-            # that hold a row's codes then also hold its scale and address: no exchange is needed.
+            # The scale is broadcast to the words of a part, but only the first word is stored. The
+            # threads that hold a row's codes then also hold its scale, and need not exchange it.
             words = tl.broadcast_to(word[:, None, None], [word.shape[0], 1, SHARED_PART // 8])
             put_elements(buffer, at.scales, states, words, tl.int32, SCALE_UNIT, 1, 0, True)
         else:
@@ -249,8 +250,9 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
         exact = rows.to(tl.float32)
         norm = tl.sqrt_rn(tl.sum(tl.sum(exact * exact, 1), 1))
         length = tl.maximum(norm, TINY)
-        # Elements of a rotated row of norm 1 have variance 1 / D, so sqrt(D) cancels. The sum of
-        # squares depends on its order anyway, so the quotient need not be correctly rounded.
+        # The unnormalised transform multiplies by sqrt(D), and elements of a unit row have variance
+        # 1 / D, so both factors cancel. The sum of squares depends on its order anyway, so the
+        # quotient need not be correctly rounded.
         unit = hadamard(exact, ROTATION) * inverse_of(length)[:, None, None]
         put_codes(buffer, at.rows, states, level_codes(unit, FORMAT.bits), FORMAT)
         half = nan_unless_finite(tl.minimum(norm, HALF_MAX), norm).to(tl.float16)
@@ -275,11 +277,10 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
 def get_rows(batch, token, head, tokens, FORMAT: tl.constexpr):
     """Load rows of a batch [tokens, heads, D] in parts: [rows, parts, part].
 
-    With the first part of all rows first, few threads share a row, and each of them computes its
-    maximum and scale. Formats without a scale have a single part. The parts of nvfp4 are the
-    first and second halves of blocks, so that a thread holds whole blocks. int4 is limited by
-    instructions more than by memory, so it loads without masks: rows past the end repeat the last
-    token.
+    With parts, few threads share a row, so its maximum and scale need little exchange. Formats
+    without a scale have a single part. nvfp4 has two parts, the first and the second halves of its
+    blocks, so that a thread holds whole blocks. int4 is limited by instructions more than by
+    memory, so it loads without masks: rows past the end repeat the last token.
     """
     NVFP4: tl.constexpr = FORMAT.kind == "nvfp4"
     MOST: tl.constexpr = FORMAT.width // 2 if NVFP4 else SHARED_PART
@@ -319,7 +320,7 @@ def write_rows(
     k_rows = get_rows(k.rows, token, head, tokens, K_FORMAT)
     v_rows = get_rows(v.rows, token, head, tokens, V_FORMAT)
     if K_FORMAT.kind == "int4":
-        # Unsigned division is cheaper; the page of a negative slot is never stored to.
+        # Unsigned division is cheaper. It is wrong for negative slots, but these are not stored.
         place = slot.to(tl.uint64)
         page, state = (place // STATES).to(tl.uint32), (place % STATES).to(tl.uint32)
     else:

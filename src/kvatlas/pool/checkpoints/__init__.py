@@ -1,4 +1,4 @@
-"""Checkpoint policies: where recurrent states and windows are kept. One policy per file."""
+"""Checkpoint policies: where recurrent states and windows are kept. One policy per module."""
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
@@ -9,11 +9,11 @@ from kvatlas.pool.checkpoints.prompt_end import PromptEnd
 from kvatlas.pool.checkpoints.vllm_default import VllmDefault
 
 CHECKPOINTS = ("every-block", "prompt-end", "branch-points", "vllm-default", "every-2048")
-"""Names on the command line. The last accepts any number of tokens."""
+"""Names of policies on the command line. `every-2048` stands for any number of tokens."""
 
 
 def checkpoint_policy(name: str) -> Checkpoints:
-    """Return the policy with a name. The suffix `-within-25` limits it to 25% of the memory.
+    """Return the policy of this name. The suffix `-within-25` limits it to 25% of the memory.
 
     >>> checkpoint_policy("every-4096"), checkpoint_policy("prompt-end-within-25").share
     (EveryTokens(share=None, tokens=4096), 0.25)

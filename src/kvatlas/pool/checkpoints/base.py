@@ -1,8 +1,8 @@
-"""`Checkpoints`: the block ends at which a request keeps what later requests can start from.
+"""`Checkpoints`: the block ends from which later requests can continue.
 
-Full attention keeps every block and can continue anywhere. A recurrent layer can continue only
-where a copy of its state was kept, and a window only where its last blocks were kept. A checkpoint
-is both. Checkpoints cost memory, so a policy decides which to keep.
+Full attention keeps every block, so a request can continue after any of them. A recurrent layer can
+continue only where a copy of its state was kept, and a window only where its last blocks were kept.
+A checkpoint consists of both. Checkpoints cost memory, so a policy decides which to keep.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ Positions = NDArray[np.int64]
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """The facts about a prompt by which checkpoints are chosen. All but `block` count blocks."""
+    """The facts about a prompt that checkpoint policies use. All except `block` count blocks."""
 
     block: int
     """Number of tokens per block."""
     hit: int
-    """Number of blocks that need not be computed."""
+    """Number of leading blocks that are cached and need not be computed."""
     seen: int
-    """The longest prefix that an earlier request shares."""
+    """Length of the longest prefix shared with an earlier request."""
     end: int
-    """The last position that is known to be comparable with later requests."""
+    """Length of the prefix that later requests can share. A trace may have no id for the rest."""
     stop: int
     """Number of complete blocks of the prompt."""
     attention: int | None = None
-    """The longest cached prefix of layers that keep every block; None if unknown."""
+    """Length of the longest prefix that full attention has cached; None if unknown."""
     resend: int | None = None
-    """The last position from which the same prompt can continue if it is sent again."""
+    """The last block end before the prompt's last token, where the same prompt could continue if
+    it were sent again; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,8 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         if self.share is not None and not 0 < self.share < 1:
-            problem = "The share of checkpoints is out of range"
-            hint = "Use a share between 0 and 1"
+            problem = "The share of checkpoints must be greater than 0 and less than 1"
+            hint = "Pass a share such as 0.25, or a policy name with a suffix such as -within-25"
             raise AtlasError(Code.BAD_SIZE, problem, got=f"a share of {self.share}", hint=hint)
 
     def positions(self, prompt: Prompt) -> Positions:

@@ -10,12 +10,12 @@ from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 class BranchPoints(Checkpoints):
     """Keep a checkpoint where a prompt diverges from earlier ones, and at its end.
 
-    The end of a system prompt thus becomes a checkpoint with the second request that uses it.
+    For example, the second request with the same system prompt keeps a checkpoint at its end.
     """
 
     asks_for_seen = True
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Return at most two positions."""
+        """Return the end of the seen prefix and the end of the prompt, if they are computed."""
         chosen = [prompt.seen, prompt.end] if prompt.seen < prompt.end else [prompt.end]
         return np.array([end for end in chosen if end > prompt.hit], np.int64)

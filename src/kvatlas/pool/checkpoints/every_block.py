@@ -1,7 +1,7 @@
 """A checkpoint at every block: vLLM's dense retention.
 
-vLLM 0.32 does so with `prefix_cache_retention_interval=None`. Its default, 0, keeps only the ends
-of prompts and of shared prefixes.
+vLLM 0.32 does this with `prefix_cache_retention_interval=None`. Its default, 0, keeps checkpoints
+only at the ends of prompts and of shared prefixes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The default checkpoints of vLLM 0.32: `prefix_cache_retention_interval=0`.
 
-One checkpoint is at the last complete block before the prompt's last token, from which the same
-prompt continues if it is sent again. Another is at the end of attention's cached prefix, where
-this request diverges from an earlier one, if states or windows are missing there.
+The first checkpoint is at the last complete block before the prompt's last token, where the same
+prompt could continue if it were sent again. The second is at the end of the prefix that full
+attention has cached, where this request diverges from an earlier one. It is kept only if states or
+windows are missing there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class VllmDefault(Checkpoints):
     asks_for_seen = True
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Return at most two positions. If attention's prefix is unknown, use the seen prefix."""
+        """Return at most two positions. If `prompt.attention` is None, `prompt.seen` is used."""
         shared = prompt.seen if prompt.attention is None else prompt.attention
         last = prompt.end if prompt.resend is None else min(prompt.end, prompt.resend)
         chosen = sorted({min(shared, last), last})

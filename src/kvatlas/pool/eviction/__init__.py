@@ -1,4 +1,4 @@
-"""Eviction policies: the order in which unused entries are evicted. One policy per file."""
+"""Eviction policies: the order in which unused entries are evicted. One policy per module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVICTIONS: dict[str, type[Eviction]] = {
 
 
 def eviction_policy(name: str) -> type[Eviction]:
-    """Return the policy with a name.
+    """Return the class of the policy of this name.
 
     >>> eviction_policy("lru")
     <class 'kvatlas.pool.eviction.lru.Lru'>

@@ -1,11 +1,12 @@
 """`Eviction`: the order in which unused entries are evicted.
 
 An entry is a small integer: a block id of a pool, or a span of a simulated trace. Each entry has a
-rank, and the lowest rank is evicted first. Among equal ranks, the entry that was ranked first is
-evicted first. Entries are ranked in bulk and stored as arrays in a heap of segments. When an entry
-is ranked again, its old place becomes stale. Stale places are skipped when they come up, and
-removed when they outnumber the entries. The cost of an operation therefore depends only on the
-entries that it touches, and memory on the number of entries.
+rank, and the entry with the lowest rank is evicted first. Among equal ranks, the entry that was
+ranked earlier is evicted first. Entries are ranked in bulk, and arrays of entries with equal ranks,
+called segments, are stored in a heap. When an entry is ranked again, its old place in a segment
+becomes stale. Stale places are skipped during eviction, and removed when they outnumber the
+entries. The cost of an operation therefore depends only on the entries that it touches, and the
+memory on the number of entries.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ Ids = NDArray[np.int64]
 Rank = tuple[float, ...]
 
 SPARE = 1024
-"""Number of places, in addition to two per entry, that a queue may have before a sweep."""
+"""A queue is swept when it has more places than two per entry plus this number."""
 LAST_SERIAL = 2**31 - 1
-"""The largest serial number of a segment. Segments are renumbered after it."""
+"""The largest serial number of a segment. When it is reached, segments are renumbered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,10 @@ class Use:
     saved: NDArray[np.float64] | None = None
     """Compute that a hit on each entry saves, per byte."""
     next_use: Ids | None = None
-    """The next request that uses each entry. Only known for traces."""
+    """The index of the next request that uses each entry. Only known when a trace is replayed."""
 
     def part(self, chosen: Any) -> Use:
-        """Return the facts about some of the entries."""
+        """Return the facts about the entries that `chosen` selects, an index or a mask."""
         parts = [None if x is None else x[chosen] for x in (self.saved, self.next_use)]
         return Use(self.now, *parts)
 
@@ -50,7 +51,7 @@ class Eviction:
 
     entries: int
     size: Callable[[Ids], Ids] | None = None
-    """Returns the number of blocks of each entry; one block each if None."""
+    """Function that returns the number of blocks of each entry; None if all have one block."""
     needs: ClassVar[tuple[str, ...]] = ()
     """The fields of `Use` that the policy requires."""
     _heap: list[tuple[Rank, int, Ids]] = field(default_factory=list, init=False)
@@ -62,10 +63,10 @@ class Eviction:
 
     def __post_init__(self) -> None:
         self._place = np.zeros(self.entries, np.int32)
-        """The serial number of the segment of each entry; 0 for none."""
+        """The serial number of each entry's segment; 0 if the entry is not in the queue."""
 
     def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
-        """Yield used entries in segments of equal rank, in order of eviction."""
+        """Yield (rank, entries) for each segment of used entries, in order of eviction."""
         raise NotImplementedError
 
     def used(self, ids: Ids, use: Use) -> None:
@@ -78,7 +79,10 @@ class Eviction:
         self._place[ids] = 0
 
     def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
-        """Remove and return entries of `blocks` blocks in total, or all that are not pinned."""
+        """Remove and return the first entries in order, with at least `blocks` blocks in total.
+
+        Pinned entries are skipped. If there are too few blocks, all other entries are returned.
+        """
         found: list[Ids] = []
         aside = []
         while blocks > 0 and self._heap:
@@ -86,7 +90,7 @@ class Eviction:
             self._stored -= len(segment)
             passed = []
             while blocks > 0 and len(segment):
-                # Only as far as it may be needed: a long segment goes in many small pieces.
+                # Process a long segment in pieces, because it may be needed only in part.
                 head = segment[: max(blocks, 64)]
                 queued = self._place[head] == serial
                 held = queued & pinned[head]
@@ -103,7 +107,7 @@ class Eviction:
                 if np.count_nonzero(held):
                     passed.append(head[:stop][held[:stop]])
                 segment = segment[stop:]
-            # The rest keeps its order and its place.
+            # The remaining entries keep their order and their rank.
             rest = np.concatenate([*passed, segment]) if passed else segment
             if len(rest):
                 aside.append((rank, serial, rest))
@@ -143,7 +147,7 @@ def _order(queued: tuple[Rank, int, Ids]) -> tuple[Rank, int]:
 
 
 def by_value(ids: Ids, values: NDArray[Any]) -> Iterator[tuple[float, Ids]]:
-    """Group entries by value, keeping their order. The values need not be sorted."""
+    """Yield (value, entries) by ascending value; entries with equal values keep their order."""
     if len(ids) and (values == values[0]).all():
         yield float(values[0]), ids
         return

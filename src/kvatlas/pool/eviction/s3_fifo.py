@@ -11,27 +11,28 @@ from kvatlas.pool.eviction.base import Eviction, Ids, Use
 
 MOST_USES = 3
 SHARE = 0.1
-"""The small queue is drained while it has more than this share of all entries."""
+"""Entries are evicted from the small queue while it has more than this share of all entries."""
 
 
 class S3Fifo(Eviction):
-    """Evict entries that are used once early, and keep entries that are used again longer.
+    """Evict entries that are used only once before entries that are used again.
 
-    A new entry enters the small queue, or the main queue if it was recently evicted from the
-    small one. When an entry of the small queue comes up and was used since, it moves to the main
-    queue. There it gets another round for each of up to three uses.
+    A new entry enters the small queue, or the main queue if it was recently evicted from the small
+    one. When an entry reaches the head of the small queue, it is evicted, or moved to the main
+    queue if it was used since it entered. In the main queue, an entry that reaches the head goes
+    back to the end once for each use, up to three times.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._small: OrderedDict[int, int] = OrderedDict()
         self._main: OrderedDict[int, int] = OrderedDict()
-        """Entries in order of insertion, with their uses since."""
+        """Both queues map entries, in order of insertion, to the number of uses since then."""
         self._ghosts: OrderedDict[int, None] = OrderedDict()
-        """Entries that were evicted from the small queue, up to the number of all entries."""
+        """Entries recently evicted from the small queue, at most as many as both queues have."""
 
-    def used(self, ids: Ids, use: Use) -> None:  # noqa: ARG002 - the order alone counts
-        """Count a use of each entry, or add it to a queue."""
+    def used(self, ids: Ids, use: Use) -> None:  # noqa: ARG002 - only the order matters
+        """Count a use of each entry that is in a queue, and add the others to a queue."""
         for entry in ids.tolist():
             for queue in (self._small, self._main):
                 if entry in queue:

@@ -1,4 +1,4 @@
-"""Least compute saved per byte first, aged by use: Marconi's idea in the form of GreedyDual."""
+"""Least compute saved per byte first, with ageing: Marconi's idea with the GreedyDual algorithm."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import numpy as np
 from kvatlas.pool.eviction.base import Eviction, Ids, Rank, Use, by_value
 
 LEVELS = 4
-"""Number of ranks per doubling of the saved compute, which keeps the segments few."""
+"""Number of levels per doubling of the saved compute. Few levels mean few segments."""
 
 
 class SavedCompute(Eviction):
-    """Evict entries first that save little compute per byte or have not been used for long.
+    """First evict entries that save little compute per byte or have not been used for long.
 
-    The rank is the clock plus the level of saved compute. The clock is the rank of the last
-    victim. An entry of half the value thus ranks like one that was used a little earlier.
+    The rank of an entry is the clock plus its level, which grows with the logarithm of the saved
+    compute. The clock is the rank of the last evicted entry, so entries that are not used again
+    fall behind.
     """
 
     needs = ("saved",)
 
     def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
-        """Rank by level. An entry of unknown value counts as worthless."""
+        """Rank by level. If the saved compute is unknown, all entries have level 0."""
         worth = np.ones(len(ids)) if use.saved is None else use.saved
         levels = np.rint(LEVELS * np.log2(np.maximum(worth, 1.0)))
         for level, segment in by_value(ids, levels):

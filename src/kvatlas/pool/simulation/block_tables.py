@@ -1,7 +1,8 @@
 """The block tables of one request in vLLM, while a prompt is computed step by step.
 
-A table only grows. Blocks that a window or a state no longer needs are freed before each step.
-Places are spans along the request. Later requests can find the places that are named.
+A place is the index of a span in the request. A place is named if its blocks have a hash, so that
+later requests can find them. A table only grows, but the blocks of places that a window or a
+recurrent layer no longer needs are freed before each step.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from kvatlas.pool.simulation.layer_classes import LayerClass
 
 
 class SimulatedTable:
-    """The blocks of one class: a window, or states at every block."""
+    """The table of one layer class: a window, or recurrent states at every block."""
 
     def __init__(self, one: LayerClass, step: int, places: Sequence[int], hit: int) -> None:
         self._one, self._step = one, step
         self._places = places
-        """Places that are or will be named, in order."""
+        """Places that are named once they are computed, ascending."""
         self.named = self._until(hit)
-        """Number of these places that are computed."""
+        """Number of leading `_places` that are computed and named."""
         self.left = 0
-        """How many of these are no longer needed."""
+        """Number of leading `_places` that are no longer needed and were freed."""
         self._cut = one.first_place(hit * step, step)
         """The first place in use."""
         self._taken = hit * one.blocks
@@ -31,20 +32,23 @@ class SimulatedTable:
 
     @property
     def in_use(self) -> int:
-        """Blocks that the request owns."""
+        """Number of blocks that the request owns."""
         return self._taken - self._cut * self._one.blocks
 
     @property
     def unnamed(self) -> int:
-        """Number of blocks in use that cannot be found."""
+        """Number of blocks in use that are not named."""
         return self.in_use - (self.named - self.left) * self._one.blocks
 
     def _until(self, place: int) -> int:
-        """Return how many places that are or will be named come before this one."""
+        """Return how many of `_places` come before `place`."""
         return bisect_left(self._places, place)
 
     def leave(self, tokens: int) -> slice:
-        """Free blocks that are not needed after `tokens` tokens; return the named places freed."""
+        """Free blocks that are not needed after `tokens` tokens.
+
+        Returns the indices in `_places` of the freed places.
+        """
         before = self.left
         cut = self._one.first_place(tokens, self._step)
         if cut > self._cut:
@@ -65,15 +69,18 @@ class SimulatedTable:
         return ceil_div(stop * self._one.blocks, self._step)
 
     def behind(self, stop: int, spans: int | None = None) -> int:
-        """Return the blocks of the first `stop` tokens after `spans` spans.
+        """Return how many blocks the first `stop` tokens need beyond those of `spans` spans.
 
-        By default, `spans` is the number of complete spans.
+        By default, `spans` is the number of complete spans in `stop` tokens.
         """
         whole = stop // self._step if spans is None else spans
         return self._blocks(stop) - whole * self._one.blocks
 
     def name(self, stop: int) -> slice:
-        """Record that tokens up to `stop` are computed and return the places completed by them."""
+        """Record that tokens up to `stop` are computed.
+
+        Returns the indices in `_places` of the places that are named now.
+        """
         before = self.named
         self.named = max(before, self._until(stop // self._step))
         return slice(before, self.named)
@@ -96,22 +103,28 @@ class StateTable(SimulatedTable):
 
     @property
     def in_use(self) -> int:
-        """Blocks that the request owns."""
+        """Number of blocks that the request owns."""
         return self.unnamed + (self.named - self.left) * self._one.blocks
 
     @property
     def unnamed(self) -> int:
-        """Number of blocks in use that cannot be found."""
+        """Number of blocks in use that are not named."""
         return len(self._loose) * self._one.blocks
 
     def leave(self, tokens: int) -> slice:
-        """Free all states except the one after `tokens` tokens; return the named places freed."""
+        """Free all states except the one after `tokens` tokens.
+
+        Returns the indices in `_places` of the freed places.
+        """
         left = super().leave(tokens)
         self._loose = [place for place in self._loose if place >= self._cut]
         return left
 
     def take(self, stop: int) -> int:
-        """Take a block for the state after `stop` tokens, unless it exists."""
+        """Take a block for the state after `stop` tokens, unless it exists.
+
+        Returns the number of blocks that were added.
+        """
         if self._blocks(stop) <= self._taken:
             return 0
         self._taken = self._blocks(stop)
@@ -119,7 +132,7 @@ class StateTable(SimulatedTable):
         return self._one.blocks
 
     def name(self, stop: int) -> slice:
-        """Publish the state after `stop` tokens, if it is kept."""
+        """Name the state after `stop` tokens, if it is kept; return its index in `_places`."""
         new = super().name(stop)
         for place in self._places[new]:
             self._loose.remove(place)

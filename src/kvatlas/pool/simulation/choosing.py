@@ -1,9 +1,9 @@
 """`choose`: find the plan and the policies with the highest hit rate on a trace.
 
-Every candidate is simulated. Simulating all pairs of plans and policies would take long, so there
-are two rounds: every plan with checkpoints at branch points, then every policy with the best plan
-and with vLLM's. vLLM's plan with vLLM's policies is always among the candidates, so the result is
-never worse than vLLM.
+Simulating all pairs of plans and policies would take long, so there are two rounds. The first
+simulates every plan with checkpoints at branch points. The second simulates every policy with the
+best plan and with vLLM's plan. vLLM's plan with vLLM's policies is always among the candidates, so
+the result is never worse than vLLM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BASELINE = ("vllm-default", "lru")
 
 @dataclass(frozen=True)
 class TriedPlan:
-    """A plan with policies, and their simulated hit rates."""
+    """A plan, and its simulated hit rates with one checkpoint and one eviction policy."""
 
     name: str
     plan: Plan
@@ -45,10 +45,11 @@ def choose(
     cost: PrefillCost | None = None,
     progress: Progress | None = None,
 ) -> list[TriedPlan]:
-    """Simulate plans and policies and return them, the highest hit rate first.
+    """Simulate plans and policies, and return the results, the highest hit rate first.
 
-    Among equal hit rates, the plan that was passed first wins. Plans that give the same hits are
-    simulated once. A plan named `vllm` is also simulated with vLLM's policies.
+    Results with equal hit rates are in the order of simulation. Plans with equal pools and groups
+    have the same hits and are simulated once. A plan named `vllm` is also simulated with vLLM's
+    policies. `policies` are pairs of checkpoint and eviction policies.
     """
     distinct: dict[PoolModel, str] = {}
     for name, plan in plans.items():
@@ -80,7 +81,10 @@ def choose(
 def _that_differ(
     model: PoolModel, policies: tuple[tuple[str, str], ...]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the other policies. Checkpoints matter only with windows or recurrent states."""
+    """Yield the policies that may give other hits than `FIRST`.
+
+    Without windows and recurrent states, checkpoints make no difference.
+    """
     sparse = any(one.needs != "all" for one in model.classes)
     seen = {FIRST if sparse else FIRST[1]}
     for kept, gone in policies:

@@ -30,7 +30,7 @@ BRANCH_POINTS = "branch-points"
 
 
 class HitRates(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a simulation. Rates are shares of prompt tokens that need not be computed."""
+    """The result of a simulation. A hit rate is the share of prompt tokens that were cached."""
 
     model: str
     policy: str
@@ -39,23 +39,23 @@ class HitRates(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: str
     arrivals: bool
     block: int
-    """Granularity of hits in tokens."""
+    """Granularity of hits in tokens: hits end at multiples of it."""
     memory: int
-    """Bytes of the pools of all ranks."""
+    """Total size of the pools of all ranks, in bytes."""
     blocks: int
     requests: int
     tokens: int
     """Number of tokens of all prompts."""
     found: int
-    """Number of prompt tokens that were found."""
+    """Number of prompt tokens that were cached."""
     hit_rate: float
     """Hit rate over the tokens of all requests."""
     hit_rate_by_request: float
-    """Mean hit rate over requests, regardless of their length."""
+    """Mean of the hit rates of all requests, each with equal weight."""
     hit_rate_last_half: float
-    """Hit rate over the tokens of the last half of the requests, when the pools are full."""
+    """Hit rate over the tokens of the last half of the requests, after the pools filled up."""
     ceiling: float
-    """Hit rate of an unlimited memory, with the block size of the trace."""
+    """Hit rate with unlimited memory and the block size of the trace."""
     computed: int
     """Number of tokens that were computed."""
     computed_again: int
@@ -73,7 +73,7 @@ class HitRates(msgspec.Struct, frozen=True, kw_only=True):
     flops_saved: float | None
     seconds_saved: float | None
     found_by_tier: dict[str, int] = {}
-    """Number of found tokens, by the lowest tier that was needed for them."""
+    """Number of cached tokens, by the lowest tier that was needed to serve them."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as a dictionary, for JSON."""
@@ -95,12 +95,15 @@ def simulate(
 ) -> HitRates:
     """Replay a trace through the pools of a plan and return the hit rates.
 
-    The default checkpoint policy is `branch-points`. Plans of policy vllm release blocks group by
-    group and keep two copies of recomputed blocks, as vLLM does. Other plans release blocks from
-    the end of the request and keep one copy. `by_group` overrides this. Without `arrivals`,
-    requests run one after the other. With `arrivals`, active requests hold their blocks. Evicted
-    blocks move through `tiers`, a mapping from names to plans, from the first to the last.
-    `state_share` is the share of the first tier that is reserved for checkpoints.
+    The default checkpoint policy is `branch-points`. Plans of policy atlas release blocks from the
+    end of the request and keep one copy of recomputed blocks. Other plans release blocks group by
+    group and, with LRU eviction, keep two copies of recomputed blocks, as vLLM does. `by_group`
+    overrides this. Two copies are not simulated with `arrivals` or `tiers`.
+
+    By default, requests run one after the other. With `arrivals`, they overlap in time, and active
+    requests hold their blocks. Evicted blocks move to the first of `tiers` (plans by name), and
+    from there to the next. `state_share` is the share of the first tier that is reserved for
+    checkpoints.
     """
     policy = _policy(plan, eviction, checkpoints, by_group)
     model = PoolModel.of(plan)
@@ -135,7 +138,7 @@ def found_by_request(
     checkpoints: str | None = None,
     by_group: bool | None = None,
 ) -> Ints:
-    """Return the number of tokens that `simulate` finds for each request, without arrivals."""
+    """Return how many tokens of each request are cached, as simulated by `simulate`."""
     replay = _one_by_one(plan, trace, _policy(plan, eviction, checkpoints, by_group), None)
     return np.minimum(replay.run().hits * replay.spans.step, trace.lengths)
 
@@ -143,7 +146,7 @@ def found_by_request(
 def _policy(
     plan: Plan, eviction: str, checkpoints: str | None, by_group: bool | None
 ) -> ReplayPolicy:
-    eviction_policy(eviction)  # refused before the trace is cut into spans
+    eviction_policy(eviction)  # raise an error for a wrong name before the slow part
     in_turn = plan.policy != "atlas" if by_group is None else by_group
     kept = checkpoint_policy(checkpoints or BRANCH_POINTS)
     return ReplayPolicy(eviction, kept, by_group=in_turn)
@@ -159,7 +162,7 @@ def _options(
 def _one_by_one(
     plan: Plan, trace: Trace, policy: ReplayPolicy, cost: PrefillCost | None
 ) -> ReplayBase:
-    """Return a replay of requests one after the other, optionally exactly as in vLLM."""
+    """Return a replay of requests one after the other: `VllmReplay` if it applies, or `Replay`."""
     as_vllm = policy.by_group and policy.eviction == "lru"
     model = PoolModel.of(plan, by_group=as_vllm)
     spans = spans_of(trace, model.step)
@@ -173,8 +176,9 @@ def _lower_tiers(
     tiers: Mapping[str, Plan], model: PoolModel, share: float | None, *, arrivals: bool
 ) -> list[LowerTier]:
     if arrivals:
-        problem, hint = "Tiers cannot be simulated with arrivals", "Omit one of them"
-        raise AtlasError(Code.CONTRADICTORY, problem, got="tiers and arrivals", hint=hint)
+        problem = "Tiers cannot be simulated together with arrival times"
+        got, hint = "both `tiers` and `arrivals`", "Omit one of them"
+        raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
     return [
         LowerTier.of(name, plan, model, state_share=None if place else share)
         for place, (name, plan) in enumerate(tiers.items())
@@ -189,12 +193,15 @@ def spans_of(trace: Trace, step: int) -> Spans:
 
 @lru_cache(maxsize=2)
 def ceiling(trace: Trace) -> Ints:
-    """Return the tokens that an unlimited memory finds for each request, in the trace's blocks."""
+    """Return how many tokens of each request would be cached with unlimited memory.
+
+    The block size is that of the trace.
+    """
     counts = np.diff(trace.starts)
     requests = np.repeat(np.arange(len(trace)), counts)
     first = np.zeros(int(trace.ids.max(initial=-1)) + 1, np.int64)
     first[trace.ids[::-1]] = requests[::-1]  # the earliest request with an id is written last
-    # An id stands for all before it: what is new in a request is its end.
+    # An id represents everything before it, so the new ids of a request are its last ones.
     new = np.bincount(requests[first[trace.ids] == requests], minlength=len(trace))
     return np.minimum((counts - new) * trace.block, trace.lengths)
 
@@ -202,9 +209,10 @@ def ceiling(trace: Trace) -> Ints:
 def _saved(
     model: PoolModel, cost: PrefillCost | None
 ) -> Callable[[LayerClass, Ints], NDArray[np.float64]]:
-    """Return a function of the FLOPs per byte that an entry saves.
+    """Return a function that computes the FLOPs that a hit on each entry saves, per byte.
 
-    A block saves those of its tokens, and a checkpoint those of all tokens before it.
+    A block of full attention saves the FLOPs of its tokens, and a checkpoint those of all tokens
+    before it.
     """
     priced = cost or PrefillCost(1.0)
 

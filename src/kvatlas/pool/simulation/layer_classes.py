@@ -1,4 +1,4 @@
-"""Classes of equal groups of one pool, whose blocks are kept and evicted together."""
+"""Layer classes: groups of one pool whose blocks are kept and evicted together."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ EVERYTHING = Visibility()
 
 @dataclass(frozen=True)
 class LayerClass:
-    """Groups with the same kind, block size and pool, and the blocks that they keep per span."""
+    """Groups with the same kind, visibility, block size and pool."""
 
     needs: Literal["all", "window", "state"]
     pool: int
     blocks: int
-    """Blocks of the pool per span or state, in all groups of the class."""
+    """Number of blocks per span (or per state), in all groups of the class together."""
     visibility: Visibility = EVERYTHING
     block_bytes: int = 1
 
     def first(self, ends: Ints, step: int) -> Ints:
-        """Return the first span that is needed to continue after each number of spans."""
+        """Return the first span that is needed to continue after each of `ends` spans."""
         if self.needs == "all":
             return ends * 0
         if self.needs == "state":
@@ -51,7 +51,7 @@ class LayerClass:
 
 @dataclass(frozen=True)
 class PoolModel:
-    """The properties of a plan that determine hits: its classes and the blocks of each pool."""
+    """The properties of a plan that determine hits: layer classes and the sizes of pools."""
 
     step: int
     """Number of tokens per span. Hits end at multiples of it."""
@@ -65,9 +65,12 @@ class PoolModel:
     def of(cls, plan: Plan, *, by_group: bool = False) -> PoolModel:
         """Return the model of a plan. With `by_group`, each group is a separate class."""
         if not reuses_prefixes(plan):
-            problem = "The plan does not support prefix caching, so there are no hits to simulate"
-            got = f"{plan.model}, prefix caching {'on' if plan.prefix_caching else 'off'}"
-            hint = "Use a decoder model, and plan it with prefix caching"
+            problem = "The plan must support prefix caching, because hits are simulated"
+            got = f"a plan of {plan.model} with prefix_caching=False"
+            hint = "Plan the model with prefix caching"
+            if plan.prefix_caching:
+                got = f"{plan.model}, whose cross attention cannot reuse prefixes"
+                hint = "Use a model without cross attention"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         step = hit_step(plan) * plan.dcp
         check_step(step)
@@ -101,10 +104,10 @@ class PoolModel:
         return cls(step, (LayerClass("all", 0, 1),), (blocks,))
 
     def in_flight(self, lengths: Ints, spans: Ints) -> Ints:
-        """Return [pool, request] the blocks of a running request in addition to complete spans.
+        """Return [pool, request]: how many blocks a running request holds besides complete spans.
 
         These are the block that is being filled, the blocks of the answer and of windows, and the
-        states that are written.
+        recurrent states that are being written.
         """
         held = np.zeros((len(self.blocks), len(lengths)), np.int64)
         order = {index: place for place, index in enumerate(sorted({g.pool for g in self.groups}))}

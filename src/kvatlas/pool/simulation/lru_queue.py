@@ -1,9 +1,10 @@
 """`LruQueue`: unused entries, least recently used first.
 
 It does the same as `eviction.Lru`, for a replay that adds entries when they become unused and
-removes them when they are used again. Entries are added in order of time, so segments need no heap.
-All entries of a segment have the same size, so sizes need not be summed. A removed entry leaves a
-gap in its segment. Gaps are skipped when they come up, and removed when they outnumber the entries.
+removes them when they are used again. Entries are added in order of time and stored in segments, so
+no heap is needed. All entries of a segment have the same size, so sizes need not be summed. A
+removed entry leaves a gap in its segment. Gaps are skipped during eviction, and removed when they
+outnumber the entries.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class LruQueue:
         self._stored = 0
         """Number of places in all segments, including gaps."""
         self._coming: list[Ints] = []
-        """Entries after the last segment. They become a segment when they are needed."""
+        """Entries that were added after the last segment; joined into a segment when needed."""
         self._coming_size = 0
 
     def put(self, ids: Ints, size: int) -> None:
@@ -54,14 +55,17 @@ class LruQueue:
         self._place[ids] = 0
 
     def victims(self, blocks: int) -> tuple[Ints, int]:
-        """Evict entries of `blocks` blocks, or all; return them and their number of blocks."""
+        """Remove and return the first entries, and their total number of blocks.
+
+        The total is at least `blocks`, unless the queue has fewer.
+        """
         self._join()
         found = [_NOTHING]
         freed = 0
         while freed < blocks and self._segments:
             serial, size, segment = self._segments.popleft()
             enough = ceil_div(blocks - freed, size)
-            # Only as far as it may be needed: a long segment goes in many small pieces.
+            # Process a long segment in pieces, because it may be needed only in part.
             head = segment[: max(enough, 64)]
             queued = self._place[head] == serial
             if np.count_nonzero(queued) == len(head):
@@ -79,7 +83,7 @@ class LruQueue:
         return np.concatenate(found), freed
 
     def queued(self) -> Iterator[tuple[int, Ints]]:
-        """Yield (blocks per entry, entries) of every segment without gaps, in order of eviction."""
+        """Yield (blocks per entry, entries) of each segment, in order of eviction, without gaps."""
         self._join()
         for serial, size, segment in self._segments:
             yield size, segment[self._place[segment] == serial]

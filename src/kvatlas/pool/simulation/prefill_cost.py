@@ -1,8 +1,8 @@
-"""The cost model of prefill, from which the FLOPs and seconds that hits save are computed.
+"""The cost model of prefill: the FLOPs and seconds that hits save.
 
-A token costs 2 FLOPs for each active parameter. Attention adds, for each pair of a query and
-a key that it sees, 2 FLOPs for each element of the key and of the value, in every query head.
-Seconds are FLOPs at a sustained rate, whatever the batch.
+A token costs 2 FLOPs for each active parameter. In each query head, attention adds 2 FLOPs for each
+element of the key and of the value, for each pair of a query and a visible key. Seconds are FLOPs
+divided by a sustained rate that does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvatlas.specs import Attention, Spec
 TFLOPS = 400.0
 """Sustained TFLOPS of one GPU: about 40% of the bf16 peak of an H100 or H200."""
 DECODE_SECONDS = 0.02
-"""Seconds per token of an answer, if arrival times are simulated."""
+"""Seconds to decode one token of an answer, if arrival times are simulated."""
 _ACTIVE = re.compile(r"-A(\d+(?:\.\d+)?)B\b", re.IGNORECASE)
 
 
@@ -35,7 +35,7 @@ class PrefillCost:
 
     per_token: float
     pairs: tuple[tuple[int | None, float], ...] = ()
-    """(window, FLOPs per pair) of attention. Layers with the same window are combined."""
+    """(window, FLOPs per pair of query and key), summed over all layers with this window."""
     tflops: float = TFLOPS
 
     @classmethod
@@ -50,19 +50,21 @@ class PrefillCost:
         return cls(2.0 * active, tuple(pairs.items()), tflops)
 
     def flops(self, start: Ints, stop: Ints) -> NDArray[np.float64]:
-        """Return the FLOPs of tokens start .. stop - 1, for arrays of prompts."""
+        """Return the FLOPs of tokens start .. stop - 1 of each prompt."""
         total = self.per_token * (stop - start)
         for window, each in self.pairs:
             total = total + each * (_seen(stop, window) - _seen(start, window))
         return np.asarray(total, np.float64)
 
     def seconds(self, flops: float) -> float:
-        """Return the duration of `flops` at the sustained rate."""
+        """Return the seconds that `flops` take at the sustained rate."""
         return flops / (self.tflops * 1e12)
 
 
 def active_parameters(weights: Weights) -> int | None:
-    """Return the active parameters per token, taken from the model's name for MoE models.
+    """Return the number of active parameters per token; None if it is unknown.
+
+    For MoE models, it is taken from the model's name.
 
     >>> active_parameters(Weights.load("Qwen3-30B-A3B"))
     3000000000
@@ -77,14 +79,14 @@ def active_parameters(weights: Weights) -> int | None:
 
 
 def _row(spec: Spec) -> int:
-    """Return the number of elements of a key and a value per query head."""
+    """Return the number of elements of a key plus those of a value, per query head."""
     if isinstance(spec, Attention):
         return 2 * spec.head_dim
     return int(getattr(spec, "latent", 0) * 2 + getattr(spec, "rope", 0))
 
 
 def _seen(count: Ints, window: int | None) -> NDArray[np.float64]:
-    """Return the number of (query, key) pairs of the first `count` tokens."""
+    """Return the number of visible (query, key) pairs among the first `count` tokens."""
     tokens = count.astype(np.float64)
     if window is None:
         return tokens * (tokens + 1) / 2

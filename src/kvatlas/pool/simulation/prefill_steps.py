@@ -1,7 +1,7 @@
 """The steps in which vLLM computes a prompt.
 
 A step computes up to a fixed number of tokens. A recurrent state can be kept only at the end of a
-step. If few states are kept, steps also end at their positions, otherwise at the ends of blocks.
+step. If only some states are kept, steps also end at their positions and at the ends of blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ BATCHED_TOKENS = 8192
 
 
 def batched_tokens(plan: Plan) -> int:
-    """Return the tokens per step. A plan has space for one more step than it has stages."""
+    """Return the number of tokens per step for which a plan was made.
+
+    A plan reserves space for one more step than it has pipeline stages.
+    """
     return plan.in_flight // (plan.pp + 1) or BATCHED_TOKENS
 
 
@@ -29,7 +32,7 @@ class PrefillSteps:
     block: int
     """Number of tokens per block."""
     ends_at_blocks: bool
-    """Whether there are recurrent states of which only some are kept."""
+    """Whether steps end at blocks and kept states: if only some recurrent states are kept."""
 
     def between(self, start: int, stop: int, kept: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield the (start, stop) tokens of each step. `kept` are the positions of kept states.

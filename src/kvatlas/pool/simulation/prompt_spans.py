@@ -1,8 +1,9 @@
-"""Spans: the prompts of a trace, cut where hits of a plan can end.
+"""Spans: the prompts of a trace, cut at the positions where hits can end.
 
-A span is the smallest number of tokens that is a whole number of blocks in every group. The ids
-of the trace, coarser or finer, determine which spans two requests share: a span is identified by
-the id of its last token, which represents everything before it.
+The length of a span is the smallest number of tokens that is a whole number of blocks in every
+group. The ids of the trace, which may be coarser or finer, determine which spans two requests
+share: a span is identified by the id that contains its last token, because an id represents
+everything before it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class Spans:
     """The span numbers of all requests, concatenated."""
     starts: Ints
     count: int
-    """Number of different spans."""
+    """Number of distinct spans."""
     reusable: Ints
     """Number of spans of each request that can be hits. The last token is always computed."""
     known: Ints
-    """Number of spans of each request within complete blocks of the trace. For the rest, a longer
-    request has a different id, whatever its tokens are."""
+    """Number of spans of each request within complete blocks of the trace. An incomplete last block
+    has a separate id, so a longer request never shares it."""
 
     @classmethod
     def of(cls, trace: Trace, step: int) -> Spans:
@@ -44,7 +45,7 @@ class Spans:
         every[trace.ids] = end - begin
         base = np.concatenate([[0], np.cumsum(every)])
         here = np.maximum(np.minimum(end, np.repeat(stop, counts)) - begin, 0)
-        # In place: there may be tens of millions of them.
+        # Add in place, because there may be tens of millions of spans.
         numbers = np.repeat(base[trace.ids] - (np.cumsum(here) - here), here)
         numbers += np.arange(len(numbers))
         return cls(
@@ -58,7 +59,7 @@ class Spans:
 
     @classmethod
     def of_ids(cls, trace: Trace) -> Spans:
-        """Return one span per id, including an incomplete last one: a plain block cache."""
+        """Return one span per id, including an incomplete last id, as for a plain block cache."""
         counts = np.diff(trace.starts)
         return cls(
             trace.block, trace.ids, trace.starts, int(trace.ids.max(initial=-1)) + 1, counts, counts
@@ -69,7 +70,10 @@ class Spans:
         return self.numbers[self.starts[request] : self.starts[request + 1]]
 
     def next_uses(self) -> Ints:
-        """Return the next request with the span of each entry of `numbers`; their count if none."""
+        """Return, for each element of `numbers`, the next request that has the same span.
+
+        If there is none, the result is larger than all request numbers.
+        """
         requests = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
         order = np.argsort(self.numbers, kind="stable")
         ordered = self.numbers[order]
@@ -80,8 +84,8 @@ class Spans:
 
 
 def check_step(step: int) -> None:
-    """Raise an error if the common multiple of the block sizes is too large for any hit."""
+    """Raise an error if spans would be too long for any hit."""
     if step > 1 << 20:
-        problem = "The common multiple of the groups' block sizes exceeds a million tokens"
-        hint = "Make the plan with another block size"
+        problem = f"The least common multiple of all block sizes must be at most {1 << 20:,} tokens"
+        hint = "Plan with another block size"
         raise AtlasError(Code.CONTRADICTORY, problem, got=f"{step:,} tokens", hint=hint)

@@ -1,4 +1,4 @@
-"""The order in which a request releases its entries. Entries released first are evicted first."""
+"""The order in which a request releases its entries. Entries released earlier are evicted first."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from kvatlas.pool.simulation.layer_classes import LayerClass
 from kvatlas.pool.traces import Ints
 
 Ordered = tuple[Ints, Ints]
-"""Entries, and their places along the request."""
+"""Entries in order of release, and the place of each: the index of its span in the request."""
 
 
 def along_the_request(entries: list[Ints], parts: list[Ints], *, head_first: bool) -> Ordered:
-    """Return the entries of all classes by position, from the end or from the head."""
+    """Return the entries of all classes in descending order of place.
+
+    With `head_first`, the order is ascending. `entries` and `parts` hold the entries and the places
+    of each class.
+    """
     if len(parts) == 1:
         entry, place = entries[0], parts[0]
         return (entry, place) if head_first else (entry[::-1], place[::-1])
-    # A checkpoint is of no use without the blocks before it, so it goes before they do.
+    # A checkpoint is useless without attention's blocks before it, so it is released first.
     joined, places = np.concatenate(entries[::-1]), np.concatenate(parts[::-1])
     order = np.argsort(places if head_first else -places, kind="stable")
     return joined[order], places[order]
@@ -32,13 +36,15 @@ def by_group(
     *,
     in_parts: bool,
 ) -> Ordered:
-    """Return entries in vLLM's order: those that windows and states freed, then group by group.
+    """Return entries in vLLM's order: those freed during prefill, then the rest group by group.
 
-    `needs` are the first places that are still needed at the end of the prompt. For a window, the
-    next token needs them. For states, it is the block with the prompt's last token. States at
-    every block are freed like a window's blocks. If states are few, the prompt is computed in
-    parts that end at them (`in_parts`). Each state is then freed, in all groups, when the part
-    after the next one begins.
+    During prefill, windows and recurrent layers free the places that they no longer need. `needs`
+    holds, for each class, the first place that is still needed at the end of the prompt: for a
+    window the first that the next token sees, for states the block with the prompt's last token.
+
+    If states are kept at every block, they are freed like the blocks of a window. Otherwise
+    (`in_parts`), the prompt is computed in parts that end at the kept states, and a state is freed
+    in all groups when the part after the next one begins.
     """
     passed: list[Ordered] = []
     left: list[Ordered] = []

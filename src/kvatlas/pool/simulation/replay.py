@@ -1,7 +1,7 @@
 """`Replay`: replay the requests of a trace through the pools of a plan, one after the other.
 
-For each request, space is made for new entries, and used entries are ranked by the eviction
-policy.
+For each request, other entries are evicted to make space for new ones, and the eviction policy
+ranks the entries that the request uses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from kvatlas.pool.traces import Ints
 
 
 class Replay(ReplayBase):
-    """A replay that keeps one copy of recomputed blocks, with any eviction policy."""
+    """A replay of requests one after the other, with any eviction policy.
+
+    If a cached block is computed again, it is still stored once. `VllmReplay` stores it twice.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,10 @@ class Replay(ReplayBase):
     def _fitting(
         self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]
     ) -> list[Ints] | None:
-        """Return the part of a request that fits into empty pools, with the last checkpoints."""
+        """Return the places to keep, with fewer checkpoints if all do not fit into empty pools.
+
+        The last checkpoints are kept. None if the request does not fit without checkpoints.
+        """
         while self._too_much(request, parts):
             if not len(wanted):
                 return None
@@ -89,10 +95,10 @@ class Replay(ReplayBase):
         return False
 
     def _store(self, request: int, parts: list[Ints]) -> None:
-        """Add entries, then evict the first in order, which may be one of the new entries.
+        """Add a request's entries to a store, then evict, possibly even new entries.
 
-        With `head_first`, entries are added one by one, so an existing entry may be evicted and
-        added again.
+        With `head_first`, entries are added one after the other, so an existing entry may be
+        evicted before its turn and then added again.
         """
         entries, places = self._in_order(request, parts)
         while len(entries):

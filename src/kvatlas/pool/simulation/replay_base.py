@@ -1,9 +1,9 @@
 """`ReplayBase`: the content of a plan's pools during a replay, and the hits of requests.
 
-An entry is a span of a class, with the class in the high bits and the span in the low bits. A
-request finds the longest prefix that every class can serve, and adds the entries that checkpoints
-keep. Subclasses define how it gets its space. All operations work on arrays, so a request takes
-microseconds and a span takes nanoseconds.
+An entry is a span of one layer class: an integer with the class in the high bits and the span in
+the low bits. A request finds the longest prefix that every class can serve, and adds its new
+entries. Subclasses define how space is made for them. All operations work on arrays, so a request
+takes microseconds and a span takes nanoseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvatlas.pool.traces import Ints
 Progress = Callable[[float], None]
 
 FEW_ENDS = 4
-"""Number of windows up to which a loop is faster than arrays."""
+"""Maximum number of windows for which a Python loop is faster than numpy."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ReplayPolicy:
     head_first: bool = False
     """Whether the first block of a request is evicted before its other blocks."""
     store: bool = False
-    """Whether to model a store next to an engine: requests hold no blocks in it."""
+    """Whether the pool is an external store, in which running requests hold no blocks."""
 
 
 @dataclass
@@ -67,28 +67,28 @@ class ReplayBase:
             self._present[place << self._bits : (place + 1) << self._bits]
             for place in range(len(model.classes))
         ]
-        """By class, a view of which of its spans are cached."""
+        """For each class, whether each span is cached: views of `_present`."""
         self._places = np.arange(int(np.diff(spans.starts).max(initial=0)) + 1)
         self._first = [one.first(self._places, spans.step) for one in model.classes]
-        """By class, the first span that is needed to continue after each number of spans."""
+        """For each class, the first span needed to continue after n spans, at index n."""
         kinds = [(one.needs, one.visibility) for one in model.classes]
         self._like = [kinds.index(kind) for kind in kinds]
-        """By class, the first that keeps the same places."""
+        """For each class, the index of the first class that keeps the same places."""
         numbers = np.arange(len(kinds))[:, None]
         self._alike_needs = [
             (self._first[place], numbers[np.array(self._like) == place] << self._bits)
             for place in sorted(set(self._like))
             if model.classes[place].needs != "all"
         ]
-        """For windows and states that keep the same places: the first span that is needed to
-        continue after each number of spans, and [class, 1] the first entry of each class."""
+        """One pair for all windows or states that keep the same places: the first span needed to
+        continue after n spans, at index n; and [class, 1] the first entry of each class."""
         self._used = [0] * len(self._blocks)
         self._starts = spans.starts.tolist()
         self._reusable, self._known = spans.reusable.tolist(), spans.known.tolist()
         self.outcome = Outcome(np.zeros(len(spans.starts) - 1, np.int64))
 
     def _share_out(self) -> None:
-        """If checkpoints have a share of the memory, make it a separate pool."""
+        """If checkpoints are limited to a share of the memory, make that share a separate pool."""
         share, classes = self.policy.checkpoints.share, self.model.classes
         self._blocks = list(self.model.blocks)
         self._pools = [one.pool for one in classes]
@@ -144,18 +144,19 @@ class ReplayBase:
     def _count_seen(self, spans: Ints, there: int) -> int:
         """Return how many leading spans were requested before.
 
-        Usually these are exactly the cached ones: a request for a span includes all before it.
+        The search starts at `there`, the number of cached leading spans, which is usually the
+        result.
         """
         seen = self._seen
         if there and not seen[spans[there - 1]]:
-            there = 0  # a chunk begins there, and needs nothing before it
+            there = 0  # cached, but not seen: the start of a chunk, which needs no earlier span
         if there == len(spans) or not seen[spans[there]]:
             return there
         rest = range(there, len(spans))
         return there + bisect_left(rest, True, key=lambda place: not seen[spans[place]])
 
     def find(self, spans: Ints) -> tuple[int, int]:
-        """Return the longest prefix that every class can serve, and that attention can serve."""
+        """Return the longest prefix that all classes can serve, and the longest for attention."""
         longest, others = len(spans), []
         for place, one in enumerate(self.model.classes):
             if one.needs == "all":
@@ -177,17 +178,17 @@ class ReplayBase:
         return hit, longest if len(others) < len(self.model.classes) else hit
 
     def _can_serve(self, spans: Ints, end: int) -> bool:
-        """Return whether windows and states are cached after `end` spans."""
+        """Return whether all windows and states needed to continue after `end` spans are cached."""
         for first, bases in self._alike_needs:
             needed = spans[first[end] : end] + bases
             if np.count_nonzero(self._present[needed]) < needed.size:
                 return False
         return True
 
-    # -- what a request brings and uses -----------------------------------------------
+    # -- entries of a request ---------------------------------------------------------
 
     def _entries(self, spans: Ints, hit: int, wanted: Ints) -> list[Ints]:
-        """Return the places that each class keeps: all, or those of checkpoints."""
+        """Return the places that each class keeps: all, or those of the hit and the checkpoints."""
         ends = np.concatenate([self._places[hit : hit + 1], wanted]) if hit else wanted
         parts: list[Ints] = []
         for one, first, like in zip(self.model.classes, self._first, self._like, strict=True):
@@ -202,8 +203,8 @@ class ReplayBase:
         return parts
 
     def _windows(self, ends: Ints, first: Ints) -> Ints:
-        """Return the distinct places of all windows that end at these ends."""
-        # Ends ascend and so do begins: a window adds what lies behind the end before it.
+        """Return the distinct places of the windows that end at `ends`, ascending."""
+        # Ends and begins ascend, so a window adds only the places after the previous end.
         if len(ends) <= FEW_ENDS:
             pieces, before = [self._places[:0]], 0
             for end in ends.tolist():
@@ -222,7 +223,7 @@ class ReplayBase:
 
 
 def _leading_there(there: NDArray[np.bool_], spans: Ints) -> int:
-    """Return how many leading spans are cached. Most prompts diverge early."""
+    """Return how many leading spans are cached. Fast if few are, as in most prompts."""
     start, count = 0, 64
     while start < len(spans):
         part = there[spans[start : start + count]]

@@ -35,13 +35,13 @@ class LowerTier:
     sizes: tuple[int, ...]
     """Number of bytes per span or state of each class."""
     state_share: float | None = None
-    """Share that is reserved for checkpoints; None if all entries share the tier."""
+    """Share of the tier that is reserved for checkpoints; None if nothing is reserved."""
 
     def __post_init__(self) -> None:
         if self.state_share is not None and not 0 < self.state_share < 1:
             problem, hint = (
-                "The share of checkpoints is out of range",
-                "Use a share between 0 and 1",
+                "`state_share` must be greater than 0 and less than 1",
+                "Pass a share such as state_share=0.25, or None to reserve nothing",
             )
             got = f"a share of {self.state_share}"
             raise AtlasError(Code.BAD_SIZE, problem, got=got, hint=hint)
@@ -50,7 +50,7 @@ class LowerTier:
     def of(
         cls, name: str, plan: Plan, model: PoolModel, *, state_share: float | None = None
     ) -> LowerTier:
-        """Return the tier with the pools of another plan, below the pools of `model`."""
+        """Return a tier with the memory of `plan`, for the layer classes of `model`."""
         theirs = PoolModel.of(plan)
         there: dict[tuple[str, Visibility], int] = {}
         here: dict[tuple[str, Visibility], int] = {}
@@ -60,8 +60,8 @@ class LowerTier:
         for one in model.classes:
             here[_kind(one)] = here.get(_kind(one), 0) + one.blocks * one.block_bytes
         if set(here) != set(there):
-            problem = "The tier's plan belongs to another model"
-            got = f"{plan.model}: {len(there)} kinds of layers instead of {len(here)}"
+            problem = "The plan of a tier must have the same kinds of layers as the GPU's plan"
+            got = f"{len(there)} kinds of layers in tier {name!r} ({plan.model}), not {len(here)}"
             hint = "Plan the same model for all tiers"
             raise AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
         sizes = tuple(
@@ -104,7 +104,7 @@ class _Store:
         return np.concatenate(gone) if gone else entries[:0]
 
     def take(self, entries: Ints) -> None:
-        """Remove entries that move up."""
+        """Remove entries, because they move to the GPU or are recomputed there."""
         for part, queue in enumerate(self._queues):
             mine = entries[self._part[entries >> self._bits] == part]
             queue.forget(mine)
@@ -126,10 +126,13 @@ class TieredReplay(Replay):
         self._now = 0
         requests = len(self.outcome.hits)
         self.found = np.zeros((1 + len(tiers), requests), np.int64)
-        """[tier, request] number of spans found, by the lowest tier that was needed."""
+        """[tier, request]: number of cached spans, by the lowest tier that was needed."""
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
-        """Make space on the GPU for a request and move the entries that it finds up."""
+        """Make space on the GPU for a request, and move the entries that it finds there.
+
+        Returns False if the request can never fit.
+        """
         fitting = self._fitting(request, spans, hit, wanted, parts)
         if fitting is None:
             return False
@@ -158,7 +161,7 @@ class TieredReplay(Replay):
         self.found[:, request] = np.bincount(lowest, minlength=len(self.found))
 
     def _gone(self, victims: Ints) -> None:
-        """Move evicted entries from each tier to the next, and drop those of the last."""
+        """Move evicted entries to the next tier; entries evicted from the last tier are lost."""
         for number, store in enumerate(self._stores, 1):
             self._tier[victims] = number
             victims = store.put(victims, self._now)

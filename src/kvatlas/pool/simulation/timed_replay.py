@@ -1,8 +1,8 @@
-"""`TimedReplay`: replay requests at their arrival times, so that active ones hold their blocks.
+"""`TimedReplay`: replay requests at their arrival times. Active requests hold their blocks.
 
 One prompt is computed at a time, at the rate of a cost model. Answers are decoded in parallel, at
-a fixed time per token. A request that finds no space waits, and so do all requests after it. New
-blocks can be found when the prompt is complete.
+a fixed time per token. If there is no space for a request, it waits, and so do all requests after
+it. Other requests can find new blocks once the whole prompt is computed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TimedReplay(Replay):
             (self._prefilled if kind == _PREFILLED else self._done)(request)
 
     def _begin(self, request: int) -> int | None:
-        """Take blocks for a request and return the spans that it found; None without space."""
+        """Take blocks for a request and return its number of cached spans; None without space."""
         spans = self.spans.of_request(request)
         prompt = self._prompt(request, spans)
         hit = prompt.hit
@@ -116,7 +116,7 @@ class TimedReplay(Replay):
         return hit
 
     def _prefilled(self, request: int) -> None:
-        """Publish new blocks, and free blocks that another request has published first."""
+        """Publish a request's new blocks; free those that another request published meanwhile."""
         new = self._running[request].new
         twice = new[self._present[new]]
         fresh = self._pins[twice] == 0

@@ -1,9 +1,9 @@
 """`VllmReplay`: replay requests exactly as vLLM serves them, block table by block table.
 
 A prompt is computed in steps, and each group's table grows with them. If a state or a window is
-missing, attention's blocks are computed again although they are cached. vLLM's tables only grow,
-so it keeps both copies, each with a separate place in the eviction queue, and a hit uses the older
-one. This replay does the same and finds the same hits as vLLM.
+missing, attention's blocks are computed again although they are cached. vLLM then keeps both
+copies, because its tables only grow. Each copy has a separate place in the eviction queue, and a
+hit uses the older one. This replay does the same and finds the same hits as vLLM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvatlas.pool.traces import MOST_TOKENS, Ints, Trace
 
 
 class AlikeGroups(NamedTuple):
-    """Groups whose tables differ only in their block ids."""
+    """Consecutive groups of one kind, whose tables differ only in their block ids."""
 
     one: LayerClass
     first: int
@@ -34,20 +34,20 @@ class AlikeGroups(NamedTuple):
     pool: int
     table: type[SimulatedTable]
     bases: Ints
-    """[group, 1] the first entry of each group."""
+    """[group, 1]: the first entry of each group."""
     keeps_all: bool
     """Whether all blocks are kept to the end of the request."""
 
 
 Served = tuple[AlikeGroups, SimulatedTable, Ints]
-"""Equal groups of a request, their table, and the [group, place] ids of its named places."""
+"""Groups of one kind, their table, and [group, index]: the ids of the table's `_places`."""
 
 
 class VllmReplay(ReplayBase):
     """A replay in which entries may have several copies, with LRU eviction, as in vLLM.
 
-    Ids below `_entries_end` are first copies, all others are further copies. A step computes
-    `batched_tokens` tokens.
+    Ids below `_entries_end` are entries, and also stand for their first copies. All other ids are
+    further copies. A step computes at most `batched_tokens` tokens.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class VllmReplay(ReplayBase):
         self._groups = self._alike_groups()
         few_states = any(some.table is StateTable for some in self._groups)
         if all(some.keeps_all for some in self._groups):
-            batched_tokens = MOST_TOKENS  # steps make no difference
+            batched_tokens = MOST_TOKENS  # for full attention, steps make no difference
         self._steps = PrefillSteps(batched_tokens, self.model.step, few_states)
         self._span_blocks = [
             sum(some.one.blocks * some.number for some in self._groups if some.pool == pool)
             for pool in range(len(self._blocks))
         ]
-        """Blocks of each pool that a span takes in all groups."""
+        """For each pool, the number of blocks per span in all groups together."""
         self._entries_end = len(self._present)
-        # No more copies than blocks, and none that nobody computes.
+        # There are at most as many copies as blocks, and as many as spans are computed.
         most = min(sum(self._blocks), len(self.spans.numbers) * len(self.model.classes))
         total = self._entries_end + most
         self._queues = [LruQueue(total) for _ in self._blocks]
@@ -83,13 +83,13 @@ class VllmReplay(ReplayBase):
         self._fresh = self._entries_end
         """The first further id that was never used."""
         self._copies: dict[int, list[int]] = {}
-        """Ids of entries with several copies, oldest first."""
+        """For each entry with further copies, the ids of its copies, oldest first."""
         self._copied = np.zeros(total, bool)
-        """Whether an id belongs to an entry in `_copies`, as all further ids do."""
+        """Whether an id belongs to an entry in `_copies`; True for all further ids."""
         self._copied[self._entries_end :] = True
 
     def _alike_groups(self) -> list[AlikeGroups]:
-        """Return runs of equal classes: vLLM's groups of one kind."""
+        """Return the runs of equal layer classes, which are vLLM's groups of one kind."""
         few = not isinstance(self.policy.checkpoints, EveryBlock)
         runs: list[list[int]] = []
         for number, one in enumerate(self.model.classes):
@@ -132,7 +132,7 @@ class VllmReplay(ReplayBase):
         return True
 
     def _begin(self, spans: Ints, hit: int, parts: list[Ints]) -> list[Served]:
-        """Return the tables of a request that has found `hit` spans, one for equal groups."""
+        """Return the tables of a request with `hit` cached spans, one for all groups of a kind."""
         served = []
         for some, table in zip(self._groups, self._tables(hit, parts), strict=True):
             mine = spans if some.keeps_all else spans[parts[some.first]]
@@ -187,10 +187,11 @@ class VllmReplay(ReplayBase):
                 self._used[some.pool] -= (before - table.unnamed) * some.number
 
     def _take(self, stop: int, end: int, served: list[Served]) -> None:
-        """Take blocks for a step up to `stop`, and for attention up to `end`, with the answer.
+        """Take blocks for the tokens up to `stop`; for full attention up to `end`.
 
-        Windows and states reuse the blocks that they free. Blocks of the answer cannot be found,
-        because a trace does not contain its tokens.
+        In the last step, `end` includes the answer. Windows and states need no blocks for it,
+        because they reuse those that they free. Blocks of the answer are never named, because a
+        trace does not contain its tokens.
         """
         needs = [0] * len(self._blocks)
         for some, table, _ in served:
@@ -201,7 +202,7 @@ class VllmReplay(ReplayBase):
         self.outcome.peak = max(self.outcome.peak, sum(self._used))
 
     def _name(self, stop: int, served: list[Served]) -> None:
-        """Publish complete blocks, in addition to existing copies."""
+        """Publish the blocks completed up to `stop`. A block that is cached gets a further copy."""
         for _, table, ids in served:
             new = ids[:, table.name(stop)]
             if new.size:
@@ -212,12 +213,12 @@ class VllmReplay(ReplayBase):
                     new[again.reshape(new.shape)] = self._copy(entries[again])
 
     def _let_go(self, some: AlikeGroups, named: Ints) -> None:
-        """Queue unused blocks for eviction, group by group, the last blocks first."""
+        """Queue released blocks for eviction, group by group, the last blocks first."""
         if named.size:
             self._queues[some.pool].put(named[:, ::-1], some.one.blocks)
 
     def _take_oldest(self, pool: int, found: Ints) -> None:
-        """Use the oldest copies of found entries, and protect them until they are queued again."""
+        """Replace `found` entries by their oldest copies, and remove these from the queue."""
         if not found.size:
             return
         ids = found.ravel()
@@ -227,7 +228,7 @@ class VllmReplay(ReplayBase):
         self._queues[pool].take(ids)
 
     def _copy(self, entries: Ints) -> Ints:
-        """Return a further id for each of these cached entries."""
+        """Add a further copy of each of these cached entries, and return the new ids."""
         left = max(len(self._free) - len(entries), 0)
         made = self._free[left:]
         del self._free[left:]
@@ -251,14 +252,14 @@ class VllmReplay(ReplayBase):
         self.outcome.evictions += freed
 
     def _gone(self, victims: Ints) -> None:
-        """Remove entries whose last copy was evicted."""
+        """Remove evicted copies, and mark entries without copies as absent."""
         if self._copies and np.count_nonzero(copied := self._copied[victims]):
             self._lose_copies(victims[copied])
             victims = victims[~copied]
         self._present[victims] = False
 
     def _lose_copies(self, ids: Ints) -> None:
-        """Remove ids of entries that have several copies."""
+        """Remove evicted copies of entries that have further copies."""
         further = ids >= self._entries_end
         self._free += ids[further].tolist()
         entries = ids.copy()

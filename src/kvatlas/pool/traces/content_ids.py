@@ -1,7 +1,8 @@
 """Ids of blocks of tokens: a hash of each block's content and of everything before it.
 
-No table of hashes is kept, so memory does not grow with the input. With 40 million ids, one trace
-in ten thousand has a collision; the check that ids form a tree rejects such a trace.
+An id is computed from the hash alone, so no table of hashes is needed and memory does not grow with
+the input. With 40 million ids, one trace in ten thousand has a collision; the check that ids form a
+tree rejects such a trace.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ ROOT = b""
 def hash_after(before: bytes, tokens: list[int], key: Any = None) -> bytes:
     """Return the hash of a block, given the hash of everything before it.
 
-    `key` is hashed in addition to the tokens.
+    `key` is an additional input of the hash, such as a LoRA adapter.
 
     >>> hash_after(ROOT, [1, 2]) == hash_after(ROOT, [1, 2], "adapter")
     False

@@ -1,4 +1,4 @@
-"""Conversations of coding agents in kv-cache-tester's format: one JSON object per file."""
+"""Read conversations of coding agents in kv-cache-tester's format: one JSON object per file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _AgentRequest(msgspec.Struct, forbid_unknown_fields=True):
 class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
     block_size: int
     requests: list[msgspec.Raw]
-    """Decoded one by one, so that an error can report the number of the request."""
+    """Requests as JSON text. Each is decoded separately, so that an error can name the request."""
     hash_id_scope: str = "local"
     id: str = ""
     models: msgspec.Raw = msgspec.Raw(b"")
@@ -52,7 +52,7 @@ _REQUEST = msgspec.json.Decoder(_AgentRequest)
 
 
 def read_conversations(name: str, files: list[Path], progress: Progress | None) -> Trace:
-    """Read the requests of all files, ordered by time."""
+    """Return a trace of the requests of all files, ordered by time."""
     builder: TraceBuilder | None = None
     first = 0
     for place, path in enumerate(files):
@@ -61,8 +61,9 @@ def read_conversations(name: str, files: list[Path], progress: Progress | None) 
             check_block(found.block_size, path.name)
             builder = TraceBuilder(name, found.block_size, numbered=True)
         elif found.block_size != builder.block:
-            got = f"{found.block_size} after {builder.block} tokens"
-            raise bad_trace(path.name, "the block size changes", got, "Use one block size")
+            got = f"{found.block_size} tokens, after {builder.block} tokens in earlier files"
+            hint = "Use files with the same block_size"
+            raise bad_trace(path.name, "the block size changes", got, hint)
         builder.begin(path.name)
         shift = first if found.hash_id_scope == "local" else 0
         first += _add_requests(builder, text, found.requests, shift) + 1
@@ -72,10 +73,11 @@ def read_conversations(name: str, files: list[Path], progress: Progress | None) 
 
 
 def _read_file(path: Path) -> tuple[bytes, _Conversation]:
-    """Read a file and its conversation, without decoding the requests."""
+    """Return the text of a file and its conversation, with requests that are not decoded yet."""
     if path.stat().st_size > LONGEST_LINE:
         hint = "Write one conversation per file"
-        raise bad_trace(path.name, "the file is too long", f"{path.stat().st_size:,}", hint)
+        problem = f"the file is too long: the limit is {LONGEST_LINE:,} bytes"
+        raise bad_trace(path.name, problem, f"{path.stat().st_size:,} bytes", hint)
     text = path.read_bytes()
     try:
         return text, _CONVERSATION.decode(text)
@@ -87,11 +89,11 @@ def _read_file(path: Path) -> tuple[bytes, _Conversation]:
 def _add_requests(
     builder: TraceBuilder, text: bytes, requests: list[msgspec.Raw], shift: int
 ) -> int:
-    """Add a file's requests and return the greatest of their original ids."""
+    """Add a file's requests and return the largest of their ids, before `shift` is added."""
     greatest, end = -1, max(text.find(b'"requests"'), 0)
     line, counted = 1, 0
     for raw in requests:
-        begin = text.find(raw, end)  # they stand there as they were read, one behind the other
+        begin = text.find(raw, end)  # `raw` is a part of `text`, after the previous one
         line += text.count(b"\n", counted, begin)
         counted, end = begin, begin + memoryview(raw).nbytes
         where = builder.place(line)
@@ -100,8 +102,8 @@ def _add_requests(
         except _BAD_JSON as problem:
             raise bad_trace(where, "this is not a valid request", problem, _HINT) from None
         if min(one.hash_ids, default=0) < 0:
-            hint = "Use ids of at least 0"
-            raise bad_trace(where, "an id is negative", min(one.hash_ids), hint)
+            hint = "Use ids of at least 0 in hash_ids"
+            raise bad_trace(where, "an id is negative", f"id {min(one.hash_ids)}", hint)
         greatest = max(greatest, max(one.hash_ids, default=-1))
         ids = [shift + each for each in one.hash_ids] if shift else one.hash_ids
         builder.add(line, ids, one.tokens, one.out, one.t)

@@ -1,8 +1,8 @@
 """Infer the requests of one engine from the blocks that it stores.
 
-A request's prompt consists of its first stored blocks and everything before them. Blocks that are
-stored after its last block soon afterwards continue the request: several at once are more of the
-prompt, and single blocks are more of the answer. All other blocks belong to other requests.
+A request's prompt consists of its first stored blocks and everything before them. Blocks continue
+the request if they follow its last block and are stored soon after it: several at once belong to
+the prompt, and single blocks belong to the answer. All other blocks belong to other requests.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from kvatlas.pool.events import BlockHash, BlockStored
 from kvatlas.pool.traces.stored_blocks import Addition, StoredBlock, StoredBlocks
 
 PAUSE = 2.0
-"""Seconds after which blocks that follow a prompt belong to another request."""
+"""Seconds after which further blocks of a prompt count as another request."""
 FASTEST, SLOWEST = 500.0, 4.0
-"""Bounds of the decoding rate, in tokens per second. A faster block belongs to a prompt, a slower
-block to another request."""
+"""Bounds of the decoding rate, in tokens per second. A block that follows faster belongs to the
+prompt, and one that follows slower belongs to another request."""
 
 
 @dataclass(slots=True, eq=False)
 class InferredRequest:
-    """A request as far as it has been inferred."""
+    """A request that was inferred from the events so far."""
 
     engine: EngineRequests
     line: int
@@ -33,24 +33,24 @@ class InferredRequest:
     stored: float
     """The time when the last block was stored."""
     tokens: int
-    """Number of tokens that it stored."""
+    """Number of tokens in the blocks that the request reported as stored."""
     found: bool
-    """Whether all its blocks so far were already stored."""
+    """Whether all these blocks were already stored before."""
     answer: int = 0
-    """Number of tokens in the answer's blocks."""
+    """Number of tokens of the answer, in complete blocks."""
 
 
 class EngineRequests:
-    """The cache of one data-parallel rank, and its requests that may continue."""
+    """The cache of one data-parallel rank, and its open requests: those that may continue."""
 
     def __init__(self) -> None:
         self.blocks = StoredBlocks()
         self.now = 0.0
         self._open: dict[BlockHash | None, list[InferredRequest]] = {}
-        """Open requests by the last block that they stored."""
+        """Open requests, by the hash of the last block that they stored."""
 
     def store(self, line: int, event: BlockStored) -> InferredRequest | None:
-        """Process stored blocks, and return the request that begins with them, if one does."""
+        """Process an event of stored blocks. Return the request that begins with it, or None."""
         added, tokens = self.blocks.store(event), len(event.token_ids)
         going_on = self._going_on(event, added)
         if going_on is None:
@@ -74,14 +74,14 @@ class EngineRequests:
         return None
 
     def end(self, request: InferredRequest) -> None:
-        """Close a request that cannot continue."""
+        """Remove a request from the open requests."""
         others = self._open[request.last.name]
         others.remove(request)
         if not others:
             del self._open[request.last.name]
 
     def _going_on(self, event: BlockStored, added: Addition) -> tuple[InferredRequest, bool] | None:
-        """Return the request that an event continues, and whether it continues the answer."""
+        """Return the open request that an event continues, and whether it continues the answer."""
         if event.parent_block_hash is None:
             waiting = None if added.new else self._waiting_for_room(added.last)
             return None if waiting is None else (waiting, False)
@@ -97,25 +97,26 @@ class EngineRequests:
         return None if pieces is None else (pieces, self.now - pieces.stored > quick)
 
     def _waiting_for_room(self, last: StoredBlock) -> InferredRequest | None:
-        """Return the waiting request that reports its cached blocks again.
+        """Return the open request that reports its cached blocks, up to `last`, again.
 
-        vLLM may report them in each step in which there is no space for the request.
+        vLLM may report them in every step in which the request waits for space.
         """
         for request in self._open.get(last.name, ()):
             if request.stored == self.now:
-                break  # and so are all behind it: requests of one moment are another each
+                break  # this and all later requests arrived now, so they are other requests
             if request.found and self.now <= request.stored + PAUSE:
                 return request
         return None
 
     def _in_pieces(self, before: StoredBlock) -> InferredRequest | None:
-        """Return the request that has just stored blocks before already cached ones.
+        """Return the open request whose last stored block is an ancestor of `before`.
 
-        A `BlockPool` reports only new blocks, so a request with cached blocks arrives in pieces.
+        The blocks between them were cached. A `BlockPool` reports only new blocks, so it reports
+        such a request in pieces.
         """
         if before.content is None:
             return None
-        block = before.before  # behind its last block it would have gone on
+        block = before.before  # a request that ends at `before` itself was checked already
         while block is not None:
             for request in self._open.get(block.name, ()):
                 new = not request.found and not request.answer

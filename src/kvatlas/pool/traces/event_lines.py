@@ -1,8 +1,8 @@
 """Read events from lines of JSON, as other tools log them.
 
-A line is a batch, either `[time, events, rank]` or an object with `ts`, `events` and
-`data_parallel_rank`, or a single event with vLLM's type and field names and optionally `ts`.
-Hashes of type bytes are base64-encoded.
+A line is one of three forms: a batch `[time, events, rank]`, a batch as an object with `ts`,
+`events` and `data_parallel_rank`, or a single event with vLLM's type and field names and optionally
+`ts`. Hashes of type bytes are base64-encoded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TAGS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
 class _Stamped(msgspec.Struct):
-    """The fields of a line other than those of its event."""
+    """The fields of a single event's line that belong to the batch."""
 
     ts: float = 0.0
     data_parallel_rank: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] | None = None
@@ -51,7 +51,7 @@ def is_event_line(line: bytes) -> bool:
 
 
 def batch_of_line(where: str, line: bytes) -> EventBatch:
-    """Parse and validate the batch of a line."""
+    """Return the batch of a line, after validation. `where` names the line in errors."""
     try:
         if _ARRAY.match(line):
             return _BATCH.decode(line)

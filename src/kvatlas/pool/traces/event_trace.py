@@ -1,8 +1,8 @@
 """Build a trace from batches of events.
 
-A prompt is known by its complete blocks. One more token is assumed after them, because the last
-token of a prompt is always computed and its last block could otherwise never be a hit. Blocks of
-one token are always complete, so no token is added to them.
+Events contain only the complete blocks of a prompt. One more token is assumed after them: the last
+token of a prompt is always computed, so without it the last complete block could never be a hit.
+With blocks of one token, no block is incomplete, so no token is added.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvatlas.pool.traces.stored_blocks import ContradictionError, TooManyBlocksE
 from kvatlas.pool.traces.trace import Trace, TraceBuilder, Unseen, bad_trace
 
 MOST_OPEN = 100_000
-"""Maximum number of open requests. Beyond it, the oldest are taken to be finished."""
+"""Maximum number of open requests. If there are more, the oldest count as finished."""
 
 
 class EventTraceBuilder:
@@ -38,7 +38,7 @@ class EventTraceBuilder:
         self._builder.begin(file)
         self._engines: dict[int | None, EngineRequests] = {}
         self._waiting: deque[InferredRequest] = deque()
-        """Open requests, and those that arrived after them."""
+        """Requests that are not in the trace yet, in order of arrival."""
         self._begun: float | None = None
         self._now = 0.0
         self._unseen = Unseen()
@@ -48,7 +48,7 @@ class EventTraceBuilder:
         where = f"{self._file}, {self._unit} {line}"
         self._begun = batch.ts if self._begun is None else self._begun
         engine = self._engines.setdefault(batch.data_parallel_rank, EngineRequests())
-        # A clock that was set back stands still until it has caught up.
+        # If the clock was set back, time stands still until the clock has caught up.
         engine.now = max(engine.now, batch.ts - self._begun)
         self._now = max(self._now, engine.now)
         if gap:
@@ -61,7 +61,7 @@ class EventTraceBuilder:
         """Return the trace of all requests in order of arrival."""
         self._let_go(everything=True)
         if not len(self._builder):
-            got = "only other events or other blocks"
+            got = "no stored blocks of full attention in GPU memory"
             if self._unseen.requests:
                 got = f"only {self._unseen.requests:,} requests that begin before the recording"
             problem = "the recording contains no request with all of its blocks"
@@ -76,7 +76,7 @@ class EventTraceBuilder:
         if isinstance(event, AllBlocksCleared):
             engine.blocks.clear()
         elif event.medium not in (None, MEDIUM):
-            return  # a tier below the GPU
+            return  # blocks in a tier below the GPU
         elif isinstance(event, BlockRemoved):
             if self._group == (event.group_idx,):
                 engine.blocks.remove(event.block_hashes)
@@ -84,7 +84,10 @@ class EventTraceBuilder:
             self._stored(line, where, engine, event)
 
     def _counts(self, where: str, event: BlockStored) -> bool:
-        """Return whether an event belongs to the group that is used and has complete blocks."""
+        """Return whether an event belongs to the group that is used and has complete blocks.
+
+        Raises an error if its block size contradicts earlier events.
+        """
         if event.kv_cache_spec_kind is not None and event.kv_cache_spec_kind not in FULL_KINDS:
             return False
         self._group = self._group or (event.group_idx,)
@@ -92,14 +95,14 @@ class EventTraceBuilder:
             return False
         block = self._builder.block = self._builder.block or event.block_size
         if event.block_size > block or block % event.block_size:
-            hint = f"Choose one block size: simulate --trace-block {event.block_size}"
-            got = f"{event.block_size} after {block} tokens"
+            hint = f"Choose one block size with --trace-block, such as {event.block_size}"
+            got = f"{event.block_size} tokens, after {block} tokens in earlier events"
             raise bad_trace(where, "the block size changes", got, hint)
         if event.block_size < block:
-            return False  # a block that is found by its first tokens, too
+            return False  # a partial block, which vLLM can match by its first tokens
         if len(event.token_ids) > len(event.block_hashes) * event.block_size:
-            got = f"{len(event.block_hashes)} blocks for {len(event.token_ids)} tokens"
-            hint = "Record events that include the kind of each group, as vLLM 0.32 sends them"
+            got = f"{len(event.token_ids)} tokens for {len(event.block_hashes)} blocks of {block}"
+            hint = "Record events that include kv_cache_spec_kind, as vLLM 0.32 sends them"
             raise bad_trace(where, "the first group does not keep every token", got, hint)
         return True
 
@@ -110,9 +113,9 @@ class EventTraceBuilder:
             hint = "Record one engine per file, or set the number of each data-parallel rank"
             raise bad_trace(where, "the events contradict each other", problem, hint) from None
         except TooManyBlocksError as problem:
-            hint = "Record removal events too, and only the GPU blocks of one engine"
+            hint = "Record BlockRemoved events too, and only one engine per file"
             raise bad_trace(where, "the engine has too many blocks", problem, hint) from None
-        except OverflowError as problem:  # JSON has numbers of any size
+        except OverflowError as problem:  # JSON numbers can have any size
             hint = "Use numbers of at most 64 bits"
             raise bad_trace(where, "this is not a valid event", problem, hint) from None
         if request is not None:
@@ -121,7 +124,7 @@ class EventTraceBuilder:
     # -- requests -----------------------------------------------------------------------
 
     def _let_go(self, *, everything: bool = False) -> None:
-        """Add finished requests to the trace, in order of arrival, up to the first open one."""
+        """Add requests to the trace in order of arrival, up to the first that may continue."""
         longest = max(PAUSE, self._builder.block / SLOWEST)
         while self._waiting and (
             everything

@@ -1,8 +1,8 @@
 """Read traces in four formats: Mooncake's, plain token ids, agent conversations and KV events.
 
-The first two have one JSON object per line. A conversation is one JSON object per file, and a
-folder of conversations is one trace, ordered by time. KV events of a running engine, from a
-recording or as JSON lines, are used to infer its requests.
+Mooncake's format and token ids have one JSON object per line. A conversation is one JSON object per
+file, and a folder of conversations is one trace, ordered by time. Requests of a running engine are
+inferred from its KV events, in a recording or as JSON lines.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kvatlas.pool.traces.trace import (
 
 MOONCAKE_BLOCK = 512
 TOKEN_BLOCK = 16
-"""Block size in which plain token ids are compared."""
+"""Default number of tokens per block when prompts of plain token ids are compared."""
 _TOO_LARGE = "Use numbers of at most 64 bits"
-_UNLIKE = "Write timestamp, input_length, output_length and hash_ids, or token_ids"
+_UNLIKE = "Write an object with timestamp, input_length, output_length and hash_ids, or token_ids"
 
 
 class _Mooncake(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,17 +54,17 @@ class _TokenIds(msgspec.Struct, forbid_unknown_fields=True):
 def read_trace(
     path: str | Path, *, block: int | None = None, progress: Progress | None = None
 ) -> Trace:
-    """Read the trace of a file or a folder and detect its format.
+    """Return the trace in a file or a folder. The format is detected.
 
     The meaning of `block` depends on the format. For Mooncake's format it is the number of tokens
-    per id, 512 by default. For plain token ids it is the block size of the comparison. For events
-    it selects one of several block sizes.
+    per id, 512 by default. For plain token ids it is the block size in which prompts are compared,
+    16 by default. For KV events it selects the events of one block size.
     """
     path = Path(path)
     if block is not None:
         check_block(block, path.name)
     try:
-        if path.is_file() and is_recording(path):  # of a pipe nothing is read twice
+        if path.is_file() and is_recording(path):  # a pipe cannot be read twice
             return _read_recording(path, block, progress)
         if path.is_dir() or path.suffix == ".json":
             files = sorted(path.glob("*.json")) if path.is_dir() else [path]
@@ -72,7 +72,8 @@ def read_trace(
         return _read_lines(path, block, progress)
     except OSError as problem:
         got = f"{path}: {problem.strerror}"
-        raise AtlasError(Code.UNREADABLE, got=got, hint="Pass a trace file") from problem
+        problem_text, hint = "The trace cannot be read", "Pass a readable trace file or folder"
+        raise AtlasError(Code.UNREADABLE, problem_text, got=got, hint=hint) from problem
 
 
 def _read_lines(path: Path, block: int | None, progress: Progress | None) -> Trace:
@@ -103,8 +104,9 @@ def _read_lines(path: Path, block: int | None, progress: Progress | None) -> Tra
             if builder is None:
                 builder = _begin(path, block or request.block_size or MOONCAKE_BLOCK, where)
             if request.block_size not in (None, builder.block):
-                got = f"{request.block_size} after {builder.block} tokens"
-                raise bad_trace(where, "the block size changes", got, "Use one block size")
+                got = f"{request.block_size} tokens, expected {builder.block} tokens"
+                hint = "Write the same block_size in all requests"
+                raise bad_trace(where, "the block size changes", got, hint)
             ids, length = request.hash_ids, request.input_length
         builder.add(number, ids, length, request.output_length, request.timestamp / 1000)
     return (builder or _begin(path, MOONCAKE_BLOCK, path.name)).finish()
@@ -138,7 +140,7 @@ def _begin(path: Path, block: int, where: str) -> TraceBuilder:
 
 
 def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, bytes]]:
-    """Yield non-empty lines with their numbers; raises an error if a line is too long."""
+    """Yield the number and text of each non-empty line; raise an error if a line is too long."""
     total, done, number = max(path.stat().st_size, 1), 0, 0
     with path.open("rb") as file:
         while line := file.readline(LONGEST_LINE):
@@ -146,7 +148,8 @@ def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, bytes]]
             done += len(line)
             if len(line) == LONGEST_LINE:
                 where, hint = f"{path.name}, line {number}", "Write one request per line"
-                raise bad_trace(where, "the line is too long", f"{len(line):,} bytes", hint)
+                problem = f"the line is too long: it must be shorter than {LONGEST_LINE:,} bytes"
+                raise bad_trace(where, problem, f"{len(line):,} bytes or more", hint)
             if line.strip():
                 yield number, line
             if progress and not number % 256:

@@ -1,7 +1,7 @@
 """The blocks that an engine has reported as stored, and the predecessor of each.
 
-Some removed blocks are remembered, too. If vLLM has two copies of a block, it reports the block as
-removed when it evicts the first copy, but continues to use the other.
+Recently removed blocks are remembered, too. If vLLM has two copies of a block, it reports the block
+as removed when it evicts the first copy, but continues to use the second.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kvatlas.pool.events import BlockHash, BlockStored
 from kvatlas.pool.traces.content_ids import ROOT, hash_after, id_of
 
 MOST_BLOCKS = 4 << 20
-"""Maximum number of blocks of an engine, so that reading takes about 1 GB: 64 million tokens in
-blocks of 16."""
+"""Maximum number of blocks of an engine: 64 million tokens in blocks of 16. They take about 1 GB of
+memory while a trace is read."""
 REMEMBERED = 1 << 18
 """Number of blocks that are remembered after their removal."""
 
 
 class StoredBlock:
-    """A block and its predecessor. An engine has millions of them, so it is kept small."""
+    """A block and its predecessor. It has `__slots__`, because an engine has millions of blocks."""
 
     __slots__ = ("before", "content", "name")
 
@@ -31,11 +31,11 @@ class StoredBlock:
         self.name = name
         """The engine's hash of the block; None for the root."""
         self.content = content
-        """Our hash of everything up to its end; None if some of it was not seen."""
+        """Our hash of everything up to the end of the block; None if a part of it was not seen."""
         self.before = before
 
     def ids(self) -> list[int]:
-        """Return the ids of all blocks up to this one."""
+        """Return the ids of all blocks from the root up to this one."""
         found, block = [], self
         while block.before is not None:
             if block.content is not None:
@@ -48,12 +48,12 @@ BEGINNING = StoredBlock(None, ROOT, None)
 
 
 class Addition(NamedTuple):
-    """The blocks that an event has added."""
+    """The result of an event: the block before its blocks, and its last block."""
 
     before: StoredBlock
     last: StoredBlock
     new: bool
-    """Whether any of its blocks is new."""
+    """Whether any of the event's blocks was not stored before."""
 
 
 class ContradictionError(ValueError):
@@ -73,7 +73,7 @@ class StoredBlocks:
         """Removed blocks, oldest removal first."""
 
     def _before(self, event: BlockStored) -> StoredBlock:
-        """Return the predecessor of an event's blocks, with unknown content if it was not seen."""
+        """Return the block before an event's blocks. If it was not seen, its content is None."""
         name = event.parent_block_hash
         if name is None:
             return BEGINNING
@@ -84,13 +84,13 @@ class StoredBlocks:
         return found
 
     def _use(self, block: StoredBlock | None) -> None:
-        """Refresh a removed block and its predecessors, as if they were removed now."""
+        """Remember a removed block and its predecessors as long as if they were removed now."""
         while block is not None and block.name is not None and block.name in self._removed:
             self._removed.move_to_end(block.name)
             block = block.before
 
     def store(self, event: BlockStored) -> Addition:
-        """Add an event's blocks."""
+        """Add an event's blocks, and return the block before them and the last of them."""
         before = self._before(event)
         size, block, new = event.block_size, before, False
         adapter = event.lora_id if event.lora_name is None else event.lora_name
@@ -106,7 +106,7 @@ class StoredBlocks:
             if known is None or known.content is None:
                 known = StoredBlock(name, content, block)
             elif content is not None and content != known.content:
-                raise ContradictionError(f"hash {name!r} for different tokens than before")
+                raise ContradictionError(f"hash {name!r} with other tokens than before")
             self._there[name] = block = known
         if len(self._there) > MOST_BLOCKS:
             raise TooManyBlocksError(f"more than {MOST_BLOCKS:,} blocks that were never removed")

@@ -1,8 +1,8 @@
-"""`Trace`: requests as arrays of block ids that represent their prompts.
+"""`Trace`: requests, with their prompts as arrays of ids.
 
 An id represents `block` tokens and everything before them: equal ids mean equal prefixes. An id
-therefore has one predecessor, one depth and one number of tokens. A trace that violates this is
-rejected with the number of the line.
+therefore always has the same predecessor, the same depth and the same number of tokens. If a trace
+violates this, the error contains the number of the line.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ Progress = Callable[[float], None]
 
 
 def bad_trace(where: str, problem: str, got: object, hint: str) -> AtlasError:
-    """Return the error for an invalid trace, with the file and the line."""
+    """Return the error for an invalid trace. `where` is the file and, if known, the line."""
     return AtlasError(Code.BAD_TRACE, f"{where}: {problem}", got=got, hint=hint)
 
 
 def check_block(block: int, where: str) -> None:
-    """Raise an error if a block size is out of range."""
+    """Raise an error if a block size is not in 1..2**20 tokens."""
     if not 0 < block <= 1 << 20:
-        problem = f"the block size must be 1 to {1 << 20:,}"
-        raise bad_trace(where, problem, block, "Use a size such as 512")
+        problem = f"the block size must be 1 to {1 << 20:,} tokens"
+        raise bad_trace(where, problem, f"{block} tokens", "Use a block size such as 512")
 
 
 @dataclass(frozen=True)
 class Unseen:
-    """The parts that are missing from a trace that was inferred from stored blocks."""
+    """What is missing from a trace that was inferred from KV events."""
 
     requests: int = 0
-    """Number of omitted requests, whose first blocks were stored before the recording."""
+    """Number of requests left out: their first blocks were not recorded."""
     tokens: int = 0
     """Number of tokens that the omitted requests stored."""
     gaps: int = 0
@@ -56,7 +56,7 @@ class Unseen:
     """Number of data-parallel ranks, each with a separate cache."""
 
     def sentences(self) -> list[str]:
-        """Return the limitations of the trace, as sentences for the user."""
+        """Return sentences that explain to the user what is missing."""
         told = [
             "Requests were inferred from the blocks that they stored. Requests that found all of "
             "their complete blocks stored none and are missing; their tokens would have been hits."
@@ -71,7 +71,8 @@ class Unseen:
             told.append(f"Batches of events are missing at {places}.")
         if self.ranks > 1:
             told.append(
-                f"{self.ranks} data-parallel ranks had separate caches; here requests share one."
+                f"{self.ranks} data-parallel ranks had separate caches; in the simulation, all "
+                "requests share one."
             )
         return told
 
@@ -86,7 +87,7 @@ class Trace:
     ids: Ints
     """The ids of all prompts, concatenated and numbered from 0 in order of first occurrence."""
     starts: Ints
-    """The index of each request's first id, and the end of the last request's ids."""
+    """The index in `ids` of each request's first id, and finally the length of `ids`."""
     lengths: Ints
     """Number of tokens of each prompt."""
     outputs: Ints
@@ -94,7 +95,7 @@ class Trace:
     times: NDArray[np.float64]
     """Arrival time of each request in seconds."""
     unseen: Unseen | None = None
-    """The missing parts, if requests were inferred from events; None if they were logged."""
+    """What is missing, if requests were inferred from KV events; None for other formats."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -105,7 +106,7 @@ class Trace:
         return int(self.lengths.sum())
 
     def repeated(self, times: int) -> Trace:
-        """Return the trace repeated `times` times, each time with new ids."""
+        """Return the trace repeated `times` times. Repetitions share no ids, so no prefixes."""
         distinct = int(self.ids.max(initial=-1)) + 1
         each = int(self.starts[-1])
         span = float(self.times.max(initial=0.0))
@@ -129,11 +130,11 @@ class TraceBuilder:
     ) -> None:
         self.name, self.block, self.unit = name, block, unit
         self._numbered = numbered
-        """Whether a line may contain many requests, so that errors include their numbers."""
+        """Whether errors include the number of a request, because lines contain several."""
         self._ids, self._starts = array("q"), array("q", [0])
         self._lengths, self._outputs, self._times = array("q"), array("q"), array("d")
         self._where: list[tuple[int, str]] = []
-        """The number of the first request and the name of each file."""
+        """(number of the first request, name) of each file."""
         self._lines = array("q")
 
     def __len__(self) -> int:
@@ -144,7 +145,7 @@ class TraceBuilder:
         self._where.append((len(self), file))
 
     def place(self, line: int, request: int | None = None) -> str:
-        """Return the place of a request, or of the next one, for error messages."""
+        """Return the file and line of a request for error messages; by default of the next one."""
         first, file = self._where[-1]
         if request is None:
             request = len(self)
@@ -154,13 +155,13 @@ class TraceBuilder:
         return f"{file}, {self.unit} {line}{number}"
 
     def add(self, line: int, ids: Sequence[int], length: int, output: int, time: float) -> None:
-        """Add one request."""
+        """Add one request; `length` and `output` count tokens of the prompt and of the answer."""
         where = self.place(line)
         if not (isfinite(time) and time >= 0):
             problem = "the time of a request must be finite and at least 0"
-            raise bad_trace(where, problem, time, "Correct the time")
+            raise bad_trace(where, problem, f"{time} seconds", "Correct the time")
         if not (0 <= length <= MOST_TOKENS and 0 <= output <= MOST_TOKENS):
-            got = f"{length} and {output} tokens"
+            got = f"a prompt of {length} tokens and an answer of {output} tokens"
             problem = f"lengths must be 0 to {MOST_TOKENS:,} tokens"
             raise bad_trace(where, problem, got, "Correct the lengths")
         whole, begun = length // self.block, -(-length // self.block)
@@ -169,16 +170,17 @@ class TraceBuilder:
                 f"the number of ids does not match the prompt in blocks of {self.block} tokens"
             )
             got = f"{len(ids)} ids for {length} tokens"
-            hint = f"Write {whole} or {begun} ids, or specify the block size"
+            hint = f"Write {begun} ids, or pass the block size of the trace (--trace-block)"
             raise bad_trace(where, problem, got, hint)
         if len(self._ids) + len(ids) > MOST_IDS:
             problem = f"a trace can have at most {MOST_IDS:,} ids"
-            raise bad_trace(where, problem, "more", "Split the trace, or use larger blocks")
+            got = f"{len(self._ids) + len(ids):,} ids"
+            raise bad_trace(where, problem, got, "Split the trace, or use larger blocks")
         try:
             self._ids.extend(ids)
         except (OverflowError, TypeError):
-            hint = "Use integers below 2^63"
-            raise bad_trace(where, "an id is not valid", str(ids)[:60], hint) from None
+            problem, hint = "an id is not valid", "Use integers of at least 0 and below 2**63"
+            raise bad_trace(where, problem, f"ids {str(ids)[:60]}", hint) from None
         self._starts.append(len(self._ids))
         self._lengths.append(length)
         self._outputs.append(output)
@@ -189,7 +191,7 @@ class TraceBuilder:
         """Return the trace with renumbered ids, after a check that they form a tree."""
         if not len(self):
             hint = "Write one request per line"
-            raise bad_trace(self.name, "the trace contains no requests", "no lines", hint)
+            raise bad_trace(self.name, "the trace contains no requests", "an empty trace", hint)
         raw = np.frombuffer(self._ids, np.int64) if self._ids else np.empty(0, np.int64)
         ids = _numbered(raw)
         starts = np.frombuffer(self._starts, np.int64)
@@ -207,15 +209,15 @@ class TraceBuilder:
         return _sorted(trace) if by_time else trace
 
     def _check_tree(self, ids: Ints, starts: Ints, lengths: Ints) -> None:
-        """Check that every id has one predecessor and one number of tokens."""
+        """Raise an error unless every id has one predecessor and one number of tokens."""
         begins = starts[:-1][np.diff(starts) > 0]
-        # Ids are numbered as they come, so each one's first is where a new maximum is.
+        # Assign in reverse order, so that the first occurrence of an id is written last.
         first = np.zeros(int(ids.max(initial=-1)) + 1, np.int32)
         first[ids[::-1]] = np.arange(len(ids), dtype=np.int32)[::-1]
         before = np.empty(len(ids), np.int32)
         before[1:] = ids[:-1]
         before[begins] = -1
-        problem = "an id follows a different id than before"
+        problem = "an id follows a different id than in its first occurrence"
         hint = "Use a different id for each prefix"
         self._check_alike(before, first[ids], starts, problem, hint)
         # All but the last block of a prompt are full.
@@ -224,7 +226,7 @@ class TraceBuilder:
         last = lengths - (counts - 1) * self.block
         some = counts > 0
         tokens[starts[1:][some] - 1] = np.minimum(last, self.block)[some]
-        problem = "an id represents a different number of tokens than before"
+        problem = "an id represents a different number of tokens than in its first occurrence"
         hint = "Use a separate id for an incomplete last block"
         self._check_alike(tokens, first[ids], starts, problem, hint)
 
@@ -232,11 +234,11 @@ class TraceBuilder:
         self, facts: NDArray[np.int32], first: NDArray[np.int32], starts: Ints, problem: str,
         hint: str,
     ) -> None:  # fmt: skip
-        """Raise an error for the first entry that contradicts the first occurrence of its id."""
+        """Raise an error for the first id whose fact differs from that of its first occurrence."""
         wrong = np.flatnonzero(facts != facts[first])
         if len(wrong):
             request = int(np.searchsorted(starts, wrong[0], side="right")) - 1
-            got = f"entry {int(wrong[0] - starts[request])} of the request's ids"
+            got = f"the id at index {int(wrong[0] - starts[request])} of the request"
             raise bad_trace(self.place(self._lines[request], request), problem, got, hint)
 
 
@@ -251,7 +253,7 @@ def _numbered(raw: Ints) -> Ints:
     new = np.ones(len(raw), bool)
     new[1:] = ordered[1:] != ordered[:-1]
     del ordered
-    # Stable, so the first of equals is where an id came first.
+    # The sort is stable, so the first of equal ids is the first occurrence.
     first = order[new]
     number = np.empty(len(first), np.int32)
     number[np.argsort(first, kind="stable")] = np.arange(len(first), dtype=np.int32)
@@ -261,7 +263,7 @@ def _numbered(raw: Ints) -> Ints:
 
 
 def _sorted(trace: Trace) -> Trace:
-    """Return the requests ordered by time."""
+    """Return the trace with its requests ordered by time."""
     order = np.argsort(trace.times, kind="stable")
     counts = np.diff(trace.starts)[order]
     starts = np.concatenate([[0], np.cumsum(counts)])

@@ -35,7 +35,10 @@ from kvatlas.wire.protocol import SendPlan, bad_handshake, by_group, pack_tables
 _PAUSE = 0.25
 """Seconds to wait before looking again for a server that was not found."""
 _LOOK_AGAIN = 0.02
-_GONE = (Code.PEER_LOST, Code.DEADLINE, Code.UNKNOWN_SESSION, Code.BUSY, Code.UNREADABLE)
+_GONE = (
+    Code.PEER_LOST, Code.DEADLINE, Code.UNKNOWN_SESSION, Code.BUSY, Code.UNREADABLE,
+    Code.TOO_MANY_FILES,
+)  # fmt: skip
 """Error codes that mean that the server cannot be reached or cannot reply now."""
 
 Kind = TypeVar("Kind")

@@ -140,8 +140,10 @@ class TierServer:
 
         Blocks that clients are reading or filling are freed only once they have finished. Clients
         of shared memory have a few seconds to release their blocks and cannot start new calls.
-        Blocks that they do not release stay unused.
+        Blocks that they do not release stay unused. A call in a forked child has no effect.
         """
+        if self._server.process.forked:
+            return
         was, self._closing = self._closing, True
         if was:
             return

@@ -7,15 +7,19 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.peer_connection import PeerConnection
+from kvatlas.wire.connection import endpoint_host
 from kvatlas.wire.peers import Peer, checked_peer
 from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake
+from kvatlas.wire.read_grants import session_id
 from kvatlas.wire.server.node_state import NodeState
+from kvatlas.wire.transports.access import Access
 
 PEER_GONE = {Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAILED}
 """Error codes after which a peer must be connected again: it may have exited or restarted."""
@@ -47,7 +51,7 @@ class Connections:
     def close(self) -> None:
         """Close all links."""
         for connection in self._open.values():
-            connection.link.close()
+            connection.close()
         self._open.clear()
 
     @contextmanager
@@ -89,7 +93,7 @@ class Connections:
             connection.users -= 1
             unused = connection.gone and not connection.users
         if unused:
-            connection.link.close()
+            connection.close()
 
     def take(self, endpoint: str) -> PeerConnection | None:
         """Take the connection to an endpoint, if any, and keep it open until it is returned."""
@@ -114,11 +118,14 @@ class Connections:
             plan = node.peer_plans.find(answer.hello)
             if plan is None:
                 raise bad_handshake("a welcome without a plan")
-            peer = checked_peer(answer.hello, plan, node.transport.name)
+            proved = node.channels.proved_names(endpoint)
+            peer = replace(checked_peer(answer.hello, plan, node.transport.name), names=proved)
+            node.check_peer(peer)
             self._check_same_plan(endpoint, peer)
             node.check_route(peer)
             node.check_peer_identity(peer)
-            link = node.transport.connect(peer.metadata, peer.memory)
+            access = Access(session_id(answer.session), endpoint_host(endpoint))
+            link = node.transport.connect(peer.metadata, peer.memory, access)
         stream = partial(node.stream, peer, layers=None, incoming=True)
         return PeerConnection(endpoint, peer, answer.session, link, stream, self._beside)
 

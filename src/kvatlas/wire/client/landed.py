@@ -13,6 +13,7 @@ from concurrent.futures import wait
 
 from kvatlas.copying.read_coalescing import LandingBatch, landing_batches
 from kvatlas.routing import Stream
+from kvatlas.wire.byte_ranges import ByteRanges, source_ranges
 from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
 
 
@@ -22,12 +23,13 @@ def pull_landed(lease: RankLease, stream: Stream) -> None:
     lease.borrow_own(min(BUFFERS, staging.most(), max(1, lease.node.landing_threads)))
     lease.count(stream.runs_apart)
     left = _BatchesLeft(landing_batches(stream.grids(), staging.piece))
+    exact = source_ranges(stream) if lease.connection.link.exact else None
     others = [
-        lease.connection.beside.submit(_land, lease, left, nth)
+        lease.connection.beside.submit(_land, lease, left, exact, nth)
         for nth in range(1, len(lease.buffers))
     ]
     try:
-        _land(lease, left, 0)
+        _land(lease, left, exact, 0)
     finally:
         wait(others)  # nobody else gets blocks or buffers meanwhile
     for one in others:
@@ -51,10 +53,13 @@ class _BatchesLeft:
             self._batches.close()
 
 
-def _land(lease: RankLease, left: _BatchesLeft, nth: int) -> None:
+def _land(
+    lease: RankLease, left: _BatchesLeft, exact: dict[int, ByteRanges] | None, nth: int
+) -> None:
     """Read batches into a buffer and put them where they belong, until there are none.
 
-    Threads beyond the first end before that, where there shall be fewer.
+    Threads beyond the first end before that, where there shall be fewer. If the peer is `exact`,
+    the bytes between the runs are not read.
     """
     node, buffer = lease.node, lease.buffers[nth]
     room = node.staging.piece
@@ -63,7 +68,8 @@ def _land(lease: RankLease, left: _BatchesLeft, nth: int) -> None:
             lease.transfer.check_cancelled()
             lease.renew_in_time()
             with node.metrics.phase("coalesced"):
-                lease.read([batch.read(buffer * room)])
+                read = batch.read(buffer * room)
+                lease.read([read if exact is None else exact[read.src_pool].clip(read)])
                 here = node.staging.view(buffer, room)
                 for one in batch.placing:
                     one.carry_out(here, node.pools)

@@ -54,16 +54,23 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
         if wanted.how == "coalesced" and not _can_land(lease):
             got, hint = "how='coalesced'", 'Use how="auto"'
             raise failed(got, hint, "This node has no staging buffers or no pools in host memory")
-        return _unless_replaced(lease, wanted.how)
+        return "coalesced" if must_land(lease) else wanted.how
     return _cheapest_way(lease, stream)
 
 
-def _unless_replaced(lease: RankLease, how: Way) -> Way:
-    """Return the way asked for, through a buffer if a stalled read might reach the blocks late."""
-    link, room = lease.connection.link, lease.node.staging.most()
-    if how != "direct" or not lease.wanted.replaceable or link.prompt or link.adds or not room:
-        return how
-    return "coalesced" if _can_land(lease) else "staged"
+def must_land(lease: RankLease) -> bool:
+    """Whether a direct pull reads into staging buffers of this node instead of its blocks.
+
+    If the read stalls, another replica fills the blocks. They must not wait for a link that cannot
+    end the stalled read. The same holds for a push, whose source another process may replace.
+    """
+    link = lease.connection.link
+    stalls = not link.prompt and not link.severs
+    if lease.wanted.replaceable:
+        stalls = not link.prompt and not link.adds
+    elif not lease.others:
+        stalls = False
+    return stalls and _can_land(lease)
 
 
 def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
@@ -172,9 +179,9 @@ def _measure(lease: RankLease) -> Costs:
     short, count = 4096, max(1, min(64, piece // 8192))
     at = np.arange(count) * 2 * short
     runs = lease.staging_copy(0, short, at, at[::-1])
-    many = _quickest(partial(lease.read, [runs]))
-    alone = _quickest(partial(lease.read, [lease.staging_copy(0, short)]))
-    one = _quickest(partial(lease.read, [lease.staging_copy(0, piece)]))
+    many = _quickest(partial(lease.read_lent, [runs]))
+    alone = _quickest(partial(lease.read_lent, [lease.staging_copy(0, short)]))
+    one = _quickest(partial(lease.read_lent, [lease.staging_copy(0, piece)]))
     # A scatter of such short runs, as a staged transfer ends with, into scratch memory.
     spread = Copy(STAGING, 0, at, at[::-1], np.full(count, short))
     stream = staging.view(lease.buffers[0], count * short)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
+from kvatlas.copying.memory import STAGING, Memory
 from kvatlas.routing import Costs
 from kvatlas.wire.client.warm_shapes import MakeStream, WarmShapes
 from kvatlas.wire.peers import Peer
-from kvatlas.wire.transports.base import Link
+from kvatlas.wire.transports.base import Link, Transport
+
+_MAX_LENT = 16
+"""The maximum number of links to memory that a peer has for this node alone."""
 
 Way = Literal["direct", "staged", "coalesced"]
 
@@ -38,3 +43,24 @@ class PeerConnection:
     def __post_init__(self, stream: MakeStream) -> None:
         self.warm = WarmShapes(self.link, stream)
         """The shapes that were pulled over this link, for the fast path."""
+        self._lent: dict[bytes, Link] = {}
+        """Links to staging memory that the peer has for this node alone, by metadata."""
+        self._lent_lock = threading.Lock()
+
+    def link_to_lent(self, transport: Transport, memory: Memory, metadata: bytes) -> Link:
+        """Return the link to staging memory that the peer has for this node alone."""
+        with self._lent_lock:
+            link = self._lent.get(metadata)
+            if link is None:
+                while len(self._lent) >= _MAX_LENT:  # the peer has most likely freed it
+                    self._lent.pop(next(iter(self._lent))).close()
+                link = transport.connect(metadata, {STAGING: memory})
+                self._lent[metadata] = link
+            return link
+
+    def close(self) -> None:
+        """Close all links to the peer."""
+        with self._lent_lock:
+            lent, self._lent = list(self._lent.values()), {}
+        for link in (self.link, *lent):
+            link.close()

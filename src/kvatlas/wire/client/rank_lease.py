@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
-from kvatlas.copying.memory import STAGING
+from kvatlas.copying.memory import STAGING, Memory
 from kvatlas.copying.stream_copy import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
@@ -24,8 +24,10 @@ from kvatlas.wire.client.peer_connection import PeerConnection
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest
 from kvatlas.wire.client.warm_shapes import StartedRead
-from kvatlas.wire.leases import Held, lease_expired
+from kvatlas.wire.leases import Held, buffers_reclaimed
+from kvatlas.wire.piece_sums import mac_key, piece_sum
 from kvatlas.wire.protocol import Ok, Opened
+from kvatlas.wire.refusals import lease_expired
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Handle
@@ -39,6 +41,9 @@ BUFFERS = 2
 
 _NOT_NEEDED = 0xFFFFFFFF
 """The block id that stands for "no block" in a block table on the wire."""
+
+_QUIET_SECONDS = 1.0
+"""Seconds after which a transfer with buffers of the peer tells it that it goes on."""
 
 _SEVERED = 1.0
 """Seconds to wait for a severed link to be confirmed idle."""
@@ -75,9 +80,12 @@ class RankLease:
         """Staging buffers of this node."""
         self.lent: tuple[int, ...] = ()
         """Staging buffers of the peer."""
+        self.lent_link = self.connection.link
+        """The link over which they are read: a separate one if they are for this node alone."""
+        self._asked_at = time.monotonic()
         self.runs: int | None = None
         """The runs that were read; None to use the runs of the stream."""
-        self.received: dict[tuple[int, int], int] = {}
+        self.received: dict[tuple[int, int], bytes] = {}
         """Checksums of the pieces as they were sent, if one end converted them."""
         self.given_up: dict[str, list[Handle]] = {"blocks": [], "buffers": []}
         """Abandoned reads that may not be over, by the memory that they write to."""
@@ -97,6 +105,7 @@ class RankLease:
         """Return the peer's answer to a question about this lease."""
         session, lease = self.connection.session, self.opened.lease
         about = {"session": session, "lease": lease, "request": self.wanted.request}
+        self._asked_at = time.monotonic()
         return self._ask(message(**about, **fields), kind)
 
     def open(self) -> None:
@@ -162,10 +171,9 @@ class RankLease:
         if self.seen is not None:
             self._check_seen(self.seen.offer, told)
         self.theirs = told if self.theirs is None else self.theirs
-        piece = self.opened.piece
-        if piece and (piece < protocol.MIN_PIECE_BYTES or piece > self._staging_bytes()):
-            got = f"buffers of {piece} bytes in staging memory of {self._staging_bytes()}"
-            raise protocol.bad_handshake(got)
+        piece, room = self.opened.piece, self._staging_bytes()
+        if piece and (piece < protocol.MIN_PIECE_BYTES or (room and piece > room)):
+            raise protocol.bad_handshake(f"buffers of {piece} bytes in staging memory of {room}")
 
     def _check_seen(self, offer: PostedOffer, told: Mapping[int, Int64s]) -> None:
         """Check an offer from the board as the peer would have done."""
@@ -179,8 +187,9 @@ class RankLease:
         return max(0.001, min(self.deadline, until) - time.monotonic())
 
     def renew_in_time(self) -> None:
-        """Renew the lease if half of its time has passed."""
-        if time.monotonic() >= self._renew_at:
+        """Renew the lease if half of its time has passed, or the peer may think that it is idle."""
+        now = time.monotonic()
+        if now >= self._renew_at or (self.lent and now > self._asked_at + _QUIET_SECONDS):
             self.renew()
 
     def renew(self) -> None:
@@ -250,6 +259,21 @@ class RankLease:
         with suppress(AtlasError):
             self.node.channels.ask(self.connection.endpoint, question, deadline=deadline)
 
+    @property
+    def mac_key(self) -> bytes | None:
+        """The key of checksums; None if the session is not protected and they are CRC-32."""
+        if not self.node.security.protected:
+            return None
+        version = self.connection.peer.version
+        if version < protocol.KEYED_VERSION:
+            raise protocol.unlike_versions(version, version)
+        return mac_key(self.connection.session, self.opened.lease)
+
+    def note_converted(self, start: int, stop: int, piece: Any) -> None:
+        """Keep the checksum of a converted piece as it travels, if checksums are compared."""
+        if self.wanted.checksums:
+            self.received[start, stop] = piece_sum(piece, self.mac_key)
+
     # -- what both ends lend --------------------------------------------------------------
 
     def borrow(self, count: int, until: float = math.inf) -> None:
@@ -257,9 +281,12 @@ class RankLease:
         while len(self.lent) < count and time.monotonic() < until:
             self.transfer.check_cancelled()
             seconds = min(self.patience / 2, self._seconds_left(until))
-            lent = self.ask_of_lease(
+            answer = self.ask_of_lease(
                 protocol.Borrow, protocol.Lent, buffers=count, seconds=seconds
-            ).buffers
+            )
+            lent = answer.buffers
+            if answer.memory is not None:
+                self._connect_to_lent(answer.memory.memory, answer.metadata)
             outside = any((one + 1) * self.opened.piece > self._staging_bytes() for one in lent)
             if outside or len(set(lent)) < len(lent):
                 got = f"buffers {lent} of {self.opened.piece} in {self._staging_bytes()} bytes"
@@ -267,6 +294,12 @@ class RankLease:
             self.lent = lent
             if 0 < len(lent) < count:
                 return
+
+    def _connect_to_lent(self, memory: Memory, metadata: bytes) -> None:
+        """Connect to memory that the peer has for this node alone."""
+        transport = self.node.transport
+        with _reclaimed_if_lost():
+            self.lent_link = self.connection.link_to_lent(transport, memory, metadata)
 
     def borrow_both(self) -> None:
         """Acquire staging buffers at both ends, waiting if needed. The peer's are acquired last."""
@@ -310,7 +343,7 @@ class RankLease:
         return Copy(STAGING, STAGING, theirs, mine, np.full(len(mine), nbytes, dtype=np.int64))
 
     def _staging_bytes(self) -> int:
-        staging = self.connection.peer.memory.get(STAGING)
+        staging = self.lent_link.theirs.get(STAGING)
         return 0 if staging is None else staging.nbytes
 
     # -- bytes ----------------------------------------------------------------------------
@@ -340,7 +373,27 @@ class RankLease:
 
     def read(self, copies: Sequence[Copy], into: str = "buffers") -> None:
         """Read runs over the link, and record the read if it is abandoned."""
-        self._finish(self.connection.link.read(copies), into, self._check_going_on)
+        handle = self.connection.link.read(copies, lease=self.opened.lease)
+        self._finish(handle, into, self._check_going_on)
+
+    def read_lent(self, copies: Sequence[Copy]) -> None:
+        """Read runs of the peer's staging buffers into those of this node."""
+
+        def check() -> None:
+            self._check_going_on()
+            self.renew_in_time()
+
+        if self.lent_link is self.connection.link:
+            self._finish(self.lent_link.read(copies, lease=self.opened.lease), "buffers", check)
+            return
+        with _reclaimed_if_lost():
+            self._finish(self.lent_link.read(copies, lease=self.opened.lease), "buffers", check)
+
+    def sever_links(self) -> None:
+        """Tear down all links of the transfer."""
+        self.connection.link.sever()
+        if self.lent_link is not self.connection.link:
+            self.lent_link.sever()
 
     def read_at_once(self, copies: Sequence[Copy], after: int | None) -> None:
         """Read runs into blocks with one operation, after a mark of the peer completes.
@@ -413,3 +466,17 @@ class RankLease:
                 self.transfer.failed(self.rank, no_answer(self.connection.endpoint))
                 return
             time.sleep(0.01)
+
+
+@contextmanager
+def _reclaimed_if_lost() -> Iterator[None]:
+    """A context for memory of this node alone: the peer ends it if it reclaims the buffers.
+
+    If the peer itself is gone, the transfer finds out when it starts over.
+    """
+    try:
+        yield
+    except AtlasError as lost:
+        if lost.code is Code.PEER_LOST:
+            raise buffers_reclaimed() from lost
+        raise

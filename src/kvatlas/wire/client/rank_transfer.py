@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-
-import numpy as np
+from typing import Any
 
 from kvatlas.copying.stream_copy import AnyStream
 from kvatlas.errors import AtlasError, Code
@@ -15,10 +14,11 @@ from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol
 from kvatlas.wire.client.direct import pull_converted, pull_direct
 from kvatlas.wire.client.landed import pull_landed
-from kvatlas.wire.client.link_costs import choose_way, converts_on_the_way
+from kvatlas.wire.client.link_costs import choose_way, converts_on_the_way, must_land
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.staged import pull_staged
 from kvatlas.wire.client.warm_shapes import StartedRead
+from kvatlas.wire.piece_sums import CRC_BYTES, MAC_BYTES, stream_sums
 
 _CHECKSUM_PIECE = 1 << 20
 
@@ -51,7 +51,7 @@ class RankTransfer:
         try:
             act()
         finally:
-            quarantine, sever = self.node.quarantine, lease.connection.link.sever
+            quarantine, sever = self.node.quarantine, lease.sever_links
             if self._uses_blocks:
                 quarantine.hold(lease.given_up["blocks"], self.transfer.leave, sever=sever)
             quarantine.hold(
@@ -137,6 +137,8 @@ class RankTransfer:
                 behind = lease.await_layer(name)
                 if isinstance(layer, ConvertedStream):
                     pull_converted(lease, layer, behind)
+                elif must_land(lease):
+                    pull_landed(lease, layer)
                 else:
                     pull_direct(lease, layer, behind)
             if not self.wanted.checksums:
@@ -188,13 +190,18 @@ class RankTransfer:
     def _differing(self, stream: AnyStream, start: int, stop: int) -> int:
         """How many pieces of a span of the stream are not the same at both ends."""
         lease = self.lease
-        span = {"start": start, "stop": stop, "piece": _CHECKSUM_PIECE}
+        key, piece = lease.mac_key, _CHECKSUM_PIECE
+        span: dict[str, Any] = {"start": start, "stop": stop, "piece": piece}
+        span["keyed"] = key is not None
         theirs = lease.ask_of_lease(protocol.GetChecksums, protocol.Checksums, **span).sums
         if isinstance(stream, ConvertedStream):  # what travelled is what both ends can compare
-            ours = np.array([lease.received[start, stop]])
+            ours = lease.received[start, stop]
         else:
             part = stream.copies(start, stop)
-            ours = self.node.mover.checksums(part, _CHECKSUM_PIECE, src=False)
-        if len(theirs) != 4 * len(ours):
-            raise protocol.bad_handshake(f"{len(theirs)} bytes for {len(ours)} checksums")
-        return int((ours != np.frombuffer(theirs, dtype="<u4")).sum())
+            ours = stream_sums(self.node.mover, part, piece, key, src=False)
+        if len(theirs) != len(ours):
+            raise protocol.bad_handshake(f"{len(theirs)} bytes of checksums, not {len(ours)}")
+        each = CRC_BYTES if key is None else MAC_BYTES
+        return sum(
+            theirs[at : at + each] != ours[at : at + each] for at in range(0, len(ours), each)
+        )

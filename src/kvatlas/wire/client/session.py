@@ -38,15 +38,18 @@ from kvatlas.wire.client.started_pull import StartedPull
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest, check_how
 from kvatlas.wire.client.warm_shapes import plain_tables
+from kvatlas.wire.fork_safety import OwningProcess
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import How, Ok, Release, bad_handshake
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.offering import OfferingNode
 from kvatlas.wire.transports.base import Link
-from kvatlas.wire.transports.errors import failed
+from kvatlas.wire.transports.errors import failed, own_limit
 
 Needed = Callable[[], int] | int | None
-_RETRIED = PEER_GONE | {Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM, Code.BUSY}
+_RETRIED = PEER_GONE | {
+    Code.LEASE_EXPIRED, Code.UNKNOWN_REQUEST, Code.CHECKSUM, Code.BUSY, Code.BUFFERS_RECLAIMED
+}  # fmt: skip
 """Error codes that a retry on another replica may avoid."""
 _AT_ONCE = 64
 """The maximum number of parts of transfers that run at once; others wait for one to end."""
@@ -66,6 +69,8 @@ class Session:
     def __init__(
         self, node: OfferingNode, endpoints: Sequence[str], *, seconds: float = 10.0
     ) -> None:
+        node.process.check()
+        self._process = OwningProcess("session")
         self.node, endpoints, patience = node, text_list(endpoints, "endpoints"), duration(seconds)
         self._replicas: dict[int, list[str]] = {}
         self._lock = threading.RLock()
@@ -175,6 +180,7 @@ class Session:
         ends when it expires.
         """
         check_request_name(request)
+        self._process.check()  # before the lock, which a thread of the parent may hold
         with self._lock:
             self._any_peer()
             return self._tell(request, list(self._replicas), duration(seconds))
@@ -227,7 +233,12 @@ class Session:
         self._take_turns(transfer, wanted, rank)
 
     def close(self) -> None:
-        """Disconnect from all peers. Transfers in flight are cancelled."""
+        """Disconnect from all peers. Transfers in flight are cancelled.
+
+        A call in a forked child has no effect.
+        """
+        if self._process.forked:
+            return
         with self._lock:
             self._closed = True
             running = list(self._running)
@@ -249,6 +260,7 @@ class Session:
     # -- inside ---------------------------------------------------------------------------
 
     def _any_peer(self) -> Peer:
+        self._process.check()
         if self._closed or not self._connections.known:
             raise AtlasError(
                 Code.PEER_LOST,
@@ -372,9 +384,8 @@ class Session:
             error = refused
         except Exception as defect:
             log.exception("transfer failed request=%r rank=%d", wanted.request, rank)
-            error = failed(
-                f"{type(defect).__name__}: {defect}", hint="See the traceback in the log"
-            )
+            got, hint = f"{type(defect).__name__}: {defect}", "See the traceback in the log"
+            error = own_limit(defect) or failed(got, hint)
         else:
             if started is not None:
                 transfer.finished(rank)  # what else there is to do, another thread does
@@ -447,6 +458,8 @@ class Session:
                     # The peer has restarted, and may be connected to again.
                     reconnected.add(endpoint)
                     left.appendleft(endpoint)
+                if refused.code is Code.BUFFERS_RECLAIMED:
+                    left.append(endpoint)  # it starts over, there if at no other replica
                 if refused.code not in _RETRIED or transfer.done or not left:
                     raise
                 transfer.restart(rank)

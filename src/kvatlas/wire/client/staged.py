@@ -14,7 +14,6 @@ from kvatlas.copying.stream_copy import (
     DESTINATION,
     AnyStream,
     StreamPiece,
-    piece_checksum,
     piece_spans,
 )
 from kvatlas.routing import ConvertedStream
@@ -42,12 +41,12 @@ def pull_staged(lease: RankLease, stream: AnyStream) -> None:
             if number + 1 < len(spans) and many > 1:
                 gathering = _gather_beside(lease, spans[number + 1], (number + 1) % many)
             with lease.node.metrics.phase("staged"):
-                lease.read([lease.staging_copy(number % many, stop - start)])
+                lease.read_lent([lease.staging_copy(number % many, stop - start)])
             if number + 1 < len(spans) and many == 1:
                 gathering = _gather_beside(lease, spans[number + 1], 0)
             here = staging.view(lease.buffers[number % many], stop - start)
             if isinstance(stream, ConvertedStream):
-                lease.received[start, stop] = piece_checksum(here)
+                lease.note_converted(start, stop, here)
             arriving = StreamPiece.of(stream, start, stop, DESTINATION)
             lease.transfer.add(lease.rank, lease.node.deliver(here, arriving))
     finally:

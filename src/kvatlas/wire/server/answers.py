@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kvatlas.copying.stream_copy import SOURCE, StreamPiece, piece_checksum
+from kvatlas.copying.memory import STAGING
+from kvatlas.copying.stream_copy import SOURCE, StreamPiece
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol
-from kvatlas.wire.leases import Lease, Offer, lease_expired
+from kvatlas.wire.leases import Lease, Offer, buffers_reclaimed
+from kvatlas.wire.peer_buffers import Loan
 from kvatlas.wire.peers import Peer, check_same_identity, checked_peer
+from kvatlas.wire.piece_sums import mac_key, piece_sum, stream_sums
+from kvatlas.wire.read_grants import ReadGrant
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
@@ -34,7 +39,7 @@ class Answers:
 
     def __init__(self, node: NodeState, announced: AnswerAnnounce) -> None:
         self.node, self._announced = node, announced
-        self.sessions = Sessions(self.node.leases.drop_all)
+        self.sessions = Sessions(self._sessions_ended)
 
     def sweep(self) -> None:
         """End sessions, leases and offers that have expired."""
@@ -49,7 +54,7 @@ class Answers:
         peer = self.sessions.find(question.session, caller)
         match question:
             case protocol.Open():
-                opened = self._open(question, peer)
+                opened = self._open(question, peer, caller)
                 self._check_session(question.session, caller)
                 return opened
             case protocol.Renew():
@@ -70,6 +75,7 @@ class Answers:
                 self._reads_no_more(question.request, peer, question.posting, read=read)
                 return protocol.Ok()
             case protocol.Announce():
+                self.node.security.check_role(peer.name, "push")
                 return self._announced(question, peer, caller)
         raise protocol.bad_handshake(type(question).__name__)
 
@@ -77,7 +83,8 @@ class Answers:
         plan = self.node.peer_plans.find(hello)
         if plan is None:
             return protocol.SendPlan()
-        peer = checked_peer(hello, plan, self.node.transport.name)
+        peer = replace(checked_peer(hello, plan, self.node.transport.name), names=caller.names)
+        self.node.check_peer(peer)
         self.node.check_route(peer)
         self.node.check_peer_identity(peer)
         session = self.sessions.begin(hello, peer, caller)
@@ -85,7 +92,7 @@ class Answers:
         answer = self.node.hello(with_plan=True, version=hello.version)
         return protocol.Welcome(hello=answer, session=session)
 
-    def _open(self, question: protocol.Open, peer: Peer) -> protocol.Message:
+    def _open(self, question: protocol.Open, peer: Peer, caller: Caller) -> protocol.Message:
         if question.direction == "push":
             raise _old_push(peer)
         node = self.node
@@ -96,6 +103,7 @@ class Answers:
         offer.check_asked(tokens, told, node.plan)
         if node.check_identity or question.identity is not None:
             check_same_identity(offer.identity, question.identity or peer.identity)
+        node.security.check_role(peer.name, "pull")
         stream = node.stream(peer, offer.blocks, theirs, tokens, question.layers, incoming=False)
         mark = self._told(offer.mark)
         with node.lock:
@@ -104,18 +112,22 @@ class Answers:
             lease = node.leases.grant(
                 min(question.seconds, offer.expires - time.monotonic()),
                 session=question.session,
+                peer=(caller.identity, peer.name),
                 request=question.request,
                 complete=_is_complete(question, offer),
                 stream=stream,
                 part_of=offer,
                 entries=sum(map(len, (*theirs.values(), *offer.blocks.values()))),
             )
+            lease.grant = ReadGrant(
+                question.session, stream, lease.buffers_lent, node.staging.piece, peer.names
+            )
         log.info("open request=%r name=%r", lease.request, peer.name)
         return protocol.Opened(
             lease=lease.key,
             seconds=lease.left,
             blocks=protocol.pack_tables(offer.blocks),
-            piece=node.staging.piece if node.staging.most(for_peer=True) else 0,
+            piece=node.staging.piece if node.lending.count else 0,
             mark=mark,
             layered=offer.layers is not None,
         )
@@ -167,33 +179,46 @@ class Answers:
 
     def _borrow(self, question: protocol.Borrow) -> protocol.Message:
         """Lend staging buffers to a lease, waiting a while until some are free."""
-        lease, staging = self._lease(question), self.node.staging
-        count = min(question.buffers, staging.most(for_peer=True))
-        seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
-        buffers = staging.acquire(count, seconds, for_peer=True) if not lease.buffers else []
+        lease, node = self._lease(question), self.node
+        lending = node.lending
         with lease.guard:
-            if lease.held:
-                lease.buffers += buffers
-                return protocol.Lent(buffers=tuple(lease.buffers))
-        staging.give_back(buffers)
-        raise lease_expired()
+            if lease.loan is not None or lease.reclaimed:
+                return _lent(lease.check_lent())
+            if lease.borrowing or not lending.count:
+                return protocol.Lent()
+            lease.borrowing = True
+        try:
+            seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
+            loan = lending.lend(lease, question.buffers, seconds, node.reclaim_buffers)
+            with lease.guard:
+                if loan is not None and lease.held:
+                    lease.keep_loan(loan)
+                    return _lent(loan)
+        finally:
+            lease.borrowing = False
+        if loan is not None:
+            lending.take_back(lease, loan, keep=False)
+        lease.check()
+        return protocol.Lent()
 
     def _gather(self, question: protocol.Gather) -> protocol.Message:
         lease = self._lease(question)
         nbytes = self._checked_piece(question)
-        if question.buffer not in lease.buffers:
+        if question.buffer not in lease.check_lent().buffers:
             raise protocol.bad_handshake(
                 f"buffer {question.buffer}, which the lease has not borrowed"
             )
         part = StreamPiece.of(lease.stream, question.start, question.stop, SOURCE)
         with lease.guard, self.node.metrics.phase("stage"):
             lease.check()
+            loan = lease.check_lent()
             if question.stop < lease.gathered:
                 # A duplicate that was delayed: its buffer has a later piece, which is being read.
                 raise protocol.bad_handshake(f"byte {question.start} after {lease.gathered}")
-            self.node.fill(part, self.node.staging.view(question.buffer, nbytes))
-            if question.start <= lease.gathered:
-                lease.gathered = max(lease.gathered, question.stop)
+            self.node.fill(part, loan.view(question.buffer, nbytes))
+            lease.staged = True
+            if question.start <= lease.gathered < question.stop:
+                lease.gathered, lease.moved_at = question.stop, time.monotonic()
         # What was gathered counts only if the blocks were still held when it was done.
         lease.check()
         return protocol.Ok(seconds=lease.left)
@@ -208,6 +233,7 @@ class Answers:
 
     def _checksums(self, question: protocol.GetChecksums) -> protocol.Message:
         lease = self._lease(question)
+        lease.moved_at = lease.asked_at
         if not 0 <= question.stop - question.start <= protocol.MAX_CHECKSUM_SPAN:
             raise protocol.bad_handshake(
                 f"a checksum range {question.start}..{question.stop} of invalid size"
@@ -217,9 +243,10 @@ class Answers:
         part = lease.stream.copies(question.start, question.stop)
         with lease.guard:
             lease.check()
-            sums = self.node.mover.checksums(part, question.piece, src=True)
+            key = self._mac_key(question) if question.keyed else None
+            sums = stream_sums(self.node.mover, part, question.piece, key, src=True)
         lease.check()
-        return protocol.Checksums(sums=sums.astype("<u4").tobytes())
+        return protocol.Checksums(sums=sums)
 
     def _converted_checksum(
         self, question: protocol.GetChecksums, lease: Lease, stream: ConvertedStream
@@ -231,13 +258,19 @@ class Answers:
         with lease.guard:
             lease.check()
             self.node.fill(part, piece)
+        found = piece_sum(piece, self._mac_key(question) if question.keyed else None)
         lease.check()
-        return protocol.Checksums(sums=np.array([piece_checksum(piece)], dtype="<u4").tobytes())
+        return protocol.Checksums(sums=found)
+
+    def _mac_key(self, question: protocol.LeaseQuestion) -> bytes:
+        return mac_key(question.session, question.lease)
 
     def _close(self, question: protocol.Close, peer: Peer) -> protocol.Message:
         lease = self._lease(question)
         left = lease.left
         self.node.leases.drop(lease)
+        if question.complete and lease.reclaimed and lease.staged:
+            raise buffers_reclaimed()  # pieces that were read may be those of another lease
         if question.complete and lease.complete:
             if self._alone_sends(lease):
                 lease.check_all_gathered()
@@ -294,8 +327,19 @@ class Answers:
             why = "let_go" if offer.let_go_by & {own, *readers} else "read"
         self.node.release(request, why, offer)
 
+    def close(self) -> None:
+        """End all sessions, and free peers' memory."""
+        self._sessions_ended(self.sessions.keys())
+
+    def _sessions_ended(self, sessions: set[bytes]) -> None:
+        """End the leases of sessions, and free the memory of their peers."""
+        self.node.leases.drop_all(sessions)
+        self.node.lending.end_sessions(sessions)
+
     def _lease(self, question: protocol.LeaseQuestion) -> Lease:
-        return self.node.leases.find(question.lease, question.session)
+        lease = self.node.leases.find(question.lease, question.session)
+        lease.asked_at = time.monotonic()
+        return lease
 
 
 def _is_complete(question: protocol.Open, offer: Offer) -> bool:
@@ -303,6 +347,14 @@ def _is_complete(question: protocol.Open, offer: Offer) -> bool:
     if question.final:
         return True
     return question.layers is None and (question.start, question.stop) == (offer.start, offer.stop)
+
+
+def _lent(loan: Loan) -> protocol.Message:
+    """Tell a peer which buffers it has, and how to reach them if they are its alone."""
+    if loan.segment is None:
+        return protocol.Lent(buffers=loan.buffers)
+    region = protocol.RegisteredMemory.of(STAGING, loan.segment.region)
+    return protocol.Lent(buffers=loan.buffers, memory=region, metadata=loan.segment.metadata)
 
 
 def _not_offered(question: protocol.Open) -> AtlasError:

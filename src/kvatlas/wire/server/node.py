@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from kvatlas.copying.run_bounds import Bytes
+from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import fingerprint, route
@@ -22,6 +23,7 @@ from kvatlas.wire.rpc import Server
 from kvatlas.wire.server.answers import Answers
 from kvatlas.wire.server.offering import OfferingNode
 from kvatlas.wire.transports.base import Transport
+from kvatlas.wire.transports.errors import coded_limits
 
 
 def pools_for(plan: Plan, rank: int, transport: Transport) -> dict[int, Bytes]:
@@ -41,7 +43,12 @@ class Node(OfferingNode):
     With a `secret` of 16 bytes or more, only peers with the same secret can connect, and the side
     channel is encrypted. Pass `(new, old)` to accept both during a rotation, or `tls` to use TLS
     contexts instead of secrets. Without either, the node and its transport listen only on this
-    host, unless `unprotected` is set.
+    host, unless `unprotected` is set. It is also needed for a transport between hosts that does not
+    authenticate its peers, such as Mooncake.
+
+    All holders of one secret can use any name. To bind names to keys, pass `peers`: a `PeerAccess`
+    with its own secret, and what it may do, for each name. With `tls`, the name of a peer must be
+    in its certificate.
 
     The node keeps `buffers` staging buffers of `piece` bytes for staged transfers. The leases of a
     peer end soon after its connections do. With `convert` ("fp8->bf16"), the node also serves peers
@@ -53,27 +60,42 @@ class Node(OfferingNode):
     """
 
     def __post_init__(self) -> None:
-        self.check_arguments()
-        self._check_transport()
-        try:
-            super().__post_init__()
-            self.register()
-            self.check_plan_travels()
-            self._expected = ExpectedRequests(self)
-            self.answers = Answers(self, self._expected.announced)
-            self.server = Server(
-                self.listen, self.answers, security=self.security, unprotected=self.unprotected,
-                idle=self.answers.sweep, closed=self.answers.sessions.disconnected,
-            )  # fmt: skip
-        except BaseException:
-            self.transport.close()
-            raise
+        with coded_limits():
+            self.check_arguments()
+            self._check_transport()
+            try:
+                self._start()
+            except BaseException:
+                self.transport.close()
+                raise
+
+    def _start(self) -> None:
+        """Register the memory, and listen for peers."""
+        super().__post_init__()
+        self.register()
+        self.check_plan_travels()
+        self._expected = ExpectedRequests(self)
+        self.answers = Answers(self, self._expected.announced)
+        self.server = Server(
+            self.listen, self.answers, security=self.security, unprotected=self.unprotected,
+            idle=self.answers.sweep, closed=self.answers.sessions.disconnected,
+        )  # fmt: skip
 
     def _check_transport(self) -> None:
-        """Raise an error if the transport serves other hosts and the node is unprotected."""
-        beyond = self.transport.beyond_host
-        if beyond and not self.security.protected and not self.unprotected:
-            raise open_to_strangers(f"transport {self.transport.name!r} at {beyond}")
+        """Raise an error if other hosts could access the transport without authentication."""
+        transport = self.transport
+        if not transport.beyond_host or self.unprotected:
+            return
+        reached = f"transport {transport.name!r} at {transport.beyond_host}"
+        if not self.security.protected:
+            raise open_to_strangers(reached)
+        if not transport.guarantees.authentication:
+            raise AtlasError(
+                Code.UNPROTECTED,
+                "The transport does not authenticate peers, and other hosts can reach it",
+                got=f"{reached}, which does not use the secret",
+                hint='Use the transport "tcp", or pass unprotected=True on a trusted network',
+            )
 
     @property
     def expected(self) -> dict[str, Expected]:
@@ -97,6 +119,7 @@ class Node(OfferingNode):
         If another process pushes a rank's part before it has arrived, it replaces the first one.
         The blocks are in use until the request is ready or forgotten.
         """
+        self.process.check()
         tables, start, stop = self.checked_tables(blocks, tokens, "destination")
         names = frozenset(text_list(pushers, "pushers"))
         if identity is not None:
@@ -120,10 +143,16 @@ class Node(OfferingNode):
         Raises `deadline` if a read in flight may still write to the blocks after half a minute. The
         blocks then stay quarantined until it cannot.
         """
+        self.process.check()
         self._expected.forget(request)
 
     def close(self) -> None:
-        """Stop answering peers, end all offers and leases, and deregister all memory."""
+        """Stop answering peers, end all offers and leases, and deregister all memory.
+
+        A call in a forked child has no effect.
+        """
+        if self.process.forked:
+            return
         self.server.stop()
         self.leases.drop_all()  # answers at hand end, whatever they wait for
         self.server.close()
@@ -132,6 +161,7 @@ class Node(OfferingNode):
             self.release(request, "closed")
         self.leases.drop_all()
         self._expected.close()
+        self.answers.close()
         self.mover.close()
         self.transport.close()
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from kvatlas.copying.memory import HOST, STAGING
+from kvatlas.copying.memory import HOST, STAGING, Memory
 from kvatlas.copying.memory_copy import as_bytes, memory_of
 from kvatlas.copying.movers import GpuMover, HostMover, PoolMover, pools_device
 from kvatlas.copying.stream_copy import AnyStream, StreamPiece
@@ -25,8 +26,10 @@ from kvatlas.routing.block_tables import checked_rank
 from kvatlas.wire.arguments import check_node_name, checked_identity
 from kvatlas.wire.block_ledger import BlockLedger
 from kvatlas.wire.channels import Channels
+from kvatlas.wire.fork_safety import OwningProcess
 from kvatlas.wire.leases import Lease, Leases, Offer
 from kvatlas.wire.metrics import Metrics
+from kvatlas.wire.peer_buffers import PeerSegments, SharedBuffers
 from kvatlas.wire.peers import (
     Peer,
     PeerPlans,
@@ -47,11 +50,15 @@ from kvatlas.wire.protocol import (
     encode,
     new_key,
     pack_tables,
+    unlike_versions,
 )
 from kvatlas.wire.quarantine import Quarantine
+from kvatlas.wire.refusals import lease_expired
 from kvatlas.wire.rpc import log
-from kvatlas.wire.security import Secret, Security, TlsContexts
+from kvatlas.wire.security import PeerAccess, Secret, Security, TlsContexts
+from kvatlas.wire.server.lending import Lending
 from kvatlas.wire.staging import StagingBuffers, staging_memory
+from kvatlas.wire.transports.access import AskedRead
 from kvatlas.wire.transports.base import Transport
 from kvatlas.wire.transports.offer_board import PostedOffer, Posting
 
@@ -76,6 +83,7 @@ class NodeState:
     listen: str = "tcp://127.0.0.1:0"
     secret: Secret = None
     tls: TlsContexts | None = None
+    peers: Mapping[str, PeerAccess] | None = None
     unprotected: bool = False
     piece: int = 4 << 20
     buffers: int = 8
@@ -87,6 +95,7 @@ class NodeState:
     def __post_init__(self) -> None:
         self.plan_hash = plan_hash(self.plan)
         self.incarnation = new_key()
+        self.process = OwningProcess("node")
         self.name = self.name or f"kvatlas-{self.incarnation.hex()[:12]}"
         self.lock = threading.Lock()
         self.metrics = Metrics()
@@ -103,6 +112,13 @@ class NodeState:
             staging = staging_memory(self.transport, self.staging_device, nbytes)
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
         self.staging = StagingBuffers(staging, self.piece)
+        own = self.transport.shared == "staging"
+        self.lending = Lending(SharedBuffers(self.staging, wiped=own))
+        """The staging buffers that peers borrow."""
+        if self.transport.lends_segments:
+            most = self.staging.most(for_peer=True)
+            segments = PeerSegments(self.transport.lend_to_one, self.piece, most)
+            self.lending = Lending(segments)
         self.landing_threads = 2
         """Threads that scatter a request, one while another reads. May change at any time.
 
@@ -118,7 +134,7 @@ class NodeState:
         """Raise an error for an invalid name, secret, rank, memory or staging option."""
         if self.name:
             check_node_name(self.name)
-        self.security = Security(self.secret, tls=self.tls)
+        self.security = Security(self.secret, tls=self.tls, peers=self.peers)
         rank = checked_rank(self.plan, self.rank, "node")
         self.memory = memory_of(self.memory)
         device = pools_device(self.memory)
@@ -170,6 +186,9 @@ class NodeState:
 
     def hello(self, *, with_plan: bool, version: int = VERSION) -> Hello:
         """Describe this node to a peer of a protocol version."""
+        memory = self.transport.reachable
+        if self.transport.lends_segments:
+            memory = {STAGING: Memory(0, 0)}
         return Hello(
             version=VERSION,
             oldest=OLDEST_VERSION,
@@ -179,7 +198,7 @@ class NodeState:
             plan_hash=self.plan_hash,
             plan=self.plan.without_notes().to_json() if with_plan else None,
             rank=self.rank,
-            memory=tuple(RegisteredMemory.of(*one) for one in self.transport.reachable.items()),
+            memory=tuple(RegisteredMemory.of(*one) for one in memory.items()),
             transport=self.transport.name,
             metadata=self.transport.publish(),
             conversion=self.conversion,
@@ -191,12 +210,26 @@ class NodeState:
         if self.check_identity:
             check_same_identity(self.identity, peer.identity)
 
+    def check_peer(self, peer: Peer) -> None:
+        """Raise an error for a name that the peer has not proved, or a version that is too old."""
+        self.security.check_name(peer.name, peer.names)
+        if peer.version < self.transport.oldest_version:
+            raise unlike_versions(peer.version, peer.version)
+
+    def authorise(self, asked: AskedRead) -> AbstractContextManager[None]:
+        """Allow a peer to read bytes that its lease covers, or raise an error."""
+        grant = self.leases.read_grant(asked.lease)
+        if grant is None:
+            raise lease_expired()
+        return grant.reading(asked)
+
     def request_identity(self, given: CacheIdentity | None) -> CacheIdentity | None:
         """Return the identity of a request: the given one, or the node's."""
         return self.identity if given is None else checked_identity(given)
 
     def register(self) -> None:
         """Register the memory with the transport, and prepare to move it."""
+        self.transport.protect(self.security, self.authorise)
         self.transport.register(self.memory)
         self.mover = self._mover()
 
@@ -334,7 +367,19 @@ class NodeState:
 
     def _lease_ended(self, lease: Lease) -> None:
         """Return the lease's buffers. A peer that still reads them is not confirmed."""
-        self.staging.give_back(lease.buffers)
+        if lease.loan is not None:
+            self.lending.take_back(lease, lease.loan)
+
+    def reclaim_buffers(self, lease: Lease) -> None:
+        """Take the staging buffers of a lease for another peer. `lending` has the reasons."""
+        with lease.guard:
+            if lease.over or lease.loan is None:
+                return
+            loan, lease.loan, lease.reclaimed = lease.loan, None, True
+        if lease.grant is not None:
+            lease.grant.interrupt()
+        log.warning("buffers reclaimed request=%r name=%r", lease.request, lease.peer[1])
+        self.lending.take_back(lease, loan, keep=False)
 
     def sweep(self) -> None:
         """End expired offers and leases, and connections that peers have ended."""

@@ -59,6 +59,7 @@ class OfferingNode(NodeState):
         Several offers may share blocks. Raises `blocks_in_use` if a pull fills one of the blocks or
         a push is expected in it.
         """
+        self.process.check()
         held = self.checked_tables(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(text_list(readers, "readers"))
         lasting = min(duration(seconds, math.inf), _LONGEST_OFFER)
@@ -78,6 +79,7 @@ class OfferingNode(NodeState):
 
     def layer_written(self, request: str, layer: str) -> None:
         """Mark a layer of a layered offer as written, once the caller's stream has finished it."""
+        self.process.check()
         with self.lock:
             offer = self.offers.get(request)
         if offer is None or offer.layers is None:
@@ -88,6 +90,7 @@ class OfferingNode(NodeState):
 
     def withdraw(self, request: str) -> None:
         """End an offer early. Transfers in flight fail."""
+        self.process.check()
         self.release(request, "withdrawn")
 
     def checked_tables(

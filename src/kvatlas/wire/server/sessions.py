@@ -60,6 +60,11 @@ class Sessions:
         with self._lock:
             return len(self._open)
 
+    def keys(self) -> set[bytes]:
+        """Return the keys of all sessions."""
+        with self._lock:
+            return set(self._open)
+
     def begin(self, hello: Hello, peer: Peer, caller: Caller) -> bytes:
         """Return the key of a peer's session. A repeated hello gets the same key."""
         said = _digest(hello)
@@ -83,7 +88,7 @@ class Sessions:
         """Return the peer of a session, and record the connection as one of the session's."""
         with self._lock:
             found = self._open.get(key)
-            if found is not None:
+            if found is not None and found.peer.names == caller.names:
                 self._heard(found, caller)
                 return found.peer
         raise AtlasError(

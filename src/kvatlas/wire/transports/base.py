@@ -12,7 +12,8 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +26,36 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy, RequestShape
 from kvatlas.routing.run_grids import BlockIds
+from kvatlas.wire.fork_safety import OwningProcess
+from kvatlas.wire.security import Security
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.access import Access, Authorise, Guarantees
 from kvatlas.wire.transports.offer_board import OfferBoard, SeenOffer
 
 Shared = Literal["all", "staging"]
-"""The registered memory that peers may access: all of it, or only the staging buffers."""
+"""The registered memory that peers may access: all of it, or only buffers that are lent to them."""
+
+Separation = Literal["segments", "leases", "none"]
+"""How a transport with `shared="staging"` keeps peers apart.
+
+`segments`: each peer gets its own memory (`lend_to_one`). `leases`: the transport authorises reads.
+`none`: it cannot, and refuses the option.
+"""
 
 _LONGEST_PAUSE = 2e-3
+
+
+@dataclass(frozen=True, eq=False)
+class OnePeerMemory:
+    """Zeroed memory that only the peer which receives `metadata` can read."""
+
+    view: Any
+    """Its bytes: an array on the host, or a tensor on a GPU."""
+    region: Memory
+    metadata: bytes
+    """What the peer passes to `Transport.connect`, with `{STAGING: region}`."""
+    end: Callable[[], None]
+    """Wipes and frees the memory. The peer keeps at most a mapping without content."""
 
 
 class Handle(ABC):
@@ -54,7 +78,8 @@ class Handle(ABC):
                 self._failure = failure
                 raise
             except Exception as problem:
-                self._failure = errors.failed(f"{type(problem).__name__}: {problem}")
+                got = f"{type(problem).__name__}: {problem}"
+                self._failure = errors.own_limit(problem) or errors.failed(got)
                 raise self._failure from problem
         return self._done
 
@@ -145,8 +170,12 @@ class Link(ABC):
 
     prompt: ClassVar[bool] = False
     """Whether an abandoned operation is over at once, because this process performs it."""
+    severs: ClassVar[bool] = True
+    """Whether `sever` ends operations in flight within a moment."""
     adds: ClassVar[bool] = False
     """Whether `read` computes the runs of a copy on the device, so that staging never pays."""
+    exact: ClassVar[bool] = False
+    """Whether the peer serves only the bytes of a lease, and none between them."""
     sees_offers: bool = False
     """Whether `find_offer` may find an offer."""
 
@@ -154,15 +183,26 @@ class Link(ABC):
         self.owner, self.mine, self.theirs = owner, owner.memory, dict(theirs)
         self.open = True
 
-    def read(self, copies: Sequence[Copy], after: int | None = None) -> Handle:
+    def sign_in(self, access: Access) -> None:  # noqa: B027
+        """Authenticate at the peer, if the transport needs that before it reads."""
+
+    def read(
+        self, copies: Sequence[Copy], after: int | None = None, *, lease: bytes = b""
+    ) -> Handle:
         """Read bytes of the peer into this process's memory. The peer is the source.
 
-        The read begins after the peer's mark `after` completes, which needs `marks_travel`.
+        The read begins after the peer's mark `after` completes, which needs `marks_travel`. `lease`
+        is the key of the lease that covers the bytes, for transports that check it.
         """
         if after is not None:
             raise NotImplementedError(f"{type(self).__name__} cannot wait for a peer's mark")
         check_bounds(copies, self.theirs, self.mine)
-        return self._checked(copies, write=False)
+        copies = self._checked(copies, write=False)
+        return self._read(copies, lease) if copies else Done()
+
+    def _read(self, copies: Sequence[Copy], lease: bytes) -> Handle:
+        del lease
+        return self._post(copies, write=False)
 
     def converts(self, copies: Sequence[Copy]) -> bool:
         """Whether `read` supports these copies, some of which cast elements."""
@@ -193,14 +233,16 @@ class Link(ABC):
     def write(self, copies: Sequence[Copy]) -> Handle:
         """Write bytes of this process into the peer's memory. The peer is the destination."""
         check_bounds(copies, self.mine, self.theirs)
-        return self._checked(copies, write=True)
+        copies = self._checked(copies, write=True)
+        return self._post(copies, write=True) if copies else Done()
 
-    def _checked(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+    def _checked(self, copies: Sequence[Copy], *, write: bool) -> list[Copy]:
+        """Copies that are not empty, between memory that the transport can access."""
         self.check()
         copies = [copy.expanded() for copy in copies if len(copy)]
         for copy in copies:
             self.owner.check_takes(self.mine[copy.src_pool if write else copy.dst_pool])
-        return self._post(copies, write=write) if copies else Done()
+        return copies
 
     def _addresses(self, copies: Sequence[Copy], *, write: bool) -> tuple[Int64s, Int64s, Int64s]:
         """Absolute addresses of runs at this end and at the peer's, and their lengths."""
@@ -212,6 +254,7 @@ class Link(ABC):
 
     def check(self) -> None:
         """Raise an error if the link or its transport is closed, or the peer is lost."""
+        self.owner.process.check()
         if not self.open or not self.owner.open:
             raise errors.closed("link")
 
@@ -222,12 +265,14 @@ class Link(ABC):
         """Disconnect from the peer. A second call has no effect."""
         if self.open:
             self.open = False
-            self._close()
+            if not self.owner.process.forked:  # else the parent still uses it
+                self._close()
 
     def sever(self) -> None:
         """Tear down the connection, so that operations in flight end and are known to have ended.
 
-        `Handle.settle` becomes True as soon as that is certain.
+        `Handle.settle` becomes True as soon as that is certain, which takes seconds if the link
+        does not have `severs`.
         """
         self.close()
 
@@ -242,22 +287,34 @@ class Link(ABC):
 class Transport(ABC):
     """One end of a way to move bytes between processes.
 
-    With `shared="staging"`, peers can access only the staging buffers. The pools stay private, and
-    all bytes for a peer pass through a buffer that was lent to it.
+    With `shared="staging"`, peers can access only staging buffers that are lent to them. The pools
+    stay private, and all bytes for a peer pass through such a buffer.
     """
 
     name: ClassVar[str]
+
+    separation: ClassVar[Separation] = "leases"
+    """How it keeps peers apart with `shared="staging"`."""
 
     marks_travel: ClassVar[bool] = False
     """Whether peers can wait for marks themselves; otherwise this end waits before it answers."""
     casts: ClassVar[bool] = False
     """Whether peers can read pools and cast elements; otherwise this end converts."""
+    oldest_version: ClassVar[int] = 0
+    """The first protocol version whose peers can use the transport."""
+    guarantees: Guarantees = Guarantees()
+    """What it guarantees to a node with a secret. See the table in the guide to security."""
 
     def __init__(self, *, shared: Shared = "all") -> None:
         if shared not in ("all", "staging"):
             hint = 'Use shared="all" or shared="staging"'
             raise errors.failed(f"shared={shared!r}", hint, "The option shared is invalid")
+        if shared == "staging" and self.separation == "none":
+            hint = 'Use "tcp", "shm" or "cuda", or shared="all" between peers that trust each other'
+            problem = f"The transport {self.name!r} cannot keep peers apart"
+            raise errors.failed('shared="staging"', hint, problem)
         self.shared: Shared = shared
+        self.process = OwningProcess("transport")
         self.beyond_host = ""
         """The address or device on which other hosts can reach it; empty if they cannot."""
         self.memory: dict[int, Memory] = {}
@@ -283,7 +340,8 @@ class Transport(ABC):
         gpus = [region.number for region in memory.values() if region.device != HOST]
         if gpus and self.marks is None:
             self.marks = DeviceMarks(self.driver, gpus[0])
-        self._register(taken_here)
+        with errors.coded_limits():
+            self._register(taken_here)
         self.memory.update(memory)
 
     @property
@@ -309,7 +367,17 @@ class Transport(ABC):
         """Whether peers may access a region of this index."""
         region = self.memory.get(pool)
         reached = region is None or self.takes(region.device)
-        return reached and (self.shared == "all" or pool == STAGING)
+        lends = pool == STAGING and not self.lends_segments
+        return reached and (self.shared == "all" or lends)
+
+    @property
+    def lends_segments(self) -> bool:
+        """Whether each peer gets staging memory that no other peer can access."""
+        return self.shared == "staging" and self.separation == "segments"
+
+    def lend_to_one(self, nbytes: int) -> OnePeerMemory:
+        """Allocate zeroed memory that one peer can read, and no other."""
+        raise NotImplementedError(f"{type(self).__name__} has no memory for one peer: {nbytes}")
 
     @property
     def reachable(self) -> dict[int, Memory]:
@@ -324,20 +392,37 @@ class Transport(ABC):
     def _register(self, memory: Mapping[int, Memory]) -> None:  # noqa: B027
         """Tell the library below, where there is one."""
 
+    def protect(self, security: Security, authorise: Authorise) -> None:  # noqa: B027
+        """Use the security of a node for connections, and ask the node before a read is served.
+
+        The node calls this before it publishes anything. A transport that cannot protect bytes
+        ignores it.
+        """
+
     @abstractmethod
     def publish(self) -> bytes:
         """Return the metadata that a peer needs to connect, in addition to the regions."""
 
-    def connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+    def connect(
+        self, metadata: bytes, memory: Mapping[int, Memory], access: Access | None = None
+    ) -> Link:
         """Connect to a peer that published `metadata` and has these regions."""
         self.check()
-        return self._connect(metadata, memory)
+        with errors.coded_limits():
+            link = self._connect(metadata, memory)
+            try:
+                link.sign_in(access or Access())
+            except BaseException:
+                link.close()
+                raise
+            return link
 
     @abstractmethod
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link: ...
 
     def check(self) -> None:
-        """Raise an error if it was closed."""
+        """Raise an error if it was closed, or belongs to the parent of this process."""
+        self.process.check()
         if not self.open:
             raise errors.closed("transport")
 
@@ -346,8 +431,8 @@ class Transport(ABC):
         return np.zeros(nbytes, dtype=np.uint8)
 
     def close(self) -> None:
-        """Release everything. A second call has no effect."""
-        if self.open:
+        """Release everything. A second call, and a call in a forked child, has no effect."""
+        if self.open and not self.process.forked:
             self.open = False
             self._close()
             self.memory.clear()

@@ -24,10 +24,11 @@ from typing import ClassVar
 
 from kvatlas.copying.cuda_driver import CudaDriver, DriverError, load_driver
 from kvatlas.copying.device_marks import DeviceMarks
-from kvatlas.copying.memory import HOST, Memory
+from kvatlas.copying.memory import HOST, STAGING, Memory
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Link, Shared, Transport
+from kvatlas.wire.transports.access import Guarantees
+from kvatlas.wire.transports.base import Link, OnePeerMemory, Separation, Shared, Transport
 from kvatlas.wire.transports.cuda_link import CudaEnd, CudaLink
 from kvatlas.wire.transports.cuda_published import (
     PublishedAllocation,
@@ -56,6 +57,8 @@ class CudaTransport(Transport):
     """
 
     name: ClassVar[str] = "cuda"
+    separation: ClassVar[Separation] = "segments"
+    guarantees = Guarantees(confidentiality=True, integrity=True, authentication=True)
     marks_travel: ClassVar[bool] = True
     casts: ClassVar[bool] = True
 
@@ -121,10 +124,11 @@ class CudaTransport(Transport):
     def _register(self, memory: Mapping[int, Memory]) -> None:
         if self._opened is None:
             self._opened = OpenedMemory(self._driver, self.device)
-            with suppress(AtlasError):  # no room for it: peers ask
-                self.board = OfferBoard()
-                if self.marks is not None:
-                    self.marks.board = self.board
+            if self.shared == "all":
+                with suppress(AtlasError):  # no room for it: peers ask
+                    self.board = OfferBoard()
+                    if self.marks is not None:
+                        self.marks.board = self.board
         for pool, region in memory.items():
             if self.shares(pool):
                 self._regions[pool] = self._located(region)
@@ -151,6 +155,25 @@ class CudaTransport(Transport):
                 Code.OUT_OF_BOUNDS, got=got, hint="Pass a region inside one allocation"
             )
         return PublishedRegion(list(self._allocations).index(base), offset, region.nbytes)
+
+    def lend_to_one(self, nbytes: int) -> OnePeerMemory:
+        """Make an allocation with a separate handle, which one peer receives."""
+        import torch
+
+        driver, device = self._driver, self.device
+        address = driver.make_memory(device, nbytes)
+        region = Memory(address, nbytes, f"cuda:{device}")
+        alone = _OnePeerCuda(shared="staging", driver=driver)
+        alone.marks = self.marks
+        alone.register({STAGING: region})
+
+        def end() -> None:
+            alone.marks = None  # they are still this transport's
+            alone.close()
+            driver.end_memory(device, address, nbytes)
+
+        view = torch.as_tensor(_DeviceBytes(address, nbytes), device=region.device)
+        return OnePeerMemory(view, region, alone.publish(), end)
 
     def publish(self) -> bytes:
         """Return handles of the allocations and events, and the offsets of the regions."""
@@ -209,6 +232,21 @@ class CudaTransport(Transport):
         _here.pop(self.token, None)
         self._regions.clear()
         self._allocations.clear()
+
+
+class _OnePeerCuda(CudaTransport):
+    """The end of one peer's memory: what it has registered is shared."""
+
+    separation: ClassVar[Separation] = "leases"
+
+
+class _DeviceBytes:
+    """Bytes of a GPU as torch takes them."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3
+        }  # fmt: skip
 
 
 def _host() -> str:

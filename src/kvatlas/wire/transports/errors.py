@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
 
 from kvatlas.errors import AtlasError, Code, MissingExtraError
+from kvatlas.wire.fork_safety import fresh_in_children
 
 MAX_METADATA_BYTES = 1 << 20
 """The maximum size of metadata in bytes. Real metadata is far smaller."""
 
 Published = TypeVar("Published", bound=msgspec.Struct)
 
-_decoding = threading.Lock()
+_decoding = fresh_in_children(threading.Lock())
 """msgspec crashes if two threads decode a type for the first time concurrently."""
 
 
@@ -45,8 +49,53 @@ def failed(
     return AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint)
 
 
+def own_limit(problem: BaseException) -> AtlasError | None:
+    """The error for an exhausted limit of this process or host; None for any other problem.
+
+    >>> own_limit(OSError(errno.EMFILE, "Too many open files")).code
+    <Code.TOO_MANY_FILES: 'too_many_files'>
+    >>> own_limit(OSError(errno.ECONNRESET, "Connection reset by peer"))
+    """
+    number = problem.errno if isinstance(problem, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        hint = "Raise the limit of open files (ulimit -n), or close nodes, sessions and links"
+        return AtlasError(Code.TOO_MANY_FILES, got=problem, hint=hint)
+    if number in (errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EDQUOT):
+        hint = "Free memory, /dev/shm or disk space, or raise the container's limits (--shm-size)"
+        return AtlasError(Code.NOT_ENOUGH_MEMORY, got=problem, hint=hint)
+    return None
+
+
+@contextmanager
+def coded_limits() -> Iterator[None]:
+    """A context that turns an exhausted limit of this process or host into an `AtlasError`."""
+    try:
+        yield
+    except OSError as problem:
+        if limit := own_limit(problem):
+            raise limit from problem
+        raise
+
+
+def check_descriptors(count: int) -> None:
+    """Raise `too_many_files` unless this process can open `count` files more.
+
+    For libraries that crash, or report another error, if they cannot open a file.
+    """
+    opened: list[int] = []
+    try:
+        with coded_limits():
+            for _ in range(count):
+                opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
 def no_room(what: str, nbytes: int, problem: OSError, hint: str) -> AtlasError:
     """The error for memory or disk space that the system cannot provide."""
+    if problem.errno in (errno.EMFILE, errno.ENFILE) and (limit := own_limit(problem)):
+        return limit
     full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
     code = Code.NOT_ENOUGH_MEMORY if full else Code.WIRE_FAILED
     return AtlasError(code, what, got=f"{nbytes:,} bytes: {problem}", hint=hint)

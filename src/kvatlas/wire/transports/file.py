@@ -22,6 +22,7 @@ from kvatlas.copying.file_runs import copy_file_runs
 from kvatlas.copying.memory import Memory
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.access import Guarantees
 from kvatlas.wire.transports.base import Handle, Link, Transport
 from kvatlas.wire.transports.polled_copy import Stepwise
 
@@ -57,6 +58,7 @@ class FileTransport(Transport):
     """
 
     name: ClassVar[str] = "file"
+    guarantees = Guarantees(confidentiality=True, integrity=True)
 
     def __init__(self, folder: str | Path, name: str | None = None, *, sync: bool = False) -> None:
         super().__init__()
@@ -71,7 +73,8 @@ class FileTransport(Transport):
                 self._own = open_in(self._folder, name, os.O_CREAT)
         except OSError as problem:
             got, hint = f"{folder}: {problem}", "Pass an existing folder with write access"
-            raise errors.failed(got, hint, "The folder or its file cannot be opened") from problem
+            failure = errors.failed(got, hint, "The folder or its file cannot be opened")
+            raise errors.own_limit(problem) or failure from problem
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         if self._own < 0:
@@ -103,7 +106,7 @@ class FileTransport(Transport):
         except FileNotFoundError as problem:
             raise errors.peer_lost(f"no file {published.name}") from problem
         except OSError as problem:
-            raise errors.bad_metadata(f"{problem}") from problem
+            raise errors.own_limit(problem) or errors.bad_metadata(f"{problem}") from problem
         state = os.fstat(descriptor)
         stop = max((region.address + region.nbytes for region in memory.values()), default=0)
         starts = [region.address for region in memory.values()]
@@ -155,7 +158,8 @@ class _FileLink(Link):
                 os.fdatasync(self._open_file)
         except OSError as problem:
             hint = "Check the disk and its file system, or create the file again"
-            raise errors.failed(problem.strerror, hint) from problem
+            failure = errors.failed(problem.strerror, hint)
+            raise errors.own_limit(problem) or failure from problem
 
     def check(self) -> None:
         """Raise an error if the link is closed or the file was removed."""

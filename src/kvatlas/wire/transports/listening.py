@@ -61,7 +61,7 @@ def listeners() -> dict[int, socket.socket]:
     """Return duplicates of this process's listening TCP sockets, by inode."""
     found = {}
     for path in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
+        try:
             descriptor = int(path.name)
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
@@ -71,6 +71,9 @@ def listeners() -> dict[int, socket.socket]:
                 found[os.fstat(one.fileno()).st_ino] = one
             else:
                 one.close()
+        except OSError as problem:  # closed meanwhile, unless no descriptor is left
+            if limit := errors.own_limit(problem):
+                raise limit from problem
     return found
 
 

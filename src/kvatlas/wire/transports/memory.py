@@ -9,11 +9,19 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from kvatlas.copying.memory import Memory
+from kvatlas.copying.memory import STAGING, Memory
 from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Shared, Transport
+from kvatlas.wire.transports.access import Guarantees
+from kvatlas.wire.transports.base import (
+    Handle,
+    Link,
+    OnePeerMemory,
+    Separation,
+    Shared,
+    Transport,
+)
 from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
 
 _open: WeakValueDictionary[str, MemoryTransport] = WeakValueDictionary()
@@ -39,6 +47,10 @@ class MemoryTransport(Transport):
     """
 
     name: ClassVar[str] = "memory"
+    separation: ClassVar[Separation] = "segments"
+    guarantees = Guarantees(
+        confidentiality=True, integrity=True, authentication=True, authorisation=True
+    )
 
     def __init__(self, *, shared: Shared = "all") -> None:
         super().__init__(shared=shared)
@@ -48,6 +60,19 @@ class MemoryTransport(Transport):
     def publish(self) -> bytes:
         """Return the name of this transport within the process."""
         return errors.write_metadata(_Published(self.token))
+
+    def lend_to_one(self, nbytes: int) -> OnePeerMemory:
+        """Allocate memory that only peers with its name can read."""
+        alone = MemoryTransport()
+        view = alone.allocate(nbytes)
+        region = Memory(view.ctypes.data, nbytes, owner=view)
+        alone.register({STAGING: region})
+
+        def end() -> None:
+            alone.close()
+            view[:] = 0
+
+        return OnePeerMemory(view, region, alone.publish(), end)
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         token = errors.read_metadata(metadata, _Published).name

@@ -38,8 +38,9 @@ from kvatlas.copying.memory_copy import split_runs
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
+from kvatlas.wire.fork_safety import fresh_in_children
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Shared, Transport
+from kvatlas.wire.transports.base import Handle, Link, Separation, Shared, Transport
 from kvatlas.wire.transports.listening import (
     connected,
     is_loopback,
@@ -69,7 +70,10 @@ _LISTENERS = 2
 _ATTENTION = struct.pack("ll", 0, 50_000)
 """How long (a timeval) an ending engine may wait for the next query."""
 
-_making = threading.Lock()
+_DESCRIPTORS = 64
+"""Descriptors that must be free before an engine is made: it crashes if it runs out of them."""
+
+_making = fresh_in_children(threading.Lock())
 """Held while an engine is made, so that its sockets can be identified."""
 
 
@@ -89,6 +93,7 @@ class MooncakeTransport(Transport):
     """
 
     name: ClassVar[str] = "mooncake"
+    separation: ClassVar[Separation] = "none"
 
     def __init__(self, *, host: str = "127.0.0.1", shared: Shared = "all") -> None:
         super().__init__(shared=shared)
@@ -146,6 +151,7 @@ def make_engine(host: str) -> Any:
     addresses = own_addresses(host)
     with _making:
         for _ in range(_TRIES):
+            errors.check_descriptors(_DESCRIPTORS)
             before = set(listeners())
             engine = TransferEngine()
             if engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
@@ -188,7 +194,9 @@ def answers(peer: _Published) -> bool:
     """Whether a peer's engine accepts connections."""
     try:
         socket.create_connection((peer.host, peer.port), timeout=_ANSWERS).close()
-    except OSError:
+    except OSError as problem:
+        if limit := errors.own_limit(problem):
+            raise limit from problem
         return False
     return True
 
@@ -196,6 +204,7 @@ def answers(peer: _Published) -> bool:
 class MooncakeLink(Link):
     """A peer's engine, and the thread that calls it."""
 
+    severs: ClassVar[bool] = False
     owner: MooncakeTransport
 
     def __init__(

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from kvatlas.copying.memory import HOST, Memory
 from kvatlas.errors import AtlasError
 from kvatlas.wire.transports import errors, nixl_metadata
-from kvatlas.wire.transports.base import Link, Shared, Transport
+from kvatlas.wire.transports.base import Link, Separation, Shared, Transport
 from kvatlas.wire.transports.nixl_agents import Agents, not_empty, rows_of, translated
 from kvatlas.wire.transports.nixl_link import BETWEEN_LOOKS, NixlLink
 from kvatlas.wire.transports.nixl_metadata import Kind
@@ -47,6 +47,7 @@ class NixlTransport(Transport):
     """
 
     name: ClassVar[str] = "nixl"
+    separation: ClassVar[Separation] = "none"
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class NixlTransport(Transport):
         self.kind, self.backend = kind, backend
         self._agents = Agents(kind, backend, device, over_tcp=over_tcp)
         self.beyond_host = self._agents.beyond_host
+        self.guarantees = self._agents.guarantees
         # A name is never used twice: a peer that starts again is another peer.
         self._name = f"kvatlas-{secrets.token_hex(16)}"
         self._agent: Any = self._agents.make(self._name, serves=True)
@@ -73,7 +75,7 @@ class NixlTransport(Transport):
         if memory:
             with translated():
                 self._agent.register_memory(rows_of(memory), self.kind)
-        if self.kind == "DRAM" and self.shared == "all" and self.board is None:
+        if self.kind == "DRAM" and self.board is None:
             with suppress(AtlasError):  # no room for it: peers ask
                 self.board = OfferBoard()
 

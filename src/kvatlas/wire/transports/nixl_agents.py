@@ -15,7 +15,9 @@ import numpy as np
 
 from kvatlas.copying.memory import Memory
 from kvatlas.errors import AtlasError
+from kvatlas.wire.fork_safety import keep_in_children
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.access import Guarantees
 from kvatlas.wire.transports.nixl_metadata import Kind
 from kvatlas.wire.transports.nixl_strided import Rows
 
@@ -25,6 +27,8 @@ _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _DEVICES = "UCX_NET_DEVICES"
 _LOOPBACK = "lo"
 _RDMA = Path("/sys/class/infiniband")
+_DESCRIPTORS = 64
+"""Descriptors that must be free before an agent is made: UCX aborts if it runs out of them."""
 _LONGEST_SLEEP = 5_000
 """The maximum sleep of a thread that serves peers, in microseconds. Incoming data wakes it."""
 _ON_ONE_HOST = {"all", "sm", "shm", "cma"}
@@ -49,18 +53,25 @@ class Agents:
         loopback = backend == "UCX" and self._device == _LOOPBACK
         self.beyond_host = "" if loopback else f"{backend} on {self._device}"
         """The device at which other hosts reach its agents; empty if they cannot."""
+        self.guarantees = Guarantees()
+        """Over RDMA, peers need the keys of its memory. Over TCP, UCX checks none."""
+        if backend == "UCX" and _over_rdma(self._device):
+            self.guarantees = Guarantees(authentication=True)
+        elif loopback and not _reads_over_tcp(self._device):
+            self.guarantees = Guarantees(confidentiality=True, integrity=True)
         self.by_cpu = backend == "UCX" and kind == "DRAM" and not _has_rdma()
         """Whether bytes arrive only during calls to an agent of this process."""
 
     def make(self, name: str, *, serves: bool) -> Any:
         """Make an agent. An agent that serves peers does so from its own thread."""
+        errors.check_descriptors(_DESCRIPTORS)
         strict = self._library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = self._library.nixl_agent_config(
             enable_prog_thread=serves, backends=[], sync_mode=strict
         )
         options = {"engine_config": f"NET_DEVICES={self._device}"} if self.backend == "UCX" else {}
         try:
-            agent = self._library.nixl_agent(name, config)
+            agent = keep_in_children(self._library.nixl_agent(name, config))
             if serves:
                 agent.agent = self._serving(name)
             agent.create_backend(self.backend, options)
@@ -131,6 +142,12 @@ def _reads_over_tcp(device: str) -> bool:
     named = set(os.environ.get("UCX_TLS", "all").split(","))
     own_host = bool(named & _ON_ONE_HOST) or any(name.startswith("^") for name in named)
     return devices != [_LOOPBACK] or not own_host
+
+
+def _over_rdma(device: str) -> bool:
+    """Whether UCX uses RDMA devices alone."""
+    devices = [name.partition(":")[0] for name in device.split(",")]
+    return _has_rdma() and all((_RDMA / name).exists() for name in devices)
 
 
 def _library() -> Any:

@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvatlas.wire.transports.base import Transport
-from kvatlas.wire.transports.errors import failed
+from kvatlas.wire.transports.errors import coded_limits, failed
 
 _GROUP = "kvatlas.transports"
 _CLASSES = {
@@ -51,7 +51,8 @@ Choose one of cuda, nixl, mooncake, tcp, shm, memory, file. [wire_failed]
         made = getattr(import_module(f"kvatlas.wire.transports.{name}"), _CLASSES[name])
     else:
         made = _from_package(name)
-    transport: Transport = made(**options)
+    with coded_limits():
+        transport: Transport = made(**options)
     return transport
 
 

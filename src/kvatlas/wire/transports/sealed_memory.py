@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire.transports.errors import bad_metadata, no_room
+from kvatlas.wire.transports.errors import bad_metadata, no_room, own_limit
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -55,9 +55,12 @@ def _most_bytes() -> int:
 
 
 def map_sealed(descriptor: int) -> mmap.mmap:
-    """Map a peer's whole segment. Raise an error if it is not sealed."""
+    """Map a peer's whole segment, for writing if the peer allows it. Raise if it is not sealed."""
     with _mapping(descriptor):
-        return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        access = mmap.PROT_READ
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+            access |= mmap.PROT_WRITE
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=access)
 
 
 def watch_sealed(descriptor: int, nbytes: int) -> mmap.mmap:
@@ -79,4 +82,6 @@ def _mapping(descriptor: int) -> Iterator[None]:
     except AtlasError:
         raise
     except (OSError, ValueError) as problem:
-        raise bad_metadata(f"a descriptor that cannot be mapped: {problem}") from problem
+        raise own_limit(problem) or bad_metadata(
+            f"a descriptor that cannot be mapped: {problem}"
+        ) from problem

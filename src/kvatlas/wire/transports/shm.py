@@ -18,12 +18,20 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from kvatlas.copying.memory import Memory
+from kvatlas.copying.memory import STAGING, Memory
 from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Shared, Transport
+from kvatlas.wire.transports.access import Guarantees
+from kvatlas.wire.transports.base import (
+    Handle,
+    Link,
+    OnePeerMemory,
+    Separation,
+    Shared,
+    Transport,
+)
 from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
 from kvatlas.wire.transports.sealed_memory import map_sealed
 from kvatlas.wire.transports.shm_segments import Segment, containing, create_segment
@@ -71,6 +79,8 @@ class ShmTransport(Transport):
     """
 
     name: ClassVar[str] = "shm"
+    separation: ClassVar[Separation] = "segments"
+    guarantees = Guarantees(confidentiality=True, integrity=True, authentication=True)
 
     def __init__(self, *, shared: Shared = "all") -> None:
         super().__init__(shared=shared)
@@ -78,18 +88,11 @@ class ShmTransport(Transport):
             self._server = SegmentServer()
         except (OSError, RuntimeError) as problem:
             hint = "Raise the limits of open files and threads (ulimit -n, -u)"
-            raise errors.failed(
-                str(problem), hint, "The transport cannot open its socket"
-            ) from problem
+            failure = errors.failed(str(problem), hint, "The transport cannot open its socket")
+            raise errors.own_limit(problem) or failure from problem
         self._regions: dict[int, _Region] = {}
         self._numbers: weakref.WeakKeyDictionary[Segment, int] = weakref.WeakKeyDictionary()
         weakref.finalize(self, self._server.close)
-
-    def check(self) -> None:
-        """Raise an error if it was closed, or was made by the parent of a forked process."""
-        super().check()
-        if not self._server.is_open:
-            raise errors.closed("transport")
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         for pool, region in memory.items():
@@ -108,6 +111,23 @@ class ShmTransport(Transport):
         if nbytes == 0:
             return np.zeros(0, np.uint8)
         return np.frombuffer(create_segment(nbytes), dtype=np.uint8)
+
+    def lend_to_one(self, nbytes: int) -> OnePeerMemory:
+        """Allocate a segment with a separate socket and token, which one peer receives.
+
+        The peer's descriptor is read-only.
+        """
+        segment = create_segment(nbytes)
+        alone = ShmTransport()
+        alone.register({STAGING: segment.memory})
+        alone._server.give_read_only()
+
+        def end() -> None:
+            alone.close()
+            segment.wipe()
+
+        view = np.frombuffer(segment, dtype=np.uint8)
+        return OnePeerMemory(view, segment.memory, alone.publish(), end)
 
     def publish(self) -> bytes:
         """Return the name of its socket, and the positions of its regions in its segments."""
@@ -205,6 +225,9 @@ class _ShmLink(Link):
                     problem="The peer's pool is not in shared memory",
                 )
             near, far = as_bytes(self.mine[own]), self.mapped[pool]
+            if write and not far.flags.writeable:
+                hint = "Let the destination read the bytes instead"
+                raise errors.failed(f"pool {pool}", hint, "The peer's memory is read-only")
             ends.append((near, far, copy) if write else (far, near, copy))
         return Stepwise(copy_steps(ends, self.check))
 

@@ -16,11 +16,12 @@ from contextlib import suppress
 from weakref import WeakSet
 
 from kvatlas.copying.memory import Memory
+from kvatlas.wire.fork_safety import fresh_in_children
 from kvatlas.wire.transports.sealed_memory import make_sealed, no_segment
 
 _mine: WeakSet[Segment] = WeakSet()
 """The segments of this process that are in use."""
-_guard = threading.Lock()
+_guard = fresh_in_children(threading.Lock())
 
 
 class Segment(mmap.mmap):
@@ -46,6 +47,10 @@ class Segment(mmap.mmap):
             os.close(descriptor)
         with suppress(BufferError):
             super().close()
+
+    def wipe(self) -> None:
+        """Free its pages, also for peers that have it mapped: from now on it reads as zeros."""
+        self.madvise(mmap.MADV_REMOVE)
 
     def __del__(self) -> None:
         self.close()

@@ -22,9 +22,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from weakref import WeakSet
 
 from kvatlas.errors import AtlasError, Code
+from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.transports import errors
 
 HANDSHAKE_SECONDS = 5.0
@@ -38,26 +38,6 @@ _AT_ONCE = 200
 _MOST_DESCRIPTORS = 4096
 _ATTEMPTS = 3
 _MORE, _LAST, _WRONG, _FULL = b"+", b".", b"?", b"!"
-
-_sockets: WeakSet[socket.socket] = WeakSet()
-"""Every socket of this process, so that a forked child can close its copies."""
-_guard = threading.Lock()
-
-
-def not_in_children(made: socket.socket) -> socket.socket:
-    """Close a socket in processes that are forked from this one."""
-    with _guard:
-        _sockets.add(made)
-    return made
-
-
-def _close_in_child() -> None:
-    # No lock: the thread that held it is not there. Closed, not shut down: they are the parent's.
-    for one in list(_sockets):
-        one.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 class SegmentServer:
@@ -80,11 +60,11 @@ class SegmentServer:
         """The process and deadline of each connection without a token, oldest first."""
         self._connected: dict[socket.socket, int] = {}
         self._most = max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
-        self._listener = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        self._listener = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self._listener.setblocking(False)
         self._listener.bind(_address(self.name))
         self._listener.listen(2 * _MOST_WAITING)
-        self._stop, self._stopped = map(not_in_children, socket.socketpair())
+        self._stop, self._stopped = map(close_in_children, socket.socketpair())
         self._selector = selectors.DefaultSelector()
         for one in (self._listener, self._stopped):
             self._selector.register(one, selectors.EVENT_READ)
@@ -96,10 +76,12 @@ class SegmentServer:
         self._given.append(os.dup(descriptor))
         return len(self._given) - 1
 
-    @property
-    def is_open(self) -> bool:
-        """Whether peers are served; always False in a forked child."""
-        return self._listener.fileno() >= 0
+    def give_read_only(self) -> None:
+        """Replace the shared descriptors by ones that peers can map for reading only."""
+        for nth, descriptor in enumerate(self._given):
+            flags = os.O_RDONLY | os.O_CLOEXEC
+            self._given[nth] = os.open(f"/proc/self/fd/{descriptor}", flags)
+            os.close(descriptor)
 
     def close(self) -> None:
         """Disconnect all peers. A second call has no effect."""
@@ -157,7 +139,7 @@ class SegmentServer:
             most = Counter(process for process, _ in self._waiting.values()).most_common(1)[0][0]
             self._drop(next(w for w, (process, _) in self._waiting.items() if process == most))
         one.setblocking(False)
-        self._waiting[not_in_children(one)] = process, time.monotonic() + HANDSHAKE_SECONDS
+        self._waiting[close_in_children(one)] = process, time.monotonic() + HANDSHAKE_SECONDS
         self._selector.register(one, selectors.EVENT_READ)
 
     def _hear(self, one: socket.socket) -> None:
@@ -193,7 +175,8 @@ def receive_descriptors(name: str, token: bytes) -> tuple[socket.socket, list[in
     """Connect to a server of this user. Return the connection, and the descriptors it sends."""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     for _ in range(_ATTEMPTS):
-        one = not_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        with errors.coded_limits():
+            one = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             return one, _ask(one, name, token, deadline)
         except (ConnectionResetError, BrokenPipeError):
@@ -203,7 +186,8 @@ def receive_descriptors(name: str, token: bytes) -> tuple[socket.socket, list[in
             if isinstance(problem, BlockingIOError):
                 raise _no_answer() from None
             if isinstance(problem, OSError):
-                raise errors.peer_lost(f"no such process on this host: {problem}") from problem
+                lost = errors.peer_lost(f"no such process on this host: {problem}")
+                raise errors.own_limit(problem) or lost from problem
             raise
     raise errors.peer_lost("a process that closes every connection")
 
@@ -223,9 +207,9 @@ def _ask(one: socket.socket, name: str, token: bytes, deadline: float) -> list[i
             said, more, flags, _ = socket.recv_fds(one, 2, _AT_ONCE, socket.MSG_CMSG_CLOEXEC)
             descriptors += more
             if flags & socket.MSG_CTRUNC:
-                hint = "Raise the limit of open files (ulimit -n)"
-                got, problem = "a truncated message", "Not all descriptors arrived"
-                raise errors.failed(got, hint, problem)
+                hint, got = "Raise the limit of open files (ulimit -n)", "a truncated message"
+                problem = "Not all descriptors arrived"
+                raise AtlasError(Code.TOO_MANY_FILES, problem, got=got, hint=hint)
             if said == _LAST:
                 return descriptors
             if said != _MORE or len(descriptors) > _MOST_DESCRIPTORS:

@@ -1,24 +1,23 @@
-"""Serves reads of a process's regions over TCP, with one thread per connection.
+"""Serves reads of a process's regions over TCP, with one thread per authenticated connection.
 
-A connection begins with a challenge that only a peer with the token can answer. Peers get the token
-with the published metadata. The peer then requests runs of a region, by offset and length, and
-receives their bytes in order. Any other input ends the connection. Writes are not supported.
+`tcp_admission` authenticates connections. The peer then requests runs of a region, by offset and
+length, each time with the key of a lease. If the node allows that, the peer receives the bytes in
+order, else an error. Any other input ends the connection. Writes are not supported.
 
 If a peer dies or stops, only its connection ends.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
+import resource
 import secrets
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 
 import numpy as np
 
@@ -29,32 +28,32 @@ from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
-from kvatlas.wire.connection import tune
+from kvatlas.wire import protocol
+from kvatlas.wire.fork_safety import close_in_children
+from kvatlas.wire.refusals import refusal_of
+from kvatlas.wire.security import Security
+from kvatlas.wire.transports.access import LEASE_BYTES, AskedRead, Authorise
+from kvatlas.wire.transports.tcp_admission import TOKEN_BYTES, WELCOME, Admission, Admitted
 
 log = logging.getLogger("kvatlas.wire")
 
-TOKEN_BYTES = 32
-CHALLENGE_BYTES = 32
-WELCOME = b"+"
-"""The server's reply to a correct answer to its challenge."""
-QUESTION = struct.Struct("<iI")
-"""The header of a request: region and number of runs. Starts and lengths follow."""
+QUESTION = struct.Struct(f"<iI{LEASE_BYTES}s")
+"""The header of a request: region, number of runs, lease. Starts and lengths follow."""
 MOST_RUNS = 4096
 """The maximum number of runs in one request."""
 GATHERED = 256 << 10
 """Bytes of short runs that are sent at once, so that they stay in the processor's cache."""
 SHORT = 16 << 10
 """Shorter runs are gathered before they are sent; longer ones are sent without a copy."""
+GRANTED, REFUSED = b"+", b"-"
+"""The first byte of an answer. Then come the bytes of the runs, or the error."""
+REFUSAL = struct.Struct("<I")
+"""The size of the error that follows."""
+LONGEST_REFUSAL = 64 << 10
 
-_PROVING = 5.0
-"""Seconds in which a connection must answer its challenge."""
-_MOST_UNPROVEN = 64
+_ALIGNMENT = 16
 _MOST_CONNECTIONS = 1024
-
-
-def proof(token: bytes, challenge: bytes) -> bytes:
-    """Compute the answer to a challenge from the token."""
-    return hmac.digest(token, b"kvatlas tcp" + challenge, hashlib.sha256)
+"""The maximum number of connections of peers, and at most a third of the process's descriptors."""
 
 
 def gathers(length: Int64s) -> bool:
@@ -69,111 +68,116 @@ def packed(length: Int64s) -> Int64s:
     return starts
 
 
+def _anything(_: AskedRead) -> nullcontext[None]:
+    """Allow every read of a registered region: the transport is used without a node."""
+    return nullcontext()
+
+
 class RegionServer:
     """Listens at one address. `regions` returns the readable regions for each request."""
 
     def __init__(self, address: str, regions: Callable[[], Mapping[int, Memory]]) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._regions = regions
+        self._authorise: Authorise = _anything
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=128)
+        listener = socket.create_server((address, 0), family=family, backlog=128)
+        self._listener = close_in_children(listener)
         self.port = int(self._listener.getsockname()[1])
         self._lock = threading.Lock()
-        self._unproven: dict[socket.socket, None] = {}
-        """Connections that have not answered their challenge, oldest first."""
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._closed = False
-        self._accepting = threading.Thread(target=self._accept, name="kvatlas-tcp", daemon=True)
-        self._accepting.start()
+        self._admission = Admission(self._listener, self.token, self._begin)
+        self._admission.start()
+
+    def protect(self, security: Security, authorise: Authorise) -> None:
+        """Authenticate new connections with TLS if there is a secret, and authorise each read."""
+        self._authorise = authorise
+        self._admission.security = security
 
     def close(self) -> None:
         """End all connections. Returns once no thread reads the regions."""
+        self._admission.stop()
+        self._admission.join()  # nobody is admitted after this
         with self._lock:
             self._closed = True
             threads = dict(self._threads)
-        for one in (self._listener, *threads):
+        for one in threads:
             _hang_up(one)
-        for thread in (self._accepting, *threads.values()):
+        for thread in threads.values():
             thread.join()
         self._listener.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                one, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.02)  # most likely out of descriptors: not again at once
-                continue
-            if not self._begin(one):
-                one.close()
-
-    def _begin(self, one: socket.socket) -> bool:
+    def _begin(self, admitted: Admitted) -> None:
+        """Serve a connection, if there are not too many."""
+        one = admitted.connection
+        most = min(_MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
+        thread = threading.Thread(target=self._serve, args=[admitted], daemon=True)
         with self._lock:
-            if self._closed or len(self._threads) >= _MOST_CONNECTIONS:
-                return False
-            if len(self._unproven) >= _MOST_UNPROVEN:
-                _hang_up(next(iter(self._unproven)))
-            thread = threading.Thread(target=self._serve, args=[one], daemon=True)
-            self._threads[one], self._unproven[one] = thread, None
-            try:
-                thread.start()
-            except RuntimeError:  # no more threads
-                del self._threads[one], self._unproven[one]
-                return False
-        return True
+            room = not self._closed and len(self._threads) < most
+            if room:
+                self._threads[one] = thread
+                try:
+                    thread.start()
+                    return
+                except RuntimeError:  # no more threads
+                    del self._threads[one]
+        log.warning("connection rejected: the limit of %d data connections is reached", most)
+        one.close()
 
-    def _serve(self, one: socket.socket) -> None:
+    def _serve(self, admitted: Admitted) -> None:
+        one = admitted.connection
         try:
-            tune(one)
-            self._challenge(one)
-            one.settimeout(None)
+            one.sendall(WELCOME)
             while True:
-                self._answer(one)
+                self._answer(admitted)
         except (OSError, EOFError):
-            pass  # it is gone, or says nothing
-        except AtlasError as refusal:
-            log.warning("rejected a tcp reader: %s", refusal)
+            pass  # it is gone, or its question makes no sense
+        except Exception:
+            log.exception("serving a read failed")
         finally:
             with self._lock:
-                self._unproven.pop(one, None)
                 self._threads.pop(one)
             one.close()
 
-    def _challenge(self, one: socket.socket) -> None:
-        one.settimeout(_PROVING)
-        challenge = secrets.token_bytes(CHALLENGE_BYTES)
-        one.sendall(challenge)
-        wanted = proof(self.token, challenge)
-        if not hmac.compare_digest(_exactly(one, len(wanted)), wanted):
-            raise EOFError
-        with self._lock:
-            self._unproven.pop(one, None)
-        one.sendall(WELCOME)
-
-    def _answer(self, one: socket.socket) -> None:
-        """Send the runs that are asked for next."""
-        pool, count = QUESTION.unpack(_exactly(one, QUESTION.size))
+    def _answer(self, admitted: Admitted) -> None:
+        """Send the runs that are asked for next, or the reason why not."""
+        one = admitted.connection
+        pool, count, lease = QUESTION.unpack(_exactly(one, QUESTION.size))
         if not 0 < count <= MOST_RUNS:
             raise EOFError
-        runs = np.frombuffer(_exactly(one, 16 * count), "<i8").reshape(2, count)
-        starts, length = runs
+        starts, length = np.frombuffer(_exactly(one, 16 * count), "<i8").reshape(2, count)
         regions = self._regions()
-        check_bounds([Copy(pool, pool, starts, starts, length)], regions, regions)
-        region = as_bytes(regions[pool])
-        if gathers(length):
-            one.sendall(_gathered(region, starts, length).data)
-            return
-        for start, size in zip(starts.tolist(), length.tolist(), strict=True):
-            one.sendall(region.data[start : start + size])
+        asked = AskedRead(
+            admitted.session, admitted.names, lease, pool, starts, length, partial(_hang_up, one)
+        )
+        try:
+            check_bounds([Copy(pool, pool, starts, starts, length)], regions, regions)
+            with self._authorise(asked):
+                _send_runs(one, as_bytes(regions[pool]), starts, length)
+        except AtlasError as refusal:
+            log.warning("rejected a read of region %d: %s", pool, refusal)
+            payload = protocol.encode(refusal_of(refusal))[:LONGEST_REFUSAL]
+            one.sendall(REFUSED + REFUSAL.pack(len(payload)) + payload)
+
+
+def _send_runs(one: socket.socket, region: Bytes, starts: Int64s, length: Int64s) -> None:
+    if gathers(length):
+        one.sendall(_gathered(region, starts, length).data)
+        return
+    one.sendall(GRANTED)
+    for start, size in zip(starts.tolist(), length.tolist(), strict=True):
+        one.sendall(region.data[start : start + size])
 
 
 def _gathered(region: Bytes, starts: Int64s, length: Int64s) -> Bytes:
-    together = np.empty(int(length.sum()), np.uint8)
-    for _ in copy_runs_unchecked(region, together, starts, packed(length), length):
+    """The first byte of the answer, and the runs, which are copied to an aligned address."""
+    together = np.empty(_ALIGNMENT + int(length.sum()), np.uint8)
+    together[_ALIGNMENT - 1] = GRANTED[0]
+    into = together[_ALIGNMENT:]
+    for _ in copy_runs_unchecked(region, into, starts, packed(length), length):
         pass
-    return together
+    return together[_ALIGNMENT - 1 :]
 
 
 def _exactly(one: socket.socket, nbytes: int) -> bytearray:
@@ -189,6 +193,7 @@ def _exactly(one: socket.socket, nbytes: int) -> bytearray:
 
 
 def _hang_up(one: socket.socket) -> None:
-    """End a connection, or a listener, for the thread that waits there."""
+    """End a connection for the thread that waits there."""
     with suppress(OSError):
-        one.shutdown(socket.SHUT_RDWR)
+        # Not the method of TLS sockets, which would go on in the clear.
+        socket.socket.shutdown(one, socket.SHUT_RDWR)

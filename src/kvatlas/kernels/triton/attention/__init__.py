@@ -12,7 +12,7 @@ prefill (`hopper_prefill_device`):
 
 - roles of warp groups, and their schedule: `latent_groups_device` and
   `hopper_prefill_groups_device`
-- walk over pages: `latent_load_device` and `hopper_prefill_load_device`; for rows with their own
-  scales `hopper_prefill_scaled_device`
+- walk over pages: `latent_load_device` and `hopper_prefill_load_device`; for rows with a scale
+  per row `hopper_prefill_scaled_device`
 - dequantisation: `latent_load_device` and `hopper_dequantise_device`
 """

@@ -12,18 +12,19 @@ from kvatlas.kernels.triton.relaunch import TensorKind, kind_of, number_kind
 
 
 class BatchKind(NamedTuple):
-    """Properties of a batch that affect compilation or checks, apart from the layer's.
+    """The properties of a batch on which compiled kernels and passed checks depend.
 
-    Triton specialises on whether 16 divides an address or an integer, whether an integer is 1,
-    and how many bits it has; strides are part of the tensors' kinds. Sizes of tensors are checked
-    in each call.
+    Triton specialises kernels on whether 16 divides an address or an integer, whether an integer
+    is 1, and how many bits it has. Strides are part of the tensors' kinds. Tensor sizes are not
+    included, because they are checked in each call.
     """
 
     tensors: tuple[TensorKind | None, ...]
     one_sequence: bool
     aligned_count: bool
     bits: int
-    """Bits of the number of sequences, which determine how many partials are merged together."""
+    """Bit length of the number of sequences minus 1. It determines how many partials a merge
+    loads together."""
 
 
 def batch_kind(

@@ -1,4 +1,4 @@
-"""Checks of a batch before a launch: sequences must be consistent with each other."""
+"""Checks of a batch before a launch: tables, lengths and queries must be consistent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_kinds(
     starts: torch.Tensor | None,
     prepared: Schedule | None,
 ) -> None:
-    """Raise an error for tensors on another device, or with an unsupported dtype or rank."""
+    """Raise an error for a tensor on another device, or of an unsupported dtype or rank."""
     checks.same_device(
         call.layer.buffer.device, q=call.q, out=call.out, tables=call.tables,
         lengths=call.lengths, queries=queries, starts=starts, sink_logits=call.sink_logits,
@@ -37,26 +37,27 @@ def check_counts(
     max_queries: int | None,
     prepared: bool,
 ) -> None:
-    """Raise an error for inconsistent sequences; ids and lengths are checked in debug mode."""
+    """Raise an error if tensors describe different sequences.
+
+    With `KVATLAS_DEBUG=1`, the values of lengths, query counts and block ids are checked too.
+    """
     if call.sink_logits is not None:
         checks.rows_of(call.sink_logits, "sink_logits", (call.q.shape[1],))
     count = call.lengths.shape[0]
     fits = call.tables.shape[0] == count
     if fits and prepared and queries is None and starts is None:
         return
-    if fits:
-        fits = _counts(queries, starts) == count
-    if fits and checks.debugging() and count:
-        fits = not _debug_batch(call, queries, starts, max_queries)
-    if not fits:
-        room = call.tables.shape[1] * call.launch.shape.states
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            "Tables, lengths and queries must describe the same sequences",
-            got=f"{count} lengths, {call.tables.shape[0]} tables, {_counts(queries, starts)} counts"
-            f" of queries, {call.q.shape[0]} rows, tables for {room} tokens",
-            hint="Pass either queries or starts; queries are the last tokens of each sequence",
-        )
+    if not fits or _counts(queries, starts) != count:
+        described = f"{count} lengths, {call.tables.shape[0]} tables"
+        if (queries is None) == (starts is None):
+            described += f", {'neither' if queries is None else 'both'} of queries and starts"
+        else:
+            described += f", queries of {_counts(queries, starts)} sequences"
+        problem = "Tables, lengths and queries must describe the same number of sequences"
+        hint = "Pass either `queries` [sequences] or `starts` [sequences + 1]"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=described, hint=hint)
+    if checks.debugging() and count:
+        _debug_batch(call, queries, starts, max_queries)
 
 
 def _counts(queries: torch.Tensor | None, starts: torch.Tensor | None) -> int | None:
@@ -75,35 +76,57 @@ def _debug_batch(
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
     max_queries: int | None,
-) -> bool:
-    """Whether lengths or counts are wrong; also checks the visible block ids."""
+) -> None:
+    """Raise an error for wrong lengths, query counts or visible block ids."""
     visibility, states = call.layer.spec.visibility, call.launch.shape.states
     lengths, rows = call.lengths, call.q.shape[0]
     if starts is not None:
         counts = starts.diff()
-        wrong = int(starts[0]) < 0 or int(starts[-1]) > rows
+        if int(starts[0]) < 0 or int(starts[-1]) > rows:
+            got = f"{int(starts[0])}..{int(starts[-1])}"
+            raise _bad_batch(f"`starts` must be rows of `q`, from 0 to {rows}", got)
     else:
         counts = lengths if queries is None else queries
-        wrong = int(counts.sum()) != rows
+        if int(counts.sum()) != rows:
+            problem = f"The sum of `queries` must be the {rows} rows of `q`"
+            raise _bad_batch(problem, f"a sum of {int(counts.sum())}")
     room = call.tables.shape[1] * states
-    wrong |= visibility.causal and bool((counts > lengths).any())
-    wrong |= bool(((counts > 0) & (lengths < 1)).any()) or int(lengths.max()) > room
-    wrong |= max_queries is not None and int(counts.max()) > max_queries
+    if int(lengths.max()) > room:
+        problem = f"Lengths must be at most {room}, the number of tokens that a table covers"
+        raise _bad_batch(problem, f"a length of {int(lengths.max())}")
+    more = counts > lengths if visibility.causal else (counts > 0) & (lengths < 1)
+    if bool(more.any()):
+        one = int(more.nonzero()[0])
+        got = f"{int(counts[one])} queries of a sequence of {int(lengths[one])} tokens"
+        raise _bad_batch("A sequence must not have more queries than tokens", got)
+    if max_queries is not None and int(counts.max()) > max_queries:
+        problem = f"A sequence must not have more queries than `max_queries`, {max_queries}"
+        raise _bad_batch(problem, f"{int(counts.max())} queries")
     # Entries outside a window may have any value, so only visible blocks are checked.
     first = torch.arange(call.tables.shape[1], device=call.tables.device) * states
     low = visibility.first(lengths - counts)
     reached = (first > (low - states)[:, None]) | (first < visibility.sink_tokens)
     reached &= (first < lengths[:, None]) & (counts > 0)[:, None]
     checks.in_range(call.tables[reached], call.layer.kernel_blocks.size("B"))
-    return wrong
+
+
+def _bad_batch(problem: str, got: str) -> AtlasError:
+    hint = "Check `lengths` and the query counts; queries are the last tokens of a sequence"
+    return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
 
 
 def refuse_schedule(given: Schedule, split: WorkSplit, count: int) -> None:
-    """Raise an error for a schedule of another batch or split: rows would stay unwritten."""
-    if given.split != split or given.sequences != count:
-        raise AtlasError(
-            Code.BAD_TENSOR,
-            "The schedule must be made for this batch and this kind of layer",
-            got=f"{given.split} of {given.sequences} sequences for {split} of {count}",
-            hint="Pass split_of() of such a layer to schedule(), with the same max_queries",
-        )
+    """Raise an error if a schedule was computed for another batch or another split.
+
+    With such a schedule, the kernels would leave rows of the output unwritten.
+    """
+    if given.sequences != count:
+        problem = f"The schedule must be for the {count} sequences of the batch"
+        got, hint = f"a schedule for {given.sequences}", "Call schedule with this batch's lengths"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
+    if given.split != split:
+        pairs = zip(split._fields, given.split, split, strict=True)
+        problem = "The schedule must be computed for layers of this kind, with this `max_queries`"
+        got = ", ".join(f"{name}={old} instead of {new}" for name, old, new in pairs if old != new)
+        hint = "Call schedule(split_of(layer, ...), lengths, ...) with the same `max_queries`"
+        raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)

@@ -1,14 +1,15 @@
-"""Device code for sequences with few queries, similar to flash-decoding: work in equal shares.
+"""Device code for sequences with few queries: flash-decoding with equal shares of work.
 
-All tiles of all sequences form one list. Each worker takes an equal range of the list, wherever it
-begins and ends. A worker consists of one program per kv head (or per tile of its query rows), so
-that concurrent programs read adjacent bytes. If one worker processes a whole sequence, it writes
-the output. For other sequences, workers store partial results, at most two each, and `merge`
-combines them.
+The tiles of all sequences form one list, and each worker takes an equal range of it, which may
+begin and end inside a sequence. A worker consists of one program per kv head (or per tile of its
+query rows), so that concurrent programs read adjacent bytes. A worker that processes a whole
+sequence writes its output. For other sequences, workers store partial results, at most two each,
+and `merge` combines them.
 
-`decode` launches as many programs as the GPU can run at once. It is not launched early, because
-next to programs of a previous kernel its own programs would be distributed unevenly over the
-multiprocessors. `merge` is launched early, once all programs of `decode` have started.
+`decode` launches as many programs as the GPU can run at once. It is not launched early (see
+`dependent_launch_device`): while programs of the previous kernel still run, its programs would be
+distributed unevenly over the multiprocessors. `merge` is launched early, once all programs of
+`decode` have started.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def decode(
             if (tile == first) & (until == last):
                 put_output(out, softmax, scoring, start, row, valid, head, OUT, WORDS.wrap)
             else:
-                # A worker stores at most two partials: of its first and of its last sequence.
+                # A worker stores at most two partials: for its first and for its last sequence.
                 number = 2 * worker + (tile == first).to(tl.int32)
                 places = (number * TILING.programs + program) * TILING.rows
                 places += tl.arange(0, TILING.rows)
@@ -121,7 +122,7 @@ def some_states(
     softmax, queries, stretch, cache, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     WORDS: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Walk over a range of states, as words or as elements."""
+    """Update the softmax with a range of states, read as packed words or as elements."""
     if WORDS.packed:
         softmax = walk_words(
             softmax, queries, stretch, cache, scoring, SHAPE, TILING, WORDS, MASK, MASKED

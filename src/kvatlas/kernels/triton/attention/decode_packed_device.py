@@ -1,10 +1,11 @@
 """Device code of decode: few queries over many states, with elements packed in 16-bit words.
 
-States are the rows of the dot products and queries their columns: a tile needs only 8 columns,
-but at least 16 rows. Shared memory is read as matrices of 16-bit words. Loaded as words, K and V
-go directly into the registers of a dot product. There they are unpacked into their first, second,
-... elements, with one dot product for each (`packed_words_device`). Loaded as bytes, they would be
-gathered one by one, or written to shared memory a second time.
+States are the rows of the dot products and queries their columns, because a tile needs at least 16
+rows but only 8 columns. K and V are loaded as 16-bit words, so that they move from shared memory
+directly into the registers of a dot product. There, each word is unpacked into its 1, 2 or 4
+elements. One dot product is computed for the first elements of all words, one for the second, and
+so on (`packed_words_device`). Loaded as bytes, elements would have to be gathered one by one, or
+written to shared memory a second time.
 """
 
 from __future__ import annotations
@@ -42,28 +43,30 @@ from kvatlas.kernels.triton.dequantise_device import (
 CLEARED_BITS = tl.constexpr(0x21800000)
 """Bit pattern of 2**-60, a scale that is effectively 0."""
 HEADROOM = tl.constexpr(8.0)
-"""Maximum growth of weights, as a power of 2, before sums are rescaled; rare for most tiles."""
+"""Maximum growth of weights, as a power of 2, before sums are rescaled. Few tiles exceed it."""
 
 
 class ValueScales(NamedTuple):
-    """The scales of rows of V that have their own."""
+    """The scales of rows of V, for formats with a scale per row."""
 
     power: Any
     """Base-2 logarithms of the scales."""
     inverse: Any
     """Inverse scales, which remove the scales from the weights again."""
     zero: Any
-    """The code of 0, for formats with codes."""
+    """The code that represents 0, for formats with codes."""
     last: Any
-    """The last elements of rows that are read early, and their scale, as one integer."""
+    """One integer with the last elements of a row and its scale, if reads start early
+    (`PackedWords.lead`)."""
 
 
 @triton.jit
 def above_zero(scale):
-    """Replace scales of 0, which cleared blocks have, by a tiny positive one.
+    """Replace scales of 0, which cleared blocks have, by a tiny positive scale.
 
-    The logarithm of 0 would make all sums infinite. As unsigned integers, the bit patterns of
-    scales keep their order, and NaN of either sign is above all of them, so NaN is kept.
+    The logarithm of 0 would make all sums infinite. The maximum is taken over bit patterns as
+    unsigned integers: they have the same order as the scales, and NaN is above all of them, so NaN
+    is kept.
     """
     bits = scale.to(tl.uint32, bitcast=True)
     return tl.maximum(bits, CLEARED_BITS).to(tl.float32, bitcast=True)
@@ -92,10 +95,11 @@ def eights(tile):
 
 @triton.jit
 def grows(logits, top):
-    """Whether a logit exceeds its query's maximum by so much that sums must be rescaled.
+    """Whether any logit exceeds its query's maximum by more than `HEADROOM`.
 
-    Each thread checks its own logits. The integer maximum of a warp is one instruction; the
-    maximum of each query would need an exchange between threads for every tile.
+    Each thread checks its own logits, and the results are combined by an integer maximum, which is
+    one instruction per warp. Computing each query's new maximum for every tile would need more
+    exchange between threads.
     """
     highest = tl.max(eights(logits), 0)
     above = (highest > (top + HEADROOM)[None, :]).to(tl.int32)
@@ -106,7 +110,8 @@ def grows(logits, top):
 def word_offsets(steps, states, UNIT: tl.constexpr, STEP: tl.constexpr):
     """Return `row_offsets` of a tile's rows of K, with `STEP` units between states.
 
-    A `STEP` of 0 uses `steps`. Multiples of a constant become part of the load instructions.
+    If `STEP` is 0, the stride is taken from `steps`. A constant stride becomes part of the load
+    instructions.
     """
     if STEP == 0:
         return row_offsets(steps, states, UNIT)
@@ -120,7 +125,7 @@ def word_offsets(steps, states, UNIT: tl.constexpr, STEP: tl.constexpr):
 def scale_word(buffer, steps, states, rows, GAP: tl.constexpr, UNIT: tl.constexpr):
     """Load a 4-byte scale for each state, `GAP` bytes after its row of K.
 
-    A `GAP` of 0 uses `steps`. `rows` point at rows of K, as 2-byte words.
+    If `GAP` is 0, the addresses come from `steps`. `rows` are pointers to 2-byte words: rows of K.
     """
     if GAP:
         return tl.load((rows + GAP // 2).to(tl.pointer_type(tl.int32)))
@@ -137,7 +142,7 @@ def first_of(tile, SIZE: tl.constexpr):
 
 @triton.jit
 def two_pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.constexpr):
-    """Load the blocks of a tile; if there are two, as scalars that all threads share."""
+    """Load the block ids of a tile. If the tile covers two blocks, return them as two scalars."""
     if FIT == "pages in tile" and TILE == 2 * STATES:
         page = pages(stretch, begin, STATES, STATES, "tile in page")
         after = pages(stretch, begin + STATES, STATES, STATES, "tile in page")
@@ -185,7 +190,10 @@ def scored(k, columns, sums, cache, states, k_rows, scale, SHAPE: tl.constexpr, 
 def value_scales(
     cache, states, k_rows, v_rows, V: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load the scales of rows of V; rows start `v_rows` words into the pool, K's at `k_rows`."""
+    """Load the scales of a tile's rows of V.
+
+    `v_rows` are offsets of rows of V in the pool, in words. `k_rows` are pointers to rows of K.
+    """
     LEAD: tl.constexpr = WORDS.lead
     COUNT: tl.constexpr = 16 // V.bits
     last = v_rows
@@ -221,10 +229,11 @@ def walk_words(
     softmax, queries, stretch, cache, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     WORDS: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Walk over states like `walk`, for rows of K and V that are `WORDS.delta` bytes apart.
+    """Walk over states like `walk`, for rows of V that start `WORDS.delta` bytes after K's.
 
-    With `WORDS.lead`, reads of V start that many bytes early, in pieces as wide as those of K. Its
-    last elements are loaded as a separate tile and replace the first ones.
+    If `WORDS.lead` is not 0, reads of V start that many bytes before the row, so that they are as
+    wide as reads of K. The row's last elements are then loaded as a separate tile, and take the
+    columns of the bytes before the row.
     """
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v

@@ -1,6 +1,6 @@
 """Device code that unpacks codes of K and V on Hopper: 32-bit words, row by row.
 
-Elements keep their order, because the result is multiplied in this order in shared memory.
+Elements keep their order, because matrix products read them from shared memory in this order.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _E4M3_BF16 = gl.constexpr("""
 
 
 def _codes(one: int, minus: int, kind: str) -> str:
-    """Return PTX that converts the eight codes of a word, minus a given number.
+    """Return PTX that converts the eight codes of a word and subtracts operand $5 from each.
 
-    `one` is the upper byte of a number whose lowest bits count in ones. `minus` holds the bits of
-    -1.
+    `one` is the upper byte of a 16-bit float whose lowest mantissa bit is worth 1. `minus` holds
+    the bits of -1.
     """
     ones = f"0x{one * 0x01010101:08X}"
     parts = "".join(
@@ -59,9 +59,9 @@ def _codes(one: int, minus: int, kind: str) -> str:
 
 
 _CODES_F16 = gl.constexpr(_codes(0x64, 0xBC00, "f16x2"))
-"""Codes as float16, offset by 1024."""
+"""The PTX for float16. A code is read as 1024 + code, so operand $5 must include 1024."""
 _CODES_BF16 = gl.constexpr(_codes(0x43, 0xBF80, "bf16x2"))
-"""Codes as bfloat16, offset by 128."""
+"""The PTX for bfloat16. A code is read as 128 + code, so operand $5 must include 128."""
 _NVFP4 = gl.constexpr("""
     {
         .reg .b32 low, high, part, first, last;
@@ -84,8 +84,8 @@ _NVFP4 = gl.constexpr("""
         mul.f16x2 $3, $3, $5;
     }
 """)
-"""The sign and the other three bits of a code form the upper byte of a float16 that is 2**14 times
-too small."""
+"""Converts the eight e2m1 codes of a word and multiplies them by operand $5. The sign and the other
+three bits of a code form the upper byte of a float16 that is 2**14 times too small."""
 _TWICE = gl.constexpr("""
     {
         .reg .b16 code, first, second;
@@ -121,7 +121,7 @@ def eights_of(words, with_each, CODE: gl.constexpr):
 
 @gluon.jit
 def bytes_apart(words, ELEMENT: gl.constexpr, DOT: gl.constexpr):
-    """Unpack words of four int8 or e4m3 to the type of a dot product."""
+    """Unpack words of four int8 or e4m3 elements to `DOT`, the operand type of dot products."""
     if ELEMENT == gl.int8 and DOT == gl.float16:
         return pairs_of(words, FOUR_BYTES)
     if ELEMENT == gl.int8:
@@ -133,7 +133,7 @@ def bytes_apart(words, ELEMENT: gl.constexpr, DOT: gl.constexpr):
 
 @gluon.jit
 def int4_apart(words, zeros, DOT: gl.constexpr):
-    """Unpack words of eight codes, minus their row's zero point, to the type of a dot product."""
+    """Unpack words of eight codes to `DOT`, and subtract the zero point of their row."""
     zeros = (zeros + (0x6400 if DOT == gl.float16 else 0x4300)) * 0x10001
     zeros = gl.expand_dims(zeros, 1) + words * 0
     if DOT == gl.float16:
@@ -143,7 +143,7 @@ def int4_apart(words, zeros, DOT: gl.constexpr):
 
 @gluon.jit
 def nvfp4_apart(words, steps):
-    """Unpack words of eight e2m1, times the step of their block, as float16 times 2**-14."""
+    """Unpack words of eight e2m1 codes, times their block's scale, as float16 times 2**-14."""
     steps = gl.inline_asm_elementwise(
         _TWICE, "=r,r", [steps.to(gl.int32)], dtype=gl.int32, is_pure=True, pack=1
     )

@@ -1,7 +1,7 @@
 """Device code of prefill on Hopper, in Gluon, with asynchronous loads and matrix products.
 
 It computes the same as `prefill` and takes the same arguments, for rows of 128 elements of 16, 8
-and 4 bits and 128 query rows per program. `hopper_prefill_groups_device` describes the warp groups
+or 4 bits and 128 query rows per program. `hopper_prefill_groups_device` describes the warp groups
 that share the work.
 """
 
@@ -29,19 +29,19 @@ from kvatlas.kernels.triton.attention.hopper_prefill_load_device import load_key
 from kvatlas.kernels.triton.attention.latent_groups_device import LOWEST, barrier
 
 ROWS = gl.constexpr(64)
-"""Query rows per group."""
+"""Query rows per MMA warp group."""
 
 
 @gluon.jit
 def row_offsets(rows, work, row, GROUP: gl.constexpr):
-    """Return the elements from a batch's start to rows (token, head) of the work's sequence."""
+    """Return the offsets of rows (token, head) of the work's sequence in a batch, in elements."""
     token = (work.start + row // GROUP).to(gl.int64)
     return token * rows.token + (work.head * GROUP + row % GROUP).to(gl.int64) * rows.head
 
 
 @gluon.jit
 def load_queries(q, work, row, room, WHO: gl.constexpr, GROUP: gl.constexpr):
-    """Load a group's query rows into shared memory; rows past the last repeat the last one."""
+    """Load a warp group's query rows into shared memory; rows past the end repeat the last row."""
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     DIM: gl.constexpr = room.query.shape[2]
     to = room.query.index(WHO)
@@ -64,7 +64,7 @@ def wait_for(there, tiles):
 
 @gluon.jit
 def begin_logits(room, tiles, WHO: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start the products of a group's queries and the keys of tile number `tiles`."""
+    """Start the products of a warp group's queries and the keys of tile number `tiles`."""
     STAGES: gl.constexpr = room.k.shape[0]
     TILE: gl.constexpr = room.k.shape[1]
     logits = gl.zeros([ROWS, TILE], gl.float32, layout=LAYOUT)
@@ -76,7 +76,7 @@ def begin_logits(room, tiles, WHO: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def begin_values(acc, weights, room, tiles):
-    """Start to add the products of weights and the values of tile number `tiles`."""
+    """Start to add the products of weights and the values of tile number `tiles` to `acc`."""
     STAGES: gl.constexpr = room.v.shape[0]
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     weights = gl.convert_layout(weights.to(room.v.dtype), WEIGHTS)
@@ -85,7 +85,7 @@ def begin_values(acc, weights, room, tiles):
 
 @gluon.jit
 def release(free, tiles):
-    """Release the buffer of tile number `tiles` on behalf of this group."""
+    """Signal that this warp group no longer needs the buffer of tile number `tiles`."""
     STAGES: gl.constexpr = free.shape[0]
     barrier()
     mbarrier.arrive(free.index(tiles % STAGES), count=1)
@@ -93,9 +93,9 @@ def release(free, tiles):
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr):
-    """Return the weights of a tile's states, and the maximum that they are relative to.
+    """Return the weights of a tile's states, and each row's running maximum.
 
-    `scale` must be positive. The weights are multiplied by 2**LIFT.
+    The weights are 2**(scale * logit - maximum + LIFT). `scale` must be positive.
     """
     TILE: gl.constexpr = logits.shape[1]
     position, earliest = seen
@@ -121,7 +121,7 @@ def multiply(
     q, out, batch, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Run a multiplying group: process each piece of work from its last tile to its first."""
+    """Run an MMA warp group: process each piece of work from its last tile to its first."""
     DIM: gl.constexpr = SHAPE.out.width
     OUT: gl.constexpr = SHAPE.out
     GROUP: gl.constexpr = OUT.group
@@ -133,7 +133,7 @@ def multiply(
     V_FACTORS: gl.constexpr = has_factors(SHAPE.v.kind)
     K_LIFT: gl.constexpr = lift_of(SHAPE.k.kind)
     V_LIFT: gl.constexpr = lift_of(SHAPE.v.kind)
-    # If V is read from the scale before it, its factors arrive with it, and weights wait for them.
+    # With a lead, the scales of V are loaded with V instead of K, so weights must wait for V.
     V_FIRST: gl.constexpr = TILING.lead > 0
     WRAP: gl.constexpr = TILING.lead * 8 // SHAPE.v.bits
     scale = scoring.scale * 2.0**K_LIFT
@@ -206,7 +206,7 @@ def multiply(
 
 @gluon.jit
 def put_zeros(out, work, first, OUT: gl.constexpr):
-    """Write zeros for a group's rows whose sequence has no states (padding of the batch)."""
+    """Write zeros to a warp group's rows of a sequence without states (padding of the batch)."""
     DIM: gl.constexpr = OUT.width  # Triton 3.6 requires shapes to be constexprs.
     STORES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORES))
@@ -218,7 +218,10 @@ def put_zeros(out, work, first, OUT: gl.constexpr):
 
 @gluon.jit
 def put_rows(out, acc, total, work, first, scoring, OUT: gl.constexpr, WRAP: gl.constexpr):
-    """Write a group's rows of the output; their last `WRAP` elements come first in the sums."""
+    """Write a warp group's rows of the output.
+
+    The first `WRAP` elements of a row in `acc` are the last elements of the output row.
+    """
     DIM: gl.constexpr = OUT.width
     GROUP: gl.constexpr = OUT.group
     WIDE: gl.constexpr = WRAP if WRAP else 8
@@ -239,7 +242,7 @@ def put_rows(out, acc, total, work, first, scoring, OUT: gl.constexpr, WRAP: gl.
 
 @gluon.jit
 def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """Compute prefill. Rows are (query, head of the group); the longest walks come first."""
+    """Compute prefill. Rows are (query, query head of a kv head); the longest walks come first."""
     DIM: gl.constexpr = SHAPE.out.width
     STAGES: gl.constexpr = TILING.stages
     FACTORS: gl.constexpr = TILING.tile if has_factors(SHAPE.k.kind) else 1

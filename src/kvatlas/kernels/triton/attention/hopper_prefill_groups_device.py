@@ -1,13 +1,13 @@
 """Device code shared by the warp groups of prefill on Hopper: their work and their signals.
 
-| group | task |
+| warp group | task |
 |---|---|
-| two that multiply | each has 64 of a program's 128 query rows, and computes their softmax |
-| one that loads | loads tiles of K and V as soon as both groups have released the previous ones |
+| two MMA groups | each computes 64 of a program's 128 query rows: products and softmax |
+| one load group | loads tiles of K and V once both MMA groups have released the buffer |
 
-While one group computes its softmax, the products of the other run. The groups take turns in
-starting products: the keys of one tile and the values of the previous one. This is the ping-pong
-schedule of FlashAttention-3.
+While one MMA group computes its softmax, the matrix products of the other run. The groups take
+turns: each starts the product with the keys of one tile and the product with the values of the
+previous tile. This is the ping-pong schedule of FlashAttention-3.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from kvatlas.kernels.triton.attention.latent_groups_device import THREADS, barri
 
 
 class PrefillRoom(NamedTuple):
-    """Shared memory: the query rows of each group, and tiles of K and V in stages."""
+    """Shared memory: the query rows of each MMA group, and buffers for tiles of K and V."""
 
     query: Any
     k: Any
     v: Any
     k_factors: Any
-    """Factors of the logits of a tile's states. These and the factors of weights (`v_factors`)
-    have twice as many stages as tiles, because they are needed longer than the keys. Both arrive
-    with K, or those of V arrive with V."""
+    """The scales of K, one per state of a tile, which logits are multiplied by. These and the
+    scales of V (`v_factors`) have twice as many buffers as tiles, because they are needed longer
+    than the keys. Scales of V are loaded with K, or with V if `Tiling.lead` is not 0."""
     v_factors: Any
 
 
 class PrefillSignals(NamedTuple):
-    """Barriers in shared memory, one per stage, or one per multiplying group."""
+    """Barriers in shared memory, one per tile buffer, or one per MMA group (`turn`)."""
 
     there_k: Any
     there_v: Any
     free_k: Any
     free_v: Any
     turn: Any
-    """Signals that a group may start products."""
+    """Signals that an MMA group may start its products."""
 
 
 class Work(NamedTuple):
-    """A tile of query rows (heads of some tokens of a sequence), and the states it sees."""
+    """A tile of query rows, which are (token, head) pairs of one sequence, and its states."""
 
     sequence: Any
     head: Any
     start: Any
     """The sequence's first query in the batch."""
     rows: Any
-    """Rows of the sequence; 0 if there is no work."""
+    """Number of query rows of the sequence; 0 if there is no work."""
     row: Any
     """The tile's first row in the sequence."""
     before: Any
@@ -71,10 +71,11 @@ def has_factors(kind):
 
 @gluon.constexpr_function
 def loading_warps(kind, element, halves):
-    """Return the warps of the loading group: eight if four have too few registers, else four.
+    """Return the number of warps of the load group, four or eight.
 
-    Four are too few if whole tiles of e4m3 wait in registers to become bfloat16 (half tiles fit).
-    In all other cases eight were slower, because they compete with the multiplying warps.
+    Four warps have too few registers for a whole tile of e4m3 that waits to be converted to
+    bfloat16; half a tile fits. In all other cases eight warps were slower, because they compete
+    with the MMA groups.
     """
     return 8 if kind == "scaled" and element == gl.float8e4nv and not halves else 4
 
@@ -93,7 +94,7 @@ def lift_of(kind):
 
 @gluon.jit
 def prefill_signals(STAGES: gl.constexpr):
-    """Create the barriers for the groups of a program."""
+    """Create the barriers for the warp groups of a program."""
     return PrefillSignals(
         barriers(STAGES, THREADS), barriers(STAGES, THREADS), barriers(STAGES, 2),
         barriers(STAGES, 2), barriers(2, 1),
@@ -102,7 +103,7 @@ def prefill_signals(STAGES: gl.constexpr):
 
 @gluon.jit
 def rounds_of(batch, TILING: gl.constexpr):
-    """Return an upper bound of the pieces of work per program."""
+    """Return the maximum number of pieces of work per program."""
     ends = batch.ends + 2 * (batch.sequences + 1)
     units = gl.load(ends + batch.sequences)
     return gl.cdiv(units * TILING.programs, gl.num_programs(0))
@@ -110,7 +111,10 @@ def rounds_of(batch, TILING: gl.constexpr):
 
 @gluon.jit
 def find(ends, count, wanted):
-    """Return the sequence that contains unit number `wanted`; `ends` starts with 0."""
+    """Return the sequence that contains tile number `wanted`, by binary search.
+
+    `ends` holds 0, then the number of the tile after the last of each sequence.
+    """
     low = 0
     high = count
     while low < high:
@@ -126,7 +130,7 @@ def find(ends, count, wanted):
 def work_of(batch, turn, SHAPE: gl.constexpr, TILING: gl.constexpr):
     """Return a program's piece of work number `turn`; the longest walks come first.
 
-    Programs alternate between ascending and descending order, which balances their work.
+    In every second round, programs take pieces in reverse order, which balances their work.
     """
     GROUP: gl.constexpr = SHAPE.out.group
     TILE: gl.constexpr = TILING.tile

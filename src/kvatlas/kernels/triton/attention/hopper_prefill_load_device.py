@@ -1,9 +1,9 @@
 """Device code of the warp group that loads tiles of K and V on Hopper, from any page layout.
 
 16-bit rows are copied to shared memory unchanged, by asynchronous copies that signal completion.
-Other rows are prefetched into registers and unpacked from there; the remaining factors per state
-are stored with the tile of K. Rows with adjacent scales are loaded separately, in
-`hopper_prefill_scaled_device`.
+Other rows are prefetched into registers and unpacked from there into shared memory. Scales per
+state are stored in shared memory together with the tile of K. Rows whose scale is adjacent to the
+row are loaded by `hopper_prefill_scaled_device`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def loads_of(wide, count, bits, tile, warps):
     """Return the layout in which threads load the words of rows that are unpacked.
 
     Each thread loads `wide` words at a time, and stores them as 16-bit elements. Four threads
-    share a row; eight if 8-bit elements are loaded in small pieces, because a warp needs one cache
-    access per row that it loads. The rows of a warp are ordered so that threads that store at the
-    same time use different banks.
+    share a row. If 8-bit elements are loaded in small pieces, eight threads share a row, because
+    a warp needs one cache access for each row that it loads. The rows of a warp are ordered so
+    that threads that store at the same time use different banks.
     """
     lanes = 8 if bits == 8 and wide < 4 else 4
     across = lanes * wide
@@ -65,14 +65,14 @@ def states_of(begin, work, TILE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def starts_of(steps, table, states, head, STATES: gl.constexpr, UNIT: gl.constexpr):
-    """Return where rows of states start, in elements from the pool's start."""
+    """Return the offsets of the rows of states in the pool, in elements."""
     rows = row_starts(steps, gl.load(table + states // STATES), states % STATES, UNIT)
     return rows + head.to(gl.int64) * steps.head * UNIT
 
 
 @gluon.jit
 def copy_rows(side, elements, pages, places, head, to, there, FORMAT: gl.constexpr):
-    """Start to copy a tile's rows of K or V unchanged."""
+    """Start an asynchronous copy of a tile's rows of K or V to shared memory, unchanged."""
     LOADS: gl.constexpr = pages.type.layout.parent
     rows = row_starts(side.rows, pages, places, FORMAT.unit)
     rows += head.to(gl.int64) * side.rows.head * FORMAT.unit
@@ -82,7 +82,7 @@ def copy_rows(side, elements, pages, places, head, to, there, FORMAT: gl.constex
 
 @gluon.jit
 def copy_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
-    """Copy the tiles of a piece of work unchanged, the last tile first."""
+    """Copy the tiles of a piece of work to shared memory unchanged, the last tile first."""
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LOADS)
     K: gl.constexpr = SHAPE.k
@@ -114,7 +114,7 @@ def copy_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
 @gluon.jit
 def load_apart(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                FORMAT: gl.constexpr):  # fmt: skip
-    """Load the words of a tile's rows of K or V, and the data needed to unpack them."""
+    """Load the words of a tile's rows of K or V, and the zero points or scales to unpack them."""
     UNIT: gl.constexpr = FORMAT.unit // 4
     COUNT: gl.constexpr = FORMAT.dim * FORMAT.bits // 32
     WIDE: gl.constexpr = min(UNIT, 4)
@@ -152,7 +152,7 @@ def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
 @gluon.jit
 def load_factors(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                  FORMAT: gl.constexpr):  # fmt: skip
-    """Load the remaining factor of each state of a tile."""
+    """Load the scale of each state of a tile, which unpacking does not apply."""
     WARPS: gl.constexpr = loading_warps(FORMAT.kind, FORMAT.element, False)
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     states = states_of(begin, work, TILE, EACH)
@@ -209,7 +209,7 @@ def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr)
 
 @gluon.jit
 def load_keys_and_values(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """Run the loading group: load the tiles of each piece of work."""
+    """Run the load group: load the tiles of each piece of work."""
     tiles = 0
     for turn in range(rounds_of(batch, TILING)):
         work = work_of(batch, turn, SHAPE, TILING)

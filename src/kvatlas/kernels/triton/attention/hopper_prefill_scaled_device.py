@@ -1,9 +1,9 @@
-"""Device code that loads tiles of 8-bit rows with their own scales, for prefill on Hopper.
+"""Device code that loads tiles of 8-bit rows with a scale per row, for prefill on Hopper.
 
-A row of K and V is 264 bytes: 128 of K, a scale, 128 of V, a scale. K is aligned to 8 bytes and V
-only to 4, so V is read from the preceding scale on, in pieces as wide as those of K. The next
-piece contains the last four elements of V and V's scale. These four elements replace the scale in
-front, so rows of V are rotated by four elements until the output is stored.
+A state is 264 bytes: 128 of K, K's scale, 128 of V, V's scale. K is aligned to 8 bytes and V only
+to 4. To load V in 8-byte pieces like K, loads start four bytes early, at K's scale. The last piece
+then contains the last four elements of V and V's scale. These four elements overwrite K's scale in
+the first columns, so rows of V are rotated by four elements until the output is stored.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvatlas.kernels.triton.attention.latent_load_device import announce, row_st
 
 @gluon.constexpr_function
 def pairs_of_rows(count, rows, each):
-    """Return the layout in which threads load `count` words per row in pairs; eight share a row.
+    """Return the layout in which threads load rows of `count` words, two words at a time.
 
-    A thread has `each` adjacent rows, so that they are in one page if the page size is a multiple
-    of `each`.
+    Eight threads share a row, and a thread loads parts of `each` adjacent rows. These are in one
+    page if the page size is a multiple of `each`.
     """
     return gl.DistributedLinearLayout(
         [[0, 1], *([0, n] for n in powers(16, count)), *([n, 0] for n in powers(1, each))],
@@ -33,7 +33,10 @@ def pairs_of_rows(count, rows, each):
 
 @gluon.constexpr_function
 def runs_of_rows(run, rows, each):
-    """Return the layout of `pairs_of_rows`' rows as runs of adjacent rows in one page."""
+    """Return the layout [runs, rows of a run] that matches `pairs_of_rows`.
+
+    A run is `run` adjacent rows in one page.
+    """
     return gl.DistributedLinearLayout(
         [[n // run, n % run] for n in powers(1, each)],
         [[0, 0], [0, 0], [0, 0], [each // run, 0], [2 * each // run, 0]],
@@ -58,9 +61,10 @@ def load_pages(table, begin, work, STATES: gl.constexpr, RUNS: gl.constexpr):
 @gluon.jit
 def load_rows(cache, steps, pages, begin, work, SHAPE: gl.constexpr, UNIT: gl.constexpr,
               LOADS: gl.constexpr, BEHIND: gl.constexpr):  # fmt: skip
-    """Load the words of half a tile's rows at `steps`, and one `BEHIND` value after each row.
+    """Load half a tile's rows as words, and the value of type `BEHIND` that follows each row.
 
-    Steps count `UNIT` pairs of words. `pages` holds the page of each run.
+    `steps` are the strides of the rows, in units of `UNIT` pairs of words. `pages` holds the page
+    of each run.
     """
     RUNS: gl.constexpr = pages.type.layout.parent
     RUN: gl.constexpr = RUNS.shape[1]
@@ -90,7 +94,7 @@ def load_k(cache, pages, begin, work, SHAPE: gl.constexpr, LOADS: gl.constexpr):
 
 @gluon.jit
 def load_v(cache, pages, begin, work, SHAPE: gl.constexpr, LOADS: gl.constexpr):
-    """Load rows of V from K's scale on, each with V's last word and scale, which follow."""
+    """Load K's scale and all but the last word of each row of V, then that word and V's scale."""
     UNIT: gl.constexpr = SHAPE.k.scale_unit // 2
     return load_rows(cache, cache.k.scales, pages, begin, work, SHAPE, UNIT, LOADS, gl.int64)
 
@@ -105,7 +109,7 @@ def put_k(loaded, to, factors, SHAPE: gl.constexpr):
 
 @gluon.jit
 def put_v(loaded, to, factors, SHAPE: gl.constexpr):
-    """Store rows of V and their scales in shared memory; the last word of a row comes first."""
+    """Store rows of V and their scales in shared memory, with the last word of a row first."""
     words, behind = loaded
     columns = gl.arange(0, words.shape[1], layout=gl.SliceLayout(0, words.type.layout))
     words = gl.where((columns == 0)[None, :], behind.to(gl.int32)[:, None], words)
@@ -115,10 +119,10 @@ def put_v(loaded, to, factors, SHAPE: gl.constexpr):
 
 @gluon.jit
 def convert_halves(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
-    """Load and unpack the tiles of a piece of work in halves, the last tile first.
+    """Load and unpack the tiles of a piece of work, the last tile first, in half tiles.
 
-    Halves of K are loaded while those of V are unpacked, and vice versa, so that registers hold
-    two halves at a time. A whole tile of each would not fit.
+    Halves of K are loaded while those of V are unpacked, and vice versa. Registers then hold two
+    halves at a time; whole tiles of K and V would not fit.
     """
     STAGES: gl.constexpr = room.k.shape[0]
     TILE: gl.constexpr = room.k.shape[1]

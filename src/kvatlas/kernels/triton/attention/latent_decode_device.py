@@ -2,8 +2,8 @@
 
 It computes the same as `decode` and takes the same arguments, for latents of 512 + 64 elements and
 64 query rows per program. `latent_groups_device` describes the warp groups that share the work.
-Sums of 64 x 256 fill half of a group's registers. Weights overwrite the tile's rotary part, which
-is no longer needed by then; shared memory has no space for both.
+An MMA group's sums, 64 x 256, fill half of its registers. Shared memory has no space for a tile's
+weights, so they overwrite the tile's rotary part, which is no longer needed by then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LOGITS: gl.constexpr):
-    """Start the products of queries and the keys of a group's tile as its halves arrive."""
+    """Start the products of queries and keys of an MMA group's tile, each half when it arrives."""
     latents = room.latents.index(WHO + zero)
     query = room.query.index(zero)
     query_rope = room.query_rope.index(zero)
@@ -63,18 +63,19 @@ def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LOGITS: gl.const
 
 @gluon.jit
 def has_grown(room, OF: gl.constexpr):
-    """Whether any row's maximum has grown too far for its sums, over all warps."""
+    """Whether a row's maximum grew by more than `GROWTH` in any warp, so sums must be rescaled."""
     EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     return gl.max(room.growth.index(OF).load(EACH), 0) > GROWTH
 
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale, room, WHO: gl.constexpr):
-    """Return the weights of a tile's states, and the row maxima that they are relative to.
+    """Return the weights of a tile's states, 2**(scale * logit - maximum), and the row maxima.
 
     A row's maximum is updated only if it grew by more than `GROWTH`. `scale` must be positive.
-    Only the last tiles have states that some query does not see. No warp waits for the maxima of
-    another: the growth is read later.
+    Only tiles with states after the first query's position, or past the end, are masked. Each
+    warp stores its growth in shared memory, where both MMA groups read it later, so no warp waits
+    here for another's maxima.
     """
     limit, least = seen
     if begin + TILE > least:
@@ -98,7 +99,7 @@ def scaled_down(acc, total, top, higher):
 
 @gluon.jit
 def publish(rated, top, room, signals, WHO: gl.constexpr):
-    """Share a tile's weights, and the maxima they are relative to, with both groups."""
+    """Write a tile's weights and row maxima to shared memory, and signal both MMA groups."""
     room.weights.index(WHO).store(rated.to(room.weights.dtype))
     room.tops.index(WHO).store(top)
     fence_async_shared()
@@ -108,14 +109,14 @@ def publish(rated, top, room, signals, WHO: gl.constexpr):
 
 @gluon.jit
 def begin_values(acc, room, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the products of a tile's weights and a group's half of its values."""
+    """Start to add the products of a tile's weights and an MMA group's half of the values."""
     values = room.latents.index(OF).slice(WHO * HALF, HALF, dim=1)
     return warpgroup_mma(room.weights.index(OF), values, acc, is_async=True)
 
 
 @gluon.jit
 def add_values(acc, total, top, room, signals, phase, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the values of the other group's tile."""
+    """Start to add the values of the other MMA group's tile, after rescaling sums if needed."""
     mbarrier.wait(signals.weighed.index(OF), phase)
     if has_grown(room, OF):
         higher = room.tops.index(OF).load(top.type.layout)
@@ -129,7 +130,7 @@ def multiply(
     q, out, batch, partials, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Run a multiplying group: compute the logits of its tiles and the sums of its columns."""
+    """Run an MMA warp group: compute the logits of its tiles and the sums of its columns."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     GROUP: gl.constexpr = SHAPE.out.group
@@ -164,7 +165,7 @@ def multiply(
                 phase = pairs & 1
                 if WHO == 1:
                     mbarrier.wait(signals.turn.index(0), phase)
-                zero = n >> 31  # Hides a constant 0: compilers would keep descriptors and spill.
+                zero = n >> 31  # Always 0, but the compiler cannot tell; else it spills.
                 logits = begin_logits(room, signals, phase, zero, WHO, LOGITS)
                 if WHO == 0:
                     mbarrier.arrive(signals.turn.index(0), count=1)
@@ -209,7 +210,7 @@ def put(
     out, partials, scoring, softmax, where, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Write the output of a sequence that the worker processed entirely, else its partials."""
+    """Write the output if the worker processed the whole sequence, else its partial result."""
     acc, top, total = softmax
     start, count, begun, ended = where
     GROUP: gl.constexpr = SHAPE.out.group

@@ -1,8 +1,8 @@
 """Device code of MLA decode on Hopper for few query rows, which is limited by memory bandwidth.
 
-Like `latent_decode_device`, with the same warp groups, but both products are transposed: states
-are the rows of the logits, and latent columns are the rows of the sums. The matrix units need 64
-rows, but accept as few as 8 columns.
+It has the same warp groups as `latent_decode_device`, but both products are transposed: the rows
+of the logits are states, and the rows of the sums are latent columns. The reason is that a matrix
+instruction needs 64 rows, but accepts as few as 8 columns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvatlas.kernels.triton.attention.latent_load_device import load_tiles
 
 @gluon.jit
 def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start the products of the keys of a group's tile and queries as its halves arrive."""
+    """Start the products of keys of an MMA group's tile and queries, each half when it arrives."""
     ROWS: gl.constexpr = room.query.shape[1]
     latents = room.latents.index(WHO + zero)
     query = room.query.index(zero)
@@ -57,10 +57,10 @@ def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LAYOUT: gl.const
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale):
-    """Return weights of a tile's states, the row maxima they are relative to, and the growth.
+    """Return the weights of a tile's states, each query's maximum, and the largest growth.
 
-    A row's maximum is updated only if it grew by more than `GROWTH`. The growth is the largest of
-    any row. `scale` must be positive.
+    Weights are 2**(scale * logit - maximum). A query's maximum is updated only if it grew by more
+    than `GROWTH`. The returned growth is the largest of all queries. `scale` must be positive.
     """
     limit, least = seen
     if begin + TILE > least:
@@ -81,7 +81,7 @@ def scaled_down(acc, parts, top, higher):
 
 @gluon.jit
 def publish(rated, top, growth, room, signals, WHO: gl.constexpr):
-    """Share a tile's weights, and the maxima they are relative to, with both groups."""
+    """Write a tile's weights and maxima to shared memory, and signal both MMA groups."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     room.weights.index(WHO).store(rated.to(room.weights.dtype))
     room.tops.index(WHO).store(top)
@@ -93,14 +93,14 @@ def publish(rated, top, growth, room, signals, WHO: gl.constexpr):
 
 @gluon.jit
 def begin_values(acc, room, zero, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the products of a group's half of a tile's values and the weights."""
+    """Start to add the products of an MMA group's half of a tile's values and the weights."""
     values = room.latents.index(OF + zero).slice(WHO * HALF, HALF, dim=1).permute((1, 0))
     return warpgroup_mma(values, room.weights.index(OF + zero), acc, is_async=True)
 
 
 @gluon.jit
 def add_values(acc, parts, top, room, signals, turns, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the values of the other group's tile."""
+    """Start to add the values of the other MMA group's tile, after rescaling sums if needed."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     phase, zero = turns
     mbarrier.wait(signals.weighed.index(OF), phase)
@@ -116,7 +116,7 @@ def multiply_few(
     q, out, batch, partials, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Run a multiplying group: compute the logits of its tiles and the sums of its columns."""
+    """Run an MMA warp group: compute the logits of its tiles and the sums of its columns."""
     ROWS: gl.constexpr = TILING.rows
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     GROUP: gl.constexpr = SHAPE.out.group
@@ -148,7 +148,7 @@ def multiply_few(
             mbarrier.wait(signals.ready.index(0), turn & 1)
             for n in range(begin, end, 2 * TILE):
                 phase = pairs & 1
-                zero = n >> 31  # Hides a constant 0: compilers would keep descriptors and spill.
+                zero = n >> 31  # Always 0, but the compiler cannot tell; else it spills.
                 logits = begin_logits(room, signals, phase, zero, WHO, LAYOUT)
                 if WHO == 1:
                     acc, parts, top = add_values(
@@ -196,7 +196,7 @@ def put(
     out, partials, scoring, softmax, where, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Write the output of a sequence that the worker processed entirely, else its partials."""
+    """Write the output if the worker processed the whole sequence, else its partial result."""
     acc, top, total = softmax
     start, count, begun, ended = where
     GROUP: gl.constexpr = SHAPE.out.group

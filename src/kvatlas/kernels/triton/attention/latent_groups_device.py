@@ -1,14 +1,14 @@
 """Device code shared by the MLA kernels on Hopper: three warp groups and their signals.
 
-| group | task |
+| warp group | task |
 |---|---|
-| two that multiply | each has the logits of every other tile, and 256 of the sums' 512 columns |
-| one that loads | loads the next half tile as soon as the group that used it has released it |
+| two MMA groups | each computes the logits of every other tile, and 256 of the sums' 512 columns |
+| one load group | loads a half tile once the MMA group that used the buffer has released it |
 
-Shared memory holds the queries and two tiles. While one group computes the softmax of its tile,
-the products of the other run, and each group adds the values of both tiles to its columns.
-Weights, and the maxima that they are relative to, pass to the other group through shared memory.
-This is the schedule of FlashMLA.
+Shared memory holds the queries and two tiles. While one MMA group computes the softmax of its tile,
+the products of the other run. Each MMA group adds the values of both tiles to its columns, so it
+passes the weights and maxima of its tile to the other through shared memory. This is the schedule
+of FlashMLA.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ GROWTH = gl.constexpr(8.0)
 """Maximum growth of a weight, as a power of two, before sums are scaled down."""
 LATENT = gl.constexpr(512)
 HALF = gl.constexpr(256)
-"""Columns of the sums per group."""
+"""Columns of the sums per MMA group: half of the latent."""
 ROPE = gl.constexpr(64)
 TILE = gl.constexpr(64)
 THREADS = gl.constexpr(128)
-"""Threads per group."""
+"""Threads per warp group."""
 AT_ONCE = gl.constexpr(512)
-"""Number of sequences whose ends are loaded together."""
+"""Number of sequences whose tile ends are loaded together."""
 
 
 class Room(NamedTuple):
-    """Shared memory. An index of two tiles selects the group that computes their logits."""
+    """Shared memory. The first index of a buffer for two tiles is the MMA group of the tile."""
 
     query: Any
     query_rope: Any
@@ -47,26 +47,27 @@ class Room(NamedTuple):
     weights: Any
     """Weights of a tile's states; may overwrite the tile's rotary part."""
     tops: Any
-    """Maxima that a tile's weights are relative to."""
+    """Row maxima that were subtracted from a tile's logits."""
     totals: Any
-    """Final sums of the weights of each group."""
+    """Final sums of the weights of each MMA group."""
     growth: Any
-    """Growth of the maxima with a tile, per warp."""
+    """The largest growth of a row maximum by a tile, per warp."""
 
 
 class Signals(NamedTuple):
-    """Barriers in shared memory, for each of two tiles or groups."""
+    """Barriers in shared memory, one or two for each tile or MMA group."""
 
     there: Any
-    """A left or right half is loaded; index 2 * tile + half."""
+    """The left or right half of a tile is loaded; index 2 * tile + half."""
     free: Any
-    """A group has released its half; index 2 * tile + half."""
+    """An MMA group has released the half of a tile that it reads; index 2 * tile + half."""
     weighed: Any
     """Weights and maxima are written."""
     ready: Any
-    """A group has loaded its part of the queries."""
+    """An MMA group has loaded its half of the query columns."""
     turn: Any
-    """The first group's logits are nearly done; the second group then does not slow them down."""
+    """The first MMA group has issued the products of its logits. The second waits for this, so
+    that it does not slow them down."""
     ended: Any
     """Totals are written."""
 
@@ -82,7 +83,7 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def signals_of():
-    """Create the barriers for the groups of a program."""
+    """Create the barriers for the warp groups of a program."""
     return Signals(
         barriers(4, THREADS), barriers(4, 1), barriers(2, 1), barriers(1, 2), barriers(1, 1),
         barriers(2, 1),
@@ -93,7 +94,8 @@ def signals_of():
 def after_previous(EARLY: gl.constexpr):
     """Wait for the previous kernel, and permit the launch of the next one.
 
-    Each program occupies a multiprocessor alone, so programs do not displace each other.
+    The next kernel may be launched at once, because each program occupies a whole multiprocessor:
+    programs of the next kernel start only where this kernel has finished.
     """
     if EARLY:
         gl.inline_asm_elementwise(
@@ -104,7 +106,7 @@ def after_previous(EARLY: gl.constexpr):
 
 @gluon.jit
 def load_ends(ends, begin, count):
-    """Load the tile ends of several sequences; entries past the last are the largest int32."""
+    """Load the tile ends of several sequences; entries past `count` are the largest int32."""
     SOME: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     at = begin + gl.arange(0, AT_ONCE, layout=SOME)
     return gl.load(ends + 1 + at, mask=at < count, other=0x7FFFFFFF)
@@ -114,7 +116,8 @@ def load_ends(ends, begin, count):
 def stretch_of(batch, TILING: gl.constexpr):
     """Return the range of tiles of this program's worker, and the sequence of the first tile.
 
-    All ends are loaded, many at once; a binary search would wait for one load after another.
+    The tile ends of many sequences are loaded at once. A binary search would be slower, because
+    each of its loads waits for the previous one.
     """
     ends = batch.ends + batch.sequences + 1
     some = load_ends(ends, 0, batch.sequences)
@@ -131,14 +134,17 @@ def stretch_of(batch, TILING: gl.constexpr):
 
 @gluon.jit
 def release(signals, WHO: gl.constexpr, OF: gl.constexpr):
-    """Release a half tile, so that it can be loaded again."""
+    """Release the buffer of a half tile, so that the load group can overwrite it."""
     barrier()
     mbarrier.arrive(signals.free.index(2 * OF + WHO), count=1)
 
 
 @gluon.jit
 def load_query(q, start, count, program, room, WHO: gl.constexpr, GROUP: gl.constexpr):
-    """Load a group's half of the query rows into shared memory; rows past the last repeat it."""
+    """Load an MMA group's half of the query columns into shared memory.
+
+    The second group also loads the rotary columns. Rows past the end repeat the last row.
+    """
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     COUNT: gl.constexpr = room.query.shape[1]
     row = program * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(1, LOADS))

@@ -23,7 +23,7 @@ from kvatlas.kernels.triton.attention.latent_groups_device import (
     stretch_of,
 )
 
-# These have other names in Triton releases after 3.6.
+# The names of these three differ in Triton releases after 3.6.
 _memory = gl.shared_memory_descriptor
 seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -46,19 +46,19 @@ def states_of(begin, last, LOADS: gl.constexpr):
 
 @gluon.jit
 def load_pages(table, begin, last, STATES: gl.constexpr, LOADS: gl.constexpr):
-    """Load the blocks of a tile's states; called early, because loads depend on them."""
+    """Load the block ids of a tile's states. Call it early, because loads of rows depend on it."""
     return gl.load(table + states_of(begin, last, LOADS) // STATES)
 
 
 @gluon.jit
 def row_starts(at, pages, places, UNIT: gl.constexpr):
-    """Return the elements from the pool's start to the rows at `places` in pages."""
+    """Return the offsets in the pool of the rows at `places` in `pages`, in elements."""
     return (at.first + pages.to(gl.int64) * at.block + places * at.state) * UNIT
 
 
 @gluon.jit
 def row_pointers(elements, rows, FROM: gl.constexpr, COUNT: gl.constexpr, LOADS: gl.constexpr):
-    """Return pointers to columns of rows, 16 bytes per thread."""
+    """Return pointers to columns FROM .. FROM + COUNT - 1 of rows, 16 bytes per thread."""
     WIDE: gl.constexpr = LOADS.size_per_thread[1]
     columns = FROM + gl.arange(0, COUNT, layout=gl.SliceLayout(0, LOADS))
     offsets = rows[:, None] + columns[None, :]
@@ -67,7 +67,7 @@ def row_pointers(elements, rows, FROM: gl.constexpr, COUNT: gl.constexpr, LOADS:
 
 @gluon.jit
 def copy_tile(cache, pages, places, room, signals, phase, TO: gl.constexpr, SHAPE: gl.constexpr):
-    """Start to copy a tile unchanged, each half once its group has released the previous one."""
+    """Start to copy a tile unchanged, each half once the previous half is released."""
     LOADS: gl.constexpr = pages.type.layout.parent
     elements = cache.buffer.to(gl.pointer_type(SHAPE.k.element), bitcast=True)
     rows = row_starts(cache.k.rows, pages, places, SHAPE.k.unit)
@@ -112,9 +112,9 @@ def as_halves(words):
 
 @gluon.jit
 def announce(there):
-    """Signal that the group's writes can be multiplied.
+    """Signal that the load group's writes to shared memory are complete.
 
-    The multiplying groups issue the fence; a fence here would wait for the loads in flight.
+    The MMA groups issue the fence before they read. A fence here would wait for loads in flight.
     """
     barrier()
     mbarrier.arrive(there, count=THREADS)
@@ -122,7 +122,7 @@ def announce(there):
 
 @gluon.jit
 def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
-    """Load and convert a sequence's tiles; halves wait in registers until their buffer is free."""
+    """Load and convert a sequence's tiles. A half tile waits in registers for a free buffer."""
     LOADS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     UNIT: gl.constexpr = SHAPE.k.unit // 4
@@ -163,7 +163,7 @@ def convert_states(cache, table, states, room, signals, phase, SHAPE: gl.constex
 
 @gluon.jit
 def load_tiles(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """Run the loading group: load a worker's tiles two at a time, sequence by sequence."""
+    """Run the load group: load a worker's tiles two at a time, sequence by sequence."""
     ends = batch.ends + batch.sequences + 1
     tile, stop, sequence = stretch_of(batch, TILING)
     phase = 0

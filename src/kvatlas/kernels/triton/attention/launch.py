@@ -2,8 +2,8 @@
 
 The tiles of sequences with few queries are distributed evenly over the GPU; sequences with many
 queries use one program per tile of queries. Both read K and V in place, through the block table,
-and dequantise while they read. Nothing waits for the host, so a call can be captured in a CUDA
-graph. The graph replays with the current content of lengths and tables.
+and dequantise while they read. No step waits for the host, so a call can be captured in a CUDA
+graph, and a replay uses the current content of lengths and tables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvatlas.kernels.triton.attention.step_schedule import Schedule, scheduled
 from kvatlas.specs import Attention, LatentAttention
 
 MERGED_AT_ONCE = 2048
-"""Maximum programs of a merge: as many as a GPU runs at once. More only add launch cost."""
+"""Maximum programs of a merge, about as many as a GPU runs at once. More only add launch cost."""
 
 
 def attend(
@@ -53,7 +53,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention of `q` [tokens, query heads, D] over each sequence's cache.
 
-    The arguments are those of `kvatlas.kernels.attend`, plus a `prepared` schedule, which all
+    The arguments are those of `kvatlas.kernels.attend`, plus `prepared`, a schedule that all
     layers of a kind can share in a step, and `choice`, which overrides the tuned settings.
     `max_queries=1` skips the launch for prefill. With 8-bit and 4-bit caches, queries are
     converted to float16, so they must not exceed 65504.
@@ -83,9 +83,10 @@ def attend_latent(
     prepared: Schedule | None = None,
     **choice: Any,
 ) -> torch.Tensor:
-    """Compute absorbed MLA: `q` [tokens, heads, latent + rope] over rows that all heads share.
+    """Compute absorbed MLA of `q` [tokens, heads, latent + rope] over each sequence's cache.
 
-    Returns [tokens, heads, latent], before the value projection.
+    Returns [tokens, heads, latent], before the value projection. The other arguments are those of
+    `attend`.
     """
     layer.spec_as(LatentAttention)
     scores = Scores(scale, None, kv_scale, kv_scale, sink_logits is not None)
@@ -97,7 +98,7 @@ def attend_latent(
 
 
 def _out(launch: LayerLaunch, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return the output tensor: `out` after checks, or a new one."""
+    """Return `out` if it was given and passes the checks, or a new output tensor."""
     # The launch's cache key covers all other properties of the queries.
     if not checks.last_is_tight(q):
         checks.rows_of(q, "q", (None, None, None))
@@ -111,7 +112,7 @@ def _out(launch: LayerLaunch, q: torch.Tensor, out: torch.Tensor | None) -> torc
 
 
 def _rotated(q: torch.Tensor, kind: str) -> torch.Tensor:
-    """Rotate queries if keys are stored rotated, which leaves their products unchanged."""
+    """Return the queries, rotated if keys are stored rotated, which keeps their products equal."""
     if kind == "levels":
         return hadamard.rotate_without_signs(q)
     if kind == "int4":

@@ -18,23 +18,23 @@ from kvatlas.specs import Attention, LatentAttention, Visibility
 _MOST_ROWS = 64
 """Maximum query rows per decode program."""
 _FEW_ROWS = 8
-"""Maximum query rows for which 16-bit caches are walked with states as the rows of dot products.
+"""Maximum query rows for which 16-bit caches are walked as words (`decode_packed_device`).
 
-With more rows, Triton 3.6 selects other matrix instructions. It gives their operands a wrong
-layout if a tile is transposed and the pipeline did not copy it to shared memory.
+With more rows, Triton 3.6 selects other matrix instructions, and gives their operands a wrong
+layout if a transposed tile was not copied to shared memory.
 """
 _WORDS_WIDTH = 128
-"""Row length for which nvfp4 and turboquant are walked as words, in elements."""
+"""The only row length, in elements, for which nvfp4 and turboquant are walked as words."""
 _NEAR = 1 << 20
-"""Maximum distance of K and V in bytes; below the limit of an instruction's address offset."""
+"""Maximum distance of K and V in bytes, so that it fits in a load instruction's offset."""
 _SCALE = 4
 """Bytes of a per-row scale."""
 _FEW_PARTIALS = 16
-"""Maximum partials of a row that fit in the registers of one warp."""
+"""Maximum number of partials of a row that fit in the registers of one warp."""
 _LEAST = 16
-"""States, or query rows, in the smallest tile."""
+"""Number of states, or of query rows, in the smallest tile."""
 _LEAST_CONVERTED = 32
-"""States in the smallest tile of converted elements.
+"""Number of states in the smallest tile if elements are converted.
 
 With smaller tiles, Triton 3.6 distributes narrow elements over more states than the tile has,
 and produces wrong results.
@@ -49,7 +49,7 @@ class OutputShape(NamedTuple):
     dim: int
     """Elements per row."""
     width: int
-    """Columns of the tile that holds a row."""
+    """Columns of the tile that holds a row, at least `dim`."""
     sink_logits: bool
     """Whether every head has a sink logit."""
 
@@ -84,34 +84,34 @@ class Tiling(NamedTuple):
     fit: str
     """How tiles align with pages; see `fit_of`."""
     align: int
-    """A walk starts at a state that is a multiple of this."""
+    """A walk over states must start at a multiple of this."""
     stages: int
     """Number of tiles to prefetch."""
     evict: str
     programs: int
     """Programs per worker: kv heads times the tiles of their query rows."""
     row_tiles: int = 1
-    """Row tiles per kv head, over its query heads."""
+    """Tiles of query rows per kv head."""
     together: int = 1
     """Number of tiles that are walked together; a worker's share is a multiple of it."""
     lead: int = 0
-    """Bytes before V at which Hopper's prefill starts to read; decode uses `PackedWords`."""
+    """For Hopper's prefill: reads of V start this many bytes before the row."""
 
 
 class PackedWords(NamedTuple):
-    """How K and V are walked as 16-bit words, if they are; a compile-time constant."""
+    """Whether and how K and V are walked as 16-bit words; a compile-time constant."""
 
     packed: bool = False
     delta: int = 0
-    """Bytes from a row of K to that of V."""
+    """Bytes from a state's row of K to its row of V."""
     lead: int = 0
-    """Bytes before V at which reads start."""
+    """Reads of V start this many bytes before the row, so that they are as wide as K's."""
     wrap: int = 0
-    """Number of elements at the end of a row of V that come first in sums."""
+    """Number of elements at the end of a row of V that come first in the sums."""
     step: int = 0
-    """Units between the K rows of adjacent states, if the kernel is compiled for it; else 0."""
+    """Stride of K rows in units, if it is a compile-time constant; else 0."""
     scales: tuple[int, int] = (0, 0)
-    """Bytes from a row of K to its scale and to V's scale, if compiled in; else zeros."""
+    """Bytes from a row of K to its scale and to V's, if they are compile-time constants; else 0."""
 
 
 class PagedCache(NamedTuple):
@@ -129,8 +129,7 @@ class BatchSequences(NamedTuple):
 
     lengths: torch.Tensor
     ends: torch.Tensor
-    """Cumulative ends of queries, of decode tiles and of prefill tiles: three consecutive rows,
-    each with one entry more than there are sequences."""
+    """[3, sequences + 1]: cumulative counts of queries, of decode tiles and of prefill tiles."""
     sequences: int
 
 
@@ -205,7 +204,7 @@ def launch_key(layer: LayerCache, query_heads: int, dtype: torch.dtype) -> Launc
 
 
 def parameters(kernel: str, key: LaunchKey, rows: int, choice: dict[str, Any]) -> dict[str, Any]:
-    """Return launch parameters, with fewer stages or smaller tiles if shared memory is short."""
+    """Return launch parameters, reduced until a program fits in the GPU's shared memory."""
     facts = {"dim": key.dim, "cache": key.cache, "latent": key.latent}
     if kernel == "decode":
         facts["rows"] = rows
@@ -224,15 +223,15 @@ def parameters(kernel: str, key: LaunchKey, rows: int, choice: dict[str, Any]) -
             use["rows"] //= 2
         else:
             raise checks.no_kernel(
-                "Queries and the smallest tile must fit in the GPU's shared memory",
-                f"{wanted} bytes; the limit is {limit}",
+                f"Queries and the smallest tile must fit in {limit:,} bytes of shared memory",
+                f"{wanted:,} bytes",
                 "Pass fewer query heads per call",
             )
     return use
 
 
 def _shared(use: dict[str, Any], key: LaunchKey, rows: int) -> int:
-    """Return an upper bound of a program's shared memory, in bytes."""
+    """Return an upper bound of the shared memory that a program needs, in bytes."""
     states = use["tile"] * (use["stages"] * key.stored + key.converted)
     return int(use.get("rows", rows) * key.query + states)
 
@@ -245,10 +244,10 @@ def split_of(
     max_queries: int | None = None,
     **choice: Any,
 ) -> WorkSplit:
-    """Return how the work of a layer is split, to call `schedule` once per step.
+    """Return how the work of a layer is split. Pass the result to `schedule` once per step.
 
-    The schedule applies to every layer of the same kind, with the same query `dtype` and the same
-    `max_queries`.
+    The schedule can be used for every layer of the same kind, with the same query `dtype` and the
+    same `max_queries`.
     """
     key = launch_key(layer, query_heads, dtype)
     states = layer.kernel_blocks.size("N")
@@ -272,7 +271,9 @@ def work_split(
 
 
 def rows_for(group: int, max_queries: int | None) -> int:
-    """Return the rows of a decode program: the heads of one query, or of several small ones.
+    """Return the number of query rows of a decode program.
+
+    These are the heads of one query, or of several queries with few heads.
 
     >>> rows_for(4, 1), rows_for(4, None), rows_for(8, 4), rows_for(128, 1)
     (8, 16, 32, 64)
@@ -280,7 +281,7 @@ def rows_for(group: int, max_queries: int | None) -> int:
     wanted = group * max(1, max_queries or 1)
     if wanted > _MOST_ROWS:
         wanted = group
-    # Without `max_queries`, sequences with a few queries should still be decoded.
+    # Without `max_queries`, leave rows for sequences with a few queries to be decoded too.
     least = 16 if max_queries is None else 8
     return max(least, min(_MOST_ROWS, int(triton.next_power_of_2(wanted))))
 
@@ -288,10 +289,9 @@ def rows_for(group: int, max_queries: int | None) -> int:
 def merged_together(workers: int, sequences: int, width: int) -> tuple[int, int]:
     """Return how many partials of a row a merge loads together, and its number of warps.
 
-    In a batch of many sequences of similar length, each sequence has few partials, because
-    workers divide the tiles evenly. Programs that reserve registers for more partials run with
-    lower occupancy. Sequence counts with the same number of bits give the same result, as in
-    `batch_kind`.
+    In a batch of many sequences, each sequence has few partials, because workers divide the tiles
+    evenly. Programs that reserve registers for more partials would run at lower occupancy. The
+    result depends only on the bit length of `sequences` - 1, because `batch_kind` has only that.
 
     >>> merged_together(66, 64, 128), merged_together(66, 1, 128), merged_together(132, 64, 512)
     ((16, 1), (64, 4), (8, 4))
@@ -303,7 +303,7 @@ def merged_together(workers: int, sequences: int, width: int) -> tuple[int, int]
 
 
 def stored_as(cache: str) -> str:
-    """Return the name of a cache dtype in launch rules; fp8 variants with one scale share one.
+    """Return the name of a cache dtype in launch rules. All fp8 dtypes with one scale are `fp8`.
 
     >>> stored_as("fp8_e5m2"), stored_as("turboquant_4bit_nc"), stored_as("auto")
     ('fp8', 'turboquant', 'auto')
@@ -314,10 +314,11 @@ def stored_as(cache: str) -> str:
 
 
 def dot_for(own: Any, side: StoredSide, *, values: bool) -> Any:
-    """Return the operand type of a dot product.
+    """Return the operand type of dot products with K, or with V if `values`.
 
-    Elements of 8 and 4 bits are exact in float16, and converting to it is fast. Values with a
-    scale per row are exact in bfloat16 too, whose range covers weights times any scale.
+    Elements of 8 and 4 bits are exact in float16, and converting to it is fast. V with a scale per
+    row uses bfloat16, because its range covers weights times any scale. If `own`, the operand type
+    of the queries, is float32, it is used for all.
     """
     if values and own != tl.float32 and side.format.kind in ("scaled", "int4"):
         return tl.bfloat16
@@ -329,7 +330,7 @@ def dot_for(own: Any, side: StoredSide, *, values: bool) -> Any:
 def words_of(
     layer: LayerCache, shape: AttentionShape, sides: tuple[SideRows, SideRows], rows: int
 ) -> PackedWords:
-    """Return how K and V are walked as 16-bit words, for `rows` query rows."""
+    """Return whether and how K and V are walked as 16-bit words, for `rows` query rows."""
     k, v = shape.k, shape.v
     bits = k.bits
     suits = (
@@ -356,10 +357,10 @@ def words_of(
 
 
 def _most_rows(form: StorageFormat) -> int:
-    """Return the maximum query rows for which elements are walked as words.
+    """Return the maximum number of query rows for which a format is walked as words.
 
-    For nvfp4 and turboquant, only configurations whose results were verified on a GPU are
-    enabled: rows of 128 elements, and no more query rows than fit in one warp.
+    For nvfp4 and turboquant, only the configurations that were verified on a GPU are enabled: rows
+    of 128 elements, and no more query rows than fit in one warp.
     """
     if form.kind in ("nvfp4", "levels", "range"):
         return 2 * _FEW_ROWS if form.width == _WORDS_WIDTH else 0
@@ -367,9 +368,9 @@ def _most_rows(form: StorageFormat) -> int:
 
 
 def lead_of(layer: LayerCache, shape: AttentionShape) -> int:
-    """Return the bytes before V at which it can be read in pieces as wide as those of K.
+    """Return how many bytes before V reads must start to be as wide as reads of K; 0 if none.
 
-    For example, a row with its own scales may be 264 bytes: K, its scale, V, its scale, without
+    For example, a state with scales per row may be 264 bytes: K, K's scale, V, V's scale, without
     a gap. V is then aligned only to 4 bytes, but the scale before it is aligned to 8.
     """
     k, v = shape.k, shape.v

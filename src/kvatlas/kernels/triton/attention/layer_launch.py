@@ -1,8 +1,8 @@
 """Launches of a layer, prepared at the first call and cached with the layer.
 
 An engine calls a layer's attention at every step with queries of one shape and dtype. A
-`LayerLaunch` contains everything that follows from these and from the placement of the layer's
-pages. A call only checks its tensors and launches.
+`LayerLaunch` contains everything that depends only on this shape and dtype and on the placement of
+the layer's pages. Later calls only check their tensors and launch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _PER_TENSOR = ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 
 
 _GLUON = (3, 6), (3, 9)
-"""Supported Triton releases for Gluon kernels; other releases may have different names."""
+"""The first and the last Triton release for which Gluon kernels are enabled."""
 
 
 _FEW_LATENT_ROWS = 16
-"""Maximum query rows for which products with latents are transposed."""
+"""Maximum query rows for which `latent_few_device` is used, with transposed products."""
 
 
 _ANY_NUMBER = 1 << 31
@@ -44,11 +44,11 @@ _ANY_NUMBER = 1 << 31
 
 
 MOST_KEPT = 64
-"""Launches cached per layer; scales and `max_queries` may differ from call to call."""
+"""Maximum launches cached per layer. A call with other scales or `max_queries` adds a launch."""
 
 
 class Scores(NamedTuple):
-    """Scoring arguments of a call, in addition to the spec; hashable."""
+    """Scoring arguments of a call that are not in the spec; hashable."""
 
     scale: float | None
     softcap: float | None
@@ -68,7 +68,7 @@ class DecodeLaunch(NamedTuple):
     programs: int
     """Programs per worker."""
     depth: int
-    """Maximum number of rows in use per tile."""
+    """Maximum number of rows of a tile that contain queries."""
     rows_of_partials: int
     options: dict[str, Any]
     """Compiler options for Triton."""
@@ -81,7 +81,7 @@ class PrefillLaunch(NamedTuple):
     tiling: calls.Tiling
     options: dict[str, Any]
     most: int
-    """Maximum programs for a batch of one sequence, whose tiles are distributed statically."""
+    """Maximum programs for a batch of one sequence, whose tiles are divided among them."""
 
 
 class LayerLaunch(NamedTuple):
@@ -97,11 +97,11 @@ class LayerLaunch(NamedTuple):
     split: WorkSplit
     decode: DecodeLaunch
     prefill: PrefillLaunch | None
-    """None if no sequence has that many queries."""
+    """None if `max_queries` excludes sequences with many queries."""
     early: dict[str, Any]
     """Launch options of a kernel that waits on the device for the previous one."""
     compiled: dict[Hashable, Compiled]
-    """Compiled kernels by kind of batch; these inputs have passed the checks."""
+    """Compiled kernels, by kind of batch. A batch of a kind in here has passed the checks."""
 
 
 class AttentionCall(NamedTuple):
@@ -125,7 +125,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def scoring(self) -> calls.Scoring:
-        """Scoring parameters for kernels; without sink logits, `q` is an unused placeholder."""
+        """Scoring parameters for kernels. Without sink logits, `q` is passed as a placeholder."""
         sinks = self.q if self.sink_logits is None else self.sink_logits
         return calls.Scoring(*self.launch.scoring[:-1], sinks)
 
@@ -137,7 +137,7 @@ def layer_launch(
     max_queries: int | None,
     choice: dict[str, Any],
 ) -> LayerLaunch:
-    """Return the launches of a layer for the shape and dtype of `q`; prepared at the first call."""
+    """Return the launches of a layer for the shape and dtype of `q`; cached."""
     key = (q.shape[1:], q.dtype, q.is_cuda, scores, max_queries, tuple(choice.items()))
     kept: LayerLaunch | None = layer.kept.get(key)
     if kept is None:
@@ -187,8 +187,8 @@ def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, St
     heads = layer.place("k").size("H")
     if q.shape[1] % heads or not q.shape[1]:
         raise checks.no_kernel(
-            "The number of query heads must be a multiple of the kv heads",
-            f"{q.shape[1]} query heads for {heads} kv heads",
+            f"The number of query heads must be a multiple of {heads}, the number of kv heads",
+            f"{q.shape[1]} query heads",
             "Pass the query heads that this rank holds",
         )
     return formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
@@ -200,9 +200,9 @@ def _latent_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, Store
     formats.refuse_head(spec.latent, "the latent")
     if not formats.attends_latent(spec):
         raise checks.no_kernel(
-            "This kernel supports latents without block scales and with power-of-two row lengths",
-            f"{spec.cache} of {spec.latent} + {spec.rope}",
-            "Use the cache dtype auto or fp8",
+            "The GPU kernel requires the cache dtype auto or fp8, and row lengths of powers of two",
+            f"cache dtype {spec.cache}, latents of {spec.latent} and rotary parts of {spec.rope}",
+            "Use cache dtype auto or fp8, or attend on a CPU",
         )
     checks.rows_of(q, "q", (None, None, spec.latent + spec.rope))
     return formats.stored_latent(layer, "latent"), formats.stored_latent(layer, "rope")
@@ -230,7 +230,7 @@ def _shape(
 
 
 def _scoring(layer: LayerCache, scores: Scores) -> calls.Scoring:
-    """Return scoring parameters. The scale includes log2(e), unless a softcap applies it."""
+    """Return scoring parameters. The scale includes log2(e), unless there is a softcap."""
     spec = layer.spec
     scale, k_scale, v_scale = scores.scale, scores.k_scale, scores.v_scale
     if isinstance(spec, LatentAttention):
@@ -280,7 +280,7 @@ def _decode(
 
 
 def _has_hopper_kernels(key: calls.LaunchKey, shape: calls.AttentionShape) -> bool:
-    """Whether the GPU and Triton release support the Hopper kernels, and logits are plain."""
+    """Whether the Hopper kernels support this GPU, Triton release, mask and scoring."""
     return (
         tune.architecture(key.device) == "hopper"
         and _GLUON[0] <= _release(triton.__version__) <= _GLUON[1]
@@ -294,7 +294,7 @@ def _has_hopper_kernels(key: calls.LaunchKey, shape: calls.AttentionShape) -> bo
 def on_hopper(
     launch: DecodeLaunch, key: calls.LaunchKey, shape: calls.AttentionShape
 ) -> DecodeLaunch:
-    """Return the launch with Hopper's kernels for latents if they support it, else unchanged."""
+    """Return the launch, changed to Hopper's kernels for latents if they support it."""
     suits = (
         _has_hopper_kernels(key, shape)
         and shape.latent
@@ -337,9 +337,9 @@ def prefill_on_hopper(
     sides: tuple[SideRows, SideRows],
     lead: int,
 ) -> PrefillLaunch:
-    """Return the launch with Hopper's kernel if it supports such rows, else unchanged.
+    """Return the launch, changed to Hopper's kernel if it supports rows of this format.
 
-    For 8-bit rows, reads of V start `lead` bytes before it.
+    For 8-bit rows, reads of V start `lead` bytes before the row.
     """
     suits = (
         _has_hopper_kernels(key, shape)

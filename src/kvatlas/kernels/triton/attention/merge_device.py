@@ -15,9 +15,10 @@ def merge(
     DEPTH: tl.constexpr, FEW: tl.constexpr, WRAP: tl.constexpr, AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge some rows of one sequence, if needed; at most `DEPTH` rows of a tile are in use.
+    """Merge a part of the rows of one sequence, if several workers processed it.
 
-    `AT_ONCE` partials are loaded together, because each load has to be waited for.
+    Only the first `DEPTH` rows of a tile contain queries. `AT_ONCE` partials are loaded together,
+    because the loop waits for each load. A sequence without states is written as zeros.
     """
     WIDTH: tl.constexpr = OUT.width
     GROUP: tl.constexpr = OUT.group
@@ -33,7 +34,7 @@ def merge(
     split = (first < last) & (walked[0] != walked[1])
     # A sequence without states (padding of a batch) produces zeros.
     empty = (first == last) & (count * GROUP <= FEW)
-    # The ends were written before the previous kernel began, so only partials need the wait.
+    # The ends were written before the previous kernel began; only reads of partials must wait.
     after_previous(EARLY)
     before_next(EARLY)
     if split | empty:

@@ -3,15 +3,16 @@
 | elements | per word | operand of the dot product |
 |---|---|---|
 | 16 bits | 1 | the element |
-| 8 bits | 2 | the element, as float16; for int8 of K with an offset of 1152 |
-| int4 of K | 4 | 1024 + code, or 1024 + 16 codes; queries are divided by 16 there |
-| int4 of V, and the codes of a range | 4 | 1 + code / 16 |
+| 8 bits | 2 | the element, as float16; for int8 of K plus 1152 |
+| int4 of K | 4 | 1024 + code, or 1024 + 16 * code for queries that are divided by 16 |
+| int4 of V, and codes of kind `range` | 4 | 1 + code / 16 |
 | nvfp4 | 4 | the number, times 2**-14 |
-| codes of levels | 4 | the level |
+| codes of kind `levels` | 4 | the level |
 
-The offsets are known and are subtracted from sums: sums of the queries for K, sums of the weights
-for V. An offset may be much larger than the row in a sum over one row of K. In sums over all states
-it may not, because the rounding error would be visible.
+The constants that are added (1152, 1024, 1) are called offsets. Their contribution to a dot product
+is known and subtracted afterwards: the offset times the sum of the query for K, and times the sum
+of the weights for V. For K, a sum covers one row, and a large offset is harmless. For V, sums cover
+all states, so the offset must be small to keep rounding errors small.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ _INT8_RAISED = tl.constexpr("""
         prmt.b32 $1, raised, 0x64646464, 0x4341;
     }
 """)
-"""0x6400 is 1024, and its lowest bits count in ones. A byte inserted there with its sign bit
-flipped yields 1024 + 128 + the number."""
+"""0x6400 is 1024 in float16, and its lowest mantissa bit is worth 1. Inserting a byte there with
+its sign bit flipped yields 1024 + 128 + the number."""
 _INT8 = tl.constexpr("""
     {
         .reg .b32 raised, excess;
@@ -81,7 +82,7 @@ _CODES = tl.constexpr("""
         lop3.b32 $3, d, 0x03C003C0, 0x3C003C00, 0xEA;
     }
 """)
-"""0x3C00 is 1; a code in the highest bits of its fraction counts sixteenths."""
+"""0x3C00 is 1 in float16. Inserting a code in the highest mantissa bits yields 1 + code / 16."""
 _CODES_IN_PLACE = tl.constexpr("""
     {
         .reg .b32 upper;
@@ -92,7 +93,8 @@ _CODES_IN_PLACE = tl.constexpr("""
         lop3.b32 $3, upper, 0x00F000F0, 0x64006400, 0xEA;
     }
 """)
-"""0x6400 is 1024, and its lowest bits count in ones: a code stays in place, or four bits higher."""
+"""0x6400 is 1024 in float16, and its lowest mantissa bit is worth 1. Codes are not shifted, so they
+yield 1024 + code, or 1024 + 16 * code for a code that is four bits higher."""
 _NVFP4 = tl.constexpr("""
     {
         .reg .b32 even, odd, part, step, a, b, c, d;
@@ -117,12 +119,12 @@ _NVFP4 = tl.constexpr("""
         mul.f16x2 $3, d, step;
     }
 """)
-"""The signs and the other three bits of codes form the upper bytes of float16: the numbers times
-2**-14. With a scale, they need at most 24 fractional bits, which float16 has."""
+"""The sign and the other three bits of a code form the upper byte of a float16, which is the number
+times 2**-14. Times a scale, the result has at most 24 fractional bits, so float16 is exact."""
 
 
 def _level_bytes(which: int) -> str:
-    """Return the lower or upper bytes of the eight positive levels in float16, as two integers."""
+    """Return the lower (0) or upper (1) bytes of the eight positive float16 levels, as PTX."""
     halves = [struct.pack("<e", level)[which] for level in normal_levels(4)[8:]]
     first, second = (int.from_bytes(bytes(halves[i : i + 4]), "little") for i in (0, 4))
     return f"0x{first:08X}, 0x{second:08X}"
@@ -159,25 +161,25 @@ _LEVELS = tl.constexpr(f"""
         mov.b32 $3, d;
     }}
 """)
-"""Levels are symmetric. Two tables of bytes hold the positive levels, which are codes 8 to 15. For
-codes below 8, the lower three bits are inverted and the sign is set."""
+"""Looks up levels in two byte tables of the positive levels, which have codes 8 to 15. Levels are
+symmetric: for codes below 8, the lower three bits are inverted and the sign is set."""
 INT8_RAISE = tl.constexpr(1152.0)
 CODE_RAISE = tl.constexpr(16.0)
 IN_PLACE_RAISE = tl.constexpr(1024.0)
 
 
 class QuerySums(NamedTuple):
-    """Sums over queries that compensate the offsets of keys."""
+    """Sums over the elements of each query, to remove the offsets of keys from logits."""
 
     raised: Any
-    """Product of a query with the offsets of a key."""
+    """Dot product of a query with the offsets of a key."""
     whole: Any
-    """Product of a query with a key of ones."""
+    """Dot product of a query with ones: the sum of its elements."""
 
 
 @triton.jit
 def pairs(words, ELEMENT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr, PTX: tl.constexpr):
-    """Return the even and the odd elements of words that hold two."""
+    """Return the first and the second elements of words that hold two."""
     if PTX:
         CODE: tl.constexpr = (
             _E4M3 if ELEMENT == tl.float8e4nv else _E5M2 if ELEMENT == tl.float8e5
@@ -205,7 +207,7 @@ def numbers_of(codes, steps, KIND: tl.constexpr):
 
 @triton.jit
 def quarters(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr):
-    """Unpack the four codes of words to operands; `steps` is the result of `block_steps`."""
+    """Return the four elements of each word as operands. `steps` comes from `block_steps`."""
     KIND: tl.constexpr = FORMAT.kind
     if RAISED and not FORMAT.ptx:
         a = IN_PLACE_RAISE + (words & 0xF).to(tl.float32)
@@ -237,8 +239,8 @@ def quarters(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.c
 def block_steps(buffer, scales, states, FORMAT: tl.constexpr, MASKED: tl.constexpr):
     """Load the scales of nvfp4 rows, one e4m3 byte per word.
 
-    A scale covers 16 elements, which are four words. This must remain a plain load and reshape:
-    other operations would prevent the compiler from loading in the layout of the dot product.
+    A scale covers 16 elements, so it is repeated for four words. Use only a load and a reshape
+    here: other operations prevent the compiler from loading in the layout of the dot product.
     """
     BLOCKS: tl.constexpr = FORMAT.width // 16
     steps = elements(
@@ -250,7 +252,10 @@ def block_steps(buffer, scales, states, FORMAT: tl.constexpr, MASKED: tl.constex
 
 @triton.jit
 def apart(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr):
-    """Return the first, second, ... elements of words; unused results are arbitrary."""
+    """Return the first, second, third and fourth elements of words as operands.
+
+    For words with fewer than four elements, the other results repeat these.
+    """
     COUNT: tl.constexpr = 16 // FORMAT.bits
     if COUNT == 4:
         a, b, c, d = quarters(words, steps, FORMAT, DOT, RAISED)
@@ -265,7 +270,7 @@ def apart(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.cons
 
 @triton.jit
 def columns_apart(tile, COUNT: tl.constexpr):
-    """Split columns by their position in a word."""
+    """Split a tile into the columns that are first, second, ... in their words."""
     a, b, c, d = tile, tile, tile, tile
     if COUNT == 4:
         last = tl.reshape(tile, [tile.shape[0], tile.shape[1] // 4, 2, 2])
@@ -291,7 +296,7 @@ def columns_together(a, b, c, d, COUNT: tl.constexpr):
 
 @triton.jit
 def query_columns(q, K: tl.constexpr, RAISED: tl.constexpr):
-    """Return queries as columns, by their position in a word, and their sums."""
+    """Return transposed queries, split like the elements of words of K, and their sums."""
     COUNT: tl.constexpr = 16 // K.bits
     a, b, c, d = columns_apart(q, COUNT)
     whole = tl.sum(q.to(tl.float32), 1)
@@ -310,7 +315,7 @@ def query_columns(q, K: tl.constexpr, RAISED: tl.constexpr):
 
 @triton.jit
 def dots(rows, queries, start, COUNT: tl.constexpr, PRECISION: tl.constexpr):
-    """Add the products of all elements of words to `start`."""
+    """Return `start` plus the dot products of rows and queries, over all elements of words."""
     total = tl.dot(rows[0], queries[0], start, input_precision=PRECISION)
     if COUNT >= 2:
         total = tl.dot(rows[1], queries[1], total, input_precision=PRECISION)
@@ -322,7 +327,7 @@ def dots(rows, queries, start, COUNT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def squares(rows, QUERIES: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the sums of squares of rows of codes, repeated for each query."""
+    """Return the sum of squares of each row, repeated in one column per query."""
     ones = tl.full([rows[0].shape[1], QUERIES], 1.0, rows[0].dtype)
     squared = rows[0] * rows[0], rows[1] * rows[1], rows[2] * rows[2], rows[3] * rows[3]
     none = tl.zeros([rows[0].shape[0], QUERIES], tl.float32)

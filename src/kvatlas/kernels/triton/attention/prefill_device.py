@@ -19,7 +19,7 @@ from kvatlas.kernels.triton.attention.walk_device import (
 
 @triton.jit
 def prefill(q, out, cache, batch, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr):
-    """Compute prefill. Rows are (query, head of the group); the longest walks come first."""
+    """Compute prefill. Rows are (query, query head of a kv head); the longest walks come first."""
     MASK: tl.constexpr = SHAPE.mask
     OUT: tl.constexpr = SHAPE.out
     GROUP: tl.constexpr = OUT.group
@@ -59,7 +59,7 @@ def prefill(q, out, cache, batch, scoring, SHAPE: tl.constexpr, TILING: tl.const
                 SHAPE, TILING, MASK, False,
             )  # fmt: skip
         if MASK == "sinks":
-            # Sink tokens before the window's states.
+            # Walk over the sink tokens before the window.
             sinks = tl.minimum(scoring.sink_tokens, low)
             softmax = walk(
                 softmax,

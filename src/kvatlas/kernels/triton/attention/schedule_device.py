@@ -14,9 +14,9 @@ def count_tiles(
     lengths, queries, ends, sequences, SPLIT: tl.constexpr, STARTS: tl.constexpr,
     SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute the ends of queries, decode tiles and prefill tiles.
+    """Compute the cumulative counts of queries, decode tiles and prefill tiles.
 
-    `queries` holds counts, or with `STARTS` the starts of queries.
+    `queries` holds query counts, or if `STARTS` is set, the query starts of `attend`.
     """
     MASK: tl.constexpr = SPLIT.mask
     after_previous(EARLY)

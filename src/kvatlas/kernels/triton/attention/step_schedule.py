@@ -1,7 +1,7 @@
-"""Schedule of a step, which all its layers share: query offsets and the amount of work.
+"""Schedule of a step: query offsets and tile counts, which all layers of the step share.
 
-A kernel with one program reads lengths and query counts on the device. Nothing waits for the host,
-and a captured graph can be replayed with other lengths.
+A kernel with one program computes it from lengths and query counts on the device. No step waits for
+the host, so a captured graph can be replayed with other lengths.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from kvatlas.kernels.triton.attention.schedule_device import count_tiles
 
 
 class WorkSplit(NamedTuple):
-    """How the work of a batch is split; the subsequent kernels depend on it."""
+    """How the work of a batch is split into tiles. Schedule and kernels must use the same split."""
 
     group: int
     """Query heads per kv head."""
     few: int
-    """Maximum rows for which a sequence is decoded; with more rows it is prefilled."""
+    """Maximum query rows of a sequence for the decode kernel; with more, prefill is used."""
     tile: int
-    """States per tile of a decoded sequence."""
+    """States per tile of the decode kernel."""
     rows: int
-    """Rows per tile of a prefilled sequence."""
+    """Query rows per tile of the prefill kernel."""
     align: int
-    """A walk starts at a state that is a multiple of this."""
+    """A walk over states must start at a multiple of this."""
     mask: str = "causal"
     """Visibility of queries: `causal`, `window`, `chunk`, `sinks` or `full`."""
     size: int = 0
@@ -38,26 +38,26 @@ class Partials(NamedTuple):
     """Buffer for the partial results of sequences that several workers share."""
 
     room: torch.Tensor
-    """Sums of each row, then a maximum and a total of each row."""
+    """The weighted sums of all rows, then a (maximum, total) pair for each row."""
     tops: int
-    """Offset of the maxima and totals."""
+    """Offset of the first (maximum, total) pair, in elements."""
 
 
 class Schedule:
     """The work of a batch, on the device, shared by all layers of a kind in a step.
 
     It also holds the buffer for partial sums, so layers that share a schedule must run one after
-    the other, on one stream. A captured graph needs the schedule as long as it is replayed.
+    the other, on one stream. Keep the schedule alive while a graph that uses it may be replayed.
     """
 
     def __init__(self, ends: torch.Tensor, split: WorkSplit) -> None:
-        """`ends` [3, sequences + 1] of int32: ends of queries, decode tiles and prefill tiles."""
+        """`ends` [3, sequences + 1]: cumulative counts of queries, decode and prefill tiles."""
         self.ends, self.split = ends, split
         self.sequences = ends.shape[1] - 1
         self._partials: dict[tuple[int, int], Partials] = {}
 
     def partials(self, rows: int, width: int) -> Partials:
-        """Return a buffer for `rows` rows; cached, so every call returns the same one."""
+        """Return the buffer for `rows` rows of `width` columns; later calls return the same one."""
         kept = self._partials.get((rows, width))
         if kept is None:
             count = rows * (width + 2)
@@ -85,14 +85,14 @@ def schedule(
     queries: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> Schedule:
-    """Compute the work of a batch on the device, from query counts or query starts."""
+    """Compute the schedule of a batch on the device, from query counts or query starts."""
     device = lengths.device
     with tune.on(device):
         return scheduled(split, lengths, queries, starts, tune.dependent_launch(device), {})
 
 
 def sequences_at_once(count: int) -> int:
-    """Return how many sequences are counted together, in a batch of `count`.
+    """Return how many sequences the schedule kernel processes at a time, for a batch of `count`.
 
     >>> [sequences_at_once(count) for count in (0, 1, 16, 17, 9000)]
     [16, 16, 16, 32, 1024]
@@ -108,14 +108,14 @@ def scheduled(
     early: dict[str, Any],
     compiled: relaunch.Compiled,
 ) -> Schedule:
-    """Like `schedule`, on the current device and with the given launch options."""
+    """Compute the same as `schedule`, on the current device and with the given launch options."""
     count = lengths.shape[0]
     ends = torch.empty((3, count + 1), dtype=torch.int32, device=lengths.device)
     span = sequences_at_once(count)
     relaunch.launch(
         count_tiles, (1, 1, 1), (lengths, queries if starts is None else starts, ends, count),
         {"SPLIT": split, "STARTS": starts is not None, "SPAN": span, "EARLY": early["EARLY"]},
-        # A single warp sums without synchronisation.
+        # A single warp needs no synchronisation to compute cumulative sums.
         {"num_warps": 1 if span <= 128 else 4, **early}, compiled,
     )  # fmt: skip
     return Schedule(ends, split)

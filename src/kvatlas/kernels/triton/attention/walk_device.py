@@ -1,6 +1,7 @@
 """Device code of attention: the walk over a sequence's states, shared by decode and prefill.
 
-Softmax is online: a running maximum, a running total and an unscaled sum, all in base 2.
+Softmax is online: for each query, a running maximum, a running total and a weighted sum of values
+are updated tile by tile. Exponents are in base 2.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvatlas.kernels.triton.dequantise_device import (
 )
 
 LOWEST = tl.constexpr(-1.0e30)
-"""A maximum below all logits, but finite, so that it can be subtracted from minus infinity."""
+"""The initial maximum: below all logits, but finite, because -inf - (-inf) would be NaN."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -31,11 +32,11 @@ class Softmax(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The query rows of a program: (token, head) pairs of several tokens."""
+    """The query rows of a program; each row is a (token, head) pair."""
 
     rows: Any
     rope: Any
-    """The rotary elements for latent attention; otherwise unused, the same as `rows`."""
+    """The rotary elements for latent attention; otherwise `rows` again, as a placeholder."""
     position: Any
     least: Any
     """The earliest state that each query sees, apart from sink tokens."""
@@ -54,10 +55,10 @@ class Stretch(NamedTuple):
 
 @triton.jit
 def first_seen(position, size, MASK: tl.constexpr):
-    """Return the earliest state that a query at `position` sees: of its window or chunk, or 0.
+    """Return the first state of the window or chunk of a query at `position`; 0 without one.
 
     A mask is `causal`, `window`, `chunk`, `sinks` (a window and the sink tokens) or `full` (queries
-    also see later states). `size` is that of the window or chunk.
+    also see later states). `size` is the size of the window or chunk.
     """
     if MASK == "window" or MASK == "sinks":
         return tl.maximum(position - size + 1, 0)
@@ -68,7 +69,7 @@ def first_seen(position, size, MASK: tl.constexpr):
 
 @triton.jit
 def seen_by(states, position, least, sink_tokens, MASK: tl.constexpr):
-    """Return which states queries see; both inputs broadcast to the result."""
+    """Return whether a query at `position` sees a state; the arguments are broadcast."""
     seen = states <= position
     if MASK == "sinks":
         seen = seen & ((states >= least) | (states < sink_tokens))
@@ -79,7 +80,10 @@ def seen_by(states, position, least, sink_tokens, MASK: tl.constexpr):
 
 @triton.jit
 def find(ends, count, wanted):
-    """Return the sequence that contains unit number `wanted`; `ends` starts with 0."""
+    """Return the sequence that contains tile number `wanted`, by binary search.
+
+    `ends` holds 0, then the number of the tile after the last of each sequence.
+    """
     low = 0
     high = count
     while low < high:
@@ -93,7 +97,7 @@ def find(ends, count, wanted):
 
 @triton.jit
 def row_pointers(batch, start, row, head, GROUP: tl.constexpr):
-    """Return pointers to packed rows of a batch: `GROUP` heads of each token."""
+    """Return pointers to rows (token, head) of a batch, with `GROUP` heads per token."""
     token = (start + row // GROUP).to(tl.int64)
     heads = (head * GROUP + row % GROUP).to(tl.int64)
     return batch.tensor + token * batch.token + heads * batch.head
@@ -103,7 +107,7 @@ def row_pointers(batch, start, row, head, GROUP: tl.constexpr):
 def query_rows(
     pointers, valid, FROM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr
 ):
-    """Load elements FROM .. FROM + DIM - 1 of query rows."""
+    """Load elements FROM .. FROM + DIM - 1 of query rows, converted to `DOT`."""
     column = tl.arange(0, WIDTH)
     mask = valid[:, None] & (column < DIM)[None, :]
     return tl.load(pointers[:, None] + (FROM + column)[None, :], mask=mask, other=0.0).to(DOT)
@@ -134,7 +138,7 @@ def no_states(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.constexpr):
-    """Load the block of each state of a tile; indices are clamped to the readable range."""
+    """Load the block id of each state of a tile; states are clamped to the readable range."""
     if FIT == "tile in page":
         at = begin // STATES
     elif FIT == "pages in tile":
@@ -147,7 +151,7 @@ def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.cons
 
 @triton.jit
 def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
-    """Return the indices of a tile's states in their pages: a common start, and the rest."""
+    """Return a tile's states as indices in their pages: a common start, and what to add to it."""
     if FIT == "tile in page":
         return n % STATES, offset
     if FIT == "pages in tile":
@@ -157,7 +161,7 @@ def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
 
 @triton.jit
 def within(states, stretch, reach, sink_tokens, MASK: tl.constexpr):
-    """Return which states any query may see."""
+    """Return whether at least one query may see each state."""
     there = (states >= stretch.low) & (states < stretch.high)
     if MASK == "sinks":
         there = there & ((states >= reach) | (states < sink_tokens))
@@ -177,9 +181,9 @@ def walk(
     MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Update the softmax with the states of a stretch, tile by tile; `MASKED` applies the mask."""
-    # Pages are looked up one tile ahead: a load that waits for another would halve the loads in
-    # flight. Keys outside the range are still read, in readable pages, and masked as logits.
-    # Values need a mask on load, because a weight of 0 does not remove NaN.
+    # Block ids are loaded one tile ahead: if loads of rows waited for them, half as many loads
+    # would be in flight. Keys outside the range are read from readable pages; logits are masked.
+    # Values are masked when they are loaded, because a weight of 0 does not remove NaN.
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v
     STATES: tl.constexpr = SHAPE.states
@@ -188,7 +192,7 @@ def walk(
     EVICT: tl.constexpr = TILING.evict
     PRECISION: tl.constexpr = SHAPE.precision
     V_SCALED: tl.constexpr = V.kind == "scaled" or V.kind == "int4"
-    # Weights are scaled up by as much as values are scaled down.
+    # Values of nvfp4 are 2**14 times too small, so weights are multiplied by 2**14.
     LIFT: tl.constexpr = 14.0 if V.kind == "nvfp4" else 0.0
     acc, top, total = softmax.acc, softmax.top, softmax.total
     offset = tl.arange(0, TILE)
@@ -204,7 +208,7 @@ def walk(
         k, k_factor = read(
             cache.buffer, cache.k, states, K, SHAPE.k_dot, MASKED and SHAPE.latent, EVICT
         )
-        # The fastest order: rotary parts first without conversion, last with conversion.
+        # Rotary parts are multiplied first if nothing is converted, else last: this is fastest.
         if SHAPE.latent and K.element == SHAPE.k_dot:
             rope, _ = read(cache.buffer, cache.v, states, V, SHAPE.k_dot, False, EVICT)
             logits = tl.dot(queries.rope, tl.trans(rope), input_precision=PRECISION)
@@ -228,7 +232,7 @@ def walk(
                 scoring.sink_tokens, MASK,
             )  # fmt: skip
             if MASK == "sinks":
-                # Sink tokens before the window's states have a separate walk.
+                # Sink tokens before the window are processed by a separate walk.
                 seen = seen & there[None, :]
             logits = tl.where(seen, logits, float("-inf"))
         if SHAPE.latent:
@@ -252,7 +256,7 @@ def walk(
 @triton.jit
 def put_output(out, softmax, scoring, start, row, valid, head, OUT: tl.constexpr,
                WRAP: tl.constexpr):  # fmt: skip
-    """Write the output of finished rows; the first `WRAP` elements of a sum come last.
+    """Write the output rows; the first `WRAP` elements of a sum are the last of the output.
 
     A sink logit contributes to the total only.
     """

@@ -1,0 +1,99 @@
+"""Byte ranges of pools that a stream reads at its source, as sorted arrays.
+
+A source checks the reads of a peer against them, and a reader that reads neighbouring runs together
+leaves out the bytes between them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import numpy as np
+
+from kvatlas.copying.stream_copy import AnyStream
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing import Copy, Stream
+
+_MOST_RANGES = 1 << 19
+"""The approximate number of ranges that are kept for one part of a stream: 8 MB.
+
+For more, runs of one block are joined over the gaps between them. Such a gap belongs to the same
+block, and so to the same request.
+"""
+
+
+class ByteRanges(NamedTuple):
+    """Ranges of one region, sorted, that neither overlap nor touch.
+
+    >>> ranges = ByteRanges.of(np.array([40, 0, 8]), np.array([50, 8, 12]))
+    >>> ranges.starts.tolist(), ranges.stops.tolist()
+    ([0, 40], [12, 50])
+    >>> ranges.cover(np.array([4, 40]), np.array([8, 10])), ranges.cover(*np.array([[11], [2]]))
+    (True, False)
+    """
+
+    starts: Int64s
+    stops: Int64s
+
+    @classmethod
+    def of(cls, starts: Int64s, stops: Int64s, gap: int = 0) -> ByteRanges:
+        """Sort ranges, and join those with at most `gap` bytes between them."""
+        order = np.argsort(starts, kind="stable")
+        starts, stops = starts[order], np.maximum.accumulate(stops[order])
+        first = np.flatnonzero(np.append(True, starts[1:] - stops[:-1] > gap))
+        return cls(starts[first], stops[np.append(first[1:], len(starts)) - 1])
+
+    def cover(self, starts: Int64s, lengths: Int64s) -> bool:
+        """Whether every run is inside one range."""
+        at = np.searchsorted(self.starts, starts, side="right") - 1
+        return bool(((at >= 0) & (starts + lengths <= self.stops[at])).all())
+
+    def clip(self, copy: Copy) -> Copy:
+        """Return the parts of a copy whose source bytes are inside a range.
+
+        >>> ranges = ByteRanges.of(np.array([0, 40]), np.array([12, 50]))
+        >>> some = ranges.clip(Copy(0, 0, np.array([8]), np.array([100]), np.array([34])))
+        >>> some.src.tolist(), some.dst.tolist(), some.length.tolist()
+        ([8, 40], [100, 132], [4, 2])
+        """
+        stop = copy.src + copy.length
+        first = np.searchsorted(self.stops, copy.src, side="right")
+        count = np.searchsorted(self.starts, stop, side="left") - first
+        run = np.repeat(np.arange(len(count)), count)
+        at = np.arange(len(run)) - np.repeat(np.cumsum(count) - count - first, count)
+        src = np.maximum(copy.src[run], self.starts[at])
+        length = np.minimum(stop[run], self.stops[at]) - src
+        dst = copy.dst[run] + src - copy.src[run]
+        return Copy(copy.src_pool, copy.dst_pool, src, dst, length)
+
+
+def source_ranges(stream: AnyStream) -> dict[int, ByteRanges]:
+    """Return the ranges that a stream reads at its source, by pool.
+
+    A stream that is converted is always gathered by the source, so it has none.
+    """
+    found: defaultdict[int, list[ByteRanges]] = defaultdict(list)
+    if isinstance(stream, Stream):
+        for grid, pattern in zip(stream.grids(), stream.shape().patterns, strict=True):
+            found[grid.src_pool] += _grid_ranges(grid, abs(pattern.strides[0]))
+    return {pool: _joined(several) for pool, several in found.items() if several}
+
+
+def _joined(several: list[ByteRanges]) -> ByteRanges:
+    starts = np.concatenate([one.starts for one in several])
+    return ByteRanges.of(starts, np.concatenate([one.stops for one in several]))
+
+
+def _grid_ranges(grid: Copy, block: int) -> list[ByteRanges]:
+    """The ranges of a grid whose blocks are `block` bytes apart."""
+    found = []
+    for length in np.unique(grid.length).tolist():
+        spans, gap = grid.src[grid.length == length], 0
+        inner = ByteRanges.of(grid.starts.src, grid.starts.src + length)
+        while len(inner.starts) * len(spans) > _MOST_RANGES and gap < block - 1:
+            gap = min(2 * gap + length, block - 1)
+            inner = ByteRanges.of(grid.starts.src, grid.starts.src + length, gap)
+        starts, stops = ((spans[:, None] + one).reshape(-1) for one in inner)
+        found.append(ByteRanges(starts, stops))
+    return found

@@ -1,0 +1,52 @@
+"""Checksums of pieces that both ends compare: CRC-32, or a keyed MAC if the session is protected.
+
+CRC-32 detects damage. It does not detect an attacker, who can change bytes so that their CRC-32
+stays the same. A MAC with a key that only the two ends have detects both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvatlas.copying.gather_scatter import stream_bytes
+from kvatlas.copying.movers import PoolMover
+from kvatlas.copying.stream_copy import piece_checksum
+from kvatlas.routing import Copy
+
+MAC_BYTES, CRC_BYTES = 16, 4
+
+
+def mac_key(session: bytes, lease: bytes) -> bytes:
+    """Return the key of a lease's MACs. Both ends have it from the protected side channel."""
+    return hashlib.blake2b(lease, key=session, person=b"kvatlas sums").digest()
+
+
+def piece_sum(piece: Any, key: bytes | None) -> bytes:
+    """Return the MAC of a piece, or its CRC-32 if there is no key.
+
+    >>> piece = np.zeros(3, np.uint8)
+    >>> piece_sum(piece, None).hex(), len(piece_sum(piece, b"key"))
+    ('12d941ff', 16)
+    """
+    if key is None:
+        return piece_checksum(piece).to_bytes(CRC_BYTES, "little")
+    on_host = piece if isinstance(piece, np.ndarray) else piece.cpu().numpy()
+    return hashlib.blake2b(on_host.data, key=key, digest_size=MAC_BYTES).digest()
+
+
+def stream_sums(
+    mover: PoolMover, copies: Sequence[Copy], piece: int, key: bytes | None, *, src: bool
+) -> bytes:
+    """Return the sums of every `piece` bytes of the stream of some copies, read at one end."""
+    if key is None:
+        return mover.checksums(copies, piece, src=src).astype("<u4").tobytes()
+    if not src:
+        copies = [Copy(c.dst_pool, c.src_pool, c.dst, c.src, c.length) for c in copies]
+    stream = np.empty(stream_bytes(copies), dtype=np.uint8)
+    mover.gather(copies, stream)
+    pieces = (stream[at : at + piece] for at in range(0, stream.size, piece))
+    return b"".join(piece_sum(one, key) for one in pieces)

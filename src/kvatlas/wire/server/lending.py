@@ -1,0 +1,169 @@
+"""Lending staging buffers to peers: fair shares, and reclaiming from peers without progress.
+
+A lease borrows all its buffers at once. A peer that holds fewer buffers goes before one that holds
+more, and the one that asked first goes before the other. A peer that is alone may use all buffers.
+
+While a peer waits, buffers are reclaimed from a lease that is *overdue*: its peer has been silent,
+has not used the buffers, or moves no bytes (`_is_overdue`). If none is overdue and the waiting peer
+holds no buffer, a peer that uses more than its share in several leases loses the newest of them.
+
+The peer of a reclaimed lease may be a stopped process that later continues, in the middle of a
+read. It never takes another lease's bytes for its own:
+
+1. The node reclaims under the lease's guard. So no copy for the lease is in progress, and
+   none begins afterwards: `Gather` and `Fetch` check the loan under the guard.
+2. The node lends the buffers to another lease only after it has marked this one as reclaimed.
+3. A transfer is ready only when the node has answered `Close` with success, which the reader sends
+   after its last read. The node refuses it for a lease that was reclaimed after a `Gather`.
+
+If `Close` succeeds, the lease was not reclaimed before it (3), so no other lease had the buffers
+until then (2), and each piece that was read is the one that the node had gathered for this lease
+(1). The reader opens a new lease after a refusal and starts over. A lease that was reclaimed before
+its first `Gather` has no bytes from its buffers, and may still read the pools.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvatlas.wire.leases import Lease, PeerKey
+from kvatlas.wire.peer_buffers import Loan, PeerBuffers
+
+_SILENT_SECONDS = 2.0
+"""A peer that asks nothing for so long is overdue. Readers ask at least every second."""
+_UNUSED_SECONDS = 2.0
+"""Buffers that are not used for so long are overdue."""
+_STUCK_SECONDS = 10.0
+"""A lease without new bytes for so long is overdue, whatever its peer asks."""
+_SLOWEST = 256 << 10
+"""Bytes per second below which a lease is overdue, after `_STUCK_SECONDS`."""
+_PATIENCE = 1.0
+"""Seconds that a peer without buffers waits before a peer above its share loses some."""
+_FRESH = 0.4
+"""Seconds for which a peer counts as waiting after it asked: it asks again every 0.2 s."""
+_LOOK_SECONDS = 0.05
+_PER_LEASE = 2
+"""The buffers that one lease may borrow, or half of all if those are more."""
+
+
+class _Wish(NamedTuple):
+    """A peer that waits for buffers: since when, and when it asked last."""
+
+    since: float
+    last: float
+
+
+class Lending:
+    """The staging buffers of a node for its peers. Any thread may use it."""
+
+    def __init__(self, buffers: PeerBuffers) -> None:
+        self._buffers = buffers
+        self.count = buffers.count
+        self._held: dict[bytes, tuple[Lease, int]] = {}
+        """Leases with buffers, by key, and how many each has."""
+        self._wishes: dict[PeerKey, _Wish] = {}
+        self._changed = threading.Condition()
+
+    @property
+    def lent(self) -> int:
+        """The number of buffers that are lent."""
+        with self._changed:
+            return sum(count for _, count in self._held.values())
+
+    def lend(
+        self, lease: Lease, count: int, seconds: float, reclaim: Callable[[Lease], None]
+    ) -> Loan | None:
+        """Wait up to `seconds` for buffers. Return None if none became free.
+
+        `reclaim` is called with a lease that must give up its buffers.
+        """
+        count = min(count, max(_PER_LEASE, self.count // 2), self.count)
+        until = time.monotonic() + seconds
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                self._note_wish(lease.peer, now)
+                if self._may_take(lease.peer, count, now):
+                    self._held[lease.key] = (lease, count)
+                    del self._wishes[lease.peer]
+                    break
+                if now >= until:
+                    return None
+                late = self._overdue(lease.peer, now)
+                if late is None:
+                    self._changed.wait(min(until - now, _LOOK_SECONDS))
+            if late is not None:
+                reclaim(late)
+        try:
+            return self._buffers.lend(lease.session, count)
+        except BaseException:
+            self._returned(lease)
+            raise
+
+    def take_back(self, lease: Lease, loan: Loan, *, keep: bool = True) -> None:
+        """Take back the buffers of a lease, for the next lease of its session if `keep` is set."""
+        self._buffers.take_back(lease.session, loan, keep=keep)
+        self._returned(lease)
+
+    def end_sessions(self, sessions: set[bytes]) -> None:
+        """Free memory that was kept for sessions whose leases have ended."""
+        self._buffers.end_sessions(sessions)
+
+    def _returned(self, lease: Lease) -> None:
+        with self._changed:
+            self._held.pop(lease.key, None)
+            self._changed.notify_all()
+
+    # -- under the lock -------------------------------------------------------------------
+
+    def _note_wish(self, peer: PeerKey, now: float) -> None:
+        before = self._wishes.get(peer)
+        since = before.since if before is not None and now - before.last < _FRESH else now
+        self._wishes = {who: one for who, one in self._wishes.items() if now - one.last < _FRESH}
+        self._wishes[peer] = _Wish(since, now)
+
+    def _held_by_peer(self) -> Counter[PeerKey]:
+        counts: Counter[PeerKey] = Counter()
+        for lease, count in self._held.values():
+            counts[lease.peer] += count
+        return counts
+
+    def _may_take(self, peer: PeerKey, count: int, now: float) -> bool:
+        """Whether so many buffers are free, and enough are left if another peer goes first."""
+        held = self._held_by_peer()
+        free = self.count - sum(held.values())
+        own = held[peer], self._wishes[peer].since
+        first = [
+            who
+            for who, wish in self._wishes.items()
+            if who != peer and now - wish.last < _FRESH and (held[who], wish.since) < own
+        ]
+        return free >= count + min(_PER_LEASE, self.count) * len(first)
+
+    def _overdue(self, wanting: PeerKey, now: float) -> Lease | None:
+        """Return the lease that loses its buffers to a waiting peer, if any."""
+        leases = [lease for lease, _ in self._held.values() if lease.loan is not None]
+        late = [lease for lease in leases if _is_overdue(lease, now)]
+        if late:
+            return min(late, key=lambda lease: lease.asked_at)
+        held = self._held_by_peer()
+        if held[wanting] or now - self._wishes[wanting].since < _PATIENCE:
+            return None
+        share = max(1, self.count // len({*held, *self._wishes}))
+        several = Counter(lease.peer for lease in leases)
+        above = [one for one in leases if several[one.peer] > 1 and held[one.peer] > share]
+        return max(above, key=lambda lease: (held[lease.peer], lease.lent_at), default=None)
+
+
+def _is_overdue(lease: Lease, now: float) -> bool:
+    """Whether a lease makes no use of its buffers, as far as its node can see."""
+    lent = now - lease.lent_at
+    if now - lease.moved_at > _STUCK_SECONDS:
+        return True
+    if lent > _STUCK_SECONDS and lease.gathered < _SLOWEST * lent:
+        return True
+    return now - lease.asked_at > _SILENT_SECONDS or (lent > _UNUSED_SECONDS and not lease.gathered)

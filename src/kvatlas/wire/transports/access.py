@@ -1,0 +1,65 @@
+"""Access control of transports: what they guarantee, and what they ask before they serve a read.
+
+A transport has no plans, sessions or leases. It passes their keys on as bytes, and the node that
+uses the transport decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from kvatlas.geometry.address_arrays import Int64s
+
+SESSION_BYTES = 16
+LEASE_BYTES = 16
+
+
+class Access(NamedTuple):
+    """What a link shows to the peer that it reads from."""
+
+    session: bytes = bytes(SESSION_BYTES)
+    """The id of the session that the link belongs to; not the key of the session."""
+    host: str = ""
+    """The host name that the peer's certificate must have; empty for the published address."""
+
+
+class AskedRead(NamedTuple):
+    """Runs of a region that a peer asks for."""
+
+    session: bytes
+    names: frozenset[str] | None
+    """The names that the peer has proved; None if its connection proves none."""
+    lease: bytes
+    region: int
+    starts: Int64s
+    lengths: Int64s
+    hang_up: Callable[[], None]
+    """Ends the connection, so that a blocked send returns. Any thread may call it."""
+
+
+Authorise = Callable[[AskedRead], AbstractContextManager[None]]
+"""Raises an error for a read that is not allowed. The bytes are sent inside the context."""
+
+
+class Guarantees(NamedTuple):
+    """What a transport guarantees against attackers that can reach it, if the node has a secret.
+
+    >>> Guarantees(authentication=True).missing
+    ['confidentiality', 'integrity', 'authorisation']
+    """
+
+    confidentiality: bool = False
+    """Nobody else can read the bytes on their way."""
+    integrity: bool = False
+    """Bytes that are changed on their way are detected."""
+    authentication: bool = False
+    """Only peers that the node has let in can access memory."""
+    authorisation: bool = False
+    """A peer can access only the bytes that its leases cover."""
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the guarantees that the transport does not give."""
+        return [name for name, given in self._asdict().items() if not given]

@@ -1,0 +1,345 @@
+"""A link over TCP: it connects, authenticates, asks for runs, and stores them as they arrive."""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import msgspec
+import numpy as np
+
+from kvatlas.copying.memory import Memory
+from kvatlas.copying.memory_copy import STEP, as_bytes, copy_runs_unchecked
+from kvatlas.copying.run_bounds import Bytes
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.routing import Copy
+from kvatlas.wire import protocol
+from kvatlas.wire.connection import tune
+from kvatlas.wire.fork_safety import close_in_children
+from kvatlas.wire.refusals import raise_refusal
+from kvatlas.wire.security import Security, not_the_secret
+from kvatlas.wire.transports import errors, tcp_admission, tcp_server
+from kvatlas.wire.transports.access import Access
+from kvatlas.wire.transports.base import Handle, Link, Transport
+from kvatlas.wire.transports.polled_copy import Stepwise
+from kvatlas.wire.transports.tcp_server import GATHERED, MOST_RUNS, SHORT
+
+_MEETING = 5.0
+"""Seconds that a peer may take to accept a first connection."""
+_MOST_IDLE = 8
+"""The number of idle connections that a link keeps."""
+_MOST_BYTES = 128 << 30
+"""Bytes after which a connection is replaced: TLS limits what one key may encrypt to 2**38."""
+_PAUSE = 2
+"""Milliseconds between checks of the clock while a peer sends nothing."""
+_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_ENDED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+_ATTEMPTS = 4
+"""How often a connection is opened that the peer drops before it has authenticated it."""
+
+
+class TcpPublished(msgspec.Struct, tag="tcp", forbid_unknown_fields=True):
+    """Where a transport serves its regions, and the token that authorizes reads."""
+
+    address: str
+    port: int
+    token: bytes
+    regions: dict[int, tuple[int, int]]
+    """The address and size of every readable region."""
+
+
+class TcpLink(Link):
+    """A peer to read from, and idle connections to it."""
+
+    prompt: ClassVar[bool] = True
+    exact: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        owner: Transport,
+        peer: TcpPublished,
+        theirs: Mapping[int, Memory],
+        security: Security,
+    ) -> None:
+        super().__init__(owner, theirs)
+        self.peer, self.security, self.access = peer, security, Access()
+        self.choice = 0
+        """The index of the secret that the peer accepted last."""
+        self._idle: list[socket.socket] = []
+        self._received: WeakKeyDictionary[socket.socket, int] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def sign_in(self, access: Access) -> None:
+        """Open the first connection, and authenticate it."""
+        self.access = access
+        try:
+            _Read(self, []).wait(time.monotonic() + _MEETING)
+        except AtlasError as refusal:
+            if refusal.code in (Code.BAD_SIGNATURE, Code.TOO_MANY_FILES, Code.NOT_ENOUGH_MEMORY):
+                raise
+            raise errors.peer_lost(f"{self.peer.address}: {refusal.got}") from None
+
+    def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
+        if not write:
+            return self._read(copies, b"")
+        hint = "Let the destination read the bytes instead"
+        raise errors.failed("a write", hint, "The transport 'tcp' supports only reads")
+
+    def _read(self, copies: Sequence[Copy], lease: bytes) -> Handle:
+        # The regions are looked up now: the bounds were checked against these.
+        questions = [part for copy in copies for part in _questions(copy, self.mine, lease)]
+        handle = _Read(self, questions)
+        with suppress(AtlasError):  # whoever waits for it will see
+            handle.poll()
+        return handle
+
+    def take(self) -> socket.socket | None:
+        """Return an idle open connection, if there is one."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                one = self._idle.pop()
+            if not _readable(one, 0):
+                return one
+            one.close()  # the peer has ended it: it says nothing unasked
+
+    def give_back(self, one: socket.socket, nbytes: int) -> None:
+        """Keep a connection on which everything requested has arrived, so many bytes."""
+        with self._lock:
+            received = self._received[one] = self._received.get(one, 0) + nbytes
+            if self.open and len(self._idle) < _MOST_IDLE and received < _MOST_BYTES:
+                self._idle.append(one)
+                return
+        one.close()
+
+    def _close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for one in idle:
+            one.close()
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Runs of a region of the peer, and where they go."""
+
+    pool: int
+    src: Int64s
+    into: Bytes
+    dst: Int64s
+    length: Int64s
+    lease: bytes
+
+    @property
+    def payload(self) -> bytes:
+        """How the peer is asked."""
+        head = tcp_server.QUESTION.pack(self.pool, len(self.length), self.lease)
+        return head + self.src.astype("<i8").tobytes() + self.length.astype("<i8").tobytes()
+
+
+def _questions(copy: Copy, mine: Mapping[int, Memory], lease: bytes) -> Iterator[_Question]:
+    """A copy as questions: short runs together, long ones apart from them."""
+    into = as_bytes(mine[copy.dst_pool])
+    long = copy.length >= SHORT
+    for chosen in (np.flatnonzero(~long), np.flatnonzero(long)):
+        if not len(chosen):
+            continue
+        longest = int(copy.length[chosen].max())
+        many = MOST_RUNS if longest >= SHORT else min(MOST_RUNS, GATHERED // longest)
+        for first in range(0, len(chosen), many):
+            some = chosen[first : first + many]
+            columns = copy.dst[some], copy.length[some]
+            yield _Question(copy.src_pool, copy.src[some], into, *columns, lease)
+
+
+class _Read(Stepwise):
+    """Asks, one question ahead of the answer that it waits for, and puts answers where they go."""
+
+    def __init__(self, link: TcpLink, questions: Sequence[_Question]) -> None:
+        super().__init__(self._run(link, questions))
+        self._connection: socket.socket | None = None
+        self._outgoing = b""
+        self._connecting = False
+        self._moved = 0
+
+    def _pause(self, seconds: float) -> None:
+        """The peer has to act: look again as soon as it has."""
+        one = self._connection
+        if one is None or one.fileno() < 0:
+            time.sleep(seconds)
+        elif not isinstance(one, ssl.SSLSocket) or not one.pending():
+            _readable(one, _PAUSE, writable=self._connecting or bool(self._outgoing))
+
+    def _release(self) -> None:
+        super()._release()
+        self.settle()  # closes the connection, unless a step is running
+
+    def _run(self, link: TcpLink, questions: Sequence[_Question]) -> Iterator[None]:
+        whole = False
+        try:
+            self._connection = link.take()
+            for _ in self._talk(link, questions):
+                yield
+                link.check()
+            whole = True
+        except OSError as problem:
+            if isinstance(problem, ssl.SSLError) and not isinstance(problem, _ENDED):
+                raise _changed(f"{problem.reason} from {link.peer.address}") from None
+            lost = errors.peer_lost(f"{problem} at {link.peer.address}")
+            raise errors.own_limit(problem) or lost from None
+        finally:
+            connection, self._connection = self._connection, None
+            if connection is not None and whole:
+                link.give_back(connection, sum(int(one.length.sum()) for one in questions))
+            elif connection is not None:
+                connection.close()
+
+    def _talk(self, link: TcpLink, questions: Sequence[_Question]) -> Iterator[None]:
+        if self._connection is None:
+            yield from self._open(link)
+        asked: deque[_Question] = deque()
+        for question in questions:
+            self._outgoing += question.payload
+            asked.append(question)
+            if len(asked) > 1:
+                yield from self._receive(asked.popleft())
+        if asked:
+            yield from self._receive(asked.popleft())
+
+    def _open(self, link: TcpLink) -> Iterator[None]:
+        """Connect and authenticate, with the first secret that the peer knows too."""
+        choices, attempts, refusal = link.security.choices, _ATTEMPTS, None
+        while choices:
+            try:
+                yield from self._connect(link)
+                yield from self._authenticate(link)
+                return
+            except _ENDED:
+                # A busy peer drops the oldest connections that are not authenticated.
+                attempts -= 1
+                if self._connecting or not attempts:
+                    raise
+            except ssl.SSLError as problem:
+                refusal = not_the_secret(f"{problem.reason} from {link.peer.address}")
+                link.choice = (link.choice + 1) % link.security.choices
+                choices -= 1
+            self._hang_up()
+            yield
+        assert refusal is not None  # noqa: S101  # there is at least one choice
+        raise refusal
+
+    def _connect(self, link: TcpLink) -> Iterator[None]:
+        address = link.peer.address
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        one = self._connection = close_in_children(socket.socket(family, socket.SOCK_STREAM))
+        one.setblocking(False)
+        tune(one)
+        self._connecting = True
+        begun = one.connect_ex((address, link.peer.port))
+        while begun == errno.EINPROGRESS and not _readable(one, 0, writable=True):
+            yield
+        failure = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if begun not in (0, errno.EINPROGRESS) or failure:
+            code = failure or begun
+            raise OSError(code, errno.errorcode.get(code, "connect"))
+        self._connecting = False
+
+    def _authenticate(self, link: TcpLink) -> Iterator[None]:
+        """Complete the TLS handshake if there is a secret, and answer the peer's challenge."""
+        assert self._connection is not None  # noqa: S101
+        host = link.access.host or link.peer.address
+        one = self._connection = link.security.begin(self._connection, host, link.choice)
+        while isinstance(one, ssl.SSLSocket):
+            try:
+                one.do_handshake()
+                link.security.verify(one, link.choice)
+                break
+            except _NOT_NOW:
+                yield
+        challenge, welcome = bytearray(tcp_admission.CHALLENGE_BYTES), bytearray(1)
+        yield from self._fill(memoryview(challenge))
+        session = link.access.session
+        self._outgoing = tcp_admission.proof(link.peer.token, bytes(challenge), session)
+        yield from self._fill(memoryview(welcome))
+        if welcome != tcp_admission.WELCOME:
+            raise errors.bad_metadata("an invalid reply to the handshake")
+
+    def _hang_up(self) -> None:
+        self._outgoing = b""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _receive(self, question: _Question) -> Iterator[None]:
+        dst, length = question.dst, question.length
+        granted = bytearray(1)
+        yield from self._fill(memoryview(granted))
+        if granted != tcp_server.GRANTED:
+            yield from self._refused()
+        if tcp_server.gathers(length):
+            together = np.empty(int(length.sum()), np.uint8)
+            yield from self._fill(together.data)
+            at = tcp_server.packed(length)
+            yield from copy_runs_unchecked(together, question.into, at, dst, length)
+            return
+        for start, size in zip(dst.tolist(), length.tolist(), strict=True):
+            yield from self._fill(question.into.data[start : start + size])
+
+    def _refused(self) -> Iterator[None]:
+        """Receive the error that the peer sends instead of bytes, and raise it."""
+        head = bytearray(tcp_server.REFUSAL.size)
+        yield from self._fill(memoryview(head))
+        (nbytes,) = tcp_server.REFUSAL.unpack(head)
+        payload = bytearray(min(nbytes, tcp_server.LONGEST_REFUSAL))
+        yield from self._fill(memoryview(payload))
+        raise_refusal(protocol.decode(bytes(payload), protocol.Refusal))
+
+    def _fill(self, view: memoryview) -> Iterator[None]:
+        """Take so many bytes as they come, a step at a time."""
+        one = self._connection
+        assert one is not None  # noqa: S101
+        while view:
+            try:
+                if self._outgoing:
+                    self._send(one)
+                got = one.recv_into(view, min(len(view), STEP))
+            except _NOT_NOW:
+                yield
+                continue
+            if not got:
+                raise ConnectionResetError("a closed connection")
+            view = view[got:]
+            self._moved += got
+            if self._moved >= STEP:
+                self._moved = 0
+                yield
+
+    def _send(self, one: socket.socket) -> None:
+        """Send what can be sent now; a peer that is busy answering reads on later."""
+        with suppress(*_NOT_NOW):
+            self._outgoing = self._outgoing[one.send(self._outgoing) :]
+
+
+def _changed(got: str) -> AtlasError:
+    """The error for bytes that TLS has rejected."""
+    hint = "Retry the transfer, and check who can change packets on this network"
+    return AtlasError(Code.CHECKSUM, "The bytes were changed on their way", got=got, hint=hint)
+
+
+def _readable(one: socket.socket, milliseconds: int, *, writable: bool = False) -> bool:
+    """Wait until something has come, or something more can be sent; whether so."""
+    looked = select.poll()
+    looked.register(one.fileno(), select.POLLIN | (select.POLLOUT if writable else 0))
+    return bool(looked.poll(milliseconds))

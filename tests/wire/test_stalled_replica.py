@@ -1,0 +1,64 @@
+"""A replica that stops in the middle of a direct read leaves time and blocks for another one."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import Any
+
+import pytest
+
+from kvatlas.wire import Session
+from kvatlas.wire.client.rank_lease import RankLease
+from tests.wire.child import TOKENS, Child, Rank, contents
+from tests.wire.forking import HAS_NIXL
+from tests.wire.helpers import until
+from tests.wire.processes import SOURCE, TARGET, carry
+
+SECONDS = 10.0
+TRANSPORTS = ["tcp", "shm", *["nixl"] * HAS_NIXL]
+TRANSPORTS += ["mooncake"] * (importlib.util.find_spec("mooncake") is not None)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_another_replica_takes_over_a_direct_read(
+    transport: str, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Rank(TARGET, transport, seed=7, name="here")
+    stalled, well = (Child().start(SOURCE, transport, seed, name=f"n{seed}") for seed in (1, 2))
+    right = contents(TARGET, 7)
+    carry(SOURCE, TARGET, right, 2)
+    about: Any = {"dst_blocks": here.blocks, "tokens": TOKENS, "how": "direct"}
+    try:
+        for request in ("first", "second"):
+            for child in (stalled, well):
+                child.ask("offer", request=request)
+        with Session(here.node, [stalled.endpoint, well.endpoint]) as session:
+            session.pull("first", **about, seconds=30).wait()  # links are warm after this
+            stop_at_first_read(monkeypatch, stalled)
+            pull = session.pull("second", **about, seconds=SECONDS, streamed=streamed)
+            pull.wait(SECONDS)
+            assert here.wrong(right) == 0
+            assert pull.wait_released(1.0)
+            stalled.go_on()
+            time.sleep(0.5)
+            assert here.wrong(right) == 0, "late bytes"
+        until(here.idle, 20)
+    finally:
+        stalled.close()
+        well.close()
+        here.close()
+
+
+def stop_at_first_read(monkeypatch: pytest.MonkeyPatch, child: Child) -> None:
+    """Stop a process once this one has its lease, before it reads."""
+    read, stopped = RankLease.read, list[Child]()
+
+    def stopping(lease: RankLease, *given: Any) -> None:
+        if not stopped:
+            stopped.append(child)
+            child.stop()
+        read(lease, *given)
+
+    monkeypatch.setattr(RankLease, "read", stopping)
