@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from kvatlas.wire import Session, protocol
 from tests.attack.claims import Attack, Outcome
 from tests.attack.liar import Liar
-from tests.attack.plans import PIECE, source_plan, target_plan
+from tests.attack.plans import source_plan, target_plan
 from tests.wire.attacked import code_of
 from tests.wire.child import Rank, contents
 from tests.wire.helpers import waited
@@ -27,7 +27,7 @@ def forged_messages(attack: Attack) -> Outcome:
         stack.callback(stranger.raw.close)
         clean = contents(dst, 7)
         for number in range(attack.tries):
-            for lie in (_nothing_sent, _half_sent, _out_of_order, _empty_pieces, _by_another):
+            for lie in (_not_offered, _partly_offered, _elsewhere, _by_another, _as_before):
                 request = f"{lie.__name__} {number}"
                 expected = victim.node.expect(
                     request, victim.blocks, tokens, source=src, pushers=["node-1"]
@@ -37,7 +37,7 @@ def forged_messages(attack: Attack) -> Outcome:
                     faults.append(f"{lie.__name__[1:]}: a push without its bytes is ready")
                 victim.node.forget(request)
                 outcome.add(faults)
-                if lie is not _half_sent and victim.wrong(clean):
+                if victim.wrong(clean):
                     outcome.add([f"{lie.__name__[1:]}: bytes have changed"])
                 victim.fill(7)
             outcome.add(_not_named(victim, stranger, f"named {number}"))
@@ -56,53 +56,50 @@ def _refused(said: str, what: str, *codes: str) -> list[str]:
     return [] if said in codes else [f"{what}: {said} instead of {' or '.join(codes)}"]
 
 
-def _nothing_sent(liar: Liar, _: Liar, request: str) -> list[str]:
-    return _refused(liar.close(liar.open("push", request).lease), "no bytes", "bad_handshake")
+def _not_offered(liar: Liar, _: Liar, request: str) -> list[str]:
+    said = liar.announced_until_over(request)
+    return _refused(said, "what is not offered", "unknown_request")
 
 
-def _half_sent(liar: Liar, _: Liar, request: str) -> list[str]:
-    lease = liar.open("push", request).lease
-    liar.borrow(lease)
-    liar.fetch(lease, 0, PIECE)
-    return _refused(liar.close(lease), "half of the bytes", "bad_handshake")
+def _partly_offered(liar: Liar, _: Liar, request: str) -> list[str]:
+    """Half of the tokens are offered, and all of them announced."""
+    honest, part = liar.honest, f"part of {request}"
+    honest.node.offer(part, honest.blocks, honest.tokens // 2)
+    faults = _refused(liar.announced_until_over(request, offer=part), "half", "bad_tokens")
+    half = liar.announce(request, stop=honest.tokens // 2)
+    honest.node.withdraw(part)
+    return faults + _refused(half, "fewer tokens", "bad_tokens")
 
 
-def _out_of_order(liar: Liar, _: Liar, request: str) -> list[str]:
-    lease = liar.open("push", request).lease
-    liar.borrow(lease)
-    total = 1 << 62
-    last = liar.fetch(lease, total - 1, total)
-    faults = _refused(last, "the end first", "bad_handshake", "out_of_range")
-    faults += _refused(liar.fetch(lease, PIECE, 2 * PIECE), "a later piece", "bad_handshake")
-    faults += _refused(liar.fetch(lease, 0, 2 * PIECE), "too large a piece", "bad_handshake")
-    outside = liar.fetch(lease, 0, PIECE, staged_at=1 << 40)
-    faults += _refused(outside, "a piece outside", "out_of_bounds", "bad_handshake")
-    return faults + _refused(liar.close(lease), "out of order", "bad_handshake", "lease_expired")
-
-
-def _empty_pieces(liar: Liar, _: Liar, request: str) -> list[str]:
-    lease = liar.open("push", request).lease
-    liar.borrow(lease)
-    for _again in range(8):
-        liar.fetch(lease, 0, 0)
-    return _refused(liar.close(lease), "empty pieces", "bad_handshake")
+def _elsewhere(liar: Liar, _: Liar, request: str) -> list[str]:
+    """The announced endpoint is that of another node, of none, or at another host."""
+    faults = []
+    for endpoint in (liar.victim.node.endpoint, "tcp://192.0.2.1:9", "tcp://x:y", "unix:x"):
+        said = liar.announced_until_over(request, endpoint=endpoint, offer=endpoint)
+        faults += _refused(said, endpoint, "bad_handshake", "wire_failed")
+    said = liar.announced_until_over(request, endpoint="tcp://127.0.0.1:1", offer="no node")
+    return faults + _refused(said, "no node", "peer_lost")
 
 
 def _by_another(liar: Liar, stranger: Liar, request: str) -> list[str]:
-    lease = liar.open("push", request).lease
-    faults = _refused(stranger.close(lease), "another's lease", "lease_expired")
-    faults += _refused(
-        stranger.close(lease, liar.session), "another's session", "lease_expired",
-        "unknown_session", "bad_handshake",
-    )  # fmt: skip
-    liar.close(lease)
+    """Neither may announce what the other is named for, nor a process that it is not."""
+    faults = _refused(stranger.announce(request), "not named", "unknown_request")
+    key = protocol.new_key()
+    other = Liar(liar.honest, liar.victim, incarnation=key)
+    faults += _refused(other.announced_until_over(request), "another process", "bad_handshake")
+    other.raw.close()
     return faults
+
+
+def _as_before(liar: Liar, _: Liar, request: str) -> list[str]:
+    """The messages of a push of protocol version 3."""
+    return _refused(code_of(liar.open(request, direction="push")), "old", "unlike_versions")
 
 
 def _not_named(victim: Rank, stranger: Liar, request: str) -> list[str]:
     """A reader that the offer does not name neither opens it nor ends it."""
     victim.offer(request, readers=["somebody else"])
-    faults = _refused(code_of(stranger.open("pull", request)), "not named", "unknown_request")
+    faults = _refused(code_of(stranger.open(request)), "not named", "unknown_request")
     faults += _refused(stranger.close(protocol.new_key()), "no lease", "lease_expired")
     if victim.released:
         faults.append("an offer was released by a reader that it does not name")

@@ -21,11 +21,12 @@ class Liar:
         welcome = self.raw.ask(protocol.Hello(**fields | changed))
         assert isinstance(welcome, protocol.Welcome), welcome
         self.session = welcome.session
+        self.announced = 0
 
-    def open(self, direction: protocol.Direction, request: str, **changed: Any) -> Any:
+    def open(self, request: str, **changed: Any) -> Any:
         about: dict[str, Any] = {
             "session": self.session,
-            "direction": direction,
+            "direction": "pull",
             "request": request,
             "blocks": protocol.pack_tables(protocol.by_group(self.honest.blocks)),
             "start": 0,
@@ -38,12 +39,24 @@ class Liar:
         close = protocol.Close(session=session or self.session, lease=lease, complete=True)
         return code_of(self.raw.ask(close))
 
-    def fetch(self, lease: bytes, start: int, stop: int, **about: Any) -> str:
-        question = protocol.Fetch(
-            session=self.session, lease=lease, start=start, stop=stop, **about
-        )
-        return code_of(self.raw.ask(question))
+    def announce(self, request: str, **changed: Any) -> str:
+        """Announce a push once, by default of something that is not offered."""
+        self.announced += 1
+        about: dict[str, Any] = {
+            "session": self.session,
+            "request": request,
+            "offer": f"nothing {self.announced}",
+            "endpoint": self.honest.node.endpoint,
+            "start": 0,
+            "stop": self.honest.tokens,
+            "seconds": 5.0,
+        }
+        return code_of(self.raw.ask(protocol.Announce(**about | changed)))
 
-    def borrow(self, lease: bytes) -> str:
-        question = protocol.Borrow(session=self.session, lease=lease, buffers=1, seconds=1.0)
-        return code_of(self.raw.ask(question))
+    def announced_until_over(self, request: str, **changed: Any) -> str:
+        """Announce a push again and again until it is refused; `announced` if it never is."""
+        changed = {"offer": f"nothing {self.announced}"} | changed
+        said = ["announced"]
+        while len(said) < 100 and said[-1] in ("announced", "busy"):
+            said.append(self.announce(request, **changed))
+        return said[-1]

@@ -1,4 +1,4 @@
-"""Messages that open a push again: no peer takes away what another rank has delivered."""
+"""Pushes that are announced again: no peer takes away what another rank has delivered."""
 
 from __future__ import annotations
 
@@ -28,28 +28,25 @@ _SEEDS = (1, 3)
 
 @dataclass
 class _Crowd:
-    """Peers that open pushes and send no bytes."""
+    """Peers that announce pushes and offer nothing."""
 
     outsiders: list[Liar]
     """Peers that the expectation does not name, and a named one with another plan."""
     duplicates: list[Liar]
     """Peers with a permitted name that claim to be rank 0."""
 
-    def open(self, liar: Liar, request: str) -> str:
-        return code_of(liar.open("push", request))
-
     def refused(self, liars: list[Liar], request: str) -> list[str]:
-        """Have each open the request, whole and in part; all must be refused."""
+        """Have each announce the request, whole and in part; all must be refused."""
         faults = []
         for liar in liars:
-            said = [code_of(liar.open("push", request, **part)) for part in _PARTS]
-            said += [code_of(liar.open("pull", request))]
-            faults += [f"an Open was answered with {one}" for one in said if one != _REFUSED]
+            said = [liar.announce(request, **part) for part in _PARTS]
+            said += [code_of(liar.open(request))]
+            faults += [f"a message was answered with {one}" for one in said if one != _REFUSED]
         return faults
 
 
 _REFUSED = "unknown_request"
-_PARTS: list[dict[str, Any]] = [{}, {"stop": 32}, {"layers": ()}]
+_PARTS: list[dict[str, Any]] = [{}, {"stop": 32}, {"start": 32}]
 
 
 def opened_again(attack: Attack) -> Outcome:
@@ -88,10 +85,10 @@ def _opened_again(
     rng, request = scene.rng, scene.name()
     expected = scene.expect(request)
     faults = crowd.refused(crowd.outsiders, request)
-    if rng.random() < 0.5:  # a lease of rank 0 that is never used
-        crowd.open(rng.choice(crowd.duplicates), request)
+    if rng.random() < 0.5:  # a push of rank 0 without an offer
+        rng.choice(crowd.duplicates).announce(request)
     hammered = [*crowd.outsiders, *(crowd.duplicates if rng.random() < 0.3 else [])]
-    with _Hammer(crowd, hammered, request):
+    with _Hammer(hammered, request):
         code = scene.pushed("rank 0", request)
     fenced = code == "lease_expired" and len(hammered) > len(crowd.outsiders)
     if fenced:  # by a permitted peer of the same rank, before it had arrived
@@ -102,10 +99,10 @@ def _opened_again(
     again = scene.pushed("again", request, checksums=rng.random() < 0.5)
     if again != _REFUSED:
         faults.append(f"a rank that had arrived was pushed again: {again}")
-    with _Hammer(crowd, [*crowd.outsiders, *crowd.duplicates], request) as hammer:
+    with _Hammer([*crowd.outsiders, *crowd.duplicates], request) as hammer:
         time.sleep(rng.uniform(0.0, 1.0) * seconds)
         last = scene.pushed("rank 1", request)
-    faults += [f"an Open was answered with {one}" for one in hammer.said - {_REFUSED}]
+    faults += [f"an announcement was answered with {one}" for one in hammer.said - {_REFUSED}]
     if (last, 0 in expected.arrived) != ("ready", True):
         faults.append(f"rank 1 was told {last}, rank 0 has arrived: {0 in expected.arrived}")
     if not waited(expected.ready.is_set, 2.0):
@@ -121,10 +118,10 @@ def _opened_again(
 
 
 class _Hammer:
-    """A thread that opens a request again and again, as each of some peers."""
+    """A thread that announces a request again and again, as each of some peers."""
 
-    def __init__(self, crowd: _Crowd, liars: list[Liar], request: str) -> None:
-        self.crowd, self.liars, self.request = crowd, liars, request
+    def __init__(self, liars: list[Liar], request: str) -> None:
+        self.liars, self.request = liars, request
         self.said: set[str] = set()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -132,7 +129,7 @@ class _Hammer:
     def _run(self) -> None:
         while not self._over.is_set():
             for liar in self.liars:
-                self.said.add(self.crowd.open(liar, self.request))
+                self.said.add(liar.announce(self.request))
             time.sleep(0.001)
 
     def __enter__(self) -> _Hammer:

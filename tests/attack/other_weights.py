@@ -10,7 +10,7 @@ import msgspec
 from kvatlas import AtlasError
 from kvatlas.models import CacheIdentity
 from kvatlas.wire import Session
-from kvatlas.wire.leases import Expected
+from kvatlas.wire.client.expected import Expected
 from tests.attack.claims import SLACK, Attack, Outcome, code_of, repeated_in
 from tests.attack.source_ranks import SECONDS, SourceRanks
 from tests.identities import OURS

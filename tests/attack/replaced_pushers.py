@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from kvatlas.wire.leases import Expected
+from kvatlas.wire.client.expected import Expected
 from tests.attack.claims import Attack, Outcome, repeated_in
 from tests.attack.source_ranks import LATE, SECONDS, SourceRanks
 from tests.wire.child import Json

@@ -10,7 +10,7 @@ from typing import Any
 from kvatlas import AtlasError
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.wire import Session
-from kvatlas.wire.leases import Expected
+from kvatlas.wire.client.expected import Expected
 from tests.attack.claims import SLACK, Attack, Destination
 from tests.attack.plans import after, source_ranks_plan
 from tests.wire.child import Child, Json, contents
@@ -98,16 +98,9 @@ class SourceRanks(Destination):
         return str(self[role].heard()["code"])
 
     def wait_for_push(self, request: str, rank: int) -> None:
-        """Wait until a rank has begun to push."""
-        leases = self.here.node.leases._open
-
-        def begun() -> bool:
-            return any(
-                (lease.request, lease.direction, lease.peer_rank) == (request, "push", rank)
-                for lease in list(leases.values())
-            )
-
-        assert waited(begun, SLACK), f"rank {rank} does not begin to push"
+        """Wait until this node reads from a rank that pushes."""
+        current = self.here.node.expected[request].current
+        assert waited(lambda: bool(current[rank]), SLACK), f"rank {rank} does not begin to push"
 
     def typical_push(self, role: str) -> float:
         """Seconds between the first and the last byte of a push when nothing is wrong."""

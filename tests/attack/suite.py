@@ -63,7 +63,7 @@ CLAIMS: dict[str, Row] = {
     "forked children keep no dead peer alive": Row(forked_children),
     "different weights are refused": Row(other_weights, _ALL),
     "a stopped pusher's bytes never reach a ready request": Row(replaced_pushers, _ALL),
-    "an Open by any peer takes nothing away": Row(opened_again),
+    "an announcement by any peer takes nothing away": Row(opened_again),
     "two pulls into the same blocks: one owner": Row(pulls_at_once, _ALL),
     "offered and expected blocks are not pulled into": Row(owned_blocks),
     "quarantined blocks have no new owner": Row(quarantined_blocks, _ALL),
@@ -130,7 +130,7 @@ CLAIMS: dict[str, Row] = {
     ),
     "a Close that is forged readies and releases nothing": Row(
         holds_in(
-            "tests/wire/test_quarantine.py::test_a_push_without_its_bytes_is_not_ready",
+            "tests/wire/test_pushes.py::test_an_announcement_without_an_offer_is_not_ready",
             "tests/wire/test_quarantine.py::test_an_offer_is_read_by_those_it_names",
             "tests/wire/test_hostile_peers.py::test_leases_of_other_sessions_are_out_of_reach",
             "tests/wire/test_hostile_peers.py::"

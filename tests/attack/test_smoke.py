@@ -54,7 +54,7 @@ def test_forked_children_keep_no_dead_peer_alive() -> None:
     _hold(forked_children, 2)
 
 
-def test_an_open_takes_no_arrival_away() -> None:
+def test_an_announcement_takes_no_arrival_away() -> None:
     _hold(opened_again, 2)
 
 

@@ -99,3 +99,35 @@ class Stuck(Handle):
 def lost(act: Act, copies: Sequence[Copy]) -> Handle:
     del act, copies
     raise AtlasError(Code.PEER_LOST, "rule", got="gone", hint="hint")
+
+
+class Late(Handle):
+    """A read that goes on after it was given up, until the source has finished it."""
+
+    def __init__(self, act: Act) -> None:
+        self.act, self.arrived = act, threading.Event()
+
+    def _poll(self) -> bool:
+        return False
+
+    def settle(self) -> bool:
+        return self.arrived.is_set()
+
+    def arrive(self) -> None:
+        """What a stopped source does when it goes on."""
+        self.act()
+        self.arrived.set()
+
+
+class Stalled:
+    """Every read stalls, and may arrive late."""
+
+    def __init__(self) -> None:
+        self.reads: list[Late] = []
+        self.posted = threading.Event()
+
+    def __call__(self, act: Act, copies: Sequence[Copy]) -> Handle:
+        del copies
+        self.reads.append(Late(act))
+        self.posted.set()
+        return self.reads[-1]

@@ -1,7 +1,8 @@
 """Drives real nodes by the events of the protocol model, one event at a time.
 
 The destination's transport holds every read until an event lets it land, fail or be severed, so
-a stopped process is one whose read is held. Pushers send their messages one by one.
+a stopped process is one whose read is held. It has no staging buffers: all reads go straight to
+its blocks, in two pieces each.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ import numpy as np
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.routing import Copy, route
+from kvatlas.routing import Copy, Stream, route
 from kvatlas.wire import Handle, Node, Session, Transfer, protocol
 from kvatlas.wire.channels import Channels
-from kvatlas.wire.leases import Expected
+from kvatlas.wire.client.expected import Announcement, Expected
+from kvatlas.wire.client.rank_lease import RankLease
+from kvatlas.wire.transports.errors import peer_lost
 from tests.wire import protocol_model as model
 from tests.wire.faulty import Act
-from tests.wire.helpers import End, small, until
+from tests.wire.helpers import End, small, until, waited
 
 TOKENS = 32
-BATCH = 8192
-"""Bytes that a pull reads at once: half of it, so that it has as many pieces as in the model."""
 BLOCK = {0: 10, 1: 11, 2: 12}
 """The destination's block for each block of the model."""
 SOURCE_BLOCKS = {"a": [0, 1], "b": [2, 3]}
 PUSHED_BLOCKS = [0, 1]
-BUFFERS = 32
-"""Staging buffers of the destination: more than held reads and open leases can use."""
 _SECONDS = 600.0
+_MOMENT = 0.05
+"""Seconds in which a node without a rule does what it must not do."""
 
 
 class HeldRead(Handle):
@@ -45,45 +46,68 @@ class HeldRead(Handle):
 
     def __init__(self, act: Act) -> None:
         self._act = act
-        self._over = self._lost = False
+        self.over = self._lost = False
         self.given_up = threading.Event()
         """Set once the node no longer waits for it."""
 
     def land(self) -> None:
         """Write the bytes, however late."""
         self._act()
-        self._over = True
+        self.over = True
 
     def sever(self) -> None:
         """The link is gone: no bytes will be written."""
-        self._over = True
+        self.over = True
 
     def fail(self) -> None:
         """The process that is read from has died."""
-        self._over = self._lost = True
+        self.over = self._lost = True
 
     def _poll(self) -> bool:
         if self._lost:
             raise AtlasError(Code.PEER_LOST, got="a killed process", hint="Start it again")
-        return self._over
+        return self.over
 
     def _release(self) -> None:
         self.given_up.set()
 
     def _settle(self) -> bool:
-        return self._over
+        return self.over
+
+
+@dataclass
+class Push:
+    """One announcement of a pusher, and the read from it that is held."""
+
+    offer: str
+    rank: int
+    announcement: Announcement
+    read: HeldRead | None = None
+    landed: int = 0
+
+    @property
+    def live(self) -> bool:
+        return not self.announcement.transfer.done
 
 
 @dataclass
 class PushProcess:
-    """A pusher's node, and what it has sent."""
+    """A pusher's node, and what it has announced."""
 
     node: Node
     end: End
     session: bytes
-    lease: bytes = b""
-    fetched: int = 0
-    fetching: list[tuple[HeldRead, Future[str]]] = field(default_factory=list)
+    pushes: list[Push] = field(default_factory=list)
+
+
+def pull_in_pieces(lease: RankLease, stream: Stream, behind: int | None) -> None:
+    """Read a stream into its blocks, in as many pieces as in the model."""
+    del behind
+    size = stream.nbytes // model.PIECES
+    for start in range(0, stream.nbytes, size):
+        lease.transfer.check_cancelled()
+        lease.read(stream.copies(start, start + size), "blocks")
+        lease.transfer.add(lease.rank, size)
 
 
 class Nodes:
@@ -91,7 +115,7 @@ class Nodes:
 
     def __init__(self) -> None:
         self._closing = ExitStack()
-        self.target = self._end(small("dense", layout="BLHNC"), seed=2, buffers=BUFFERS)
+        self.target = self._end(small("dense", layout="BLHNC"), seed=2, buffers=0)
         self.source = self._end(small("dense"), seed=5)
         first = self._end(small("dense", tp=2), seed=1, name="pusher")
         second = self._end(first.plan, seed=3, name="pusher")
@@ -151,7 +175,9 @@ class Driver:
         self.reads: dict[str, HeldRead] = {}
         self.landed: dict[str, int] = {}
         for process in nodes.pushers.values():
-            process.lease, process.fetched, process.fetching = b"", 0, []
+            process.pushes = []
+        self.forgetting: Future[str] | None = None
+        self.offers = count()
         self.right = self.target.buffers[0].copy()
         self.target.arounds = self._hold
         self._offer_all()
@@ -186,7 +212,53 @@ class Driver:
 
     def _forget(self) -> str:
         self.expected = None
-        return outcome_of(lambda: self.node.forget(self._name("request")))
+        live = [push for push in self._pushes() if push.live]
+        forget = self.node.forget
+        self.forgetting = self.nodes.threads.submit(
+            outcome_of, lambda: forget(self._name("request"))
+        )
+        for push in live:
+            self._await_end(push)
+        self._settled()
+        return model.OK
+
+    def _settled(self) -> None:
+        """Wait for what the node does once no read that was given up can land."""
+        held = [push for push in self._pushes() if push.read is not None]
+        if self.forgetting is not None and not held:
+            assert self.forgetting.result(20) == model.OK
+            self.forgetting = None
+        waiting = [p for p in self._pushes() if p.live and p.read is None and p.landed == 0]
+        late = {push.rank for push in held if not push.live}
+        for push in waiting:
+            if push.rank not in late:
+                self._await_post(push)
+        if any(push.rank in late for push in waiting):
+            early = waited(lambda: self._unclaimed() is not None, _MOMENT)
+            assert not early, "the node reads while an older read may land"
+        if self.forgetting is not None:
+            early = waited(self.forgetting.done, _MOMENT)
+            assert not early, "the blocks are free while a read may land"
+
+    def _pushes(self) -> list[Push]:
+        return [push for process in self.nodes.pushers.values() for push in process.pushes]
+
+    def _await_end(self, push: Push) -> None:
+        """Wait until the node has given up a push, and its read if it has one."""
+        until(lambda: not push.live, 20)
+        if push.read is not None:
+            assert push.read.given_up.wait(20)
+
+    def _await_post(self, push: Push) -> None:
+        """Wait until the node reads from a push, or has given it up."""
+        until(lambda: self._unclaimed() is not None or not push.live, 20)
+        push.read = self._unclaimed()
+
+    def _unclaimed(self) -> HeldRead | None:
+        """The posted read that belongs to no push and no pull yet."""
+        known = {id(one) for one in (*self.reads.values(), *(p.read for p in self._pushes()))}
+        new = [read for read in self.posted if id(read) not in known and not read.over]
+        return new[0] if new else None
 
     def use(self, free: set[int]) -> None:
         """Let the engine write to free blocks."""
@@ -206,74 +278,91 @@ class Driver:
     _stop = _continue = _start  # the model no longer offers, or offers again, its events
 
     def _kill(self, who: str) -> str:
-        process = self.nodes.pushers[who]
-        for read, answer in process.fetching:
-            read.fail()
-            answer.result(20)
-        process.fetching.clear()
+        """Reads from the process fail; a push that waits for its turn ends as well."""
+        pushes = self.nodes.pushers[who].pushes
+        for push in pushes:
+            if push.live and push.read is None:
+                push.announcement.transfer.failed(push.rank, peer_lost("a killed process"))
+        for push in pushes:
+            if push.read is not None:
+                push.read.fail()
+                push.read = None
+        for push in pushes:
+            assert push.announcement.transfer.wait_released(20)
+        self.nodes.pushers[who].pushes.clear()
+        self._settled()
         return model.OK
 
-    def _open(self, who: str) -> str:
-        return outcome_of(lambda: self._try_to_open(self.nodes.pushers[who]))
+    def _announce(self, who: str) -> str:
+        return outcome_of(lambda: self._try_to_announce(self.nodes.pushers[who]))
 
-    def _try_to_open(self, process: PushProcess) -> None:
-        question = protocol.Open(
+    def _try_to_announce(self, process: PushProcess) -> None:
+        node, rank = process.node, process.node.rank
+        offer = f"{self._name('push')} {next(self.offers)}"
+        node.offer(offer, PUSHED_BLOCKS, TOKENS, seconds=_SECONDS)
+        question = protocol.Announce(
             session=process.session,
-            direction="push",
             request=self._name("request"),
-            blocks=protocol.pack_tables({0: PUSHED_BLOCKS}),
+            offer=offer,
+            endpoint=node.endpoint,
             start=0,
             stop=TOKENS,
             seconds=_SECONDS,
+            how="direct",
         )
-        process.lease = ask(process.node.channels, self.target, question).lease
-        process.fetched = 0
-        self._ask_of_lease(process, protocol.Borrow, buffers=1, seconds=5.0)
-
-    def _ask_of_lease(self, process: PushProcess, kind: Any, **about: Any) -> Any:
-        question = kind(session=process.session, lease=process.lease, **about)
-        return ask(process.node.channels, self.target, question)
-
-    def _fetch(self, who: str) -> str:
-        process, before = self.nodes.pushers[who], len(self.posted)
-        span = self._span(process.fetched)
-        about: dict[str, Any] = {"start": span[0], "stop": span[1], "lease": process.lease}
-        question = protocol.Fetch(session=process.session, **about)
-        channels = process.node.channels
-        answer = self.nodes.threads.submit(outcome_of, lambda: ask(channels, self.target, question))
-        until(lambda: len(self.posted) > before or answer.done(), 20)
-        if len(self.posted) == before:
-            return answer.result()
-        process.fetching.append((self.posted[-1], answer))
-        return model.OK
-
-    def _span(self, piece: int) -> tuple[int, int]:
-        return piece * self.node.piece, (piece + 1) * self.node.piece
-
-    def _read(self, who: str) -> str:
-        process = self.nodes.pushers[who]
-        read, answer = process.fetching.pop(0)
-        read.land()
-        return answer.result(20)
-
-    def pushed(self, who: str, piece: int) -> None:
-        """Note that a piece of a pusher must be in the blocks now."""
-        process = self.nodes.pushers[who]
-        if process.fetched == piece:  # else an older lease of the process has delivered
-            process.fetched += 1
-        rank = process.node.rank
-        blocks = PUSHED_BLOCKS, real_blocks("request")
-        self._must_hold(process.end, rank, blocks, self._span(piece))
-
-    def _close(self, who: str) -> str:
-        process = self.nodes.pushers[who]
-        return outcome_of(lambda: self._ask_of_lease(process, protocol.Close, complete=True))
+        older = [push for push in self._pushes() if push.rank == rank and push.live]
+        try:
+            ask(node.channels, self.target, question)
+        except AtlasError:
+            node.withdraw(offer)
+            raise
+        assert self.expected is not None
+        current = self.expected.current
+        until(lambda: any(one.question.offer == offer for one in current[rank]), 20)
+        process.pushes.append(Push(offer, rank, current[rank][-1]))
+        for push in older:
+            self._await_end(push)
+        self._settled()
 
     def _expire(self, who: str) -> str:
         process = self.nodes.pushers[who]
-        self.node.leases.find(process.lease, process.session).expires = 0.0
-        self.node.sweep()
+        live = [push for push in process.pushes if push.live and push.offer in process.node.offers]
+        process.node.withdraw(live[0].offer)
         return model.OK
+
+    def _land_push(self, who: str) -> str:
+        process = self.nodes.pushers[who]
+        push = next(one for one in process.pushes if one.read is not None)
+        read, live = push.read, push.live
+        assert read is not None
+        blocks = PUSHED_BLOCKS, real_blocks("request")
+        self._must_hold(process.end, push.rank, blocks, push.landed)
+        read.land()
+        push.read = None
+        if not live:
+            until(lambda: push.announcement.transfer.released, 20)
+            self._settled()
+            return model.OK
+        push.landed += 1
+        if push.landed < model.PIECES:
+            self._await_post(push)
+        return model.OK
+
+    def _sever_push(self, who: str) -> str:
+        pushes = self.nodes.pushers[who].pushes
+        push = next(one for one in pushes if one.read is not None and not one.live)
+        assert push.read is not None
+        push.read.sever()
+        push.read = None
+        until(lambda: push.announcement.transfer.released, 20)
+        self._settled()
+        return model.OK
+
+    def _confirm_push(self, who: str) -> str:
+        pushes = self.nodes.pushers[who].pushes
+        push = next(one for one in pushes if one.landed == model.PIECES)
+        pushes.remove(push)
+        return outcome_of(lambda: push.announcement.transfer.wait(20))
 
     # -- pulls ------------------------------------------------------------------------------
 
@@ -303,6 +392,8 @@ class Driver:
             self.reads[who] = self.posted[-1]
 
     def _land(self, who: str) -> str:
+        if who in self.nodes.pushers:
+            return self._land_push(who)
         transfer, before = self.transfers[who], len(self.posted)
         failed = transfer.done
         self.reads.pop(who).land()
@@ -314,6 +405,8 @@ class Driver:
         return model.OK
 
     def _confirm(self, who: str) -> str:
+        if who in self.nodes.pushers:
+            return self._confirm_push(who)
         transfer = self.transfers[who]
         outcome = outcome_of(lambda: transfer.wait(20))
         assert transfer.wait_released(20)
@@ -323,8 +416,7 @@ class Driver:
 
     def pulled(self, who: str, piece: int) -> None:
         """Note that a piece of a pull must be in the blocks now."""
-        span = piece * BATCH, (piece + 1) * BATCH
-        self._must_hold(self.source, 0, (SOURCE_BLOCKS[who], real_blocks(who)), span)
+        self._must_hold(self.source, 0, (SOURCE_BLOCKS[who], real_blocks(who)), piece)
 
     def _cancel(self, who: str) -> str:
         self.transfers[who].cancel()
@@ -332,6 +424,8 @@ class Driver:
         return model.OK
 
     def _sever(self, who: str) -> str:
+        if who in self.nodes.pushers:
+            return self._sever_push(who)
         self.reads.pop(who).sever()
         assert self.transfers[who].wait_released(20)
         return model.OK
@@ -369,14 +463,15 @@ class Driver:
     # -- what must be so ----------------------------------------------------------------------
 
     def _must_hold(
-        self, src: End, rank: int, blocks: tuple[list[int], list[int]], span: tuple[int, int]
+        self, src: End, rank: int, blocks: tuple[list[int], list[int]], piece: int
     ) -> None:
-        """Copy bytes of a stream to the bytes that the destination must have."""
+        """Copy a piece of a stream to the bytes that the destination must have."""
         stream = route(src.plan, self.target.plan).stream(
             src_rank=rank, dst_rank=0, src_blocks=blocks[0], dst_blocks=blocks[1], tokens=TOKENS
         )
         right = self.target.buffers[0].pools_of(self.right)
-        for copy in stream.copies(*span):
+        size = stream.nbytes // model.PIECES
+        for copy in stream.copies(piece * size, (piece + 1) * size):
             there = src.buffers[rank].pools[copy.src_pool]
             for a, b, n in zip(copy.src, copy.dst, copy.length, strict=True):
                 right[copy.dst_pool][b : b + n] = there[a : a + n]
@@ -403,17 +498,22 @@ class Driver:
         for node, names in ((self.node, ["own"]), (self.source.nodes[0], list(SOURCE_BLOCKS))):
             for name in names:
                 node.withdraw(self._name(name))
-        until(lambda: self.node.staging.free == BUFFERS and not self.node.leases, 20)
+        for process in self.nodes.pushers.values():
+            for offer in list(process.node.offers):
+                process.node.withdraw(offer)
+        until(lambda: not self.node.leases, 20)
         assert self.node.ledger.uses() == {}
 
     def interrupt(self) -> None:
         """Forget the request, cancel the pulls, and end the reads that are held."""
         self.ending = True
+        for read in self.posted:
+            read.sever()
+        if self.forgetting is not None:
+            self.forgetting.result(20)
         self.node.forget(self._name("request"))
         for transfer in self.transfers.values():
             transfer.cancel()
-        for who in self.nodes.pushers:
-            self._kill(who)
         for read in self.posted:
             read.sever()
 

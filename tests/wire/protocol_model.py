@@ -3,24 +3,27 @@
 The model has one destination node with three blocks. Processes push a request into two of them,
 one process per source rank; pulls `a` and `b` of the node read from one source; the node offers a
 block of its own; its engine uses blocks that have no claim. `Model.step` defines what each event
-does and which error it gets. Bytes are tags: which lease or which pull wrote a piece.
+does and which error it gets. Bytes are tags: which announcement or which pull wrote a piece.
+
+A push is a pull that its source announces. The node reads the part of each rank from the process
+that announced it last. All reads go straight to the blocks, and may land after they were given up.
 
 Who causes which event:
 
 | event | caused by | effect |
 |---|---|---|
-| `expect`, `forget` | the node | claim blocks for a push; end its leases and free the blocks |
-| `open`, `fetch`, `close` | a pusher | get a lease and fence older ones; have a piece read; end |
-| `read`, `copy` | the node | a piece arrives in a staging buffer; it is copied to the blocks |
-| `expire` | time | a lease ends |
+| `expect`, `forget` | the node | claim blocks for a push; end its reads, then free the blocks |
+| `announce` | a pusher | have the node read a part, in place of an older announcement of the rank |
+| `expire` | time | a pusher's offer ends |
 | `start`, `stop`, `continue`, `kill` | an operator | a replacement, SIGSTOP, SIGCONT, SIGKILL |
-| `pull`, `cancel`, `confirm` | the node | claim and fill blocks; give up; have the source confirm |
+| `pull`, `cancel` | the node | claim and fill blocks; give up |
+| `confirm` | the node | have the source confirm that it held its blocks |
 | `land`, `sever` | the transport | a posted read writes its piece, also late; it never will |
 | `offer`, `withdraw`, `rewrite` | a source, the node | let blocks be read; end that; reuse them |
 | `use` | the engine | write to every block that has no claim |
 
-A process is delayed by taking none of its events. Duplicates of `fetch` and `close` are refused
-in every state, so they add no state; a second `open` is one more attempt.
+A process is delayed by taking none of its events. A repeated announcement is answered with the
+state of the first, so it adds no state; a second push is one more attempt.
 
 `Rules` are the rules of ownership. Removing one makes `search` find the shortest way to break an
 invariant; `Model.violations` lists the invariants.
@@ -43,7 +46,7 @@ OK, IN_USE, UNKNOWN, EXPIRED = "ok", "blocks_in_use", "unknown_request", "lease_
 """Outcomes of an event: success, or the code of the error."""
 
 Key = tuple[int, int]
-"""A lease of a pusher: the pusher's index and its attempt."""
+"""An announcement: the pusher's index and its attempt."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,11 @@ class Rules:
     """The rules of ownership. Each can be removed."""
 
     fence: bool = True
-    """A new lease of a rank ends the older ones; only the newest can be confirmed."""
+    """An announcement of a rank ends the reads of older ones; only the newest is confirmed."""
+    settle: bool = True
+    """A replacement reads, and `forget` frees the blocks, once no older read can write to them."""
     arrival_is_final: bool = True
-    """A rank that has arrived is not pushed again."""
+    """A rank that has arrived is not read again."""
     named_pushers: bool = True
     """Only processes that `expect` names may push."""
     claims: bool = True
@@ -62,8 +67,6 @@ class Rules:
     """A failed pull keeps its blocks until its posted read cannot write to them."""
     confirm: bool = True
     """A pull is ready only if the source has held the blocks until the last byte was read."""
-    drain: bool = True
-    """Whoever ends a lease waits for the copy that is in progress for it."""
 
 
 class Pusher(NamedTuple):
@@ -90,12 +93,10 @@ class World:
     offers: bool = False
     """Whether the node offers a block of its own."""
     attempts: int = 1
-    """Leases that one pusher opens, and times that one pull is started."""
+    """Announcements of one pusher, and times that one pull is started."""
     expectations: int = 1
     rewrites: int = 1
     """Times that the source of the pulls reuses its blocks."""
-    slow_copies: bool = False
-    """Whether other events can happen while the node copies a piece to its blocks."""
     engine: bool = True
     """Whether the engine uses free blocks, once."""
     faults: frozenset[str] = frozenset()
@@ -112,15 +113,17 @@ class Event(NamedTuple):
         return f"{self.action} {self.who}".strip()
 
 
-class Lease(NamedTuple):
-    """A pusher's right to fill its part of the request's blocks."""
+class Part(NamedTuple):
+    """The node's pull of the part that a pusher has announced."""
 
     pusher: int
     attempt: int
-    fetched: int = 0
-    doing: str = ""
-    """`reading` a piece from the pusher, `copying` it to the blocks, or empty."""
+    landed: int = 0
+    posted: bool = False
+    """Whether a read is posted. It may land even after the pull has ended."""
     live: bool = True
+    offered: bool = True
+    """Whether the pusher still offers its blocks."""
 
     @property
     def key(self) -> Key:
@@ -158,10 +161,12 @@ class State(NamedTuple):
     expectation: int = 0
     """The number of the newest expectation."""
     expecting: bool = False
+    forgetting: bool = False
+    """Whether a request was forgotten, and its blocks are not yet free."""
     ready: bool = False
     current: tuple[Key | None, ...] = (None,) * RANKS
     arrived: tuple[Key | None, ...] = (None,) * RANKS
-    leases: tuple[Lease, ...] = ()
+    parts: tuple[Part, ...] = ()
     source: str = "running"
     offered: bool = True
     version: int = 0
@@ -246,7 +251,7 @@ class Model:
         world = self.world
         if world.pushers and not state.expecting and state.expectation < world.expectations:
             yield Event("expect")
-        if state.expecting and not self._waits_for_copy(state.leases):
+        if state.expecting and not state.forgetting:
             yield Event("forget")
         if world.offers:
             yield Event("withdraw" if ("offered", "own") in state.claims else "offer", "own")
@@ -262,28 +267,25 @@ class Model:
             return
         if status == "running":
             yield from ("stop",) if f"stop {pusher.name}" in world.faults else ()
-            rank = self._leases_of_rank(state, pusher.rank)
-            if state.attempts[at] < world.attempts and not self._waits_for_copy(rank):
-                yield "open"
+            if state.attempts[at] < world.attempts:
+                yield "announce"
         if status == "stopped":
             yield "continue"
         if status != "dead" and f"kill {pusher.name}" in world.faults:
             yield "kill"
-        yield from self._lease_actions(state, at)
+        yield from self._part_actions(state, at)
 
-    def _lease_actions(self, state: State, at: int) -> Iterator[str]:
-        running = state.processes[at] == "running"
-        newest = self._newest(state, at)
-        name = self.world.pushers[at].name
-        if newest and newest.live and f"expire {name}" in self.world.faults:
-            yield from () if self._waits_for_copy([newest]) else ("expire",)
-        if newest and not newest.doing and running:
-            yield "fetch" if newest.fetched < PIECES else "close"
-        doing = {lease.doing for lease in state.leases if lease.pusher == at}
-        if "reading" in doing and running:
-            yield "read"
-        if "copying" in doing:
-            yield "copy"
+    def _part_actions(self, state: State, at: int) -> Iterator[str]:
+        name, running = self.world.pushers[at].name, state.processes[at] == "running"
+        own = [part for part in state.parts if part.pusher == at]
+        if f"expire {name}" in self.world.faults and any(one.live and one.offered for one in own):
+            yield "expire"
+        if any(one.posted for one in own) and running:
+            yield "land"
+        if any(one.posted and not one.live for one in own):
+            yield "sever"
+        if any(one.live and one.landed == PIECES for one in own) and running:
+            yield "confirm"
 
     def _pull_actions(self, state: State, pull: Pull) -> Iterator[str]:
         over = pull.status in ("none", "ready", "failed") and not pull.posted
@@ -320,8 +322,8 @@ class Model:
         ), OK
 
     def _forget(self, state: State) -> Step:
-        state = self._ended(state, state.leases)
-        return self._released(state, "request")._replace(expecting=False, ready=False), OK
+        state = self._ended(state, state.parts)
+        return self._settled(state._replace(expecting=False, ready=False, forgetting=True)), OK
 
     def _use(self, state: State) -> Step:
         owned = {block for _, owner in state.claims for block in BLOCKS_OF[owner]}
@@ -341,15 +343,13 @@ class Model:
         return self._now(state, who, "running"), OK
 
     def _kill(self, state: State, who: str) -> Step:
-        """Kill a process. Reads from its memory fail; its leases end when they expire."""
+        """Kill a process. Reads from its memory fail, and its part can no longer arrive."""
         at = self.index[who]
-        reading = [lease for lease in state.leases if lease.pusher == at and lease.doing]
-        for lease in reading:
-            if lease.doing == "reading":
-                state = self._changed(state, lease, lease._replace(doing=""))
-        return self._now(state, who, "dead"), OK
+        state = self._ended(state, [part for part in state.parts if part.pusher == at])
+        parts = tuple(p._replace(posted=p.posted and p.pusher != at) for p in state.parts)
+        return self._settled(self._now(state._replace(parts=parts), who, "dead")), OK
 
-    def _open(self, state: State, who: str) -> Step:
+    def _announce(self, state: State, who: str) -> Step:
         at, rules = self.index[who], self.rules
         pusher = self.world.pushers[at]
         tried = state._replace(attempts=replaced(state.attempts, at, state.attempts[at] + 1))
@@ -357,62 +357,78 @@ class Model:
         has_arrived = state.arrived[pusher.rank] is not None and rules.arrival_is_final
         if not state.expecting or state.ready or stranger or has_arrived:
             return tried, UNKNOWN
-        idle = [lease for lease in state.leases if lease.pusher == at and not lease.doing]
-        lease = Lease(at, tried.attempts[at])
-        state = self._without(tried, idle)  # the process no longer uses its earlier leases
         if rules.fence:
-            state = self._ended(state, self._leases_of_rank(state, pusher.rank))
-        return state._replace(
-            leases=tuple(sorted((*state.leases, lease))),
-            current=replaced(state.current, pusher.rank, lease.key),
+            tried = self._ended(tried, self._parts_of_rank(tried, pusher.rank))
+        part = Part(at, tried.attempts[at])
+        state = tried._replace(
+            parts=tuple(sorted((*tried.parts, part))),
+            current=replaced(state.current, pusher.rank, part.key),
             arrived=replaced(state.arrived, pusher.rank, None),
-        ), OK
+        )
+        return self._settled(state), OK
 
-    def _fetch(self, state: State, who: str) -> Step:
-        lease = self._newest(state, self.index[who])
-        assert lease is not None
-        if not lease.live:
-            return self._without(state, [lease]), EXPIRED
-        return self._changed(state, lease, lease._replace(doing="reading")), OK
-
-    def _read(self, state: State, who: str) -> Step:
-        lease = self._doing(state, who, "reading")
-        if not lease.live:
-            return self._without(state, [lease]), EXPIRED
-        copying = lease._replace(doing="copying")
-        state = self._changed(state, lease, copying)
-        return (state, OK) if self.world.slow_copies else self._copy(state, who)
-
-    def _copy(self, state: State, who: str) -> Step:
-        lease = self._doing(state, who, "copying")
-        at = cells_of("request", self.world.pushers[lease.pusher].rank, lease.fetched)
-        cells = written(state.cells, at, self._tag(lease.key))
-        late = state.late_write if lease.live else who
-        done = lease._replace(doing="", fetched=lease.fetched + 1)
-        return self._changed(state, lease, done)._replace(cells=cells, late_write=late), OK
-
-    def _close(self, state: State, who: str) -> Step:
+    def _expire(self, state: State, who: str) -> Step:
         at = self.index[who]
-        lease, rank = self._newest(state, at), self.world.pushers[at].rank
-        assert lease is not None
-        state = self._without(state, [lease])
-        replaced_by_newer = self.rules.fence and state.current[rank] != lease.key
-        if not lease.live or not state.expecting or replaced_by_newer:
+        own = [part for part in state.parts if part.pusher == at and part.live and part.offered]
+        return self._changed(state, own[0], own[0]._replace(offered=False)), OK
+
+    def _land_part(self, state: State, who: str) -> Step:
+        """A posted read of a part writes its piece, however late."""
+        part = self._posted(state, who)
+        rank = self.world.pushers[part.pusher].rank
+        at = cells_of("request", rank, part.landed)
+        cells = written(state.cells, at, self._tag(part.key))
+        late = not part.live and self._writes_too_late(state, part)
+        more = part.live and part.landed + 1 < PIECES
+        now = part._replace(landed=part.landed + part.live, posted=more)
+        state = self._changed(state, part, now)._replace(cells=cells)
+        return self._settled(state._replace(late_write=who) if late else state), OK
+
+    def _writes_too_late(self, state: State, part: Part) -> bool:
+        """Whether the blocks are free, or another process fills them."""
+        rank = self.world.pushers[part.pusher].rank
+        others = [one for one in self._parts_of_rank(state, rank) if one.key != part.key]
+        begun = any(one.posted or (one.live and one.landed) for one in others)
+        return begun or ("expected", "request") not in state.claims
+
+    def _sever_part(self, state: State, who: str) -> Step:
+        at = self.index[who]
+        part = next(one for one in state.parts if one.pusher == at and one.posted and not one.live)
+        return self._settled(self._changed(state, part, part._replace(posted=False))), OK
+
+    def _confirm_part(self, state: State, who: str) -> Step:
+        at = self.index[who]
+        own = [one for one in state.parts if one.pusher == at and one.live]
+        part, rank = next(one for one in own if one.landed == PIECES), self.world.pushers[at].rank
+        state = self._changed(state, part, part._replace(live=False))
+        replaced_by_newer = self.rules.fence and state.current[rank] != part.key
+        state = self._settled(state)
+        if not part.offered or not state.expecting or replaced_by_newer:
             return state, EXPIRED
         state = state._replace(
-            arrived=replaced(state.arrived, rank, lease.key),
-            told=replaced(state.told, at, True),
+            arrived=replaced(state.arrived, rank, part.key), told=replaced(state.told, at, True)
         )
         return (state if None in state.arrived else self._now_ready(state)), OK
 
-    def _expire(self, state: State, who: str) -> Step:
-        lease = self._newest(state, self.index[who])
-        assert lease is not None
-        return self._ended(state, [lease]), OK
+    def _settled(self, state: State) -> State:
+        """Begin to read where no older read can write, and free blocks that were forgotten."""
+        for part in state.parts:
+            if part.live and not part.posted and part.landed == 0:
+                rank = self.world.pushers[part.pusher].rank
+                late = any(p.posted and not p.live for p in self._parts_of_rank(state, rank))
+                if not (late and self.rules.settle):
+                    begun = part._replace(posted=part.offered, live=part.offered)
+                    state = self._changed(state, part, begun)
+        over = tuple(part for part in state.parts if part.live or part.posted)
+        state = state._replace(parts=over)
+        late = any(part.posted for part in state.parts)
+        if state.forgetting and not (late and self.rules.settle):
+            state = self._released(state, "request")._replace(forgetting=False)
+        return state
 
     def _now_ready(self, state: State) -> State:
-        """The request is complete: no lease may write to it, and the engine relies on it."""
-        state = self._released(self._ended(state, state.leases), "request")
+        """The request is complete, and the engine relies on it."""
+        state = self._released(state, "request")
         promised = state.promised
         for rank, key in enumerate(state.arrived):
             assert key is not None
@@ -435,6 +451,8 @@ class Model:
 
     def _land(self, state: State, who: str) -> Step:
         """A posted read writes its piece, with the bytes that the source has now."""
+        if who not in self.world.pulls:
+            return self._land_part(state, who)
         at = self.index[who]
         pull = state.pulls[at]
         tag = f"{who}{pull.tries} v{state.version}"
@@ -458,11 +476,15 @@ class Model:
         return state, OK
 
     def _sever(self, state: State, who: str) -> Step:
+        if who not in self.world.pulls:
+            return self._sever_part(state, who)
         at = self.index[who]
         state = self._with_pull(state, at, state.pulls[at]._replace(posted=False))
         return (self._released(state, who) if self.rules.quarantine else state), OK
 
     def _confirm(self, state: State, who: str) -> Step:
+        if who not in self.world.pulls:
+            return self._confirm_part(state, who)
         at = self.index[who]
         pull = state.pulls[at]
         state = self._released(state, who)
@@ -496,7 +518,7 @@ class Model:
         assert who == "source"
         return state._replace(version=state.version + 1), OK
 
-    # -- the ledger and the leases ----------------------------------------------------------
+    # -- the ledger and the announced parts -------------------------------------------------
 
     def _claimed(self, state: State, use: str, owner: str) -> State | None:
         """Return the state with one more claim; None if another claim conflicts."""
@@ -513,38 +535,24 @@ class Model:
     def _released(self, state: State, owner: str) -> State:
         return state._replace(claims=frozenset(c for c in state.claims if c[1] != owner))
 
-    def _ended(self, state: State, leases: Iterable[Lease]) -> State:
-        """End leases. A copy that is in progress goes on; `possible` waits for it."""
-        for lease in leases:
-            if lease.live:
-                state = self._changed(state, lease, lease._replace(live=False))
+    def _ended(self, state: State, parts: Iterable[Part]) -> State:
+        """End pulls of parts. A read that is posted may still land; `_settled` waits for it."""
+        for part in parts:
+            if part.live:
+                state = self._changed(state, part, part._replace(live=False))
         return state
 
-    def _waits_for_copy(self, leases: Iterable[Lease]) -> bool:
-        """Whether ending these leases has to wait."""
-        return self.rules.drain and any(lease.doing == "copying" for lease in leases)
-
-    def _leases_of_rank(self, state: State, rank: int) -> list[Lease]:
+    def _parts_of_rank(self, state: State, rank: int) -> list[Part]:
         pushers = self.world.pushers
-        return [lease for lease in state.leases if pushers[lease.pusher].rank == rank]
+        return [part for part in state.parts if pushers[part.pusher].rank == rank]
 
-    def _newest(self, state: State, at: int) -> Lease | None:
-        own = [lease for lease in state.leases if lease.key == (at, state.attempts[at])]
-        return own[0] if own else None
-
-    def _doing(self, state: State, who: str, what: str) -> Lease:
-        """Return the oldest lease of a pusher for which the node does something."""
+    def _posted(self, state: State, who: str) -> Part:
+        """Return the oldest part of a pusher with a posted read."""
         at = self.index[who]
-        return next(one for one in state.leases if one.pusher == at and one.doing == what)
+        return next(part for part in state.parts if part.pusher == at and part.posted)
 
-    def _changed(self, state: State, lease: Lease, now: Lease) -> State:
-        if not now.live and not now.doing and now.attempt < state.attempts[now.pusher]:
-            return self._without(state, [lease])
-        return state._replace(leases=tuple(now if one == lease else one for one in state.leases))
-
-    def _without(self, state: State, gone: Iterable[Lease]) -> State:
-        kept = tuple(lease for lease in state.leases if lease not in tuple(gone))
-        return state._replace(leases=kept)
+    def _changed(self, state: State, part: Part, now: Part) -> State:
+        return state._replace(parts=tuple(now if one == part else one for one in state.parts))
 
     def _with_pull(self, state: State, at: int, pull: Pull) -> State:
         return state._replace(pulls=replaced(state.pulls, at, pull))
@@ -562,8 +570,8 @@ class Model:
     def violations(self, state: State) -> list[str]:
         """Return the invariants that a state breaks.
 
-        `late write`: no lease that was fenced, has ended or was forgotten writes, and no failed
-        pull writes to a block that was freed. `wrong bytes`: blocks of a ready request or pull,
+        `late write`: no read that was given up writes to a block that was freed, or that a
+        replacement fills. `wrong bytes`: blocks of a ready request or pull,
         of an offer, or in use by the engine have exactly the bytes that were confirmed. `two
         owners`: a block has one exclusive owner or only readers, and a quarantined block has no
         other claim. `unnamed pusher`: a ready request comes from processes that were named. `lost

@@ -15,9 +15,8 @@ from kvatlas.errors import Code
 from kvatlas.wire import Session
 from kvatlas.wire.block_ledger import BlockClaim, BlockLedger, Use
 from tests.planning.models import SMALL
-from tests.wire.faulty import Gate, failure, pair, pull
+from tests.wire.faulty import Gate, Stalled, failure, pair, pull
 from tests.wire.helpers import End, as_it_is, assert_arrived, ends, small
-from tests.wire.test_quarantine import Stalled
 
 EXCLUSIVE: tuple[Use, ...] = ("filling", "expected")
 

@@ -12,7 +12,7 @@ import pytest
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.wire import Metrics, Transfer
-from kvatlas.wire.leases import Held, Leases
+from kvatlas.wire.leases import Leases, Offer
 from kvatlas.wire.transports.base import Done, Handle
 
 KEY = bytes(range(16))
@@ -23,8 +23,7 @@ REFUSAL = AtlasError(Code.PEER_LOST, "rule", got="got", hint="hint")
 
 def lease_of(leases: Leases, seconds: float = 60.0, **about: Any) -> Any:
     given: dict[str, Any] = {
-        "session": KEY, "request": "r", "direction": "pull", "peer_rank": 0, "complete": True,
-        "stream": None, "entries": 0,
+        "session": KEY, "request": "r", "complete": True, "stream": None, "entries": 0,
     }  # fmt: skip
     return leases.grant(seconds, **given | about)
 
@@ -50,12 +49,12 @@ def test_a_lease_is_found_by_its_own_session_while_it_is_held() -> None:
 
 def test_leases_of_an_offer_end_with_it_alone() -> None:
     leases = Leases(lambda _: None)
-    first, second = (Held("r", {}, 0, 0) for _ in range(2))
+    first, second = (Offer("r", {}, 0, 0, 1.0) for _ in range(2))
     lease_of(leases, part_of=first)
-    push, other = lease_of(leases, direction="push"), lease_of(leases, part_of=second)
+    alone, other = lease_of(leases), lease_of(leases, part_of=second)
     leases.drop_part(first)
     assert len(leases) == 2
-    assert all(leases.find(kept.key, KEY) is kept for kept in (push, other))
+    assert all(leases.find(kept.key, KEY) is kept for kept in (alone, other))
     leases.drop_all({bytes(16)})
     assert len(leases) == 2
     leases.drop_all({KEY})
@@ -95,7 +94,7 @@ def test_a_lease_does_not_end_while_bytes_are_copied_for_it() -> None:
 def test_every_thread_that_ends_a_lease_waits_for_its_copy() -> None:
     ended: list[Any] = []
     leases = Leases(ended.append)
-    held = Held("r", {}, 0, 0)
+    held = Offer("r", {}, 0, 0, 1.0)
     lease = lease_of(leases, part_of=held)
     drops = [
         lambda: leases.drop(lease),

@@ -85,7 +85,9 @@ def test_any_plan_is_answered(attacked: Attacked, data: st.DataObject) -> None:
 
 @FUZZ
 @given(
-    tag=st.sampled_from(["open", "borrow", "renew", "gather", "fetch", "get_checksums", "close"]),
+    tag=st.sampled_from(
+        ["open", "borrow", "renew", "gather", "get_checksums", "close", "announce"]
+    ),
     data=st.data(),
 )
 def test_any_question_is_answered(attacked: Attacked, tag: str, data: st.DataObject) -> None:
@@ -94,12 +96,16 @@ def test_any_question_is_answered(attacked: Attacked, tag: str, data: st.DataObj
     question: dict[str, Any] = {
         "open": msgspec.to_builtins(opening(session), builtin_types=(bytes,)),
         "renew": {"seconds": 1.0}, "close": {"complete": True},
-        "gather": {"start": 0, "stop": 99, "buffer": 0}, "fetch": {"start": 0, "stop": 99},
+        "gather": {"start": 0, "stop": 99, "buffer": 0},
         "borrow": {"buffers": 1, "seconds": 1.0},
         "get_checksums": {"start": 0, "stop": 99, "piece": 4096},
+        "announce": {
+            "request": "r", "offer": "o", "endpoint": "tcp://127.0.0.1:1", "start": 0, "stop": 50,
+            "seconds": 0.1,
+        },
     }[tag]  # fmt: skip
     question = {"type": tag, "session": session} | question
-    if tag != "open":
+    if tag not in ("open", "announce"):
         question["lease"] = lease
     key = data.draw(st.sampled_from(sorted(question)))
     question[key] = data.draw(ANY | st.dictionaries(st.integers(-1, 3), st.binary(max_size=16)))

@@ -30,7 +30,15 @@ def test_sessions_that_were_never_opened_are_unknown(attacked: Attacked) -> None
         protocol.Renew(session=key, lease=key, seconds=1.0),
         protocol.Borrow(session=key, lease=key, buffers=1, seconds=1.0),
         protocol.Gather(session=key, lease=key, start=0, stop=1, buffer=0),
-        protocol.Fetch(session=key, lease=key, start=0, stop=1),
+        protocol.Announce(
+            session=key,
+            request="r",
+            offer="o",
+            endpoint="tcp://127.0.0.1:1",
+            start=0,
+            stop=1,
+            seconds=1.0,
+        ),
         protocol.GetChecksums(session=key, lease=key, start=0, stop=1, piece=4096),
         protocol.Close(session=key, lease=key, complete=True),
     ):
@@ -44,7 +52,6 @@ def test_leases_of_other_sessions_are_out_of_reach(attacked: Attacked) -> None:
         protocol.Renew(session=other, lease=lease, seconds=1.0),
         protocol.Borrow(session=other, lease=lease, buffers=1, seconds=1.0),
         protocol.Gather(session=other, lease=lease, start=0, stop=1, buffer=0),
-        protocol.Fetch(session=other, lease=lease, start=0, stop=1),
         protocol.GetChecksums(session=other, lease=lease, start=0, stop=1, piece=4096),
         protocol.Close(session=other, lease=lease, complete=True),
         protocol.Close(session=mine, lease=other, complete=True),
@@ -59,7 +66,7 @@ def test_leases_of_other_sessions_are_out_of_reach(attacked: Attacked) -> None:
 
 OPENINGS: list[tuple[str, dict[str, Any]]] = [
     ("unknown_request", {"request": "another"}),
-    ("unknown_request", {"direction": "push"}),
+    ("unlike_versions", {"direction": "push"}),
     ("bad_tokens", {"stop": 51}),
     ("bad_tokens", {"start": 30, "stop": 20}),
     ("bad_tokens", {"stop": 2**62}),

@@ -12,13 +12,13 @@ from kvatlas.routing import Route
 from kvatlas.routing.compiler import Compiler
 from kvatlas.routing.request import RequestEnds
 from kvatlas.wire import Session
-from kvatlas.wire.server import node as node_module
+from kvatlas.wire.server import offering
 from tests.wire.helpers import End, assert_arrived, ends, small
 
 COMPILES = [
     (Route, "__init__"), (Route, "sources"), (Route, "needed_bytes"), (Compiler, "strips"),
 ]  # fmt: skip
-BINDS = [(Route, "stream"), (RequestEnds, "bind"), (node_module, "check_tables")]
+BINDS = [(Route, "stream"), (RequestEnds, "bind"), (offering, "check_tables")]
 
 
 class Held:
@@ -56,7 +56,7 @@ def watch(node: Any, held: Held) -> None:
     node.lock = Watched("node", held)
     node._routes_lock = Watched("routes", held)
     node.leases._lock = Watched("leases", held)
-    node.answers._links_lock = Watched("links", held)
+    node._expected._lock = Watched("expected", held)
     node.answers.sessions._lock = Watched("sessions", held)
     grant = node.leases.grant
 
@@ -109,4 +109,4 @@ def test_nothing_is_compiled_or_bound_under_a_lock(held: Held) -> None:
         assert all(one.ready.wait(10) for one in expected)
     assert not held.under
     assert all(held.called[name] for _, name in COMPILES + BINDS), held.called
-    assert set(held.taken) == {"node", "routes", "leases", "links", "sessions", "guard"}
+    assert set(held.taken) == {"node", "routes", "leases", "expected", "sessions", "guard"}

@@ -7,6 +7,7 @@ every byte, and leaves no lease, no buffer and no registration; the next one wor
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from typing import Any
 
@@ -274,19 +275,32 @@ def test_a_reader_that_starts_again_frees_what_it_had(here: Here, children: Chil
 
 @over
 @pytest.mark.parametrize("how", ["direct", "staged"])
-def test_the_source_of_a_push_is_killed(here: Here, children: Children, how: str) -> None:
+def test_the_source_of_a_push_is_killed(
+    here: Here, children: Children, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is ready here, whatever had been written; the next push is."""
     here.wipe()
+    reading, killed, wait = threading.Event(), threading.Event(), Handle.wait
+
+    def slowly(handle: Handle, *given: Any) -> None:
+        reading.set()
+        assert killed.wait(20)
+        wait(handle, *given)
+
+    monkeypatch.setattr(Handle, "wait", slowly)
     expected = here.node.expect("pushed", here.blocks, TOKENS, source=SOURCE, pushers=["pusher"])
     about: dict[str, Any] = {
         "way": "push", "endpoints": [here.node.endpoint], "request": "pushed", "how": how,
         "seconds": 1.0,
     }  # fmt: skip
-    child = children.take(SOURCE, here.transport, 1, name="pusher", slow=0.05)
+    child = children.take(SOURCE, here.transport, 1, name="pusher")
     child.tell("move", **about)
-    until(lambda: len(here.node.leases) > 0)
+    assert reading.wait(20)
     child.kill()
+    killed.set()
     here.settled()
+    (announced,) = expected.current[0]
+    assert announced.transfer.wait_released(20)
     assert not expected.ready.is_set()
     again = children.take(SOURCE, here.transport, 1, name="pusher")
     assert again.ask("move", **about | {"seconds": 10.0}) == {"code": "ready"}

@@ -32,11 +32,11 @@ PUSHES = World(
     pushers=(OLD, NEW, ONE), engine=False, faults=frozenset({"stop old", "kill old", "expire one"})
 )
 REPLACED = replace(PUSHES, faults=frozenset({"stop old"}))
-STRANGERS = World(pushers=(OLD, STRANGER, ONE), engine=False)
+STRANGERS = World(pushers=(OLD, STRANGER, ONE), engine=False, attempts=2)
 PULLS = World(pulls=("a", "b"), offers=True, faults=frozenset({"stop source"}))
 WORLDS = {
     "pushes": PUSHES,
-    "slow copies": replace(REPLACED, slow_copies=True),
+    "replaced": replace(REPLACED, attempts=2),
     "strangers": STRANGERS,
     "expected twice": World(pushers=(OLD, ONE), expectations=2, faults=frozenset({"expire old"})),
     "pulls": PULLS,
@@ -54,7 +54,8 @@ DEEP_WORLDS = {
         faults=frozenset({"stop old", "kill old", "expire old", "stop one", "kill one"}),
     ),
     "second attempts": World(pushers=(OLD, ONE), expectations=2, attempts=2),
-    "slow second attempts": replace(REPLACED, attempts=2, slow_copies=True),
+    "replaced twice": replace(REPLACED, attempts=2, expectations=2),
+    "engine in between": replace(REPLACED, attempts=2, expectations=2, engine=True),
     "second pulls": replace(PULLS, attempts=2, rewrites=2),
     "everything": World(pushers=(OLD, ONE), pulls=("b",), offers=True),
 }
@@ -89,40 +90,50 @@ def test_without_fence_two_processes_fill_one_rank() -> None:
     found = search(Model(REPLACED, Rules(fence=False)), {"wrong bytes"})
     trace = shown(found)
     assert found.violation == "wrong bytes"
-    assert {"stop old", "start new", "continue old", "open old", "open new"} <= set(trace)
+    assert {"stop old", "start new", "continue old", "announce old", "announce new"} <= set(trace)
 
 
-STOPPED_PUSH = (
-    "expect", "open old", "fetch old", "stop old", "start new", "open new", "fetch new",
-    "read new", "fetch new", "read new", "close new", "continue old", "read old",
-)  # fmt: skip
-PUSH_OF_ONE = ("open one", "fetch one", "read one", "fetch one", "read one", "close one")
+PUSH_OF_ONE = ("announce one", "land one", "land one", "confirm one")
+REPLACEMENT = ("expect", "announce old", "stop old", "start new", "announce new")
+PUSH_OF_NEW = ("land new", "land new", "confirm new")
 
 
 def test_a_stopped_process_cannot_add_bytes_after_its_replacement() -> None:
-    seen, broken = outcomes(Model(REPLACED), *STOPPED_PUSH, *PUSH_OF_ONE)
-    assert seen == [OK] * 12 + [EXPIRED] + [OK] * 6
-    assert broken == []
-    seen, broken = outcomes(Model(REPLACED, Rules(fence=False)), *STOPPED_PUSH, *PUSH_OF_ONE)
-    assert set(seen) == {OK}
-    assert broken == ["wrong bytes"]
+    """The replacement reads once the read from the stopped process is known to be over."""
+    model = Model(REPLACED)
+    events = (*REPLACEMENT, "sever old", *PUSH_OF_NEW, "continue old", *PUSH_OF_ONE)
+    assert outcomes(model, *events) == ([OK] * len(events), [])
+    late = (*REPLACEMENT, "continue old", "land old", *PUSH_OF_NEW, *PUSH_OF_ONE)
+    assert outcomes(model, *late) == ([OK] * len(late), [])
+    with pytest.raises(AssertionError, match="land new is not possible"):
+        outcomes(model, *REPLACEMENT, *PUSH_OF_NEW)
+    for rules in (Rules(fence=False), Rules(settle=False)):
+        events = (*REPLACEMENT, *PUSH_OF_NEW, *PUSH_OF_ONE, "continue old", "land old")
+        seen, broken = outcomes(Model(REPLACED, rules), *events)
+        assert set(seen) == {OK}
+        assert "wrong bytes" in broken
 
 
-def test_without_final_arrivals_an_open_loses_one() -> None:
+def test_a_push_whose_offer_has_ended_does_not_arrive() -> None:
+    events = ("expect", "announce one", "land one", "expire one", "land one", "confirm one")
+    assert outcomes(Model(PUSHES), *events) == ([OK] * 5 + [EXPIRED], [])
+
+
+def test_without_final_arrivals_an_announcement_loses_one() -> None:
     found = search(Model(REPLACED, Rules(arrival_is_final=False)), {"lost arrival"})
     trace = shown(found)
     assert found.violation == "lost arrival"
-    assert trace.index("close old") < trace.index("open new"), "the new process resets the arrival"
-    assert "fetch new" not in trace, "a bare open is enough"
-    assert trace[-1] == "close one", "both ranks were told that they are complete"
+    assert trace.index("confirm old") < trace.index("announce new"), "it resets the arrival"
+    assert "land new" not in trace, "a bare announcement is enough"
+    assert trace[-1] == "confirm one", "both ranks were told that they are complete"
 
 
 def test_without_named_pushers_a_stranger_makes_a_request_ready() -> None:
     found = search(Model(STRANGERS, Rules(named_pushers=False)))
     trace = shown(found)
     assert found.violation == "unnamed pusher"
-    assert "close stranger" in trace
-    assert outcomes(Model(STRANGERS), "expect", "open stranger") == ([OK, UNKNOWN], [])
+    assert "confirm stranger" in trace
+    assert outcomes(Model(STRANGERS), "expect", "announce stranger") == ([OK, UNKNOWN], [])
 
 
 def test_without_claims_two_pulls_fill_one_block() -> None:
@@ -169,9 +180,10 @@ def test_without_confirmation_a_pull_is_ready_with_reused_blocks() -> None:
 
 
 @pytest.mark.parametrize("broken", ["late write", "wrong bytes"])
-def test_whoever_ends_a_lease_must_wait_for_its_copy(broken: str) -> None:
-    found = search(Model(WORLDS["slow copies"], Rules(drain=False)), {broken})
+def test_whoever_ends_a_read_must_wait_until_it_is_over(broken: str) -> None:
+    world = replace(REPLACED, engine=True)
+    found = search(Model(world, Rules(settle=False)), {broken})
     trace = shown(found)
     assert found.violation == broken
-    ends = "forget" if broken == "late write" else "open new"
-    assert trace.index("read old") < trace.index(ends) < trace.index("copy old")
+    ends = [trace.index(event) for event in ("forget", "announce new") if event in trace]
+    assert trace.index("announce old") < min(ends) < trace.index("land old")

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -20,18 +21,17 @@ from hypothesis.stateful import (
 )
 
 from kvatlas.wire.block_ledger import BlockClaim, BlockLedger
+from kvatlas.wire.client import expected as expected_module
+from kvatlas.wire.client.expected import Announcement, Expected, ExpectedRequests
 from kvatlas.wire.client.rank_lease import RankLease
-from kvatlas.wire.leases import Expected, Leases
 from kvatlas.wire.peers import Peer
-from tests.wire.model_driver import BATCH, Driver, Nodes
+from tests.wire.model_driver import Driver, Nodes, pull_in_pieces
 from tests.wire.protocol_model import (
     BLOCKS,
     BLOCKS_OF,
     NEW,
-    OK,
     OLD,
     ONE,
-    PIECES,
     STRANGER,
     Event,
     Model,
@@ -46,15 +46,16 @@ PULLS = World(pulls=("a", "b"), offers=True, faults=frozenset({"stop source"}), 
 BOTH = replace(PUSHES, pulls=PULLS.pulls, offers=True, engine=True)
 DEEP = settings().max_examples > 1000
 """Whether the `deep` profile of hypothesis is in use."""
-PUSHING = {"open", "fetch", "read", "close"}
+PUSHING = {"announce", "land"}
 DISTURBING = {"kill", "expire", "forget"}
 GROUPS = (
     {"pull", "land"},
     {"expect", "use", "offer", "rewrite"},
     {"cancel", "sever", "withdraw"},
+    {"announce"},
     {"start", "stop", "continue"},
 )
-CALM_STEPS = 6
+CALM_STEPS = 4
 """Rules between two that end a push, so that many pushes end well."""
 
 
@@ -88,9 +89,8 @@ class Protocol(RuleBasedStateMachine):
         """Take a step, and compare everything afterwards."""
         self.sound = False
         self._step(event)
-        for name, pull in zip(self.model.world.pulls, self.state.pulls, strict=True):
-            if (pull.status, pull.landed) == ("running", PIECES):
-                self._step(Event("confirm", name))  # a pull sends it without a pause
+        for event in self._possible({"confirm"}):
+            self._step(event)  # a pull sends it without a pause
         self.driver.check(self.state)
         self.sound = True
 
@@ -101,18 +101,21 @@ class Protocol(RuleBasedStateMachine):
             owned = {block for _, owner in before.claims for block in BLOCKS_OF[owner]}
             self.driver.use(set(range(BLOCKS)) - owned)
             return
-        if event.action == "land":
+        if event.action == "land" and event.who in self.model.world.pulls:
             pull = before.pulls[self.model.index[event.who]]
             self.driver.pulled(event.who, pull.landed)
         outcome = self.driver.step(event)
         note(f"{event}: {outcome}")
         self.reached[f"{event.action}: {outcome}"] += 1
         self.reached["ready"] += self.state.ready and not before.ready
+        ended = [
+            one for one in before.parts if one.live and one._replace(live=False) in self.state.parts
+        ]
+        self.reached["replaced"] += event.action == "announce" and bool(ended)
+        late = [one for one in before.parts if one.posted and not one.live]
+        own = [self.model.world.pushers[one.pusher].name for one in late]
+        self.reached["late"] += event.action == "land" and event.who in own
         assert outcome == right, f"{event}: {outcome} instead of {right}"
-        if event.action == "read" and outcome == OK:
-            at = self.model.index[event.who]
-            reading = next(one for one in before.leases if one.pusher == at and one.doing)
-            self.driver.pushed(event.who, reading.fetched)
 
     @rule(data=st.data(), times=st.sampled_from([1, 2, 6]))
     @precondition(lambda self: self.state.expecting and self._possible(PUSHING))
@@ -121,7 +124,7 @@ class Protocol(RuleBasedStateMachine):
         event = data.draw(st.sampled_from(self._possible(PUSHING)))
         for _ in range(times):
             self._take(event)
-            following = self._possible(PUSHING - {"open"}, event.who)
+            following = self._possible({"land"}, event.who)
             if not following:
                 break
             event = following[0]
@@ -153,7 +156,8 @@ class Protocol(RuleBasedStateMachine):
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Protocol]]:
-    monkeypatch.setattr("kvatlas.wire.client.direct._BATCH", BATCH)
+    monkeypatch.setattr("kvatlas.wire.client.rank_transfer.pull_direct", pull_in_pieces)
+    monkeypatch.setattr("kvatlas.wire.client.expected._LONGEST_WAIT", 0.0)
     made: type[Protocol] = type("Protocol", (Protocol,), {"reached": Counter()})
     yield made
     if made.nodes is not None:
@@ -167,10 +171,11 @@ def run(machine: type[Protocol], **about: Any) -> None:
 
 
 def test_nodes_do_what_the_model_does(machine: type[Protocol]) -> None:
-    run(machine, max_examples=2000 if DEEP else 40, derandomize=not DEEP)
+    run(machine, max_examples=2000 if DEEP else 60, derandomize=not DEEP)
     print(dict(machine.reached))
     taken = set(+machine.reached)
-    assert {"ready", "read: lease_expired", "confirm: ok"} <= taken, "the runs are too short"
+    assert {"ready", "replaced", "confirm: ok", "sever: ok"} <= taken, "the runs are too short"
+    assert {"late", "expire: ok", "kill: ok"} <= taken, "the runs are too short"
     assert {"pull: blocks_in_use", "offer: blocks_in_use"} <= taken, "the runs are too short"
 
 
@@ -190,9 +195,17 @@ def rank_is_enough(expected: Expected, peer: Peer) -> bool:
     return peer.rank not in expected.arrived
 
 
-Removed = tuple[World, type, str, Callable[..., Any]]
+def begin_at_once(expected: ExpectedRequests, request: Expected, one: Announcement) -> None:
+    """Read from a pusher without ending older reads of its rank."""
+    del expected
+    request.connecting.remove(one)
+    request.current[one.peer.rank].append(one)
+
+
+Removed = tuple[World, Any, str, Callable[..., Any]]
 REMOVED: dict[str, Removed] = {
-    "fence": (PUSHES, Leases, "fence", lambda *_: []),
+    "fence": (PUSHES, ExpectedRequests, "_replace_older", begin_at_once),
+    "settle": (PUSHES, expected_module, "_all_released", lambda *_: True),
     "arrival is final": (PUSHES, Expected, "may_be_pushed_by", name_is_enough),
     "named pushers": (PUSHES, Expected, "may_be_pushed_by", rank_is_enough),
     "claims": (PULLS, BlockLedger, "claim", grant),
@@ -209,7 +222,7 @@ def test_a_node_without_a_rule_is_caught(
     world, where, name, act = REMOVED[rule]
     monkeypatch.setattr(where, name, act)
     monkeypatch.setattr(machine, "worlds", (world,))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, Flaky)):  # it may depend on which thread is faster
         run(
             machine,
             max_examples=300,

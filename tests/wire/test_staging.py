@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas import AtlasError
-from kvatlas.copying.gather_scatter import checksums, gather, into_buffer, scatter, stream_bytes
+from kvatlas.copying.gather_scatter import checksums, gather, scatter, stream_bytes
 from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.copying.nested_copy import copy_pools
 from kvatlas.copying.pool_bounds import check_bounds
@@ -90,14 +90,6 @@ def test_checksums_are_those_of_the_bytes(whole: list[Copy], piece: int) -> None
     gather(whole, src, room)
     scatter(whole, room, dst)
     assert checksums(whole, dst, piece, src=False).tolist() == right
-
-
-@given(copies(), st.integers(0, 500))
-def test_reads_into_a_buffer_make_up_the_stream(whole: list[Copy], at: int) -> None:
-    every = spelled_out(whole)
-    read = spelled_out(into_buffer(whole, at))
-    assert [byte[:2] for byte in read] == [byte[:2] for byte in every]
-    assert [byte[2:] for byte in read] == [(-1, at + n) for n in range(len(every))]
 
 
 @pytest.mark.parametrize("length", [1, 3, 4096, 32 << 10, 40_000])

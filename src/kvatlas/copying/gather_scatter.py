@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kvatlas.copying.checksum import crc32
-from kvatlas.copying.memory import STAGING
 from kvatlas.copying.memory_copy import copy_runs_unchecked, one_length
 from kvatlas.copying.run_bounds import Bytes, Places
 from kvatlas.geometry.address_arrays import Int64s
@@ -78,20 +77,3 @@ def crc_pieces(stream: Bytes, piece: int) -> Int64s:
     """
     sums = [crc32(stream[at : at + piece].data) for at in range(0, stream.size, piece)]
     return np.array(sums, dtype=np.int64)
-
-
-def into_buffer(copies: Sequence[Copy], at: int) -> list[Copy]:
-    """Return copies of the same source runs into contiguous staging memory at offset `at`.
-
-    >>> copy = Copy(0, 3, np.array([70, 10]), np.array([0, 8]), np.array([4, 2]))
-    >>> (read,) = into_buffer([copy], 4096)
-    >>> read.src_pool, read.dst_pool, read.src, read.dst
-    (0, -1, array([70, 10]), array([4096, 4100]))
-    """
-    reads = []
-    for copy in copies:
-        src, _, length = copy.runs()
-        places = np.cumsum(length) - length + at
-        reads.append(Copy(copy.src_pool, STAGING, src, places, length))
-        at += copy.nbytes
-    return reads

@@ -6,10 +6,10 @@ one request while it moves.
 
 from kvatlas.copying import HOST, Memory, memory_of
 from kvatlas.wire.client import Session, Transfer
-from kvatlas.wire.client.transfer_request import How
 from kvatlas.wire.metrics import Metrics
+from kvatlas.wire.protocol import How
 from kvatlas.wire.security import PeerAccess, Security, TlsContexts
-from kvatlas.wire.server import Node, pools_for
+from kvatlas.wire.server.node import Node, pools_for
 from kvatlas.wire.transports.base import Handle, Link, Transport
 from kvatlas.wire.transports.registry import TRANSPORT_NAMES, make_transport
 

@@ -33,7 +33,9 @@ _ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 _CHECK_SECONDS = 0.05
 """Seconds between checks of an idle connection."""
 
-_REPEATABLE = (protocol.Hello, protocol.Renew, protocol.Gather, protocol.GetChecksums)
+_REPEATABLE = (
+    protocol.Hello, protocol.Renew, protocol.Gather, protocol.GetChecksums, protocol.Announce
+)  # fmt: skip
 """Questions between nodes that are idempotent: a repeated one does no harm."""
 
 

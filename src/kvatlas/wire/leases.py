@@ -1,4 +1,4 @@
-"""Offers, expectations and leases: which peers may access which blocks, and until when."""
+"""Offers and leases: which peers may read which blocks, and until when."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.peer_buffers import Loan
-from kvatlas.wire.peers import Peer
-from kvatlas.wire.protocol import Direction, new_key
+from kvatlas.wire.protocol import new_key
 from kvatlas.wire.read_grants import ReadGrant
 from kvatlas.wire.refusals import BusyError, lease_expired
-from kvatlas.wire.transports.base import Handle
 
 T = TypeVar("T")
 
@@ -47,7 +45,7 @@ PeerKey = tuple[str, str]
 
 @dataclass
 class Held:
-    """Blocks of a request's tokens that peers may read or write."""
+    """Blocks of a request's tokens that peers may read."""
 
     request: str
     blocks: Mapping[int, Int64s]
@@ -143,70 +141,14 @@ class Offer(Held):
 
 
 @dataclass
-class Expected(Held):
-    """Blocks into which a request will be pushed."""
-
-    source: bytes
-    """The hash of the source's plan."""
-    sources: frozenset[int]
-    """The ranks of that plan, all of which must push."""
-    pushers: frozenset[str]
-    """Names of the nodes that may push."""
-    current: dict[int, bytes] = field(default_factory=dict)
-    """The key of each source rank's newest lease; an older lease of the rank is fenced."""
-    arrived: set[int] = field(default_factory=set)
-    """Source ranks whose bytes are complete. An arrived rank is not pushed again."""
-    ready: threading.Event = field(default_factory=threading.Event)
-    """Set once this node has itself copied every byte of every source into the blocks."""
-    mark: int | None = None
-    """The mark after which the blocks may be written, if they are on a GPU."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether all source ranks have arrived."""
-        return self.sources <= self.arrived
-
-    def may_be_pushed_by(self, peer: Peer) -> bool:
-        """Whether a peer may start to push its part."""
-        if peer.plan_hash != self.source or peer.name not in self.pushers:
-            return False
-        return peer.rank not in self.arrived
-
-
-class LeaseRead:
-    """One read into a lease's buffers, which count as in use from before it is posted."""
-
-    def __init__(self) -> None:
-        self._over = False
-        self._posted: Handle | None = None
-
-    def run(self, post: Callable[[], Handle], deadline: float, check: Callable[[], None]) -> None:
-        """Post the read and wait. `check` is called in between; an error from it ends the wait."""
-        try:
-            self._posted = post()
-        finally:
-            self._over = self._posted is None
-        try:
-            self._posted.wait(deadline, check)
-        finally:
-            self._posted.release()
-
-    def settle(self) -> bool:
-        """Whether nothing can be written to the buffers anymore."""
-        return self._over or (self._posted is not None and self._posted.settle())
-
-
-@dataclass
 class Lease:
     """One transfer's right to use the blocks of one request."""
 
     key: bytes
     session: bytes
     request: str
-    direction: Direction
-    peer_rank: int
     complete: bool
-    """Whether it covers everything that is offered or expected, in every layer."""
+    """Whether it covers everything that is offered, in every layer."""
     stream: AnyStream
     entries: int
     """The number of block table entries that it keeps."""
@@ -220,25 +162,17 @@ class Lease:
     asked_at: float = field(default_factory=time.monotonic)
     """When the peer last asked a question about the lease (monotonic clock)."""
     moved_at: float = field(default_factory=time.monotonic)
-    """When the lease last made progress: new bytes were gathered, fetched or checked."""
+    """When the lease last made progress: new bytes were gathered or checked."""
     reclaimed: bool = False
     """Whether the buffers were given to another peer."""
     staged: bool = False
     """Whether any piece was gathered into the buffers."""
     gathered: int = 0
     """Leading bytes of a pulled stream that this process has gathered for the reader."""
-    fetched: int = 0
-    """Bytes of a pushed stream that this process has read and copied into the blocks."""
-    received: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """Checksums of pieces as received, if they were converted before they were stored."""
-    reads: list[LeaseRead] = field(default_factory=list)
-    """Reads of this process into those buffers that are in flight."""
-    sever: Callable[[], None] = lambda: None
-    """Severs the link that those reads use."""
     grant: ReadGrant | None = None
-    """The bytes that the peer may read over a transport that asks; None for a push."""
-    part_of: Held | None = None
-    """The offer or expectation that it was granted for. A later one may have the same name."""
+    """The bytes that the peer may read over a transport that asks."""
+    part_of: Offer | None = None
+    """The offer that it was granted for. A later one may have the same name."""
     over: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
     """Held while this process accesses blocks or buffers for the lease. It cannot end then."""
@@ -247,11 +181,6 @@ class Lease:
     def buffers(self) -> tuple[int, ...]:
         """The staging buffers that are lent to it."""
         return () if self.loan is None else self.loan.buffers
-
-    @property
-    def moved(self) -> int:
-        """Bytes that were gathered for the peer or fetched from it."""
-        return max(self.gathered, self.fetched)
 
     @property
     def held(self) -> bool:
@@ -285,12 +214,12 @@ class Lease:
             raise buffers_reclaimed() if self.reclaimed else _nothing_borrowed()
         return self.loan
 
-    def check_all_moved(self, moved: int) -> None:
-        """Raise an error if fewer bytes have moved than the stream has."""
-        if moved != self.stream.nbytes:
-            problem = f"The peer closed a {self.direction} as complete before all bytes had moved"
-            got = f"{moved:,} of {self.stream.nbytes:,} bytes"
-            hint = "Gather or fetch every piece first"
+    def check_all_gathered(self) -> None:
+        """Raise an error if this process has gathered fewer bytes than the stream has."""
+        if self.gathered != self.stream.nbytes:
+            problem = "The peer closed a pull as complete before all bytes had moved"
+            got = f"{self.gathered:,} of {self.stream.nbytes:,} bytes"
+            hint = "Gather every piece first"
             raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
 
 
@@ -385,23 +314,6 @@ class Leases:
         """Extend a lease to at least `seconds` from now."""
         lease.expires = max(lease.expires, time.monotonic() + seconds)
 
-    def fence(self, newer: Lease) -> list[Lease]:
-        """End older leases of the part that a new lease writes, and return them.
-
-        From now on they are refused. A copy that is in progress for one of them is over once
-        `drop` has returned, which the caller must call without holding a lock.
-        """
-        with self._lock:
-            part = (newer.request, newer.direction, newer.peer_rank)
-            older = [
-                lease
-                for lease in self._open.values()
-                if lease is not newer and (lease.request, lease.direction, lease.peer_rank) == part
-            ]
-        for lease in older:
-            lease.over = True
-        return older
-
     def drop(self, lease: Lease) -> None:
         """End a lease. When this returns, no copy and no send is in progress for it.
 
@@ -422,9 +334,9 @@ class Leases:
         """End leases that have expired."""
         self._drop_where(lambda lease: not lease.held)
 
-    def drop_part(self, held: Held) -> None:
-        """End all leases of an offer or an expectation, and none of another with its name."""
-        self._drop_where(lambda lease: lease.part_of is held)
+    def drop_part(self, offer: Offer) -> None:
+        """End all leases of an offer, and none of another with its name."""
+        self._drop_where(lambda lease: lease.part_of is offer)
 
     def drop_all(self, sessions: set[bytes] | None = None) -> None:
         """End all leases, or those of some sessions."""

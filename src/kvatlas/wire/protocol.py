@@ -25,7 +25,7 @@ VERSION = 4
 """The protocol version of this end.
 
 Version 1 used ZeroMQ, version 2 had no identities, and version 3 had no keyed checksums and no TLS
-on the data connections of `tcp`.
+on the data connections of `tcp`; the source of a push told the destination which bytes to fetch.
 """
 
 OLDEST_VERSION = 2
@@ -33,6 +33,9 @@ OLDEST_VERSION = 2
 
 IDENTITY_VERSION = 3
 """The first version whose messages carry an identity."""
+
+PUSH_VERSION = 4
+"""The first version whose pushes are announced, and then pulled."""
 
 KEYED_VERSION = 4
 """The first version whose checksums may be keyed."""
@@ -51,7 +54,9 @@ KEY_BYTES = 16
 LONGEST_NAME = 256
 """The maximum characters in the name of a node, a request or a layer."""
 
-Direction = Literal["pull", "push"]
+LONGEST_ENDPOINT = 512
+"""The maximum characters in an endpoint."""
+
 Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -164,10 +169,10 @@ class SendPlan(Message, frozen=True, kw_only=True, tag="send_plan"):
 
 
 class Open(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open"):
-    """Start a transfer: `pull` reads an offered request, `push` delivers an expected one."""
+    """Start to read an offered request. A node refuses `push`, which older versions send."""
 
     session: Key
-    direction: Direction
+    direction: Literal["pull", "push"]
     request: Name
     blocks: BlockTables
     """The sender's own blocks."""
@@ -250,19 +255,6 @@ class Gather(LeaseQuestion, frozen=True, kw_only=True, tag="gather"):
     buffer: Annotated[int, Meta(ge=0, le=65535)]
 
 
-class Fetch(LeaseQuestion, frozen=True, kw_only=True, tag="fetch"):
-    """Read bytes start .. stop - 1 of a pushed stream and copy them into the expected blocks.
-
-    The receiver reads the bytes into its own staging memory, so that no other process ever writes
-    to its pools. Pieces are fetched in order, each starting where the previous one ended.
-    """
-
-    start: Whole
-    stop: Whole
-    staged_at: Whole | None = None
-    """The offset of the gathered bytes in the sender's staging memory; None to read its pools."""
-
-
 class GetChecksums(
     LeaseQuestion, frozen=True, kw_only=True, omit_defaults=True, tag="get_checksums"
 ):
@@ -307,6 +299,41 @@ class Release(Message, frozen=True, kw_only=True, omit_defaults=True, tag="relea
     """
 
 
+How = Literal["auto", "direct", "staged", "coalesced"]
+"""How runs are moved.
+
+`direct` uses one descriptor per run. `staged` gathers runs at the source. `coalesced` reads joined
+runs and scatters them at the destination. `auto` chooses by measured cost.
+"""
+
+
+class Announce(Message, frozen=True, kw_only=True, tag="announce"):
+    """Ask the receiver to read an expected request from the sender, and wait a while for it.
+
+    The same announcement again asks how far the receiver is. Another one of the same rank replaces
+    it, unless the receiver has read the rank's part.
+    """
+
+    session: Key
+    request: Name
+    offer: Name
+    """The name under which the sender offers the request, which no other node learns."""
+    endpoint: Annotated[str, Meta(min_length=1, max_length=LONGEST_ENDPOINT)]
+    """The endpoint at which the sender answers."""
+    start: Whole
+    stop: Whole
+    seconds: Seconds
+    how: How = "auto"
+    checksums: bool = False
+
+
+class Announced(Message, frozen=True, kw_only=True, tag="announced"):
+    """Whether the receiver has read its part, and how many bytes. An error is a refusal."""
+
+    arrived: bool
+    moved: Whole = 0
+
+
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
     """An error, sent instead of an answer."""
 
@@ -319,9 +346,9 @@ class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
 
 
 Question = (
-    Hello | Open | Borrow | Renew | AwaitLayer | Gather | Fetch | GetChecksums | Close | Release
+    Hello | Open | Borrow | Renew | AwaitLayer | Gather | GetChecksums | Close | Release | Announce
 )
-Answer = Welcome | SendPlan | Opened | Lent | LayerWritten | Ok | Checksums | Refusal
+Answer = Welcome | SendPlan | Opened | Lent | LayerWritten | Ok | Checksums | Announced | Refusal
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 

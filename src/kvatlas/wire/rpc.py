@@ -51,6 +51,8 @@ class Caller:
         self.connection = Connection(connected)
         self.identity = _whose(connected)
         """The key for its quotas: its host, its certificate, or its process."""
+        self.host, self.on_this_host = _where(connected)
+        """The address that it connects from, and whether that is an address of this host."""
         self.names: frozenset[str] | None = None
         """The names that it has proved; None if it may call itself by any name."""
         self.known = self.answering = False
@@ -284,6 +286,13 @@ def _whose(connected: socket.socket) -> str:
     if connected.family == socket.AF_UNIX:
         return f"process {check_user(connected)}"
     return str(connected.getpeername()[0])
+
+
+def _where(connected: socket.socket) -> tuple[str, bool]:
+    if connected.family == socket.AF_UNIX:
+        return "127.0.0.1", True
+    host = str(connected.getpeername()[0])
+    return host, host == connected.getsockname()[0]
 
 
 def _join(thread: threading.Thread) -> None:

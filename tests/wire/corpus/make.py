@@ -90,7 +90,7 @@ def put(*path: Any) -> Change:
 def cases() -> dict[str, tuple[str, bytes]]:
     """Every case: how it is answered, and its bytes."""
     good = sealed(hello())
-    return framing(good) | fields() | numbers() | regions() | plans() | bombs()
+    return framing(good) | fields() | numbers() | regions() | plans() | bombs() | announcements()
 
 
 def framing(good: bytes) -> dict[str, tuple[str, bytes]]:
@@ -152,12 +152,13 @@ def fields() -> dict[str, tuple[str, bytes]]:
         "infinite_rank": hello(rank=float("inf")),
         "undefined_address": hello(memory=[registered(0, 0, 0) | {"address": float("nan")}]),
     }
-    newer = VERSION + 1
+    newer, old = VERSION + 1, without("identity") | {"version": 2, "oldest": 2}
     unlike = {f"version_{n}": hello(version=n, oldest=n) for n in (0, 1, newer, -1, 2**63)}
     unlike["newer_with_more_in_it"] = hello(version=newer, oldest=newer, more={"a": [1]})
     unlike["newer_and_unlike_ours"] = {"type": "hello", "version": newer, "oldest": newer}
     alike = {
         "newer_that_understands_ours": hello(version=newer),
+        "version_3": hello(version=3),
         "newer_that_says_more": hello(version=newer, more={"a": [1, {}]}),
         "conversion_where_formats_are_alike": hello(conversion=terms([1.0, 1.0])),
     }
@@ -165,6 +166,7 @@ def fields() -> dict[str, tuple[str, bytes]]:
         {name: (bad, sealed(value)) for name, value in said.items()}
         | {name: ("unlike_versions", sealed(value)) for name, value in unlike.items()}
         | {name: ("welcome", sealed(value)) for name, value in alike.items()}
+        | {"version_2": ("different_identity", sealed(old))}  # understood, but without an identity
     )
 
 
@@ -304,6 +306,28 @@ def bombs() -> dict[str, tuple[str, bytes]]:
     claims = inside.replace(b"\xc4\x04mark", b"\xc6\xff\xff\xff\xffmark")
     said["metadata_that_claims_to_be_large"] = ("bad_handshake", framed(claims))
     return said
+
+
+def announcements() -> dict[str, tuple[str, bytes]]:
+    """Pushes of peers without a session, as they are today and as they were."""
+    good = {
+        "type": "announce", "session": bytes(16), "request": "r", "offer": "o",
+        "endpoint": "tcp://127.0.0.1:1", "start": 0, "stop": 50, "seconds": 1.0,
+    }  # fmt: skip
+    changed: dict[str, Json] = {
+        "announced_from_nowhere": {"endpoint": ""},
+        "announced_from_afar": {"endpoint": "tcp://" + 507 * "x"},
+        "announced_with_a_long_name": {"offer": 257 * "x"},
+        "announced_by_pigeon": {"how": "by pigeon"},
+        "announced_before_its_start": {"start": -1},
+        "announced_for_ever": {"seconds": float("inf")},
+        "announced_with_more_in_it": {"admin": True},
+    }
+    fetch = {"type": "fetch", "session": bytes(16), "lease": bytes(16), "start": 0, "stop": 9}
+    return {
+        "announced_without_a_session": ("unknown_session", sealed(good)),
+        "fetched_as_in_version_3": ("bad_handshake", sealed(fetch)),
+    } | {name: ("bad_handshake", sealed(good | one)) for name, one in changed.items()}
 
 
 def main() -> None:

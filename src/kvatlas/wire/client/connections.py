@@ -99,8 +99,9 @@ class Connections:
         """Take the connection to an endpoint, if any, and keep it open until it is returned."""
         with self._lock:
             connection = self._open.get(endpoint)
-            if connection is not None:
-                connection.users += 1
+            if connection is None or not connection.link.open:  # it was severed
+                return None
+            connection.users += 1
             return connection
 
     def _connect(self, endpoint: str, deadline: float) -> PeerConnection:

@@ -62,10 +62,14 @@ def must_land(lease: RankLease) -> bool:
     """Whether a direct pull reads into staging buffers of this node instead of its blocks.
 
     If the read stalls, another replica fills the blocks. They must not wait for a link that cannot
-    end the stalled read.
+    end the stalled read. The same holds for a push, whose source another process may replace.
     """
     link = lease.connection.link
-    stalls = lease.others and not link.prompt and not link.severs
+    stalls = not link.prompt and not link.severs
+    if lease.wanted.replaceable:
+        stalls = not link.prompt and not link.adds
+    elif not lease.others:
+        stalls = False
     return stalls and _can_land(lease)
 
 
@@ -75,7 +79,7 @@ def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
     No stream is sent in that case, so there is nothing to checksum.
     """
     wanted, link = lease.wanted, lease.connection.link
-    if not lease.pull or not link.adds or wanted.checksums or wanted.how not in ("auto", "direct"):
+    if not link.adds or wanted.checksums or wanted.how not in ("auto", "direct"):
         return False
     grids = stream.grids() if lease.reaches_pools() else None
     return grids is not None and link.converts(grids)
@@ -151,7 +155,7 @@ def _can_land(lease: RankLease) -> bool:
     """Whether what is pulled can be put in place by this process, from a buffer of its own."""
     node = lease.node
     here = {STAGING, *node.plan.rank_pools(node.rank)} <= set(node.pools)
-    return lease.pull and here and node.staging.most() > 0
+    return here and node.staging.most() > 0
 
 
 def _measured(lease: RankLease) -> Costs:

@@ -69,7 +69,6 @@ class RankLease:
         self.monitor = self.node.channels.monitor(self.connection.endpoint)
         self.deadline = self.transfer.deadline
         self.rank = self.connection.peer.rank
-        self.pull = wanted.direction == "pull"
         self.tokens = token_range(wanted.tokens, self.node.plan.max_len)
         self.mine = protocol.by_group(wanted.blocks)
         self.theirs = None if wanted.peer_blocks is None else protocol.by_group(wanted.peer_blocks)
@@ -123,7 +122,7 @@ class RankLease:
     def _find_offer(self) -> SeenOffer | None:
         """Return the offer from the board, if reading its blocks is all that the transfer needs."""
         wanted, connection = self.wanted, self.connection
-        if not self.pull or wanted.checksums or wanted.how not in ("auto", "direct"):
+        if wanted.checksums or wanted.how not in ("auto", "direct"):
             return None
         if wanted.identity is not None:  # boards show offers of the node's own identity alone
             return None
@@ -146,7 +145,7 @@ class RankLease:
         wanted, theirs = self.wanted, self.theirs
         question = protocol.Open(
             session=self.connection.session,
-            direction=wanted.direction,
+            direction="pull",
             request=wanted.request,
             blocks=protocol.pack_tables(self.mine),
             peer_blocks=None if theirs is None else protocol.pack_tables(theirs),
@@ -352,21 +351,20 @@ class RankLease:
     def stream(self, layers: Collection[str] | None) -> AnyStream:
         """Return the stream of all layers, or of the given ones, between the two ends."""
         mine, theirs, peer = self.mine, self.theirs, self.connection.peer
-        return self.node.stream(peer, mine, theirs, self.tokens, layers, incoming=self.pull)
+        return self.node.stream(peer, mine, theirs, self.tokens, layers, incoming=True)
 
     def reaches_pools(self) -> bool:
         """Whether the peer's pools can be read, and this node's pools written, without staging."""
         node, peer = self.node, self.connection.peer
         own = node.plan.rank_pools(node.rank)
-        if not self.pull:
-            return all(map(node.transport.shares, own))
         taken = all(node.transport.takes(node.memory[index].device) for index in own)
         theirs = peer.plan.rank_pools(peer.rank)
         return taken and all(map(self.connection.link.reaches, theirs))
 
     def may_fill_blocks(self) -> bool:
-        """Whether a stalled read may leave blocks undecided: no other replica fills them."""
-        return not self.others or self.connection.link.prompt
+        """Whether a stalled read may leave blocks undecided: no other process fills them."""
+        others = self.others or self.wanted.replaceable
+        return not others or self.connection.link.prompt
 
     def follow(self) -> None:
         """Order later copies after the GPU work that was queued when the transfer began."""

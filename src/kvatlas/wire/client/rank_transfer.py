@@ -16,7 +16,7 @@ from kvatlas.wire.client.direct import pull_converted, pull_direct
 from kvatlas.wire.client.landed import pull_landed
 from kvatlas.wire.client.link_costs import choose_way, converts_on_the_way, must_land
 from kvatlas.wire.client.rank_lease import RankLease
-from kvatlas.wire.client.staged import pull_staged, push
+from kvatlas.wire.client.staged import pull_staged
 from kvatlas.wire.client.warm_shapes import StartedRead
 from kvatlas.wire.piece_sums import CRC_BYTES, MAC_BYTES, stream_sums
 
@@ -32,6 +32,7 @@ class RankTransfer:
     def __post_init__(self) -> None:
         lease = self.lease
         self.node, self.wanted, self.transfer = lease.node, lease.wanted, lease.transfer
+        self._uses_blocks = False
 
     def run(self) -> None:
         """Run this part, or raise its error.
@@ -47,20 +48,26 @@ class RankTransfer:
 
     def _carry_out(self, act: Callable[[], None]) -> None:
         lease = self.lease
-        self.transfer.use()
         try:
             act()
         finally:
             quarantine, sever = self.node.quarantine, lease.sever_links
-            quarantine.hold(lease.given_up["blocks"], self.transfer.leave, sever=sever)
+            if self._uses_blocks:
+                quarantine.hold(lease.given_up["blocks"], self.transfer.leave, sever=sever)
             quarantine.hold(
                 lease.given_up["buffers"],
                 partial(self.node.staging.give_back, lease.buffers),
                 sever=sever,
             )
 
+    def _use_blocks(self) -> None:
+        """Keep the blocks from being reused until no read can write to them."""
+        self.transfer.use()
+        self._uses_blocks = True
+
     def _finish(self, started: StartedRead) -> None:
         lease = self.lease
+        self._use_blocks()
         lease.finish_started(started)
         self.transfer.add(lease.rank, started.warm.shape.nbytes)
         lease.close(complete=True)
@@ -72,6 +79,8 @@ class RankTransfer:
         complete = False
         try:
             lease.check_opened()
+            self._use_blocks()
+            self.transfer.check_cancelled()  # if it has ended, the blocks may be in use again
             stream = lease.stream(self.wanted.layers)
             self._move(stream)
             if self.wanted.checksums:
@@ -95,16 +104,12 @@ class RankTransfer:
             self._move_layers()
             return
         opened, behind = lease.opened, self._behind()
-        if not lease.pull:
-            lease.borrow(1)
         way = choose_way(lease, stream)
         if lease.opened is not opened:  # leased after all: an offer of the same blocks, made anew
             behind = self._behind()
         if not lease.connection.link.adds:  # else there is time once a read was posted
             self.transfer.find_total_beside(lease.connection.beside)
-        if not lease.pull:
-            push(lease, stream, staged=way == "staged")
-        elif way == "staged":
+        if way == "staged":
             pull_staged(lease, stream)
         elif isinstance(stream, ConvertedStream):
             pull_converted(lease, stream, behind)
@@ -193,7 +198,7 @@ class RankTransfer:
             ours = lease.received[start, stop]
         else:
             part = stream.copies(start, stop)
-            ours = stream_sums(self.node.mover, part, piece, key, src=not lease.pull)
+            ours = stream_sums(self.node.mover, part, piece, key, src=False)
         if len(theirs) != len(ours):
             raise protocol.bad_handshake(f"{len(theirs)} bytes of checksums, not {len(ours)}")
         each = CRC_BYTES if key is None else MAC_BYTES

@@ -1,8 +1,8 @@
 """`Session`: a node's connections to the ranks it pulls from or pushes to.
 
-`pull` reads a request from its source ranks and `push` writes it to its destination ranks. Both
-return a `Transfer` at once and run in the background. A transfer is ready when every source rank of
-the route has delivered all of its bytes and has then confirmed that its blocks were still held.
+`pull` reads a request from its source ranks, and `push` has its destination ranks read it. Both
+return a `Transfer` at once and run in the background. A pull is ready when every source rank of the
+route has delivered all of its bytes and has then confirmed that its blocks were still held.
 Otherwise the transfer fails with an error code and delivers nothing.
 """
 
@@ -23,7 +23,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.geometry.integers import duration, natural
 from kvatlas.models import CacheIdentity
-from kvatlas.routing import Costs, check_tables
+from kvatlas.routing import Costs
 from kvatlas.routing.block_tables import table_arrays
 from kvatlas.routing.token_ranges import token_range
 from kvatlas.wire.arguments import check_request_name, text_list
@@ -31,17 +31,18 @@ from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.client.connections import PEER_GONE, Connections
 from kvatlas.wire.client.filled_blocks import FilledBlocks
 from kvatlas.wire.client.follow_ups import FollowUps
+from kvatlas.wire.client.push import OfferedPush
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.rank_transfer import RankTransfer
 from kvatlas.wire.client.started_pull import StartedPull
 from kvatlas.wire.client.transfer import Transfer
-from kvatlas.wire.client.transfer_request import How, TransferRequest
+from kvatlas.wire.client.transfer_request import TransferRequest, check_how
 from kvatlas.wire.client.warm_shapes import plain_tables
 from kvatlas.wire.fork_safety import OwningProcess
 from kvatlas.wire.peers import Peer
-from kvatlas.wire.protocol import Ok, Release, bad_handshake
+from kvatlas.wire.protocol import How, Ok, Release, bad_handshake
 from kvatlas.wire.rpc import log
-from kvatlas.wire.server.node_state import NodeState
+from kvatlas.wire.server.offering import OfferingNode
 from kvatlas.wire.transports.base import Link
 from kvatlas.wire.transports.errors import failed, own_limit
 
@@ -65,7 +66,9 @@ _ANSWER_SECONDS = 5.0
 class Session:
     """A node's connections to the ranks of one plan. Several endpoints of one rank are replicas."""
 
-    def __init__(self, node: NodeState, endpoints: Sequence[str], *, seconds: float = 10.0) -> None:
+    def __init__(
+        self, node: OfferingNode, endpoints: Sequence[str], *, seconds: float = 10.0
+    ) -> None:
         node.process.check()
         self._process = OwningProcess("session")
         self.node, endpoints, patience = node, text_list(endpoints, "endpoints"), duration(seconds)
@@ -157,7 +160,7 @@ class Session:
             about = {"tokens": tokens, "layers": layers, "dst_blocks": dst_blocks}
             needed = partial(incoming.needed_bytes, dst_rank=self.node.rank, **about)
             wanted = TransferRequest(
-                "pull", request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
+                request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
                 checksums=checksums, streamed=streamed, final=final,
                 wait_for_offer=wait_for_offer, mark=None if warm else self.node.mark(),
                 identity=identity,
@@ -191,33 +194,46 @@ class Session:
         *,
         src_blocks: Any,
         tokens: Any,
-        dst_blocks: Any = None,
-        layers: Iterable[str] | None = None,
         seconds: float = 30.0,
         how: How = "auto",
-        costs: Costs | None = None,
         checksums: bool = False,
         identity: CacheIdentity | None = None,
     ) -> Transfer:
-        """Write a request's tokens from blocks of this node to every rank that reads from it.
+        """Have every rank that reads from this node read a request's tokens from its blocks.
 
-        The destination must expect the request from this node. Raises `blocks_in_use` if a pull is
-        filling one of the blocks.
+        The destination must expect the request from this node, with the same tokens. This node
+        offers the blocks to it and asks it to pull them. The transfer is ready once every
+        destination rank has read and verified its part. The blocks must not change until the
+        transfer is `released`. Raises `blocks_in_use` if a pull is filling one of the blocks.
         """
-        layers = None if layers is None else tuple(layers)
-        node = self.node
+        check_request_name(request)
+        check_how(how)
+        seconds, node = duration(seconds), self.node
         ranks = node.readers(self._any_peer())
-        wanted = TransferRequest(
-            "push", request, src_blocks, dst_blocks, tokens, layers, seconds, how, costs,
-            checksums=checksums, streamed=False, mark=node.mark(), identity=identity,
-        )  # fmt: skip
-        read = check_tables(node.plan, node.rank, src_blocks, tokens, layers=layers)
-        claim = node.ledger.claim("offered", request, node.ledger.by_pool(read))
+        self._check_connected(ranks)
+        start, stop = token_range(tokens, node.plan.max_len)
+        transfer = Transfer(request, ranks, None, seconds)
+        if not ranks:
+            return transfer
+        push = OfferedPush(node, self._connections, transfer, (start, stop), how, checksums)
+        readers = [self._connections.known[one] for rank in ranks for one in self._replicas[rank]]
+        push.offer(src_blocks, readers, seconds, identity)
         try:
-            return self._start(wanted, ranks, None, layers, claim)
+            with self._lock:
+                self._any_peer()
+                self._running.add(transfer)
+                for rank in ranks:
+                    transfer.use()
+                    run = partial(push.run, rank, tuple(self._replicas[rank]))
+                    self._workers.submit(transfer.add_part(run, quick=False))
         except BaseException:
-            claim.release()
+            push.withdraw()
             raise
+        return transfer
+
+    def read_rank(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> None:
+        """Read one rank's part in the calling thread, into blocks that the caller has claimed."""
+        self._take_turns(transfer, wanted, rank)
 
     def close(self) -> None:
         """Disconnect from all peers. Transfers in flight are cancelled.
@@ -257,6 +273,11 @@ class Session:
             )
         return next(iter(self._connections.known.values()))
 
+    def _check_connected(self, ranks: Sequence[int]) -> None:
+        missing = [rank for rank in ranks if rank not in self._replicas]
+        if missing:
+            raise self._not_connected(missing)
+
     def _not_connected(self, ranks: Sequence[int]) -> AtlasError:
         return AtlasError(
             Code.NOT_A_SOURCE,
@@ -288,9 +309,7 @@ class Session:
         claim: BlockClaim,
         started: Mapping[int, StartedPull] = MappingProxyType({}),
     ) -> Transfer:
-        missing = [rank for rank in ranks if rank not in self._replicas]
-        if missing:
-            raise self._not_connected(missing)
+        self._check_connected(ranks)
         quick = bool(ranks) and all(map(self._sees_offers, ranks))
         total = needed() if callable(needed) and not quick else needed
         transfer = Transfer(wanted.request, ranks, total, wanted.seconds, brings, claim)
@@ -374,7 +393,7 @@ class Session:
             if started is not None:
                 transfer.finished(rank)  # what else there is to do, another thread does
                 return
-            self.node.metrics.ended(wanted.direction, "ok")
+            self.node.metrics.ended("pull", "ok")
             transfer.finished(rank)
             self._after_reading(transfer, lease, self._beside.submit)
             lease.learn()
@@ -383,7 +402,7 @@ class Session:
             transfer.leave()
         transfer.failed(rank, error)
         code = error.code if transfer.error is None else transfer.error.code
-        self.node.metrics.ended(wanted.direction, str(code))
+        self.node.metrics.ended("pull", str(code))
         log.warning("transfer failed request=%r rank=%d code=%s", wanted.request, rank, error.code)
 
     def _after_reading(

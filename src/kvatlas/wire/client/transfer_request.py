@@ -1,24 +1,17 @@
-"""The options of one transfer, as the caller of `pull` or `push` passed them."""
+"""The options of one pull."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from kvatlas.geometry.integers import duration
 from kvatlas.models import CacheIdentity
 from kvatlas.routing import Costs
 from kvatlas.wire.arguments import check_request_name, checked_identity
-from kvatlas.wire.protocol import Direction
+from kvatlas.wire.protocol import How
 from kvatlas.wire.transports.errors import failed
-
-How = Literal["auto", "direct", "staged", "coalesced"]
-"""How runs are moved.
-
-`direct` uses one descriptor per run. `staged` gathers runs at the source. `coalesced` reads joined
-runs and scatters them at the destination. `auto` chooses by measured cost.
-"""
 
 RENAMED_HOWS = {"landed": "coalesced"}
 """Former values, for the hint of an error."""
@@ -26,9 +19,8 @@ RENAMED_HOWS = {"landed": "coalesced"}
 
 @dataclass(frozen=True)
 class TransferRequest:
-    """The options that the caller of `pull` or `push` passed."""
+    """The options of a pull."""
 
-    direction: Direction
     request: str
     blocks: Any
     peer_blocks: Any
@@ -43,6 +35,8 @@ class TransferRequest:
     wait_for_offer: float = 0.0
     identity: CacheIdentity | None = None
     """The identity of the request's cache, if it differs from the node's."""
+    replaceable: bool = False
+    """Whether another process may replace the source, and its bytes then fill the same blocks."""
     mark: int | None = None
     """The mark after which this node's blocks may be read or written, if they are on a GPU."""
 
@@ -52,9 +46,14 @@ class TransferRequest:
             checked_identity(self.identity)
         duration(self.seconds)
         duration(self.wait_for_offer)
-        if self.how not in get_args(How):
-            problem = "There is no such way to move a request"
-            raise failed(f"how={self.how!r}", how_hint(self.how), problem)
+        check_how(self.how)
+
+
+def check_how(how: object) -> None:
+    """Raise an error for a value that is not one of `How`."""
+    if how not in get_args(How):
+        problem = "There is no such way to move a request"
+        raise failed(f"how={how!r}", how_hint(how), problem)
 
 
 def how_hint(how: object) -> str:

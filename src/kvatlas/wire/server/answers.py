@@ -6,45 +6,40 @@ is sent to the peer as an answer.
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kvatlas.copying.gather_scatter import into_buffer
 from kvatlas.copying.memory import STAGING
-from kvatlas.copying.stream_copy import DESTINATION, SOURCE, StreamPiece
+from kvatlas.copying.stream_copy import SOURCE, StreamPiece
 from kvatlas.errors import AtlasError, Code
-from kvatlas.routing import ConvertedStream, Copy
+from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol
-from kvatlas.wire.leases import Expected, Held, Lease, LeaseRead, Offer, buffers_reclaimed
+from kvatlas.wire.leases import Lease, Offer, buffers_reclaimed
 from kvatlas.wire.peer_buffers import Loan
 from kvatlas.wire.peers import Peer, check_same_identity, checked_peer
 from kvatlas.wire.piece_sums import mac_key, piece_sum, stream_sums
-from kvatlas.wire.read_grants import ReadGrant, session_id
-from kvatlas.wire.refusals import lease_expired
+from kvatlas.wire.read_grants import ReadGrant
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.server.sessions import Sessions
-from kvatlas.wire.transports.access import Access
-from kvatlas.wire.transports.base import Link
 from kvatlas.wire.transports.offer_board import Posting
 
-_LONGEST_LEASE = 3600.0
 _LONGEST_WAIT = 0.2
 """Seconds that a peer waits for staging buffers before the answer that none are free."""
 
+AnswerAnnounce = Callable[[protocol.Announce, Peer, Caller], protocol.Message]
+
 
 class Answers:
-    """Answers peers on behalf of a node."""
+    """Answers peers on behalf of a node. `announced` answers those that push."""
 
-    def __init__(self, node: NodeState) -> None:
-        self.node = node
+    def __init__(self, node: NodeState, announced: AnswerAnnounce) -> None:
+        self.node, self._announced = node, announced
         self.sessions = Sessions(self._sessions_ended)
-        self._links: dict[bytes, Link] = {}
-        self._links_lock = threading.Lock()
 
     def sweep(self) -> None:
         """End sessions, leases and offers that have expired."""
@@ -63,17 +58,13 @@ class Answers:
                 self._check_session(question.session, caller)
                 return opened
             case protocol.Renew():
-                lease = self._lease(question)
-                self.node.leases.renew(lease, min(question.seconds, self._longest(lease)))
-                return protocol.Ok(seconds=lease.left)
+                return self._renew(question)
             case protocol.Borrow():
                 return self._borrow(question)
             case protocol.AwaitLayer():
                 return self._await_layer(question)
             case protocol.Gather():
                 return self._gather(question)
-            case protocol.Fetch():
-                return self._fetch(question, peer)
             case protocol.GetChecksums():
                 return self._checksums(question)
             case protocol.Close():
@@ -83,6 +74,9 @@ class Answers:
                 read = seen and self._reads_in_place(peer)
                 self._reads_no_more(question.request, peer, question.posting, read=read)
                 return protocol.Ok()
+            case protocol.Announce():
+                self.node.security.check_role(peer.name, "push")
+                return self._announced(question, peer, caller)
         raise protocol.bad_handshake(type(question).__name__)
 
     def _welcome(self, hello: protocol.Hello, caller: Caller) -> protocol.Message:
@@ -99,69 +93,57 @@ class Answers:
         return protocol.Welcome(hello=answer, session=session)
 
     def _open(self, question: protocol.Open, peer: Peer, caller: Caller) -> protocol.Message:
+        if question.direction == "push":
+            raise _old_push(peer)
         node = self.node
         theirs = protocol.unpack_tables(question.blocks)
         told = protocol.unpack_tables(question.peer_blocks or {})
-        held = self._held(question, peer)
+        offer = self._offer(question, peer)
         tokens = question.start, question.stop
-        held.check_asked(tokens, told, node.plan)
+        offer.check_asked(tokens, told, node.plan)
         if node.check_identity or question.identity is not None:
-            check_same_identity(held.identity, question.identity or peer.identity)
-        node.security.check_role(peer.name, question.direction)
-        incoming = question.direction == "push"
-        stream = node.stream(peer, held.blocks, theirs, tokens, question.layers, incoming=incoming)
-        reading: dict[str, Any] = {}
-        if incoming:
-            reading["sever"] = self._link(question.session, peer).sever
-        mark = None if incoming else self._told(held.mark)
-        if incoming:
-            node.mover.follow(held.mark)
+            check_same_identity(offer.identity, question.identity or peer.identity)
+        node.security.check_role(peer.name, "pull")
+        stream = node.stream(peer, offer.blocks, theirs, tokens, question.layers, incoming=False)
+        mark = self._told(offer.mark)
         with node.lock:
-            if self._held_now(question, peer) is not held:
-                raise _not_held(question)
-            seconds = question.seconds
-            if isinstance(held, Offer):
-                seconds = min(seconds, held.expires - time.monotonic())
+            if node.offers.get(question.request) is not offer:
+                raise _not_offered(question)
             lease = node.leases.grant(
-                seconds,
+                min(question.seconds, offer.expires - time.monotonic()),
                 session=question.session,
                 peer=(caller.identity, peer.name),
                 request=question.request,
-                direction=question.direction,
-                peer_rank=peer.rank,
-                complete=_is_complete(question, held),
+                complete=_is_complete(question, offer),
                 stream=stream,
-                part_of=held,
-                entries=sum(map(len, (*theirs.values(), *held.blocks.values()))),
-                **reading,
+                part_of=offer,
+                entries=sum(map(len, (*theirs.values(), *offer.blocks.values()))),
             )
-            if not incoming:
-                piece = node.staging.piece
-                lease.grant = ReadGrant(
-                    question.session, stream, lease.buffers_lent, piece, peer.names
-                )
-            fenced = []
-            if isinstance(held, Expected):
-                held.current[peer.rank] = lease.key
-                fenced = node.leases.fence(lease)
-        for older in fenced:
-            log.warning("replaced an older push request=%r rank=%d", older.request, older.peer_rank)
-            node.leases.drop(older)  # its last copy has ended when this returns
-        log.info("open request=%r direction=%s name=%r", lease.request, lease.direction, peer.name)
+            lease.grant = ReadGrant(
+                question.session, stream, lease.buffers_lent, node.staging.piece, peer.names
+            )
+        log.info("open request=%r name=%r", lease.request, peer.name)
         return protocol.Opened(
             lease=lease.key,
             seconds=lease.left,
-            blocks=protocol.pack_tables(held.blocks),
-            piece=node.staging.piece if node.lending[question.direction].count else 0,
+            blocks=protocol.pack_tables(offer.blocks),
+            piece=node.staging.piece if node.lending.count else 0,
             mark=mark,
-            layered=isinstance(held, Offer) and held.layers is not None,
+            layered=offer.layers is not None,
         )
+
+    def _renew(self, question: protocol.Renew) -> protocol.Message:
+        lease = self._lease(question)
+        offer = lease.part_of
+        longest = question.seconds if offer is None else offer.expires - time.monotonic()
+        self.node.leases.renew(lease, min(question.seconds, longest))
+        return protocol.Ok(seconds=lease.left)
 
     def _await_layer(self, question: protocol.AwaitLayer) -> protocol.Message:
         """Whether a layer is written, after a while at most."""
-        lease = self._lease(question, "pull")
+        lease = self._lease(question)
         offer = lease.part_of
-        if not isinstance(offer, Offer) or offer.layers is None:
+        if offer is None or offer.layers is None:
             raise protocol.bad_handshake("a wait for a layer of an offer that is not layered")
         seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
         written, mark = offer.layers.wait(question.layer, seconds)
@@ -185,28 +167,20 @@ class Answers:
             self.node.leases.drop_all({session})
             raise
 
-    def _held(self, question: protocol.Open, peer: Peer) -> Offer | Expected:
-        """Return the offer or expectation of a request."""
+    def _offer(self, question: protocol.Open, peer: Peer) -> Offer:
+        """Return the offer of a request to this peer."""
         with self.node.lock:
-            held = self._held_now(question, peer)
-        if held is None:
-            raise _not_held(question)
-        return held
-
-    def _held_now(self, question: protocol.Open, peer: Peer) -> Offer | Expected | None:
-        """The same under the node's lock; None where there is nothing for this peer."""
-        if question.direction == "pull":
             offer = self.node.offers.get(question.request)
-            if offer is None or offer.expires <= time.monotonic():
-                return None
-            return offer if offer.may_be_read_by(peer.name) else None
-        expected = self.node.expected.get(question.request)
-        return expected if expected is not None and expected.may_be_pushed_by(peer) else None
+        if offer is None or offer.expires <= time.monotonic():
+            raise _not_offered(question)
+        if not offer.may_be_read_by(peer.name):
+            raise _not_offered(question)
+        return offer
 
     def _borrow(self, question: protocol.Borrow) -> protocol.Message:
         """Lend staging buffers to a lease, waiting a while until some are free."""
         lease, node = self._lease(question), self.node
-        lending = node.lending[lease.direction]
+        lending = node.lending
         with lease.guard:
             if lease.loan is not None or lease.reclaimed:
                 return _lent(lease.check_lent())
@@ -228,7 +202,7 @@ class Answers:
         return protocol.Lent()
 
     def _gather(self, question: protocol.Gather) -> protocol.Message:
-        lease = self._lease(question, "pull")
+        lease = self._lease(question)
         nbytes = self._checked_piece(question)
         if question.buffer not in lease.check_lent().buffers:
             raise protocol.bad_handshake(
@@ -249,45 +223,7 @@ class Answers:
         lease.check()
         return protocol.Ok(seconds=lease.left)
 
-    def _fetch(self, question: protocol.Fetch, peer: Peer) -> protocol.Message:
-        """Read a piece of what is pushed, and put it where it belongs."""
-        lease, node = self._lease(question, "push"), self.node
-        nbytes = self._checked_piece(question)
-        loan = lease.check_lent()
-        part = StreamPiece.of(lease.stream, question.start, question.stop, DESTINATION)
-        landing = loan.buffers[0]
-        at = landing * node.staging.piece
-        if question.staged_at is None:
-            if part.parts:
-                raise protocol.bad_handshake("an unstaged piece that needs conversion")
-            reads = into_buffer(part.copies, at)
-        else:
-            one = [np.array([n], np.int64) for n in (question.staged_at, at, nbytes)]
-            reads = [Copy(STAGING, STAGING, *one)] if nbytes else []
-        link = self._link(question.session, peer)
-        read = LeaseRead()
-        with lease.guard:
-            lease.check()
-            lease.check_lent()
-            if question.start != lease.fetched or lease.reads:
-                raise protocol.bad_handshake(
-                    f"a piece that starts at byte {question.start}, not {lease.fetched}"
-                )
-            lease.reads.append(read)
-        with node.metrics.phase("fetch"):
-            read.run(lambda: link.read(reads, lease=lease.key), lease.expires, lease.check)
-        with lease.guard:
-            lease.check()
-            lease.reads.remove(read)
-            piece = lease.check_lent().view(landing, nbytes)
-            if part.parts:
-                key = self._mac_key(question) if self._keys_sums(peer) else None
-                lease.received[question.start, question.stop] = piece_sum(piece, key)
-            node.deliver(piece, part)
-            lease.fetched, lease.moved_at = question.stop, time.monotonic()
-        return protocol.Ok(seconds=lease.left)
-
-    def _checked_piece(self, question: protocol.Gather | protocol.Fetch) -> int:
+    def _checked_piece(self, question: protocol.Gather) -> int:
         nbytes = question.stop - question.start
         if not 0 <= nbytes <= self.node.staging.piece:
             raise protocol.bad_handshake(
@@ -307,9 +243,8 @@ class Answers:
         part = lease.stream.copies(question.start, question.stop)
         with lease.guard:
             lease.check()
-            at_source = lease.direction == "pull"
             key = self._mac_key(question) if question.keyed else None
-            sums = stream_sums(self.node.mover, part, question.piece, key, src=at_source)
+            sums = stream_sums(self.node.mover, part, question.piece, key, src=True)
         lease.check()
         return protocol.Checksums(sums=sums)
 
@@ -318,23 +253,14 @@ class Answers:
     ) -> protocol.Message:
         """The checksum of one piece as it travels: formats differ at its two ends."""
         span = question.start, question.stop
-        if lease.direction == "push":
-            if span not in lease.received:
-                raise protocol.bad_handshake(f"a checksum of bytes {span}, which are not one piece")
-            found = lease.received[span]
-        else:
-            part = StreamPiece.of(stream, *span, SOURCE)
-            piece = np.empty(span[1] - span[0], dtype=np.uint8)
-            with lease.guard:
-                lease.check()
-                self.node.fill(part, piece)
-            found = piece_sum(piece, self._mac_key(question) if question.keyed else None)
+        part = StreamPiece.of(stream, *span, SOURCE)
+        piece = np.empty(span[1] - span[0], dtype=np.uint8)
+        with lease.guard:
+            lease.check()
+            self.node.fill(part, piece)
+        found = piece_sum(piece, self._mac_key(question) if question.keyed else None)
         lease.check()
         return protocol.Checksums(sums=found)
-
-    def _keys_sums(self, peer: Peer) -> bool:
-        """Whether a peer asks for keyed checksums."""
-        return self.node.security.protected and peer.version >= protocol.KEYED_VERSION
 
     def _mac_key(self, question: protocol.LeaseQuestion) -> bytes:
         return mac_key(question.session, question.lease)
@@ -346,12 +272,9 @@ class Answers:
         if question.complete and lease.reclaimed and lease.staged:
             raise buffers_reclaimed()  # pieces that were read may be those of another lease
         if question.complete and lease.complete:
-            if lease.direction == "push":
-                self._arrived(lease)
-            else:
-                if self._alone_sends(lease):
-                    lease.check_all_moved(lease.gathered)
-                self._reads_no_more(lease.request, peer, None, read=True, only=lease.part_of)
+            if self._alone_sends(lease):
+                lease.check_all_gathered()
+            self._reads_no_more(lease.request, peer, None, read=True, only=lease.part_of)
         return protocol.Ok(seconds=left)
 
     def _alone_sends(self, lease: Lease) -> bool:
@@ -377,7 +300,7 @@ class Answers:
         posting: Posting | None,
         *,
         read: bool,
-        only: Held | None = None,
+        only: Offer | None = None,
     ) -> None:
         """End an offer if this peer was the last that reads from it.
 
@@ -404,67 +327,26 @@ class Answers:
             why = "let_go" if offer.let_go_by & {own, *readers} else "read"
         self.node.release(request, why, offer)
 
-    def _arrived(self, lease: Lease) -> None:
-        """Count a source whose every byte this node has itself put into the blocks."""
-        lease.check_all_moved(lease.fetched)
-        with self.node.lock:
-            expected = self.node.expected.get(lease.request)
-            if expected is None or expected.current.get(lease.peer_rank) != lease.key:
-                raise lease_expired()  # forgotten, or replaced by a newer push of this rank
-            expected.arrived.add(lease.peer_rank)
-            if not expected.complete:
-                return
-        # No lease may write to complete blocks.
-        self.node.leases.drop_part(expected)
-        expected.release_blocks()
-        expected.ready.set()
-
-    def _link(self, session: bytes, peer: Peer) -> Link:
-        """The way to the memory of a peer that pushes."""
-        with self._links_lock:
-            if session in self._links:
-                return self._links[session]
-        access = Access(session_id(session))
-        link = self.node.transport.connect(peer.metadata, peer.memory, access)
-        with self._links_lock:
-            kept = self._links.setdefault(session, link)
-        if kept is not link:
-            link.close()
-        return kept
-
     def close(self) -> None:
-        """End all sessions: close the links to peers that pushed, and free peers' memory."""
-        self._sessions_ended(set(self._links) | self.sessions.keys())
+        """End all sessions, and free peers' memory."""
+        self._sessions_ended(self.sessions.keys())
 
     def _sessions_ended(self, sessions: set[bytes]) -> None:
-        """End the leases of sessions, and close the links to their peers."""
+        """End the leases of sessions, and free the memory of their peers."""
         self.node.leases.drop_all(sessions)
-        for lending in self.node.lending.values():
-            lending.end_sessions(sessions)
-        with self._links_lock:
-            links = [self._links.pop(key) for key in sessions & set(self._links)]
-        for link in links:
-            link.close()
+        self.node.lending.end_sessions(sessions)
 
-    def _lease(self, question: Any, direction: protocol.Direction | None = None) -> Lease:
+    def _lease(self, question: protocol.LeaseQuestion) -> Lease:
         lease = self.node.leases.find(question.lease, question.session)
         lease.asked_at = time.monotonic()
-        if direction not in (None, lease.direction):
-            raise protocol.bad_handshake(
-                f"{type(question).__name__}, which is invalid for a {lease.direction}"
-            )
         return lease
 
-    def _longest(self, lease: Lease) -> float:
-        held = lease.part_of
-        return held.expires - time.monotonic() if isinstance(held, Offer) else _LONGEST_LEASE
 
-
-def _is_complete(question: protocol.Open, held: Offer | Expected) -> bool:
-    """Whether the transfer is the last one: it covers everything, or its reader is done."""
-    if question.direction == "pull" and question.final:
+def _is_complete(question: protocol.Open, offer: Offer) -> bool:
+    """Whether the pull is the last one: it covers everything, or its reader is done."""
+    if question.final:
         return True
-    return question.layers is None and (question.start, question.stop) == (held.start, held.stop)
+    return question.layers is None and (question.start, question.stop) == (offer.start, offer.stop)
 
 
 def _lent(loan: Loan) -> protocol.Message:
@@ -475,9 +357,13 @@ def _lent(loan: Loan) -> protocol.Message:
     return protocol.Lent(buffers=loan.buffers, memory=region, metadata=loan.segment.metadata)
 
 
-def _not_held(question: protocol.Open) -> AtlasError:
+def _not_offered(question: protocol.Open) -> AtlasError:
     problem = "The request is not offered to this node"
-    if question.direction == "push":
-        problem = "The request is not expected from this node and plan, or has already arrived"
-    hint = "Call offer or expect first, with a longer time limit if it expired"
+    hint = "Call offer first, with a longer time limit if it expired"
     return AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(question.request), hint=hint)
+
+
+def _old_push(peer: Peer) -> AtlasError:
+    problem = f"Pushes need protocol version {protocol.PUSH_VERSION} at both ends"
+    got, hint = f"version {peer.version} at the source", "Upgrade kvatlas at the source"
+    return AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)

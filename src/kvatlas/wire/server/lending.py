@@ -164,8 +164,6 @@ def _is_overdue(lease: Lease, now: float) -> bool:
     lent = now - lease.lent_at
     if now - lease.moved_at > _STUCK_SECONDS:
         return True
-    if lent > _STUCK_SECONDS and lease.moved < _SLOWEST * lent:
+    if lent > _STUCK_SECONDS and lease.gathered < _SLOWEST * lent:
         return True
-    if lease.reads:  # the node itself reads from the peer
-        return False
-    return now - lease.asked_at > _SILENT_SECONDS or (lent > _UNUSED_SECONDS and not lease.moved)
+    return now - lease.asked_at > _SILENT_SECONDS or (lent > _UNUSED_SECONDS and not lease.gathered)

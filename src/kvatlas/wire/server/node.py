@@ -7,30 +7,23 @@ checked against the peer's plan first, and a peer may access only what its lease
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Collection
 from typing import Any
 
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.geometry.integers import duration
 from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
-from kvatlas.routing import check_tables
-from kvatlas.routing.token_ranges import token_range
-from kvatlas.wire.arguments import check_new_request, text_list
+from kvatlas.routing import fingerprint, route
+from kvatlas.wire.arguments import checked_identity, text_list
+from kvatlas.wire.client.expected import Expected, ExpectedRequests
 from kvatlas.wire.connection import open_to_strangers
-from kvatlas.wire.leases import Expected, Offer, Released, WrittenLayers
 from kvatlas.wire.peers import plan_hash
 from kvatlas.wire.rpc import Server
 from kvatlas.wire.server.answers import Answers
-from kvatlas.wire.server.node_state import NodeState
+from kvatlas.wire.server.offering import OfferingNode
 from kvatlas.wire.transports.base import Transport
 from kvatlas.wire.transports.errors import coded_limits
-
-_LONGEST_OFFER = 3600.0
 
 
 def pools_for(plan: Plan, rank: int, transport: Transport) -> dict[int, Bytes]:
@@ -39,7 +32,7 @@ def pools_for(plan: Plan, rank: int, transport: Transport) -> dict[int, Bytes]:
     return {index: transport.allocate(pool.nbytes) for index, pool in pools}
 
 
-class Node(NodeState):
+class Node(OfferingNode):
     """One rank of a plan, served to peers.
 
     `memory` is the rank's pools, which the node keeps alive: a `Cache`, or tensors, arrays or
@@ -81,7 +74,8 @@ class Node(NodeState):
         super().__post_init__()
         self.register()
         self.check_plan_travels()
-        self.answers = Answers(self)
+        self._expected = ExpectedRequests(self)
+        self.answers = Answers(self, self._expected.announced)
         self.server = Server(
             self.listen, self.answers, security=self.security, unprotected=self.unprotected,
             idle=self.answers.sweep, closed=self.answers.sessions.disconnected,
@@ -104,71 +98,9 @@ class Node(NodeState):
             )
 
     @property
-    def endpoint(self) -> str:
-        """The endpoint at which peers reach this node."""
-        return self.server.endpoint
-
-    def offer(
-        self,
-        request: str,
-        blocks: Any,
-        tokens: Any,
-        *,
-        seconds: float = 30.0,
-        readers: Collection[str] | None = None,
-        released: Released | None = None,
-        recompute: int = 0,
-        layered: bool = False,
-        identity: CacheIdentity | None = None,
-    ) -> None:
-        """Let peers read a request's blocks, which must not change until they are released.
-
-        `readers` names the nodes that may read; None allows any. `released` is called once, with
-        the request and a reason, for example when all ranks that read from this one have done so or
-        the offer has expired. Only then may the blocks be reused. With `recompute`, sliding windows
-        also include what the last `recompute` tokens need, for peers that compute these tokens
-        again. Block table entries that no offered token needs may have any value.
-
-        A `layered` offer may be made before its content is written: the node calls `layer_written`
-        for each layer, and a `streamed` pull reads each layer as it becomes available. `identity`
-        overrides the node's identity for this request, for example if it uses an adapter or a salt.
-
-        Several offers may share blocks. Raises `blocks_in_use` if a pull fills one of the blocks or
-        a push is expected in it.
-        """
-        self.process.check()
-        held = self._checked(blocks, tokens, "source", recompute=recompute)
-        names = None if readers is None else frozenset(text_list(readers, "readers"))
-        lasting = min(duration(seconds, math.inf), _LONGEST_OFFER)
-        whose = self.request_identity(identity)
-        with self.lock:
-            check_new_request(request, self.offers)
-            until = time.monotonic() + lasting
-            layers = WrittenLayers(self.plan.layers) if layered else None
-            mark = None if layered else self.mark()
-            claim = self.ledger.claim("offered", request, self.ledger.by_pool(held[0]))
-            offer = Offer(
-                request, *held, until, released, names, mark=mark, layers=layers, claim=claim,
-                identity=whose,
-            )  # fmt: skip
-            self.offers[request] = offer
-            self.post(offer)
-
-    def layer_written(self, request: str, layer: str) -> None:
-        """Mark a layer of a layered offer as written, once the caller's stream has finished it."""
-        self.process.check()
-        with self.lock:
-            offer = self.offers.get(request)
-        if offer is None or offer.layers is None:
-            problem = "There is no layered offer of this name, or it has expired"
-            hint = "Call offer(..., layered=True) first, with a longer time limit"
-            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request)[:300], hint=hint)
-        offer.layers.add(layer, self.mark())
-
-    def withdraw(self, request: str) -> None:
-        """End an offer early. Transfers in flight fail."""
-        self.process.check()
-        self.release(request, "withdrawn")
+    def expected(self) -> dict[str, Expected]:
+        """The requests that the node expects, by name."""
+        return self._expected.requests
 
     def expect(
         self,
@@ -182,33 +114,37 @@ class Node(NodeState):
     ) -> Expected:
         """Let the ranks of a source plan push a request into these blocks.
 
-        `pushers` names the nodes that may push. `ready` is set once every source rank has pushed.
-        This node reads the bytes into its staging memory and copies them into the blocks itself, so
-        nothing is written to the blocks after `forget`. If a rank pushes again before it has
-        arrived, the new push replaces the old one. The blocks are in use until the request is ready
-        or forgotten.
+        `pushers` names the nodes that may push. When one of them announces its part, this node
+        connects to it and pulls the part. `ready` is set once every source rank's part has arrived.
+        If another process pushes a rank's part before it has arrived, it replaces the first one.
+        The blocks are in use until the request is ready or forgotten.
         """
         self.process.check()
-        held = self._checked(blocks, tokens, "destination")
+        tables, start, stop = self.checked_tables(blocks, tokens, "destination")
         names = frozenset(text_list(pushers, "pushers"))
-        sources, mark, whose = self.sources_of(source), self.mark(), self.request_identity(identity)
-        with self.lock:
-            check_new_request(request, self.expected)
-            claim = self.ledger.claim("expected", request, self.ledger.by_pool(held[0]))
-            expected = self.expected[request] = Expected(
-                request, *held, plan_hash(source), sources, names, mark=mark, claim=claim,
-                identity=whose,
-            )  # fmt: skip
-        return expected
+        if identity is not None:
+            checked_identity(identity)
+        return self._expected.add(
+            request, blocks=tables, start=start, stop=stop, source=plan_hash(source),
+            sources=self._sources_of(source), pushers=names, identity=identity, mark=self.mark(),
+        )  # fmt: skip
+
+    def _sources_of(self, source: Plan) -> frozenset[int]:
+        """The ranks of a plan that this node reads from."""
+        convert: dict[str, Any] = {}
+        if self.conversion is not None and fingerprint(source) != fingerprint(self.plan):
+            # Who reads from whom does not depend on scales, which the source will say.
+            convert = {"convert": self.conversion.convert, "src_scales": 1.0, "dst_scales": 1.0}
+        return frozenset(route(source, self.plan, **convert).sources(self.rank))
 
     def forget(self, request: str) -> None:
-        """Stop expecting a request. Its blocks may be reused once this returns."""
+        """Stop expecting a request, and end its pulls. Its blocks may be reused after this.
+
+        Raises `deadline` if a read in flight may still write to the blocks after half a minute. The
+        blocks then stay quarantined until it cannot.
+        """
         self.process.check()
-        with self.lock:
-            expected = self.expected.pop(request, None)
-        if expected is not None:
-            self.leases.drop_part(expected)
-            expected.release_blocks()
+        self._expected.forget(request)
 
     def close(self) -> None:
         """Stop answering peers, end all offers and leases, and deregister all memory.
@@ -224,21 +160,10 @@ class Node(NodeState):
         for request in list(self.offers):
             self.release(request, "closed")
         self.leases.drop_all()
-        for request in list(self.expected):
-            self.forget(request)
+        self._expected.close()
         self.answers.close()
         self.mover.close()
         self.transport.close()
-
-    def _checked(
-        self, blocks: Any, tokens: Any, end: str, *, recompute: int = 0
-    ) -> tuple[dict[int, Int64s], int, int]:
-        """Return block tables by group, the first token, and the end of the token range."""
-        start, stop = token_range(tokens, self.plan.max_len)
-        tables = check_tables(
-            self.plan, self.rank, blocks, (start, stop), end=end, recompute=recompute
-        )
-        return tables, start, stop
 
     def __enter__(self) -> Node:
         return self

@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,7 +27,7 @@ from kvatlas.wire.arguments import check_node_name, checked_identity
 from kvatlas.wire.block_ledger import BlockLedger
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.fork_safety import OwningProcess
-from kvatlas.wire.leases import Expected, Lease, Leases, Offer
+from kvatlas.wire.leases import Lease, Leases, Offer
 from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.peer_buffers import PeerSegments, SharedBuffers
 from kvatlas.wire.peers import (
@@ -45,7 +44,6 @@ from kvatlas.wire.protocol import (
     MIN_PIECE_BYTES,
     OLDEST_VERSION,
     VERSION,
-    Direction,
     Hello,
     RegisteredMemory,
     Welcome,
@@ -55,7 +53,6 @@ from kvatlas.wire.protocol import (
     unlike_versions,
 )
 from kvatlas.wire.quarantine import Quarantine
-from kvatlas.wire.read_grants import ReadGrant
 from kvatlas.wire.refusals import lease_expired
 from kvatlas.wire.rpc import log
 from kvatlas.wire.security import PeerAccess, Secret, Security, TlsContexts
@@ -74,7 +71,7 @@ _CHANNELS_SECONDS = 1.0
 class NodeState:
     """One rank's memory, and the offers and leases on it.
 
-    `lock` guards offers and expectations. `Leases` documents the lock order.
+    `lock` guards offers. `Leases` documents the lock order.
     """
 
     plan: Plan
@@ -106,7 +103,6 @@ class NodeState:
         self._channels_swept = time.monotonic()
         self.peer_plans = PeerPlans()
         self.offers: dict[str, Offer] = {}
-        self.expected: dict[str, Expected] = {}
         self.routes: OrderedDict[tuple[object, ...], Route] = OrderedDict()
         self._routes_lock = threading.Lock()
         self.quarantine = Quarantine()
@@ -117,21 +113,18 @@ class NodeState:
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
         self.staging = StagingBuffers(staging, self.piece)
         own = self.transport.shared == "staging"
-        shared = Lending(SharedBuffers(self.staging, wiped=own))
-        self.lending: dict[Direction, Lending] = {"pull": shared, "push": shared}
-        """The staging buffers that peers borrow, by the direction of their transfers."""
+        self.lending = Lending(SharedBuffers(self.staging, wiped=own))
+        """The staging buffers that peers borrow."""
         if self.transport.lends_segments:
             most = self.staging.most(for_peer=True)
             segments = PeerSegments(self.transport.lend_to_one, self.piece, most)
-            self.lending["pull"] = Lending(segments)
+            self.lending = Lending(segments)
         self.landing_threads = 2
         """Threads that scatter a request, one while another reads. May change at any time.
 
         Set to 1 if other work needs the cores.
         """
         self.leases = Leases(self._lease_ended)
-        self._pushed: dict[bytes, ReadGrant] = {}
-        """What destinations may read of this node's pushes, by the key of the lease there."""
         self.ledger = BlockLedger(self.plan, self.rank)
         """The blocks that offers, pulls, pushes and expectations of this node use."""
         self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == HOST}
@@ -225,20 +218,10 @@ class NodeState:
 
     def authorise(self, asked: AskedRead) -> AbstractContextManager[None]:
         """Allow a peer to read bytes that its lease covers, or raise an error."""
-        grant = self.leases.read_grant(asked.lease) or self._pushed.get(asked.lease)
+        grant = self.leases.read_grant(asked.lease)
         if grant is None:
             raise lease_expired()
         return grant.reading(asked)
-
-    @contextmanager
-    def pushing(self, lease: bytes, grant: ReadGrant) -> Iterator[None]:
-        """Let the destination of a push read what is pushed, while the context lasts."""
-        self._pushed[lease] = grant
-        try:
-            yield
-        finally:
-            del self._pushed[lease]
-            grant.end()
 
     def request_identity(self, given: CacheIdentity | None) -> CacheIdentity | None:
         """Return the identity of a request: the given one, or the node's."""
@@ -317,14 +300,6 @@ class NodeState:
             scales.reverse()
         return route(src, dst, convert=mine.convert, src_scales=scales[0], dst_scales=scales[1])
 
-    def sources_of(self, source: Plan) -> frozenset[int]:
-        """The ranks of a plan that this node reads from."""
-        convert: dict[str, Any] = {}
-        if self.conversion is not None and fingerprint(source) != fingerprint(self.plan):
-            # Who reads from whom does not depend on scales, which the source will say.
-            convert = {"convert": self.conversion.convert, "src_scales": 1.0, "dst_scales": 1.0}
-        return frozenset(route(source, self.plan, **convert).sources(self.rank))
-
     def readers(self, peer: Peer) -> list[int]:
         """The ranks of a peer's plan that read from this node."""
         outgoing = self.route_to(peer)
@@ -391,10 +366,9 @@ class NodeState:
                 log.exception("released callback failed request=%r why=%s", request, why)
 
     def _lease_ended(self, lease: Lease) -> None:
-        """Return the lease's buffers once nothing can be written to them."""
+        """Return the lease's buffers. A peer that still reads them is not confirmed."""
         if lease.loan is not None:
-            then = partial(self.lending[lease.direction].take_back, lease, lease.loan)
-            self.quarantine.hold(lease.reads, then, sever=lease.sever)
+            self.lending.take_back(lease, lease.loan)
 
     def reclaim_buffers(self, lease: Lease) -> None:
         """Take the staging buffers of a lease for another peer. `lending` has the reasons."""
@@ -402,12 +376,10 @@ class NodeState:
             if lease.over or lease.loan is None:
                 return
             loan, lease.loan, lease.reclaimed = lease.loan, None, True
-            reads = list(lease.reads)
         if lease.grant is not None:
             lease.grant.interrupt()
         log.warning("buffers reclaimed request=%r name=%r", lease.request, lease.peer[1])
-        then = partial(self.lending[lease.direction].take_back, lease, loan, keep=False)
-        self.quarantine.hold(reads, then, sever=lease.sever)
+        self.lending.take_back(lease, loan, keep=False)
 
     def sweep(self) -> None:
         """End expired offers and leases, and connections that peers have ended."""

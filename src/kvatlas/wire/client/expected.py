@@ -1,0 +1,334 @@
+"""Requests that other nodes push: announced by each source rank, then read by this node.
+
+A push is a pull that the source asks for. The source offers the request under a name that only the
+destination learns, and announces the name. The destination checks who announces it, connects back,
+and reads the rank's part as any other pull. Only that pull makes the request ready.
+
+An announcement is, in this order:
+
+- announced: this node connects to the announced endpoint and checks that the announcing node
+  answers there;
+- current: it has replaced the announcement of the same rank before it, whose pull was ended and can
+  no longer write to the blocks; this node reads the rank's part;
+- over: arrived, or failed with an error code. A rank that has arrived is not read again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.models import CacheIdentity
+from kvatlas.wire import protocol
+from kvatlas.wire.arguments import check_new_request
+from kvatlas.wire.block_ledger import BlockClaim
+from kvatlas.wire.channels import no_answer
+from kvatlas.wire.client.announced_endpoint import announced_endpoint
+from kvatlas.wire.client.source_sessions import SourceSessions
+from kvatlas.wire.client.transfer import Transfer
+from kvatlas.wire.client.transfer_request import TransferRequest
+from kvatlas.wire.peers import Peer
+from kvatlas.wire.refusals import BusyError, lease_expired
+from kvatlas.wire.rpc import Caller, log
+from kvatlas.wire.server.offering import OfferingNode
+from kvatlas.wire.transports.errors import failed
+
+_AT_ONCE = 64
+"""The maximum number of announcements that are read at once; others wait for one to end."""
+_MAX_CONNECTING = 4
+"""The maximum number of announcements of one rank that this node connects to at once."""
+_KEPT = 1024
+"""Announcements whose outcome is kept, for sources that ask again."""
+_LONGEST_WAIT, _MAX_WAITING = 0.2, 16
+"""How many seconds an answer waits for the end of a pull, and how many answers do so at once."""
+_SETTLE_SECONDS = 30.0
+"""Seconds that `forget` waits until no read can write to the blocks."""
+
+
+@dataclass(eq=False)
+class Announcement:
+    """One source rank's question to read its part, and the pull that answers it."""
+
+    peer: Peer
+    question: protocol.Announce
+    came_from: tuple[str, bool]
+    """The address that it came from, and whether that is an address of this host."""
+    transfer: Transfer
+    arrived: bool = False
+    """Whether this node has read and verified the part, and counts it."""
+
+    @property
+    def key(self) -> tuple[str, bytes, str]:
+        """Distinguishes the announcements of all processes."""
+        return self.peer.name, self.peer.incarnation, self.question.offer
+
+    @property
+    def endpoint(self) -> str:
+        """The announced endpoint, checked to be at the host that it was announced from."""
+        host, here = self.came_from
+        return announced_endpoint(self.question.endpoint, host, on_this_host=here)
+
+    def end(self) -> None:
+        """End the pull, because the request was forgotten or another process replaces this one."""
+        self.transfer.failed(self.peer.rank, lease_expired())
+
+
+@dataclass(eq=False)
+class Expected:
+    """A request that other nodes push, and the blocks that it will fill."""
+
+    request: str
+    blocks: Mapping[int, Int64s]
+    start: int
+    stop: int
+    source: bytes
+    """The hash of the source's plan."""
+    sources: frozenset[int]
+    """The ranks of the source that this node reads from."""
+    pushers: frozenset[str]
+    """Names of the nodes that may push."""
+    claim: BlockClaim
+    identity: CacheIdentity | None = None
+    """The identity that the request must have, if it is not the node's."""
+    mark: int | None = None
+    """The mark after which the blocks may be written, if they are on a GPU."""
+    ready: threading.Event = field(default_factory=threading.Event)
+    """Set once this node has read every source rank's part."""
+    arrived: dict[int, int] = field(default_factory=dict)
+    """The source ranks whose part was read, and its bytes."""
+    connecting: list[Announcement] = field(default_factory=list)
+    current: defaultdict[int, list[Announcement]] = field(default_factory=lambda: defaultdict(list))
+    """By rank, announcements whose pulls may write to the blocks. The last one is current."""
+    forgotten: bool = False
+
+    def may_be_pushed_by(self, peer: Peer) -> bool:
+        """Whether a peer may push its part now."""
+        named = peer.plan_hash == self.source and peer.name in self.pushers
+        return named and peer.rank in self.sources and peer.rank not in self.arrived
+
+
+class ExpectedRequests:
+    """The requests that a node expects. Any thread may use them.
+
+    The lock is taken before those of transfers and of the ledger, and with no other. Nothing waits
+    while it holds the lock.
+    """
+
+    def __init__(self, node: OfferingNode) -> None:
+        self._node = node
+        self.requests: dict[str, Expected] = {}
+        self._known: OrderedDict[tuple[str, bytes, str], Announcement] = OrderedDict()
+        self._sources = SourceSessions(node)
+        self._lock = threading.Lock()
+        self._waiting = threading.Semaphore(_MAX_WAITING)
+        self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-expected")
+
+    # -- the node ---------------------------------------------------------------------------
+
+    def add(self, request: str, **about: Any) -> Expected:
+        """Expect a request in some blocks, or raise `blocks_in_use`."""
+        ledger = self._node.ledger
+        with self._lock:
+            check_new_request(request, self.requests)
+            claim = ledger.claim("expected", request, ledger.by_pool(about["blocks"]))
+            expected = self.requests[request] = Expected(request, claim=claim, **about)
+        return expected
+
+    def forget(self, request: str) -> None:
+        """Stop expecting a request, and wait until no read can write to its blocks."""
+        with self._lock:
+            expected = self.requests.pop(request, None)
+            if expected is None:
+                return
+            expected.forgotten = True
+            reading = [one for each in expected.current.values() for one in each]
+            announced = [*expected.connecting, *reading]
+        for one in announced:
+            if not one.arrived:
+                one.end()
+        if not _all_released(reading, time.monotonic() + _SETTLE_SECONDS):
+            expected.claim.quarantine()
+            self._node.quarantine.hold(
+                [_Settling(one.transfer) for one in reading], expected.claim.release
+            )
+            problem = "The request is forgotten, but a read may still write to its blocks"
+            hint = "Use other blocks; these are quarantined until the transport is done"
+            raise AtlasError(Code.DEADLINE, problem, got=f"request {request!r}", hint=hint)
+        expected.claim.release()
+
+    def close(self) -> None:
+        """Forget all requests, and disconnect from their sources."""
+        for request in list(self.requests):
+            with suppress(AtlasError):
+                self.forget(request)
+        self._workers.shutdown(wait=True)
+        self._sources.close()
+
+    # -- what peers announce ------------------------------------------------------------------
+
+    def announced(
+        self, question: protocol.Announce, peer: Peer, caller: Caller
+    ) -> protocol.Announced:
+        """Read what a peer announces. Return whether it has arrived, after a while at most."""
+        one = self._find_or_add(question, peer, caller)
+        if self._waiting.acquire(blocking=False):
+            try:
+                with suppress(AtlasError):
+                    one.transfer.wait(min(question.seconds, _LONGEST_WAIT))
+            finally:
+                self._waiting.release()
+        if not one.arrived and one.transfer.done and one.transfer.error is not None:
+            raise one.transfer.error
+        return protocol.Announced(arrived=one.arrived, moved=one.transfer.moved)
+
+    def _find_or_add(self, question: protocol.Announce, peer: Peer, caller: Caller) -> Announcement:
+        transfer = Transfer(question.request, [peer.rank], None, question.seconds)
+        came_from = caller.host, caller.on_this_host
+        one = Announcement(peer, question, came_from, transfer)
+        with self._lock:
+            if one.key in self._known:
+                return self._known[one.key]
+            expected = self.requests.get(question.request)
+            if expected is None or not expected.may_be_pushed_by(peer):
+                raise _not_expected(question)
+            _check_tokens(expected, question)
+            if sum(other.peer.rank == peer.rank for other in expected.connecting) >= (
+                _MAX_CONNECTING
+            ):
+                raise BusyError(f"{_MAX_CONNECTING} announcements of rank {peer.rank}", 0.25)
+            expected.connecting.append(one)
+            self._known[one.key] = one
+            self._drop_known()
+        log.info("announced request=%r name=%r rank=%d", question.request, peer.name, peer.rank)
+        self._workers.submit(self._read, expected, one)
+        return one
+
+    def _drop_known(self) -> None:
+        """Drop the oldest outcomes. Announcements that are not over are kept."""
+        if len(self._known) > _KEPT:
+            over = (key for key, one in self._known.items() if one.transfer.done)
+            if (oldest := next(over, None)) is not None:
+                del self._known[oldest]
+
+    # -- one announcement ---------------------------------------------------------------------
+
+    def _read(self, expected: Expected, one: Announcement) -> None:
+        """Read an announced part, and record the outcome."""
+        rank, code = one.peer.rank, "ok"
+        try:
+            with self._sources.use(one.peer, one.endpoint, one.transfer.deadline) as session:
+                needed = self._needed(expected, one.peer)
+                self._replace_older(expected, one)
+                session.read_rank(one.transfer, self._wanted(expected, one), rank)
+            self._count(expected, one, needed)
+            one.transfer.finished(rank)
+        except AtlasError as refused:
+            code = str(refused.code)
+            one.transfer.failed(rank, refused)
+        except Exception as defect:
+            log.exception("reading a push failed request=%r rank=%d", expected.request, rank)
+            got = f"{type(defect).__name__}: {defect}"
+            one.transfer.failed(rank, failed(got, hint="See the traceback in the log"))
+            code = str(Code.WIRE_FAILED)
+        finally:
+            with self._lock:
+                if one in expected.connecting:
+                    expected.connecting.remove(one)
+        self._node.metrics.ended("pull", code)
+        log.info("push request=%r rank=%d ended in %s", expected.request, rank, code)
+
+    def _wanted(self, expected: Expected, one: Announcement) -> TransferRequest:
+        asked = one.question
+        return TransferRequest(
+            asked.offer, expected.blocks, None, (expected.start, expected.stop), None,
+            asked.seconds, asked.how, None, checksums=asked.checksums, streamed=False,
+            identity=expected.identity, mark=expected.mark, replaceable=True,
+        )  # fmt: skip
+
+    def _needed(self, expected: Expected, peer: Peer) -> int:
+        """The bytes that all parts together must have."""
+        node, tokens = self._node, (expected.start, expected.stop)
+        return node.route_from(peer).needed_bytes(
+            dst_rank=node.rank, tokens=tokens, layers=None, dst_blocks=expected.blocks
+        )
+
+    def _replace_older(self, expected: Expected, one: Announcement) -> None:
+        """Make an announcement the current one, once no older one can write to the blocks."""
+        rank = one.peer.rank
+        with self._lock:
+            expected.connecting.remove(one)
+            one.transfer.check_cancelled()
+            if expected.forgotten or rank in expected.arrived:
+                raise lease_expired()
+            older = [other for other in expected.current[rank] if not other.transfer.released]
+            expected.current[rank] = [*older, one]
+        for other in older:
+            log.warning("replaced an older push request=%r rank=%d", expected.request, rank)
+            other.end()
+        if not _all_released(older, one.transfer.deadline):
+            raise no_answer(f"the replaced push of rank {rank}")
+
+    def _count(self, expected: Expected, one: Announcement, needed: int) -> None:
+        """Record that a part was read. The request is ready if it was the last one."""
+        rank = one.peer.rank
+        with self._lock:
+            one.transfer.check_cancelled()
+            if expected.forgotten or expected.current[rank][-1] is not one:
+                raise lease_expired()
+            parts = {**expected.arrived, rank: one.transfer.moved}
+            complete = expected.sources <= set(parts)
+            if complete and sum(parts.values()) != needed:
+                got, hint = (
+                    f"{sum(parts.values())} of {needed} bytes",
+                    "Please report this as a bug",
+                )
+                raise failed(got, hint, "The push delivered the wrong number of bytes")
+            expected.arrived, one.arrived = parts, True
+            if complete:
+                expected.claim.release()
+                expected.ready.set()
+
+
+class _Settling:
+    """A transfer in quarantine."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+
+    def settle(self) -> bool:
+        """Whether nothing can write to its blocks."""
+        return self._transfer.released
+
+
+def _all_released(announced: list[Announcement], deadline: float) -> bool:
+    """Wait until none of some pulls, which have ended, can write to the blocks."""
+    return all(
+        one.transfer.wait_released(max(0.0, deadline - time.monotonic())) for one in announced
+    )
+
+
+def _check_tokens(expected: Expected, question: protocol.Announce) -> None:
+    if (question.start, question.stop) != (expected.start, expected.stop):
+        raise AtlasError(
+            Code.BAD_TOKENS,
+            f"A push must have the tokens that are expected, {expected.start}..{expected.stop}",
+            got=(question.start, question.stop),
+            hint="Pass the same tokens to expect and push",
+        )
+
+
+def _not_expected(question: protocol.Announce) -> AtlasError:
+    return AtlasError(
+        Code.UNKNOWN_REQUEST,
+        "The request is not expected from this node and plan, or has already arrived",
+        got=repr(question.request),
+        hint="Call expect first, and name this node in pushers",
+    )

@@ -1,0 +1,142 @@
+"""A push: offer a request to its destination, and ask each destination rank to pull it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.models import CacheIdentity
+from kvatlas.wire import protocol
+from kvatlas.wire.client.connections import PEER_GONE, Connections
+from kvatlas.wire.client.transfer import Transfer
+from kvatlas.wire.peers import Peer
+from kvatlas.wire.protocol import Announced, How
+from kvatlas.wire.rpc import log
+from kvatlas.wire.server.offering import OfferingNode
+from kvatlas.wire.transports.errors import failed
+
+_ANSWER_SECONDS = 5.0
+"""Seconds that a destination has to answer, within the transfer's deadline."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
+"""Seconds between two questions whether a rank has read its part; doubled each time."""
+
+
+class OfferedPush:
+    """A request that is offered to the ranks of its destination, and announced to each.
+
+    The offer has a name that nobody can guess, so it is read only by nodes it was announced to, and
+    a node may push one request several times at once.
+    """
+
+    def __init__(
+        self,
+        node: OfferingNode,
+        connections: Connections,
+        transfer: Transfer,
+        tokens: tuple[int, int],
+        how: How,
+        checksums: bool,
+    ) -> None:
+        self._node, self._connections, self._transfer = node, connections, transfer
+        self._tokens, self._how, self._checksums = tokens, how, checksums
+        self._offer = f"push {protocol.new_key().hex()}"
+
+    def offer(
+        self,
+        blocks: Any,
+        readers: Sequence[Peer],
+        seconds: float,
+        identity: CacheIdentity | None,
+    ) -> None:
+        """Offer the blocks to the nodes of the destination."""
+        old = [peer for peer in readers if peer.version < protocol.PUSH_VERSION]
+        if old:
+            problem = f"Pushes need protocol version {protocol.PUSH_VERSION} at both ends"
+            got, hint = f"version {old[0].version} at {old[0].name!r}", "Upgrade kvatlas there"
+            raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
+        names = {peer.name for peer in readers}
+        self._node.offer(
+            self._offer, blocks, self._tokens, seconds=seconds, readers=names, identity=identity
+        )
+
+    def withdraw(self) -> None:
+        """End the offer. Pulls in flight fail."""
+        self._node.withdraw(self._offer)
+
+    def run(self, rank: int, endpoints: Sequence[str]) -> None:
+        """Have one rank read its part from this node, and record the outcome."""
+        transfer, code = self._transfer, "ok"
+        try:
+            transfer.add(rank, self._try_replicas(endpoints))
+            transfer.finished(rank)
+        except AtlasError as refused:
+            code = str(refused.code)
+            self._fail(rank, refused)
+            log.warning("push failed request=%r rank=%d code=%s", transfer.request, rank, code)
+        except Exception as defect:
+            code = str(Code.WIRE_FAILED)
+            log.exception("push failed request=%r rank=%d", transfer.request, rank)
+            got = f"{type(defect).__name__}: {defect}"
+            self._fail(rank, failed(got, hint="See the traceback in the log"))
+        finally:
+            if transfer.done:  # also if it was cancelled, or its time is up
+                self.withdraw()
+            transfer.leave()
+            self._node.metrics.ended("push", code)
+
+    def _fail(self, rank: int, problem: AtlasError) -> None:
+        self.withdraw()
+        self._transfer.failed(rank, problem)
+
+    def _try_replicas(self, endpoints: Sequence[str]) -> int:
+        """Announce to one replica after the other until one has read; return its bytes."""
+        left = deque(endpoints)
+        while True:
+            try:
+                return self._announce(left.popleft())
+            except AtlasError as refused:
+                if refused.code not in PEER_GONE or self._transfer.done or not left:
+                    raise
+
+    def _announce(self, endpoint: str) -> int:
+        """Announce the offer until the node at an endpoint has read it; return the bytes."""
+        pause, reconnected = _FIRST_PAUSE, False
+        while True:
+            self._transfer.check_cancelled()
+            try:
+                said = self._ask(endpoint)
+            except AtlasError as refused:
+                # The session has ended: the peer is connected again, once.
+                if refused.code is not Code.UNKNOWN_SESSION or reconnected:
+                    raise
+                reconnected = True
+                continue
+            if said.arrived:
+                return said.moved
+            reconnected = False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _ask(self, endpoint: str) -> Announced:
+        node, transfer = self._node, self._transfer
+        left = max(0.001, transfer.deadline - time.monotonic())
+        deadline = time.monotonic() + min(_ANSWER_SECONDS, left)
+        with self._connections.use(endpoint, deadline) as connection:
+            question = protocol.Announce(
+                session=connection.session,
+                request=transfer.request,
+                offer=self._offer,
+                endpoint=node.endpoint,
+                start=self._tokens[0],
+                stop=self._tokens[1],
+                seconds=left,
+                how=self._how,
+                checksums=self._checksums,
+            )
+            answer = node.channels.ask(endpoint, question, deadline=deadline)
+        if not isinstance(answer, Announced):
+            raise protocol.bad_handshake(f"{type(answer).__name__} instead of Announced")
+        return answer
