@@ -63,7 +63,8 @@ def test_a_push_is_read_with_the_lease_of_its_destination(how: Any) -> None:
             session.push("r", src_blocks=there.blocks, tokens=TOKENS, how=how).wait(20)
         assert expected.ready.is_set()
         assert_arrived(here)
-        assert not there.node._pushed, "nothing of it can be read afterwards"
+        assert not there.node.offers, "nothing of it can be read afterwards"
+        assert not there.node.leases
 
 
 def test_secrets_rotate_on_the_data_port_too() -> None:
@@ -207,7 +208,7 @@ def test_a_lease_that_ends_stops_what_is_being_sent() -> None:
 def test_a_held_lease_ends_only_after_its_last_byte_is_sent() -> None:
     """`end` waits for a send in progress, and ends connections that do not take their bytes."""
     near, far = socket.socketpair()
-    grant = ReadGrant(bytes(16), None, [0], 4096)
+    grant = ReadGrant(bytes(16), None, lambda: [0], 4096)
     at = np.array([0]), np.array([4096])
     asked = AskedRead(session_id(bytes(16)), None, b"", STAGING, *at, lambda: near.shutdown(2))
     sent: list[str] = []
