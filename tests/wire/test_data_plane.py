@@ -64,7 +64,8 @@ def test_a_push_is_read_with_the_lease_of_its_destination(how: Any) -> None:
             session.push("r", src_blocks=there.blocks, tokens=TOKENS, how=how).wait(20)
         assert expected.ready.is_set()
         assert_arrived(here)
-        assert not there.node._pushed, "nothing of it can be read afterwards"
+        assert not there.node.offers, "nothing of it can be read afterwards"
+        assert not there.node.leases
 
 
 def test_secrets_rotate_on_the_data_port_too() -> None:
