@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,8 @@ def test_a_link_to_a_killed_source_ends_while_its_child_lives(
         Session(here.node, [child.endpoint]) as session,
     ):
         link, runs = session.link(0), [Copy(0, 0, *(np.array([n]) for n in (0, 0, 4096)))]
-        link.read(runs).wait(time.monotonic() + 5)
+        with suppress(AtlasError):  # tcp refuses a read without a lease
+            link.read(runs).wait(time.monotonic() + 5)
         with forked_and_killed(child):
             begun = time.monotonic()
             with pytest.raises(AtlasError) as refused:

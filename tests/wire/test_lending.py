@@ -29,8 +29,8 @@ _keys = itertools.count()
 def lease_of(name: str, **given: Any) -> Lease:
     key = next(_keys).to_bytes(16, "little")
     about: dict[str, Any] = {
-        "key": key, "session": name.encode().ljust(16), "request": "r", "direction": "pull",
-        "peer_rank": 0, "complete": True, "stream": None, "entries": 1,
+        "key": key, "session": name.encode().ljust(16), "request": "r",
+        "complete": True, "stream": None, "entries": 1,
         "expires": time.monotonic() + 60, "peer": ("here", name),
     }  # fmt: skip
     return Lease(**about | given)

@@ -17,6 +17,7 @@ import pytest
 from kvatlas import AtlasError
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory, make_transport
+from kvatlas.wire.fork_safety import OwningProcess
 from kvatlas.wire.transports import nixl_link
 from kvatlas.wire.transports.nixl_link import NixlHandle, NixlLink
 from tests.attack.late_bytes import POOL, in_mid_read
@@ -67,7 +68,8 @@ class _Agent:
 def linked(*, by_cpu: bool = False) -> Any:
     """A link whose agent says of an operation whatever its request has as its state."""
     memory = {0: Memory(4096, 4096)}
-    owner: Any = SimpleNamespace(memory=memory, name="nixl", open=True)
+    process = OwningProcess("transport")
+    owner: Any = SimpleNamespace(memory=memory, name="nixl", open=True, process=process)
     owner.takes, owner.check_takes = lambda _: True, lambda _: None
     agents: Any = SimpleNamespace(kind="DRAM", by_cpu=by_cpu, make=lambda *_, **__: _Agent())
     peer: Any = SimpleNamespace(agent="peer", kind="DRAM", board=None)
