@@ -258,7 +258,7 @@ def test_leases_are_bounded_for_each_peer(monkeypatch: pytest.MonkeyPatch) -> No
 
     def grant(host: str, name: str, entries: int = 1) -> Lease:
         about = lease_of(name, peer=(host, name), entries=entries)
-        given = ("session", "request", "direction", "peer_rank", "complete", "stream", "entries")
+        given = ("session", "request", "complete", "stream", "entries")
         return leases.grant(9.0, peer=about.peer, **{one: getattr(about, one) for one in given})
 
     held = [grant("one", "a") for _ in range(3)]
