@@ -1,7 +1,7 @@
 """Byte ranges of pools that a stream reads at its source, as sorted arrays.
 
-A source checks the reads of a peer against them, and a reader that reads neighbouring runs together
-leaves out the bytes between them.
+A source checks that a peer reads only inside these ranges. A reader that coalesces neighbouring
+runs uses them to skip the bytes between the runs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy, Stream
 
 _MOST_RANGES = 1 << 19
-"""The approximate number of ranges that are kept for one part of a stream: 8 MB.
+"""The approximate maximum number of ranges for one part of a stream, which take 8 MB.
 
-For more, runs of one block are joined over the gaps between them. Such a gap belongs to the same
-block, and so to the same request.
+Above it, neighbouring runs of a block are joined, including the gaps between them. Such a gap
+belongs to the same block, and so to the same request.
 """
 
 
@@ -71,7 +71,7 @@ class ByteRanges(NamedTuple):
 def source_ranges(stream: AnyStream) -> dict[int, ByteRanges]:
     """Return the ranges that a stream reads at its source, by pool.
 
-    A stream that is converted is always gathered by the source, so it has none.
+    A converted stream has none: over transports that check ranges, the source gathers it.
     """
     found: defaultdict[int, list[ByteRanges]] = defaultdict(list)
     if isinstance(stream, Stream):
@@ -86,7 +86,7 @@ def _joined(several: list[ByteRanges]) -> ByteRanges:
 
 
 def _grid_ranges(grid: Copy, block: int) -> list[ByteRanges]:
-    """The ranges of a grid whose blocks are `block` bytes apart."""
+    """Return the ranges of a grid whose blocks are `block` bytes apart."""
     found = []
     for length in np.unique(grid.length).tolist():
         spans, gap = grid.src[grid.length == length], 0

@@ -92,7 +92,7 @@ class Channels:
             time.sleep(pause)
 
     def monitor(self, endpoint: str) -> PeerMonitor:
-        """Start watching for the death of the peer at an endpoint."""
+        """Return a monitor that detects the death of the peer at an endpoint."""
         return PeerMonitor(self, endpoint, self.lost(endpoint))
 
     def lost(self, endpoint: str) -> int:
@@ -131,7 +131,10 @@ class Channels:
     # -- inside ---------------------------------------------------------------------------
 
     def _answer(self, endpoint: str, payload: bytes, deadline: float, *, repeatable: bool) -> Any:
-        """One answer; a kept connection that the peer has closed meanwhile is replaced once."""
+        """Send a question, and return its answer.
+
+        A repeatable question is sent once more if the peer had closed the kept connection.
+        """
         for last in (not repeatable, True):
             connection, kept = self._take(endpoint, deadline)
             usable = False
@@ -139,7 +142,7 @@ class Channels:
                 connection.send(payload, deadline)
                 answer = protocol.decode(connection.receive(deadline), self._answers)
                 usable = connection.quiet
-                if not usable:  # it ended with its answer: monitors must hear of that too
+                if not usable:  # the peer closed it after the answer: monitors must notice
                     self._count_lost(endpoint)
                 return answer
             except TimeoutError:
@@ -155,7 +158,7 @@ class Channels:
         raise AssertionError  # the second turn returns or raises
 
     def _take(self, endpoint: str, deadline: float) -> tuple[Connection, bool]:
-        """A connection for one question, and whether it was kept from another one."""
+        """Return a connection for one question, and whether it was used before."""
         with self._changed:
             pool = self._pools[endpoint]
             while True:
@@ -187,7 +190,7 @@ class Channels:
             self._changed.notify_all()
 
     def _drop_ended(self, pool: _Pool) -> None:
-        """Close idle connections that the peer has ended, or on which it speaks unasked."""
+        """Close idle connections that the peer has closed, or on which it sent unexpected data."""
         ended = [connection for connection in pool.idle if not connection.quiet]
         for connection in ended:
             pool.idle.remove(connection)
@@ -200,12 +203,12 @@ class Channels:
             self._pools[endpoint].lost += 1
 
     def _lost(self, endpoint: str, problem: Exception) -> AtlasError:
-        """The peer has ended a connection, or accepts none."""
+        """Count a connection that was lost or not accepted, and return the error for it."""
         self._count_lost(endpoint)
         return peer_lost(f"{str(problem) or 'a closed connection'} at {endpoint}")
 
     def _open(self, endpoint: str, pool: _Pool, deadline: float) -> Connection:
-        """A new connection, with the first secret that the peer knows too."""
+        """Open a connection with the first secret that the peer accepts."""
         refusal: AtlasError | None = None
         for turn in range(self._security.choices):
             choice = (pool.choice + turn) % self._security.choices
@@ -219,9 +222,9 @@ class Channels:
                 refusal = not_the_secret(f"{problem.reason} from {endpoint}")
                 continue
             except socket.gaierror as problem:
-                got = f"{problem} for {endpoint}"
+                got, hint = f"{endpoint}: {problem}", "Check the host name, or use an IP address"
                 unresolved = "The endpoint's host name cannot be resolved"
-                raise failed(got, "Use an endpoint such as tcp://host:port", unresolved) from None
+                raise failed(got, hint, unresolved) from None
             except OSError as problem:
                 raise own_limit(problem) or self._lost(endpoint, problem) from None
             pool.choice = choice
@@ -255,7 +258,7 @@ class PeerMonitor:
         self._next = 0.0
 
     def check(self) -> None:
-        """Raise `peer_lost` if the peer has ended a connection since."""
+        """Raise `peer_lost` if the peer has closed a connection since the monitor was made."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -265,6 +268,6 @@ class PeerMonitor:
 
 
 def no_answer(endpoint: str) -> AtlasError:
-    """The error for a deadline that passed before the peer answered."""
+    """Return the error for a deadline that passed before the peer replied."""
     hint = "Check that the peer is running and reachable, or allow more time"
-    return AtlasError(Code.DEADLINE, got=f"no answer from {endpoint}", hint=hint)
+    return AtlasError(Code.DEADLINE, got=f"no reply from {endpoint}", hint=hint)

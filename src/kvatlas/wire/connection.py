@@ -45,7 +45,11 @@ class Connection:
         self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
 
     def receive(self, deadline: float | None) -> bytes:
-        """Return the next frame, or raise EOFError. Without a deadline, wait until one starts."""
+        """Return the next frame. Raise EOFError if the peer closes the connection.
+
+        Without a deadline, wait indefinitely for the first byte of the frame. The rest must then
+        arrive within `FRAME_SECONDS`.
+        """
         arrived = self._arrived
         missing = self._missing()
         while missing > 0:
@@ -71,14 +75,20 @@ class Connection:
         return not self._arrived and not inside and not poll.poll(0)
 
     def hang_up(self, *, reading_only: bool = False) -> None:
-        """Stop the thread that reads from this connection. Data may still be sent."""
+        """Shut the connection down, so that a thread that reads from it returns.
+
+        With `reading_only`, data may still be sent.
+        """
         with suppress(OSError):
-            # Not the method of TLS sockets, which would go on in the clear.
+            # `SSLSocket.shutdown` would drop TLS: later data would be sent unencrypted.
             how = socket.SHUT_RD if reading_only else socket.SHUT_RDWR
             socket.socket.shutdown(self._socket, how)
 
     def finish(self) -> None:
-        """Stop sending, and let the peer read what was sent: closing at once might reset it."""
+        """Stop sending, and wait briefly until the peer has closed its end.
+
+        Closing at once could reset the connection before the peer has read the last frame.
+        """
         with suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
             until = time.monotonic() + _FINISH_SECONDS
@@ -92,9 +102,10 @@ class Connection:
         self._socket.close()
 
     def _missing(self) -> int:
-        """Bytes that the frame at hand still needs, at least; one whose length is off is refused.
+        """Return how many bytes of the current frame are missing; at most 0 if it is complete.
 
-        Before the length is known that is as much as a small frame may have.
+        Before the length of the frame is known, return `_CHUNK`. Raise an error for an invalid
+        length.
         """
         arrived = self._arrived
         if len(arrived) < _LENGTH.size:
@@ -114,12 +125,16 @@ def seconds_left(deadline: float) -> float:
 
 
 def _no_frame(arrived: bytearray, nbytes: int) -> AtlasError:
-    """Why what has come is no frame."""
+    """Return the error for data that is not a frame."""
     if arrived[0] in _TLS_RECORDS and arrived[1] == 3:
         return not_the_secret("a TLS connection, but this node has no secret")
     if arrived[0] == _ZEROMQ:
         return protocol.unlike_versions(1, 1)
-    return protocol.bad_handshake(f"a frame of {nbytes:,} bytes")
+    return protocol.bad_handshake(
+        f"a frame length of {nbytes:,} bytes, expected 1 to {protocol.MAX_MESSAGE_BYTES:,}",
+        problem="The peer sent data that is not a message of kvatlas",
+        hint="Check that both ends of the connection are nodes of kvatlas",
+    )
 
 
 def tune(connected: socket.socket) -> None:
@@ -158,7 +173,7 @@ def endpoint_host(endpoint: str) -> str:
 
 def open_to_strangers(got: str) -> AtlasError:
     """The error for an endpoint that would accept connections from any host."""
-    hint = "Give all nodes a secret, or pass unprotected=True on a trusted network"
+    hint = "Pass the same secret= to all nodes, or unprotected=True on a trusted network"
     return AtlasError(Code.UNPROTECTED, got=f"{got} and no secret", hint=hint)
 
 
@@ -180,7 +195,7 @@ def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.so
             listening.close()
             raise
     except OSError as problem:
-        got = f"{problem} for {endpoint}"
+        got = f"{endpoint}: {problem}"
         hint = "Use tcp://127.0.0.1:0 for any free port"
         unheard = "The node cannot listen at this endpoint"
         raise own_limit(problem) or failed(got, hint, unheard) from problem

@@ -6,7 +6,8 @@ therefore recorded here, and a forked child closes them at once. It closes descr
 neither shuts a connection down nor ends its TLS session, because the parent still uses both.
 
 The threads of the parent do not exist in the child, and their locks may be held forever. Objects
-that use sockets or threads record the process that made them, and raise an error in any other.
+that use sockets or threads record the process that made them, and raise an error in any other
+process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ S = TypeVar("S", bound=socket.socket)
 T = TypeVar("T")
 
 _sockets: WeakSet[socket.socket] = WeakSet()
-"""Every socket of this process. Changed without a lock, which a forking process might hold."""
+"""The sockets to close. There is no lock, because another thread could hold it during a fork."""
 _kept: WeakSet[object] = WeakSet()
 """Objects of libraries that must not be destroyed in a forked child."""
 _forks = 0
@@ -42,7 +43,10 @@ def close_in_children(made: S) -> S:
 
 
 def fresh_in_children(lock: threading.Lock) -> threading.Lock:
-    """Unlock a lock in forked children, where the thread that holds it does not exist."""
+    """Unlock a lock in forked children, where the thread that holds it does not exist.
+
+    Return the lock.
+    """
     # The method that the standard library uses for the locks of its own modules.
     os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
     return lock
@@ -82,8 +86,8 @@ class OwningProcess:
                 Code.WIRE_FAILED,
                 f"The {self._what} belongs to the process that this one was forked from",
                 got="a call in a forked child",
-                hint=f"Make a new {self._what} in the child, or start processes with the method "
-                "'spawn' of multiprocessing",
+                hint=f"Create a new {self._what} in the child, or start processes with "
+                'multiprocessing.get_context("spawn")',
             )
 
 

@@ -69,9 +69,9 @@ class Held:
             if mine is None or kept is None or not np.array_equal(ids[kept], mine[kept]):
                 raise AtlasError(
                     Code.UNKNOWN_REQUEST,
-                    "The peer's block table differs from the one of the request",
-                    got=f"different blocks for group {group}",
-                    hint="Omit the peer's blocks to use those that it reports",
+                    "The given source blocks are not the blocks of the offer",
+                    got=f"different block ids for group {group}",
+                    hint="Omit src_blocks= to use the blocks of the offer",
                 )
         # A lone recurrent state is the one after the last token.
         alone = any(
@@ -79,18 +79,17 @@ class Held:
             for index, group in enumerate(plan.groups)
         )
         start, stop = tokens
-        if not self.start <= start <= stop <= self.stop or (alone and stop != self.stop):
-            raise AtlasError(
-                Code.BAD_TOKENS,
-                f"The tokens must be within {self.start}..{self.stop}"
-                + (
-                    " and end with the last token, the only one whose state is kept"
-                    if alone
-                    else ""
-                ),
-                got=(start, stop),
-                hint="Request only tokens that are offered or expected",
+        if not self.start <= start <= stop <= self.stop:
+            problem = f"The tokens must be within those of the offer, {self.start}..{self.stop}"
+            hint = "Request only tokens that the source offers"
+            raise AtlasError(Code.BAD_TOKENS, problem, got=(start, stop), hint=hint)
+        if alone and stop != self.stop:
+            problem = (
+                f"The tokens must end at {self.stop}: the offer has the recurrent state after its "
+                "last token only"
             )
+            hint = f"Pass tokens=({start}, {self.stop})"
+            raise AtlasError(Code.BAD_TOKENS, problem, got=(start, stop), hint=hint)
 
 
 class WrittenLayers:
@@ -104,8 +103,12 @@ class WrittenLayers:
     def add(self, layer: str, mark: int | None) -> None:
         """Record that a layer is written once its mark completes."""
         with self._changed:
-            if layer not in self._names or layer in self._written:
-                problem = "The layer does not exist or was already written"
+            problem = ""
+            if layer not in self._names:
+                problem = "The node's plan has no such layer"
+            elif layer in self._written:
+                problem = "The layer was already marked as written"
+            if problem:
                 hint = "Call layer_written once per layer of the node's plan"
                 raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(layer)[:300], hint=hint)
             self._written[layer] = mark
@@ -157,7 +160,7 @@ class Lease:
     loan: Loan | None = None
     """Staging buffers of this process that are lent to the lease."""
     borrowing: bool = False
-    """Whether a question of the peer waits for buffers."""
+    """Whether a `Borrow` of the peer is waiting for buffers."""
     lent_at: float = 0.0
     asked_at: float = field(default_factory=time.monotonic)
     """When the peer last asked a question about the lease (monotonic clock)."""
@@ -170,12 +173,12 @@ class Lease:
     gathered: int = 0
     """Leading bytes of a pulled stream that this process has gathered for the reader."""
     grant: ReadGrant | None = None
-    """The bytes that the peer may read over a transport that asks."""
+    """The bytes that the peer may read, for transports that authorise each read."""
     part_of: Offer | None = None
-    """The offer that it was granted for. A later one may have the same name."""
+    """The offer that it was granted for. A later offer may have the same name."""
     over: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
-    """Held while this process accesses blocks or buffers for the lease. It cannot end then."""
+    """Held while this process accesses blocks or buffers for the lease, which cannot end then."""
 
     @property
     def buffers(self) -> tuple[int, ...]:
@@ -217,14 +220,14 @@ class Lease:
     def check_all_gathered(self) -> None:
         """Raise an error if this process has gathered fewer bytes than the stream has."""
         if self.gathered != self.stream.nbytes:
-            problem = "The peer closed a pull as complete before all bytes had moved"
+            problem = "The peer closed a pull as complete before all its bytes were gathered"
             got = f"{self.gathered:,} of {self.stream.nbytes:,} bytes"
-            hint = "Gather every piece first"
+            hint = "Send Gather for every piece before Close(complete=True)"
             raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
 
 
 def buffers_reclaimed() -> AtlasError:
-    """The error for a transfer whose staging buffers were given to another peer."""
+    """Return the error for a transfer whose staging buffers were given to another peer."""
     return AtlasError(
         Code.BUFFERS_RECLAIMED,
         got="a transfer that made no progress while other peers waited for buffers",
@@ -266,28 +269,37 @@ class Leases:
         """Grant a new lease for `seconds`."""
         lease = Lease(key=new_key(), expires=time.monotonic() + seconds, **fields)
         with self._lock:
-            if len(self._open) >= _MAX_LEASES or self._entries + lease.entries > _MAX_ENTRIES:
-                raise AtlasError(
-                    Code.TOO_MANY,
-                    f"Open transfers are limited to {_MAX_LEASES:,}, and to {_MAX_ENTRIES:,} "
-                    "block table entries in total",
-                    got=f"one more with {lease.entries:,} entries",
-                    hint="Close some transfers, or wait until their leases expire",
+            hint = "Wait until other transfers from this node have ended"
+            if len(self._open) >= _MAX_LEASES:
+                problem = f"A node must not have more than {_MAX_LEASES:,} open leases"
+                raise AtlasError(Code.TOO_MANY, problem, got="one more lease", hint=hint)
+            if self._entries + lease.entries > _MAX_ENTRIES:
+                problem = (
+                    f"The open leases of a node must not have more than {_MAX_ENTRIES:,} block "
+                    "table entries in total"
                 )
+                got = f"{self._entries:,} entries, and a new lease with {lease.entries:,}"
+                raise AtlasError(Code.TOO_MANY, problem, got=got, hint=hint)
             self._check_quota(lease.peer, lease.entries)
             self._open[lease.key] = lease
             self._count(lease, 1)
         return lease
 
     def _check_quota(self, peer: PeerKey, entries: int) -> None:
-        """Raise `busy` if a peer, or all peers of its host, have their share of the leases."""
+        """Raise `busy` if a peer, or all peers of its host together, use up their share."""
         of_peer, of_host = self._of_peer[peer], self._of_host[peer[0]]
         if of_peer >= _MAX_LEASES_OF_PEER or of_host >= _MAX_LEASES // 2:
-            got = f"{of_peer:,} open transfers of this peer, {of_host:,} of its host"
+            got = (
+                f"{of_peer:,} open transfers of this peer (limit {_MAX_LEASES_OF_PEER:,}), "
+                f"{of_host:,} of its host (limit {_MAX_LEASES // 2:,})"
+            )
             raise BusyError(got, _BUSY_SECONDS)
         held = self._entries_of_peer[peer]
         if held and held + entries > _MAX_ENTRIES // 2:
-            got = f"{held:,} block table entries of this peer, and {entries:,} more"
+            got = (
+                f"{held:,} + {entries:,} block table entries of this peer "
+                f"(limit {_MAX_ENTRIES // 2:,})"
+            )
             raise BusyError(got, _BUSY_SECONDS)
 
     def _count(self, lease: Lease, step: int) -> None:
@@ -335,11 +347,11 @@ class Leases:
         self._drop_where(lambda lease: not lease.held)
 
     def drop_part(self, offer: Offer) -> None:
-        """End all leases of an offer, and none of another with its name."""
+        """End all leases of this offer. A newer offer with the same name keeps its leases."""
         self._drop_where(lambda lease: lease.part_of is offer)
 
     def drop_all(self, sessions: set[bytes] | None = None) -> None:
-        """End all leases, or those of some sessions."""
+        """End all leases, or those of the given sessions."""
         self._drop_where(lambda lease: sessions is None or lease.session in sessions)
 
     def _drop_where(self, chosen: Callable[[Lease], bool]) -> None:
@@ -350,7 +362,7 @@ class Leases:
 
 
 def _add(counts: Counter[T], key: T, step: int) -> None:
-    """Add to a count, and forget it at zero: names of peers would pile up."""
+    """Add `step` to a count. Delete counts of zero, so that gone peers take no memory."""
     counts[key] += step
     if not counts[key]:
         del counts[key]

@@ -41,7 +41,7 @@ class PeerBuffers(Protocol):
     """The number of buffers that exist at once."""
 
     def lend(self, session: bytes, count: int) -> Loan:
-        """Return buffers for a session. The caller has checked that so many are not lent."""
+        """Return buffers for a session. The caller has checked that `count` are free."""
 
     def take_back(self, session: bytes, loan: Loan, *, keep: bool) -> None:
         """Take buffers back. The session may get the same memory again if `keep` is set."""
@@ -76,14 +76,14 @@ class SharedBuffers:
         self._staging.give_back(loan.buffers)
 
     def end_sessions(self, sessions: set[bytes]) -> None:
-        """Nothing is kept for a session."""
+        """Do nothing: shared buffers are not kept for a session."""
 
 
 class PeerSegments:
     """Segments of staging memory, each readable by the peer of one session only.
 
-    `make` returns a new segment of some bytes. All segments together have at most `count` buffers
-    of `piece` bytes.
+    `make` creates a segment with a given number of bytes. All segments together have at most
+    `count` buffers of `piece` bytes.
     """
 
     def __init__(self, make: Callable[[int], OnePeerMemory], piece: int, count: int) -> None:
@@ -101,7 +101,10 @@ class PeerSegments:
             return self._exist
 
     def lend(self, session: bytes, count: int) -> Loan:
-        """Return the session's idle segment, or make one, for which idle ones of others end."""
+        """Return the session's idle segment, or a new one.
+
+        If there is no room for a new segment, idle segments are freed, the oldest first.
+        """
         with self._lock:
             own = [one for one in self._idle if one[0] == session and len(one[1].buffers) == count]
             if own:
@@ -123,7 +126,7 @@ class PeerSegments:
         return Loan(segment.view, self._piece, tuple(range(count)), segment)
 
     def take_back(self, session: bytes, loan: Loan, *, keep: bool) -> None:
-        """Keep a segment for its session, or end it."""
+        """Keep a segment for its session, or free it."""
         with self._lock:
             if keep:
                 self._idle.append((session, loan))
@@ -132,7 +135,7 @@ class PeerSegments:
         _end(loan)
 
     def end_sessions(self, sessions: set[bytes]) -> None:
-        """End the idle segments of sessions."""
+        """Free the idle segments of the given sessions."""
         with self._lock:
             ended = [one for one in self._idle if one[0] in sessions]
             for one in ended:

@@ -1,4 +1,4 @@
-"""Peers: check a peer's hello against its own plan before using any of it."""
+"""Peers: check a hello against the plan that it contains, before anything else uses it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class _PlanOutline(msgspec.Struct):
     pp: int = 1
 
 
-# msgspec crashes where two threads are the first to decode a type: the first is this one.
+# msgspec crashes if two threads decode a type for the first time at once, so it is done here.
 msgspec.json.Decoder(_PlanOutline)
 
 
@@ -105,7 +105,12 @@ def check_plan_size(plan: bytes) -> None:
     pages = sum(len(region.layers) for region in outline.regions)
     ranks = outline.tp * outline.pp
     if pages > _MAX_PAGES or regions > _MAX_REGIONS or not 0 < ranks <= _MAX_RANKS:
-        raise bad_handshake(f"a plan with {pages} pages in {regions} regions on {ranks} ranks")
+        raise bad_handshake(
+            f"a plan with {pages:,} pages (limit {_MAX_PAGES:,}), {regions:,} regions or pools "
+            f"(limit {_MAX_REGIONS:,}) and {ranks:,} ranks (expected 1 to {_MAX_RANKS:,})",
+            problem="The plan is too large for a real model",
+            hint="Plan fewer layers, pools or ranks",
+        )
 
 
 def plan_hash(plan: Plan) -> bytes:
@@ -114,7 +119,7 @@ def plan_hash(plan: Plan) -> bytes:
 
 
 def conversion_terms(plan: Plan, convert: str | None, scales: Scales) -> ConversionTerms | None:
-    """Return the conversion that a node accepts, with its tensors' scales; None for none."""
+    """Return the conversion that a node accepts, and its scales; None if there is none."""
     if convert is None:
         return None
     given = tensor_scales(scales, plan.layers)
@@ -136,7 +141,8 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
     if hello.fingerprint != fingerprint(plan):
         raise bad_handshake("a fingerprint that does not match the plan")
     if hello.rank >= plan.ranks:
-        raise bad_handshake(f"rank {hello.rank} for a plan of tp {plan.tp} x pp {plan.pp}")
+        got = f"rank {hello.rank}, but the peer's plan has ranks 0..{plan.ranks - 1}"
+        raise bad_handshake(got)
     memory = {one.index: one.memory for one in hello.memory}
     if len(memory) < len(hello.memory):
         raise bad_handshake("a region that is listed twice")
@@ -183,23 +189,27 @@ both ends, or pass check_identity=False at both. [different_identity]
 
 
 def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
-    """Raise an error for regions that are too small, misaligned, overlapping or no pools."""
+    """Raise an error for regions that are too small, misaligned, overlapping or not expected."""
     pools = plan.rank_pools(rank)
     if set(memory) - {STAGING} != set(pools):
-        raise bad_handshake(f"regions {sorted(memory)} for pools {sorted(pools)}")
+        given = sorted(set(memory) - {STAGING})
+        raise bad_handshake(f"memory for pools {given}, expected pools {sorted(pools)}")
     for index, pool in pools.items():
         if memory[index].nbytes < pool.nbytes:
-            raise bad_handshake(f"{memory[index].nbytes} bytes for pool {index}, not {pool.nbytes}")
-        if memory[index].address % ALIGNMENT or not memory[index].address:
-            raise bad_handshake(f"pool {index} at the invalid address {memory[index].address}")
+            got = f"pool {index} of {memory[index].nbytes:,} bytes, expected {pool.nbytes:,}"
+            raise bad_handshake(got)
+        address = memory[index].address
+        if address % ALIGNMENT or not address:
+            expected = f"expected a multiple of {ALIGNMENT} above 0"
+            raise bad_handshake(f"pool {index} at address {address:#x}, {expected}")
     _check_places(memory)
 
 
 def _check_places(memory: Mapping[int, Memory]) -> None:
-    """Refuse regions that overlap, or are no addresses."""
+    """Raise an error for regions that overlap or exceed the address space."""
     placed = sorted(memory.values(), key=lambda region: (region.device, region.address))
     for one, two in pairwise(placed):
         if one.device == two.device and one.address + one.nbytes > two.address:
-            raise bad_handshake("overlapping regions")
+            raise bad_handshake(f"two regions that overlap at address {two.address:#x}")
     if any(region.address + region.nbytes > 1 << 63 for region in placed):
-        raise bad_handshake("a region outside the address space")
+        raise bad_handshake("a region that ends above address 2**63")

@@ -21,7 +21,7 @@ MAC_BYTES, CRC_BYTES = 16, 4
 
 
 def mac_key(session: bytes, lease: bytes) -> bytes:
-    """Return the key of a lease's MACs. Both ends have it from the protected side channel."""
+    """Return the key of a lease's MACs, derived from keys that only the two ends have."""
     return hashlib.blake2b(lease, key=session, person=b"kvatlas sums").digest()
 
 
@@ -41,7 +41,10 @@ def piece_sum(piece: Any, key: bytes | None) -> bytes:
 def stream_sums(
     mover: PoolMover, copies: Sequence[Copy], piece: int, key: bytes | None, *, src: bool
 ) -> bytes:
-    """Return the sums of every `piece` bytes of the stream of some copies, read at one end."""
+    """Return the concatenated checksums of each `piece` bytes of the stream of `copies`.
+
+    With `src`, the bytes are read at the source of the copies, else at their destination.
+    """
     if key is None:
         return mover.checksums(copies, piece, src=src).astype("<u4").tobytes()
     if not src:

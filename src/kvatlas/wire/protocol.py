@@ -24,8 +24,8 @@ from kvatlas.models import CacheIdentity
 VERSION = 4
 """The protocol version of this end.
 
-Version 1 used ZeroMQ, version 2 had no identities, and version 3 had no keyed checksums and no TLS
-on the data connections of `tcp`; the source of a push told the destination which bytes to fetch.
+Version 1 used ZeroMQ. Version 2 had no identities. Version 3 had no keyed checksums and no TLS on
+the data connections of `tcp`, and the source of a push sent the ranges that the peer fetched.
 """
 
 OLDEST_VERSION = 2
@@ -44,7 +44,7 @@ MAX_MESSAGE_BYTES = 4 << 20
 """The maximum size of a message in bytes, including the plan in it."""
 
 MAX_CHECKSUM_SPAN = 16 << 20
-"""The maximum bytes of a stream that one `GetChecksums` may cover, so that answers stay quick."""
+"""The maximum bytes of a stream that one `GetChecksums` may cover, to bound its time."""
 
 MIN_PIECE_BYTES = 4096
 """The minimum size of a staging buffer, so that a peer cannot read a stream byte by byte."""
@@ -72,7 +72,7 @@ BlockTables = dict[Annotated[int, Meta(ge=0, le=65535)], bytes]
 class Message(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"
 ):
-    """A question or an answer."""
+    """A question (request) or an answer (reply)."""
 
 
 class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +90,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, index: int, at: Memory) -> RegisteredMemory:
-        """Make the message for a region."""
+        """Return the message that describes a region."""
         kind: Literal["host", "cuda"] = "host" if at.device == HOST else "cuda"
         return cls(index=index, address=at.address, nbytes=at.nbytes, device=at.number, kind=kind)
 
@@ -131,7 +131,7 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
     conversion: ConversionTerms | None = None
     """Omitted if nothing is converted, so that peers without conversion understand the message."""
     identity: CacheIdentity | None = None
-    """The identity of the sender's caches; None if it checks none, or before version 3."""
+    """The identity of the sender's caches; None if it compares none, or before version 3."""
 
 
 class NewerHello(Hello, frozen=True, kw_only=True, forbid_unknown_fields=False, tag="hello"):
@@ -222,9 +222,9 @@ class Lent(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lent"):
 
     buffers: Annotated[tuple[Whole, ...], Meta(max_length=16)] = ()
     memory: RegisteredMemory | None = None
-    """The memory of the buffers, which only this peer can read; None for the staging memory."""
+    """The memory of the buffers, which only this peer can read; None if all peers share it."""
     metadata: Annotated[bytes, Meta(max_length=1 << 18)] = b""
-    """What the peer needs to connect to that memory."""
+    """The transport's metadata for a connection to that memory."""
 
 
 class Renew(LeaseQuestion, frozen=True, kw_only=True, tag="renew"):
@@ -310,14 +310,14 @@ runs and scatters them at the destination. `auto` chooses by measured cost.
 class Announce(Message, frozen=True, kw_only=True, tag="announce"):
     """Ask the receiver to read an expected request from the sender, and wait a while for it.
 
-    The same announcement again asks how far the receiver is. Another one of the same rank replaces
-    it, unless the receiver has read the rank's part.
+    The sender repeats an announcement to poll its progress. A different announcement of the same
+    rank replaces it, unless the receiver has read the rank's part.
     """
 
     session: Key
     request: Name
     offer: Name
-    """The name under which the sender offers the request, which no other node learns."""
+    """The name under which the sender offers the request. No other node gets it."""
     endpoint: Annotated[str, Meta(min_length=1, max_length=LONGEST_ENDPOINT)]
     """The endpoint at which the sender answers."""
     start: Whole
@@ -328,7 +328,11 @@ class Announce(Message, frozen=True, kw_only=True, tag="announce"):
 
 
 class Announced(Message, frozen=True, kw_only=True, tag="announced"):
-    """Whether the receiver has read its part, and how many bytes. An error is a refusal."""
+    """The progress of an announced push.
+
+    `arrived` is whether the receiver has read its part, and `moved` counts the bytes so far. If the
+    pull fails, the answer is a `Refusal` instead.
+    """
 
     arrived: bool
     moved: Whole = 0
@@ -342,7 +346,7 @@ class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
     got: Annotated[str, Meta(max_length=4096)]
     hint: Annotated[str, Meta(max_length=4096)]
     retry: Annotated[float, Meta(ge=0, le=60)] = 0.0
-    """Seconds after which the sender may ask a busy node again."""
+    """Seconds after which a busy node may be asked again."""
 
 
 Question = (
@@ -374,7 +378,8 @@ def decode(payload: bytes, kind: Any) -> Any:
     >>> decode(b"what?", Answer)
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: The peer sent a malformed or contradictory message. \
-Got Expected `object`, got `int`. Run the same version of kvatlas at both ends. [bad_handshake]
+Got 5 bytes that cannot be decoded: Expected `object`, got `int`. \
+Run the same version of kvatlas at both ends. [bad_handshake]
     """
     try:
         return msgspec.msgpack.decode(payload, type=kind)
@@ -382,7 +387,8 @@ Got Expected `object`, got `int`. Run the same version of kvatlas at both ends. 
         newer = _newer(payload, kind)
         if newer is not None:
             return newer
-        raise bad_handshake(str(problem)[:200]) from None
+        got = f"{len(payload):,} bytes that cannot be decoded: {str(problem)[:200]}"
+        raise bad_handshake(got) from None
 
 
 def _newer(payload: bytes, kind: Any) -> NewerHello | NewerWelcome | None:
@@ -418,7 +424,7 @@ def unlike_versions(version: int, oldest: int) -> AtlasError:
     """The error for a peer whose protocol versions are all different from this end's."""
     return AtlasError(
         Code.UNLIKE_VERSIONS,
-        got=f"versions {oldest} to {version}, here {OLDEST_VERSION} to {VERSION}",
+        got=f"versions {oldest} to {version} at the peer, {OLDEST_VERSION} to {VERSION} here",
         hint=f"Upgrade kvatlas at the end with version {min(version, VERSION)}",
     )
 
@@ -446,18 +452,23 @@ def unpack_tables(blocks: BlockTables) -> dict[int, Int64s]:
     tables = {}
     for group, ids in blocks.items():
         if len(ids) % 4:
-            raise bad_handshake(f"a block table of {len(ids)} bytes")
+            raise bad_handshake(f"a block table of {len(ids):,} bytes, expected a multiple of 4")
         tables[group] = np.frombuffer(ids, dtype="<u4").astype(np.int64)
     return tables
 
 
-def bad_handshake(got: str) -> AtlasError:
-    """The error for a message that is malformed or contradicts its sender's plan."""
-    return AtlasError(
-        Code.BAD_HANDSHAKE, got=got, hint="Run the same version of kvatlas at both ends"
-    )
+def bad_handshake(
+    got: str, problem: str = "", hint: str = "Run the same version of kvatlas at both ends"
+) -> AtlasError:
+    """Return the error for a message that is malformed or contradicts its sender's plan."""
+    return AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
 
 
-# msgspec crashes where two threads are the first to decode a type: the first is this one.
+def wrong_answer(answer: Message, expected: type[Message]) -> AtlasError:
+    """Return the error for an answer whose type does not match the question."""
+    return bad_handshake(f"a message {type(answer).__name__}, expected {expected.__name__}")
+
+
+# msgspec crashes if two threads decode a type for the first time at once, so it is done here.
 for _kind in (Question, Answer, NewerHello, NewerWelcome, _HelloVersions, _WelcomeVersions):
     msgspec.msgpack.Decoder(_kind)

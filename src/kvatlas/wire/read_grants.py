@@ -1,4 +1,4 @@
-"""Grants to read: the bytes that one lease allows a peer to read over a transport that asks."""
+"""The bytes that one lease allows a peer to read, for transports that authorise each read."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _FINISHING = 0.05
 
 
 def session_id(key: bytes) -> bytes:
-    """Return the id that data connections show instead of the key of their session."""
+    """Return the id that data connections send instead of the secret key of their session."""
     return hashlib.blake2b(key, digest_size=SESSION_BYTES, person=b"kvatlas session").digest()
 
 
 class ReadGrant:
     """The bytes of a lease that its peer may read: those of its stream, and its buffers.
 
-    `stream` is None if only buffers may be read. `lent` returns the staging buffers that the lease
-    has borrowed now.
+    `stream` is None if only buffers may be read. `lent` returns the staging buffers that
+    are lent to the lease at the moment.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ReadGrant:
                 raise lease_expired()
             self._sends[send] = asked.hang_up
         try:
-            # Checked after it was recorded: buffers that are reclaimed now wait for this send.
+            # Recorded before the check: if the buffers are reclaimed now, that waits for this send.
             self._check_covered(asked)
             yield
         finally:
@@ -73,7 +73,7 @@ class ReadGrant:
     def end(self) -> None:
         """Allow no more reads. When this returns, no bytes are being sent.
 
-        The connection of a peer that does not read its bytes is ended.
+        If a peer does not receive the bytes of a send, its connection is closed.
         """
         with self._changed:
             self._over = True
@@ -102,8 +102,8 @@ class ReadGrant:
                 Code.FORBIDDEN,
                 "The lease does not cover these bytes",
                 got=f"{len(asked.starts)} runs of region {asked.region}, "
-                f"from byte {int(asked.starts.min())}",
-                hint="Read only the blocks of the request, or buffers lent to the lease",
+                f"the first at byte {int(asked.starts.min()):,}",
+                hint="Read only blocks of the request, and buffers that are lent to the lease",
             )
 
     def _lent_ranges(self) -> ByteRanges | None:

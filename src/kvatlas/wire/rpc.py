@@ -1,6 +1,6 @@
 """The server end of the side channel: one thread per connection, with limits on connections.
 
-A connection is unauthenticated until its first question is understood, which requires the secret if
+A connection is unauthenticated until its first question is decoded, which requires the secret if
 there is one. Few unauthenticated connections are kept, and a new one replaces the oldest, so they
 cannot lock out peers. Authenticated connections are limited per host (or per certificate) and in
 total. A peer above the limit gets a `busy` error with a delay after which to retry.
@@ -41,7 +41,7 @@ _BUSY_SECONDS = 0.25
 """Seconds that a question waits for its turn, and then the retry delay in the error."""
 _IDLE_SECONDS = 0.05
 _DROP_SECONDS = 1.0
-"""Seconds to wait for the thread of a connection that was dropped; it ends at once, as a rule."""
+"""Seconds to wait for the thread of a connection that was dropped; normally it ends at once."""
 
 
 class Caller:
@@ -128,7 +128,7 @@ class Server(threading.Thread):
             return
         self._closing.set()
         with suppress(OSError):  # it is closed already
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         with self._lock:
             callers = list(self._callers)
         for caller in callers:
@@ -142,7 +142,7 @@ class Server(threading.Thread):
         if self.process.forked:
             return
         self.stop()
-        _join(self)  # nobody is received after this
+        _join(self)  # no connection is accepted after this
         with self._lock:
             threads = [self._housekeeping, *self._callers.values()]
         for thread in threads:
@@ -185,7 +185,7 @@ class Server(threading.Thread):
                 oldest.open = False
                 oldest.hang_up()
                 dropped.append(self._callers[oldest])
-        for thread in dropped:  # so that their number is bounded too
+        for thread in dropped:  # so that the number of threads is bounded too
             thread.join(_DROP_SECONDS)
 
     def _admit(self, caller: Caller) -> bool:
@@ -208,13 +208,13 @@ class Server(threading.Thread):
             log.exception("housekeeping failed")
 
     def _serve(self, caller: Caller, connected: socket.socket) -> None:
-        """Answer one caller until it hangs up; nothing that it does ends more than this."""
+        """Answer one caller until it disconnects. Its errors end only this connection."""
         try:
             connected.settimeout(_STRANGER_SECONDS)
             protected = close_in_children(self._security.wrap(connected))
             caller.connection = Connection(protected)
             if self._closing.is_set() or not caller.open:
-                return  # who hung up on it has missed it
+                return  # it was dropped before the wrapped connection was stored
             if connected.family != socket.AF_UNIX:
                 caller.identity, caller.names = self._security.identify(protected)
             self._answer_all(caller)
@@ -240,7 +240,7 @@ class Server(threading.Thread):
                 question = protocol.decode(payload, self._questions)
                 if not caller.known and not self._admit(caller):
                     caller.open = False
-                    raise BusyError("too many connections", 1.0)
+                    raise BusyError("the maximum number of connections", 1.0)
                 answer = self._answer(question, caller)
             except AtlasError as refusal:
                 answer = _refused(refusal, question, caller)
@@ -250,7 +250,7 @@ class Server(threading.Thread):
             caller.connection.finish()
 
     def _receive(self, caller: Caller, until: float | None) -> bytes:
-        """The next frame; after one that is none the connection cannot go on."""
+        """Return the next frame. After invalid data, the connection is closed."""
         try:
             return caller.connection.receive(until)
         except AtlasError:
@@ -258,16 +258,16 @@ class Server(threading.Thread):
             raise
 
     def _answer(self, question: Any, caller: Caller) -> bytes:
-        """The encoded answer to a question; whatever goes wrong on the way to it is refused."""
+        """Return the encoded answer to a question. Any exception becomes an `AtlasError`."""
         if not self._turns.acquire(timeout=_BUSY_SECONDS):
-            raise BusyError(f"{_MAX_ANSWERING} questions in progress", _BUSY_SECONDS)
+            raise BusyError(f"{_MAX_ANSWERING} requests in progress", _BUSY_SECONDS)
         try:
             return protocol.encode(self.answer(question, caller))
         except AtlasError:
             raise
         except Exception as defect:
-            log.exception("answering a question failed")
-            got = f"{type(defect).__name__} while answering"
+            log.exception("answering a request failed")
+            got = f"{type(defect).__name__} while it handled the request"
             failure = failed(got, "See the peer's log", "The peer failed internally")
             raise own_limit(defect) or failure from defect
         finally:
@@ -282,7 +282,7 @@ class Server(threading.Thread):
 
 
 def _whose(connected: socket.socket) -> str:
-    """The host of a connection, or its process on this one."""
+    """Return the quota key of a connection: its host, or its process for a Unix socket."""
     if connected.family == socket.AF_UNIX:
         return f"process {check_user(connected)}"
     return str(connected.getpeername()[0])
@@ -301,14 +301,14 @@ def _join(thread: threading.Thread) -> None:
 
 
 def _refused(refusal: AtlasError, question: Any, caller: Caller) -> bytes:
-    """A refusal as it is sent, noted in the log."""
+    """Log an error, and return it as an encoded `Refusal`."""
     kind = "-" if question is None else type(question).__name__.lower()
     request, got = getattr(question, "request", ""), str(refusal.got)[:200]
-    # Requests are asked for before they are offered, where a reader waits for them.
+    # A reader with `wait_for_offer` asks for a request repeatedly until it is offered.
     level = logging.INFO if refusal.code is Code.UNKNOWN_REQUEST else logging.WARNING
     log.log(
         level,
-        "rejected question=%s request=%r peer=%s code=%s got=%r",
+        "rejected message=%s request=%r peer=%s code=%s got=%r",
         kind, request, caller.identity, refusal.code, got,
     )  # fmt: skip
     return protocol.encode(refusal_of(refusal))

@@ -22,20 +22,20 @@ class PeerIdentity(NamedTuple):
 
 
 class SecretIdentity:
-    """The key and the certificate that follow from one secret, and TLS with them."""
+    """The key and certificate that are derived from one secret, and TLS contexts with them."""
 
     def __init__(self, secret: bytes, owner: str | None = None) -> None:
         self._secret, self._owner = secret, owner
 
     def peer(self, host: str) -> PeerIdentity:
-        """The identity of a peer that has proved to know the secret."""
+        """Return the identity of a peer that has proved that it has the secret."""
         if self._owner is None:
             return PeerIdentity(host)
         return PeerIdentity(f"peer {self._owner}", frozenset([self._owner]))
 
     @cached_property
     def name(self) -> str:
-        """The name of the secret for clients: a hash of the certificate, which is public."""
+        """The name by which clients select the secret: a hash of its public certificate."""
         return hashlib.sha256(b"kvatlas name" + self.certificate).hexdigest()[:32]
 
     @property
@@ -45,12 +45,12 @@ class SecretIdentity:
 
     @cached_property
     def server(self) -> ssl.SSLContext:
-        """Accepts connections that name this secret."""
+        """The TLS context that accepts connections with this secret."""
         return self._trusting(ssl.PROTOCOL_TLS_SERVER)
 
     @cached_property
     def client(self) -> ssl.SSLContext:
-        """Opens connections with this secret."""
+        """The TLS context that opens connections with this secret."""
         return self._trusting(ssl.PROTOCOL_TLS_CLIENT)
 
     @cached_property
@@ -60,7 +60,7 @@ class SecretIdentity:
     def _trusting(self, protocol: int) -> ssl.SSLContext:
         context = tls_context(protocol)
         context.load_verify_locations(cadata=self.certificate)
-        # The key is loaded from memory that has no name: it is never in a file.
+        # `load_cert_chain` needs a path. An anonymous memory file keeps the key off the disk.
         fd = os.memfd_create("kvatlas-key")
         try:
             os.write(fd, self._made[1] + ssl.DER_cert_to_PEM_cert(self.certificate).encode())
@@ -71,7 +71,7 @@ class SecretIdentity:
 
 
 def tls_context(protocol: int) -> ssl.SSLContext:
-    """TLS 1.3 that demands a certificate; its key is the identity, not a host's name."""
+    """Return a context for TLS 1.3 that requires a certificate, and checks no host name."""
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -82,7 +82,7 @@ def tls_context(protocol: int) -> ssl.SSLContext:
 
 
 def _certificate(secret: bytes) -> tuple[bytes, bytes]:
-    """(certificate in DER, private key in PEM) of a secret; the same bytes at every end."""
+    """Return the certificate (DER) and private key (PEM) of a secret, equal at all ends."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -93,7 +93,7 @@ def _certificate(secret: bytes) -> tuple[bytes, bytes]:
     derived = HKDF(hashes.SHA256(), 32, None, b"kvatlas side channel, Ed25519").derive(secret)
     key = Ed25519PrivateKey.from_private_bytes(derived)
     public = key.public_key().public_bytes_raw()
-    # Certificates are looked up by their subject: those of two secrets must not share it.
+    # OpenSSL finds certificates by their subject, so each secret needs a different one.
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"kvatlas {public.hex()[:48]}")])
     certificate = (
         x509.CertificateBuilder()

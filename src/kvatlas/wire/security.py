@@ -88,7 +88,7 @@ class Security:
         if self._peers is not None:
             self._identities = _peer_identities(self._peers, secret, tls)
         for identity in self._identities:
-            identity.certificate  # noqa: B018  # what cannot be made is said now, not later
+            identity.certificate  # noqa: B018  # made now, so that errors are raised here
         self._accepting = self._make_accepting()
 
     @property
@@ -123,8 +123,8 @@ class Security:
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise
         except ssl.SSLError as problem:
-            _say_tls(accepted)
-            unknown = problem.reason == "CALLBACK_FAILED"  # the one that chooses by name
+            _send_tls_alert(accepted)
+            unknown = problem.reason == "CALLBACK_FAILED"  # `choose` knows no such name
             raise not_the_secret("a different secret" if unknown else problem.reason) from None
         if self._tls is not None:
             return _certified(accepted)
@@ -177,21 +177,23 @@ class Security:
             Code.BAD_HANDSHAKE,
             "The peer's name does not belong to its key",
             got=f"name {name!r} with the key of {', '.join(sorted(proved or ())) or 'no peer'}",
-            hint="Give the node the name in its certificate, or its own key in peers=",
+            hint="Use the name in the certificate as name=, or give the peer its own secret in "
+            "peers=",
         )
 
     def check_role(self, name: str, act: Literal["pull", "push"]) -> None:
         """Raise `forbidden` if a peer of this name may not pull or push."""
         access = PeerAccess() if self._peers is None else self._peers.get(name)
         if access is None or not (access.may_read if act == "pull" else access.may_push):
+            role = "may_read" if act == "pull" else "may_push"
             raise AtlasError(
                 Code.FORBIDDEN,
                 got=f"a {act} by {name!r}",
-                hint=f"Set {'may_read' if act == 'pull' else 'may_push'} for this name in peers=",
+                hint=f"Pass peers={{{name!r}: PeerAccess(..., {role}=True)}} to the other node",
             )
 
     def _opening(self, host: str, choice: int) -> tuple[ssl.SSLContext, str]:
-        """The context of a choice, and the name of the other end in the handshake."""
+        """Return the context of a choice, and the server name for the handshake."""
         if self._tls is not None:
             return self._tls.client, host
         identity = self._identities[choice]
@@ -199,7 +201,7 @@ class Security:
 
     def _make_accepting(self) -> ssl.SSLContext | None:
         if self._tls is not None:
-            # A connection that can be read has ended or was answered: no tickets in between.
+            # Session tickets would make an idle connection readable, as if the peer had closed it.
             self._tls.server.num_tickets = 0
             return self._tls.server
         if not self._identities:
@@ -220,7 +222,7 @@ class Security:
 
 
 def _certified(connected: ssl.SSLSocket) -> PeerIdentity:
-    """The identity in a certificate that the TLS context has verified."""
+    """Return the identity in a certificate that the TLS context has verified."""
     binary = connected.getpeercert(binary_form=True) or b""
     return PeerIdentity(hashlib.sha256(binary).hexdigest(), certified_names(connected))
 
@@ -233,22 +235,25 @@ def certified_names(connected: ssl.SSLSocket) -> frozenset[str]:
     return frozenset(name for kind, name in names if kind in ("DNS", "URI", "commonName"))
 
 
-def _say_tls(accepted: ssl.SSLSocket) -> None:
-    """Let a caller without TLS know what is spoken here, which OpenSSL leaves unsaid."""
+def _send_tls_alert(accepted: ssl.SSLSocket) -> None:
+    """Send a TLS alert, by which a client without TLS learns why it is rejected.
+
+    OpenSSL sends none to a client without TLS.
+    """
     with suppress(OSError):
         socket.socket.send(accepted, _HANDSHAKE_FAILURE)
         accepted.setblocking(False)
-        socket.socket.recv(accepted, 1 << 16)  # what is unread would make the end a reset
+        socket.socket.recv(accepted, 1 << 16)  # unread data would reset the connection
 
 
 def not_the_secret(got: object) -> AtlasError:
-    """The error for two ends that share no secret, or of which only one has a secret."""
-    hint = "Give both ends the same secret, or the same certificate authority"
+    """Return the error for two ends that share no secret, or only one of which has a secret."""
+    hint = "Pass the same secret= to both ends, or tls= with the same certificate authority"
     return AtlasError(Code.BAD_SIGNATURE, got=got, hint=hint)
 
 
 def _checked_secrets(secret: Secret) -> tuple[bytes, ...]:
-    """The secrets as a tuple; anything else is refused, without showing any of it."""
+    """Return the secrets as a tuple, or raise an error, which never contains a secret."""
     if secret is None:
         return ()
     secrets = tuple(secret) if isinstance(secret, list | tuple) else (secret,)
@@ -260,49 +265,55 @@ def _checked_secrets(secret: Secret) -> tuple[bytes, ...]:
                 got=got,
                 hint="Make one with secrets.token_bytes(32), and give it to all nodes as bytes",
             )
-    if not 1 <= len(secrets) <= _MAX_SECRETS or len(set(secrets)) < len(secrets):
-        raise AtlasError(
-            Code.BAD_SECRET,
-            f"A node needs 1 to {_MAX_SECRETS} different secrets",
-            got=f"{len(secrets)} secrets, {len(set(secrets))} of them different",
-            hint="Pass one secret, or (new, old) during a rotation",
-        )
+    hint = "Pass one secret, or (new, old) during a rotation"
+    if not 1 <= len(secrets) <= _MAX_SECRETS:
+        problem = f"A node must have 1 to {_MAX_SECRETS} secrets"
+        raise AtlasError(Code.BAD_SECRET, problem, got=f"{len(secrets)} secrets", hint=hint)
+    if len(set(secrets)) < len(secrets):
+        problem, got = "The secrets of a node must be different", "one secret several times"
+        raise AtlasError(Code.BAD_SECRET, problem, got=got, hint=hint)
     return secrets
 
 
 def _peer_identities(
     peers: Mapping[str, PeerAccess], secret: Secret, tls: TlsContexts | None
 ) -> tuple[SecretIdentity, ...]:
-    """The identities of peers that have a secret each; none if certificates prove their names."""
-    if not 1 <= len(peers) <= _MAX_PEERS or secret is not None:
-        raise AtlasError(
-            Code.BAD_SECRET,
-            f"peers= needs 1 to {_MAX_PEERS} peers and replaces secret=",
-            got="peers= and secret=" if secret is not None else f"{len(peers)} peers",
-            hint="Give each peer its own secret: peers={name: PeerAccess(secret)}",
-        )
+    """Return the identities of peers with secrets; none if certificates prove their names."""
+    hint = "Give each peer a different secret: peers={name: PeerAccess(secret)}"
+    if secret is not None:
+        problem, got = "A node cannot have both secret= and peers=", "peers= and secret="
+        raise AtlasError(Code.BAD_SECRET, problem, got=got, hint=hint)
+    if not 1 <= len(peers) <= _MAX_PEERS:
+        problem = f"peers= must have 1 to {_MAX_PEERS:,} peers"
+        raise AtlasError(Code.BAD_SECRET, problem, got=f"{len(peers):,} peers", hint=hint)
     owned = [(one, name) for name, own in peers.items() for one in _checked_secrets(own.secret)]
-    missing = [name for name, own in peers.items() if (own.secret is None) != (tls is not None)]
-    if missing or len({one for one, _ in owned}) < len(owned):
-        raise AtlasError(
-            Code.BAD_SECRET,
-            "Each peer needs its own secret, or a certificate if the node has TLS contexts",
-            got=f"peers {missing[:8]}" if missing else "one secret for several peers",
-            hint="Pass PeerAccess(secret) with a different secret for each name, or tls=",
+    if tls is not None and owned:
+        problem, got = (
+            "Peers cannot have secrets if the node has tls=",
+            "secrets in peers= and tls=",
         )
+        raise AtlasError(Code.BAD_SECRET, problem, got=got, hint="Pass PeerAccess() without secret")
+    missing = [name for name, own in peers.items() if own.secret is None]
+    if tls is None and missing:
+        problem, got = "Each peer must have a secret", f"no secret for {missing[:8]}"
+        raise AtlasError(Code.BAD_SECRET, problem, got=got, hint=f"{hint}, or pass tls=")
+    if len({one for one, _ in owned}) < len(owned):
+        problem, got = "Each peer must have a different secret", "one secret for several peers"
+        raise AtlasError(Code.BAD_SECRET, problem, got=got, hint=hint)
     return tuple(SecretIdentity(one, name) for one, name in owned)
 
 
 def _check_contexts(tls: TlsContexts, secret: Secret) -> None:
-    """Raise an error for contexts without verification, and for contexts with a secret."""
+    """Raise an error for TLS contexts without verification, or together with a secret."""
     if not isinstance(tls, TlsContexts):
         problem, hint = "tls must be a pair of TLS contexts", "Pass TlsContexts(server, client)"
         raise AtlasError(Code.BAD_SECRET, problem, got=f"a {type(tls).__name__}", hint=hint)
-    contexts = tls.server, tls.client
-    if secret is not None or any(one.verify_mode != ssl.CERT_REQUIRED for one in contexts):
-        raise AtlasError(
-            Code.BAD_SECRET,
-            "TLS contexts must verify the other end, and replace a secret",
-            got="tls= and secret=" if secret is not None else "a context without verification",
-            hint="Set verify_mode to ssl.CERT_REQUIRED in both contexts, and omit secret=",
-        )
+    if secret is not None:
+        problem, hint = "A node cannot have both secret= and tls=", "Omit secret= or tls="
+        raise AtlasError(Code.BAD_SECRET, problem, got="tls= and secret=", hint=hint)
+    for end, context in (("server", tls.server), ("client", tls.client)):
+        if context.verify_mode != ssl.CERT_REQUIRED:
+            problem = "Both TLS contexts must verify the certificate of the other end"
+            got = f"the {end} context with verify_mode {context.verify_mode.name}"
+            hint = f"Set tls.{end}.verify_mode = ssl.CERT_REQUIRED"
+            raise AtlasError(Code.BAD_SECRET, problem, got=got, hint=hint)

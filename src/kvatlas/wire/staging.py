@@ -53,7 +53,7 @@ class StagingBuffers:
         return self.count - self._own if for_peer else self._own
 
     def acquire(self, count: int, seconds: float = 0.0, *, for_peer: bool = False) -> list[int]:
-        """Wait for `count` free buffers and return their indices; none if that takes too long."""
+        """Wait up to `seconds` for `count` free buffers. Return their indices, or an empty list."""
         free = self._free[for_peer]
         with self._changed:
             if not self._changed.wait_for(lambda: count <= len(free), seconds):

@@ -39,7 +39,7 @@ connects, or at 0.0.0.0. [bad_handshake]
 
 
 def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """The addresses of a host; none if its name cannot be resolved."""
+    """Return the addresses of a host; none if its name cannot be resolved."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -48,7 +48,7 @@ def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An address without its zone, in version 4 if it stands for one of that version."""
+    """Return an address without its zone. An IPv4-mapped IPv6 address becomes an IPv4 one."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address

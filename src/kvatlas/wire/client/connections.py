@@ -16,7 +16,7 @@ from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.peer_connection import PeerConnection
 from kvatlas.wire.connection import endpoint_host
 from kvatlas.wire.peers import Peer, checked_peer
-from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake
+from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake, wrong_answer
 from kvatlas.wire.read_grants import session_id
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.access import Access
@@ -26,7 +26,7 @@ PEER_GONE = {Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAIL
 
 
 class Connections:
-    """Connections of a node to some endpoints. Any thread may use them."""
+    """Connections of a node to the endpoints of a session. Any thread may use them."""
 
     def __init__(
         self, node: NodeState, endpoints: Sequence[str], beside: ThreadPoolExecutor
@@ -114,7 +114,7 @@ class Connections:
                     hello = node.hello(with_plan=with_plan)
                     answer = node.channels.ask(endpoint, hello, deadline=deadline)
             if not isinstance(answer, Welcome):
-                raise bad_handshake(f"{type(answer).__name__} instead of Welcome")
+                raise wrong_answer(answer, Welcome)
             plan = node.peer_plans.find(answer.hello)
             if plan is None:
                 raise bad_handshake("a welcome without a plan")
@@ -130,13 +130,14 @@ class Connections:
         return PeerConnection(endpoint, peer, answer.session, link, stream, self._beside)
 
     def _check_same_plan(self, endpoint: str, peer: Peer) -> None:
-        """Raise an error for a rank of another plan: all ranks of a session must share one plan."""
+        """Raise an error if the endpoint's rank has changed, or its plan is not the session's."""
         known = self.known.get(endpoint, peer)
-        plans = {one.plan_hash for one in self.known.values()}
-        if known.rank != peer.rank or not plans <= {peer.plan_hash}:
-            raise AtlasError(
-                Code.PEER_LOST,
-                "The endpoint serves another rank or another plan than expected",
-                got=f"rank {peer.rank} of {peer.plan} at {endpoint}",
-                hint="Open a new session",
-            )
+        if known.rank != peer.rank:
+            problem = "The endpoint now serves another rank than when the session was opened"
+            got = f"rank {peer.rank} at {endpoint}, expected rank {known.rank}"
+            raise AtlasError(Code.PEER_LOST, problem, got=got, hint="Open a new session")
+        if not {one.plan_hash for one in self.known.values()} <= {peer.plan_hash}:
+            problem = "All endpoints of a session must serve the same plan"
+            got = f"another plan at {endpoint}: {peer.plan}"
+            hint = "Open a new session, with endpoints of one plan only"
+            raise AtlasError(Code.PEER_LOST, problem, got=got, hint=hint)

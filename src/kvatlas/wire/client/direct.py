@@ -1,4 +1,4 @@
-"""Direct pulls: one descriptor per run, from the source's pools into this node's, unstaged."""
+"""Direct pulls: one descriptor per run, from the source's pools into those of this node."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ from kvatlas.models import CacheIdentity
 from kvatlas.wire import protocol
 from kvatlas.wire.arguments import check_new_request
 from kvatlas.wire.block_ledger import BlockClaim
-from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.announced_endpoint import announced_endpoint
 from kvatlas.wire.client.source_sessions import SourceSessions
 from kvatlas.wire.client.transfer import Transfer
@@ -55,7 +54,7 @@ _SETTLE_SECONDS = 30.0
 
 @dataclass(eq=False)
 class Announcement:
-    """One source rank's question to read its part, and the pull that answers it."""
+    """One source rank's request to read its part, and the pull that reads it."""
 
     peer: Peer
     question: protocol.Announce
@@ -118,8 +117,8 @@ class Expected:
 class ExpectedRequests:
     """The requests that a node expects. Any thread may use them.
 
-    The lock is taken before those of transfers and of the ledger, and with no other. Nothing waits
-    while it holds the lock.
+    The lock is taken before those of transfers and of the ledger, and with no other. No thread
+    blocks while it holds the lock.
     """
 
     def __init__(self, node: OfferingNode) -> None:
@@ -134,7 +133,7 @@ class ExpectedRequests:
     # -- the node ---------------------------------------------------------------------------
 
     def add(self, request: str, **about: Any) -> Expected:
-        """Expect a request in some blocks, or raise `blocks_in_use`."""
+        """Expect a request in the given blocks, or raise `blocks_in_use`."""
         ledger = self._node.ledger
         with self._lock:
             check_new_request(request, self.requests)
@@ -177,7 +176,7 @@ class ExpectedRequests:
     def announced(
         self, question: protocol.Announce, peer: Peer, caller: Caller
     ) -> protocol.Announced:
-        """Read what a peer announces. Return whether it has arrived, after a while at most."""
+        """Start to read what a peer announces, wait briefly for it, and return the progress."""
         one = self._find_or_add(question, peer, caller)
         if self._waiting.acquire(blocking=False):
             try:
@@ -203,7 +202,7 @@ class ExpectedRequests:
             if sum(other.peer.rank == peer.rank for other in expected.connecting) >= (
                 _MAX_CONNECTING
             ):
-                raise BusyError(f"{_MAX_CONNECTING} announcements of rank {peer.rank}", 0.25)
+                raise BusyError(f"{_MAX_CONNECTING} pending pushes of rank {peer.rank}", 0.25)
             expected.connecting.append(one)
             self._known[one.key] = one
             self._drop_known()
@@ -243,7 +242,7 @@ class ExpectedRequests:
                 if one in expected.connecting:
                     expected.connecting.remove(one)
         self._node.metrics.ended("pull", code)
-        log.info("push request=%r rank=%d ended in %s", expected.request, rank, code)
+        log.info("push ended request=%r rank=%d code=%s", expected.request, rank, code)
 
     def _wanted(self, expected: Expected, one: Announcement) -> TransferRequest:
         asked = one.question
@@ -254,7 +253,7 @@ class ExpectedRequests:
         )  # fmt: skip
 
     def _needed(self, expected: Expected, peer: Peer) -> int:
-        """The bytes that all parts together must have."""
+        """Return the number of bytes that all parts together must have."""
         node, tokens = self._node, (expected.start, expected.stop)
         return node.route_from(peer).needed_bytes(
             dst_rank=node.rank, tokens=tokens, layers=None, dst_blocks=expected.blocks
@@ -274,7 +273,9 @@ class ExpectedRequests:
             log.warning("replaced an older push request=%r rank=%d", expected.request, rank)
             other.end()
         if not _all_released(older, one.transfer.deadline):
-            raise no_answer(f"the replaced push of rank {rank}")
+            got = f"an older push of rank {rank} that may still write to the blocks"
+            hint = "Retry the push, or forget the request and expect it in other blocks"
+            raise AtlasError(Code.DEADLINE, got=got, hint=hint)
 
     def _count(self, expected: Expected, one: Announcement, needed: int) -> None:
         """Record that a part was read. The request is ready if it was the last one."""
@@ -287,8 +288,8 @@ class ExpectedRequests:
             complete = expected.sources <= set(parts)
             if complete and sum(parts.values()) != needed:
                 got, hint = (
-                    f"{sum(parts.values())} of {needed} bytes",
-                    "Please report this as a bug",
+                    f"{sum(parts.values()):,} bytes, expected {needed:,}",
+                    "Please report this as a bug in kvatlas",
                 )
                 raise failed(got, hint, "The push delivered the wrong number of bytes")
             expected.arrived, one.arrived = parts, True
@@ -304,12 +305,15 @@ class _Settling:
         self._transfer = transfer
 
     def settle(self) -> bool:
-        """Whether nothing can write to its blocks."""
+        """Whether nothing can write to the transfer's blocks any longer."""
         return self._transfer.released
 
 
 def _all_released(announced: list[Announcement], deadline: float) -> bool:
-    """Wait until none of some pulls, which have ended, can write to the blocks."""
+    """Wait until no pull of these announcements can write to the blocks.
+
+    Return False if that takes until the deadline.
+    """
     return all(
         one.transfer.wait_released(max(0.0, deadline - time.monotonic())) for one in announced
     )
@@ -319,7 +323,8 @@ def _check_tokens(expected: Expected, question: protocol.Announce) -> None:
     if (question.start, question.stop) != (expected.start, expected.stop):
         raise AtlasError(
             Code.BAD_TOKENS,
-            f"A push must have the tokens that are expected, {expected.start}..{expected.stop}",
+            f"The tokens of a push must be those that are expected, {expected.start}.."
+            f"{expected.stop}",
             got=(question.start, question.stop),
             hint="Pass the same tokens to expect and push",
         )
@@ -328,7 +333,8 @@ def _check_tokens(expected: Expected, question: protocol.Announce) -> None:
 def _not_expected(question: protocol.Announce) -> AtlasError:
     return AtlasError(
         Code.UNKNOWN_REQUEST,
-        "The request is not expected from this node and plan, or has already arrived",
+        "The destination does not expect this request from this node, or has already received it",
         got=repr(question.request),
-        hint="Call expect first, and name this node in pushers",
+        hint="Call expect() at the destination first, with the plan of this node as source= and "
+        "its name in pushers=",
     )

@@ -19,7 +19,7 @@ _KEPT = 128
 
 _Key = tuple[tuple[int, int], Lengths]
 _Entries = dict[int, list[tuple[int, slice | Int64s]]]
-"""The entries of each group's table that are filled, by pool."""
+"""By pool: each group, and the entries of its block table that a pull fills."""
 
 
 class FilledBlocks:

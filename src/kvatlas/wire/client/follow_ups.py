@@ -83,7 +83,7 @@ class FollowUps:
                 over = []
 
     def _is_over(self, one: _FollowUp) -> bool:
-        """Whether nothing but what comes afterwards is left; else it is looked at again."""
+        """Whether a pull is finished, so that its follow-up can run. Else check it later."""
         if self._closing:
             _carefully(one.part)
             one.part.join()
@@ -114,7 +114,7 @@ class FollowUps:
 
 
 def _hand_on(to: Executor, act: Callable[..., None], *given: Any) -> None:
-    """Have another thread do something; as the process ends there are none, and this one does."""
+    """Call `act` in another thread, or in this one if the executor is shut down."""
     try:
         to.submit(act, *given)
     except RuntimeError:
@@ -122,7 +122,7 @@ def _hand_on(to: Executor, act: Callable[..., None], *given: Any) -> None:
 
 
 def _carefully(act: Callable[[], None]) -> None:
-    """Log an error, so that one failure does not affect the others."""
+    """Call `act` and log its errors, so that one failure does not affect other pulls."""
     try:
         act()
     except Exception:

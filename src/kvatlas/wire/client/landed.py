@@ -31,7 +31,7 @@ def pull_landed(lease: RankLease, stream: Stream) -> None:
     try:
         _land(lease, left, exact, 0)
     finally:
-        wait(others)  # nobody else gets blocks or buffers meanwhile
+        wait(others)  # blocks and buffers must not be reused before
     for one in others:
         one.result()
 
@@ -43,7 +43,7 @@ class _BatchesLeft:
         self._batches, self._lock = batches, threading.Lock()
 
     def take(self) -> LandingBatch | None:
-        """The next one, if there is any."""
+        """Return the next batch, or None if none is left."""
         with self._lock:
             return next(self._batches, None)
 
@@ -56,10 +56,10 @@ class _BatchesLeft:
 def _land(
     lease: RankLease, left: _BatchesLeft, exact: dict[int, ByteRanges] | None, nth: int
 ) -> None:
-    """Read batches into a buffer and put them where they belong, until there are none.
+    """Read batches into a buffer and scatter them into their blocks, until none is left.
 
-    Threads beyond the first end before that, where there shall be fewer. If the peer is `exact`,
-    the bytes between the runs are not read.
+    All threads but the first also end if `landing_threads` is reduced meanwhile. With `exact`, the
+    bytes between the runs are not read.
     """
     node, buffer = lease.node, lease.buffers[nth]
     room = node.staging.piece

@@ -23,9 +23,11 @@ _LONG_RUN = 128 << 10
 _KEPT_WAYS = 256
 """The number of (runs, bytes) pairs for which the chosen way is cached."""
 _SHORTEST_WAIT, _WORTH_WAITING = 0.1, 16
-"""How long a transfer waits for buffers: at least these seconds, else a multiple of a direct one.
+"""The time that a transfer waits for buffers.
 
-Long transfers keep their buffers until they end, and a short one must not wait for that.
+It is at least `_SHORTEST_WAIT` seconds, or `_WORTH_WAITING` times the expected time of a direct
+transfer if that is longer. Long transfers keep their buffers until they end, and a short one must
+not wait for that.
 """
 _LEFT_FOR_DIRECT = 2
 """The multiple of a direct transfer's time to reserve for it while waiting for buffers."""
@@ -48,12 +50,17 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
     if not lease.reaches_pools():
         if wanted.how == "auto":
             return "staged"
-        got, hint = f"how={wanted.how!r}", 'Share the pools, or use how="staged"'
-        raise failed(got, hint, "The transport cannot access the pools of one of the nodes")
+        hint = (
+            'Use make_transport(..., shared="all") with a transport for the pools\' device at both '
+            'nodes, or how="staged"'
+        )
+        problem = "The transport cannot access the pools of one of the nodes"
+        raise failed(f"how={wanted.how!r}", hint, problem)
     if wanted.how != "auto":
         if wanted.how == "coalesced" and not _can_land(lease):
-            got, hint = "how='coalesced'", 'Use how="auto"'
-            raise failed(got, hint, "This node has no staging buffers or no pools in host memory")
+            problem = 'how="coalesced" needs staging buffers and pools in host memory at this node'
+            got = "pools on a GPU" if lease.node.staging.most() else "no staging buffers"
+            raise failed(got, 'Use how="auto"', problem)
         return "coalesced" if must_land(lease) else wanted.how
     return _cheapest_way(lease, stream)
 
@@ -91,10 +98,10 @@ def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
     if connection.link.adds or not lease.node.staging.most() or not _may_stage(lease):
         return "direct"
     if not lease.may_fill_blocks():
-        return "staged"  # a replica that stalls in mid-read then leaves the blocks alone
+        return "staged"  # so a read that stalls never writes to the blocks
     if wanted.costs is not None:
         return _with_buffers(lease, stream, _weighed(lease, stream, wanted.costs), wanted.costs)
-    runs = stream.runs_apart  # a request that moves like others is weighed once
+    runs = stream.runs_apart  # requests with equal runs and bytes are weighed once
     if stream.nbytes >= _LONG_RUN * runs:
         return "direct"
     if connection.costs is None:
@@ -107,7 +114,10 @@ def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
         found = _weighed(lease, stream, costs)
         if connection.costs is not None:  # else there was no buffer to measure with
             kept = list(connection.ways.items())[-_KEPT_WAYS:]
-            connection.ways = {**dict(kept), alike: found}  # as a whole: others look at it
+            connection.ways = {
+                **dict(kept),
+                alike: found,
+            }  # replaced as a whole: other threads read it
     return _with_buffers(lease, stream, found, costs)
 
 
@@ -121,7 +131,7 @@ def _with_buffers(lease: RankLease, stream: Stream, way: Way, costs: Costs) -> W
         return way
     alone = costs.direct(stream.runs_apart, stream.nbytes)
     worth, left = _WORTH_WAITING * alone, lease.deadline - time.monotonic()
-    if left > alone:  # else it is in time with buffers, or not at all
+    if left > alone:  # else only a transfer with buffers can be in time
         worth = min(worth, left - _LEFT_FOR_DIRECT * alone)
     return (
         way if lease.borrow_in_time(max(_SHORTEST_WAIT, worth), both=way == "staged") else "direct"
@@ -129,14 +139,14 @@ def _with_buffers(lease: RankLease, stream: Stream, way: Way, costs: Costs) -> W
 
 
 def _may_stage(lease: RankLease) -> bool:
-    """Whether the peer lends buffers, as far as is known before it was asked."""
+    """Whether the peer lends buffers. Before it is asked for a lease, assume that it does."""
     return lease.seen is not None or lease.opened.piece > 0
 
 
 def _weighed(lease: RankLease, stream: Stream, costs: Costs) -> Way:
-    """The cheapest way by what a link costs."""
+    """Return the cheapest way, given the costs of the link."""
     connection = lease.connection
-    # For buffers and to have them filled, and as much again for threads that take turns.
+    # One request to borrow buffers and one to fill them; twice that, for switches of threads.
     asking = 4 * connection.question_seconds
     nbytes, direct = stream.nbytes, costs.direct(stream.runs, stream.nbytes)
     staged = asking + costs.staged(nbytes)
@@ -152,14 +162,14 @@ def _weighed(lease: RankLease, stream: Stream, costs: Costs) -> Way:
 
 
 def _can_land(lease: RankLease) -> bool:
-    """Whether what is pulled can be put in place by this process, from a buffer of its own."""
+    """Whether this process can scatter from its own staging buffers into its pools."""
     node = lease.node
     here = {STAGING, *node.plan.rank_pools(node.rank)} <= set(node.pools)
     return here and node.staging.most() > 0
 
 
 def _measured(lease: RankLease) -> Costs:
-    """Measure the link if buffers are free now; default costs otherwise."""
+    """Return the measured costs of the link, or default costs if no buffers are free now."""
     staging, connection = lease.node.staging, lease.connection
     lease.buffers = staging.acquire(min(BUFFERS, staging.most()))
     if not lease.buffers:
@@ -173,7 +183,7 @@ def _measured(lease: RankLease) -> Costs:
 
 
 def _measure(lease: RankLease) -> Costs:
-    """Measure many short runs against one long one, between staging buffers."""
+    """Measure many short runs and one long run, between staging buffers. Return the costs."""
     staging = lease.node.staging
     piece = min(lease.opened.piece, staging.piece)
     short, count = 4096, max(1, min(64, piece // 8192))
@@ -182,19 +192,19 @@ def _measure(lease: RankLease) -> Costs:
     many = _quickest(partial(lease.read_lent, [runs]))
     alone = _quickest(partial(lease.read_lent, [lease.staging_copy(0, short)]))
     one = _quickest(partial(lease.read_lent, [lease.staging_copy(0, piece)]))
-    # A scatter of such short runs, as a staged transfer ends with, into scratch memory.
+    # Scatter short runs into scratch memory, like the last step of a staged transfer.
     spread = Copy(STAGING, 0, at, at[::-1], np.full(count, short))
     stream = staging.view(lease.buffers[0], count * short)
     rehearse = lease.node.mover.rehearsal([spread], stream, 2 * count * short)
     copying = _quickest(rehearse)
-    # What every read costs, however little it reads, is neither the bytes' nor the runs'.
+    # `alone` is the fixed cost of a read, which belongs neither to its bytes nor to its runs.
     wire = piece / max(one - alone, one / 2)
     each = max(0.0, (many - alone) / max(1, count - 1) - short / wire)
     return Costs(descriptor=each, wire=wire, copy=count * short / copying, piece=piece)
 
 
 def _quickest(act: Callable[[], object]) -> float:
-    """Least seconds of five turns."""
+    """Return the shortest time of five calls, in seconds."""
     taken = []
     for _ in range(5):
         begun = time.perf_counter()

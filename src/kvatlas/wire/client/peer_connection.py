@@ -14,7 +14,7 @@ from kvatlas.wire.peers import Peer
 from kvatlas.wire.transports.base import Link, Transport
 
 _MAX_LENT = 16
-"""The maximum number of links to memory that a peer has for this node alone."""
+"""The maximum number of links to staging segments that a peer has for this node alone."""
 
 Way = Literal["direct", "staged", "coalesced"]
 
@@ -33,7 +33,7 @@ class PeerConnection:
     costs: Costs | None = None
     """The measured costs of the link."""
     ways: dict[tuple[int, int], Way] = field(default_factory=dict)
-    """The fastest way found, by the number of runs and bytes."""
+    """The fastest way for a given number of runs and bytes."""
     question_seconds: float = 0.0
     """How many seconds the peer takes to answer a question."""
     users: int = 0

@@ -21,13 +21,13 @@ from kvatlas.wire.transports.errors import failed
 _ANSWER_SECONDS = 5.0
 """Seconds that a destination has to answer, within the transfer's deadline."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
-"""Seconds between two questions whether a rank has read its part; doubled each time."""
+"""Seconds between two polls of a rank that has not read its part yet; doubled each time."""
 
 
 class OfferedPush:
     """A request that is offered to the ranks of its destination, and announced to each.
 
-    The offer has a name that nobody can guess, so it is read only by nodes it was announced to, and
+    The name of the offer is random. So only nodes that it was announced to can read the offer, and
     a node may push one request several times at once.
     """
 
@@ -92,7 +92,7 @@ class OfferedPush:
         self._transfer.failed(rank, problem)
 
     def _try_replicas(self, endpoints: Sequence[str]) -> int:
-        """Announce to one replica after the other until one has read; return its bytes."""
+        """Announce to the replicas in turn until one has read. Return the number of bytes."""
         left = deque(endpoints)
         while True:
             try:
@@ -102,14 +102,14 @@ class OfferedPush:
                     raise
 
     def _announce(self, endpoint: str) -> int:
-        """Announce the offer until the node at an endpoint has read it; return the bytes."""
+        """Announce until the node at an endpoint has read. Return the number of bytes."""
         pause, reconnected = _FIRST_PAUSE, False
         while True:
             self._transfer.check_cancelled()
             try:
                 said = self._ask(endpoint)
             except AtlasError as refused:
-                # The session has ended: the peer is connected again, once.
+                # The session has ended: connect to the peer again, once.
                 if refused.code is not Code.UNKNOWN_SESSION or reconnected:
                     raise
                 reconnected = True
@@ -138,5 +138,5 @@ class OfferedPush:
             )
             answer = node.channels.ask(endpoint, question, deadline=deadline)
         if not isinstance(answer, Announced):
-            raise protocol.bad_handshake(f"{type(answer).__name__} instead of Announced")
+            raise protocol.wrong_answer(answer, Announced)
         return answer

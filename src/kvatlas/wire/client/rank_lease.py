@@ -43,7 +43,7 @@ _NOT_NEEDED = 0xFFFFFFFF
 """The block id that stands for "no block" in a block table on the wire."""
 
 _QUIET_SECONDS = 1.0
-"""Seconds after which a transfer with buffers of the peer tells it that it goes on."""
+"""Seconds without a request after which a transfer with buffers of the peer renews its lease."""
 
 _SEVERED = 1.0
 """Seconds to wait for a severed link to be confirmed idle."""
@@ -75,7 +75,7 @@ class RankLease:
         self.seen: SeenOffer | None = None
         """The offer, if it was found on the peer's board. There is no lease then."""
         self.read_whole: Stream | None = None
-        """The stream, if it was read at once, as most pulls are."""
+        """The stream, if a single operation has read all of it."""
         self.buffers: list[int] = []
         """Staging buffers of this node."""
         self.lent: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ class RankLease:
         deadline = min(self.deadline, time.monotonic() + self.patience)
         answer = self.node.channels.ask(self.connection.endpoint, question, deadline=deadline)
         if not isinstance(answer, kind):
-            raise protocol.bad_handshake(f"{type(answer).__name__} instead of {kind.__name__}")
+            raise protocol.wrong_answer(answer, kind)
         return answer
 
     def ask_of_lease(
@@ -135,7 +135,7 @@ class RankLease:
         return connection.link.find_offer(wanted.request)
 
     def ask_after_all(self) -> None:
-        """Ask for a lease for an offer found on the board, because the peer must do some work."""
+        """Ask for a lease on an offer found on the board, if the peer must gather its bytes."""
         if self.seen is not None:
             self._ask_for_lease()  # for the blocks that were seen, and no others
             self.seen = None
@@ -172,8 +172,13 @@ class RankLease:
             self._check_seen(self.seen.offer, told)
         self.theirs = told if self.theirs is None else self.theirs
         piece, room = self.opened.piece, self._staging_bytes()
-        if piece and (piece < protocol.MIN_PIECE_BYTES or (room and piece > room)):
-            raise protocol.bad_handshake(f"buffers of {piece} bytes in staging memory of {room}")
+        if piece and piece < protocol.MIN_PIECE_BYTES:
+            least = f"{protocol.MIN_PIECE_BYTES:,}"
+            got = f"staging buffers of {piece:,} bytes, expected at least {least}"
+            raise protocol.bad_handshake(got)
+        if room and piece > room:
+            got = f"a staging buffer of {piece:,} bytes in staging memory of {room:,} bytes"
+            raise protocol.bad_handshake(got)
 
     def _check_seen(self, offer: PostedOffer, told: Mapping[int, Int64s]) -> None:
         """Check an offer from the board as the peer would have done."""
@@ -187,7 +192,7 @@ class RankLease:
         return max(0.001, min(self.deadline, until) - time.monotonic())
 
     def renew_in_time(self) -> None:
-        """Renew the lease if half of its time has passed, or the peer may think that it is idle."""
+        """Renew the lease if half of its time has passed, or if the peer may consider it idle."""
         now = time.monotonic()
         if now >= self._renew_at or (self.lent and now > self._asked_at + _QUIET_SECONDS):
             self.renew()
@@ -221,21 +226,21 @@ class RankLease:
                     self._confirm(self.seen)
             return
         if not complete:
-            # Nobody waits for a peer that may not answer: its lease ends by itself then.
+            # In the background, because the peer may not answer. The lease then expires.
             self.connection.beside.submit(self._abandon)
             return
         with self.node.metrics.phase("confirm"):
             self.ask_of_lease(protocol.Close, Ok, complete=True)
 
     def _confirm(self, seen: SeenOffer) -> None:
-        """Look whether the blocks have been held until now."""
+        """Raise an error unless the source has held the blocks until now."""
         if not seen.confirmed:
             raise peer_lost("an exiting process") if seen.held else lease_expired()
 
     def tell_read(self, tell: Callable[..., object]) -> None:
-        """Notify the source of a read that it was not asked about. `tell` may defer it."""
+        """Notify the source of a read without a lease. `tell` may run the notification later."""
         seen, wanted = self.seen, self.wanted
-        if seen is None or self.transfer.error is not None:  # who failed may come again for it
+        if seen is None or self.transfer.error is not None:  # a retry may still read it
             return
         whole = wanted.layers is None and self.tokens == (seen.offer.start, seen.offer.stop)
         if whole or wanted.final:
@@ -249,7 +254,7 @@ class RankLease:
         deadline = time.monotonic() + self.patience
         try:
             self.node.channels.ask(self.connection.endpoint, told, deadline=deadline)
-        except AtlasError as refused:  # the offer ends by itself then
+        except AtlasError as refused:  # the offer then ends when it expires
             log.warning("release failed request=%r: %s", self.wanted.request, refused)
 
     def _abandon(self) -> None:
@@ -266,11 +271,14 @@ class RankLease:
             return None
         version = self.connection.peer.version
         if version < protocol.KEYED_VERSION:
-            raise protocol.unlike_versions(version, version)
+            needed = protocol.KEYED_VERSION
+            problem = f"Checksums of protected nodes need protocol version {needed} at both ends"
+            got, hint = f"version {version} at the peer", "Upgrade kvatlas at the peer"
+            raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
         return mac_key(self.connection.session, self.opened.lease)
 
     def note_converted(self, start: int, stop: int, piece: Any) -> None:
-        """Keep the checksum of a converted piece as it travels, if checksums are compared."""
+        """Keep the checksum of a converted piece as it was sent, if checksums are compared."""
         if self.wanted.checksums:
             self.received[start, stop] = piece_sum(piece, self.mac_key)
 
@@ -288,9 +296,11 @@ class RankLease:
             if answer.memory is not None:
                 self._connect_to_lent(answer.memory.memory, answer.metadata)
             outside = any((one + 1) * self.opened.piece > self._staging_bytes() for one in lent)
-            if outside or len(set(lent)) < len(lent):
-                got = f"buffers {lent} of {self.opened.piece} in {self._staging_bytes()} bytes"
-                raise protocol.bad_handshake(got)
+            if outside:
+                sizes = f"{self.opened.piece:,} bytes each, in {self._staging_bytes():,} bytes"
+                raise protocol.bad_handshake(f"staging buffers {lent} of {sizes}")
+            if len(set(lent)) < len(lent):
+                raise protocol.bad_handshake(f"staging buffers {lent}, one of them twice")
             self.lent = lent
             if 0 < len(lent) < count:
                 return
@@ -312,7 +322,7 @@ class RankLease:
                 Code.TOO_MANY,
                 "A staged transfer needs staging buffers at both ends",
                 got=f"{len(self.buffers)} buffers here, {len(self.lent)} at the peer",
-                hint='Give the nodes more buffers, or use how="auto"',
+                hint='Pass a larger buffers= to both nodes, or use how="auto"',
             )
 
     def borrow_own(self, count: int, until: float = math.inf) -> None:
@@ -323,7 +333,7 @@ class RankLease:
             self.buffers = self.node.staging.acquire(count, seconds)
 
     def borrow_in_time(self, seconds: float, *, both: bool) -> bool:
-        """Acquire staging buffers at this end and the peer's; none if that takes too long."""
+        """Acquire staging buffers here and, with `both`, at the peer. Return False if too slow."""
         until = time.monotonic() + seconds
         staging = self.node.staging
         threads = BUFFERS if both else max(1, self.node.landing_threads)
@@ -362,7 +372,11 @@ class RankLease:
         return taken and all(map(self.connection.link.reaches, theirs))
 
     def may_fill_blocks(self) -> bool:
-        """Whether a stalled read may leave blocks undecided: no other process fills them."""
+        """Whether reads may go directly into the blocks.
+
+        They may not if the link cannot end a stalled read promptly, and another process may then
+        fill the same blocks.
+        """
         others = self.others or self.wanted.replaceable
         return not others or self.connection.link.prompt
 
@@ -423,7 +437,7 @@ class RankLease:
     def _learn(self, stream: Stream, total: int) -> None:
         try:
             self.connection.warm.learn(self.tokens, stream, total)
-        except Exception:  # then the next one takes as long as this
+        except Exception:  # the next pull then takes the normal path
             log.exception("preparing the fast path failed request=%r", self.wanted.request)
 
     def count(self, runs: int) -> None:
@@ -431,16 +445,16 @@ class RankLease:
         self.runs = (self.runs or 0) + runs
 
     def _finish(self, handle: Handle, into: str, check: Callable[[], None]) -> None:
-        """Wait for a read; where it is given up, it is remembered."""
+        """Wait for a read. Record it in `given_up` if it was abandoned and may not be over."""
         deadline = self.deadline
         if self.others:
             deadline = min(deadline, time.monotonic() + self.patience)
         tried_again = self.others
         try:
-            _ = self.transfer.total  # found out while something is read, if it was not yet
+            _ = self.transfer.total  # computed during the read, if it is not known yet
             handle.wait(deadline, check)
         except AtlasError as refused:
-            # A peer that has lost the session is connected to again, and fills the same blocks.
+            # The session will connect again, and read into the same blocks.
             tried_again = tried_again or refused.code is Code.UNKNOWN_SESSION
             raise
         finally:
@@ -451,7 +465,7 @@ class RankLease:
                     self._sever()
 
     def _check_going_on(self) -> None:
-        """Raise where the transfer has ended, or the peer has died."""
+        """Raise an error if the transfer has ended or the peer has died."""
         self.transfer.check_cancelled()
         self.monitor.check()
         if self.seen is not None and not self.seen.held:
@@ -470,9 +484,10 @@ class RankLease:
 
 @contextmanager
 def _reclaimed_if_lost() -> Iterator[None]:
-    """A context for memory of this node alone: the peer ends it if it reclaims the buffers.
+    """A context that turns `peer_lost` into `buffers_reclaimed`, for memory of this node alone.
 
-    If the peer itself is gone, the transfer finds out when it starts over.
+    The peer frees that memory when it reclaims the buffers. If the peer itself is gone, the
+    transfer finds out when it starts over.
     """
     try:
         yield

@@ -105,9 +105,9 @@ class RankTransfer:
             return
         opened, behind = lease.opened, self._behind()
         way = choose_way(lease, stream)
-        if lease.opened is not opened:  # leased after all: an offer of the same blocks, made anew
+        if lease.opened is not opened:  # leased after all, maybe from a newer offer
             behind = self._behind()
-        if not lease.connection.link.adds:  # else there is time once a read was posted
+        if not lease.connection.link.adds:  # else it is computed while the read is in flight
             self.transfer.find_total_beside(lease.connection.beside)
         if way == "staged":
             pull_staged(lease, stream)
@@ -124,7 +124,7 @@ class RankTransfer:
         return self._all_written() if opened.layered else opened.mark
 
     def _all_written(self) -> int | None:
-        """Wait until the source has written every layer; its last mark, which stands for all."""
+        """Wait until the source has written every layer. Return its last mark, which covers all."""
         lease = self.lease
         held = [name for name in self._streamed_layers() if lease.stream([name]).nbytes]
         marks = [lease.await_layer(name) for name in held]
@@ -142,12 +142,12 @@ class RankTransfer:
                 else:
                     pull_direct(lease, layer, behind)
             if not self.wanted.checksums:
-                # What was read counts once the source confirms that it still held it.
+                # A layer counts once the source confirms that it still held the blocks.
                 lease.renew()
                 self.transfer.add_layer(lease.rank, name)
 
     def _bound_layers(self) -> Iterator[tuple[str, AnyStream]]:
-        """Layers and their bytes, each bound while the one before it is read."""
+        """Yield each layer and its stream, which is bound while the previous layer is read."""
         names = self._streamed_layers()
         bind = self.lease.connection.beside.submit
         coming = [bind(self._layer_stream, name) for name in names[:1]]
@@ -156,7 +156,7 @@ class RankTransfer:
             yield name, coming.pop(0).result()
 
     def _layer_stream(self, name: str) -> AnyStream:
-        """The bytes of one layer, with its runs as sums where they will be asked for."""
+        """Return the stream of one layer. Its grids are computed now if the link uses them."""
         stream = self.lease.stream([name])
         if self.lease.connection.link.adds:
             stream.grids()
@@ -168,7 +168,7 @@ class RankTransfer:
         return [name for name in layers if chosen is None or name in chosen]
 
     def _compare(self, stream: AnyStream) -> None:
-        """Refuse bytes that are not those of the other end."""
+        """Raise an error if the checksums of the two ends differ."""
         total, longest = stream.nbytes, protocol.MAX_CHECKSUM_SPAN
         converting = isinstance(stream, ConvertedStream)
         pieces = len(self.lease.received) if converting else -(-total // _CHECKSUM_PIECE)
@@ -188,19 +188,20 @@ class RankTransfer:
             )
 
     def _differing(self, stream: AnyStream, start: int, stop: int) -> int:
-        """How many pieces of a span of the stream are not the same at both ends."""
+        """Return the number of pieces in a span of the stream that differ between the ends."""
         lease = self.lease
         key, piece = lease.mac_key, _CHECKSUM_PIECE
         span: dict[str, Any] = {"start": start, "stop": stop, "piece": piece}
         span["keyed"] = key is not None
         theirs = lease.ask_of_lease(protocol.GetChecksums, protocol.Checksums, **span).sums
-        if isinstance(stream, ConvertedStream):  # what travelled is what both ends can compare
+        if isinstance(stream, ConvertedStream):  # both ends have the bytes that were sent
             ours = lease.received[start, stop]
         else:
             part = stream.copies(start, stop)
             ours = stream_sums(self.node.mover, part, piece, key, src=False)
         if len(theirs) != len(ours):
-            raise protocol.bad_handshake(f"{len(theirs)} bytes of checksums, not {len(ours)}")
+            got = f"{len(theirs):,} bytes of checksums, expected {len(ours):,}"
+            raise protocol.bad_handshake(got)
         each = CRC_BYTES if key is None else MAC_BYTES
         return sum(
             theirs[at : at + each] != ours[at : at + each] for at in range(0, len(ours), each)

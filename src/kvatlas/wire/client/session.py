@@ -40,7 +40,7 @@ from kvatlas.wire.client.transfer_request import TransferRequest, check_how
 from kvatlas.wire.client.warm_shapes import plain_tables
 from kvatlas.wire.fork_safety import OwningProcess
 from kvatlas.wire.peers import Peer
-from kvatlas.wire.protocol import How, Ok, Release, bad_handshake
+from kvatlas.wire.protocol import How, Ok, Release, wrong_answer
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.offering import OfferingNode
 from kvatlas.wire.transports.base import Link
@@ -58,7 +58,7 @@ _TURNS = 4
 _TURN_SECONDS = 0.5
 """Seconds that a part waits for its turn while the parts before it do not progress."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
-"""Seconds between questions about a request that is not offered yet; doubled each time."""
+"""Seconds between retries of a request that is not offered yet; doubled each time."""
 _ANSWER_SECONDS = 5.0
 """Seconds that a peer has to answer, within the transfer's deadline."""
 
@@ -293,7 +293,7 @@ class Session:
         tokens: Any,
         tables: Mapping[int, Int64s],
     ) -> None:
-        """Begin to read from ranks whose share of such a request was read before."""
+        """Start to read from the ranks for which the fast path applies; add them to `started`."""
         for rank, endpoints in self._replicas.items():
             if len(endpoints) == 1:
                 read = StartedPull.begin(self._connections, endpoints[0], request, tokens, tables)
@@ -329,12 +329,12 @@ class Session:
         return transfer
 
     def _sees_offers(self, rank: int) -> bool:
-        """Whether what a rank offers is seen without asking."""
+        """Whether this node finds the offers of a rank on its board, without a request."""
         found = map(self._connections.find, self._replicas[rank])
         return all(one and one.link.sees_offers for one in found)
 
     def _tell(self, request: str, ranks: Sequence[int], seconds: float) -> Transfer:
-        """Let go of a request at every replica of some ranks."""
+        """Notify all replicas of the given ranks that this node will read no more of a request."""
         transfer = Transfer(request, ranks, 0, seconds)
         with self._lock:
             self._running.add(transfer)
@@ -350,7 +350,7 @@ class Session:
                     told = Release(session=connection.session, request=transfer.request)
                     answer = self.node.channels.ask(endpoint, told, deadline=transfer.deadline)
                     if not isinstance(answer, Ok):
-                        raise bad_handshake(f"{type(answer).__name__} instead of Ok")
+                        raise wrong_answer(answer, Ok)
             except AtlasError as refused:
                 problem = refused
                 log.warning(
@@ -362,13 +362,14 @@ class Session:
             transfer.failed(rank, problem)
 
     def _tell_unread(self, request: str) -> None:
-        """Let go of a request at ranks that nobody reads: what they hold, others hold too.
+        """Release a request at ranks from which no rank of this plan reads.
 
-        Also while the session is closed, as long as there are threads for it.
+        Such a rank holds only bytes that other ranks hold too. Has no effect once the threads of a
+        closed session have ended.
         """
         incoming = self.node.route_from(next(iter(self._connections.known.values())))
         read = {one for mine in range(self.node.plan.ranks) for one in incoming.sources(mine)}
-        with suppress(RuntimeError):  # the last thread has gone: what they offer ends by itself
+        with suppress(RuntimeError):  # no threads are left: the offers expire
             self._tell(request, sorted(set(self._replicas) - read), _ANSWER_SECONDS)
 
     def _run_rank(
@@ -378,8 +379,8 @@ class Session:
         try:
             about = (self.node, wanted, transfer, _ANSWER_SECONDS)
             if started is not None and not started.finish(*about):
-                # To be refused as any other, or read again: behind the caller's stream, as the
-                # queue that reads has been since it was started.
+                # The normal path reads again or raises the error. Its reads are still ordered
+                # after the caller's stream, because the queue was when this read was started.
                 started = None
             if started is None:
                 lease = self._take_turns(transfer, wanted, rank)
@@ -391,7 +392,7 @@ class Session:
             error = own_limit(defect) or failed(got, hint)
         else:
             if started is not None:
-                transfer.finished(rank)  # what else there is to do, another thread does
+                transfer.finished(rank)  # `_after_started` does the rest in another thread
                 return
             self.node.metrics.ended("pull", "ok")
             transfer.finished(rank)
@@ -408,7 +409,7 @@ class Session:
     def _after_reading(
         self, transfer: Transfer, lease: RankLease, tell: Callable[..., object]
     ) -> None:
-        """Let sources know what was read without a word."""
+        """Notify the sources of a read without a lease, and the other ranks of a final one."""
         lease.tell_read(tell)
         if lease.wanted.final and transfer.ready:
             self._tell_unread(lease.wanted.request)
@@ -424,7 +425,7 @@ class Session:
             self._after_reading(transfer, lease, lambda act, told: act(told))
 
     def _take_turns(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> RankLease:
-        """Carry it out when it is its turn, and again later while it is not offered yet."""
+        """Run one rank's part when it is its turn. Retry while the request is not offered yet."""
         pause, until = _FIRST_PAUSE, transfer.begun + wanted.wait_for_offer
         while True:
             has_turn = self._turns.acquire(timeout=_TURN_SECONDS)
@@ -440,7 +441,7 @@ class Session:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _try_replicas(self, transfer: Transfer, wanted: TransferRequest, rank: int) -> RankLease:
-        """Try one replica after the other, those that are connected first."""
+        """Try the replicas in turn, connected ones first. Return the lease that succeeded."""
         unknown = {one: self._connections.find(one) is None for one in self._replicas[rank]}
         left = deque(sorted(unknown, key=unknown.__getitem__))
         reconnected: set[str] = set()
@@ -458,11 +459,11 @@ class Session:
                 return lease
             except AtlasError as refused:
                 if refused.code is Code.UNKNOWN_SESSION and endpoint not in reconnected:
-                    # The peer has restarted, and may be connected to again.
+                    # The peer has restarted: connect to it again, once.
                     reconnected.add(endpoint)
                     left.appendleft(endpoint)
                 if refused.code is Code.BUFFERS_RECLAIMED:
-                    left.append(endpoint)  # it starts over, there if at no other replica
+                    left.append(endpoint)  # it starts over, there last
                 if refused.code not in _RETRIED or transfer.done or not left:
                     raise
                 transfer.restart(rank)

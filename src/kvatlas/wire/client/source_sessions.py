@@ -111,8 +111,8 @@ def _check_same_process(announced: Peer, reached: Peer, endpoint: str) -> None:
     if not same:
         raise AtlasError(
             Code.BAD_HANDSHAKE,
-            "Another process than the announcing one answers at the announced endpoint",
-            got=f"{reached.name!r} rank {reached.rank} at {endpoint}, not {announced.name!r} "
-            f"rank {announced.rank}",
+            "The process at the announced endpoint is not the one that announced the push",
+            got=f"node {reached.name!r} (rank {reached.rank}) at {endpoint}, expected node "
+            f"{announced.name!r} (rank {announced.rank})",
             hint="Push from a node whose endpoint the destination can connect to",
         )

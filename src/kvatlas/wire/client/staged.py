@@ -50,19 +50,19 @@ def pull_staged(lease: RankLease, stream: AnyStream) -> None:
             arriving = StreamPiece.of(stream, start, stop, DESTINATION)
             lease.transfer.add(lease.rank, lease.node.deliver(here, arriving))
     finally:
-        if not lease.transfer.done:  # else nobody waits for a source that may be stopped
+        if not lease.transfer.done:  # else do not wait: the source may be stopped
             wait([gathering])
 
 
 def _gather_beside(lease: RankLease, span: tuple[int, int], buffer: int) -> Future[Ok]:
-    """Have the peer gather a piece into one of its buffers."""
+    """Ask the peer, in another thread, to gather a piece into one of its buffers."""
     about = {"start": span[0], "stop": span[1], "buffer": lease.lent[buffer]}
     ask = partial(lease.ask_of_lease, protocol.Gather, Ok, **about)
     return lease.connection.beside.submit(ask)
 
 
 def _await(lease: RankLease, gathering: Future[Ok]) -> None:
-    """Wait for the peer, unless the transfer ends before."""
+    """Wait until the peer has gathered a piece. Raise an error if the transfer ends first."""
     while not gathering.done():
         with suppress(TimeoutError):
             gathering.result(_LOOK_SECONDS)

@@ -22,7 +22,7 @@ _SOON = 2e-3
 _NEARLY = 1e-4
 """Seconds around the expected end of a read in which the interpreter lock is not released.
 
-To get the lock back from another thread takes up to as long.
+Getting the lock back from another thread takes up to this long.
 """
 
 _EVERY = 1e-4
@@ -80,10 +80,10 @@ class StartedPull:
         """
         rank, nbytes = self.connection.peer.rank, self.nbytes
         try:
-            _ = transfer.total  # other ranks' blocks may be wrong: refused before this one counts
+            _ = transfer.total  # raises an error for wrong blocks before this rank counts
             sound = self.read.sound
             soon = sound and self._is_soon_over(transfer)
-        except BaseException:  # an interrupt, for one: the copy still writes
+        except BaseException:  # such as KeyboardInterrupt: the copy still writes
             self._hold(node, transfer)
             raise
         if not sound:
@@ -109,7 +109,7 @@ class StartedPull:
         self.connections.give_back(self.connection)
 
     def _is_soon_over(self, transfer: Transfer) -> bool:
-        """Whether it has ended well within a moment, as most do: looked at without a pause."""
+        """Poll a short read without sleeping. Return whether it has succeeded in that time."""
         handle, seen = self.read.handle, self.read.seen
         until = time.monotonic() + _SOON
         try:
@@ -120,11 +120,11 @@ class StartedPull:
                     return False
                 if abs(now - handle.expected_end) > _NEARLY:
                     _let_others_run()
-                elif not rehearsed:  # what was just looked at is looked at sooner again
+                elif not rehearsed:  # so that the last check finds the board in the cache
                     rehearsed = seen.confirmed
                     if not rehearsed:
                         return False
-        except Exception:  # whoever goes the whole way is told why
+        except Exception:  # the normal path raises the error again
             return False
         return seen.confirmed
 
@@ -158,9 +158,9 @@ class StartedPull:
 
 
 def _let_others_run() -> None:
-    """Let go of the interpreter for a moment, and of the processor not at all.
+    """Release the interpreter lock for a moment, without yielding the processor.
 
-    `time.sleep(0)` takes some 60 us, which is a tenth of the time that a gigabyte takes, and
-    `os.sched_yield` as long as whatever else the processor has to do.
+    `time.sleep(0)` takes about 60 us, a tenth of the time of a read of 1 GB. `os.sched_yield` takes
+    as long as other threads keep the processor.
     """
     select((), (), (), 0)

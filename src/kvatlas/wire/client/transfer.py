@@ -104,14 +104,14 @@ class Transfer:
     def total(self) -> int | None:
         """The bytes that must arrive according to the two plans; None for a push."""
         total = self._total
-        if callable(total):  # threads that find it out at once find the same
+        if callable(total):  # concurrent threads compute the same number
             total = self._total = total()
         return total
 
     def find_total_beside(self, beside: Executor) -> None:
         """Compute `total` in another thread, if it is not known yet, while bytes move."""
         if callable(self._total):
-            beside.submit(lambda: self.total)  # what it may raise, it raises again for who asks
+            beside.submit(lambda: self.total)  # an error is raised again for the caller
 
     @property
     def moved(self) -> int:
@@ -217,7 +217,7 @@ class Transfer:
         left = None if seconds is None else max(0.0, begun + seconds - time.monotonic())
         return self._released.wait(left)
 
-    # -- for those who carry it out ---------------------------------------------------------
+    # -- for the threads that carry it out --------------------------------------------------
 
     def add_part(self, act: Callable[[], None], *, quick: bool) -> TransferPart:
         """Add a part. A `quick` part may also run in the thread that waits for the transfer.
@@ -239,7 +239,7 @@ class Transfer:
         try:
             for part in self._helpful:
                 part()
-        except BaseException:  # an interrupt of who waits: nobody else does it now
+        except BaseException:  # such as KeyboardInterrupt: no other thread runs the part
             self.cancel()
             raise
 
@@ -312,12 +312,12 @@ class Transfer:
 
     def _cancellation(self) -> AtlasError:
         return AtlasError(
-            Code.CANCELLED, got=f"request {self.request}", hint="Start a new transfer"
+            Code.CANCELLED, got=f"request {self.request!r}", hint="Start a new transfer"
         )
 
     def _end(self) -> None:
         self.seconds = time.monotonic() - self.begun
-        # Before anyone who waits wakes up: the blocks of a complete transfer are free at once.
+        # Before waiting threads wake up: the blocks of a complete transfer are free at once.
         if self._claim is not None and self.error is None:
             self._claim.release()
         elif self._claim is not None:

@@ -58,7 +58,7 @@ class WarmShape(NamedTuple):
 
 
 MakeStream = Callable[[Mapping[int, Int64s], Mapping[int, Int64s], tuple[int, int]], AnyStream]
-"""The stream of some tokens, between blocks of this node and of the peer."""
+"""Returns the stream of a token range, given the blocks of this node and of the peer."""
 
 
 class StartedRead(NamedTuple):
@@ -83,7 +83,7 @@ class StartedRead(NamedTuple):
 
 
 class WarmShapes:
-    """The shapes that are pulled over one link. Any thread may use them."""
+    """A thread-safe cache of the shapes of requests that were pulled over one link."""
 
     def __init__(self, link: Link, stream: MakeStream) -> None:
         self._link, self._stream = link, stream
@@ -145,7 +145,7 @@ class WarmShapes:
                 self._kept.move_to_end(key)
         if handle is None:
             return None
-        # The caller may use its arrays for something else once it has been answered.
+        # Copied, because the caller may reuse its arrays after this returns.
         copied = {group: table.copy() for group, table in mine.items()}
         return StartedRead(key, seen, handle, warm, (theirs, copied))
 

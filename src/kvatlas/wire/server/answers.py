@@ -29,7 +29,7 @@ from kvatlas.wire.server.sessions import Sessions
 from kvatlas.wire.transports.offer_board import Posting
 
 _LONGEST_WAIT = 0.2
-"""Seconds that a peer waits for staging buffers before the answer that none are free."""
+"""The maximum seconds that an answer waits for free staging buffers, or for a layer."""
 
 AnswerAnnounce = Callable[[protocol.Announce, Peer, Caller], protocol.Message]
 
@@ -77,7 +77,8 @@ class Answers:
             case protocol.Announce():
                 self.node.security.check_role(peer.name, "push")
                 return self._announced(question, peer, caller)
-        raise protocol.bad_handshake(type(question).__name__)
+        name = type(question).__name__
+        raise protocol.bad_handshake(f"a message {name}, which a node does not answer")
 
     def _welcome(self, hello: protocol.Hello, caller: Caller) -> protocol.Message:
         plan = self.node.peer_plans.find(hello)
@@ -140,18 +141,21 @@ class Answers:
         return protocol.Ok(seconds=lease.left)
 
     def _await_layer(self, question: protocol.AwaitLayer) -> protocol.Message:
-        """Whether a layer is written, after a while at most."""
+        """Wait briefly for a layer. Return whether it is written."""
         lease = self._lease(question)
         offer = lease.part_of
         if offer is None or offer.layers is None:
-            raise protocol.bad_handshake("a wait for a layer of an offer that is not layered")
+            raise protocol.bad_handshake(
+                f"layer {question.layer!r} of request {lease.request!r}",
+                problem="The peer waits for a layer of an offer that is not layered",
+            )
         seconds = min(question.seconds, lease.left, _LONGEST_WAIT)
         written, mark = offer.layers.wait(question.layer, seconds)
         lease.check()
         return protocol.LayerWritten(written=written, mark=self._told(mark))
 
     def _told(self, mark: int | None) -> int | None:
-        """The mark that a reader waits for on its device; waited for here where it cannot."""
+        """Return the mark for a reader to wait for. If readers cannot wait for marks, wait here."""
         transport = self.node.transport
         if mark is not None and not transport.marks_travel and transport.marks is not None:
             transport.marks.wait(mark)
@@ -160,7 +164,7 @@ class Answers:
         return mark
 
     def _check_session(self, session: bytes, caller: Caller) -> None:
-        """Leave no lease to a session that has ended while one was granted."""
+        """Drop the leases of a session that has ended while a lease was granted."""
         try:
             self.sessions.find(session, caller)
         except AtlasError:
@@ -214,7 +218,12 @@ class Answers:
             loan = lease.check_lent()
             if question.stop < lease.gathered:
                 # A duplicate that was delayed: its buffer has a later piece, which is being read.
-                raise protocol.bad_handshake(f"byte {question.start} after {lease.gathered}")
+                raise protocol.bad_handshake(
+                    f"bytes {question.start:,}..{question.stop:,}, after {lease.gathered:,} bytes "
+                    "were gathered",
+                    problem="A delayed request asks again for bytes that were already gathered",
+                    hint="Retry the transfer if it failed. Otherwise there is nothing to do",
+                )
             self.node.fill(part, loan.view(question.buffer, nbytes))
             lease.staged = True
             if question.start <= lease.gathered < question.stop:
@@ -227,7 +236,8 @@ class Answers:
         nbytes = question.stop - question.start
         if not 0 <= nbytes <= self.node.staging.piece:
             raise protocol.bad_handshake(
-                f"a piece {question.start}..{question.stop} of invalid size"
+                f"bytes {question.start:,}..{question.stop:,}, expected a piece of 0 to "
+                f"{self.node.staging.piece:,} bytes"
             )
         return nbytes
 
@@ -236,7 +246,8 @@ class Answers:
         lease.moved_at = lease.asked_at
         if not 0 <= question.stop - question.start <= protocol.MAX_CHECKSUM_SPAN:
             raise protocol.bad_handshake(
-                f"a checksum range {question.start}..{question.stop} of invalid size"
+                f"checksums of bytes {question.start:,}..{question.stop:,}, expected 0 to "
+                f"{protocol.MAX_CHECKSUM_SPAN:,} bytes at once"
             )
         if isinstance(lease.stream, ConvertedStream):
             return self._converted_checksum(question, lease, lease.stream)
@@ -251,7 +262,7 @@ class Answers:
     def _converted_checksum(
         self, question: protocol.GetChecksums, lease: Lease, stream: ConvertedStream
     ) -> protocol.Message:
-        """The checksum of one piece as it travels: formats differ at its two ends."""
+        """Return the checksum of a piece as it is sent: the two ends store different formats."""
         span = question.start, question.stop
         part = StreamPiece.of(stream, *span, SOURCE)
         piece = np.empty(span[1] - span[0], dtype=np.uint8)
@@ -278,14 +289,14 @@ class Answers:
         return protocol.Ok(seconds=left)
 
     def _alone_sends(self, lease: Lease) -> bool:
-        """Whether a peer has no byte of a pull but those that this node gathers for it."""
+        """Whether the peer gets the bytes of a pull only if this node gathers them."""
         if not self._shares_pools():
             return True
         stream, casts = lease.stream, self.node.transport.casts
         return isinstance(stream, ConvertedStream) and not (casts and stream.by_element)
 
     def _reads_in_place(self, peer: Peer) -> bool:
-        """Whether a peer can have read all of an offer that it saw, without a lease."""
+        """Whether a peer can read a whole offer that it found on the board, without a lease."""
         ranks = {"src_rank": self.node.rank, "dst_rank": peer.rank}
         return self._shares_pools() and self.node.route_to(peer).by_element(**ranks)
 
@@ -350,7 +361,7 @@ def _is_complete(question: protocol.Open, offer: Offer) -> bool:
 
 
 def _lent(loan: Loan) -> protocol.Message:
-    """Tell a peer which buffers it has, and how to reach them if they are its alone."""
+    """Return the message that lists lent buffers and, if needed, how to connect to them."""
     if loan.segment is None:
         return protocol.Lent(buffers=loan.buffers)
     region = protocol.RegisteredMemory.of(STAGING, loan.segment.region)
@@ -359,7 +370,7 @@ def _lent(loan: Loan) -> protocol.Message:
 
 def _not_offered(question: protocol.Open) -> AtlasError:
     problem = "The request is not offered to this node"
-    hint = "Call offer first, with a longer time limit if it expired"
+    hint = "Call offer() at the source first, with a larger seconds= if the offer expired"
     return AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(question.request), hint=hint)
 
 

@@ -1,7 +1,7 @@
 """Lending staging buffers to peers: fair shares, and reclaiming from peers without progress.
 
-A lease borrows all its buffers at once. A peer that holds fewer buffers goes before one that holds
-more, and the one that asked first goes before the other. A peer that is alone may use all buffers.
+A lease borrows all its buffers at once. Of several waiting peers, the one that holds the fewest
+buffers goes first, then the one that asked first. A peer that is alone may use all buffers.
 
 While a peer waits, buffers are reclaimed from a lease that is *overdue*: its peer has been silent,
 has not used the buffers, or moves no bytes (`_is_overdue`). If none is overdue and the waiting peer
@@ -11,7 +11,7 @@ The peer of a reclaimed lease may be a stopped process that later continues, in 
 read. It never takes another lease's bytes for its own:
 
 1. The node reclaims under the lease's guard. So no copy for the lease is in progress, and
-   none begins afterwards: `Gather` and `Fetch` check the loan under the guard.
+   none begins afterwards: `Gather` checks the loan under the guard.
 2. The node lends the buffers to another lease only after it has marked this one as reclaimed.
 3. A transfer is ready only when the node has answered `Close` with success, which the reader sends
    after its last read. The node refuses it for a lease that was reclaimed after a `Gather`.
@@ -34,11 +34,11 @@ from kvatlas.wire.leases import Lease, PeerKey
 from kvatlas.wire.peer_buffers import Loan, PeerBuffers
 
 _SILENT_SECONDS = 2.0
-"""A peer that asks nothing for so long is overdue. Readers ask at least every second."""
+"""A lease is overdue if its peer sends no request for this time. Readers send one per second."""
 _UNUSED_SECONDS = 2.0
-"""Buffers that are not used for so long are overdue."""
+"""A lease is overdue if it has not used its buffers for this time."""
 _STUCK_SECONDS = 10.0
-"""A lease without new bytes for so long is overdue, whatever its peer asks."""
+"""A lease is overdue if it moves no new bytes for this time, whatever its peer sends."""
 _SLOWEST = 256 << 10
 """Bytes per second below which a lease is overdue, after `_STUCK_SECONDS`."""
 _PATIENCE = 1.0
@@ -47,7 +47,7 @@ _FRESH = 0.4
 """Seconds for which a peer counts as waiting after it asked: it asks again every 0.2 s."""
 _LOOK_SECONDS = 0.05
 _PER_LEASE = 2
-"""The buffers that one lease may borrow, or half of all if those are more."""
+"""The number of buffers that one lease may borrow, or half of all buffers if that is more."""
 
 
 class _Wish(NamedTuple):
@@ -133,7 +133,7 @@ class Lending:
         return counts
 
     def _may_take(self, peer: PeerKey, count: int, now: float) -> bool:
-        """Whether so many buffers are free, and enough are left if another peer goes first."""
+        """Whether `count` buffers are free, besides those that peers with priority wait for."""
         held = self._held_by_peer()
         free = self.count - sum(held.values())
         own = held[peer], self._wishes[peer].since

@@ -130,10 +130,10 @@ class Node(OfferingNode):
         )  # fmt: skip
 
     def _sources_of(self, source: Plan) -> frozenset[int]:
-        """The ranks of a plan that this node reads from."""
+        """Return the ranks of a plan that this node reads from."""
         convert: dict[str, Any] = {}
         if self.conversion is not None and fingerprint(source) != fingerprint(self.plan):
-            # Who reads from whom does not depend on scales, which the source will say.
+            # The ranks do not depend on the scales, which only the source has.
             convert = {"convert": self.conversion.convert, "src_scales": 1.0, "dst_scales": 1.0}
         return frozenset(route(source, self.plan, **convert).sources(self.rank))
 
@@ -141,7 +141,7 @@ class Node(OfferingNode):
         """Stop expecting a request, and end its pulls. Its blocks may be reused after this.
 
         Raises `deadline` if a read in flight may still write to the blocks after half a minute. The
-        blocks then stay quarantined until it cannot.
+        blocks then stay quarantined until that read has ended.
         """
         self.process.check()
         self._expected.forget(request)
@@ -154,7 +154,7 @@ class Node(OfferingNode):
         if self.process.forked:
             return
         self.server.stop()
-        self.leases.drop_all()  # answers at hand end, whatever they wait for
+        self.leases.drop_all()  # ends answers in progress, whatever they wait for
         self.server.close()
         self.channels.close()
         for request in list(self.offers):

@@ -50,7 +50,6 @@ from kvatlas.wire.protocol import (
     encode,
     new_key,
     pack_tables,
-    unlike_versions,
 )
 from kvatlas.wire.quarantine import Quarantine
 from kvatlas.wire.refusals import lease_expired
@@ -162,14 +161,14 @@ class NodeState:
             self._check_pools_are_shared(device)
 
     def _check_pools_are_shared(self, device: str) -> None:
-        """Refuse pools that no peer reaches, where no staging buffer is reached instead."""
+        """Raise an error if peers could access neither the pools nor staging buffers."""
         transport = self.transport
         if transport.shared == "staging" or not transport.takes(device):
             raise AtlasError(
                 Code.CONTRADICTORY,
                 "Peers could access neither the pools of this node nor staging buffers",
                 got=f"buffers=0, pools on {device}, {transport.name} shares {transport.shared!r}",
-                hint="Omit buffers=, or share the pools over a transport that supports the device",
+                hint='Omit buffers=, or use a transport with shared="all" that supports the device',
             )
 
     def check_plan_travels(self) -> None:
@@ -185,7 +184,7 @@ class NodeState:
             raise AtlasError(Code.TOO_MANY, problem, got=got, hint=hint) from None
 
     def hello(self, *, with_plan: bool, version: int = VERSION) -> Hello:
-        """Describe this node to a peer of a protocol version."""
+        """Return the hello of this node for a peer with the given protocol version."""
         memory = self.transport.reachable
         if self.transport.lends_segments:
             memory = {STAGING: Memory(0, 0)}
@@ -214,7 +213,10 @@ class NodeState:
         """Raise an error for a name that the peer has not proved, or a version that is too old."""
         self.security.check_name(peer.name, peer.names)
         if peer.version < self.transport.oldest_version:
-            raise unlike_versions(peer.version, peer.version)
+            needed = f"protocol version {self.transport.oldest_version} or newer at both ends"
+            problem = f"The transport {self.transport.name!r} needs {needed}"
+            got, hint = f"version {peer.version} at {peer.name!r}", "Upgrade kvatlas there"
+            raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
 
     def authorise(self, asked: AskedRead) -> AbstractContextManager[None]:
         """Allow a peer to read bytes that its lease covers, or raise an error."""
@@ -284,7 +286,7 @@ class NodeState:
         return made
 
     def _agreed_route(self, peer: Peer, src: Plan, dst: Plan) -> Route:
-        """The route between two plans, as both ends want it where formats are unlike."""
+        """Return the route between two plans, with the conversion that both ends request."""
         mine, theirs = self.conversion, peer.conversion
         if fingerprint(src) == fingerprint(dst) or (mine is None and theirs is None):
             return route(src, dst)
@@ -301,7 +303,7 @@ class NodeState:
         return route(src, dst, convert=mine.convert, src_scales=scales[0], dst_scales=scales[1])
 
     def readers(self, peer: Peer) -> list[int]:
-        """The ranks of a peer's plan that read from this node."""
+        """Return the ranks of a peer's plan that read from this node."""
         outgoing = self.route_to(peer)
         return [rank for rank in range(peer.plan.ranks) if self.rank in outgoing.sources(rank)]
 
@@ -329,12 +331,16 @@ class NodeState:
         return part.deliver(piece, self._scatter_converted if part.parts else self.mover.scatter)
 
     def _scatter_converted(self, copies: Sequence[Copy], stream: Any) -> int:
-        """Scatter what the caller has converted, which a GPU may not have done yet."""
+        """Scatter a converted piece, after waiting for the GPU work that converts it."""
         self.mover.wait_for_caller()
         return self.mover.scatter(copies, stream)
 
     def post(self, offer: Offer) -> None:
-        """Post an offer on the board for peers on this host, if any peer may read all of it."""
+        """Post an offer on the board, where peers on this host find it without a request.
+
+        Offers that are restricted to some readers, that are written layer by layer, or that have
+        another identity than this node, are not posted.
+        """
         board = self.transport.board
         own = offer.identity == self.identity
         if board is not None and offer.readers is None and offer.layers is None and own:
@@ -342,7 +348,7 @@ class NodeState:
             board.post(PostedOffer(offer.request, tables, offer.start, offer.stop, offer.mark))
 
     def posting(self, request: str) -> Posting | None:
-        """Return where an offer is posted now; None if it is not."""
+        """Return the posting of an offer on the board; None if it is not posted."""
         board = self.transport.board
         return None if board is None else board.posting(request)
 
@@ -350,7 +356,7 @@ class NodeState:
         """End an offer and its leases, and notify its owner. With `only`, end just that offer."""
         with self.lock:
             if only is not None and self.offers.get(request) is not only:
-                return  # it has ended, and the one that is there now is another
+                return  # it has ended; a newer offer has its name
             offer = self.offers.pop(request, None)
             if self.transport.board is not None:
                 self.transport.board.take_down(request)
@@ -362,16 +368,16 @@ class NodeState:
             try:
                 offer.released(request, why)
             except Exception:
-                # Whoever made the offer has failed; peers and other requests have not.
+                # An error of the callback must not affect peers or other requests.
                 log.exception("released callback failed request=%r why=%s", request, why)
 
     def _lease_ended(self, lease: Lease) -> None:
-        """Return the lease's buffers. A peer that still reads them is not confirmed."""
+        """Return the lease's buffers. A peer that still reads them gets no confirmation."""
         if lease.loan is not None:
             self.lending.take_back(lease, lease.loan)
 
     def reclaim_buffers(self, lease: Lease) -> None:
-        """Take the staging buffers of a lease for another peer. `lending` has the reasons."""
+        """Take the staging buffers of a lease for another peer. See `lending` for the rules."""
         with lease.guard:
             if lease.over or lease.loan is None:
                 return

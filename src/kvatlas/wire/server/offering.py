@@ -22,7 +22,7 @@ _LONGEST_OFFER = 3600.0
 
 
 class OfferingNode(NodeState):
-    """A node that offers requests at its endpoint. Its sessions need no more of it."""
+    """A node that offers requests at its endpoint: the part of `Node` that sessions use."""
 
     server: Server
 
@@ -82,10 +82,14 @@ class OfferingNode(NodeState):
         self.process.check()
         with self.lock:
             offer = self.offers.get(request)
-        if offer is None or offer.layers is None:
-            problem = "There is no layered offer of this name, or it has expired"
-            hint = "Call offer(..., layered=True) first, with a longer time limit"
-            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request)[:300], hint=hint)
+        got = repr(request)[:300]
+        if offer is None:
+            problem = "There is no offer of this name, or it has expired"
+            hint = "Call offer(..., layered=True) first, with a larger seconds= if it expired"
+            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=got, hint=hint)
+        if offer.layers is None:
+            problem, hint = "The offer is not layered", "Call offer(..., layered=True)"
+            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=got, hint=hint)
         offer.layers.add(layer, self.mark())
 
     def withdraw(self, request: str) -> None:

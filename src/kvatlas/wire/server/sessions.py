@@ -94,7 +94,7 @@ class Sessions:
         raise AtlasError(
             Code.UNKNOWN_SESSION,
             got="an unknown session key",
-            hint="Connect again",
+            hint="Connect to the node again",
         )
 
     def disconnected(self, caller: Caller) -> None:
@@ -121,7 +121,7 @@ class Sessions:
             session.ends = float("inf")
 
     def _left_behind(self, peer: Peer) -> set[bytes]:
-        """Sessions of a process that has started again since, and has lost its connections."""
+        """Return the sessions of an earlier process of this peer that have no connection left."""
         return {
             key
             for key, one in self._open.items()
@@ -134,7 +134,9 @@ class Sessions:
         of_one = sum(one.first.identity == caller.identity for one in self._open.values())
         if len(self._open) >= _MAX_SESSIONS or of_one >= _MAX_OF_ONE:
             raise BusyError(
-                f"{of_one} sessions of this peer, {len(self._open)} in total", _GRACE_SECONDS
+                f"{of_one:,} sessions of this host or certificate (limit {_MAX_OF_ONE:,}), "
+                f"{len(self._open):,} in total (limit {_MAX_SESSIONS:,})",
+                _GRACE_SECONDS,
             )
 
     def _forget(self, keys: set[bytes]) -> None:

@@ -17,7 +17,7 @@ LEASE_BYTES = 16
 
 
 class Access(NamedTuple):
-    """What a link shows to the peer that it reads from."""
+    """The session that a link presents to its peer, and the host name that it verifies."""
 
     session: bytes = bytes(SESSION_BYTES)
     """The id of the session that the link belongs to; not the key of the session."""
@@ -51,11 +51,11 @@ class Guarantees(NamedTuple):
     """
 
     confidentiality: bool = False
-    """Nobody else can read the bytes on their way."""
+    """No third party can read the bytes in transit."""
     integrity: bool = False
-    """Bytes that are changed on their way are detected."""
+    """Changes of the bytes in transit are detected."""
     authentication: bool = False
-    """Only peers that the node has let in can access memory."""
+    """Only peers that the node has authenticated can access memory."""
     authorisation: bool = False
     """A peer can access only the bytes that its leases cover."""
 

@@ -75,15 +75,19 @@ class TcpTransport(Transport):
         return errors.write_metadata(published)
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
-        """A link to a peer that has these regions. It is connected when it signs in."""
+        """Return a link to a peer that has these regions. `sign_in` opens its first connection."""
         published = errors.read_metadata(metadata, TcpPublished)
         try:
             ipaddress.ip_address(published.address)
         except ValueError:
-            raise errors.bad_metadata(f"the address {published.address[:64]!r}") from None
+            got = f"address {published.address[:64]!r}, expected an IP address"
+            raise errors.bad_metadata(got) from None
         token = len(published.token)
-        if not 0 < published.port < 1 << 16 or token != tcp_admission.TOKEN_BYTES:
-            raise errors.bad_metadata(f"port {published.port} and a token of {token} bytes")
+        if not 0 < published.port < 1 << 16:
+            raise errors.bad_metadata(f"port {published.port}, expected 1 to 65,535")
+        if token != tcp_admission.TOKEN_BYTES:
+            expected = tcp_admission.TOKEN_BYTES
+            raise errors.bad_metadata(f"a token of {token} bytes, expected {expected}")
         for pool, at in memory.items():
             if published.regions.get(pool) != (at.address, at.nbytes):
                 raise errors.bad_metadata(f"region {pool}, which does not match the handshake")

@@ -47,7 +47,7 @@ _AT_ONCE = 16
 
 
 def proof(token: bytes, challenge: bytes, session: bytes = bytes(SESSION_BYTES)) -> bytes:
-    """Compute the answer to a challenge for a session: the session's id, then a proof."""
+    """Return the answer to a challenge: the id of the session, then a proof of the token."""
     shown = hmac.digest(token, b"kvatlas tcp 2" + challenge + session, hashlib.sha256)
     return session + shown
 
@@ -118,7 +118,7 @@ class Admission(threading.Thread):
             except BlockingIOError:
                 return
             except OSError as problem:
-                if not self._closed:  # most likely out of descriptors: not again at once
+                if not self._closed:  # most likely out of descriptors: wait before a retry
                     log.warning("accept failed problem=%r", str(problem))
                     self._make_room(MOST_UNPROVEN // 2)
                     time.sleep(0.02)

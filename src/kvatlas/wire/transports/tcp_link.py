@@ -40,17 +40,17 @@ _MEETING = 5.0
 _MOST_IDLE = 8
 """The number of idle connections that a link keeps."""
 _MOST_BYTES = 128 << 30
-"""Bytes after which a connection is replaced: TLS limits what one key may encrypt to 2**38."""
+"""Bytes after which a connection is replaced: TLS limits one key to 2**38 bytes."""
 _PAUSE = 2
 """Milliseconds between checks of the clock while a peer sends nothing."""
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _ENDED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 _ATTEMPTS = 4
-"""How often a connection is opened that the peer drops before it has authenticated it."""
+"""How often to try, if the peer drops connections before it has authenticated them."""
 
 
 class TcpPublished(msgspec.Struct, tag="tcp", forbid_unknown_fields=True):
-    """Where a transport serves its regions, and the token that authorizes reads."""
+    """The address at which a transport serves its regions, and the token that authorizes reads."""
 
     address: str
     port: int
@@ -100,7 +100,7 @@ class TcpLink(Link):
         # The regions are looked up now: the bounds were checked against these.
         questions = [part for copy in copies for part in _questions(copy, self.mine, lease)]
         handle = _Read(self, questions)
-        with suppress(AtlasError):  # whoever waits for it will see
+        with suppress(AtlasError):  # wait() raises it again
             handle.poll()
         return handle
 
@@ -113,10 +113,10 @@ class TcpLink(Link):
                 one = self._idle.pop()
             if not _readable(one, 0):
                 return one
-            one.close()  # the peer has ended it: it says nothing unasked
+            one.close()  # the peer has closed it: it sends nothing unrequested
 
     def give_back(self, one: socket.socket, nbytes: int) -> None:
-        """Keep a connection on which everything requested has arrived, so many bytes."""
+        """Keep a connection for the next read, after `nbytes` bytes have arrived on it."""
         with self._lock:
             received = self._received[one] = self._received.get(one, 0) + nbytes
             if self.open and len(self._idle) < _MOST_IDLE and received < _MOST_BYTES:
@@ -133,7 +133,7 @@ class TcpLink(Link):
 
 @dataclass(frozen=True)
 class _Question:
-    """Runs of a region of the peer, and where they go."""
+    """One request: runs of a region of the peer, and their destinations."""
 
     pool: int
     src: Int64s
@@ -144,13 +144,13 @@ class _Question:
 
     @property
     def payload(self) -> bytes:
-        """How the peer is asked."""
+        """The request as it is sent."""
         head = tcp_server.QUESTION.pack(self.pool, len(self.length), self.lease)
         return head + self.src.astype("<i8").tobytes() + self.length.astype("<i8").tobytes()
 
 
 def _questions(copy: Copy, mine: Mapping[int, Memory], lease: bytes) -> Iterator[_Question]:
-    """A copy as questions: short runs together, long ones apart from them."""
+    """Split a copy into requests, with short and long runs in separate ones."""
     into = as_bytes(mine[copy.dst_pool])
     long = copy.length >= SHORT
     for chosen in (np.flatnonzero(~long), np.flatnonzero(long)):
@@ -165,7 +165,7 @@ def _questions(copy: Copy, mine: Mapping[int, Memory], lease: bytes) -> Iterator
 
 
 class _Read(Stepwise):
-    """Asks, one question ahead of the answer that it waits for, and puts answers where they go."""
+    """Sends requests, one ahead of the reply that it waits for, and stores the replies."""
 
     def __init__(self, link: TcpLink, questions: Sequence[_Question]) -> None:
         super().__init__(self._run(link, questions))
@@ -175,7 +175,7 @@ class _Read(Stepwise):
         self._moved = 0
 
     def _pause(self, seconds: float) -> None:
-        """The peer has to act: look again as soon as it has."""
+        """Wait until the peer has sent bytes, or can receive more."""
         one = self._connection
         if one is None or one.fileno() < 0:
             time.sleep(seconds)
@@ -219,7 +219,7 @@ class _Read(Stepwise):
             yield from self._receive(asked.popleft())
 
     def _open(self, link: TcpLink) -> Iterator[None]:
-        """Connect and authenticate, with the first secret that the peer knows too."""
+        """Connect and authenticate, with the first secret that the peer accepts."""
         choices, attempts, refusal = link.security.choices, _ATTEMPTS, None
         while choices:
             try:
@@ -307,7 +307,7 @@ class _Read(Stepwise):
         raise_refusal(protocol.decode(bytes(payload), protocol.Refusal))
 
     def _fill(self, view: memoryview) -> Iterator[None]:
-        """Take so many bytes as they come, a step at a time."""
+        """Receive bytes until `view` is full, a step at a time."""
         one = self._connection
         assert one is not None  # noqa: S101
         while view:
@@ -327,19 +327,19 @@ class _Read(Stepwise):
                 yield
 
     def _send(self, one: socket.socket) -> None:
-        """Send what can be sent now; a peer that is busy answering reads on later."""
+        """Send as much as the socket takes now. The rest is sent while replies are received."""
         with suppress(*_NOT_NOW):
             self._outgoing = self._outgoing[one.send(self._outgoing) :]
 
 
 def _changed(got: str) -> AtlasError:
-    """The error for bytes that TLS has rejected."""
-    hint = "Retry the transfer, and check who can change packets on this network"
-    return AtlasError(Code.CHECKSUM, "The bytes were changed on their way", got=got, hint=hint)
+    """Return the error for bytes that TLS has rejected."""
+    hint = "Retry the transfer, and check the network for faults and for attackers"
+    return AtlasError(Code.CHECKSUM, "The bytes were changed in transit", got=got, hint=hint)
 
 
 def _readable(one: socket.socket, milliseconds: int, *, writable: bool = False) -> bool:
-    """Wait until something has come, or something more can be sent; whether so."""
+    """Wait until a socket is readable (or, with `writable`, writable). Return whether it is."""
     looked = select.poll()
     looked.register(one.fileno(), select.POLLIN | (select.POLLOUT if writable else 0))
     return bool(looked.poll(milliseconds))

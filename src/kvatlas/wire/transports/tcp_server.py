@@ -46,7 +46,7 @@ GATHERED = 256 << 10
 SHORT = 16 << 10
 """Shorter runs are gathered before they are sent; longer ones are sent without a copy."""
 GRANTED, REFUSED = b"+", b"-"
-"""The first byte of an answer. Then come the bytes of the runs, or the error."""
+"""The first byte of a reply. The bytes of the runs, or the error, follow."""
 REFUSAL = struct.Struct("<I")
 """The size of the error that follows."""
 LONGEST_REFUSAL = 64 << 10
@@ -98,7 +98,7 @@ class RegionServer:
     def close(self) -> None:
         """End all connections. Returns once no thread reads the regions."""
         self._admission.stop()
-        self._admission.join()  # nobody is admitted after this
+        self._admission.join()  # no connection is admitted after this
         with self._lock:
             self._closed = True
             threads = dict(self._threads)
@@ -132,7 +132,7 @@ class RegionServer:
             while True:
                 self._answer(admitted)
         except (OSError, EOFError):
-            pass  # it is gone, or its question makes no sense
+            pass  # the peer is gone, or its request is invalid
         except Exception:
             log.exception("serving a read failed")
         finally:
@@ -141,7 +141,7 @@ class RegionServer:
             one.close()
 
     def _answer(self, admitted: Admitted) -> None:
-        """Send the runs that are asked for next, or the reason why not."""
+        """Receive one request, and send its runs or an error."""
         one = admitted.connection
         pool, count, lease = QUESTION.unpack(_exactly(one, QUESTION.size))
         if not 0 < count <= MOST_RUNS:
@@ -171,7 +171,7 @@ def _send_runs(one: socket.socket, region: Bytes, starts: Int64s, length: Int64s
 
 
 def _gathered(region: Bytes, starts: Int64s, length: Int64s) -> Bytes:
-    """The first byte of the answer, and the runs, which are copied to an aligned address."""
+    """Return the first byte of the reply, and the runs after it at an aligned address."""
     together = np.empty(_ALIGNMENT + int(length.sum()), np.uint8)
     together[_ALIGNMENT - 1] = GRANTED[0]
     into = together[_ALIGNMENT:]
@@ -181,7 +181,7 @@ def _gathered(region: Bytes, starts: Int64s, length: Int64s) -> Bytes:
 
 
 def _exactly(one: socket.socket, nbytes: int) -> bytearray:
-    """So many bytes, or EOFError."""
+    """Receive exactly `nbytes` bytes. Raise EOFError if the connection ends before."""
     arrived = bytearray(nbytes)
     view = memoryview(arrived)
     while view:
@@ -193,7 +193,7 @@ def _exactly(one: socket.socket, nbytes: int) -> bytearray:
 
 
 def _hang_up(one: socket.socket) -> None:
-    """End a connection for the thread that waits there."""
+    """Shut a connection down, so that a thread that waits on it returns."""
     with suppress(OSError):
-        # Not the method of TLS sockets, which would go on in the clear.
+        # `SSLSocket.shutdown` would drop TLS: later data would be sent unencrypted.
         socket.socket.shutdown(one, socket.SHUT_RDWR)
