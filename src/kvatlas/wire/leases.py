@@ -231,7 +231,7 @@ def buffers_reclaimed() -> AtlasError:
     return AtlasError(
         Code.BUFFERS_RECLAIMED,
         got="a transfer that made no progress while other peers waited for buffers",
-        hint="Retry the transfer, or give the source node more buffers",
+        hint="Retry the transfer, or pass a larger buffers= to the source node",
     )
 
 

@@ -196,8 +196,10 @@ def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
         raise bad_handshake(f"memory for pools {given}, expected pools {sorted(pools)}")
     for index, pool in pools.items():
         if memory[index].nbytes < pool.nbytes:
-            got = f"pool {index} of {memory[index].nbytes:,} bytes, expected {pool.nbytes:,}"
-            raise bad_handshake(got)
+            nbytes = memory[index].nbytes
+            raise bad_handshake(
+                f"pool {index} of {nbytes:,} bytes, expected at least {pool.nbytes:,}"
+            )
         address = memory[index].address
         if address % ALIGNMENT or not address:
             expected = f"expected a multiple of {ALIGNMENT} above 0"

@@ -45,7 +45,7 @@ class ReadGrant:
         self._session, self._names = session_id(session), names
         self._stream, self._lent, self._piece = stream, lent, piece
         self._sends: dict[object, Callable[[], None]] = {}
-        """Ends the connection of each send in progress."""
+        """For each send in progress, the function that ends its connection."""
         self._changed = threading.Condition()
         self._over = False
 

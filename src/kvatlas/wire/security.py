@@ -189,7 +189,7 @@ class Security:
             raise AtlasError(
                 Code.FORBIDDEN,
                 got=f"a {act} by {name!r}",
-                hint=f"Pass peers={{{name!r}: PeerAccess(..., {role}=True)}} to the other node",
+                hint=f"Pass peers={{{name!r}: PeerAccess(..., {role}=True)}} to the refusing node",
             )
 
     def _opening(self, host: str, choice: int) -> tuple[ssl.SSLContext, str]:
@@ -306,7 +306,7 @@ def _peer_identities(
 def _check_contexts(tls: TlsContexts, secret: Secret) -> None:
     """Raise an error for TLS contexts without verification, or together with a secret."""
     if not isinstance(tls, TlsContexts):
-        problem, hint = "tls must be a pair of TLS contexts", "Pass TlsContexts(server, client)"
+        problem, hint = "tls= must be a TlsContexts object", "Pass TlsContexts(server, client)"
         raise AtlasError(Code.BAD_SECRET, problem, got=f"a {type(tls).__name__}", hint=hint)
     if secret is not None:
         problem, hint = "A node cannot have both secret= and tls=", "Omit secret= or tls="

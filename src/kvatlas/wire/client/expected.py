@@ -326,7 +326,7 @@ def _check_tokens(expected: Expected, question: protocol.Announce) -> None:
             f"The tokens of a push must be those that are expected, {expected.start}.."
             f"{expected.stop}",
             got=(question.start, question.stop),
-            hint="Pass the same tokens to expect and push",
+            hint="Pass the same tokens to expect() and push()",
         )
 
 

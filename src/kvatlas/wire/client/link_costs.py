@@ -51,8 +51,8 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
         if wanted.how == "auto":
             return "staged"
         hint = (
-            'Use make_transport(..., shared="all") with a transport for the pools\' device at both '
-            'nodes, or how="staged"'
+            'Use how="staged", or at both nodes make_transport(..., shared="all") with a transport '
+            "that supports the device of the pools"
         )
         problem = "The transport cannot access the pools of one of the nodes"
         raise failed(f"how={wanted.how!r}", hint, problem)

@@ -19,7 +19,6 @@ from kvatlas.models import CacheIdentity
 from kvatlas.routing import Copy, Stream
 from kvatlas.routing.token_ranges import token_range
 from kvatlas.wire import protocol
-from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.peer_connection import PeerConnection
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest
@@ -477,7 +476,11 @@ class RankLease:
         patience = time.monotonic() + _SEVERED
         while not all(handle.settle() for handle in self.given_up["blocks"]):
             if time.monotonic() > patience:
-                self.transfer.failed(self.rank, no_answer(self.connection.endpoint))
+                problem = "A stalled read may still write to the blocks after its link was closed"
+                got = f"a read from {self.connection.endpoint}"
+                hint = "Retry the transfer with other blocks"
+                error = AtlasError(Code.DEADLINE, problem, got=got, hint=hint)
+                self.transfer.failed(self.rank, error)
                 return
             time.sleep(0.01)
 

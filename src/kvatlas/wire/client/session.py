@@ -269,7 +269,7 @@ class Session:
                 Code.PEER_LOST,
                 "The session is closed" if self._closed else "The session has no peers",
                 got="no connection",
-                hint="Open a session with the endpoints of the other plan's ranks",
+                hint="Open a new session with the endpoints of the other plan's ranks",
             )
         return next(iter(self._connections.known.values()))
 

@@ -187,7 +187,7 @@ class Transfer:
                 "The transfer does not deliver this layer",
                 repr(min(others, key=str))[:200],
             )
-            hint = "Use layer names of the plan that the transfer includes"
+            hint = "Pass names in plan.layers, and only those that were passed to pull(layers=...)"
             raise AtlasError(Code.UNKNOWN_LAYER, problem, got=got, hint=hint)
         while not wanted <= self.layers:
             if self.done:

@@ -154,7 +154,7 @@ class NodeState:
             raise AtlasError(
                 Code.BAD_SIZE,
                 f"A staging buffer must have at least {MIN_PIECE_BYTES} bytes",
-                got=self.piece,
+                got=f"piece={self.piece}",
                 hint="Omit piece=, or pass buffers=0 for no staging",
             )
         if not self.buffers:

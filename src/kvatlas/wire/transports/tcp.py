@@ -90,7 +90,7 @@ class TcpTransport(Transport):
             raise errors.bad_metadata(f"a token of {token} bytes, expected {expected}")
         for pool, at in memory.items():
             if published.regions.get(pool) != (at.address, at.nbytes):
-                raise errors.bad_metadata(f"region {pool}, which does not match the handshake")
+                raise errors.bad_metadata(f"region {pool}, unlike its address or size in the hello")
         link = TcpLink(self, published, memory, self.security)
         self._links.add(link)
         return link
