@@ -29,8 +29,8 @@ _keys = itertools.count()
 def lease_of(name: str, **given: Any) -> Lease:
     key = next(_keys).to_bytes(16, "little")
     about: dict[str, Any] = {
-        "key": key, "session": name.encode().ljust(16), "request": "r", "direction": "pull",
-        "peer_rank": 0, "complete": True, "stream": None, "entries": 1,
+        "key": key, "session": name.encode().ljust(16), "request": "r",
+        "complete": True, "stream": None, "entries": 1,
         "expires": time.monotonic() + 60, "peer": ("here", name),
     }  # fmt: skip
     return Lease(**about | given)
@@ -258,7 +258,7 @@ def test_leases_are_bounded_for_each_peer(monkeypatch: pytest.MonkeyPatch) -> No
 
     def grant(host: str, name: str, entries: int = 1) -> Lease:
         about = lease_of(name, peer=(host, name), entries=entries)
-        given = ("session", "request", "direction", "peer_rank", "complete", "stream", "entries")
+        given = ("session", "request", "complete", "stream", "entries")
         return leases.grant(9.0, peer=about.peer, **{one: getattr(about, one) for one in given})
 
     held = [grant("one", "a") for _ in range(3)]
