@@ -76,8 +76,7 @@ INTERNAL: dict[str, str] = {
     """,
     "wire": """
         copying.cuda_driver copying.device_marks copying.device_queue copying.file_runs
-        copying.gather_scatter
-        copying.memory copying.memory_copy copying.movers
+        copying.gather_scatter copying.memory copying.memory_copy copying.movers
         copying.pool_bounds copying.read_coalescing copying.run_bounds copying.stream_copy
         geometry.address_arrays geometry.integers planning.plans routing.block_tables
         routing.conversion routing.request_shape routing.run_grids routing.token_ranges

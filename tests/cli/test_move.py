@@ -95,7 +95,7 @@ def test_a_helper_process_that_fails_is_no_traceback(tmp_path: Path) -> None:
     lines = result.stderr.splitlines()
     assert [line.split(":")[0].strip() for line in lines] == ["error", "got", "hint", "code"]
     assert "The sample server process did not start" in lines[0]
-    assert lines[1].endswith("RuntimeError: nothing works today")
+    assert lines[1].endswith("'RuntimeError: nothing works today'")
 
 
 def test_python_m_kvatlas() -> None:
