@@ -101,7 +101,10 @@ def layouts(as_json: Json = False) -> None:
         if backend.layouts:
             takes.add_row(backend.name, ", ".join(backend.layouts))
     takes.add_row("all others", "all six")
-    legend = "Axes, outermost first: L page, B block, H head, N state, C content."
+    legend = (
+        "Axes, outermost first: L page (one per layer), B block, H head, "
+        "N state (a token in plain attention), C content (bytes)."
+    )
     parts = (indented(made), indented(takes), Text(legend, style="dim"))
     answer(as_json, {"layouts": facts}, *parts)
 

@@ -123,8 +123,8 @@ def memory_for_cache(
     Traceback (most recent call last):
         ...
     kvatlas.errors.AtlasError: The weights leave no memory for a cache. Got 40 GiB of weights \
-and 3 GiB of overhead for 19.8 GiB, 90% of an L4. Use more ranks, a larger GPU or smaller \
-weights. [weights_too_large]
+and 3 GiB of overhead per rank for 19.8 GiB, 90% of an L4. Use more ranks, a larger GPU or \
+smaller weights. [weights_too_large]
     """
     if not 0 < utilization <= 1:
         hint = "Pass the fraction of the GPU's memory to use, such as 0.9"
@@ -141,7 +141,7 @@ weights. [weights_too_large]
     article = "an" if gpu.name[0] in "AHLM" else "a"
     raise AtlasError(
         Code.WEIGHTS_TOO_LARGE,
-        got=f"{size(weights)} of weights and {size(overhead)} of overhead "
+        got=f"{size(weights)} of weights and {size(overhead)} of overhead per rank "
         f"for {size(usable)}, {utilization:.0%} of {article} {gpu.name}",
         hint="Use more ranks, a larger GPU or smaller weights",
     )

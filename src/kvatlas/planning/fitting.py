@@ -288,8 +288,8 @@ def given_topology(
         raise AtlasError(
             Code.CONTRADICTORY,
             f"tp x pp x dp must be the number of GPUs, {gpus}",
-            got=f"{topology}, which is {topology.gpus} GPUs",
-            hint="Omit tp=, or change tp, pp, dp or the number of GPUs",
+            got=f"{topology}, a product of {topology.gpus}",
+            hint="Omit tp, change tp, pp or dp, or give the kind of GPU without a number",
         )
     if topology.ep > topology.gpus:
         raise AtlasError(

@@ -182,7 +182,7 @@ def explain(plan: PlanData) -> str:
     if waste.pages:
         lines.append(f"  {size(waste.pages)} at the end of pages, to make them the same size.")
     if waste.empty:
-        lines.append(f"  {size(waste.empty)} in blocks, where no page of the group uses them.")
+        lines.append(f"  {size(waste.empty)} in blocks that the pages of their group do not fill.")
     for stage in range(plan.pp):
         idle = plan.memory - sum(pool.nbytes for pool in plan.pools if pool.stage == stage)
         name = f" on stage {stage}" if plan.pp > 1 else ""

@@ -135,7 +135,7 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
         raise AtlasError(
             Code.BAD_HANDSHAKE,
             "The two ends use different transports",
-            got=f"{hello.transport!r} at the peer, {transport!r} here",
+            got=f"{transport!r}, and {hello.transport!r} at node {hello.name!r}",
             hint="Use the same transport in both nodes",
         )
     if hello.fingerprint != fingerprint(plan):
@@ -166,24 +166,29 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
     )
 
 
-def check_same_identity(mine: CacheIdentity | None, theirs: CacheIdentity | None) -> None:
+def check_same_identity(
+    mine: CacheIdentity | None, theirs: CacheIdentity | None, *, nodes: tuple[str, str]
+) -> None:
     """Raise `different_identity` unless both caches use the same weights and settings.
 
+    `nodes` are the names of this node and of the peer. The error contains them, because either
+    end may read it.
+
     >>> base = CacheIdentity(weights="base")
-    >>> check_same_identity(base, CacheIdentity(weights="tuned"))
+    >>> check_same_identity(base, CacheIdentity(weights="tuned"), nodes=("here", "there"))
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: The two ends compute their caches with different weights or \
-settings. Got weights 'base' and 'tuned' (this node and the peer). Serve the same checkpoint at \
+settings. Got weights 'base' and 'tuned' (nodes 'here' and 'there'). Serve the same checkpoint at \
 both ends, or pass check_identity=False at both. [different_identity]
     """
     if mine == theirs:
         return
     if mine is None:
-        got = "an identity at the peer and none here"
+        got = f"no identity at node {nodes[0]!r} and one at {nodes[1]!r}"
     elif theirs is None:
-        got = f"weights {mine.weights!r} here and no identity at the peer"
+        got = f"weights {mine.weights!r} at node {nodes[0]!r} and no identity at {nodes[1]!r}"
     else:
-        got = f"{mine.differences(theirs)} (this node and the peer)"
+        got = f"{mine.differences(theirs)} (nodes {nodes[0]!r} and {nodes[1]!r})"
     hint = "Serve the same checkpoint at both ends, or pass check_identity=False at both"
     raise AtlasError(Code.DIFFERENT_IDENTITY, got=got, hint=hint)
 

@@ -103,7 +103,8 @@ class Answers:
         tokens = question.start, question.stop
         offer.check_asked(tokens, told, node.plan)
         if node.check_identity or question.identity is not None:
-            check_same_identity(offer.identity, question.identity or peer.identity)
+            asked = question.identity or peer.identity
+            check_same_identity(offer.identity, asked, nodes=(node.name, peer.name))
         node.security.check_role(peer.name, "pull")
         stream = node.stream(peer, offer.blocks, theirs, tokens, question.layers, incoming=False)
         mark = self._told(offer.mark)

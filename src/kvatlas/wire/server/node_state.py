@@ -207,7 +207,7 @@ class NodeState:
     def check_peer_identity(self, peer: Peer) -> None:
         """Raise `different_identity` if the peer's caches use other weights or settings."""
         if self.check_identity:
-            check_same_identity(self.identity, peer.identity)
+            check_same_identity(self.identity, peer.identity, nodes=(self.name, peer.name))
 
     def check_peer(self, peer: Peer) -> None:
         """Raise an error for a name that the peer has not proved, or a version that is too old."""
@@ -294,7 +294,7 @@ class NodeState:
             named = [repr(terms.convert) if terms else "nothing" for terms in (mine, theirs)]
             raise AtlasError(
                 Code.UNLIKE_CONVERSIONS,
-                got=f"{named[0]} here, {named[1]} at the peer",
+                got=f"{named[0]} at node {self.name!r}, {named[1]} at {peer.name!r}",
                 hint="Pass the same convert= to both nodes",
             )
         scales = [mine.scales or None, theirs.scales or None]
