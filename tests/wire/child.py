@@ -28,7 +28,7 @@ from kvatlas.wire import Handle, Node, Session, make_transport, memory_of
 from kvatlas.wire.client import direct
 from kvatlas.wire.sample_server import random_bytes
 from tests.identities import OURS
-from tests.wire.forking import forked, until_stopped
+from tests.wire.forking import forked, forked_idler, until_stopped
 from tests.wire.helpers import waited
 
 TOKENS = 500
@@ -190,10 +190,7 @@ def _fork_on_signal(note: str) -> None:
     def fork(*_: object) -> None:
         if Path(note).exists():
             return
-        number = os.fork()
-        while not number:
-            signal.pause()
-        Path(note).write_text(str(number))
+        Path(note).write_text(str(forked_idler()))
 
     signal.signal(signal.SIGUSR1, fork)
 

@@ -6,6 +6,8 @@ Nothing has run in that server, so that a test can afford many processes.
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -37,3 +39,20 @@ def until_stopped(pid: int) -> None:
     while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks):
         assert time.monotonic() < deadline, "it does not stop"
         time.sleep(0.001)
+
+
+def forked_idler() -> int:
+    """Fork a process that does nothing, and return its number once it runs.
+
+    It has then closed what it closes after a fork, and has all else that its parent has.
+    """
+    runs, running = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(running, b"x")
+        while True:
+            signal.pause()
+    os.read(runs, 1)
+    os.close(runs)
+    os.close(running)
+    return child

@@ -27,7 +27,7 @@ from kvatlas.wire.transports.sealed_memory import SEALS, map_sealed
 from kvatlas.wire.transports.shm import ShmTransport
 from kvatlas.wire.transports.shm_segments import containing, create_segment
 from kvatlas.wire.transports.shm_sockets import SegmentServer, receive_descriptors
-from tests.wire.forking import forked, until_stopped
+from tests.wire.forking import forked, forked_idler, until_stopped
 from tests.wire.helpers import waited
 from tests.wire.transports.ends import eventually, soon
 
@@ -61,7 +61,7 @@ def serve(tester: Connection, size: int = 4096) -> None:
         if word == "truncate":
             tester.send([_errno(os.ftruncate, pool.descriptor, n) for n in (0, 1 << 20)])
         elif word == "fork":
-            tester.send(_forked_idler())
+            tester.send(forked_idler())
 
 
 def _errno(act: Any, *arguments: Any) -> int:
@@ -70,14 +70,6 @@ def _errno(act: Any, *arguments: Any) -> int:
     except OSError as problem:
         return int(problem.errno or 0)
     return 0
-
-
-def _forked_idler() -> int:
-    """A child that lives on, and has all that its parent has not closed for it."""
-    child = os.fork()
-    if not child:
-        signal.pause()
-    return child
 
 
 @contextmanager
