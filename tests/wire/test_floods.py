@@ -23,10 +23,11 @@ from kvatlas.wire.channels import Channels
 from kvatlas.wire.connection import split_endpoint
 from kvatlas.wire.rpc import Server
 from kvatlas.wire.security import Security
+from tests.profiles import DEEP
 from tests.wire.forking import forked
 
 SECRET = bytes(range(32))
-FLOOD = 2000
+FLOOD = 2000 if DEEP else 400
 NEWCOMERS = 4
 MOST = 64
 """Connections that are not authenticated, and so at most as many threads and descriptors."""

@@ -171,7 +171,7 @@ def run(machine: type[Protocol], **about: Any) -> None:
 
 
 def test_nodes_do_what_the_model_does(machine: type[Protocol]) -> None:
-    run(machine, max_examples=2000 if DEEP else 60, derandomize=not DEEP)
+    run(machine, max_examples=2000 if DEEP else 40, derandomize=not DEEP)
     print(dict(machine.reached))
     taken = set(+machine.reached)
     assert {"ready", "replaced", "confirm: ok", "sever: ok"} <= taken, "the runs are too short"
@@ -215,7 +215,7 @@ REMOVED: dict[str, Removed] = {
 }
 
 
-@pytest.mark.parametrize("rule", REMOVED)
+@pytest.mark.parametrize("rule", REMOVED if DEEP else ("named pushers", "claims", "quarantine"))
 def test_a_node_without_a_rule_is_caught(
     rule: str, machine: type[Protocol], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.profiles import DEEP
 from tests.wire.child import Child, Rank
 from tests.wire.forking import HAS_NIXL
 from tests.wire.helpers import small, until
@@ -64,7 +65,7 @@ class Readers:
         self.source.close()
 
 
-@pytest.fixture(params=list(WIRES))
+@pytest.fixture(params=list(WIRES) if DEEP else ["tcp", "shm, staging"])
 def readers(request: pytest.FixtureRequest) -> Iterator[Readers]:
     made = Readers(request.param)
     yield made
