@@ -133,7 +133,7 @@ def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
     """Raise an error if a value of the `tier` axis is invalid, or if no tier was given."""
     if not (replay.host_memory or replay.disk):
         hint = "Add --host-memory, --disk or both"
-        raise contradictory("--compare tier without --host-memory and --disk", hint)
+        raise contradictory("--compare tier without a tier", hint)
     for value in values:
         if value not in ("none", "shared") and not (value.isdecimal() and 0 < int(value) < 100):
             problem = f"tier must be none, shared or a percentage from 1 to 99, not {value!r}."

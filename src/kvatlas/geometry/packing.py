@@ -115,10 +115,11 @@ def in_planes(
     axes: Sequence[str] = (),
     offset: int = 0,
 ) -> list[Field]:
-    """Return the fields of planes that follow each other from byte `offset` of a page.
+    """Return the fields of a page that stores `planes` one after another, from byte `offset`.
 
-    Every row of a plane contains the parts of that plane. `rows` are the axes of a plane in
-    memory order; `axes` is the order in which the fields list them, if it differs.
+    Each plane is a list of parts, and each row of a plane holds all of its parts, one after
+    another. `rows` are the axes over which the rows of a plane are laid out, in memory order;
+    `axes` is the order in which the fields list these axes, if it differs.
     """
     fields: list[Field] = []
     for parts in planes:

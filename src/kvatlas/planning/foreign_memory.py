@@ -125,7 +125,12 @@ class _Seen:
         self, stage: int, layer: Layer, placed: Placement, block: int | None, tp: int, most: int
     ) -> None:
         if not isinstance(placed, Placement):
-            raise _unlike(layer.name, f"a {type(placed).__name__} instead of a Placement")
+            raise AtlasError(
+                Code.UNLIKE_PLACEMENTS,
+                "Each layer needs a Placement",
+                got=f"a {type(placed).__name__} for {layer.name}",
+                hint="Convert each tensor with Placement.from_tensor(tensor, axes=...)",
+            )
         self.stage, self.layer, self.placed = stage, layer, _in_bytes(placed)
         size, per_state = self.placed.size, layer.spec.tokens_per_state
         self.kernel_block = (block or most) if per_state is None else size("N") * per_state

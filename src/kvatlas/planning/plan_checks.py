@@ -241,9 +241,10 @@ def _check_groups(plan: PlanData) -> None:
         specs = {layer.spec for region in members[index] for layer in region.layers}
         seen = {spec.visibility for spec in specs}
         if group.window not in {v.window or v.chunk for v in seen}:
-            raise _bad(f"group {index} with window {group.window}, which none of its layers has")
+            raise _bad(f"group {index} with window {group.window}, but none of its layers has it")
         if group.source not in {v.source or 0 for v in seen}:
-            raise _bad(f"group {index} with source {group.source}, which none of its layers has")
+            got = f"group {index} for {group.source} encoder tokens (source)"
+            raise _bad(f"{got}, but none of its layers has this number")
         held = 1 + max(checkpoints(spec, prefix_caching=plan.prefix_caching) for spec in specs)
         if group.held != held and (group.held, plan.policy) != (1, "foreign"):
             raise _bad(f"group {index} with held {group.held} instead of {held}")

@@ -68,7 +68,10 @@ class BoxEnd(NamedTuple):
 
 
 class ConvertedBox(NamedTuple):
-    """The content that one rank reads from another for layers in the same regions."""
+    """A range of heads or rows that one rank reads from another.
+
+    It is the same for all layers that share their regions in both plans.
+    """
 
     pair: GroupPair
     ends: tuple[BoxEnd, BoxEnd]

@@ -1,8 +1,9 @@
 """A plan as one end of a route: the placement of fields, and the ranges that each rank holds.
 
-All tensor-parallel ranks of a stage use the same cache layout and differ in the rows of the
-model that they hold. An end therefore stores one view per field, at page 0 of a region, the
-offset of each layer's page, and the ranges of the model that each rank holds.
+All tensor-parallel ranks of a stage use the same cache layout. They differ only in which heads
+or rows of each field they hold. An end therefore needs three things: the placement of each field
+at page 0 of a region, the offset of each layer's page from page 0, and the ranges that each rank
+holds.
 """
 
 from __future__ import annotations

@@ -107,7 +107,10 @@ class NumberedCopies:
         return found
 
     def at(self, places: Mapping[int, Mapping[int, int]], staging: StagingRows) -> list[Copy]:
-        """Return the copies of the rows in `places`: pool -> number -> index of a staging row."""
+        """Return the runs of the rows in `places`, with their addresses in staging memory.
+
+        `places` maps a pool and the number of a row to the index of a staging row.
+        """
         moved = []
         for copy, row in self._sorted:
             pool = self._pool(copy)

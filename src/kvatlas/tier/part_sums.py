@@ -99,7 +99,7 @@ def _moved(remainders: Words, after: Int64s) -> Words:
 
 @lru_cache(_KEPT)
 def _tables(distances: bytes) -> Words:
-    """Return the effect of zero bytes on a remainder, for each of several ascending counts."""
+    """Return the lookup tables that append zero bytes, one for each of several ascending counts."""
     steps = np.diff(np.frombuffer(distances, np.int64), prepend=0).tolist()
     table = _BYTES.astype(np.uint32)
     made = np.empty((len(steps), *table.shape), np.uint32)
@@ -110,7 +110,7 @@ def _tables(distances: bytes) -> Words:
 
 @lru_cache(_KEPT)
 def _many_zeros(count: int) -> Words:
-    """Return the effect of `count` zero bytes on each byte of a remainder."""
+    """Return the lookup table that appends `count` zero bytes to a CRC-32 remainder."""
     table = _BYTES.astype(np.uint32)
     for power in range(count.bit_length()):
         if count >> power & 1:
@@ -120,7 +120,11 @@ def _many_zeros(count: int) -> Words:
 
 @cache
 def _zeros(power: int) -> Words:
-    """Return the effect of `2 ** power` zero bytes on each byte of a remainder: 4 rows of 256."""
+    """Return the lookup table that appends `2 ** power` zero bytes to a CRC-32 remainder.
+
+    It has a row of 256 entries for each of the remainder's 4 bytes. The new remainder is the XOR
+    of the four entries.
+    """
     if power:
         half = _zeros(power - 1)
         return _look_up(half, half)

@@ -81,9 +81,11 @@ class GroupObjects:
         return np.bincount(self._owner, inside, len(self)).astype(np.int64)
 
     def share(self, brought: Ranges, needed: Ranges, *, first: bool) -> RowShare:
-        """Return the objects of a rank, from the ranges that it contributes and those needed.
+        """Return which objects of a row a rank writes completely, and which only in part.
 
-        The `first` rank also contributes objects of which nothing is needed, so that every row has
+        `brought` are the ranges of the row that the rank writes, and `needed` are all ranges that
+        must be written. An object is complete if the rank writes all of its needed bytes. With
+        `first`, so are objects without needed bytes: one rank writes them, and every row then has
         all of its objects.
         """
         mine, all_of = self.overlap(*brought), self.overlap(*needed)

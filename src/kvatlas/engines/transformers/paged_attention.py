@@ -70,8 +70,8 @@ def page_mask(
     if use_vmap or not _as_planned(layer, mask_function, queries, keys):
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "Paged attention supports only the causal, sliding or chunked mask of the plan",
-            got="a different mask from the model",
+            "Paged attention supports only the mask of the plan: causal, sliding or chunked",
+            got="a model that passes a different or custom mask",
             hint='Use attn_implementation="sdpa" or "eager", or plan from the model\'s own config',
         )
     return empty

@@ -200,7 +200,9 @@ def check_tensors(plan: Plan, stage: DescribedStage, tensors: Mapping[str, Any])
         storage = tensor.untyped_storage()
         end = base + plan.pool_of(name).nbytes
         if base < storage.data_ptr() or end > storage.data_ptr() + storage.nbytes():
-            raise refused(name, "a pool larger than its storage", "Upgrade kvatlas", _UNLIKE)
+            got = f"a torch storage of {storage.nbytes():,} bytes, which does not contain the "
+            got += f"pool of {end - base:,} bytes,"
+            raise refused(name, got, "Upgrade kvatlas", _UNLIKE)
     return int(base)
 
 

@@ -192,7 +192,10 @@ class WorkerSide:
     # -- reads ----------------------------------------------------------------------------
 
     def _run(self, pull: _Pull) -> None:
-        """Read a request in a background thread, and report the outcome."""
+        """Pull a request's blocks from another engine, and report the outcome.
+
+        Runs in a background thread.
+        """
         order, outcome = pull.order, "failed"
         try:
             with self._sessions.use(order.remote.endpoints) as session:
@@ -210,7 +213,10 @@ class WorkerSide:
             self._ended.arrived(order.request_id, failed=outcome == "failed")
 
     def _read(self, pull: _Pull, session: Session) -> bool:
-        """Read a request; return whether it is complete. No bytes arrive after the return."""
+        """Pull a request's blocks, and return whether all of them arrived.
+
+        No bytes arrive after the return.
+        """
         order, settings = pull.order, self._settings
         # A pull of all tokens without a list of layers ends the offer even if it is not final.
         layers = None if order.final else tuple(self.node.plan.layers)

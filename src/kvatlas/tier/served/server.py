@@ -67,7 +67,7 @@ class _Pin:
 
 @dataclass(eq=False)
 class _Store:
-    """An unfinished store of a client."""
+    """A store operation that a client has begun and not yet ended."""
 
     store: OpenStore
     deliveries: dict[Any, Delivery]

@@ -112,7 +112,13 @@ def _check_same_process(announced: Peer, reached: Peer, endpoint: str) -> None:
         raise AtlasError(
             Code.BAD_HANDSHAKE,
             "The process at the announced endpoint is not the one that announced the push",
-            got=f"node {reached.name!r} (rank {reached.rank}) at {endpoint}, expected node "
-            f"{announced.name!r} (rank {announced.rank})",
+            got=f"{_process(reached)} at {endpoint}, expected {_process(announced)}",
             hint="Push from a node whose endpoint the destination can connect to",
         )
+
+
+def _process(peer: Peer) -> str:
+    started = peer.incarnation.hex()[:8]
+    return (
+        f"node {peer.name!r} (rank {peer.rank}, process {started}, plan {peer.plan_hash.hex()[:8]})"
+    )

@@ -391,7 +391,8 @@ class Transport(ABC):
 
     def lend_to_one(self, nbytes: int) -> OnePeerMemory:
         """Allocate zeroed memory that only one peer can read."""
-        raise NotImplementedError(f"{type(self).__name__} has no memory for one peer: {nbytes}")
+        what = f"allocate {nbytes:,} bytes for a single peer"
+        raise NotImplementedError(f"{type(self).__name__} cannot {what}")
 
     @property
     def reachable(self) -> dict[int, Memory]:

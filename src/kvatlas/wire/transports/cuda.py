@@ -227,7 +227,7 @@ class CudaTransport(Transport):
             raise
 
     def _end(self, token: str) -> CudaEnd:
-        """Return this end's resources for a link to the transport with a token."""
+        """Return this end's resources for a link to the peer transport that published `token`."""
 
         def marks_here() -> DeviceMarks | None:
             peer = _here.get(token)
