@@ -135,7 +135,7 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
         raise AtlasError(
             Code.BAD_HANDSHAKE,
             "The two ends use different transports",
-            got=f"{transport!r} at this node and {hello.transport!r} at node {hello.name!r}",
+            got=f"{transport!r}, and {hello.transport!r} at node {hello.name!r}",
             hint="Use the same transport in both nodes",
         )
     if hello.fingerprint != fingerprint(plan):

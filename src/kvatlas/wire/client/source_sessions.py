@@ -118,7 +118,5 @@ def _check_same_process(announced: Peer, reached: Peer, endpoint: str) -> None:
 
 
 def _process(peer: Peer) -> str:
-    started = peer.incarnation.hex()[:8]
-    return (
-        f"node {peer.name!r} (rank {peer.rank}, process {started}, plan {peer.plan_hash.hex()[:8]})"
-    )
+    process, plan = peer.incarnation.hex()[:8], peer.plan_hash.hex()[:8]
+    return f"node {peer.name!r} (rank {peer.rank}, process {process}, plan {plan})"
