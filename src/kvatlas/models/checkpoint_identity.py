@@ -45,7 +45,7 @@ def weights_identity(folder: Path) -> str:
     if not files:
         problem = f"The folder contains no weight files ({', '.join(_WEIGHTS)})"
         got = f"{folder}"
-        hint = "Pass the checkpoint's folder, or a name that is unique to these weights"
+        hint = "Pass the checkpoint's folder, or name the weights (vLLM: set weights_identity)"
         raise AtlasError(Code.BAD_CONFIG, problem, got=got, hint=hint)
     digest = blake2b(digest_size=16)
     for path in files:
