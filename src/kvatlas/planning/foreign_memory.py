@@ -126,7 +126,7 @@ class _Seen:
     ) -> None:
         if not isinstance(placed, Placement):
             raise AtlasError(
-                Code.UNLIKE_PLACEMENTS,
+                Code.BAD_TENSOR,
                 "Each layer needs a Placement",
                 got=f"a {type(placed).__name__} for {layer.name}",
                 hint="Convert each tensor with Placement.from_tensor(tensor, axes=...)",
