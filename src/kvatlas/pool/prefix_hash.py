@@ -23,7 +23,7 @@ _MOST = 2**63
 
 
 class PrefixIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What two requests must have in common, besides tokens, for their caches to be equal."""
+    """The properties that two requests must share, besides tokens, to have equal caches."""
 
     weights: str = ""
     """The identity of the weights, such as a digest of the checkpoint."""

@@ -130,7 +130,7 @@ class Offer(Held):
     readers: frozenset[str] | None = None
     """Names of the nodes that may read it; None for any."""
     read_by: set[tuple[bytes, int]] = field(default_factory=set)
-    """Destinations that will read no more of it, each as the hash of a plan and a rank."""
+    """Destinations that have finished reading it, each as the hash of a plan and a rank."""
     let_go_by: set[tuple[bytes, int]] = field(default_factory=set)
     """Destinations in `read_by` that are not known to have read all of it."""
     mark: int | None = None

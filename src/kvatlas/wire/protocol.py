@@ -286,7 +286,7 @@ class Ok(Message, frozen=True, kw_only=True, tag="ok"):
 
 
 class Release(Message, frozen=True, kw_only=True, omit_defaults=True, tag="release"):
-    """The sender will read no more of an offered request. The offer ends with its last reader."""
+    """The sender has finished reading an offered request. The offer ends with its last reader."""
 
     session: Key
     request: Name

@@ -44,7 +44,7 @@ def check_block(block: int, where: str) -> None:
 
 @dataclass(frozen=True)
 class Unseen:
-    """What is missing from a trace that was inferred from KV events."""
+    """The information that a trace lacks because it was inferred from KV events."""
 
     requests: int = 0
     """Number of requests left out: their first blocks were not recorded."""
@@ -95,7 +95,7 @@ class Trace:
     times: NDArray[np.float64]
     """Arrival time of each request in seconds."""
     unseen: Unseen | None = None
-    """What is missing, if requests were inferred from KV events; None for other formats."""
+    """The missing information, if requests were inferred from KV events; else None."""
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -1,4 +1,4 @@
-"""Coalesced pulls (`landed`): read into this node's staging buffers, then scatter.
+"""Coalesced pulls: read into this node's staging buffers, then scatter.
 
 Runs are often short only because the two layouts differ; at the source most of them are adjacent.
 Adjacent runs are read as one, and scattered from a buffer of this node, while another thread reads

@@ -175,7 +175,7 @@ class Session:
             raise
 
     def release(self, request: str, *, seconds: float = _ANSWER_SECONDS) -> Transfer:
-        """Notify all ranks of the session that this node will read no more of a request.
+        """Notify all ranks of the session that this node has finished reading a request.
 
         A rank ends its offer once every destination rank that reads from it has read or released
         the request. A rank that no destination needs ends its offer at the first notification. The
@@ -334,7 +334,7 @@ class Session:
         return all(one and one.link.sees_offers for one in found)
 
     def _tell(self, request: str, ranks: Sequence[int], seconds: float) -> Transfer:
-        """Notify all replicas of the given ranks that this node will read no more of a request."""
+        """Notify all replicas of the given ranks that this node has finished reading a request."""
         transfer = Transfer(request, ranks, 0, seconds)
         with self._lock:
             self._running.add(transfer)
