@@ -1,4 +1,4 @@
-"""Validation of sizes, offsets and durations from callers: a plain number or an `AtlasError`.
+"""Validation of sizes, offsets and durations: each function returns a number or raises an error.
 
 Python ints never wrap around, but the int64 of numpy, torch and every transport does, so
 nothing above 2**63 - 1 may enter a value. Floats are rejected even if they are integral:
@@ -74,7 +74,7 @@ def _refusal(code: Code, what: str, is_wrong: str, got: object, hint: str) -> At
 
 
 def integer(value: Any, what: str) -> int:
-    """Return `value` as an int that fits in 64 bits; raise an error if it does not.
+    """Return `value` as an int that fits in 64 bits; otherwise raise an error that names `what`.
 
     >>> import numpy as np
     >>> integer(np.int32(7), "a size")
@@ -97,7 +97,7 @@ def integer(value: Any, what: str) -> int:
 
 
 def positive(value: Any, what: str) -> int:
-    """Return `value` as an int of at least 1; raise an error if it is smaller."""
+    """Return `value` as an int of at least 1; otherwise raise an error that names `what`."""
     number = integer(value, what)
     if number < 1:
         hint = "Pass a positive integer"
@@ -106,7 +106,7 @@ def positive(value: Any, what: str) -> int:
 
 
 def natural(value: Any, what: str) -> int:
-    """Return `value` as an int of at least 0; raise an error if it is negative."""
+    """Return `value` as an int of at least 0; otherwise raise an error that names `what`."""
     number = integer(value, what)
     if number < 0:
         hint = "Pass 0 or a positive integer"

@@ -2,8 +2,8 @@
 
 Every cache has the logical shape [L, B, H, N, C]: page, block, head, state, content.
 A `Layout` specifies the order of these axes in memory, outermost first, and is written
-as their letters. All 120 orders are valid. Engines use the six in `ENGINE_LAYOUTS`;
-their older names NHD and HND are aliases of two of those.
+as their letters. All 120 orders are valid. Engines use the six in `ENGINE_LAYOUTS`. NHD and
+HND are older names for two of the six, and are accepted as aliases.
 """
 
 from __future__ import annotations

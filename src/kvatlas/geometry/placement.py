@@ -200,7 +200,7 @@ class Placement(Affine):
         return replace(self, axes=tuple(names.get(axis, axis) for axis in self.axes))
 
     def replace_axes(self, start: int, stop: int, *axes: tuple[str, int, int]) -> Placement:
-        """Replace axes start .. stop - 1 by others, each given as (name, size, stride)."""
+        """Replace the axes at positions start .. stop - 1 by `axes`: (name, size, stride) each."""
         names, sizes, strides = zip(*axes, strict=True)
         return replace(
             self,
@@ -303,7 +303,7 @@ class Placement(Affine):
     # -- helpers --------------------------------------------------------------------
 
     def _walk(self, over: Sequence[str], ids: Mapping[str, Any]) -> tuple[list[Int64s], Placement]:
-        """Return byte offsets along the axes in `over` and `ids`, and the remaining placement."""
+        """Return byte offsets along each axis in `over` or `ids`, and a placement of the rest."""
         walked = [self._place(axis) for axis in (*over, *(a for a in ids if a not in over))]
         if len(set(walked)) < len(walked):
             raise bad_axes("Each axis can be named only once", over, "Remove the repeated axis")
@@ -317,7 +317,7 @@ class Placement(Affine):
         return steps, self._pick([i for i in range(len(self.axes)) if i not in walked])
 
     def _pick(self, places: Sequence[int], further: int = 0) -> Placement:
-        """Return the axes at `places` only, with `further` bytes added to the offset."""
+        """Return a placement of only the axes at `places`, shifted by `further` bytes."""
         return Placement(
             tuple(self.axes[place] for place in places),
             tuple(self.sizes[place] for place in places),
@@ -328,7 +328,7 @@ class Placement(Affine):
 
 
 def _is_axis(pair: object) -> bool:
-    """Return whether `pair` is an axis name and a size."""
+    """Return whether `pair` has two entries, the first of them a string."""
     return isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
 
 

@@ -197,7 +197,7 @@ class Rwkv7(Recurrent, frozen=True, kw_only=True, tag="rwkv7"):
     shift_dtype: str = "fp32"
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return `ssm` [heads, head_dim, head_dim], and the two token shifts [hidden]."""
+        """Return `ssm` [heads, head_dim, head_dim], and two rows [hidden] for the token shifts."""
         rows = (("R", self.hidden),)
         return (
             _matrix(self.heads, self.head_dim, self.ssm_dtype),
