@@ -93,11 +93,11 @@ class CacheIdentity(
         return cls(weights=named, config=config_identity(read_config(folder), **overrides))
 
     def for_request(self, *, adapter: str = "", salt: str = "") -> CacheIdentity:
-        """Return the identity of a request that uses an adapter or a salt."""
+        """Return this identity with the adapter and the salt of one request."""
         return msgspec.structs.replace(self, adapter=adapter, salt=salt)
 
     def differences(self, other: CacheIdentity | None) -> str:
-        """Return a text with the fields in which two identities differ; empty if they are equal."""
+        """Return the fields in which two identities differ, as text; empty if they are equal."""
         if other is None:
             return f"weights {self.weights!r} and no identity"
         names = [name for name in self._names() if getattr(self, name) != getattr(other, name)]
@@ -139,7 +139,7 @@ def config_identity(config: Mapping[str, Any], **overrides: Any) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a checkpoint folder."""
+    """Return the values in the `config.json` of a checkpoint folder."""
     path = folder / "config.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -151,7 +151,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _normalised(value: Any) -> Any:
-    """Return a config value without null values and keys without effect, and 1.0 written as 1."""
+    """Return a config value in canonical form, for comparison.
+
+    Null values and keys that affect neither K nor V are removed, and 1.0 becomes 1.
+    """
     if isinstance(value, Mapping):
         kept = {str(key): _normalised(one) for key, one in value.items()}
         return {
@@ -169,7 +172,7 @@ def _normalised(value: Any) -> Any:
 
 
 def _check_text(name: str, text: Any) -> None:
-    """Raise an error if a field is not a string, is too long, or cannot be encoded as UTF-8."""
+    """Raise an error unless `text` is a string that fits the length limit and encodes as UTF-8."""
     hint = f"Use a UTF-8 string of at most {_LONGEST:,} characters"
     if not isinstance(text, str):
         problem = f"The {name} of a cache identity must be a string"

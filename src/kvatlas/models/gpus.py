@@ -25,7 +25,7 @@ MOST_GPUS = 1024
 
 
 class Gpu(NamedTuple):
-    """A kind of GPU.
+    """A GPU model: its name, usable memory and advertised memory.
 
     >>> find_gpu("a100").name, find_gpu("H200").memory // GIB
     ('A100-80GB', 139)

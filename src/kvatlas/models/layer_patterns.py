@@ -60,7 +60,10 @@ def attention_kinds(config: Config, *, every: int | None = None) -> list[Kind]:
 
 
 def chunked_kinds(config: Config) -> list[Kind]:
-    """Llama 4: layers with rotary positions are chunked; every fourth has none and is full."""
+    """Return the kind of each Llama 4 layer: chunked with rotary positions, full without.
+
+    By default, every fourth layer has no rotary positions.
+    """
     depth = config.depth()
     if not config.size("attention_chunk_size"):
         return ["full"] * depth
@@ -74,12 +77,18 @@ def chunked_kinds(config: Config) -> list[Kind]:
 
 
 def gemma4_kinds(config: Config) -> list[Kind]:
-    """Gemma-4: every sixth layer is full, and so is the last, regardless of the pattern."""
+    """Return the kind of each Gemma-4 layer; by default, every sixth is full, others sliding.
+
+    The last layer is full regardless of the pattern.
+    """
     return [*attention_kinds(config, every=6)[:-1], "full"]
 
 
 def block_kinds(config: Config) -> list[str]:
-    """Return a hybrid's layer types from its list, letters, interval or attention indices.
+    """Return the type of each layer of a hybrid, such as `mamba` or `attention`.
+
+    The config specifies the types as a list, a string of letters, an interval or the indices
+    of the attention layers.
 
     >>> block_kinds(Config({"hybrid_override_pattern": "M*-E"}))
     ['mamba', 'attention', 'mlp', 'moe']
@@ -122,7 +131,7 @@ def hybrid_layers(
     without_cache: tuple[str, ...] = (),
     recurs: tuple[str, ...] = _RECURS,
 ) -> Iterator[Layer]:
-    """Yield a hybrid's caches.
+    """Yield the caches of a hybrid, a model with attention and recurrent layers.
 
     `kinds` lists the kind of each layer. Attention layers get the spec that `attention`
     returns. Layers whose kind is in `recurs` get the spec `recurrent` and the cache name
@@ -141,9 +150,9 @@ def hybrid_layers(
 
 
 def owns_cache(config: Config) -> int:
-    """Return the number of leading layers that have a cache.
+    """Return the number of leading layers that have their own cache.
 
-    In Gemma-3n and some Gemma-4 models, the last layers share the cache of earlier ones.
+    In Gemma-3n and some Gemma-4 models, the last layers use the caches of earlier ones.
     """
     depth, shared = config.depth(), config.size("num_kv_shared_layers") or 0
     if shared >= depth:
