@@ -73,7 +73,7 @@ def kimi_delta(decoder: Decoder) -> Iterator[Layer]:
 
 
 def lightning(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the caches of MiniMax-Text-01: seven lightning layers, then one of softmax attention."""
+    """Yield the caches of MiniMax-Text-01: seven layers of lightning attention, one of softmax."""
     config = decoder.config
     recurrent = LightningAttention(
         heads=config.query_heads(), head_dim=config.head_dim(), ssm_dtype=decoder.ssm_dtype()

@@ -30,7 +30,7 @@ def stage_layers(depth: int, pp: int) -> list[int]:
 
 
 def stages_of(model: Model, pp: int) -> dict[str, int]:
-    """Return the pipeline stage of each layer."""
+    """Return the pipeline stage of each layer, by layer name."""
     shares = stage_layers(model.depth, pp)
     ends = [sum(shares[: stage + 1]) for stage in range(pp)]
     return {
@@ -40,7 +40,7 @@ def stages_of(model: Model, pp: int) -> dict[str, int]:
 
 
 def check_topology(model: Model, tp: int, pp: int, dcp: int) -> None:
-    """Raise an error if the model's heads or layers do not allow a topology."""
+    """Raise an error if a model's heads or layers cannot be divided by `tp`, `pp` and `dcp`."""
     query, kv = model.attention_heads, _kv_heads(model)
     if tp * pp > MOST_RANKS:
         problem = f"A plan can have at most {MOST_RANKS:,} ranks"
