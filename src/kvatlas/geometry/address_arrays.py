@@ -80,9 +80,12 @@ def refuse_too_many(count: int, what: str) -> None:
     `what` names the rows in the error.
     """
     if count > _MOST_ROWS:
-        problem = f"The number of {what} must not exceed {_MOST_ROWS:,}"
-        hint = "Narrow the placement, or select fewer blocks"
-        raise AtlasError(Code.TOO_MANY, problem, got=f"{count:,}", hint=hint)
+        raise AtlasError(
+            Code.TOO_MANY,
+            f"The number of {what} must not exceed {_MOST_ROWS:,}",
+            got=f"{count:,}",
+            hint="Narrow the placement, or select fewer blocks",
+        )
 
 
 def outer_sum(parts: Sequence[Int64s], offset: int = 0) -> Int64s:

@@ -43,12 +43,17 @@ class Affine:
     def __post_init__(self) -> None:
         axes = tuple(self.axes)
         if not all(map(_is_name, axes)) or len(set(axes)) < len(axes):
-            problem = "Axis names must be distinct identifiers, other than self, base and device"
-            raise bad_axes(problem, axes, "Use names such as 'B' and 'H'")
+            raise bad_axes(
+                "Axis names must be distinct identifiers, other than self, base and device",
+                axes,
+                "Use names such as 'B' and 'H'",
+            )
         if not len(axes) == len(self.sizes) == len(self.strides):
-            got = f"axes {axes}, sizes {self.sizes}, strides {self.strides}"
-            hint = "Pass as many sizes and strides as axes"
-            raise bad_axes("Each axis needs one size and one stride", got, hint)
+            raise bad_axes(
+                "Each axis needs one size and one stride",
+                f"axes {axes}, sizes {self.sizes}, strides {self.strides}",
+                "Pass as many sizes and strides as axes",
+            )
         sizes, steps = tuple(self.sizes), tuple(self.strides)
         if not are_plain(sizes, 1) or not are_plain(steps, 0):
             sizes = tuple(

@@ -132,11 +132,13 @@ class Sharding:
         """
         tp, rank = positive(tp, "the tensor-parallel size"), integer(rank, "the rank")
         if not 0 <= rank < tp:
-            hint = f"Pass a rank in 0..{tp - 1}"
-            raise AtlasError(Code.BAD_RANK, got=f"rank {rank} of {tp} ranks", hint=hint)
+            raise AtlasError(
+                Code.BAD_RANK, got=f"rank {rank} of {tp} ranks", hint=f"Pass a rank in 0..{tp - 1}"
+            )
         if self.whole_only and tp > 1:
-            hint = "Use tp 1, or a field that can be sharded"
-            raise AtlasError(Code.TP_WHOLE, got=f"tp {tp}", hint=hint)
+            raise AtlasError(
+                Code.TP_WHOLE, got=f"tp {tp}", hint="Use tp 1, or a field that can be sharded"
+            )
         held: list[ShardRange] = []
         local = base = 0
         for section in self.sections:
@@ -229,8 +231,12 @@ class Field:
         held = sum(held_range.length for held_range in self.ranges)
         last = max((held_range.start + held_range.length for held_range in self.ranges), default=0)
         if len(set(names)) < len(names):
-            problem = f"The axis names of field {self.name} must differ"
-            raise AtlasError(Code.BAD_FIELD, problem, got=names, hint="Rename the repeated axis")
+            raise AtlasError(
+                Code.BAD_FIELD,
+                f"The axis names of field {self.name} must differ",
+                got=names,
+                hint="Rename the repeated axis",
+            )
         if self.ranges and (held != sharded_size or last > self.sharding.rows):
             problem = f"The ranges of field {self.name} must fill its sharded axis"
             got = (

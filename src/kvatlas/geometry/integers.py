@@ -87,12 +87,21 @@ def integer(value: Any, what: str) -> int:
     except TypeError:
         number = None
     if number is None:
-        got = f"{value!r} ({type(value).__name__})"
-        hint = "Pass an int; use // instead of / when computing it"
-        raise _refusal(Code.NOT_AN_INTEGER, what, "must be an integer", got, hint)
+        raise _refusal(
+            Code.NOT_AN_INTEGER,
+            what,
+            "must be an integer",
+            f"{value!r} ({type(value).__name__})",
+            "Pass an int; use // instead of / when computing it",
+        )
     if abs(number) > INT64_MAX:
-        hint = "Check the sizes that were multiplied to compute it"
-        raise _refusal(Code.OVERFLOW, what, "must not exceed 2**63 - 1 in magnitude", number, hint)
+        raise _refusal(
+            Code.OVERFLOW,
+            what,
+            "must not exceed 2**63 - 1 in magnitude",
+            number,
+            "Check the sizes that were multiplied to compute it",
+        )
     return number
 
 
@@ -100,8 +109,7 @@ def positive(value: Any, what: str) -> int:
     """Return `value` as an int of at least 1; otherwise raise an error that names `what`."""
     number = integer(value, what)
     if number < 1:
-        hint = "Pass a positive integer"
-        raise _refusal(Code.BAD_SIZE, what, "must be at least 1", number, hint)
+        raise _refusal(Code.BAD_SIZE, what, "must be at least 1", number, "Pass a positive integer")
     return number
 
 
@@ -109,8 +117,9 @@ def natural(value: Any, what: str) -> int:
     """Return `value` as an int of at least 0; otherwise raise an error that names `what`."""
     number = integer(value, what)
     if number < 0:
-        hint = "Pass 0 or a positive integer"
-        raise _refusal(Code.NEGATIVE, what, "must not be negative", number, hint)
+        raise _refusal(
+            Code.NEGATIVE, what, "must not be negative", number, "Pass 0 or a positive integer"
+        )
     return number
 
 

@@ -70,8 +70,11 @@ def validate(
     _refuse_shared_bytes(everything)
     covered = sum(part.nbytes for part in everything.values())
     if covered < size and not holes:
-        got = f"{size - covered} undeclared bytes of {size}{_first_hole(everything)}"
-        raise AtlasError(Code.HOLE, got=got, hint="Declare the gap as padding, or close it")
+        raise AtlasError(
+            Code.HOLE,
+            got=f"{size - covered} undeclared bytes of {size}{_first_hole(everything)}",
+            hint="Declare the gap as padding, or close it",
+        )
 
 
 def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:

@@ -71,11 +71,12 @@ class CacheIdentity(
 
     def __post_init__(self) -> None:
         if not self.weights:
-            problem = "A cache identity needs a name for the weights"
-            hint = (
-                "Pass weights=models.weights_identity(folder), or a name that no other weights have"
+            raise AtlasError(
+                Code.BAD_CONFIG,
+                "A cache identity needs a name for the weights",
+                got="an empty name",
+                hint="Pass weights=models.weights_identity(folder), or weights= with a unique name",
             )
-            raise AtlasError(Code.BAD_CONFIG, problem, got="an empty name", hint=hint)
         for name in self.__struct_fields__:
             _check_text(name, getattr(self, name))
 
@@ -144,9 +145,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as problem:
-        hint = "Pass the folder of a checkpoint, or name the weights in CacheIdentity(weights=...)"
         raise AtlasError(
-            Code.UNREADABLE, "The checkpoint has no readable config.json", got=problem, hint=hint
+            Code.UNREADABLE,
+            "The checkpoint has no readable config.json",
+            got=problem,
+            hint="Pass a checkpoint's folder, or name the weights with CacheIdentity(weights=...)",
         ) from None
 
 
@@ -178,8 +181,12 @@ def _check_text(name: str, text: Any) -> None:
         problem = f"The {name} of a cache identity must be a string"
         raise AtlasError(Code.BAD_CONFIG, problem, got=repr(text)[:100], hint=hint)
     if len(text) > _LONGEST:
-        problem = f"The {name} of a cache identity is too long"
-        raise AtlasError(Code.BAD_CONFIG, problem, got=f"{len(text):,} characters", hint=hint)
+        raise AtlasError(
+            Code.BAD_CONFIG,
+            f"The {name} of a cache identity is too long",
+            got=f"{len(text):,} characters",
+            hint=hint,
+        )
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -81,8 +81,11 @@ class Config:
                 hint = f"Write {name} without quotes or a decimal point"
                 raise bad(problem, repr(value), hint)
             if not 1 <= value <= _LARGEST:
-                problem = f"{name} must be between 1 and 2**40"
-                raise bad(problem, str(value), f"Correct {name} in the config")
+                raise bad(
+                    f"{name} must be between 1 and 2**40",
+                    str(value),
+                    f"Correct {name} in the config",
+                )
             return value
         return None
 
@@ -137,8 +140,10 @@ class Config:
         """
         entries = self._required_listing(name)
         if not depth <= len(entries) <= depth + extra:
-            got = f"{len(entries)} entries for {depth} layers"
-            raise bad(f"{name} must have one entry per layer", got)
+            raise bad(
+                f"{name} must have one entry per layer",
+                f"{len(entries)} entries for {depth} layers",
+            )
         return entries[:depth]
 
     def indices(self, name: str, depth: int, *, first: int = 0) -> set[int]:
@@ -168,8 +173,11 @@ class Config:
         if not depth:
             raise missing("num_hidden_layers")
         if depth > MOST_LAYERS:
-            problem = f"A config can have at most {MOST_LAYERS} layers"
-            raise bad(problem, f"{depth} layers", "Correct num_hidden_layers in the config")
+            raise bad(
+                f"A config can have at most {MOST_LAYERS} layers",
+                f"{depth} layers",
+                "Correct num_hidden_layers in the config",
+            )
         return depth
 
     def predictors(self) -> int:
@@ -199,8 +207,11 @@ class Config:
     def quotient(width: int, parts: int, name: str) -> int:
         """Return `width / parts`; raise an error that names key `name` if there is a remainder."""
         if width % parts:
-            problem = f"The sizes in the config do not divide evenly for {name}"
-            raise bad(problem, f"{width} / {parts}", f"Add or correct {name} in the config")
+            raise bad(
+                f"The sizes in the config do not divide evenly for {name}",
+                f"{width} / {parts}",
+                f"Add or correct {name} in the config",
+            )
         return width // parts
 
 

@@ -118,8 +118,11 @@ def pruned(decoder: Decoder) -> Iterator[Layer]:
     config = decoder.config
     for index, block in enumerate(config.per_layer("block_configs", config.depth())):
         if not isinstance(block, dict) or not isinstance(block.get("attention"), dict):
-            problem = "Every entry of block_configs must have an attention object"
-            raise bad(problem, f"entry {index}: {block!r}", "Add an attention object to the entry")
+            raise bad(
+                "Every entry of block_configs must have an attention object",
+                f"entry {index}: {block!r}",
+                "Add an attention object to the entry",
+            )
         attention = Config(block["attention"])
         if attention.flag("no_op") or attention.flag("replace_with_linear"):
             continue

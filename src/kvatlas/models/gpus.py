@@ -131,9 +131,12 @@ smaller weights. [weights_too_large]
         problem = "utilization must be greater than 0 and at most 1"
         raise AtlasError(Code.BAD_QUANTITY, problem, got=utilization, hint=hint)
     if min(weights, overhead) < 0:
-        problem = "weights and overhead must not be negative"
-        got = f"weights {weights:,} and overhead {overhead:,} bytes"
-        raise AtlasError(Code.NEGATIVE, problem, got=got, hint="Pass 0 or more bytes")
+        raise AtlasError(
+            Code.NEGATIVE,
+            "weights and overhead must not be negative",
+            got=f"weights {weights:,} and overhead {overhead:,} bytes",
+            hint="Pass 0 or more bytes",
+        )
     usable = int(gpu.memory * utilization)
     left = usable - weights - overhead
     if left > 0:

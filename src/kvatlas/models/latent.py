@@ -80,8 +80,11 @@ def compressed(decoder: Decoder) -> Iterator[Layer]:
     caches = {}
     for index, ratio in enumerate(rows):
         if type(ratio) is not int or ratio not in V4_RATIOS:
-            problem = "Every entry of compress_ratios must be 0, 4 or 128"
-            raise bad(problem, f"{ratio!r} for layer {index}", "Correct the entry in the config")
+            raise bad(
+                "Every entry of compress_ratios must be 0, 4 or 128",
+                f"{ratio!r} for layer {index}",
+                "Correct the entry in the config",
+            )
         if ratio not in caches:
             caches[ratio] = compressed_latent(
                 ratio,

@@ -99,11 +99,16 @@ def block_kinds(config: Config) -> list[str]:
     letters = config.get("hybrid_override_pattern")
     if isinstance(letters, str):
         if unknown := set(letters) - set(_LETTERS):
-            problem = "hybrid_override_pattern contains unknown letters"
-            raise bad(problem, repr("".join(sorted(unknown))), f"Use only {' '.join(_LETTERS)}")
+            raise bad(
+                "hybrid_override_pattern contains unknown letters",
+                repr("".join(sorted(unknown))),
+                f"Use only {' '.join(_LETTERS)}",
+            )
         if len(letters) != depth:
-            problem = "hybrid_override_pattern must have one letter per layer"
-            raise bad(problem, f"{len(letters)} letters for {depth} layers")
+            raise bad(
+                "hybrid_override_pattern must have one letter per layer",
+                f"{len(letters)} letters for {depth} layers",
+            )
         return [_LETTERS[letter] for letter in letters]
     for name in ("layers_block_type", "layer_types"):
         if config.has(name):
@@ -145,8 +150,9 @@ def hybrid_layers(
             yield decoder.layer(index, recurrent, name)
         elif kind not in without_cache:
             known = (*_ATTENDS, *recurs, *without_cache)
-            problem = f"Layer {index} has an unknown type"
-            raise bad(problem, repr(kind), f"Use one of {', '.join(known)}")
+            raise bad(
+                f"Layer {index} has an unknown type", repr(kind), f"Use one of {', '.join(known)}"
+            )
 
 
 def owns_cache(config: Config) -> int:
@@ -156,15 +162,20 @@ def owns_cache(config: Config) -> int:
     """
     depth, shared = config.depth(), config.size("num_kv_shared_layers") or 0
     if shared >= depth:
-        got = f"num_kv_shared_layers {shared} for {depth} layers"
-        raise bad("num_kv_shared_layers must be less than the number of layers", got)
+        raise bad(
+            "num_kv_shared_layers must be less than the number of layers",
+            f"num_kv_shared_layers {shared} for {depth} layers",
+        )
     return depth - shared
 
 
 def _kind(word: object) -> Kind:
     if not isinstance(word, str) or word not in _KINDS:
-        problem = "layer_types contains an unknown attention type"
-        raise bad(problem, repr(word), f"Use one of {', '.join(_KINDS)}")
+        raise bad(
+            "layer_types contains an unknown attention type",
+            repr(word),
+            f"Use one of {', '.join(_KINDS)}",
+        )
     return _KINDS[word]
 
 
@@ -174,6 +185,9 @@ def _lettered(pattern: str, depth: int) -> list[Kind]:
     The pattern repeats until every layer has a kind.
     """
     if not pattern or set(pattern) - {"L", "G"}:
-        problem = "sliding_window_pattern must be a number or a string of L and G"
-        raise bad(problem, repr(pattern), 'Write a number such as 6, or a string such as "LLLG"')
+        raise bad(
+            "sliding_window_pattern must be a number or a string of L and G",
+            repr(pattern),
+            'Write a number such as 6, or a string such as "LLLG"',
+        )
     return ["sliding" if pattern[i % len(pattern)] == "L" else "full" for i in range(depth)]

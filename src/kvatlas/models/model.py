@@ -175,8 +175,11 @@ def text_of(root: Config) -> Config:
 def _architecture(config: Config) -> str | None:
     names = config.listing("architectures") or []
     if names and not isinstance(names[0], str):
-        hint = "Write every entry of architectures in quotes"
-        raise bad("architectures must be a list of strings", repr(names[0]), hint)
+        raise bad(
+            "architectures must be a list of strings",
+            repr(names[0]),
+            "Write every entry of architectures in quotes",
+        )
     return names[0] if names else None
 
 

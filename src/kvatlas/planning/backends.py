@@ -133,9 +133,11 @@ def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | 
     """
     named = BACKENDS.get(str(chosen).upper())
     if chosen is not None and named is None:
-        hint = f"Use one of {', '.join(BACKENDS)}"
         raise AtlasError(
-            Code.UNKNOWN_BACKEND, "There is no such backend", got=repr(chosen), hint=hint
+            Code.UNKNOWN_BACKEND,
+            "There is no such backend",
+            got=repr(chosen),
+            hint=f"Use one of {', '.join(BACKENDS)}",
         )
     indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
     backends: dict[str, Backend | None] = {}

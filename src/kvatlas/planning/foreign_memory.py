@@ -137,7 +137,9 @@ class _Seen:
         self.block = block or self.kernel_block
         if self.block % self.kernel_block:
             kernel = f"the {self.kernel_block} tokens of its N axis"
-            raise _wrong_tensor(layer.name, f"a block of {self.block} tokens, not a multiple of {kernel}")
+            raise _wrong_tensor(
+                layer.name, f"a block of {self.block} tokens, not a multiple of {kernel}"
+            )
         self.page: Page = page_of(layer.spec, self.kernel_block, tp)
         self.split = self.block // self.kernel_block
         self.blocks = size("B") // self.split

@@ -141,7 +141,9 @@ def _check_region(plan: PlanData, region: Region) -> None:
     if region.splits > 1 and group.kind != "recurrent":
         raise _bad_plan(f"{group.kind} split into parts; only recurrent states can be split")
     if len(region.parts) != (len(region.layers) if region.splits > 1 else 0):
-        raise _bad_plan(f"a region with {len(region.parts)} part indices for {len(region.layers)} pages")
+        raise _bad_plan(
+            f"a region with {len(region.parts)} part indices for {len(region.layers)} pages"
+        )
     page, split = region.first_page(plan.tp), region.block // region.kernel_block
     if split > 1 and region.page_bytes != page.nbytes * split:
         got = f"a page of {region.page_bytes} bytes; {split} kernel blocks have {page.nbytes} each"
@@ -150,7 +152,9 @@ def _check_region(plan: PlanData, region: Region) -> None:
         name, spec = region.layers[index].name, region.layers[index].spec
         own = page_of(spec, region.kernel_block, plan.tp * region.splits)
         if (own.heads, own.states, own.content) != (page.heads, page.states, page.content):
-            raise _bad_plan(f"layer {name}, whose page differs in shape from other pages of its region")
+            raise _bad_plan(
+                f"layer {name}, whose page differs in shape from other pages of its region"
+            )
         kind = kind_of(spec)
         if not _may_join(kind, group.kind):
             raise _bad_plan(f"layer {name} of kind {kind} in a group of kind {group.kind}")
@@ -173,7 +177,9 @@ def _may_join(kind: Kind, group: Kind) -> bool:
 def _check_tokens(plan: PlanData, group: Group, layer: str, replicas: int) -> None:
     """Check that decode context parallelism (dcp) leaves every token of a layer on some rank."""
     if group.kind in LOCAL_KINDS:
-        raise _bad_plan(f"dcp {plan.dcp} with layer {layer} of kind {group.kind}, which needs dcp 1")
+        raise _bad_plan(
+            f"dcp {plan.dcp} with layer {layer} of kind {group.kind}, which needs dcp 1"
+        )
     if group.kind != "recurrent" and replicas < plan.dcp:
         got = f"dcp {plan.dcp}, but only {replicas} rank(s) hold the same heads of layer {layer}"
         raise _bad_plan(got)

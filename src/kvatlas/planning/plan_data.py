@@ -61,8 +61,11 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         (1, 1)
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.ranks:
-            got = f"rank {rank!r} with tp {self.tp} and pp {self.pp}"
-            raise AtlasError(Code.BAD_RANK, got=got, hint=f"Use a rank in 0..{self.ranks - 1}")
+            raise AtlasError(
+                Code.BAD_RANK,
+                got=f"rank {rank!r} with tp {self.tp} and pp {self.pp}",
+                hint=f"Use a rank in 0..{self.ranks - 1}",
+            )
         return divmod(rank, self.tp)
 
     def rank_pools(self, rank: int) -> dict[int, Pool]:

@@ -267,8 +267,9 @@ def checked_plan(given: Any) -> Plan:
     if not isinstance(given, Plan):
         hint = "Create one with kvatlas.plan, or describe an engine's memory with "
         hint += "kvatlas.planning.foreign"
-        got = f"a {type(given).__name__}"
-        raise AtlasError(Code.BAD_PLAN, "The argument must be a Plan", got=got, hint=hint)
+        raise AtlasError(
+            Code.BAD_PLAN, "The argument must be a Plan", got=f"a {type(given).__name__}", hint=hint
+        )
     return given
 
 

@@ -194,7 +194,7 @@ class Hybrid:
 
     @cached_property
     def theirs(self) -> Yardstick:
-        """vLLM's plan for the same request."""
+        """The plan of vLLM for the same request."""
         return Yardstick(self.request)
 
     @cached_property

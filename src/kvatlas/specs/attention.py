@@ -56,22 +56,35 @@ class Attention(Spec, frozen=True, kw_only=True):
         both, packing = self._sides(), self.packed_as
         k, v = row_bytes(both.k), row_bytes(both.v)
         if k != v and packing not in ("cells", "transposed"):
-            problem = f"Packing {packing} requires K and V rows of the same size"
-            got = f"K rows of {k} bytes and V rows of {v} bytes"
-            raise bad_spec(problem, got, "Use packing='cells'")
+            raise bad_spec(
+                f"Packing {packing} requires K and V rows of the same size",
+                f"K rows of {k} bytes and V rows of {v} bytes",
+                "Use packing='cells'",
+            )
         if packing in ("tiled_planes", "transposed") and len(both.k) + len(both.v) > 2:
-            problem = f"Packing {packing} does not support cache dtypes with scales"
-            hint = "Use packing='cells' or packing='head_groups'"
-            raise bad_spec(problem, f"cache={self.cache!r}", hint)
+            raise bad_spec(
+                f"Packing {packing} does not support cache dtypes with scales",
+                f"cache={self.cache!r}",
+                "Use packing='cells' or packing='head_groups'",
+            )
         if self.cache == "nvfp4" and packing != "head_groups":
-            problem = "Cache dtype nvfp4 requires packing='head_groups'"
-            raise bad_spec(problem, f"packing={packing!r}", "Omit the packing parameter")
+            raise bad_spec(
+                "Cache dtype nvfp4 requires packing='head_groups'",
+                f"packing={packing!r}",
+                "Omit the packing parameter",
+            )
         if self.scales not in (None, "inline") and packing != "head_groups":
-            problem = f"Packing {packing} does not support scales in planes"
-            raise bad_spec(problem, f"scales={self.scales!r}", "Use packing='head_groups'")
+            raise bad_spec(
+                f"Packing {packing} does not support scales in planes",
+                f"scales={self.scales!r}",
+                "Use packing='head_groups'",
+            )
         if packing == "tiled_planes" and k % _TILE_BYTES:
-            problem = f"Packing tiled_planes requires K rows of a multiple of {_TILE_BYTES} bytes"
-            raise bad_spec(problem, f"a K row of {k} bytes", "Use packing='planes'")
+            raise bad_spec(
+                f"Packing tiled_planes requires K rows of a multiple of {_TILE_BYTES} bytes",
+                f"a K row of {k} bytes",
+                "Use packing='planes'",
+            )
 
     @property
     def packed_as(self) -> Packing:

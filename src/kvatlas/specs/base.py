@@ -111,9 +111,11 @@ def plain_dtype(name: str) -> DType:
     """Return the dtype called `name`; raise an error if it packs elements or needs scales."""
     dtype = DType.of(name)
     if dtype.packed or dtype.scale:
-        problem = "The dtype must have unpacked elements without scales"
-        hint = "Pass a quantised format as cache=... instead of dtype=..."
-        raise bad_spec(problem, f"dtype {dtype}", hint)
+        raise bad_spec(
+            "The dtype must have unpacked elements without scales",
+            f"dtype {dtype}",
+            "Pass a quantised format as cache=... instead of dtype=...",
+        )
     return dtype
 
 

@@ -59,9 +59,11 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
     if cache in _PER_TOKEN_HEAD:
         element, scale = DType.of(_PER_TOKEN_HEAD[cache]), DType.of("fp32")
         if element.packed and (k_dim % 2 or v_dim % 2):
-            problem = "4-bit rows must have an even number of elements"
-            hint = "Pass an even head_dim and v_dim, or cache='int8_per_token_head'"
-            raise bad_spec(problem, f"head_dim={k_dim}, v_dim={v_dim}", hint)
+            raise bad_spec(
+                "4-bit rows must have an even number of elements",
+                f"head_dim={k_dim}, v_dim={v_dim}",
+                "Pass an even head_dim and v_dim, or cache='int8_per_token_head'",
+            )
         return Sides(
             [ElementRow("k", element, k_dim), ElementRow("k_scale", scale, 1)],
             [ElementRow("v", element, v_dim), ElementRow("v_scale", scale, 1)],
@@ -80,14 +82,20 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
         if sum(part.nbytes for part in (*both.k, *both.v)) % 2:
             both.v.append(ElementRow("pad", DType.of("uint8"), 1))
         return both
-    hint = f"Use one of {', '.join(ATTENTION_CACHES)}"
-    raise bad_spec("There is no such cache dtype for K and V", repr(cache), hint)
+    raise bad_spec(
+        "There is no such cache dtype for K and V",
+        repr(cache),
+        f"Use one of {', '.join(ATTENTION_CACHES)}",
+    )
 
 
 def _block_scaled(name: str, dim: int) -> list[ElementRow]:
     element = DType.of("nvfp4")
     if dim % element.block:
-        problem = f"nvfp4 needs a head size that is a multiple of {element.block}"
-        raise bad_spec(problem, f"a head size of {dim}", "Use a cache dtype such as cache='fp8'")
+        raise bad_spec(
+            f"nvfp4 needs a head size that is a multiple of {element.block}",
+            f"a head size of {dim}",
+            "Use a cache dtype such as cache='fp8'",
+        )
     scales = ElementRow(f"{name}_scale", DType.of("e4m3"), element.scales(dim))
     return [ElementRow(name, element, dim), scales]

@@ -52,8 +52,12 @@ def format_name(name: str) -> str:
         plain = ""
     if plain not in PLAIN_FORMATS:
         known = ", ".join((*PLAIN_FORMATS, *sorted(_KNOWN - {"fp8_e4m3"})))
-        problem = "There is no such format"
-        raise AtlasError(Code.UNKNOWN_DTYPE, problem, got=repr(name), hint=f"Use one of {known}")
+        raise AtlasError(
+            Code.UNKNOWN_DTYPE,
+            "There is no such format",
+            got=repr(name),
+            hint=f"Use one of {known}",
+        )
     return plain
 
 

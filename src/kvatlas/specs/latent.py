@@ -132,9 +132,11 @@ class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_at
         scaled = self.latent + (self.rope if form.rope_scaled else 0)
         if scaled % form.block:
             sizes = "latent + rope" if form.rope_scaled else "latent"
-            problem = f"Cache dtype {self.cache} needs {sizes} to be a multiple of {form.block}"
-            hint = "Use another cache dtype, such as cache='fp8'"
-            raise bad_spec(problem, f"{sizes} = {scaled}", hint)
+            raise bad_spec(
+                f"Cache dtype {self.cache} needs {sizes} to be a multiple of {form.block}",
+                f"{sizes} = {scaled}",
+                "Use another cache dtype, such as cache='fp8'",
+            )
         latent = ElementRow("latent", DType.of(form.latent), self.latent)
         rope = ElementRow("rope", DType.of(form.rope), self.rope)
         scale = ElementRow("latent_scale", DType.of(form.scale), scaled // form.block)
@@ -170,9 +172,11 @@ class Indexer(_ReplicatedRows, frozen=True, kw_only=True, tag="indexer"):
 
     def _planes(self) -> list[list[ElementRow]]:
         if self.head_dim % 32:
-            problem = "The head size of an indexer must be a multiple of 32"
-            hint = "Pass a multiple of 32, such as head_dim=128"
-            raise bad_spec(problem, f"head_dim={self.head_dim}", hint)
+            raise bad_spec(
+                "The head size of an indexer must be a multiple of 32",
+                f"head_dim={self.head_dim}",
+                "Pass a multiple of 32, such as head_dim=128",
+            )
         keys = [ElementRow("index", DType.of(self.cache), self.head_dim)]
         if self.cache == "bf16":
             return [keys]
@@ -233,9 +237,11 @@ def compressed_latent(
     {'swa': 256, 'attn': 2, 'compressor': 256}
     """
     if ratio not in (0, 4, 128):
-        problem = "The compression ratio of DeepSeek-V4 must be 0, 4 or 128"
-        hint = "Pass ratio=0, 4 or 128, as in the model's config"
-        raise bad_spec(problem, f"ratio={ratio!r}", hint)
+        raise bad_spec(
+            "The compression ratio of DeepSeek-V4 must be 0, 4 or 128",
+            f"ratio={ratio!r}",
+            "Pass ratio=0, 4 or 128, as in the model's config",
+        )
     form = _FORMATS.get((cache, "v4"))
     align = form.align if form else 512
     rows: dict[str, Any] = {
@@ -262,7 +268,10 @@ def _interleaved(scales: Field) -> Field:
     """
     *cells, row = scales.axes
     if row.size % 4:
-        problem = "The number of scales of nvfp4_ds_mla must be a multiple of 4"
-        raise bad_spec(problem, f"{row.size} scales", "Use a latent size that is a multiple of 64")
+        raise bad_spec(
+            "The number of scales of nvfp4_ds_mla must be a multiple of 4",
+            f"{row.size} scales",
+            "Use a latent size that is a multiple of 64",
+        )
     fours = FieldAxis("C", row.size // 4, "C", 1)
     return replace(scales, axes=(*cells, fours, FieldAxis("c", 4, "C", row.size // 4)))

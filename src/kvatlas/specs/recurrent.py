@@ -82,9 +82,10 @@ class _WithConv(Recurrent, frozen=True, kw_only=True):
 
     def _conv(self, *sections: Section) -> State:
         if self.kernel < 2:
-            problem = "The kernel of a convolution must be at least 2"
             raise bad_spec(
-                problem, f"kernel={self.kernel}", "Pass the kernel size of the model's config"
+                "The kernel of a convolution must be at least 2",
+                f"kernel={self.kernel}",
+                "Pass the kernel size of the model's config",
             )
         sharding = Sharding.by_sections("R", *sections)
         taps, rows = ("T", self.kernel - 1 + self.speculative), ("R", sharding.rows)
