@@ -83,7 +83,7 @@ def refuse_too_many(count: int, what: str) -> None:
         raise AtlasError(
             Code.TOO_MANY,
             f"The number of {what} must not exceed {_MOST_ROWS:,}",
-            got=f"{count:,}",
+            got=f"{count:,} {what}",
             hint="Narrow the placement, or select fewer blocks",
         )
 

@@ -24,11 +24,10 @@ def stack(first: Placement, second: Placement, *, axis: str, behind: str) -> Pla
     Placement(B=4:16, kv=2:8, C=8:1, offset=0, item=1)
     """
     if replace(second, offset=first.offset) != first or second.offset <= first.offset:
-        got = (first, second)
         raise AtlasError(
             Code.UNLIKE_PLACEMENTS,
             "The second placement must be the first one shifted to a higher address",
-            got=got,
+            got=(first, second),
             hint="Use two separate views",
         )
     place = first.axes.index(behind) + 1 if behind in first.axes else 0

@@ -160,7 +160,7 @@ def merge_runs(families: Iterable[StridedRuns]) -> list[StridedRuns]:
 
 
 def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRuns]:
-    """Add an axis of `states` states to each family, fold it, and merge adjacent families.
+    """Fold `states` states into each family of runs, and merge families that are then adjacent.
 
     >>> page = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
     >>> [runs.item for runs in fold_states([StridedRuns.between(page, page)], 16)]

@@ -52,9 +52,11 @@ def validate(
         raise AtlasError(Code.OVERLAP, problem, got=sorted(set(parts) & set(padding)), hint=hint)
     for name, part in everything.items():
         if not isinstance(part, Placement):
-            problem, got = f"Part {name!r} must be a Placement", repr(part)[:100]
             raise AtlasError(
-                Code.BAD_AXES, problem, got=got, hint="Pass a mapping from name to Placement"
+                Code.BAD_AXES,
+                f"Part {name!r} must be a Placement",
+                got=repr(part)[:100],
+                hint="Pass a mapping from name to Placement",
             )
         if part.stop > size:
             got = f"{name} up to byte {part.stop} in a buffer of {size} bytes"

@@ -144,11 +144,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as problem:
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
         raise AtlasError(
             Code.UNREADABLE,
             "The checkpoint has no readable config.json",
-            got=problem,
+            got=error,
             hint="Pass a checkpoint's folder, or name the weights with CacheIdentity(weights=...)",
         ) from None
 

@@ -113,8 +113,9 @@ def _json_object(path: Path, largest: int = LARGEST_FILE) -> dict[str, Any]:
         with path.open("rb") as file:
             text = file.read(largest + 1)
         if len(text) > largest:
-            limit = f"more than {largest >> 20} MiB, the limit"
-            raise _unreadable(path, limit, "Pass the path of a config.json")
+            raise _unreadable(
+                path, f"larger than {largest >> 20} MiB", "Pass the path of a config.json"
+            )
         # The standard library's parser accepts Infinity, which some real configs contain.
         values = json.loads(text)
     except AtlasError:
@@ -126,8 +127,11 @@ def _json_object(path: Path, largest: int = LARGEST_FILE) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {error}"
         raise _unreadable(path, reason[:200], "Download the file again") from error
     if not isinstance(values, dict):
-        what = f"a JSON {type(values).__name__} instead of an object"
-        raise _unreadable(path, what, "Pass the path of a config.json")
+        raise _unreadable(
+            path,
+            f"a JSON {type(values).__name__} instead of an object",
+            "Pass the path of a config.json",
+        )
     return values
 
 

@@ -170,12 +170,11 @@ def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
     tables = {name: index for index, names in enumerate(groups) for name in names}
     missing = [one.layer.name for one in seen if one.layer.name not in tables]
     if missing or len(tables) != len(seen):
-        got = f"{len(tables)} layers in groups and {len(seen)} layers with tensors"
-        absent = ", ".join(map(repr, missing[:3]))
+        absent = f"; {', '.join(map(repr, missing[:3]))} in no group" if missing else ""
         raise AtlasError(
             Code.BAD_PLAN,
             "`groups` must list exactly the layers that have tensors",
-            got=f"{got}; {absent} in no group" if missing else got,
+            got=f"{len(tables)} layers in groups and {len(seen)} layers with tensors{absent}",
             hint="List each layer in one group",
         )
     for one in seen:

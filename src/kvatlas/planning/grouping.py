@@ -142,7 +142,8 @@ def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
             raise AtlasError(
                 Code.PAGES_NOT_UNIFIED,
                 "Pages of latent attention cannot be padded to the size of other pages",
-                got=f"{layer.name} with a page of {layer.nbytes} bytes; the largest has {largest}",
+                got=f"{layer.name} with a page of {layer.nbytes} bytes; the largest page has "
+                f"{largest} bytes",
                 hint="Pass a layout= that starts with B, such as 'BLHNC', or policy='atlas'",
             )
         else:

@@ -105,8 +105,10 @@ def _check_numbers(plan: PlanData) -> None:
         if not 0 <= number <= _FAR:
             raise _bad_plan(f"{what} {number}, which must be in 0..2**62")
     if plan.tp * plan.pp > MOST_RANKS:
-        ranks = f"tp {plan.tp} x pp {plan.pp} = {plan.tp * plan.pp:,} ranks"
-        raise _bad_plan(f"{ranks}; the limit is {MOST_RANKS:,}")
+        raise _bad_plan(
+            f"tp {plan.tp} x pp {plan.pp} = {plan.tp * plan.pp:,} ranks; the limit is "
+            f"{MOST_RANKS:,}"
+        )
     if plan.tp % plan.dcp:
         raise _bad_plan(f"tp {plan.tp} and dcp {plan.dcp}; dcp must divide tp")
     for pool in plan.pools:
@@ -130,14 +132,20 @@ def _positive_numbers(plan: PlanData) -> Iterator[tuple[str, int]]:
 def _check_region(plan: PlanData, region: Region) -> None:
     group = plan.groups[region.group]
     if region.kernel_block < 1 or region.block < 1 or region.block % region.kernel_block:
-        sizes = f"blocks of {region.block} tokens and kernel blocks of {region.kernel_block}"
-        raise _bad_plan(f"{sizes}; a block must be a multiple of a kernel block")
+        raise _bad_plan(
+            f"blocks of {region.block} tokens and kernel blocks of {region.kernel_block} tokens; "
+            "a block must be a multiple of a kernel block"
+        )
     if region.block != group.block:
-        got = f"a region with blocks of {region.block} tokens"
-        raise _bad_plan(f"{got} in a group with blocks of {group.block} tokens")
+        raise _bad_plan(
+            f"a region with blocks of {region.block} tokens in a group with blocks of "
+            f"{group.block} tokens"
+        )
     if region.splits < 1 or region.splits * plan.tp > MOST_RANKS:
-        got = f"states split into {region.splits} parts at tp {plan.tp}"
-        raise _bad_plan(f"{got}; tp x parts must be in 1..{MOST_RANKS}")
+        raise _bad_plan(
+            f"states split into {region.splits} parts at tp {plan.tp}; tp x parts must be in "
+            f"1..{MOST_RANKS}"
+        )
     if region.splits > 1 and group.kind != "recurrent":
         raise _bad_plan(f"{group.kind} split into parts; only recurrent states can be split")
     if len(region.parts) != (len(region.layers) if region.splits > 1 else 0):
@@ -146,8 +154,10 @@ def _check_region(plan: PlanData, region: Region) -> None:
         )
     page, split = region.first_page(plan.tp), region.block // region.kernel_block
     if split > 1 and region.page_bytes != page.nbytes * split:
-        got = f"a page of {region.page_bytes} bytes; {split} kernel blocks have {page.nbytes} each"
-        raise _bad_plan(got)
+        raise _bad_plan(
+            f"a page of {region.page_bytes} bytes; its {split} kernel blocks have "
+            f"{page.nbytes} bytes each"
+        )
     for index in _unlike_layers(region):
         name, spec = region.layers[index].name, region.layers[index].spec
         own = page_of(spec, region.kernel_block, plan.tp * region.splits)
@@ -225,8 +235,9 @@ def _check_layers(plan: PlanData) -> None:
         parts = sorted(part for part, _, _ in found)
         _, first, layer = found[0]
         if parts != list(range(first.splits)):
-            needed = f"each of 0..{first.splits - 1} once"
-            raise _bad_plan(f"layer {name} with parts {parts[:8]} instead of {needed}")
+            raise _bad_plan(
+                f"layer {name} with parts {parts[:8]} instead of each of 0..{first.splits - 1} once"
+            )
         same = (first.stage, first.splits, layer)
         if any((region.stage, region.splits, other) != same for _, region, other in found):
             raise _bad_plan(f"layer {name}, whose parts differ in stage, number of splits or spec")
@@ -249,11 +260,15 @@ def _check_groups(plan: PlanData) -> None:
         specs = {layer.spec for region in members[index] for layer in region.layers}
         seen = {spec.visibility for spec in specs}
         if group.window not in {v.window or v.chunk for v in seen}:
-            got = f"group {index} with window {group.window}"
-            raise _bad_plan(f"{got}, but no layer of the group has this window")
+            raise _bad_plan(
+                f"group {index} with window {group.window}, but no layer of the group has this "
+                "window"
+            )
         if group.source not in {v.source or 0 for v in seen}:
-            got = f"group {index} with source {group.source} (encoder tokens)"
-            raise _bad_plan(f"{got}, but no layer of the group has this source")
+            raise _bad_plan(
+                f"group {index} with source {group.source} (encoder tokens), but no layer of the "
+                "group has this source"
+            )
         held = 1 + max(checkpoints(spec, prefix_caching=plan.prefix_caching) for spec in specs)
         if group.held != held and (group.held, plan.policy) != (1, "foreign"):
             raise _bad_plan(f"group {index} with held {group.held}; its layers need held {held}")

@@ -265,10 +265,12 @@ def checked_plan(given: Any) -> Plan:
     kvatlas.plan, or describe an engine's memory with kvatlas.planning.foreign. [bad_plan]
     """
     if not isinstance(given, Plan):
-        hint = "Create one with kvatlas.plan, or describe an engine's memory with "
-        hint += "kvatlas.planning.foreign"
         raise AtlasError(
-            Code.BAD_PLAN, "The argument must be a Plan", got=f"a {type(given).__name__}", hint=hint
+            Code.BAD_PLAN,
+            "The argument must be a Plan",
+            got=f"a {type(given).__name__}",
+            hint="Create one with kvatlas.plan, or describe an engine's memory with "
+            "kvatlas.planning.foreign",
         )
     return given
 

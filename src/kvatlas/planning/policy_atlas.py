@@ -230,8 +230,8 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
                 Code.BAD_PACK,
                 "The model or the layout does not support this pack",
                 got=f"pack={request.pack} for {len(attention)} attention layers in {hybrid.layout}",
-                hint=f"Omit pack=. It must be in 1..{len(attention)} and needs attention layers of "
-                "one kind, states of one kind, and a layout with contiguous pages or blocks",
+                hint=f"Omit pack=, or use 1..{len(attention)} for a model with attention of one kind "
+                "and states of one kind, in a layout with contiguous pages or blocks",
             )
         return make_plan(request, _packed(hybrid, request.pack), policy="atlas")
     if request.states == "apart" or request.requests is not None:

@@ -257,7 +257,7 @@ def _gemma4_experts(config: Config) -> list[Tensor]:
 
 
 def _gemma4_inputs(config: Config, hidden: int) -> list[Tensor]:
-    """Return the weights that apply per-layer token embeddings; empty for larger models."""
+    """Return Gemma-4's weights that apply per-layer embeddings; empty if the model has none."""
     width = config.size("hidden_size_per_layer_input")
     if not width:
         return []

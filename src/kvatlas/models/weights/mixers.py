@@ -1,7 +1,7 @@
 """The weights of token mixers: all kinds of attention and of recurrent layers.
 
-Each function returns a list of tensors. Sizes come from the spec of the layer's cache where
-it has them. The config provides the rest: ranks of projections, gates, biases.
+Each function returns a list of tensors. The spec of the layer's cache provides sizes, and the
+config provides the rest: ranks of projections, gates, biases.
 """
 
 from __future__ import annotations
