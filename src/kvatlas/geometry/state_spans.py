@@ -56,9 +56,9 @@ class StateBlocks(NamedTuple):
         return next((state for state in held if state % other.every == other.residue), None)
 
     def locate(self, local: Int64s) -> SpanStarts:
-        """Return the block table entry, kernel block and place in it of some states of this end.
+        """Return the block table entry, kernel block and place in the kernel block of states.
 
-        `local` contains the numbers of these states, counting only states that this end holds.
+        `local` contains the numbers of the states, counting only states that this end holds.
         """
         block, state = np.divmod(local, self.states)
         if self.split == 1:

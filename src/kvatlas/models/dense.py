@@ -96,7 +96,7 @@ def mimo(decoder: Decoder) -> Iterator[Layer]:
 
 
 def step(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the caches of Step-3.5; one kind of layer may have other heads than the rest.
+    """Yield the caches of Step-3.5; head number and size may differ for one kind of layer.
 
     Without `layer_types`, even layers use the sliding window.
     """

@@ -66,7 +66,7 @@ def _layers_that_choose(decoder: Decoder) -> list[bool]:
 
 
 def compressed(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the caches of DeepSeek-V4: window rows, compressed states, indexer keys, sums."""
+    """Yield the caches of DeepSeek-V4: window, compressed states, indexer keys, compressor sums."""
     config, depth = decoder.config, decoder.depth
     rows = config.per_layer("compress_ratios", depth, extra=max(1, config.predictors()))
     cache = "fp8_ds_mla" if decoder.cache in ("auto", "fp8", "fp8_e4m3") else decoder.cache

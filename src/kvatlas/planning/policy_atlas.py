@@ -153,7 +153,7 @@ class Yardstick:
             return None
 
     def share(self, draft: PlanDraft) -> Share:
-        """Return the number of requests that a draft fits, divided by that of vLLM's plan."""
+        """Return the number of requests that a draft fits, divided by the number in vLLM's plan."""
         mine = capacity_of(self.request, draft)
         if self.capacity is None:
             return Share(1.0, self.request.max_len, DECODING)
@@ -230,8 +230,8 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
                 Code.BAD_PACK,
                 "The model or the layout does not support this pack",
                 got=f"pack={request.pack} for {len(attention)} attention layers in {hybrid.layout}",
-                hint=f"Omit pack=, or use 1..{len(attention)} for a model with attention of one kind "
-                "and states of one kind, in a layout with contiguous pages or blocks",
+                hint=f"Omit pack=, or use 1..{len(attention)} for a model with one kind of "
+                "attention and one kind of state, in a layout with contiguous pages or blocks",
             )
         return make_plan(request, _packed(hybrid, request.pack), policy="atlas")
     if request.states == "apart" or request.requests is not None:

@@ -155,7 +155,7 @@ class SharedBlockSearch:
         return (draft.size.tokens, round(1 - self._useful / claimed, 2), 1, len(draft.groups))
 
     def _tried(self, tokens: Numbers) -> Iterator[SharedBlock]:
-        """Yield blocks of these sizes in tokens that keep the promise at a few sampled lengths."""
+        """Yield blocks of `tokens[i]` tokens that keep the promise at a few sampled lengths."""
         held = {n: self._held(tokens, n) for n in (DECODING, self.request.in_flight)}
         for splits in _SPLITS:
             at, counts, nbytes = self._ways_to_deal(tokens, splits)
@@ -189,7 +189,11 @@ class SharedBlockSearch:
         return held
 
     def _ways_to_deal(self, tokens: Numbers, splits: int) -> tuple[Numbers, Numbers, Numbers]:
-        """Return all possible blocks as arrays: index in `tokens`, groups of each kind, bytes."""
+        """Return all possible blocks as three arrays.
+
+        They are the index of a block's size in `tokens`, its number of groups of each kind of
+        layer, and its bytes.
+        """
         parts = np.array([kind.parts(splits) for kind in self.kinds])
         sizes = np.stack([kind.nbytes(tokens, splits) for kind in self.kinds], axis=1)
         if not sizes.all():

@@ -221,7 +221,10 @@ def mamba2(
     conv_bias: bool = True,
     normed: bool = True,
 ) -> list[Tensor]:
-    """Return the weights of a Mamba-2 mixer; z, x and dt divide by heads, B and C by groups."""
+    """Return the weights of a Mamba-2 mixer.
+
+    Ranks divide z, x and dt by heads, and B and C by groups.
+    """
     heads, groups = spec.heads, spec.groups
     inner, shared = heads * spec.head_dim, 2 * groups * spec.state_size
     conv = spec.kernel + conv_bias
