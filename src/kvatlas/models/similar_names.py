@@ -69,7 +69,7 @@ def _sizes(parts: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def _distance(wanted: _Name, known: _Name) -> tuple[float, ...]:
-    """Return a sort key: difference in version, difference in size, minus the shared parts."""
+    """Return a sort key: difference in version, in size, and the negated number of shared parts."""
     version = abs(_number(wanted.version) - _number(known.version)) if wanted.version else 0.0
     size = 0.0
     if wanted.size:

@@ -98,7 +98,7 @@ def same_tokens(layers: list[SizedLayer]) -> bool:
 
 
 def promote(layers: list[SizedLayer]) -> list[SizedLayer]:
-    """Return all layers, with those of windows and chunks changed to keep all tokens.
+    """Return the layers, with windows and chunks changed to keep all tokens.
 
     vLLM does the same if its hybrid manager is disabled.
     """

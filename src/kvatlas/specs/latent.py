@@ -229,9 +229,9 @@ def compressed_latent(
     """Return the specs of a DeepSeek-V4 layer that stores one state for `ratio` tokens, by name.
 
     With ratio 4, compression windows overlap: the compressor covers twice as many tokens and
-    keeps two sums for each, and there is an indexer with a separate compressor. With ratio 128,
-    they do not overlap, and there is no indexer. With ratio 0, the layer caches only the rows
-    of its sliding window.
+    keeps two sums per token, and there is an indexer with a separate compressor. With ratio
+    128, they do not overlap, and there is no indexer. With ratio 0, the layer caches only the
+    rows of its sliding window.
 
     >>> {name: spec.page(256).states for name, spec in compressed_latent(128).items()}
     {'swa': 256, 'attn': 2, 'compressor': 256}

@@ -231,7 +231,7 @@ class NamePatterns:
         self._expression = re.compile("|".join(parts)) if parts else None
 
     def match(self, name: str) -> bool:
-        """Return whether a pattern matches `name`, one of its words or, if `inside`, a parent."""
+        """Return whether a pattern matches `name`, a word in it or (`inside`) a parent module."""
         words = name.split(".")
         shortest = 1 if self._inside else len(words)
         if any(".".join(words[:end]) in self._exact for end in range(shortest, len(words) + 1)):
