@@ -91,7 +91,7 @@ class Page:
         raise AtlasError(Code.UNKNOWN_FIELD, got=repr(name), hint=hint)
 
     def padded(self, to: int) -> Page:
-        """Return this page with as much padding as makes it `to` bytes long."""
+        """Return this page with the padding that makes it `to` bytes long."""
         to = positive(to, "the padded size")
         if to < self.unpadded:
             got = f"{to} bytes for cells of {self.unpadded} bytes in all"

@@ -60,7 +60,8 @@ class Config:
     def count(self, *names: str, default: int | None = None) -> int:
         """Return the value of the first key in `names` that is present, or `default`.
 
-        Raises an error if the value is not an integer of at least 1, or if both are missing.
+        Raises an error if the value is not an integer of at least 1, or if there is neither a
+        value nor a default.
         """
         number = self.maybe(*names) or default
         if number is None:

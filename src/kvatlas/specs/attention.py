@@ -1,10 +1,10 @@
 """Specs of attention that caches K and V for each head.
 
 The specs differ in the tokens that a request must keep, not in the bytes of a page. Full
-attention keeps all tokens, sliding the last `window`, chunked those since the last multiple
-of `chunk`, sink the first `sink_tokens` and the last `window`, cross the tokens of the
-encoder, and encoder-only none. One base class therefore defines the page, and each spec
-adds one or two parameters.
+attention keeps all tokens. Sliding attention keeps the last `window` tokens, chunked attention
+those since the last multiple of `chunk`, sink attention the first `sink_tokens` and the last
+`window`, and cross-attention those of the encoder. Encoder-only attention keeps none. One base
+class therefore defines the page, and each spec adds one or two parameters.
 
 `packing` specifies where K and V are in the page:
 
