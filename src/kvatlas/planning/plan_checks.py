@@ -271,7 +271,9 @@ def _check_groups(plan: PlanData) -> None:
             )
         held = 1 + max(checkpoints(spec, prefix_caching=plan.prefix_caching) for spec in specs)
         if group.held != held and (group.held, plan.policy) != (1, "foreign"):
-            raise _bad_plan(f"group {index} with held {group.held}; its layers need held {held}")
+            raise _bad_plan(
+                f"group {index} with held {group.held} (blocks per request); its layers need {held}"
+            )
 
 
 def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -> None:
