@@ -20,7 +20,7 @@ class Code(StrEnum):
     problem: str
 
     def __new__(cls, value: str, problem: str) -> Code:
-        """Create a member whose value is the code and whose `problem` is the description."""
+        """Create a member with code `value` and default description `problem`."""
         code = str.__new__(cls, value)
         code._value_, code.problem = value, problem
         return code
@@ -193,7 +193,7 @@ class AtlasError(ValueError):
 
 
 def _cut(text: str) -> str:
-    """Return a text of at most `LONGEST_TEXT` characters; a cut text ends with its full length."""
+    """Cut `text` to at most `LONGEST_TEXT` characters; a cut text ends with its original length."""
     if len(text) <= LONGEST_TEXT:
         return text
     ending = f"... ({len(text):,} characters)"
@@ -205,7 +205,7 @@ def _rebuild(code: Code, problem: str, got: object, hint: str) -> AtlasError:
 
 
 class MissingExtraError(AtlasError, ImportError):
-    """The library of an optional extra is not installed; `note` is appended to the hint."""
+    """An error for an optional library that is not installed; the hint ends with `note`."""
 
     def __init__(self, library: str, extra: str, note: str = "") -> None:
         super().__init__(

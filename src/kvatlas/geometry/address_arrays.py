@@ -1,8 +1,8 @@
 """Arrays of addresses, computed with numpy.
 
-A placement stays symbolic until a caller needs one number for each run or block. These
-functions compute those numbers, vectorised and in address order where the order is free,
-because transports and prefetchers are fastest with ascending addresses.
+A placement stays symbolic until a caller needs an address for every run or block. These
+functions compute the addresses. Where callers do not fix the order, addresses ascend, because
+transports and prefetchers are then fastest.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _MOST_ROWS = 1 << 28
 
 
 def whole_numbers(given: Any, what: str, axes: Sequence[int] = (1,)) -> Int64s:
-    """Convert integers from a caller to int64; `what` names them in error messages.
+    """Convert `given` to an int64 array; raise an error if it does not consist of integers.
 
-    `axes` lists the allowed numbers of dimensions; 0 allows a single integer.
+    `what` names the integers in the error. `axes` lists the allowed numbers of dimensions; 0
+    allows a single integer.
 
     >>> whole_numbers(np.array([3, 1], np.uint64), "indices"), whole_numbers([], "indices")
     (array([3, 1]), array([], dtype=int64))
@@ -74,15 +75,21 @@ def out_of_range(axis: str, size: int, got: object) -> AtlasError:
 
 
 def refuse_too_many(count: int, what: str) -> None:
-    """Raise an error if `count`, a number of rows to allocate, exceeds `_MOST_ROWS`."""
+    """Raise an error if `count`, the number of rows to allocate, exceeds `_MOST_ROWS`.
+
+    `what` names the rows in the error.
+    """
     if count > _MOST_ROWS:
-        problem = f"The number of {what} must not exceed {_MOST_ROWS:,}"
-        hint = "Narrow the placement, or select fewer blocks"
-        raise AtlasError(Code.TOO_MANY, problem, got=f"{count:,}", hint=hint)
+        raise AtlasError(
+            Code.TOO_MANY,
+            f"The number of {what} must not exceed {_MOST_ROWS:,}",
+            got=f"{count:,} {what}",
+            hint="Narrow the placement, or select fewer blocks",
+        )
 
 
 def outer_sum(parts: Sequence[Int64s], offset: int = 0) -> Int64s:
-    """Return every sum of one entry from each part. The first part varies slowest.
+    """Return `offset` plus every sum of one entry from each part; the first part varies slowest.
 
     >>> outer_sum([np.array([0, 100]), np.array([0, 8, 16])], offset=1).tolist()
     [1, 9, 17, 101, 109, 117]
@@ -109,7 +116,7 @@ def join_ranges(starts: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def join_copies(src: Int64s, dst: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Sort byte ranges of a copy by destination and join those adjacent at both ends.
+    """Sort the ranges of a copy by destination; join those adjacent at source and destination.
 
     >>> join_copies(np.array([8, 0, 32]), np.array([108, 100, 200]), np.array([4, 8, 4]))
     (array([ 0, 32]), array([100, 200]), array([12,  4]))
@@ -134,11 +141,11 @@ def join_copies(src: Int64s, dst: Int64s, length: Int64s) -> tuple[Int64s, Int64
 def fill_descriptors(
     parts: Sequence[Int64s], starts: Int64s, lengths: Int64s, base: int, device: int
 ) -> NDArray[np.uint64]:
-    """Return rows (address, length, device) for every sum of parts and starts.
+    """Return a row (address, length, device) for every combination of starts and parts.
 
-    The rows of the inner parts form a template, and each further group of rows is the
-    template plus a constant. The array is thus written once, in order, and the template
-    stays in the CPU cache.
+    An address is `base` plus one start plus one entry of each part. The rows of the inner
+    parts form a template, and each further group of rows is the template plus a constant. The
+    array is thus written once, in order, and the template stays in the CPU cache.
 
     >>> halves, starts, lengths = np.array([0, 100]), np.array([0, 16]), np.array([8, 8])
     >>> fill_descriptors([halves], starts, lengths, base=1000, device=3).tolist()
@@ -169,9 +176,8 @@ def fill_descriptors(
 def strided(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int] | None:
     """Return (sizes, byte strides, byte offset in the storage, item size) of a tensor.
 
-    The tensor may be from numpy or torch. Torch tensors are recognised by their methods, so
-    that torch is never imported here.
-    Returns None for objects without strides.
+    Returns None for objects without strides. The tensor may be from numpy or torch. Torch
+    tensors are recognised by their methods, so that this module does not import torch.
 
     >>> strided(np.zeros((4, 8), np.float32)[1:])
     ((3, 8), (32, 4), 32, 4)

@@ -1,4 +1,4 @@
-"""`Affine`: the data and invariants of a placement.
+"""`Affine`: the fields of a placement and their validation.
 
 An affine map has sizes, byte strides and an offset over named axes. The constructor makes
 it canonical and validates it: each axis has a name, sizes are positive integers, every
@@ -25,7 +25,7 @@ _AXIS_NAME = re.compile(r"[A-Za-z_]\w*(\*[A-Za-z_]\w*)*")
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """A map from coordinates to byte addresses.
+    """An affine map from named coordinates to byte addresses.
 
     >>> p = Affine(("B", "N"), (3, 4), (64, 8), offset=16, item=8)
     >>> p(B=2, N=1), p.count, p.nbytes, p.stop, p.contiguous
@@ -43,12 +43,17 @@ class Affine:
     def __post_init__(self) -> None:
         axes = tuple(self.axes)
         if not all(map(_is_name, axes)) or len(set(axes)) < len(axes):
-            problem = "Axis names must be distinct identifiers, other than self, base and device"
-            raise bad_axes(problem, axes, "Use names such as 'B' and 'H'")
+            raise bad_axes(
+                "Axis names must be distinct identifiers, other than self, base and device",
+                axes,
+                "Use names such as 'B' and 'H'",
+            )
         if not len(axes) == len(self.sizes) == len(self.strides):
-            got = f"axes {axes}, sizes {self.sizes}, strides {self.strides}"
-            hint = "Pass as many sizes and strides as axes"
-            raise bad_axes("Each axis needs one size and one stride", got, hint)
+            raise bad_axes(
+                "Each axis needs one size and one stride",
+                f"axes {axes}, sizes {self.sizes}, strides {self.strides}",
+                "Pass as many sizes and strides as axes",
+            )
         sizes, steps = tuple(self.sizes), tuple(self.strides)
         if not are_plain(sizes, 1) or not are_plain(steps, 0):
             sizes = tuple(
@@ -75,17 +80,17 @@ class Affine:
 
     @property
     def count(self) -> int:
-        """Number of coordinates."""
+        """Number of coordinates: the product of all axis sizes."""
         return math.prod(self.sizes)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that belong to the placement, without gaps."""
+        """Number of bytes at all coordinates, not counting the gaps between them."""
         return self.count * self.item
 
     @property
     def stop(self) -> int:
-        """Address of the byte after the last one."""
+        """Address of the first byte after the placement."""
         reach = sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))
         return self.offset + reach + self.item
 
@@ -95,7 +100,7 @@ class Affine:
         return self.stop - self.offset == self.nbytes
 
     def __call__(self, **coordinate: Any) -> Any:
-        """Return the address of a coordinate; an array if any index is an array.
+        """Return the byte address of a coordinate; an array of addresses if an index is an array.
 
         Axes of size 1 may be omitted.
 
@@ -127,7 +132,7 @@ class Affine:
         return self.axes.index(axis)
 
     def _unknown(self, axis: str) -> AtlasError:
-        hint = f"The axes of this placement are {', '.join(self.axes) or 'none'}"
+        hint = f"Use an axis of this placement: {', '.join(self.axes) or 'it has none'}"
         return AtlasError(Code.UNKNOWN_AXIS, got=repr(axis), hint=hint)
 
     def _refuse_overflow(self, stop: int) -> None:
@@ -164,5 +169,5 @@ def _is_name(axis: object) -> bool:
 
 
 def bad_axes(problem: str, got: object, hint: str) -> AtlasError:
-    """Return the error for axis names that are missing, repeated or unknown."""
+    """Return an `AtlasError` with code `bad_axes`."""
     return AtlasError(Code.BAD_AXES, problem, got=got, hint=hint)

@@ -24,9 +24,12 @@ def stack(first: Placement, second: Placement, *, axis: str, behind: str) -> Pla
     Placement(B=4:16, kv=2:8, C=8:1, offset=0, item=1)
     """
     if replace(second, offset=first.offset) != first or second.offset <= first.offset:
-        problem = "The second placement must be the first one shifted to a higher address"
-        got = (first, second)
-        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint="Use two separate views")
+        raise AtlasError(
+            Code.UNLIKE_PLACEMENTS,
+            "The second placement must be the first one shifted to a higher address",
+            got=(first, second),
+            hint="Use two separate views",
+        )
     place = first.axes.index(behind) + 1 if behind in first.axes else 0
     return first.replace_axes(place, place, (axis, 2, second.offset - first.offset))
 
@@ -54,7 +57,7 @@ def append(first: Placement, second: Placement, *, axis: str) -> Placement:
 
 
 def tile_alike(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
-    """Split the rows of both ends of a copy into tiles (axes C and c) if one end has tiles.
+    """Split axis C of one end of a copy into tiles (axes C and c) if only the other end has them.
 
     >>> row, tiles = Placement.packed([("C", 8)]), Placement.packed([("C", 2), ("c", 4)])
     >>> tile_alike(row, tiles) == tile_alike(tiles, row) == (tiles, tiles)
@@ -68,10 +71,10 @@ def tile_alike(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
 
 
 def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
-    """Fold all axes except `axis`, for copies that select coordinates of `axis`.
+    """Fold axes that are contiguous at every end of a copy, but keep `axis` separate.
 
-    Each end keeps its own size along `axis`, so blocks can be copied between pools of
-    different sizes.
+    The copy can then select coordinates of `axis`. Each end keeps its own size along `axis`,
+    so blocks can be copied between pools of different sizes.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 5), ("N", 4), ("C", 8)], strides={"B": 64})
@@ -86,7 +89,7 @@ def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
 
 
 def widest_word(*ends: Placement) -> int:
-    """Return the widest word, up to 16 bytes, that divides all offsets, items and strides.
+    """Return the largest word size up to 16 bytes that divides all offsets, items and strides.
 
     >>> widest_word(Placement.packed([("B", 4)], item=24, offset=8))
     8

@@ -158,9 +158,11 @@ class DType:
             return 255
         if self.kind == "float" and self.specials != "none":
             return (1 << (self.bits - 1)) - 1
-        hint = "Remove NaNs before quantising"
         raise AtlasError(
-            Code.NOT_REPRESENTABLE, f"{self.name} cannot represent NaN", got="nan", hint=hint
+            Code.NOT_REPRESENTABLE,
+            f"{self.name} cannot represent NaN",
+            got="nan",
+            hint="Remove NaNs before quantising",
         )
 
     def __str__(self) -> str:

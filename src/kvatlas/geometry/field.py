@@ -4,8 +4,7 @@ A field has its own axes (heads, states, elements, conv rows). Each axis steps t
 page in one of three ways: along H or N from cell to cell, or along C by bytes. This covers
 every packing in use: K and V side by side in a cell, in head groups or in planes; K
 transposed or tiled; scales inline or in a separate plane. A field that extends past its
-cell along C is called flat over the states (or heads) that it covers, and requires them to
-be contiguous.
+cell along C is called flat. The states (or heads) that a flat field covers must be contiguous.
 
 `Sharding` specifies how tensor parallelism divides a field. One rule covers all cases: an
 axis consists of sections, a section consists of indivisible units (heads, groups), and
@@ -69,7 +68,7 @@ class Section:
         set_fields(self, units=units, rows=positive(self.rows, "the rows of a unit"))
 
     def deal(self, tp: int, rank: int) -> tuple[int, int]:
-        """Return (first, count) of the units that `rank` of `tp` holds.
+        """Return the first unit that `rank` of `tp` holds, and the number of units that it holds.
 
         >>> Section(8).deal(tp=2, rank=1), Section(2, shared=True).deal(tp=8, rank=5)
         ((4, 4), (1, 1))
@@ -133,11 +132,13 @@ class Sharding:
         """
         tp, rank = positive(tp, "the tensor-parallel size"), integer(rank, "the rank")
         if not 0 <= rank < tp:
-            hint = f"Pass a rank in 0..{tp - 1}"
-            raise AtlasError(Code.BAD_RANK, got=f"rank {rank} of {tp} ranks", hint=hint)
+            raise AtlasError(
+                Code.BAD_RANK, got=f"rank {rank} of {tp} ranks", hint=f"Pass a rank in 0..{tp - 1}"
+            )
         if self.whole_only and tp > 1:
-            hint = "Use tp 1, or a field that can be sharded"
-            raise AtlasError(Code.TP_WHOLE, got=f"tp {tp}", hint=hint)
+            raise AtlasError(
+                Code.TP_WHOLE, got=f"tp {tp}", hint="Use tp 1, or a field that can be sharded"
+            )
         held: list[ShardRange] = []
         local = base = 0
         for section in self.sections:
@@ -153,15 +154,15 @@ class Sharding:
 
     @property
     def rows(self) -> int:
-        """Rows of the sharded axis in the whole model; 0 if no axis is sharded."""
+        """Number of rows of the sharded axis in the whole model; 0 if no axis is sharded."""
         return sum(section.units * section.rows for section in self.sections)
 
     def size(self, tp: int) -> int:
-        """Return the rows of the sharded axis on each rank, equal for all ranks."""
+        """Return how many rows of the sharded axis each rank holds; all ranks hold equally many."""
         return sum(held_range.length for held_range in self.ranges(tp, 0))
 
     def replicas(self, tp: int) -> int:
-        """Return how many ranks hold each row; the smallest count if sections differ.
+        """Return how many of `tp` ranks hold each row; the smallest count if sections differ.
 
         >>> Sharding.by_heads(2).replicas(8), Sharding.replicated().replicas(8)
         (4, 8)
@@ -188,7 +189,7 @@ class FieldAxis:
         set_fields(self, size=size, step=natural(self.step, f"the step of field axis {self.name}"))
         if self.along not in ("H", "N", "C"):
             problem = "A field axis must run along H, N or C"
-            hint = "L and B are axes of a pool, not of a page"
+            hint = "Pass along='H', 'N' or 'C'; L and B are axes of a pool, not of a page"
             raise AtlasError(Code.BAD_FIELD, problem, got=repr(self.along), hint=hint)
 
 
@@ -230,8 +231,12 @@ class Field:
         held = sum(held_range.length for held_range in self.ranges)
         last = max((held_range.start + held_range.length for held_range in self.ranges), default=0)
         if len(set(names)) < len(names):
-            problem = f"The axis names of field {self.name} must differ"
-            raise AtlasError(Code.BAD_FIELD, problem, got=names, hint="Rename the repeated axis")
+            raise AtlasError(
+                Code.BAD_FIELD,
+                f"The axis names of field {self.name} must differ",
+                got=names,
+                hint="Rename the repeated axis",
+            )
         if self.ranges and (held != sharded_size or last > self.sharding.rows):
             problem = f"The ranges of field {self.name} must fill its sharded axis"
             got = (
@@ -262,12 +267,12 @@ class Field:
 
     @property
     def padding(self) -> bool:
-        """Whether the field is named padding: bytes of the page without content."""
+        """Whether the field has no content: its name starts with `pad`."""
         return self.name.startswith("pad")
 
     @property
     def shape(self) -> dict[str, int]:
-        """Axis sizes in the whole model, in storage items. N counts the states of one page.
+        """Axis sizes in the whole model, not on one rank. N counts the states of one page.
 
         >>> k = FieldAxis("H", 2, "H")
         >>> eight = Sharding.by_heads(8)
@@ -284,16 +289,16 @@ class Field:
 
     @property
     def last_content_byte(self) -> int:
-        """Offset of the last byte along C from the start of the cell.
+        """Offset of the field's last byte along C, from the start of the cell.
 
-        For flat fields it is larger than the cell.
+        It exceeds the cell if the field is flat, that is, extends past its cell.
         """
         walked = sum((axis.size - 1) * axis.step for axis in self.axes if axis.along == "C")
         return self.offset + walked + self.dtype.item - 1
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by axis; the two axes of a tiled row count as one.
+        """Axis sizes on one rank, by name; the two axes C and c of a tiled row count as one.
 
         >>> tiles = FieldAxis("C", 4, "C", 16), FieldAxis("c", 8, "C", 2)
         >>> Field("k", DType.of("bf16"), (FieldAxis("H", 2, "H"), *tiles)).sizes

@@ -1,4 +1,4 @@
-"""Validation of sizes, offsets and durations from callers: a plain number or an `AtlasError`.
+"""Validation of sizes, offsets and durations: each function returns a number or raises an error.
 
 Python ints never wrap around, but the int64 of numpy, torch and every transport does, so
 nothing above 2**63 - 1 may enter a value. Floats are rejected even if they are integral:
@@ -74,7 +74,7 @@ def _refusal(code: Code, what: str, is_wrong: str, got: object, hint: str) -> At
 
 
 def integer(value: Any, what: str) -> int:
-    """Return `value` as an int that fits in 64 bits; raise an error if it does not.
+    """Return `value` as an int that fits in 64 bits; otherwise raise an error that names `what`.
 
     >>> import numpy as np
     >>> integer(np.int32(7), "a size")
@@ -87,30 +87,39 @@ def integer(value: Any, what: str) -> int:
     except TypeError:
         number = None
     if number is None:
-        got = f"{value!r} ({type(value).__name__})"
-        hint = "Pass an int; use // instead of / when computing it"
-        raise _refusal(Code.NOT_AN_INTEGER, what, "must be an integer", got, hint)
+        raise _refusal(
+            Code.NOT_AN_INTEGER,
+            what,
+            "must be an integer",
+            f"{value!r} ({type(value).__name__})",
+            "Pass an int; use // instead of / when computing it",
+        )
     if abs(number) > INT64_MAX:
-        hint = "Check the sizes that were multiplied to compute it"
-        raise _refusal(Code.OVERFLOW, what, "must not exceed 2**63 - 1 in magnitude", number, hint)
+        raise _refusal(
+            Code.OVERFLOW,
+            what,
+            "must not exceed 2**63 - 1 in magnitude",
+            number,
+            "Check the sizes that were multiplied to compute it",
+        )
     return number
 
 
 def positive(value: Any, what: str) -> int:
-    """Return `value` as an int of at least 1; raise an error if it is smaller."""
+    """Return `value` as an int of at least 1; otherwise raise an error that names `what`."""
     number = integer(value, what)
     if number < 1:
-        hint = "Pass a positive integer"
-        raise _refusal(Code.BAD_SIZE, what, "must be at least 1", number, hint)
+        raise _refusal(Code.BAD_SIZE, what, "must be at least 1", number, "Pass a positive integer")
     return number
 
 
 def natural(value: Any, what: str) -> int:
-    """Return `value` as an int of at least 0; raise an error if it is negative."""
+    """Return `value` as an int of at least 0; otherwise raise an error that names `what`."""
     number = integer(value, what)
     if number < 0:
-        hint = "Pass 0 or a positive integer"
-        raise _refusal(Code.NEGATIVE, what, "must not be negative", number, hint)
+        raise _refusal(
+            Code.NEGATIVE, what, "must not be negative", number, "Pass 0 or a positive integer"
+        )
     return number
 
 

@@ -2,8 +2,8 @@
 
 Every cache has the logical shape [L, B, H, N, C]: page, block, head, state, content.
 A `Layout` specifies the order of these axes in memory, outermost first, and is written
-as their letters. All 120 orders are valid. Engines use the six in `ENGINE_LAYOUTS`;
-their older names NHD and HND are aliases of two of those.
+as their letters. All 120 orders are valid. Engines use the six in `ENGINE_LAYOUTS`. NHD and
+HND are older names for two of the six, and are accepted as aliases.
 """
 
 from __future__ import annotations
@@ -108,9 +108,12 @@ class Layout:
             hint = "Pass all five sizes; pass 1 for an unused axis"
             raise AtlasError(Code.UNKNOWN_AXIS, problem, got=got, hint=hint)
         if unknown := sorted(set(fixed) - set(AXES)):
-            problem = "Strides can be given only for the axes L, B, H, N and C"
-            hint = "Remove the strides of other axes"
-            raise AtlasError(Code.UNKNOWN_AXIS, problem, got=f"strides for {unknown}", hint=hint)
+            raise AtlasError(
+                Code.UNKNOWN_AXIS,
+                "Strides can be given only for the axes L, B, H, N and C",
+                got=f"strides for {unknown}",
+                hint="Remove the strides of other axes",
+            )
         steps = packed_steps([(axis, sizes[axis]) for axis in self.order], 1, fixed)
         stride = dict(zip(self.order, steps, strict=True))
         return Placement(

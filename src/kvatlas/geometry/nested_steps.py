@@ -39,7 +39,9 @@ class NestedSteps(NamedTuple):
 
     @classmethod
     def of(cls, src: Int64s, dst: Int64s) -> NestedSteps:
-        """Return offsets as nested steps, with as few base offsets as their order allows.
+        """Return the offsets of a copy as nested steps with as few base offsets as possible.
+
+        The order of the offsets does not change.
 
         >>> src, dst = np.array([0, 1, 2, 8, 9, 10]), np.array([0, 4, 8, 100, 104, 108])
         >>> NestedSteps.of(src, dst)  # doctest: +NORMALIZE_WHITESPACE
@@ -53,7 +55,7 @@ class NestedSteps(NamedTuple):
         return cls(src, dst, tuple(reversed(steps)))
 
     def written_out(self, steps: tuple[Steps, ...]) -> tuple[Int64s, Int64s]:
-        """Return the offsets at both ends that the base offsets and the given steps produce.
+        """Return all source and destination offsets: each base offset plus every sum of `steps`.
 
         >>> nested = NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10]))
         >>> nested.written_out(nested.steps)
@@ -65,7 +67,7 @@ class NestedSteps(NamedTuple):
 
 
 def _innermost(src: Int64s, dst: Int64s) -> Steps | None:
-    """Return the innermost regular steps of all offsets; None if they are irregular."""
+    """Return the innermost steps that repeat throughout all offsets; None if there are none."""
     if len(src) < 2:
         return None
     by_src, by_dst = np.diff(src), np.diff(dst)

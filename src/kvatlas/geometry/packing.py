@@ -59,7 +59,7 @@ class Shard:
 
 
 def row_bytes(parts: Sequence[ElementRow]) -> int:
-    """Return the total bytes of the given parts, one after another."""
+    """Return the number of bytes of all parts together."""
     return sum(part.nbytes for part in parts)
 
 
@@ -71,7 +71,11 @@ def in_cells(
     head: int = 0,
     offset: int = 0,
 ) -> list[Field]:
-    """Return one field per part; the parts follow each other in each coordinate of `cells`."""
+    """Return one field per part; the parts are stored one after another in every cell.
+
+    `cells` are the axes that step from cell to cell. The first cell is at head `head`, and the
+    parts start at byte `offset` of each cell.
+    """
     fields = []
     for part in parts:
         axes = (*cells, FieldAxis("C", part.items, "C", part.dtype.item))
@@ -93,9 +97,9 @@ def flat_field(
     head: int = 0,
     offset: int = 0,
 ) -> Field:
-    """Return a field that is laid out by bytes, with its axes packed in the order of `memory`.
+    """Return a field whose axes are densely packed in the order of `memory`, across cells.
 
-    `axes` is the order in which the field lists them, if it differs from `memory`. `cells`
+    `axes` is the order in which the field lists its axes, if it differs from `memory`. `cells`
     are outer axes that step from cell to cell.
 
     >>> whole, fp16 = Shard(Sharding.whole()), DType.of("fp16")

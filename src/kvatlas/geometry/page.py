@@ -74,7 +74,7 @@ class Page:
 
     @property
     def lies_flat(self) -> bool:
-        """Whether a field extends past the cells of one head, so that a cell has no meaning."""
+        """Whether some field extends past the cells of one head, so that cells have no meaning."""
         return any(self._over_page(field) for field in self.fields)
 
     @property
@@ -87,11 +87,11 @@ class Page:
         for field in self.fields:
             if field.name == name:
                 return field
-        hint = f"The fields of this page are {', '.join(field.name for field in self.fields)}"
+        hint = f"Use a field of this page: {', '.join(field.name for field in self.fields)}"
         raise AtlasError(Code.UNKNOWN_FIELD, got=repr(name), hint=hint)
 
     def padded(self, to: int) -> Page:
-        """Return this page padded to `to` bytes."""
+        """Return this page with the padding that makes it `to` bytes long."""
         to = positive(to, "the padded size")
         if to < self.unpadded:
             got = f"{to} bytes for cells of {self.unpadded} bytes in all"
@@ -114,11 +114,10 @@ class Page:
         page_stride: int | None = None,
         block_stride: int | None = None,
     ) -> Placement:
-        """Return the placement of `pages` such pages in each of `blocks` blocks.
+        """Return the placement of `blocks` blocks with `pages` such pages in each.
 
-        Its axes are L, B, H, N and C.
-
-        Padding follows each page, so a padded page must be contiguous.
+        The axes of the placement are L, B, H, N and C. Padding follows each page, so a padded
+        page must be contiguous.
         """
         layout = layout if isinstance(layout, Layout) else Layout(layout)
         given = {"L": page_stride, "B": block_stride}
@@ -143,10 +142,10 @@ class Page:
     def pool_strides(
         self, layout: Layout, *, pages: int, blocks: int, block_stride: int | None = None
     ) -> tuple[int, int]:
-        """Return (page stride, block stride) of a pool of such pages, even for one page or block.
+        """Return (page stride, block stride) in bytes of a pool of such pages.
 
-        A placement drops the stride of an axis of size 1, but engines that reserve space for
-        more pages or blocks need it.
+        A placement drops the stride of an axis of size 1. Engines that reserve space for more
+        pages or blocks need that stride, so this method returns it even for one page or block.
         """
         # The page stride is computed with a hypothetical second page. If pages are inside
         # blocks, the given block stride may be too small for it and does not matter.

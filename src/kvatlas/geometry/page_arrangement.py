@@ -17,7 +17,7 @@ from kvatlas.geometry.page import Page
 
 
 class PoolPosition(NamedTuple):
-    """Position of equal pages in a pool: the first byte, the page stride and the block stride.
+    """Position of equal pages in a pool: offset, page stride and block stride, in bytes.
 
     >>> shared_pages(Layout("LBHNC"), 4096, blocks=10, width=8192)
     PoolPosition(offset=0, page_stride=40960, block_stride=4096)
@@ -29,9 +29,10 @@ class PoolPosition(NamedTuple):
 
 
 class PageSet(NamedTuple):
-    """A set of equal pages.
+    """`pages` equal pages of every block.
 
-    In layouts that do not start with B, `apart` is the block stride in bytes.
+    In layouts that do not start with B, `apart` is the block stride in bytes; layouts that
+    start with B ignore it.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=2, head_dim=64).page(16)
@@ -47,7 +48,7 @@ class PageSet(NamedTuple):
 def side_by_side(
     sets: Sequence[PageSet], layout: Layout, *, blocks: int, width: int, split: int = 1
 ) -> list[PoolPosition]:
-    """Return the positions of sets of pages that follow each other in blocks of `width` bytes.
+    """Return the position of each set of pages; sets follow each other in blocks of `width` bytes.
 
     If `split` is not 1, the pages are those of kernel blocks: a block consists of `split`
     kernel blocks, and each kernel block contains all sets. Blocks and kernel blocks then both
@@ -80,14 +81,14 @@ def side_by_side(
 def _pool_strides(
     page: Page, layout: Layout, pages: int, blocks: int, block_stride: int | None
 ) -> tuple[int, int]:
-    """Return `page.pool_strides`, cached: pools have many groups of equal pages."""
+    """Return `page.pool_strides(...)`; cached, because many groups of a pool have equal pages."""
     return page.pool_strides(layout, pages=pages, blocks=blocks, block_stride=block_stride)
 
 
 def shared_pages(layout: Layout, page_bytes: int, *, blocks: int, width: int) -> PoolPosition:
-    """Return the position of pages of `page_bytes` bytes that several kinds of layers share.
+    """Return the position of pages that layers of several kinds share.
 
-    Blocks have `width` bytes.
+    A page has `page_bytes` bytes, and a block has `width` bytes.
     """
     if layout.block_outermost:
         return PoolPosition(0, page_bytes, width)
@@ -104,11 +105,12 @@ def pack_positions(
     blocks: int,
     width: int,
 ) -> list[tuple[int, PoolPosition]]:
-    """Return (pages, position) for `count` pages, `pack` of them in each shared page.
+    """Return (number of pages, position) for each region in which `count` pages are packed.
 
-    In layouts that start with B, a pack is simply more pages along L. In other layouts, each
-    shared page has a separate region for all blocks, and each block of that region contains
-    the pages of one pack.
+    Each shared page, whose position is `shared`, holds a pack of `pack` pages. In layouts that
+    start with B, there is one region, and packs are simply more pages along L. In other
+    layouts, each shared page has a separate region for all blocks, and each block of that
+    region contains the pages of one pack.
     """
     if layout.block_outermost:
         pack_pages = PageSet(page, count, page.nbytes)

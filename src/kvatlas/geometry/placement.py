@@ -78,8 +78,11 @@ class Placement(Affine):
             raise bad_axes("Axes must be pairs of name and size", axes, "Pass [('B', 4), ...]")
         unknown = set(fixed) - {axis for axis, _ in axes}
         if unknown:
-            problem = "Strides can be given only for axes of the placement"
-            raise bad_axes(problem, sorted(unknown), "Remove the strides of other axes")
+            raise bad_axes(
+                "Strides can be given only for axes of the placement",
+                sorted(unknown),
+                "Remove the strides of other axes",
+            )
         steps = packed_steps(axes, positive(item, "the item size"), fixed)
         names, sizes = tuple(axis for axis, _ in axes), tuple(size for _, size in axes)
         return cls(names, sizes, tuple(steps), offset, item)
@@ -100,9 +103,11 @@ class Placement(Affine):
             hint = "Use Placement(axes, sizes, strides) for other memory"
             raise AtlasError(Code.BAD_TENSOR, problem, got=type(tensor).__name__, hint=hint)
         if len(axes) != len(layout[0]):
-            got = f"names {tuple(axes)} for shape {layout[0]}"
-            hint = f"Pass {len(layout[0])} names"
-            raise bad_axes("Each axis of the tensor needs one name", got, hint)
+            raise bad_axes(
+                "Each axis of the tensor needs one name",
+                f"names {tuple(axes)} for shape {layout[0]}",
+                f"Pass {len(layout[0])} names",
+            )
         return cls(tuple(axes), *layout)
 
     # -- operations -----------------------------------------------------------------
@@ -145,8 +150,11 @@ class Placement(Affine):
         """
         place = self._place(axis)
         if not isinstance(into, tuple | list) or len(into) != 2:
-            hint = "Pass an outer and an inner name, such as into=('k', 'N')"
-            raise bad_axes("`into` must name exactly two axes", repr(into), hint)
+            raise bad_axes(
+                "`into` must name exactly two axes",
+                repr(into),
+                "Pass an outer and an inner name, such as into=('k', 'N')",
+            )
         size, stride = self.sizes[place], self.strides[place]
         inner = positive(inner, "the inner size")
         if size % inner:
@@ -185,8 +193,11 @@ class Placement(Affine):
         """
         places = [self._place(axis) for axis in axes]
         if sorted(places) != list(range(len(self.axes))):
-            problem = "The new order must list every axis once"
-            raise bad_axes(problem, axes, f"Pass a permutation of {self.axes}")
+            raise bad_axes(
+                "The new order must list every axis once",
+                axes,
+                f"Pass a permutation of {self.axes}",
+            )
         return self._pick(places)
 
     def rename(self, **names: str) -> Placement:
@@ -200,7 +211,7 @@ class Placement(Affine):
         return replace(self, axes=tuple(names.get(axis, axis) for axis in self.axes))
 
     def replace_axes(self, start: int, stop: int, *axes: tuple[str, int, int]) -> Placement:
-        """Replace axes start .. stop - 1 by others, each given as (name, size, stride)."""
+        """Replace the axes at positions start .. stop - 1 by `axes`: (name, size, stride) each."""
         names, sizes, strides = zip(*axes, strict=True)
         return replace(
             self,
@@ -303,7 +314,7 @@ class Placement(Affine):
     # -- helpers --------------------------------------------------------------------
 
     def _walk(self, over: Sequence[str], ids: Mapping[str, Any]) -> tuple[list[Int64s], Placement]:
-        """Return byte offsets along the axes in `over` and `ids`, and the remaining placement."""
+        """Return byte offsets along each axis in `over` or `ids`, and a placement of the rest."""
         walked = [self._place(axis) for axis in (*over, *(a for a in ids if a not in over))]
         if len(set(walked)) < len(walked):
             raise bad_axes("Each axis can be named only once", over, "Remove the repeated axis")
@@ -317,7 +328,7 @@ class Placement(Affine):
         return steps, self._pick([i for i in range(len(self.axes)) if i not in walked])
 
     def _pick(self, places: Sequence[int], further: int = 0) -> Placement:
-        """Return the axes at `places` only, with `further` bytes added to the offset."""
+        """Return a placement of only the axes at `places`, shifted by `further` bytes."""
         return Placement(
             tuple(self.axes[place] for place in places),
             tuple(self.sizes[place] for place in places),
@@ -328,7 +339,7 @@ class Placement(Affine):
 
 
 def _is_axis(pair: object) -> bool:
-    """Return whether `pair` is an axis name and a size."""
+    """Return whether `pair` has two entries, the first of them a string."""
     return isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
 
 

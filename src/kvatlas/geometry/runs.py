@@ -21,7 +21,7 @@ _SEARCH_LIMIT = 100_000
 
 
 class Folded(NamedTuple):
-    """Axes after folding, outermost first. `strides` is indexed by end, then by axis."""
+    """Axes after folding, outermost first; `strides[end][axis]` is a byte stride of one end."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -50,8 +50,8 @@ def find_difference(
 ) -> tuple[int, ...] | None:
     """Return a step between two different coordinates that moves the address by low..high bytes.
 
-    Returns None if there is no such step. With low..high set to 0..item-1, None therefore
-    proves that no two coordinates overlap, even if axes interleave. The search starts with
+    A step has one number per axis. Returns None if there is no such step. With low..high set
+    to 0..item-1, None therefore proves that no two coordinates overlap. The search starts with
     the largest stride and prunes a branch as soon as the smaller strides cannot compensate.
 
     >>> find_difference((2, 2), (3, 2), 1, 1)
@@ -99,7 +99,9 @@ def find_difference(
 def coalesce(
     names: Sequence[str], sizes: Sequence[int], strides: Sequence[Sequence[int]], item: int
 ) -> Folded:
-    """Fold axes that are contiguous at every end into one axis, or into the item.
+    """Fold axes that are contiguous at every end of a copy into one axis, or into the item.
+
+    `strides` contains one list of byte strides for each end.
 
     >>> coalesce(("B", "N", "C"), (9, 4, 8), [(64, 8, 1)], 1)
     Folded(names=('B',), sizes=(9,), strides=((64,),), item=32)

@@ -56,7 +56,10 @@ class StateBlocks(NamedTuple):
         return next((state for state in held if state % other.every == other.residue), None)
 
     def locate(self, local: Int64s) -> SpanStarts:
-        """Return the positions of the states numbered `local` among those that this end holds."""
+        """Return the block table entry, kernel block and place in the kernel block of states.
+
+        `local` contains the numbers of the states, counting only states that this end holds.
+        """
         block, state = np.divmod(local, self.states)
         if self.split == 1:
             return SpanStarts(block, np.zeros_like(block), state)
@@ -65,7 +68,10 @@ class StateBlocks(NamedTuple):
 
 
 class SpanStarts(NamedTuple):
-    """Starts of spans at one end: block table entry, kernel block and state.
+    """Starts of spans of states at one end of a copy.
+
+    A start is a block table entry, a kernel block of that block, and a state of that kernel
+    block.
 
     >>> StateBlocks(16, split=2).locate(np.array([0, 40]))
     SpanStarts(entry=array([0, 1]), kernel=array([0, 0]), state=array([0, 8]))
@@ -90,7 +96,7 @@ class StateSpans(NamedTuple):
 
     @classmethod
     def between(cls, first: int, stop: int, src: StateBlocks, dst: StateBlocks) -> StateSpans:
-        """Return the spans of states first .. stop - 1 of a request that both ends hold."""
+        """Return spans of the states that both ends hold, among states first .. stop - 1."""
         return CommonStates.between(first, stop, src, dst).spans()
 
 
@@ -112,7 +118,7 @@ class CommonStates(NamedTuple):
 
     @classmethod
     def between(cls, first: int, stop: int, src: StateBlocks, dst: StateBlocks) -> CommonStates:
-        """Return the states in first .. stop - 1 of a request that both ends hold."""
+        """Return the states that both ends hold, among states first .. stop - 1 of a request."""
         period = lcm(src.every, dst.every)
         steps = (period // src.every, period // dst.every)
         common = src.first_common(dst)
@@ -129,25 +135,33 @@ class CommonStates(NamedTuple):
         return self.steps == (1, 1)
 
     def last_entry(self, end: int) -> int:
-        """Return the last block table entry that an end needs; `total` must not be 0."""
+        """Return the index of the last block table entry that an end needs.
+
+        `end` is 0 for the source and 1 for the destination. `total` must not be 0.
+        """
         return self._last(end) // self._entry_states(end)
 
     def entries(self, end: int) -> Int64s:
-        """Return all block table entries that an end needs, ascending."""
+        """Return the indices of all block table entries that an end needs, ascending.
+
+        `end` is 0 for the source and 1 for the destination.
+        """
         each = self._entry_states(end)
         if self.steps[end] <= each:
             return np.arange(self.local[end] // each, self._last(end) // each + 1)
         return (self.local[end] + np.arange(self.total) * self.steps[end]) // each
 
     def entry_slice(self, end: int) -> slice | Int64s:
-        """Return the entries as a slice if they are consecutive, otherwise as an array."""
+        """Return the result of `entries` as a slice if it is consecutive, otherwise as an array."""
         each = self._entry_states(end)
         if self.steps[end] <= each:
             return slice(self.local[end] // each, self._last(end) // each + 1)
         return self.entries(end)
 
     def numbers_in(self, end: int, entry: int) -> range:
-        """Return the range of common states that one block table entry of an end holds.
+        """Return the numbers of the common states in block table entry `entry` of an end.
+
+        `end` is 0 for the source and 1 for the destination.
 
         >>> common = CommonStates.between(8, 40, StateBlocks(16), StateBlocks(32))
         >>> [common.numbers_in(0, entry) for entry in (0, 1, 2, 3)]
@@ -159,7 +173,7 @@ class CommonStates(NamedTuple):
         return range(first, stop)
 
     def spans(self, first: int = 0, stop: int | None = None) -> StateSpans:
-        """Return common states first .. stop - 1 as spans."""
+        """Return the spans of common states first .. stop - 1; by default, of all common states."""
         count = max(0, (self.total if stop is None else stop) - first)
         src, dst = (self.local[end] + first * self.steps[end] for end in (0, 1))
         size = min(one.states for one in self.ends) if self.side_by_side else 1
@@ -182,10 +196,10 @@ class CommonStates(NamedTuple):
 
 
 def _block_starts(ends: list[tuple[int, int]], count: int) -> Int64s:
-    """Return the numbers of the states that start a kernel block at either end, and 0.
+    """Return 0 and the numbers of the states that start a kernel block at either end.
 
-    There are `count` states. `ends` contains, for each end, the kernel block size in states
-    and the position of the first state.
+    States have the numbers 0 .. count - 1. `ends` contains, for each end, the number of states
+    in a kernel block and the number of state 0 among the states of that end.
     """
     (small, first), (large, second) = sorted((size, -at % size) for size, at in ends)
     starts = np.arange(first, count, small)

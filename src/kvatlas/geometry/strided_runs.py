@@ -7,7 +7,7 @@ axes, and an item that is contiguous at both ends. It is separate from `Placemen
 the coordinates of blocks, kernel blocks and states are known only once a request arrives.
 All other axes are folded in advance.
 
-- `StridedRuns.between` takes the same field at both ends;
+- `StridedRuns.between` returns the runs of one field, given its placement at both ends;
 - `merge_runs` joins families that are adjacent at both ends, such as K and V, or
   neighbouring layers;
 - `fold_states` also folds the states, for blocks that are copied whole;
@@ -55,9 +55,9 @@ class StridedRuns(NamedTuple):
 
     @classmethod
     def between(cls, src: Placement, dst: Placement) -> StridedRuns:
-        """Return the runs of one field.
+        """Return the runs that copy a field from placement `src` to placement `dst`.
 
-        Both views must have the same axes, except for blocks, kernel blocks and states.
+        Both placements must have the same axes, except for blocks, kernel blocks and states.
         """
         inner = [axis for axis in src.axes if axis not in _OPEN]
         unlike = sorted(inner) != sorted(axis for axis in dst.axes if axis not in _OPEN)
@@ -73,12 +73,12 @@ class StridedRuns(NamedTuple):
         return cls(block, kernel, state, fold.sizes, strides, offsets, fold.item)
 
     def shift(self, src: int, dst: int) -> StridedRuns:
-        """Add `src` and `dst` bytes to the offsets of the runs."""
+        """Add `src` bytes to the source offset and `dst` bytes to the destination offset."""
         at = (self.offsets[0] + src, self.offsets[1] + dst)
         return StridedRuns(*self[:5], at, self.item)
 
     def with_item(self, item: int) -> StridedRuns:
-        """Return the same runs with items of `item` bytes, folded."""
+        """Return the same runs with items of `item` bytes; fold axes that become contiguous."""
         return self if item == self.item else self._replace(item=item).folded()
 
     def folded(self) -> StridedRuns:
@@ -96,9 +96,9 @@ class StridedRuns(NamedTuple):
         return self.state_strides == (self.item, self.item)
 
     def item_offsets(self, end: int) -> Int64s:
-        """Return the item offsets at one end for the first state of block 0.
+        """Return the byte offset of every item in the first state of block 0.
 
-        The first axis varies slowest.
+        `end` is 0 for the source and 1 for the destination. The first axis varies slowest.
         """
         steps = [np.arange(n) * s for n, s in zip(self.sizes, self.strides[end], strict=True)]
         return outer_sum(steps, self.offsets[end])
@@ -106,11 +106,12 @@ class StridedRuns(NamedTuple):
     def byte_ranges(
         self, spans: StateSpans, ids: tuple[Int64s, Int64s], *, whole: bool, join: bool = True
     ) -> tuple[Int64s, Int64s, Int64s]:
-        """Return source offsets, destination offsets and byte lengths of spans of states.
+        """Return source starts, destination starts and byte lengths of spans of states.
 
-        `ids` are the block ids of each span at each end. With `join`, ranges that are adjacent
-        at both ends are joined. With `whole`, the states of a kernel block are already folded
-        into the item.
+        Add `item_offsets` to the starts to get offsets in the pool. `ids` are the block ids of
+        each span, for source and destination. With `join`, ranges that are adjacent at both
+        ends are joined. With `whole`, the states of a kernel block are already folded into the
+        item.
         """
         src, dst = self._starts(0, spans.src, ids[0]), self._starts(1, spans.dst, ids[1])
         count = spans.length
@@ -127,7 +128,7 @@ class StridedRuns(NamedTuple):
         return join_copies(src, dst, length) if join else (src, dst, length)
 
     def _starts(self, end: int, starts: SpanStarts, ids: Int64s) -> Int64s:
-        """Return the start of each span at one end as an offset into the pool."""
+        """Return the start of each span at one end, relative to the offset of an item."""
         total = np.zeros(len(ids), dtype=np.int64)
         for strides, index in (
             (self.block_strides, ids),
@@ -140,7 +141,7 @@ class StridedRuns(NamedTuple):
 
 
 def merge_runs(families: Iterable[StridedRuns]) -> list[StridedRuns]:
-    """Merge families of runs that are adjacent at both ends, into as few as possible.
+    """Merge families of runs that are adjacent at both ends of a copy.
 
     >>> cell = Placement.packed([("B", 9), ("N", 4), ("C", 16)])
     >>> k, v = cell.narrow("C", 0, 8), cell.narrow("C", 8, 8)
@@ -159,7 +160,7 @@ def merge_runs(families: Iterable[StridedRuns]) -> list[StridedRuns]:
 
 
 def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRuns]:
-    """Add an axis of `states` states to each family, fold it, and merge adjacent families.
+    """Fold `states` states into each family of runs, and merge families that are then adjacent.
 
     >>> page = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
     >>> [runs.item for runs in fold_states([StridedRuns.between(page, page)], 16)]
@@ -179,7 +180,7 @@ def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRun
 
 
 def _joined(families: Sequence[StridedRuns]) -> list[StridedRuns]:
-    """Join adjacent families among those that differ only in offset and item."""
+    """Join adjacent families; the given families may differ only in offset and item."""
     kept: list[StridedRuns] = []
     first, *others = sorted(families, key=lambda runs: runs.offsets[1])
     item = first.item

@@ -52,9 +52,11 @@ def validate(
         raise AtlasError(Code.OVERLAP, problem, got=sorted(set(parts) & set(padding)), hint=hint)
     for name, part in everything.items():
         if not isinstance(part, Placement):
-            problem, got = f"Part {name!r} must be a Placement", repr(part)[:100]
             raise AtlasError(
-                Code.BAD_AXES, problem, got=got, hint="Pass a mapping from name to Placement"
+                Code.BAD_AXES,
+                f"Part {name!r} must be a Placement",
+                got=repr(part)[:100],
+                hint="Pass a mapping from name to Placement",
             )
         if part.stop > size:
             got = f"{name} up to byte {part.stop} in a buffer of {size} bytes"
@@ -70,8 +72,11 @@ def validate(
     _refuse_shared_bytes(everything)
     covered = sum(part.nbytes for part in everything.values())
     if covered < size and not holes:
-        got = f"{size - covered} undeclared bytes of {size}{_first_hole(everything)}"
-        raise AtlasError(Code.HOLE, got=got, hint="Declare the gap as padding, or close it")
+        raise AtlasError(
+            Code.HOLE,
+            got=f"{size - covered} undeclared bytes of {size}{_first_hole(everything)}",
+            hint="Declare the gap as padding, or close it",
+        )
 
 
 def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
@@ -89,7 +94,7 @@ def _refuse_shared_bytes(parts: Mapping[str, Placement]) -> None:
 
 
 def _neighbours(parts: Mapping[str, Placement]) -> list[list[str]]:
-    """Group parts whose extents overlap; parts of different groups cannot share a byte."""
+    """Return groups of parts whose extents overlap; only parts of one group can share a byte."""
     clusters: list[list[str]] = []
     reach = 0
     for name in sorted(parts, key=lambda name: parts[name].offset):
@@ -101,7 +106,7 @@ def _neighbours(parts: Mapping[str, Placement]) -> list[list[str]]:
 
 
 def _one_step(parts: list[Placement]) -> list[Placement]:
-    """Drop outer axes that all parts share, as long as one step contains all parts."""
+    """Drop outer axes that all parts share, as long as one step along the axis spans all parts."""
     parts = [part.folded() for part in parts]
     while parts and all(part.axes for part in parts):
         outer = {(part.sizes[0], part.strides[0]) for part in parts}
@@ -133,10 +138,11 @@ def _first_hole(parts: Mapping[str, Placement]) -> str:
 
 
 def keeps_to_its_blocks(placement: Placement, cell: int, blocks: int) -> bool:
-    """Return whether every block stays within cells of `cell` bytes that belong to it alone.
+    """Return whether the bytes of each block stay within cells that belong only to that block.
 
-    Cell i belongs to block i modulo `blocks`. If this holds for all groups that overlay each
-    other in a pool, they can hold different blocks at the same time.
+    The buffer consists of cells of `cell` bytes, and cell i belongs to block i modulo `blocks`.
+    If the result is true for all groups that overlay each other in a pool, they can hold
+    different blocks at the same time.
 
     >>> rows = Placement.packed([("L", 2), ("B", 4)], item=64)
     >>> keeps_to_its_blocks(rows, 64, 4), keeps_to_its_blocks(rows.shift(32), 64, 4)

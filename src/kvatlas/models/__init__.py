@@ -1,12 +1,12 @@
 """Models: read a model's config and list what each layer caches.
 
 `Model.load` takes a config in any form, or a name from the built-in catalogue, and
-lists the model's caches in the order in which an engine registers them. Each reader
-handles a whole family of models. Families differ in layer patterns and sizes; the spec
-of each layer checks the sizes that it is given.
+lists the model's caches in the order in which an engine registers them. One function, called
+a reader, lists the caches of a whole family of models. Families differ in layer patterns and
+sizes; the spec of each layer validates the sizes.
 
 `Weights.load` takes the same sources and counts parameters and bytes. `memory_for_cache`
-returns the GPU memory that is left for caches after the weights are loaded.
+returns the GPU memory that remains for caches after the weights are loaded.
 """
 
 from kvatlas.models.cache_identity import CacheIdentity, config_identity

@@ -1,6 +1,6 @@
-"""The table of model families: which reader handles which architecture.
+"""The table of model families: which function reads the config of which architecture.
 
-A row lists the reader, the architectures and model types that it handles, and vLLM's
+A row lists the reader, the architectures and model types that it reads, and vLLM's
 names for the caches where they differ from `model.layers.N.self_attn.attn`. An
 architecture that is not in the table is read as a plain decoder if it looks like one;
 `Model.warnings` then records the assumptions.
@@ -23,7 +23,7 @@ Reader = Callable[[Decoder], Iterator[Layer]]
 
 
 class Family(NamedTuple):
-    """A reader, the models that it handles, and vLLM's names for their caches."""
+    """A config reader, the models that it reads, and vLLM's names for their caches."""
 
     reader: Reader
     names: str = ""
@@ -55,7 +55,10 @@ _PLAIN = """
 
 
 def _full_every(interval: int) -> Reader:
-    """Return a reader in which every `interval`-th layer is full attention, the others sliding."""
+    """Return a reader that assumes full attention in every `interval`-th layer, else sliding.
+
+    The assumption applies only if the config has no layer pattern.
+    """
     return partial(dense.dense, every=interval)
 
 
@@ -173,9 +176,10 @@ _SIGNS = re.compile(
 
 
 def find_family(config: Config, *candidates: str | None) -> Family | None:
-    """Return the family of the first candidate that is in the table.
+    """Return the family of the first architecture or model type in `candidates` that is known.
 
-    A DeepSeek or GLM config that has an indexer is read as sparse, regardless of its name.
+    Returns None if none of them is known. A DeepSeek or GLM config that has an indexer is read
+    as sparse, regardless of its name.
     """
     family = next((FAMILIES[name] for name in candidates if name in FAMILIES), None)
     if family and family.reader is latent.latent and config.has("index_topk"):
@@ -184,9 +188,9 @@ def find_family(config: Config, *candidates: str | None) -> Family | None:
 
 
 def with_defaults(config: Config, model_type: str | None, warnings: list[str]) -> Config:
-    """Return a text config with missing values set to the defaults of its class.
+    """Return a text model's config with missing values set to the defaults of `model_type`.
 
-    Each value that is filled in is reported in `warnings`.
+    `warnings` receives a message for each value that is filled in.
     """
     defaults = _DEFAULTS.get(model_type or "", {})
     absent = {name: value for name, value in defaults.items() if not config.has(name)}
@@ -195,10 +199,10 @@ def with_defaults(config: Config, model_type: str | None, warnings: list[str]) -
 
 
 def plain_family(config: Config, architecture: str, warnings: list[str]) -> Family:
-    """Return the family of plain decoders for an unknown architecture.
+    """Return the family of plain decoders, for a config whose architecture is unknown.
 
-    Raises an error if the config does not look like a plain decoder. Assumptions are reported in
-    `warnings`.
+    Raises an error if the config does not look like a plain decoder. `warnings` receives a
+    message for each assumption.
     """
     signs = sorted(key for key in config.filled_keys() if _SIGNS.search(key))
     needed = {

@@ -25,6 +25,8 @@ S = TypeVar("S", bound=AnySpec)
 def checkpoint_cache(root: Config, text: Config, warnings: list[str]) -> str:
     """Return the cache dtype that a checkpoint requests, or `auto` if it requests none.
 
+    If the requested dtype is unknown, the result is `auto`, and `warnings` receives a message.
+
     >>> scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     >>> checkpoint_cache(Config({"quantization_config": scheme}), Config({}), [])
     'fp8_e4m3'
@@ -53,7 +55,7 @@ def checkpoint_cache(root: Config, text: Config, warnings: list[str]) -> str:
 
 
 def check_cache(kv_dtype: object) -> str:
-    """Return the canonical name of `kv_dtype`; raise if no layer can be cached in it."""
+    """Return the canonical name of cache dtype `kv_dtype`; raise an error if it is unknown."""
     known = (*ATTENTION_CACHES, *LATENT_CACHES)
     if kv_dtype in known:
         return str(kv_dtype)
@@ -74,8 +76,8 @@ def check_cache(kv_dtype: object) -> str:
 def cached(spec: S, cache: str, *, sparse: bool = False) -> S:
     """Return `spec` with its cache dtype set to `cache`.
 
-    Specs other than attention are returned unchanged. `sparse` marks latent attention
-    whose states an indexer selects. Its kernels store fp8 as `fp8_ds_mla`. DeepSeek-V4 uses
+    Specs other than attention are returned unchanged. With `sparse`, an indexer selects the
+    states of latent attention; its kernels store fp8 as `fp8_ds_mla`. DeepSeek-V4 uses
     `fp8_ds_mla` for `auto` too, because its kernels do not support the model's dtype.
     """
     if isinstance(spec, Attention):

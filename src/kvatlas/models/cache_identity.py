@@ -71,11 +71,12 @@ class CacheIdentity(
 
     def __post_init__(self) -> None:
         if not self.weights:
-            problem = "A cache identity needs a name for the weights"
-            hint = (
-                "Pass weights=models.weights_identity(folder), or a name that no other weights have"
+            raise AtlasError(
+                Code.BAD_CONFIG,
+                "A cache identity needs a name for the weights",
+                got="an empty name",
+                hint="Pass weights=models.weights_identity(folder), or weights= with a unique name",
             )
-            raise AtlasError(Code.BAD_CONFIG, problem, got="an empty name", hint=hint)
         for name in self.__struct_fields__:
             _check_text(name, getattr(self, name))
 
@@ -93,11 +94,11 @@ class CacheIdentity(
         return cls(weights=named, config=config_identity(read_config(folder), **overrides))
 
     def for_request(self, *, adapter: str = "", salt: str = "") -> CacheIdentity:
-        """Return the identity of a request that uses an adapter or a salt."""
+        """Return this identity with the adapter and the salt of one request."""
         return msgspec.structs.replace(self, adapter=adapter, salt=salt)
 
     def differences(self, other: CacheIdentity | None) -> str:
-        """Return a text with the fields in which two identities differ; empty if they are equal."""
+        """Return the fields in which two identities differ, as text; empty if they are equal."""
         if other is None:
             return f"weights {self.weights!r} and no identity"
         names = [name for name in self._names() if getattr(self, name) != getattr(other, name)]
@@ -139,19 +140,24 @@ def config_identity(config: Mapping[str, Any], **overrides: Any) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a checkpoint folder."""
+    """Return the values in the `config.json` of a checkpoint folder."""
     path = folder / "config.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as problem:
-        hint = "Pass the folder of a checkpoint, or name the weights in CacheIdentity(weights=...)"
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
         raise AtlasError(
-            Code.UNREADABLE, "The checkpoint has no readable config.json", got=problem, hint=hint
+            Code.UNREADABLE,
+            "The checkpoint has no readable config.json",
+            got=error,
+            hint="Pass a checkpoint's folder, or name the weights with CacheIdentity(weights=...)",
         ) from None
 
 
 def _normalised(value: Any) -> Any:
-    """Return a config value without null values and keys without effect, and 1.0 written as 1."""
+    """Return a config value in canonical form, for comparison.
+
+    Null values and keys that affect neither K nor V are removed, and 1.0 becomes 1.
+    """
     if isinstance(value, Mapping):
         kept = {str(key): _normalised(one) for key, one in value.items()}
         return {
@@ -169,14 +175,18 @@ def _normalised(value: Any) -> Any:
 
 
 def _check_text(name: str, text: Any) -> None:
-    """Raise an error if a field is not a string, is too long, or cannot be encoded as UTF-8."""
+    """Raise an error unless `text` is a string that fits the length limit and encodes as UTF-8."""
     hint = f"Use a UTF-8 string of at most {_LONGEST:,} characters"
     if not isinstance(text, str):
         problem = f"The {name} of a cache identity must be a string"
         raise AtlasError(Code.BAD_CONFIG, problem, got=repr(text)[:100], hint=hint)
     if len(text) > _LONGEST:
-        problem = f"The {name} of a cache identity is too long"
-        raise AtlasError(Code.BAD_CONFIG, problem, got=f"{len(text):,} characters", hint=hint)
+        raise AtlasError(
+            Code.BAD_CONFIG,
+            f"The {name} of a cache identity is too long",
+            got=f"{len(text):,} characters",
+            hint=hint,
+        )
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -27,7 +27,7 @@ _LONGEST_HEADER = 256 << 20
 
 
 def weights_identity(folder: Path) -> str:
-    """Return a digest of a checkpoint's files: names, sizes and bytes sampled from every tensor.
+    """Return a digest of a checkpoint's weight files: their names, sizes and sampled bytes.
 
     For a file in the hub's cache, the file name is used instead of samples, because it is
     already a digest of the content. An index file alone would not be enough: fine-tunes
@@ -60,7 +60,7 @@ def weights_identity(folder: Path) -> str:
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file to hash: all of a small file, samples of a large one.
+    """Yield the bytes of a file that are hashed: all of a small file, samples of a large one.
 
     A large file is sampled in every tensor or, without a safetensors header, at regular
     intervals.

@@ -46,7 +46,7 @@ class Config:
         return [str(key) for key, value in self._values.items() if value not in _NOTHING]
 
     def get(self, *names: str) -> Any:
-        """Return the first value among `names` that is present and not null."""
+        """Return the value of the first key in `names` that is present and not null, or None."""
         for name in names:
             value = self._values.get(name)
             if value is not None:
@@ -54,57 +54,68 @@ class Config:
         return None
 
     def has(self, *names: str) -> bool:
-        """Return whether any of `names` is present and not null."""
+        """Return whether any key in `names` is present and not null."""
         return self.get(*names) is not None
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """Return a count of at least 1; raise if it is missing and there is no default."""
+        """Return the value of the first key in `names` that is present, or `default`.
+
+        Raises an error if the value is not an integer of at least 1, or if there is neither a
+        value nor a default.
+        """
         number = self.maybe(*names) or default
         if number is None:
             raise missing(*names)
         return number
 
     def maybe(self, *names: str) -> int | None:
-        """Return a count of at least 1, or None if it is missing."""
+        """Return the value of the first key in `names` that is present; None if there is none.
+
+        Raises an error if the value is not an integer of at least 1.
+        """
         for name in names:
             value = self._values.get(name)
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 problem = f"{name} must be an integer"
-                raise bad(problem, repr(value), "Write it without quotes or a decimal point")
+                hint = f"Write {name} without quotes or a decimal point"
+                raise bad(problem, repr(value), hint)
             if not 1 <= value <= _LARGEST:
-                problem = f"{name} must be between 1 and 2**40"
-                raise bad(problem, str(value), f"Correct {name} in the config")
+                raise bad(
+                    f"{name} must be between 1 and 2**40",
+                    str(value),
+                    f"Correct {name} in the config",
+                )
             return value
         return None
 
     def size(self, name: str) -> int | None:
-        """Return a count of tokens or layers, or None if it is missing, null or 0."""
+        """Return the integer under key `name`; None if it is missing, null or 0."""
         return None if self._values.get(name) in (None, 0) else self.count(name)
 
     def natural(self, name: str, *, default: int = 0) -> int:
-        """Return a count of at least 0."""
+        """Return the integer under key `name`, at least 0; `default` if it is missing."""
         value = self._values.get(name)
         return value if value == 0 and type(value) is int else self.count(name, default=default)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """Return the boolean value of a key; `default` if it is missing."""
+        """Return the boolean under key `name`; `default` if it is missing."""
         value = self._typed((name,), bool, "true or false, without quotes")
         return default if value is None else bool(value)
 
     def text(self, *names: str) -> str | None:
-        """Return a string, or None if it is missing."""
+        """Return the string under the first key in `names` that is present; otherwise None."""
         value: str | None = self._typed(names, str, "a string in quotes")
         return value
 
     def section(self, *names: str) -> Config | None:
-        """Return a nested config, or None if it is missing."""
+        """Return the nested config under the first key in `names` that is present, or None."""
         value = self._typed(names, Mapping, "an object in braces")
         return None if value is None else Config(value)
 
     def listing(self, *names: str) -> list[Any] | None:
-        """Return a list, or None if it is missing."""
+        """Return the list under the first key in `names` that is present; otherwise None."""
         value = self._typed(names, (list, tuple), "a list in brackets")
         return None if value is None else list(value)
 
@@ -123,19 +134,24 @@ class Config:
         return entries
 
     def per_layer(self, name: str, depth: int, *, extra: int = 0) -> list[Any]:
-        """Return a list with one entry per layer.
+        """Return the list under key `name`, which must have one entry for each of `depth` layers.
 
         The list may have up to `extra` more entries, for multi-token-prediction (MTP)
         layers. Those are dropped, because they are not part of the served model.
         """
         entries = self._required_listing(name)
         if not depth <= len(entries) <= depth + extra:
-            got = f"{len(entries)} entries for {depth} layers"
-            raise bad(f"{name} must have one entry per layer", got)
+            raise bad(
+                f"{name} must have one entry per layer",
+                f"{len(entries)} entries for {depth} layers",
+            )
         return entries[:depth]
 
     def indices(self, name: str, depth: int, *, first: int = 0) -> set[int]:
-        """Return the 0-based layer indices in a list that counts layers from `first`."""
+        """Return the layers in the list under key `name`, as 0-based indices.
+
+        The list numbers the `depth` layers from `first`.
+        """
         chosen = set()
         for value in self._required_listing(name):
             known = isinstance(value, int) and not isinstance(value, bool)
@@ -158,8 +174,11 @@ class Config:
         if not depth:
             raise missing("num_hidden_layers")
         if depth > MOST_LAYERS:
-            problem = f"A config can have at most {MOST_LAYERS} layers"
-            raise bad(problem, f"{depth} layers", "Check num_hidden_layers")
+            raise bad(
+                f"A config can have at most {MOST_LAYERS} layers",
+                f"{depth} layers",
+                "Correct num_hidden_layers in the config",
+            )
         return depth
 
     def predictors(self) -> int:
@@ -187,22 +206,25 @@ class Config:
 
     @staticmethod
     def quotient(width: int, parts: int, name: str) -> int:
-        """Return `width / parts`, the value of key `name`; raise an error if it is not whole."""
+        """Return `width / parts`; raise an error that names key `name` if there is a remainder."""
         if width % parts:
-            problem = f"{name} cannot be derived: the sizes in the config do not divide evenly"
-            raise bad(problem, f"{width} / {parts}", f"Check {name} in the config")
+            raise bad(
+                f"The sizes in the config do not divide evenly for {name}",
+                f"{width} / {parts}",
+                f"Add or correct {name} in the config",
+            )
         return width // parts
 
 
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {}, ())
 
 
-def bad(problem: str, got: str, hint: str = "Compare it with num_hidden_layers") -> AtlasError:
-    """Return the error for a bad config value; pass a value of the config as its `repr`."""
+def bad(problem: str, got: str, hint: str = "Compare with num_hidden_layers") -> AtlasError:
+    """Return an `AtlasError` with code `bad_config`; quote config values in `got` with `repr`."""
     return AtlasError(Code.BAD_CONFIG, problem, got=got[:200], hint=hint)
 
 
 def missing(*names: str) -> AtlasError:
-    """Return the error for a config that lacks a required key."""
+    """Return the error for a config that has none of the keys `names`."""
     got = f"a config without {' or '.join(names)}"
     return AtlasError(Code.MISSING_KEY, got=got, hint=f"Add {names[0]} to the config")

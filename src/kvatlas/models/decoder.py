@@ -1,8 +1,8 @@
-"""`Decoder`: the input of a family's reader.
+"""`Decoder`: the input of the functions that read the configs of a model family.
 
 It combines a text model's config with everything that does not depend on the family:
 the dtypes, which depend on the engine and the checkpoint, and the layer name prefixes,
-which depend on the multimodal wrapper. Readers handle only patterns and shapes.
+which depend on the multimodal wrapper. The readers only determine patterns and shapes.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class Decoder:
         return default or self.conv_dtype
 
     def layer(self, index: int, spec: AnySpec, name: str | None = None) -> Layer:
-        """Return a cache of decoder layer `index`.
+        """Return the `Layer` that describes one cache of decoder layer `index`.
 
-        `name` is the cache's name within the layer, by default that of the attention.
+        `name` is the cache's name within the layer; it defaults to the name of the attention.
         """
         full_name = f"{self.layers}.{index}.{name or self.attention_name}"
         return Layer(name=full_name, index=index, spec=spec)
 
     def every_layer(self, spec: AnySpec, name: str | None = None) -> Iterator[Layer]:
-        """Yield one cache with the same spec for every decoder layer."""
+        """Yield one `Layer` with spec `spec` for every decoder layer."""
         return (self.layer(index, spec, name) for index in range(self.depth))
 
     def attention(
@@ -92,7 +92,7 @@ class Decoder:
         v_dim: int | None = None,
         window: int | None = None,
     ) -> FullAttention | SlidingAttention | ChunkedAttention:
-        """Return the spec of one kind of attention; sizes default to the model's."""
+        """Return the spec of one kind of attention; sizes default to those in the config."""
         head_dim = head_dim or self.config.head_dim()
         sizes: dict[str, Any] = {
             "heads": heads or self.config.key_heads(),

@@ -1,8 +1,8 @@
 """Readers for decoders that cache K and V for each head.
 
 These models are variations of Llama. They differ in which layers use a sliding window,
-which layers share a cache, and the head sizes of each kind of layer. Each reader below
-handles one such difference.
+which layers share a cache, and the head sizes of each kind of layer. Each function below
+reads the configs of models with one such difference.
 """
 
 from __future__ import annotations
@@ -47,19 +47,25 @@ def dense(
 
 
 def cohere(decoder: Decoder) -> Iterator[Layer]:
-    """Cohere-2: every fourth layer is full; the config's window excludes the current token."""
+    """Yield the caches of Cohere-2, where every fourth layer is full attention.
+
+    The window in its config does not include the current token.
+    """
     window = decoder.config.size("sliding_window")
     sizes: dict[str, Sizes] = {"sliding": {"window": window + 1}} if window else {}
     return dense(decoder, every=4, sizes=sizes)
 
 
 def llama4(decoder: Decoder) -> Iterator[Layer]:
-    """Llama 4: three layers of chunked attention, then one of full attention."""
+    """Yield the caches of Llama 4: three layers of chunked attention, then one of full."""
     return dense(decoder, kinds=chunked_kinds(decoder.config))
 
 
 def gemma4(decoder: Decoder) -> Iterator[Layer]:
-    """Gemma-4: full layers have larger heads, and fewer of them if K and V share a projection."""
+    """Yield the caches of Gemma-4, where full attention has larger heads than sliding attention.
+
+    If K and V share a projection, full attention also has fewer KV heads.
+    """
     config = decoder.config
     shared = config.flag("attention_k_eq_v")
     full: Sizes = {
@@ -70,7 +76,7 @@ def gemma4(decoder: Decoder) -> Iterator[Layer]:
 
 
 def mimo(decoder: Decoder) -> Iterator[Layer]:
-    """MiMo-V2: sliding layers have separate sizes, and V rows are shorter than K rows.
+    """Yield the caches of MiMo-V2; sliding layers have other sizes, and V rows are shorter.
 
     Its config has an unused `attention_chunk_size`: no layer is chunked.
     """
@@ -90,7 +96,7 @@ def mimo(decoder: Decoder) -> Iterator[Layer]:
 
 
 def step(decoder: Decoder) -> Iterator[Layer]:
-    """Step-3.5: one kind of layer may have a different number or size of heads.
+    """Yield the caches of Step-3.5; head number and size may differ for one kind of layer.
 
     Without `layer_types`, even layers use the sliding window.
     """
@@ -108,12 +114,15 @@ def step(decoder: Decoder) -> Iterator[Layer]:
 
 
 def pruned(decoder: Decoder) -> Iterator[Layer]:
-    """DeciLM and Nemotron-NAS: some layers have fewer heads, or no attention."""
+    """Yield the caches of DeciLM and Nemotron-NAS; some layers have fewer heads or no attention."""
     config = decoder.config
     for index, block in enumerate(config.per_layer("block_configs", config.depth())):
         if not isinstance(block, dict) or not isinstance(block.get("attention"), dict):
-            problem = "Every entry of block_configs must have an attention object"
-            raise bad(problem, f"entry {index}: {block!r}", "Add an attention object to the entry")
+            raise bad(
+                "Every entry of block_configs must have an attention object",
+                f"entry {index}: {block!r}",
+                "Add an attention object to the entry",
+            )
         attention = Config(block["attention"])
         if attention.flag("no_op") or attention.flag("replace_with_linear"):
             continue
@@ -123,14 +132,17 @@ def pruned(decoder: Decoder) -> Iterator[Layer]:
 
 
 def falcon(decoder: Decoder) -> Iterator[Layer]:
-    """Falcon: the first generation caches one head, regardless of num_kv_heads."""
+    """Yield the caches of Falcon; the first generation caches one head in each layer.
+
+    That generation ignores `num_kv_heads`.
+    """
     config = decoder.config
     single = config.flag("multi_query") and not config.flag("new_decoder_architecture")
     return decoder.every_layer(decoder.attention(heads=1 if single else None))
 
 
 def dbrx(decoder: Decoder) -> Iterator[Layer]:
-    """DBRX: the number of KV heads is in the config section `attn_config`."""
+    """Yield the caches of DBRX, whose number of KV heads is in the section `attn_config`."""
     section = decoder.config.section("attn_config")
     if section is None:
         raise missing("attn_config")
@@ -138,7 +150,7 @@ def dbrx(decoder: Decoder) -> Iterator[Layer]:
 
 
 def block_sparse(decoder: Decoder) -> Iterator[Layer]:
-    """MiniMax-M3: attention in every layer; sparse layers also cache an indexer's keys."""
+    """Yield the caches of MiniMax-M3: attention in every layer, indexer keys in sparse layers."""
     section, depth = decoder.config.section("sparse_attention_config"), decoder.depth
     marks = section.per_layer("sparse_attention_freq", depth) if section else [0] * depth
     spec = decoder.attention()

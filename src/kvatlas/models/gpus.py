@@ -25,7 +25,7 @@ MOST_GPUS = 1024
 
 
 class Gpu(NamedTuple):
-    """A kind of GPU.
+    """A GPU model: its name, usable memory and advertised memory.
 
     >>> find_gpu("a100").name, find_gpu("H200").memory // GIB
     ('A100-80GB', 139)
@@ -131,9 +131,12 @@ smaller weights. [weights_too_large]
         problem = "utilization must be greater than 0 and at most 1"
         raise AtlasError(Code.BAD_QUANTITY, problem, got=utilization, hint=hint)
     if min(weights, overhead) < 0:
-        problem = "weights and overhead must not be negative"
-        got = f"weights {weights:,} and overhead {overhead:,} bytes"
-        raise AtlasError(Code.NEGATIVE, problem, got=got, hint="Pass 0 or more bytes")
+        raise AtlasError(
+            Code.NEGATIVE,
+            "weights and overhead must not be negative",
+            got=f"weights {weights:,} and overhead {overhead:,} bytes",
+            hint="Pass 0 or more bytes",
+        )
     usable = int(gpu.memory * utilization)
     left = usable - weights - overhead
     if left > 0:

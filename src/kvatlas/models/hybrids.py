@@ -26,9 +26,9 @@ from kvatlas.specs import (
 
 
 def delta_net(decoder: Decoder, *, dtype_key: str | None = None) -> Iterator[Layer]:
-    """Qwen3-Next: three layers of gated delta net, then one of attention.
+    """Yield the caches of Qwen3-Next: three layers of gated delta net, then one of attention.
 
-    For Qwen3.5, vLLM reads the dtype of states from the config key `dtype_key`.
+    For Qwen3.5, vLLM reads the dtype of recurrent states from the config key `dtype_key`.
     """
     config = decoder.config
     recurrent = GatedDeltaNet(
@@ -44,9 +44,9 @@ def delta_net(decoder: Decoder, *, dtype_key: str | None = None) -> Iterator[Lay
 
 
 def kimi_delta(decoder: Decoder) -> Iterator[Layer]:
-    """Kimi-Linear and Kimi-K3: KDA in the layers that the config lists, counted from 1.
+    """Yield the caches of Kimi-Linear and Kimi-K3: KDA in the layers that the config lists.
 
-    A checkpoint's config has these settings in the section `linear_attn_config`.
+    A checkpoint's config lists them, counted from 1, in the section `linear_attn_config`.
     transformers flattens that section into keys with the prefix `linear_` and a
     `layer_types` list.
     """
@@ -73,7 +73,7 @@ def kimi_delta(decoder: Decoder) -> Iterator[Layer]:
 
 
 def lightning(decoder: Decoder) -> Iterator[Layer]:
-    """MiniMax-Text-01: seven layers of lightning attention, then one of softmax attention."""
+    """Yield the caches of MiniMax-Text-01: seven layers of lightning attention, one of softmax."""
     config = decoder.config
     recurrent = LightningAttention(
         heads=config.query_heads(), head_dim=config.head_dim(), ssm_dtype=decoder.ssm_dtype()
@@ -87,7 +87,7 @@ def lightning(decoder: Decoder) -> Iterator[Layer]:
 
 
 def short_conv(decoder: Decoder) -> Iterator[Layer]:
-    """LFM2: short convolutions, and attention in the layers that the config lists."""
+    """Yield the caches of LFM2: short convolutions, and attention where the config lists it."""
     config = decoder.config
     recurrent = ShortConv(
         width=config.count("conv_dim", default=config.hidden()),
@@ -99,7 +99,10 @@ def short_conv(decoder: Decoder) -> Iterator[Layer]:
 
 
 def rwkv(decoder: Decoder) -> Iterator[Layer]:
-    """RWKV-7: one matrix per head and two shift rows; the cache does not grow with the tokens."""
+    """Yield the caches of RWKV-7: one matrix per head and two token-shift rows in each layer.
+
+    They do not grow with the number of tokens.
+    """
     config = decoder.config
     hidden, head_dim = config.hidden(), config.count("head_dim", "head_size", default=64)
     spec = Rwkv7(
@@ -113,7 +116,7 @@ def rwkv(decoder: Decoder) -> Iterator[Layer]:
 
 
 def whisper(decoder: Decoder) -> Iterator[Layer]:
-    """Whisper's decoder: self-attention, and cross-attention over the encoder's rows."""
+    """Yield the caches of Whisper's decoder: self-attention, and cross-attention to the encoder."""
     config = decoder.config
     heads = config.count("decoder_attention_heads")
     head_dim = config.quotient(config.hidden(), heads, "decoder_attention_heads")

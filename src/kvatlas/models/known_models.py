@@ -41,7 +41,7 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 @functools.cache
 def catalogue() -> Mapping[str, CatalogueEntry]:
-    """Return all entries by name.
+    """Return all entries of the catalogue, by model name.
 
     >>> catalogue()["Qwen3.5-397B-A17B"].repo
     'Qwen/Qwen3.5-397B-A17B'
@@ -70,7 +70,10 @@ def _expand(value: Any) -> Any:
 
 
 def _run(item: Any) -> list[Any]:
-    """Return the list that `word*count` stands for; a word of digits becomes an integer."""
+    """Return the list that a string `word*count` encodes; any other item yields a list of one.
+
+    A word of digits becomes an integer.
+    """
     word, star, count = item.rpartition("*") if isinstance(item, str) else ("", "", "")
     if not (star and count.isdigit()):
         return [_expand(item)]

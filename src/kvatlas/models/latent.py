@@ -16,14 +16,14 @@ V4_RATIOS = (0, 4, 128)
 
 
 def latent(decoder: Decoder) -> Iterator[Layer]:
-    """MLA: one latent row per state; dense K and V if the config has no `kv_lora_rank`."""
+    """Yield the caches of an MLA model; K and V per head if the config has no `kv_lora_rank`."""
     if not decoder.config.has("kv_lora_rank"):
         return dense(decoder)
     return decoder.every_layer(latent_attention(decoder))
 
 
 def latent_attention(decoder: Decoder, *, sparse: bool = False) -> LatentAttention:
-    """Return the spec of an MLA layer.
+    """Return the spec of an MLA layer; with `sparse`, an indexer selects its states.
 
     The rotary elements are cached even if the model does not rotate them.
     """
@@ -37,9 +37,9 @@ def latent_attention(decoder: Decoder, *, sparse: bool = False) -> LatentAttenti
 
 
 def sparse_latent(decoder: Decoder) -> Iterator[Layer]:
-    """DeepSeek-V3.2 and GLM-5: MLA with an indexer, whose keys are yielded before the latent rows.
+    """Yield the caches of DeepSeek-V3.2 and GLM-5: in each layer, indexer keys, then latent rows.
 
-    Since GLM-5.2 only some layers have an indexer. The others reuse the selection of the
+    Since GLM-5.2, only some layers have an indexer. The others reuse the selection of the
     last layer that has one, and cache no keys.
     """
     spec = latent_attention(decoder, sparse=True)
@@ -66,7 +66,7 @@ def _layers_that_choose(decoder: Decoder) -> list[bool]:
 
 
 def compressed(decoder: Decoder) -> Iterator[Layer]:
-    """DeepSeek-V4: sliding windows, compressed states, an indexer, and compressor states."""
+    """Yield the caches of DeepSeek-V4: window, compressed states, indexer keys, compressor sums."""
     config, depth = decoder.config, decoder.depth
     rows = config.per_layer("compress_ratios", depth, extra=max(1, config.predictors()))
     cache = "fp8_ds_mla" if decoder.cache in ("auto", "fp8", "fp8_e4m3") else decoder.cache
@@ -80,8 +80,11 @@ def compressed(decoder: Decoder) -> Iterator[Layer]:
     caches = {}
     for index, ratio in enumerate(rows):
         if type(ratio) is not int or ratio not in V4_RATIOS:
-            problem = "Every entry of compress_ratios must be 0, 4 or 128"
-            raise bad(problem, f"{ratio!r} for layer {index}", "Correct the entry in the config")
+            raise bad(
+                "Every entry of compress_ratios must be 0, 4 or 128",
+                f"{ratio!r} for layer {index}",
+                "Correct the entry in the config",
+            )
         if ratio not in caches:
             caches[ratio] = compressed_latent(
                 ratio,

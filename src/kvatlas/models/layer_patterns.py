@@ -60,7 +60,10 @@ def attention_kinds(config: Config, *, every: int | None = None) -> list[Kind]:
 
 
 def chunked_kinds(config: Config) -> list[Kind]:
-    """Llama 4: layers with rotary positions are chunked; every fourth has none and is full."""
+    """Return the kind of each Llama 4 layer: chunked with rotary positions, full without.
+
+    By default, every fourth layer has no rotary positions.
+    """
     depth = config.depth()
     if not config.size("attention_chunk_size"):
         return ["full"] * depth
@@ -74,12 +77,18 @@ def chunked_kinds(config: Config) -> list[Kind]:
 
 
 def gemma4_kinds(config: Config) -> list[Kind]:
-    """Gemma-4: every sixth layer is full, and so is the last, regardless of the pattern."""
+    """Return the kind of each Gemma-4 layer; by default, every sixth is full, others sliding.
+
+    The last layer is full regardless of the pattern.
+    """
     return [*attention_kinds(config, every=6)[:-1], "full"]
 
 
 def block_kinds(config: Config) -> list[str]:
-    """Return a hybrid's layer types from its list, letters, interval or attention indices.
+    """Return the type of each layer of a hybrid, such as `mamba` or `attention`.
+
+    The config specifies the types as a list, a string of letters, an interval or the indices
+    of the attention layers.
 
     >>> block_kinds(Config({"hybrid_override_pattern": "M*-E"}))
     ['mamba', 'attention', 'mlp', 'moe']
@@ -90,11 +99,16 @@ def block_kinds(config: Config) -> list[str]:
     letters = config.get("hybrid_override_pattern")
     if isinstance(letters, str):
         if unknown := set(letters) - set(_LETTERS):
-            problem = "hybrid_override_pattern contains unknown letters"
-            raise bad(problem, repr("".join(sorted(unknown))), f"Use only {' '.join(_LETTERS)}")
+            raise bad(
+                "hybrid_override_pattern contains unknown letters",
+                repr("".join(sorted(unknown))),
+                f"Use only {' '.join(_LETTERS)}",
+            )
         if len(letters) != depth:
-            problem = "hybrid_override_pattern must have one letter per layer"
-            raise bad(problem, f"{len(letters)} letters for {depth} layers")
+            raise bad(
+                "hybrid_override_pattern must have one letter per layer",
+                f"{len(letters)} letters for {depth} layers",
+            )
         return [_LETTERS[letter] for letter in letters]
     for name in ("layers_block_type", "layer_types"):
         if config.has(name):
@@ -122,7 +136,7 @@ def hybrid_layers(
     without_cache: tuple[str, ...] = (),
     recurs: tuple[str, ...] = _RECURS,
 ) -> Iterator[Layer]:
-    """Yield a hybrid's caches.
+    """Yield the caches of a hybrid, a model with attention and recurrent layers.
 
     `kinds` lists the kind of each layer. Attention layers get the spec that `attention`
     returns. Layers whose kind is in `recurs` get the spec `recurrent` and the cache name
@@ -136,26 +150,32 @@ def hybrid_layers(
             yield decoder.layer(index, recurrent, name)
         elif kind not in without_cache:
             known = (*_ATTENDS, *recurs, *without_cache)
-            problem = f"Layer {index} has an unknown type"
-            raise bad(problem, repr(kind), f"Use one of {', '.join(known)}")
+            raise bad(
+                f"Layer {index} has an unknown type", repr(kind), f"Use one of {', '.join(known)}"
+            )
 
 
 def owns_cache(config: Config) -> int:
-    """Return the number of leading layers that have a cache.
+    """Return the number of leading layers that have their own cache.
 
-    In Gemma-3n and some Gemma-4 models, the last layers share the cache of earlier ones.
+    In Gemma-3n and some Gemma-4 models, the last layers use the caches of earlier ones.
     """
     depth, shared = config.depth(), config.size("num_kv_shared_layers") or 0
     if shared >= depth:
-        got = f"num_kv_shared_layers {shared} for {depth} layers"
-        raise bad("num_kv_shared_layers must be less than the number of layers", got)
+        raise bad(
+            "num_kv_shared_layers must be less than the number of layers",
+            f"num_kv_shared_layers {shared} for {depth} layers",
+        )
     return depth - shared
 
 
 def _kind(word: object) -> Kind:
     if not isinstance(word, str) or word not in _KINDS:
-        problem = "layer_types contains an unknown attention type"
-        raise bad(problem, repr(word), f"Use one of {', '.join(_KINDS)}")
+        raise bad(
+            "layer_types contains an unknown attention type",
+            repr(word),
+            f"Use one of {', '.join(_KINDS)}",
+        )
     return _KINDS[word]
 
 
@@ -165,6 +185,9 @@ def _lettered(pattern: str, depth: int) -> list[Kind]:
     The pattern repeats until every layer has a kind.
     """
     if not pattern or set(pattern) - {"L", "G"}:
-        problem = "sliding_window_pattern must be a number or a string of L and G"
-        raise bad(problem, repr(pattern), 'Write a number such as 6, or a string such as "LLLG"')
+        raise bad(
+            "sliding_window_pattern must be a number or a string of L and G",
+            repr(pattern),
+            'Write a number such as 6, or a string such as "LLLG"',
+        )
     return ["sliding" if pattern[i % len(pattern)] == "L" else "full" for i in range(depth)]

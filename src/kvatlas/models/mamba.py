@@ -62,19 +62,19 @@ def mamba1(decoder: Decoder) -> Mamba1:
 
 
 def mamba_alone(decoder: Decoder) -> Iterator[Layer]:
-    """Mamba-1 in every layer."""
+    """Yield the caches of a model with Mamba-1 in every layer."""
     return decoder.every_layer(mamba1(decoder), "mixer")
 
 
 def mamba2_alone(decoder: Decoder) -> Iterator[Layer]:
-    """Mamba-2 in every layer."""
+    """Yield the caches of a model with Mamba-2 in every layer."""
     return decoder.every_layer(mamba2(decoder), "mixer")
 
 
 def nemotron(decoder: Decoder) -> Iterator[Layer]:
-    """Nemotron-H: each layer is Mamba-2, attention, or an MLP without a cache.
+    """Yield the caches of Nemotron-H: each layer is Mamba-2, attention, or an MLP without a cache.
 
-    vLLM stores its recurrent states in fp32 unless the config sets another dtype.
+    vLLM stores the recurrent states in fp32 unless the config sets another dtype.
     """
     configured = decoder.config.text("mamba_ssm_cache_dtype")
     states = decoder.ssm_dtype(config=configured, default="fp32")
@@ -82,12 +82,12 @@ def nemotron(decoder: Decoder) -> Iterator[Layer]:
 
 
 def mamba2_hybrid(decoder: Decoder) -> Iterator[Layer]:
-    """Bamba and Granite-4: Mamba-2 in most layers, attention in a few."""
+    """Yield the caches of Bamba and Granite-4: Mamba-2 in most layers, attention in a few."""
     return _mixed(decoder, mamba2(decoder))
 
 
 def jamba(decoder: Decoder) -> Iterator[Layer]:
-    """Jamba: Mamba-1 in most layers, attention in one of eight."""
+    """Yield the caches of Jamba: Mamba-1 in most layers, attention in one of eight."""
     return _mixed(decoder, mamba1(decoder))
 
 
@@ -104,10 +104,9 @@ def _mixed(decoder: Decoder, mixer: AnySpec) -> Iterator[Layer]:
 
 
 def side_by_side(decoder: Decoder) -> Iterator[Layer]:
-    """Falcon-H1: each layer has both attention and a Mamba-2 mixer.
+    """Yield the caches of Falcon-H1, whose layers have both attention and a Mamba-2 mixer.
 
-    In vLLM's names, the numbers of the mixers continue after those of the attention layers,
-    and the names do not contain `layers`.
+    vLLM numbers the mixers after all attention layers, and omits `layers` from their names.
     """
     depth, top = decoder.depth, decoder.layers.removesuffix(".layers")
     attention, mixer = decoder.attention(), mamba2(decoder)
@@ -117,7 +116,7 @@ def side_by_side(decoder: Decoder) -> Iterator[Layer]:
 
 
 def zamba(decoder: Decoder) -> Iterator[Layer]:
-    """Zamba-2: Mamba-2 in every layer, and attention with shared weights in some layers.
+    """Yield the caches of Zamba-2: Mamba-2 in every layer, and attention in some layers.
 
     The layers that use the same attention block share its weights, but each has a separate
     cache. vLLM registers all attention caches first, block by block.

@@ -126,7 +126,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def read_model(source: Source, states: StateDtypes = _BY_ENGINE, dtype: str | None = None) -> Model:
-    """Return the model that a config describes."""
+    """Return the model that the config in `source` describes; `dtype` overrides the config's."""
     root, warnings = Config(source.values), list[str]()
     text = text_of(root)
     nested = text is not root
@@ -175,7 +175,11 @@ def text_of(root: Config) -> Config:
 def _architecture(config: Config) -> str | None:
     names = config.listing("architectures") or []
     if names and not isinstance(names[0], str):
-        raise bad("architectures must be a list of strings", repr(names[0]), "Write them in quotes")
+        raise bad(
+            "architectures must be a list of strings",
+            repr(names[0]),
+            "Write every entry of architectures in quotes",
+        )
     return names[0] if names else None
 
 

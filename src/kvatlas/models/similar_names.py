@@ -61,12 +61,15 @@ def _parsed(name: str) -> _Name:
 
 
 def _sizes(parts: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return the number and unit of each size, without active parameters such as `a22b`."""
+    """Return (number, unit) of each part that is a size, such as `235b`.
+
+    Numbers of active parameters, such as `a22b`, are skipped.
+    """
     return [found.groups() for part in parts if (found := _SIZE.fullmatch(part))]  # type: ignore[misc]
 
 
 def _distance(wanted: _Name, known: _Name) -> tuple[float, ...]:
-    """Return a sort key: distance in version, distance in size, and shared parts (negated)."""
+    """Return a sort key: difference in version, in size, and the negated number of shared parts."""
     version = abs(_number(wanted.version) - _number(known.version)) if wanted.version else 0.0
     size = 0.0
     if wanted.size:

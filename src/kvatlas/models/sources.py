@@ -1,6 +1,6 @@
 """Load a config from a path, a dict, a transformers config, a catalogue name or a hub id.
 
-All become a `Source`: a mapping, with a name and its origin.
+Each of them becomes a `Source`: a mapping with a name and an origin.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ def _from_entry(entry: CatalogueEntry) -> Source:
 
 
 def _from_file(path: Path) -> Source:
-    """Return the config in a file, or in a folder's config.json, named after its path."""
+    """Return the config in file `path`, or in the config.json of folder `path`.
+
+    The name of the model comes from the path.
+    """
     if path.is_dir():
         path = path / "config.json"
     values = _json_object(path)
@@ -106,30 +109,34 @@ def _json_object(path: Path, largest: int = LARGEST_FILE) -> dict[str, Any]:
     """Return the object in an untrusted JSON file of at most `largest` bytes."""
     try:
         if path.exists() and not path.is_file():
-            raise _unreadable(path, "not a regular file", "Pass a config.json")
+            raise _unreadable(path, "not a regular file", "Pass the path of a config.json")
         with path.open("rb") as file:
             text = file.read(largest + 1)
         if len(text) > largest:
-            limit = f"more than {largest >> 20} MiB, the limit"
-            raise _unreadable(path, limit, "Check that the path is a config.json")
+            raise _unreadable(
+                path, f"larger than {largest >> 20} MiB", "Pass the path of a config.json"
+            )
         # The standard library's parser accepts Infinity, which some real configs contain.
         values = json.loads(text)
     except AtlasError:
         raise
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise _unreadable(path, reason, "Check the path") from error
+        raise _unreadable(path, reason, "Check the path and its permissions") from error
     except (ValueError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise _unreadable(path, reason[:200], "Download the file again") from error
     if not isinstance(values, dict):
-        what = f"a JSON {type(values).__name__} instead of an object"
-        raise _unreadable(path, what, "Pass a whole config.json")
+        raise _unreadable(
+            path,
+            f"a JSON {type(values).__name__} instead of an object",
+            "Pass the path of a config.json",
+        )
     return values
 
 
 def _with_quantisation(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the config; if it has no quantisation section, add ModelOpt's hf_quant_config.json."""
+    """Add ModelOpt's hf_quant_config.json to a config that has no quantisation section."""
     found = _sibling(path, "hf_quant_config.json")
     if found is None or values.get("quantization_config") is not None:
         return values
@@ -153,7 +160,10 @@ def checkpoint_bytes(source: Source) -> int | None:
 
 
 def _sibling(path: Path, name: str) -> Path | None:
-    """Return the file `name` next to config.json, or `X_name` next to `X_config.json`."""
+    """Return the file `name` next to config.json, or `X_name` next to `X_config.json`.
+
+    Returns None if there is no such file.
+    """
     file = path.with_name(path.name.removesuffix("config.json") + name)
     return file if path.name.endswith("config.json") and file.is_file() else None
 

@@ -74,7 +74,7 @@ class Backend(msgspec.Struct, frozen=True):
         return self.takes(block) if self.multiples else block in self.sizes
 
     def kernel_block(self, block: int) -> int | None:
-        """Return the largest kernel block that divides `block`, or None if none does."""
+        """Return the largest kernel block size that divides `block`; None if none does."""
         if self.reads(block):
             return block
         return max((size for size in self.sizes if block % size == 0), default=None)
@@ -133,9 +133,11 @@ def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | 
     """
     named = BACKENDS.get(str(chosen).upper())
     if chosen is not None and named is None:
-        hint = f"Use one of {', '.join(BACKENDS)}"
         raise AtlasError(
-            Code.UNKNOWN_BACKEND, "There is no such backend", got=repr(chosen), hint=hint
+            Code.UNKNOWN_BACKEND,
+            "There is no such backend",
+            got=repr(chosen),
+            hint=f"Use one of {', '.join(BACKENDS)}",
         )
     indexed = {layer.index for layer in model.layers if isinstance(layer.spec, Indexer)}
     backends: dict[str, Backend | None] = {}
@@ -148,7 +150,7 @@ def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | 
         used = ", ".join(sorted({b.name for b in backends.values() if b}))
         raise AtlasError(
             Code.UNKNOWN_BACKEND,
-            "No layer of the model uses this backend",
+            "No layer of the model can use this backend",
             got=f"{named.name} for {model.architecture}",
             hint=f"Omit backend=; the model's layers use {used or 'no backend'}",
         )
@@ -183,7 +185,7 @@ def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
 
 
 def _default(spec: Spec, *, sparse: bool) -> str:
-    """Return the backend that vLLM selects on Hopper; empty for a recurrent layer."""
+    """Return the name of the backend that vLLM selects on Hopper; empty for a recurrent layer."""
     if isinstance(spec, Attention):
         if sparse:
             return "MINIMAX_M3_SPARSE"
@@ -212,7 +214,7 @@ def _default(spec: Spec, *, sparse: bool) -> str:
 
 
 def smallest_common_block(backends: list[Backend], wanted: int) -> int:
-    """Return `wanted` if all backends support it, else the smallest block size that they do.
+    """Return `wanted` if all backends support it, else the smallest block size that all support.
 
     >>> smallest_common_block([BACKENDS["FLASHMLA"]], 16)
     64

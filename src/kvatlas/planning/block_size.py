@@ -1,4 +1,4 @@
-"""Determine the block size.
+"""Determine the block size of a plan.
 
 The block size is the smallest that all backends support. For a hybrid, vLLM increases it
 until an attention page can hold a recurrent state, because both share pages. With a state of
@@ -59,7 +59,7 @@ def kernel_size(request: PlanRequest) -> BlockSize:
                 f"{backend.name} needs a block size that is a multiple of "
                 f"{' or '.join(map(str, backend.sizes))} tokens",
                 got=f"a block size of {block}",
-                hint="Pass such a block_size=, or another backend=",
+                hint="Pass such a multiple as block_size=, or another backend=",
             )
     return BlockSize(block, reasons=(f"Block size: {block} tokens, as requested.",))
 
@@ -87,7 +87,7 @@ def block_size(request: PlanRequest) -> BlockSize:
 
 
 def kernel_multiple(request: PlanRequest, block: int) -> int:
-    """Return the unit, in tokens, of which a hybrid's block size is a multiple.
+    """Return the number of tokens that must divide a hybrid's block size.
 
     `block` is the smallest block size that the kernels support.
     """
@@ -104,7 +104,7 @@ def state_bytes(model: Model, tp: int) -> int:
 
 
 def token_bytes(model: Model, tp: int) -> int:
-    """Return the attention bytes per token, layer and rank; 0 without attention layers."""
+    """Return the bytes per token of one attention layer on one rank; 0 without attention layers."""
     for layer in model.layers:
         if kind_of(layer.spec) != "recurrent":
             return page_of(layer.spec, layer.spec.tokens_per_state or 1, tp).unpadded

@@ -2,9 +2,9 @@
 
 This module enforces the promise of policy atlas: for every request length, while prefilling
 and while decoding, a plan fits at least `PROMISE` of the requests that vLLM's plan fits. It
-is enough to compare the lengths at which a request takes one more block in this plan. Between
-two such lengths, the request takes the same number of blocks in this plan, and at least as many
-in vLLM's plan as at the first of the two lengths.
+is enough to compare the lengths at which a request takes one more block in the plan. Between
+two such lengths, the number of blocks stays the same in the plan and does not decrease in
+vLLM's plan, so the plan cannot become worse in comparison.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Capacity:
     dcp: int = 1
 
     def requests(self, lengths: NDArray[np.int64], in_flight: int) -> NDArray[np.float64]:
-        """Return how many requests fit at once, for each length."""
+        """Return how many requests fit at once, for each request length in `lengths`."""
         taken = blocks_taken(self.groups, lengths, in_flight=in_flight, dcp=self.dcp)
         with np.errstate(divide="ignore"):  # without encoder tokens, cross attention takes 0 blocks
             fits = [self.blocks[pool] / blocks for pool, blocks in taken.items()]
@@ -59,9 +59,10 @@ def steps(groups: Iterable[Group], request: PlanRequest) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The minimum over all lengths of (requests that a plan fits) / (those that another fits).
+    """The number of requests that a plan fits, divided by the number that another plan fits.
 
-    `length` and `in_flight` are the request length and the tokens in flight at the minimum.
+    `share` is the smallest ratio over all request lengths. `length` and `in_flight` are the
+    request length and the tokens in flight at which it occurs.
     """
 
     share: float
@@ -70,7 +71,7 @@ class Share:
 
     @property
     def keeps_promise(self) -> bool:
-        """Whether the share is at least `PROMISE`."""
+        """Whether the share is at least `PROMISE`, as policy atlas requires."""
         return self.share >= PROMISE
 
 
@@ -82,9 +83,9 @@ def capacity_of(request: PlanRequest, draft: PlanDraft) -> Capacity:
 
 
 def least_share(mine: Capacity, theirs: Capacity, request: PlanRequest) -> Share:
-    """Return the minimum of requests in `mine` / requests in `theirs` over all lengths.
+    """Return the number of requests that `mine` fits, divided by the number that `theirs` fits.
 
-    The minimum covers requests that prefill and requests that decode.
+    The result is the smallest ratio over all request lengths, prefilling and decoding.
     """
     lengths = steps(mine.groups, request)
     found = []

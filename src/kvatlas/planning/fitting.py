@@ -32,7 +32,10 @@ from kvatlas.planning.topology import (
 
 
 class Topology(msgspec.Struct, frozen=True, order=True):
-    """How a model is distributed over GPUs.
+    """The distribution of a model over GPUs.
+
+    The fields are the sizes of tensor (tp), pipeline (pp), data (dp), decode context (dcp) and
+    expert parallelism (ep).
 
     >>> print(Topology(tp=4, dp=2), Topology(tp=4, dp=2).gpus)
     tp 4, dp 2 8
@@ -77,7 +80,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def users(self, length: int | None = None, *, decoding: bool = True) -> int:
         """Return how many requests of `length` tokens all replicas together serve at once.
 
-        `length` defaults to the plan's `max_len`.
+        `length` defaults to the plan's `max_len`. With `decoding`, all requests decode;
+        otherwise they prefill, which takes more blocks.
         """
         if self.plan is None:
             return 0
@@ -120,7 +124,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Fitting:
-    """Fits one model on one kind of GPU, in any number of topologies.
+    """One model and one kind of GPU; the methods fit the model in any number of topologies.
 
     `options` are passed to `plan()`. They must not include the memory or the topology.
     """
@@ -143,7 +147,7 @@ class Fitting:
         self.overhead = quantity(overhead, "the overhead")
 
     def on(self, topology: Topology) -> Fit:
-        """Return the fit in one topology; if the model does not fit, `refusal` is the error."""
+        """Return the fit in one topology; if the model does not fit, its `refusal` is the error."""
         held = 0
         try:
             check_topology(self.model, topology.tp, topology.pp, topology.dcp)
@@ -247,7 +251,7 @@ def fit(
     ep: int = 1,
     **options: Any,
 ) -> Fit:
-    """Fit a model on GPUs such as `8xH100`, in a given topology or the one with the most users.
+    """Fit a model on GPUs such as `8xH100`, in the given topology or the one with the most users.
 
     `model` is anything that `Weights.load` takes; a `Model` is not enough, because it has no
     weights. Options are `utilization`, the fraction of GPU memory to use (0.9 by default),
@@ -275,7 +279,7 @@ def given_topology(
 ) -> Topology:
     """Return the topology of `gpus` GPUs; `tp` defaults to gpus / (pp x dp).
 
-    If `gpus` is 1, it stands for a kind of GPU, and the topology may use any number of GPUs.
+    If `gpus` is 1, the user named a GPU without a number, so any number of GPUs is allowed.
 
     >>> print(given_topology(8, dp=2), "/", given_topology(1, tp=4))
     tp 4, dp 2 / tp 4
@@ -289,7 +293,7 @@ def given_topology(
             Code.CONTRADICTORY,
             f"tp x pp x dp must be the number of GPUs, {gpus}",
             got=f"{topology}, a product of {topology.gpus}",
-            hint="Omit tp, change tp, pp or dp, or give the kind of GPU without a number",
+            hint="Omit tp, change tp, pp or dp, or name the GPU without a number",
         )
     if topology.ep > topology.gpus:
         raise AtlasError(

@@ -137,17 +137,19 @@ class _Seen:
         self.block = block or self.kernel_block
         if self.block % self.kernel_block:
             kernel = f"the {self.kernel_block} tokens of its N axis"
-            raise _unlike(layer.name, f"a block of {self.block} tokens, not a multiple of {kernel}")
+            raise _wrong_tensor(
+                layer.name, f"a block of {self.block} tokens, not a multiple of {kernel}"
+            )
         self.page: Page = page_of(layer.spec, self.kernel_block, tp)
         self.split = self.block // self.kernel_block
         self.blocks = size("B") // self.split
         if not self.blocks:
             got = f"{size('B')} kernel blocks, but one block consists of {self.split}"
-            raise _unlike(layer.name, got)
+            raise _wrong_tensor(layer.name, got)
         sizes = [size(axis) for axis in "HNC"]
         if sizes != [self.page.heads, self.page.states, self.page.content]:
             page = f"{self.page.heads} heads, {self.page.states} states, {self.page.content} bytes"
-            raise _unlike(layer.name, f"sizes {sizes} of H, N, C instead of {page}")
+            raise _wrong_tensor(layer.name, f"sizes {sizes} of H, N, C instead of {page}")
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -168,12 +170,11 @@ def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
     tables = {name: index for index, names in enumerate(groups) for name in names}
     missing = [one.layer.name for one in seen if one.layer.name not in tables]
     if missing or len(tables) != len(seen):
-        got = f"{len(tables)} layers in groups and {len(seen)} layers with tensors"
-        absent = ", ".join(map(repr, missing[:3]))
+        absent = f"; {', '.join(map(repr, missing[:3]))} in no group" if missing else ""
         raise AtlasError(
             Code.BAD_PLAN,
             "`groups` must list exactly the layers that have tensors",
-            got=f"{got}; {absent} in no group" if missing else got,
+            got=f"{len(tables)} layers in groups and {len(seen)} layers with tensors{absent}",
             hint="List each layer in one group",
         )
     for one in seen:
@@ -181,7 +182,10 @@ def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
 
 
 def _table(members: list[_Seen], pool: int, full: Collection[str]) -> Group:
-    """Return the group of the given layers; it keeps all tokens if any layer needs them."""
+    """Return the group of the given layers; it keeps all tokens if any layer needs them.
+
+    Layers in `full` need all tokens.
+    """
     kinds = {kind_of(one.layer.spec) for one in members}
     kind, kept = kind_of(members[0].layer.spec), [k for k in FULL_KINDS if k in kinds]
     if kept or any(one.layer.name in full for one in members):
@@ -206,7 +210,7 @@ def _homes(first: dict[int, _Seen], pools: Sequence[int] | None) -> dict[int, in
 
 
 def _pools(seen: list[_Seen], homes: dict[int, int]) -> tuple[Pool, ...]:
-    """Return the pools of all stages; each extends to the end of its last tensor."""
+    """Return the pools of all stages; each pool ends where its last tensor ends."""
     reach: dict[tuple[int, int], int] = defaultdict(int)
     counts: dict[tuple[int, int], int] = {}
     for one in seen:
@@ -214,7 +218,7 @@ def _pools(seen: list[_Seen], homes: dict[int, int]) -> tuple[Pool, ...]:
         reach[home] = max(reach[home], one.placed.stop)
         if counts.setdefault(home, one.blocks) != one.blocks:
             got = f"{one.blocks} blocks, while other layers of its pool have {counts[home]}"
-            raise _unlike(one.layer.name, got)
+            raise _wrong_tensor(one.layer.name, got)
     return tuple(
         Pool(stage=s, index=i, blocks=counts[s, i], block_bytes=ceil_div(n, counts[s, i]))
         for (s, i), n in sorted(reach.items())
@@ -237,7 +241,7 @@ def _regions(seen: list[_Seen], tp: int) -> list[Region]:
         for one in family:
             region = _region([one], 0, tp)
             if region is None:
-                raise _unlike(one.layer.name, f"{one.placed}, whose strides fit no layout")
+                raise _wrong_tensor(one.layer.name, f"{one.placed}, whose strides fit no layout")
             regions.append(region)
     return regions
 
@@ -281,7 +285,7 @@ def _block(blocks: Mapping[str, int] | int | None, name: str) -> int | None:
 
 
 def _in_bytes(placed: Placement) -> Placement:
-    """Return the placement with axes B, H, N and C, of which missing ones get size 1.
+    """Return the placement with the axes B, H, N and C; missing axes are added with size 1.
 
     C counts bytes instead of elements.
     """
@@ -295,7 +299,7 @@ def _in_bytes(placed: Placement) -> Placement:
     return whole.fold("C", "byte", into="C").reorder(*"BHNC")
 
 
-def _unlike(layer: str, got: str) -> AtlasError:
+def _wrong_tensor(layer: str, got: str) -> AtlasError:
     return AtlasError(
         Code.BAD_TENSOR,
         f"The tensor of {layer} does not match the layer's pages",

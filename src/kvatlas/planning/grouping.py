@@ -60,12 +60,12 @@ class GroupDraft:
 
 
 def dealt(layers: Sequence[SizedLayer], groups: int) -> list[GroupDraft]:
-    """Return `groups` groups with the layers, which have the same page, dealt round-robin."""
+    """Distribute layers that have the same page over `groups` groups, round-robin."""
     return [GroupDraft(tuple(layers[i::groups]), mixed=False) for i in range(groups)]
 
 
 def group_layers(layers: list[SizedLayer], layout: Layout) -> list[GroupDraft]:
-    """Return the groups of a model's layers, by the rules of this module."""
+    """Divide a model's layers into groups, by the rules that this module describes."""
     if not layers:
         return []
     if alike(layers):
@@ -98,9 +98,9 @@ def same_tokens(layers: list[SizedLayer]) -> bool:
 
 
 def promote(layers: list[SizedLayer]) -> list[SizedLayer]:
-    """Return the layers with windows and chunks that keep all tokens.
+    """Return the layers, with windows and chunks changed to keep all tokens.
 
-    vLLM does the same without its hybrid manager.
+    vLLM does the same if its hybrid manager is disabled.
     """
     if alike(layers) or same_tokens(layers):
         return layers
@@ -126,7 +126,7 @@ def promote(layers: list[SizedLayer]) -> list[SizedLayer]:
 
 
 def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
-    """Return the layers with all pages as large as the largest page.
+    """Return the layers with all pages enlarged to the size of the largest page.
 
     A page grows by a larger block if possible, otherwise by padding.
     """
@@ -142,7 +142,8 @@ def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
             raise AtlasError(
                 Code.PAGES_NOT_UNIFIED,
                 "Pages of latent attention cannot be padded to the size of other pages",
-                got=f"{layer.name} with a page of {layer.nbytes} bytes; the largest has {largest}",
+                got=f"{layer.name} with a page of {layer.nbytes} bytes; the largest page has "
+                f"{largest} bytes",
                 hint="Pass a layout= that starts with B, such as 'BLHNC', or policy='atlas'",
             )
         else:
@@ -151,7 +152,7 @@ def unify_pages(layers: list[SizedLayer]) -> list[SizedLayer]:
 
 
 def deal_equal_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
-    """Return groups of equal size, each with layers of one kind."""
+    """Divide layers into groups of equal size, each with layers of one kind."""
     kinds = _by(_merged, layers).values()
     counts = [len(kind) for kind in kinds]
     width = max(counts) if max(counts) < STRETCH * min(counts) else min(counts)
@@ -208,7 +209,7 @@ def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
 
 
 def kinds_of(layers: Iterable[SizedLayer]) -> list[list[SizedLayer]]:
-    """Return lists of layers that can share a block table and a kind of page."""
+    """Divide layers into lists whose members can share a block table and a kind of page."""
     return list(_by(_merged, layers).values())
 
 
@@ -230,7 +231,10 @@ def by_tokens(layers: list[SizedLayer]) -> list[GroupDraft]:
 
 
 def _merged(layer: SizedLayer) -> tuple[object, ...]:
-    """Return a layer's key, ignoring the window of a layer that keeps all tokens."""
+    """Return a key that is equal for layers that can share a block table and a kind of page.
+
+    It ignores the window of a layer that keeps all tokens.
+    """
     spec = layer.spec
     if layer.kind != "full_attention" or not isinstance(spec, Attention):
         return layer.key
@@ -242,7 +246,7 @@ def _merged(layer: SizedLayer) -> tuple[object, ...]:
 def _by(
     key: Callable[[SizedLayer], Any], layers: Iterable[SizedLayer]
 ) -> dict[Any, list[SizedLayer]]:
-    """Return lists of layers by key, in order of appearance."""
+    """Return the layers with each value of `key`, in order of appearance."""
     together: dict[Any, list[SizedLayer]] = {}
     for layer in layers:
         together.setdefault(key(layer), []).append(layer)
@@ -254,9 +258,9 @@ def _width(pages: dict[int, list[SizedLayer]], groups: int) -> int:
 
 
 def _fewest_unused(counts: list[int], floor: int) -> int:
-    """Return the group size that leaves the fewest pages unused; the largest, if several do.
+    """Return the group size that leaves the fewest pages unused; of equals, the largest.
 
-    `counts` are the layers of each set, and `floor` is the smallest group size.
+    `counts` is the number of layers in each set, and `floor` is the smallest group size.
     """
     if not floor:
         return 0

@@ -1,7 +1,7 @@
 """Choose the layout of a plan, one for all layers.
 
-A layout is a candidate if all backends support it and every field can be a view in it. If
-the model's pages differ in shape, a page must also be contiguous. The plan uses the layout
+A layout is a candidate if all backends support it and every field can be a strided view in
+it. If the model's pages differ in shape, a page must also be contiguous. The plan uses the layout
 that the caller requested if it is a candidate, and by default the first candidate.
 """
 
@@ -41,7 +41,7 @@ def supported_orders(
 
 
 def viewable_orders(orders: tuple[str, ...], layers: list[SizedLayer]) -> tuple[str, ...]:
-    """Return the layouts in which every field of every layer can be a view.
+    """Return the layouts among `orders` in which every field of every layer can be a strided view.
 
     >>> from kvatlas.planning import plan
     >>> plan("Qwen3-8B", memory="60GiB", kv_dtype="nvfp4").accepted_layouts  # whole pages
@@ -56,7 +56,7 @@ def viewable_orders(orders: tuple[str, ...], layers: list[SizedLayer]) -> tuple[
 
 @lru_cache(maxsize=4096)
 def _can_view(page: Page, order: str) -> bool:
-    """Return whether every field of a page can be a view in this layout."""
+    """Return whether every field of a page can be a strided view in layout `order`."""
     try:
         placed = page.place(order, pages=2, blocks=2)
         for field in page.fields:
@@ -67,7 +67,7 @@ def _can_view(page: Page, order: str) -> bool:
 
 
 def candidate_orders(layers: list[SizedLayer]) -> tuple[str, ...]:
-    """Return the layouts that work for the backends and pages of all layers."""
+    """Return the layouts that the backends and pages of all layers allow, the preferred first."""
     declared = supported_orders([layer.backend for layer in layers if layer.backend])
     orders = viewable_orders(declared, layers)
     shapes = {(layer.page.heads, layer.page.states, layer.nbytes) for layer in layers}

@@ -50,7 +50,10 @@ class PoolDraft:
     """Whether kernel blocks of different layers may be interleaved, to give them one stride."""
 
     def on(self, stages: dict[str, int], stage: int) -> PoolDraft:
-        """Return the pool with only the layers of one pipeline stage."""
+        """Return this draft with only the layers of pipeline stage `stage`.
+
+        `stages` maps the name of each layer to its stage.
+        """
         groups = tuple(
             GroupDraft(tuple(x for x in group.layers if stages[x.name] == stage), group.mixed)
             for group in self.groups
@@ -59,7 +62,7 @@ class PoolDraft:
 
     @cached_property
     def width(self) -> int:
-        """Bytes of a block: those of the group that needs the most; 0 if there are no layers."""
+        """Bytes of a block, as many as the largest group needs; 0 if there are no layers."""
         filled = [group.layers for group in self.groups if group.layers]
         if not filled:
             return 0
@@ -73,7 +76,7 @@ class PoolDraft:
         return round_up(widest, lcm(*(layer.alignment for layers in filled for layer in layers)))
 
     def needed(self, request: PlanRequest) -> int:
-        """Return the blocks of this pool that a request of `max_len` tokens holds."""
+        """Return how many blocks of this pool a request of `max_len` tokens holds."""
         needed = 0
         for group in self.groups:
             first = group.layers[0]
@@ -99,7 +102,7 @@ class PlanDraft:
         )
 
     def stages(self, request: PlanRequest) -> list[tuple[PoolDraft, ...]]:
-        """Return the pools of each pipeline stage."""
+        """Return the pools of each pipeline stage, with only the layers of that stage."""
         if request.pp == 1:
             return [self.pools]
         return [
@@ -120,7 +123,7 @@ class Spot(NamedTuple):
 def blocks_held(layer: SizedLayer, request: PlanRequest, block: int | None = None) -> int:
     """Return the maximum number of blocks that a request of `max_len` tokens holds for a layer.
 
-    `block` is the block size in tokens; it defaults to the layer's.
+    `block` is the block size in tokens; it defaults to the block size of the layer.
     """
     if request.dcp > 1 and layer.kind in LOCAL_KINDS:
         raise AtlasError(
@@ -135,7 +138,7 @@ def blocks_held(layer: SizedLayer, request: PlanRequest, block: int | None = Non
 
 
 def make_plan(request: PlanRequest, draft: PlanDraft, *, policy: str) -> Plan:
-    """Return the plan of a draft; `policy` is the name to record in it."""
+    """Build the plan that a draft describes; the plan records the name `policy`."""
     drafts, stages = draft.pools, draft.stages(request)
     counts = divide_memory(request, drafts, stages)
     warnings = list(request.model.warnings)
@@ -189,8 +192,8 @@ def divide_memory(
 ) -> list[int]:
     """Return the number of blocks of each pool.
 
-    Memory is divided in proportion to what a request of `max_len` tokens needs. Every pool also
-    has a null block, which engines never allocate.
+    Memory is divided in proportion to the bytes of each pool that a request of `max_len` tokens
+    needs. Every pool also has a null block, which engines never allocate.
     """
     needs = [draft.needed(request) for draft in drafts]
     named = [request.requests if draft.states else None for draft in drafts]
@@ -212,15 +215,19 @@ def divide_memory(
 
 
 def _least_blocks(needs: Sequence[int], named: Sequence[int | None]) -> list[int]:
-    """Return the minimum blocks of each pool: `needs` x number of requests, plus the null block.
+    """Return the minimum number of blocks of each pool, including its null block.
 
-    `named` is the number of requests for each pool; None stands for 1.
+    `needs` is the number of blocks per request, and `named` is the number of requests that
+    each pool must hold; None stands for 1.
     """
     return [need * (many or 1) + 1 for need, many in zip(needs, named, strict=True)]
 
 
 def least_memory(request: PlanRequest, draft: PlanDraft) -> int:
-    """Return the bytes per rank that one request of `max_len` tokens needs."""
+    """Return the least memory with which a draft fits one request of `max_len` tokens.
+
+    The result is in bytes per rank.
+    """
     needs = [pool.needed(request) for pool in draft.pools]
     least = _least_blocks(needs, [request.requests if p.states else None for p in draft.pools])
     return max(
@@ -230,7 +237,10 @@ def least_memory(request: PlanRequest, draft: PlanDraft) -> int:
 
 
 def not_enough(request: PlanRequest, needed: int, *, states: bool = False) -> AtlasError:
-    """Return the error for too little memory; `needed` is the minimum, in bytes per rank."""
+    """Return the error for too little memory; `needed` is the minimum, in bytes per rank.
+
+    With `states`, the message mentions the separate pool of recurrent states.
+    """
     what = f"one request of {request.max_len:,} tokens needs"
     if states:
         what = (
@@ -281,7 +291,10 @@ def place_group(
 def _place_packed(
     pool: PoolDraft, layers: Sequence[SizedLayer], blocks: int, warnings: list[str]
 ) -> Iterator[Spot]:
-    """Yield the positions of attention layers, `pool.pack` per page, or of states, one per page."""
+    """Yield a `Spot` for each region of a pool whose pages attention layers and states share.
+
+    A page holds `pool.pack` attention layers or one state.
+    """
     layout, width, first = pool.layout, pool.width, layers[0]
     shared = shared_pages(layout, pool.page, blocks=blocks, width=width)
     if first.kind == "recurrent":
@@ -310,9 +323,9 @@ def kernels_read(backends: Mapping[str, Backend | None], plan: Plan) -> bool:
 
 
 def _kernel_block(layer: SizedLayer, warnings: list[str], *, dense: bool) -> int:
-    """Return the kernel block size of a layer in tokens; the block size if it is not split.
+    """Return the kernel block size of a layer in tokens; its block size if blocks are not split.
 
-    Only blocks with `dense` states can be split.
+    Blocks can be split only if `dense`: all kernel blocks of the layer follow each other.
     """
     if layer.backend is None or layer.backend.reads(layer.block):
         return layer.block

@@ -1,8 +1,8 @@
 """Validation of plans, whenever one is built or read.
 
-The checks: counts are in range; every layer has all of its parts and tokens;
-groups match the specs of their layers; regions are in bounds and do not overlap; every field
-can be a view; and groups overlay each other only block by block.
+The checks: counts are in range; every layer has all of its parts and tokens; groups match the
+specs of their layers; regions are in bounds and do not overlap; every field can be a strided
+view; and blocks of different groups overlap only if they have the same id.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ def check_plan(plan: PlanData) -> None:
     _check_numbers(plan)
     pools = plan.pools_by_stage
     if len(pools) < len(plan.pools):
-        raise _bad("two pools on one stage with the same index")
+        raise _bad_plan("two pools on one stage with the same index")
     claimed: Counter[int] = Counter()
     for pool in plan.pools:
         claimed[pool.stage] += pool.nbytes
     if max(claimed.values()) > plan.memory:
         got = f"pools of {max(claimed.values()):,} bytes, more than the memory of {plan.memory:,}"
-        raise _bad(got)
+        raise _bad_plan(got)
     viewed: set[tuple[object, ...]] = set()
     placed_in_group: dict[tuple[int, int], dict[str, Placement]] = {}
     placed_in_pool: dict[tuple[int, int], list[tuple[Region, Placement]]] = {}
     for region in plan.regions:
         if not region.layers:
-            raise _bad(f"a region of group {region.group} without layers")
+            raise _bad_plan(f"a region of group {region.group} without layers")
         if not 0 <= region.group < len(plan.groups):
             last = len(plan.groups) - 1
-            raise _bad(f"a region of group {region.group}; group indices are 0..{last}")
+            raise _bad_plan(f"a region of group {region.group}; group indices are 0..{last}")
         home = (region.stage, plan.groups[region.group].pool)
         if home not in pools:
-            raise _bad(
+            raise _bad_plan(
                 f"group {region.group} in pool {home[1]}, but stage {region.stage} has no such pool"
             )
         _check_region(plan, region)
@@ -89,29 +89,31 @@ def _check_numbers(plan: PlanData) -> None:
     sizes = {"pools": plan.pools, "groups": plan.groups, "regions": plan.regions}
     for what, parts in sizes.items():
         if not 1 <= len(parts) <= MOST_REGIONS:
-            raise _bad(f"{len(parts):,} {what}; a plan has 1 to {MOST_REGIONS:,}")
+            raise _bad_plan(f"{len(parts):,} {what}; a plan must have 1 to {MOST_REGIONS:,}")
     pages = sum(len(region.layers) for region in plan.regions)
     if pages > MOST_PAGES:
-        raise _bad(f"{pages:,} pages per block; the limit is {MOST_PAGES:,}")
+        raise _bad_plan(f"{pages:,} pages per block; the limit is {MOST_PAGES:,}")
     if Layout(plan.layout).order not in {region.layout for region in plan.regions}:
-        raise _bad(f"layout {plan.layout}, but no region with this layout")
+        raise _bad_plan(f"layout {plan.layout}, but no region with this layout")
     for what, number in _positive_numbers(plan):
         if not 1 <= number <= INT64_MAX:
-            raise _bad(f"{what} {number}, which must be in 1..2**63 - 1")
+            raise _bad_plan(f"{what} {number}, which must be in 1..2**63 - 1")
     for what, number in [
         ("in_flight", plan.in_flight),
         *(("source", g.source) for g in plan.groups),
     ]:
         if not 0 <= number <= _FAR:
-            raise _bad(f"{what} {number}, which must be in 0..2**62")
+            raise _bad_plan(f"{what} {number}, which must be in 0..2**62")
     if plan.tp * plan.pp > MOST_RANKS:
-        ranks = f"tp {plan.tp} x pp {plan.pp} = {plan.tp * plan.pp:,} ranks"
-        raise _bad(f"{ranks}; the limit is {MOST_RANKS:,}")
+        raise _bad_plan(
+            f"tp {plan.tp} x pp {plan.pp} = {plan.tp * plan.pp:,} ranks; the limit is "
+            f"{MOST_RANKS:,}"
+        )
     if plan.tp % plan.dcp:
-        raise _bad(f"tp {plan.tp} and dcp {plan.dcp}; dcp must divide tp")
+        raise _bad_plan(f"tp {plan.tp} and dcp {plan.dcp}; dcp must divide tp")
     for pool in plan.pools:
         if not 0 <= pool.stage < plan.pp:
-            raise _bad(f"a pool on stage {pool.stage}; stages are 0..{plan.pp - 1}")
+            raise _bad_plan(f"a pool on stage {pool.stage}; stages are 0..{plan.pp - 1}")
 
 
 def _positive_numbers(plan: PlanData) -> Iterator[tuple[str, int]]:
@@ -130,31 +132,44 @@ def _positive_numbers(plan: PlanData) -> Iterator[tuple[str, int]]:
 def _check_region(plan: PlanData, region: Region) -> None:
     group = plan.groups[region.group]
     if region.kernel_block < 1 or region.block < 1 or region.block % region.kernel_block:
-        sizes = f"blocks of {region.block} tokens and kernel blocks of {region.kernel_block}"
-        raise _bad(f"{sizes}; a block must be a multiple of a kernel block")
+        raise _bad_plan(
+            f"blocks of {region.block} tokens and kernel blocks of {region.kernel_block} tokens; "
+            "a block must be a multiple of a kernel block"
+        )
     if region.block != group.block:
-        raise _bad(f"a region with blocks of {region.block} tokens in a group with {group.block}")
+        raise _bad_plan(
+            f"a region with blocks of {region.block} tokens in a group with blocks of "
+            f"{group.block} tokens"
+        )
     if region.splits < 1 or region.splits * plan.tp > MOST_RANKS:
-        got = f"states split into {region.splits} parts at tp {plan.tp}"
-        raise _bad(f"{got}; tp x parts must be in 1..{MOST_RANKS}")
+        raise _bad_plan(
+            f"states split into {region.splits} parts at tp {plan.tp}; tp x parts must be in "
+            f"1..{MOST_RANKS}"
+        )
     if region.splits > 1 and group.kind != "recurrent":
-        raise _bad(f"{group.kind} split into parts; only recurrent states can be split")
+        raise _bad_plan(f"{group.kind} split into parts; only recurrent states can be split")
     if len(region.parts) != (len(region.layers) if region.splits > 1 else 0):
-        raise _bad(f"a region with {len(region.parts)} part indices for {len(region.layers)} pages")
+        raise _bad_plan(
+            f"a region with {len(region.parts)} part indices for {len(region.layers)} pages"
+        )
     page, split = region.first_page(plan.tp), region.block // region.kernel_block
     if split > 1 and region.page_bytes != page.nbytes * split:
-        got = f"a page of {region.page_bytes} bytes; {split} kernel blocks have {page.nbytes} each"
-        raise _bad(got)
+        raise _bad_plan(
+            f"a page of {region.page_bytes} bytes; its {split} kernel blocks have "
+            f"{page.nbytes} bytes each"
+        )
     for index in _unlike_layers(region):
         name, spec = region.layers[index].name, region.layers[index].spec
         own = page_of(spec, region.kernel_block, plan.tp * region.splits)
         if (own.heads, own.states, own.content) != (page.heads, page.states, page.content):
-            raise _bad(f"layer {name}, whose page differs in shape from others of its region")
+            raise _bad_plan(
+                f"layer {name}, whose page differs in shape from other pages of its region"
+            )
         kind = kind_of(spec)
         if not _may_join(kind, group.kind):
-            raise _bad(f"layer {name} of kind {kind} in a group of kind {group.kind}")
+            raise _bad_plan(f"layer {name} of kind {kind} in a group of kind {group.kind}")
         if group.kind in _PARTIAL and spec.visibility != group.visibility:
-            raise _bad(f"layer {name}, whose window, chunk or source differs from its group's")
+            raise _bad_plan(f"layer {name}, whose window, chunk or source differs from its group")
         if plan.dcp > 1:
             _check_tokens(plan, group, name, spec.replicas(plan.tp))
 
@@ -170,17 +185,20 @@ def _may_join(kind: Kind, group: Kind) -> bool:
 
 
 def _check_tokens(plan: PlanData, group: Group, layer: str, replicas: int) -> None:
-    """Check that with decode context parallelism every token of a layer is on at least one rank."""
+    """Check that decode context parallelism (dcp) leaves every token of a layer on some rank."""
     if group.kind in LOCAL_KINDS:
-        raise _bad(f"dcp {plan.dcp} with layer {layer} of kind {group.kind}, which needs dcp 1")
+        raise _bad_plan(
+            f"dcp {plan.dcp} with layer {layer} of kind {group.kind}, which needs dcp 1"
+        )
     if group.kind != "recurrent" and replicas < plan.dcp:
-        raise _bad(f"dcp {plan.dcp}, but layer {layer} is on {replicas} rank(s) only")
+        got = f"dcp {plan.dcp}, but only {replicas} rank(s) hold the same heads of layer {layer}"
+        raise _bad_plan(got)
 
 
 def _check_views(
     plan: PlanData, region: Region, placed: Placement, viewed: set[tuple[object, ...]]
 ) -> None:
-    """Check that every field of a region can be a view with aligned elements.
+    """Check that every field of a region can be a strided view with aligned elements.
 
     `viewed` records the regions checked so far, so that equivalent ones are not checked again.
     """
@@ -200,7 +218,7 @@ def _check_views(
 
 
 def _unlike_layers(region: Region) -> Iterator[int]:
-    """Yield the index of the first layer of each spec."""
+    """Yield the index of the first layer with each different spec."""
     first: dict[Spec, int] = {}
     for index, layer in enumerate(region.layers):
         first.setdefault(layer.spec, index)
@@ -217,16 +235,17 @@ def _check_layers(plan: PlanData) -> None:
         parts = sorted(part for part, _, _ in found)
         _, first, layer = found[0]
         if parts != list(range(first.splits)):
-            needed = f"each of 0..{first.splits - 1} once"
-            raise _bad(f"layer {name} with parts {parts[:8]} instead of {needed}")
+            raise _bad_plan(
+                f"layer {name} with parts {parts[:8]} instead of each of 0..{first.splits - 1} once"
+            )
         same = (first.stage, first.splits, layer)
         if any((region.stage, region.splits, other) != same for _, region, other in found):
-            raise _bad(f"layer {name}, whose parts differ in stage, number of splits or spec")
+            raise _bad_plan(f"layer {name}, whose parts differ in stage, number of splits or spec")
         if not 0 <= layer.index <= _FAR:
-            raise _bad(f"layer {name} with index {layer.index}, which must be in 0..2**62")
+            raise _bad_plan(f"layer {name} with index {layer.index}, which must be in 0..2**62")
     count = len({found[0][2].spec for found in homes.values()})
     if count > MOST_SPECS:
-        raise _bad(f"{count} different specs; the limit is {MOST_SPECS}")
+        raise _bad_plan(f"{count} different specs; the limit is {MOST_SPECS}")
 
 
 def _check_groups(plan: PlanData) -> None:
@@ -236,25 +255,31 @@ def _check_groups(plan: PlanData) -> None:
         members.setdefault(region.group, []).append(region)
     if set(members) != set(range(len(plan.groups))):
         empty = sorted(set(range(len(plan.groups))) - set(members))
-        raise _bad(f"group {empty[0]} without layers")
+        raise _bad_plan(f"group {empty[0]} without layers")
     for index, group in enumerate(plan.groups):
         specs = {layer.spec for region in members[index] for layer in region.layers}
         seen = {spec.visibility for spec in specs}
         if group.window not in {v.window or v.chunk for v in seen}:
-            raise _bad(f"group {index} with window {group.window}, but none of its layers has it")
+            raise _bad_plan(
+                f"group {index} with window {group.window}, but no layer of the group has this "
+                "window"
+            )
         if group.source not in {v.source or 0 for v in seen}:
-            got = f"group {index} for {group.source} encoder tokens (source)"
-            raise _bad(f"{got}, but none of its layers has this number")
+            raise _bad_plan(
+                f"group {index} with source {group.source} (encoder tokens), but no layer of the "
+                "group has this source"
+            )
         held = 1 + max(checkpoints(spec, prefix_caching=plan.prefix_caching) for spec in specs)
         if group.held != held and (group.held, plan.policy) != (1, "foreign"):
-            raise _bad(f"group {index} with held {group.held} instead of {held}")
+            raise _bad_plan(
+                f"group {index} with held {group.held} (blocks per request); its layers need {held}"
+            )
 
 
 def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -> None:
-    """Raise an error if groups do not overlay each other block by block.
+    """Raise an error if blocks of different groups overlap although their ids differ.
 
-    A block id belongs to one group at a time. Therefore a block of one group must not overlap
-    a block with a different id of another group.
+    A block id belongs to one group at a time, so only blocks with the same id may overlap.
     """
     if len({region.group for region, _ in regions}) < 2:
         return
@@ -265,7 +290,7 @@ def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -
         kept = keeps_to_its_blocks(whole, cell // split, blocks * split)
         if region.block_stride != cell or not kept:
             name = region.layers[0].name
-            raise _bad(
+            raise _bad_plan(
                 f"a block of {name} that overlaps a block of another group with a different id"
             )
 
@@ -273,5 +298,5 @@ def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -
 _HINT = "Create plans with kvatlas.plan(), not by hand"
 
 
-def _bad(got: str) -> AtlasError:
+def _bad_plan(got: str) -> AtlasError:
     return AtlasError(Code.BAD_PLAN, got=got, hint=_HINT)

@@ -15,7 +15,7 @@ DECODING = 1
 
 
 class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """The unchecked data of a plan. Use `Plan`, which validates it."""
+    """The data of a plan, without validation. Use `Plan`, which validates it."""
 
     model: str
     policy: str
@@ -61,12 +61,15 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         (1, 1)
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.ranks:
-            got = f"rank {rank!r} with tp {self.tp} and pp {self.pp}"
-            raise AtlasError(Code.BAD_RANK, got=got, hint=f"Use a rank in 0..{self.ranks - 1}")
+            raise AtlasError(
+                Code.BAD_RANK,
+                got=f"rank {rank!r} with tp {self.tp} and pp {self.pp}",
+                hint=f"Use a rank in 0..{self.ranks - 1}",
+            )
         return divmod(rank, self.tp)
 
     def rank_pools(self, rank: int) -> dict[int, Pool]:
-        """Return the pools of a rank (those of its pipeline stage) by index."""
+        """Return the pools of a rank's pipeline stage, by pool index."""
         stage, _ = self.split_rank(rank)
         return {pool.index: pool for pool in self.pools if pool.stage == stage}
 
@@ -101,7 +104,7 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the first pool, including the null block that engines reserve."""
+        """Number of blocks of the first pool, including the null block that engines reserve."""
         return self._first_pool.blocks
 
     @property
@@ -112,7 +115,7 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def blocks_per_request(
         self, length: int | None = None, *, in_flight: int | None = None
     ) -> dict[int, int]:
-        """Return the blocks of each pool that a request of `length` tokens takes, by pool index."""
+        """Return how many blocks of each pool a request of `length` tokens takes, by pool index."""
         tokens = self.max_len if length is None else positive(length, "the length")
         flying = self.in_flight if in_flight is None else natural(in_flight, "in_flight")
         return blocks_taken(self.groups, tokens, in_flight=flying, dcp=self.dcp)
@@ -137,5 +140,5 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def tokens(self) -> int:
-        """Total tokens that fit, in requests of `max_len` tokens."""
+        """Total number of tokens that fit, in requests of `max_len` tokens."""
         return int(self.requests() * self.max_len)

@@ -88,7 +88,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def blocks_taken(
     groups: Iterable[Group], length: Whole, *, in_flight: int, dcp: int
 ) -> dict[int, Whole]:
-    """Return the blocks of each pool that a request of `length` tokens takes, by pool index."""
+    """Return how many blocks of each pool a request of `length` tokens takes, by pool index."""
     taken: dict[int, Whole] = {}
     for group in groups:
         blocks = group.blocks(length, in_flight=in_flight, dcp=dcp)
@@ -109,7 +109,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def nbytes(self) -> int:
-        """Bytes to allocate."""
+        """Bytes to allocate for the pool on each rank."""
         return self.blocks * self.block_bytes
 
 
@@ -138,20 +138,20 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """If states are split, the part of the state that each page along L holds."""
 
     def part(self, index: int) -> int:
-        """Return the part of its layer's state that the page at `index` along L holds."""
+        """Return which part of a state the page at `index` along L holds; 0 if states are whole."""
         return self.parts[index] if self.parts else 0
 
     def page(self, tp: int, rank: int = 0, index: int = 0) -> Page:
-        """Return the page that the layer at `index` along L has for one kernel block, on one rank.
+        """Return the page of the layer at `index` along L, for one kernel block on one rank.
 
-        A part has the same page as a whole state would have with tp x `splits` ranks.
+        If states are split, a part has the same page as a whole state at tp x `splits` ranks.
         """
         return self._page(tp, index, rank * self.splits + self.part(index))
 
     def first_page(self, tp: int, index: int = 0) -> Page:
-        """Return the page of a layer's first part on rank 0.
+        """Return the page of the layer at `index` along L, for its first part on rank 0.
 
-        The pages of the other parts and ranks have the same layout.
+        The pages of other parts and ranks have the same layout.
         """
         return self._page(tp, index, 0)
 
@@ -160,7 +160,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return page_of(self.layers[index].spec, self.kernel_block, tp * self.splits, shard, padded)
 
     def placement(self, tp: int, blocks: int) -> Placement:
-        """Return the placement of all layers' cells.
+        """Return the placement of the cells of all layers, in a pool of `blocks` blocks.
 
         The axes are L, B, H, N, C, and k if a block has several kernel blocks.
         """
@@ -177,5 +177,5 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @lru_cache(maxsize=1024)
 def _placed(page: Page, layout: str, pages: int, blocks: int, at: PoolPosition) -> Placement:
-    """Return `page.place`, cached, because many groups of a plan have the same placement."""
+    """Return `page.place(...)`; cached, because many groups of a plan have the same placement."""
     return page.place(layout, pages=pages, blocks=blocks, **at._asdict())

@@ -63,7 +63,8 @@ def plan(
     loaded = Model.load(model)
     if not loaded.layers:
         problem = "No layer of the model has a cache"
-        raise AtlasError(Code.NO_CACHE, problem, got=loaded.name, hint="Check the model's config")
+        hint = "Pass a model with attention or recurrent layers"
+        raise AtlasError(Code.NO_CACHE, problem, got=loaded.name, hint=hint)
     if pack != "auto":
         pack = integer(pack, "pack")
     if policy != "atlas" and pack not in ("auto", 1):

@@ -54,7 +54,7 @@ class _PlanOutline(msgspec.Struct):
 
 
 class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """Where everything that a model caches is stored, on every rank.
+    """The position of every byte that a model caches, on every rank.
 
     >>> from kvatlas.planning import plan
     >>> print(plan("gpt-oss-20b", memory="40GiB"))  # doctest: +NORMALIZE_WHITESPACE
@@ -91,10 +91,10 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         return msgspec.json.encode(self)
 
     def without_notes(self) -> Plan:
-        """Return the plan without its reasons and warnings, which describe no bytes.
+        """Return the plan without its reasons and warnings, which are prose for the user.
 
-        Peers and files compare plans in this form, because the notes are prose that changes
-        from one release to the next.
+        Peers and files compare plans in this form, because the prose changes from one release
+        to the next.
 
         >>> from kvatlas.planning import plan
         >>> noted = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2)
@@ -151,7 +151,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         return tuple(self._homes)
 
     def region_of(self, layer: str, part: int = 0) -> tuple[Region, int]:
-        """Return the region of a layer, or of one part of it, and its index along L."""
+        """Return the region that holds part `part` of a layer, and the part's index along L."""
         if part and not 0 < part < len(self._homes.get(layer, ())):
             raise AtlasError(
                 Code.OUT_OF_RANGE,
@@ -239,7 +239,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
 
 
 def check_plan_version(text: bytes | str) -> int | None:
-    """Return the version field of a plan's JSON, or None; raise an error if it is too new.
+    """Return the `version` field of a plan's JSON, None if absent; raise an error if it is too new.
 
     >>> check_plan_version('{"version": 2, "pools_on": "another planet"}')
     Traceback (most recent call last):
@@ -265,10 +265,13 @@ def checked_plan(given: Any) -> Plan:
     kvatlas.plan, or describe an engine's memory with kvatlas.planning.foreign. [bad_plan]
     """
     if not isinstance(given, Plan):
-        hint = "Create one with kvatlas.plan, or describe an engine's memory with "
-        hint += "kvatlas.planning.foreign"
-        got = f"a {type(given).__name__}"
-        raise AtlasError(Code.BAD_PLAN, "The argument must be a Plan", got=got, hint=hint)
+        raise AtlasError(
+            Code.BAD_PLAN,
+            "The argument must be a Plan",
+            got=f"a {type(given).__name__}",
+            hint="Create one with kvatlas.plan, or describe an engine's memory with "
+            "kvatlas.planning.foreign",
+        )
     return given
 
 

@@ -144,7 +144,7 @@ class Yardstick:
 
     @cached_property
     def capacity(self) -> Capacity | None:
-        """The capacity of vLLM's plan; None if vLLM has no plan, or too little memory for it."""
+        """The capacity of vLLM's plan; None if vLLM has no plan or memory is too small for it."""
         try:
             return capacity_of(self.request, self.draft) if self.draft else None
         except AtlasError as refusal:
@@ -153,7 +153,7 @@ class Yardstick:
             return None
 
     def share(self, draft: PlanDraft) -> Share:
-        """Return the minimum of (requests that a draft fits) / (requests that vLLM's plan fits)."""
+        """Return the number of requests that a draft fits, divided by the number in vLLM's plan."""
         mine = capacity_of(self.request, draft)
         if self.capacity is None:
             return Share(1.0, self.request.max_len, DECODING)
@@ -194,7 +194,7 @@ class Hybrid:
 
     @cached_property
     def theirs(self) -> Yardstick:
-        """The plan of vLLM."""
+        """The plan of vLLM for the same request."""
         return Yardstick(self.request)
 
     @cached_property
@@ -214,7 +214,7 @@ class Hybrid:
 
     @property
     def token(self) -> int:
-        """Bytes per token of an attention layer."""
+        """Bytes per token of one attention layer on one rank."""
         return self.attention[0].page.unpadded // self.attention[0].block
 
     def draft(self, pools: list[PoolDraft], tokens: int, *reasons: str) -> PlanDraft:
@@ -230,8 +230,8 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
                 Code.BAD_PACK,
                 "The model or the layout does not support this pack",
                 got=f"pack={request.pack} for {len(attention)} attention layers in {hybrid.layout}",
-                hint=f"Omit pack=. It must be in 1..{len(attention)} and needs attention layers of "
-                "one kind, states of one kind, and a layout with contiguous pages or blocks",
+                hint=f"Omit pack=, or use 1..{len(attention)} for a model with one kind of "
+                "attention and one kind of state, in a layout with contiguous pages or blocks",
             )
         return make_plan(request, _packed(hybrid, request.pack), policy="atlas")
     if request.states == "apart" or request.requests is not None:
@@ -260,9 +260,9 @@ def _plan_hybrid(hybrid: Hybrid) -> Plan:
 
 
 def _sound(hybrid: Hybrid, draft: PlanDraft) -> Plan | None:
-    """Return the plan of a draft.
+    """Return the plan that a draft describes; None if it is not sound.
 
-    Returns None if the plan is invalid, if it breaks the promise, or if kernels cannot read it.
+    A plan is sound if it is valid, keeps the promise, and has blocks that kernels can read.
     """
     request = hybrid.request
     try:
@@ -289,7 +289,7 @@ def _promise(request: PlanRequest, share: Share) -> str:
 
 
 def _shared_drafts(hybrid: Hybrid) -> Iterator[PlanDraft]:
-    """Yield drafts in which attention and states share blocks, the preferred first."""
+    """Yield drafts in which attention and states share blocks, the best first."""
     if not hybrid.layout.block_outermost:
         yield from _packs(hybrid)
         return
@@ -308,7 +308,7 @@ def _largest(hybrid: Hybrid) -> int:
 
 
 def _vllms_own(hybrid: Hybrid) -> PlanDraft | None:
-    """Return the draft of vLLM's plan in the requested layout; None if vLLM has none."""
+    """Return the draft of vLLM's plan in the requested layout; None if there is no such plan."""
     request, theirs = hybrid.request, hybrid.theirs
     draft = theirs.draft
     if request.layout is not None:
@@ -354,7 +354,7 @@ def _plural(number: int, word: str) -> str:
 
 
 def _what_stopped(hybrid: Hybrid, tokens: int) -> str:
-    """Return a sentence: why the block size is not smaller than `tokens`."""
+    """Return a sentence that explains why the block size is not smaller than `tokens`."""
     if tokens <= hybrid.search.step:
         return f"The kernels support no block smaller than {hybrid.search.step} tokens."
     if min(hybrid.search.tried, default=tokens) >= tokens:

@@ -24,7 +24,7 @@ class Padding(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """Padding as a fraction of the claimed bytes."""
+        """Padding as a fraction of all bytes that the request takes."""
         return (self.pages + self.empty) / self.claimed if self.claimed else 0.0
 
 
@@ -49,7 +49,7 @@ def padding(plan: PlanData, length: int | None = None) -> Padding:
 
 
 def bytes_per_request(plan: PlanData, index: int) -> tuple[int, float]:
-    """Return (fixed bytes, bytes per token) that a request takes for a group, per rank."""
+    """Return (fixed bytes, bytes per token) that a request takes per rank for group `index`."""
     group = plan.groups[index]
     width = max(pool.block_bytes for pool in plan.pools if pool.index == group.pool)
     if group.kind in FULL_KINDS:
@@ -147,7 +147,7 @@ def _member(plan: PlanData, group: Group, region: Region) -> dict[str, Any]:
 
 
 def capacity_sentence(plan: PlanData) -> str:
-    """Return the number of requests that fit, in one sentence.
+    """Return a sentence that reports how many requests fit.
 
     >>> from kvatlas.planning import plan
     >>> fits = capacity_sentence(plan("gpt-oss-20b", memory="40GiB"))

@@ -18,7 +18,7 @@ _QUANTITY = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,9}))?\s*([KMGT]?I?)(B?)\s*", re
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of `plan()` after validation, with defaults filled in. Policies take these."""
+    """The validated arguments of `plan()`, with defaults filled in: the input of a policy."""
 
     model: Model
     backends: dict[str, Backend | None]

@@ -77,7 +77,7 @@ class LayerKind:
         return len(self.layers) * (splits if self.recurrent else 1)
 
     def nbytes(self, tokens: Whole, splits: int) -> Whole:
-        """Return the bytes of a page; 0 if the heads cannot be split into `splits` parts."""
+        """Return the bytes of a page; 0 if heads cannot be divided into `splits` parts."""
         first = self.layers[0]
         if not self.recurrent:
             return tokens * (first.page.unpadded // first.block)
@@ -97,14 +97,17 @@ class LayerKind:
         return Group.of(first.kind, first.spec, block=tokens, pool=0, held=self.held)
 
     def dealt(self, tokens: int, splits: int, groups: int) -> list[GroupDraft]:
-        """Return `groups` groups that the pages of the layers are distributed over."""
+        """Distribute the pages of all layers over `groups` groups.
+
+        States are split into `splits` parts, each with a separate page.
+        """
         cuts = splits if self.recurrent else 1
         sized = [layer.cut(tokens, cuts, part) for layer in self.layers for part in range(cuts)]
         return dealt(sized, groups)
 
 
 class SharedBlockSearch:
-    """A search through block sizes, compared with vLLM's plan.
+    """A search for small blocks that fit at least `PROMISE` of the requests of vLLM's plan.
 
     If vLLM has no plan, the search finds the blocks with the least padding instead.
     """
@@ -123,7 +126,7 @@ class SharedBlockSearch:
         """Block sizes tried so far, in tokens, at which a block can hold every kind of layer."""
 
     def blocks(self, largest: int) -> Iterator[SharedBlock]:
-        """Yield blocks of up to `largest` tokens, the preferred first."""
+        """Yield suitable blocks of up to `largest` tokens, ordered by their `preference`."""
         sizes = np.arange(self.step, largest + 1, self.step)[:_MOST_SIZES]
         if self.theirs is None:
             found = list(self._tried(sizes))
@@ -139,7 +142,7 @@ class SharedBlockSearch:
                     yield block
 
     def groups_of(self, block: SharedBlock) -> tuple[GroupDraft, ...]:
-        """Return the groups of a model whose blocks are like `block`."""
+        """Return the groups into which the layers are divided if blocks are like `block`."""
         return tuple(
             group
             for kind, count in zip(self.kinds, block.groups, strict=True)
@@ -152,7 +155,7 @@ class SharedBlockSearch:
         return (draft.size.tokens, round(1 - self._useful / claimed, 2), 1, len(draft.groups))
 
     def _tried(self, tokens: Numbers) -> Iterator[SharedBlock]:
-        """Yield blocks of `tokens` tokens that keep the promise at a few sampled lengths."""
+        """Yield blocks of `tokens[i]` tokens that keep the promise at a few sampled lengths."""
         held = {n: self._held(tokens, n) for n in (DECODING, self.request.in_flight)}
         for splits in _SPLITS:
             at, counts, nbytes = self._ways_to_deal(tokens, splits)
@@ -174,7 +177,7 @@ class SharedBlockSearch:
                 yield SharedBlock(int(tokens[at[i]]), int(nbytes[i]), splits, groups, waste)
 
     def _held(self, tokens: Numbers, in_flight: int) -> Numbers:
-        """Return the blocks that a request holds, by block size, kind of layer and length."""
+        """Return how many blocks a request holds, by block size, kind of layer and length."""
         lengths, dcp = self._few_lengths, self.request.dcp
         held = np.empty((len(tokens), len(self.kinds), len(lengths)), dtype=np.int64)
         for k, kind in enumerate(self.kinds):
@@ -186,7 +189,11 @@ class SharedBlockSearch:
         return held
 
     def _ways_to_deal(self, tokens: Numbers, splits: int) -> tuple[Numbers, Numbers, Numbers]:
-        """Return all possible blocks, as arrays: index in `tokens`, groups of each kind, bytes."""
+        """Return all possible blocks as three arrays.
+
+        They are the index of a block's size in `tokens`, its number of groups of each kind of
+        layer, and its bytes.
+        """
         parts = np.array([kind.parts(splits) for kind in self.kinds])
         sizes = np.stack([kind.nbytes(tokens, splits) for kind in self.kinds], axis=1)
         if not sizes.all():
@@ -202,7 +209,7 @@ class SharedBlockSearch:
         return at[aligned], counts[aligned], nbytes[aligned]
 
     def _keeps_promise(self, block: SharedBlock) -> bool:
-        """Return whether a block keeps the promise at every length."""
+        """Return whether a block keeps the promise of policy atlas at every request length."""
         if self.theirs is None:
             return True
         groups = self._groups(block.tokens)
@@ -224,9 +231,10 @@ class SharedBlockSearch:
 
     @cached_property
     def _few_lengths(self) -> Numbers:
-        """Request lengths at which a bad block is most likely to fail: they fill vLLM's blocks.
+        """A few request lengths at which bad blocks are most likely to break the promise.
 
-        The last length is `max_len`, at which padding is measured.
+        Most of them fill vLLM's blocks exactly. The last length is `max_len`, at which padding
+        is measured.
         """
         greatest = self.request.max_len
         longest = max(greatest, LENGTHS)
@@ -259,7 +267,7 @@ class SharedBlockSearch:
 
 
 def _claimed(draft: PlanDraft, request: PlanRequest, lengths: Numbers, in_flight: int) -> Numbers:
-    """Return the bytes that a request of each length takes in a draft."""
+    """Return how many bytes a request takes in a draft, for each length in `lengths`."""
     taken = blocks_taken(draft.groups, lengths, in_flight=in_flight, dcp=request.dcp)
     claimed: Numbers = np.sum([taken[i] * pool.width for i, pool in enumerate(draft.pools)], axis=0)
     return claimed

@@ -54,7 +54,10 @@ _WINDOW_BLOCK = 64
 
 @lru_cache(maxsize=4096)
 def page_of(spec: Spec, block: int, tp: int, rank: int = 0, padded: int | None = None) -> Page:
-    """Return `spec.page`, with a cache, because plans request the same pages repeatedly."""
+    """Return `spec.page(...)`, padded to `padded` bytes if given.
+
+    Pages are cached, because plans request the same pages repeatedly.
+    """
     if padded is not None:
         return page_of(spec, block, tp, rank).padded(padded)
     if block > 1 and isinstance(spec, Recurrent):
@@ -70,7 +73,7 @@ def heads_on_rank(heads: int, tp: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _alike(spec: Spec, tp: int) -> tuple[Any, ...]:
-    """Return a key of a spec: layers with equal keys can share a region.
+    """Return a key that is equal for specs whose layers can share a region.
 
     Engines compare the heads on one rank: at tp 8, layers with 8 and with 4 KV heads are equal.
     """
@@ -163,7 +166,7 @@ class SizedLayer:
 
     @property
     def apart(self) -> tuple[str, int] | None:
-        """The unit that must divide the block stride, and its size; None without such a rule.
+        """The unit that must divide the block stride, and its size; None if any stride is allowed.
 
         Some backends need a block stride of whole rows (size in bytes) or of whole kernel
         blocks (size in tokens).
@@ -200,7 +203,7 @@ def _kind_of_class(spec: type[Spec]) -> Kind:
 
 
 def checkpoints(spec: Spec, *, prefix_caching: bool) -> int:
-    """Return the additional blocks of a recurrent layer that a request holds for prefix caching.
+    """Return how many additional blocks of a recurrent layer a request holds for prefix caching.
 
     A new state is written to a new block while the old state is kept. Mamba-2 also saves a
     state in the middle of a prefill.

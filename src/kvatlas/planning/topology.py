@@ -21,8 +21,11 @@ def stage_layers(depth: int, pp: int) -> list[int]:
     [15, 15, 16, 15]
     """
     if positive(pp, "pp") > MOST_RANKS:
-        problem = f"A plan can have at most {MOST_RANKS:,} pipeline stages"
-        raise _refused(problem, f"pp {pp}", "Pass a smaller pp=")
+        raise _refused(
+            f"A plan can have at most {MOST_RANKS:,} pipeline stages",
+            f"pp {pp}",
+            "Pass a smaller pp=",
+        )
     shares = [natural(depth, "the number of layers") // pp] * pp
     for extra in range(depth % pp):
         shares[-2 - extra] += 1
@@ -30,7 +33,7 @@ def stage_layers(depth: int, pp: int) -> list[int]:
 
 
 def stages_of(model: Model, pp: int) -> dict[str, int]:
-    """Return the pipeline stage of each layer."""
+    """Return the pipeline stage of each layer, by layer name."""
     shares = stage_layers(model.depth, pp)
     ends = [sum(shares[: stage + 1]) for stage in range(pp)]
     return {
@@ -40,25 +43,36 @@ def stages_of(model: Model, pp: int) -> dict[str, int]:
 
 
 def check_topology(model: Model, tp: int, pp: int, dcp: int) -> None:
-    """Raise an error if the model's heads or layers do not allow a topology."""
+    """Raise an error if a model's heads or layers cannot be divided by `tp`, `pp` and `dcp`."""
     query, kv = model.attention_heads, _kv_heads(model)
     if tp * pp > MOST_RANKS:
-        problem = f"A plan can have at most {MOST_RANKS:,} ranks"
-        raise _refused(problem, f"tp {tp} x pp {pp} = {tp * pp:,} ranks", "Use a smaller tp or pp")
+        raise _refused(
+            f"A plan can have at most {MOST_RANKS:,} ranks",
+            f"tp {tp} x pp {pp} = {tp * pp:,} ranks",
+            "Use a smaller tp or pp",
+        )
     if query % tp:
-        problem = "tp must divide the number of query heads"
-        raise _refused(problem, f"tp {tp} and {query} heads", f"Use a tp that divides {query}")
+        raise _refused(
+            "tp must divide the number of query heads",
+            f"tp {tp} and {query} heads",
+            f"Use a tp that divides {query}",
+        )
     if pp > model.depth:
-        problem = "pp must not exceed the number of layers"
-        got = f"pp {pp} and {model.depth} layers"
-        raise _refused(problem, got, f"Use a pp of at most {model.depth}")
+        raise _refused(
+            "pp must not exceed the number of layers",
+            f"pp {pp} and {model.depth} layers",
+            f"Use a pp of at most {model.depth}",
+        )
     if tp % dcp:
-        problem = "dcp must divide tp"
-        raise _refused(problem, f"dcp {dcp} and tp {tp}", f"Use a dcp that divides {tp}")
+        raise _refused(
+            "dcp must divide tp", f"dcp {dcp} and tp {tp}", f"Use a dcp that divides {tp}"
+        )
     if dcp > 1 and kv and tp // kv < dcp:
-        problem = "dcp must not exceed the number of ranks that hold the same KV heads"
-        got = f"dcp {dcp} and {max(1, tp // kv)} such rank(s): tp {tp} for {kv} KV heads"
-        raise _refused(problem, got, f"Use a tp of at least {dcp * kv}, or a smaller dcp")
+        raise _refused(
+            "dcp must not exceed the number of ranks that hold the same KV heads",
+            f"dcp {dcp} and {max(1, tp // kv)} such rank(s): tp {tp} for {kv} KV heads",
+            f"Use a tp of at least {dcp * kv}, or a smaller dcp",
+        )
 
 
 def check_vllm_topology(model: Model, tp: int, dcp: int) -> None:
@@ -70,10 +84,12 @@ def check_vllm_topology(model: Model, tp: int, dcp: int) -> None:
     """
     query, kv = model.attention_heads, _kv_heads(model)
     if dcp > 1 and kv and query // kv % dcp:
-        problem = "In vLLM, dcp must divide the number of query heads per KV head"
         ratio = query // kv
-        got = f"dcp {dcp} and {query} / {kv} = {ratio} query heads per KV head"
-        raise _refused(problem, got, f"Use a dcp that divides {ratio}, or policy='atlas'")
+        raise _refused(
+            "In vLLM, dcp must divide the number of query heads per KV head",
+            f"dcp {dcp} and {query} / {kv} = {ratio} query heads per KV head",
+            f"Use a dcp that divides {ratio}, or policy='atlas'",
+        )
     mamba = {layer.spec.groups for layer in model.layers if isinstance(layer.spec, Mamba2)}
     if uneven := [groups for groups in mamba if groups % tp and groups != 1]:
         problem = "vLLM cannot divide the Mamba-2 groups evenly"
@@ -82,9 +98,11 @@ def check_vllm_topology(model: Model, tp: int, dcp: int) -> None:
         raise _refused(problem, got, hint)
     groups = model.output_groups
     if groups and tp > groups:
-        problem = "In vLLM, tp must not exceed the number of groups of the output projection"
-        got = f"tp {tp} and {groups} groups"
-        raise _refused(problem, got, f"Use a tp of at most {groups}, or policy='atlas'")
+        raise _refused(
+            "In vLLM, tp must not exceed the number of groups of the output projection",
+            f"tp {tp} and {groups} groups",
+            f"Use a tp of at most {groups}, or policy='atlas'",
+        )
     if not model.repeats_heads and 0 < kv < tp:
         problem = "tp must not exceed the number of KV heads, because vLLM does not replicate them"
         got = f"tp {tp} and {kv} KV heads of {model.name}"

@@ -1,10 +1,10 @@
 """Specs of attention that caches K and V for each head.
 
 The specs differ in the tokens that a request must keep, not in the bytes of a page. Full
-attention keeps all tokens, sliding the last `window`, chunked those since the last multiple
-of `chunk`, sink the first `sink_tokens` and the last `window`, cross the tokens of the
-encoder, and encoder-only none. One base class therefore defines the page, and each spec
-adds one or two parameters.
+attention keeps all tokens. Sliding attention keeps the last `window` tokens, chunked attention
+those since the last multiple of `chunk`, sink attention the first `sink_tokens` and the last
+`window`, and cross-attention those of the encoder. Encoder-only attention keeps none. One base
+class therefore defines the page, and each spec adds one or two parameters.
 
 `packing` specifies where K and V are in the page:
 
@@ -35,7 +35,7 @@ _TILE_BYTES = 16
 
 
 class Attention(Spec, frozen=True, kw_only=True):
-    """Base class of attention specs: K and V of `heads` heads."""
+    """Base class of specs that cache K and V for each of `heads` heads."""
 
     heads: int
     head_dim: int
@@ -56,30 +56,44 @@ class Attention(Spec, frozen=True, kw_only=True):
         both, packing = self._sides(), self.packed_as
         k, v = row_bytes(both.k), row_bytes(both.v)
         if k != v and packing not in ("cells", "transposed"):
-            problem = f"Packing {packing} requires K and V rows of the same size"
-            raise bad_spec(problem, f"rows of {k} and {v} bytes", "Use packing='cells'")
+            raise bad_spec(
+                f"Packing {packing} requires K and V rows of the same size",
+                f"K rows of {k} bytes and V rows of {v} bytes",
+                "Use packing='cells'",
+            )
         if packing in ("tiled_planes", "transposed") and len(both.k) + len(both.v) > 2:
-            problem = f"Packing {packing} does not support cache dtypes with scales"
-            hint = "Use packing='cells' or packing='head_groups'"
-            raise bad_spec(problem, f"cache={self.cache!r}", hint)
+            raise bad_spec(
+                f"Packing {packing} does not support cache dtypes with scales",
+                f"cache={self.cache!r}",
+                "Use packing='cells' or packing='head_groups'",
+            )
         if self.cache == "nvfp4" and packing != "head_groups":
-            problem = "Cache dtype nvfp4 requires packing='head_groups'"
-            raise bad_spec(problem, f"packing={packing!r}", "Omit the packing parameter")
+            raise bad_spec(
+                "Cache dtype nvfp4 requires packing='head_groups'",
+                f"packing={packing!r}",
+                "Omit the packing parameter",
+            )
         if self.scales not in (None, "inline") and packing != "head_groups":
-            problem = f"Packing {packing} does not support scales in planes"
-            raise bad_spec(problem, f"scales={self.scales!r}", "Use packing='head_groups'")
+            raise bad_spec(
+                f"Packing {packing} does not support scales in planes",
+                f"scales={self.scales!r}",
+                "Use packing='head_groups'",
+            )
         if packing == "tiled_planes" and k % _TILE_BYTES:
-            problem = f"Packing tiled_planes requires K rows of a multiple of {_TILE_BYTES} bytes"
-            raise bad_spec(problem, f"a K row of {k} bytes", "Use packing='planes'")
+            raise bad_spec(
+                f"Packing tiled_planes requires K rows of a multiple of {_TILE_BYTES} bytes",
+                f"a K row of {k} bytes",
+                "Use packing='planes'",
+            )
 
     @property
     def packed_as(self) -> Packing:
-        """The packing, with the default of the cache dtype applied."""
+        """`packing`, or the default of the cache dtype if `packing` is None."""
         return self.packing or ("head_groups" if self.cache == "nvfp4" else "cells")
 
     @property
     def scales_as(self) -> Scales:
-        """The location of scales, with the default of the cache dtype applied."""
+        """`scales` (their location), or the default of the cache dtype if `scales` is None."""
         return self.scales or ("planes" if self.cache == "nvfp4" else "inline")
 
     @property
@@ -120,7 +134,7 @@ class Attention(Spec, frozen=True, kw_only=True):
         return sides(self.cache, dtype, self.head_dim, self.v_dim or self.head_dim)
 
     def _head_groups(self, both: Sides, heads: int, states: int, shard: Shard) -> list[Field]:
-        """Return fields with K in the first half of the heads and V in the second."""
+        """Return the fields of packing `head_groups`: K in the first half of the heads, then V."""
         if self.scales_as == "inline":
             cells = _cells(heads, states)
             return in_cells(both.k, cells, shard) + in_cells(both.v, cells, shard, head=heads)
@@ -151,7 +165,7 @@ class SlidingAttention(Attention, frozen=True, kw_only=True, tag="sliding_window
 
 
 class ChunkedAttention(Attention, frozen=True, kw_only=True, tag="chunked_attention"):
-    """Attention to the tokens since the last multiple of `chunk`."""
+    """Attention within chunks of `chunk` tokens: to earlier tokens of the same chunk."""
 
     chunk: int
 
@@ -159,8 +173,8 @@ class ChunkedAttention(Attention, frozen=True, kw_only=True, tag="chunked_attent
 class SinkAttention(Attention, frozen=True, kw_only=True, tag="sink_attention"):
     """Attention to the first `sink_tokens` tokens and the last `window` tokens.
 
-    If `window` is None, all tokens are kept. Sinks that are learned logits instead of K and V
-    rows are not cached: use the other specs for them.
+    If `window` is None, all tokens are kept. Do not use this spec for sinks that are learned
+    logits: those have no K and V rows to cache.
     """
 
     sink_tokens: int
@@ -168,7 +182,7 @@ class SinkAttention(Attention, frozen=True, kw_only=True, tag="sink_attention"):
 
 
 class CrossAttention(Attention, frozen=True, kw_only=True, tag="cross_attention"):
-    """Attention to the `source` tokens of an encoder, written once for each request."""
+    """Attention to `source` encoder tokens, whose K and V are written once for each request."""
 
     source: int
 
@@ -188,7 +202,7 @@ def _cells(heads: int, states: int) -> tuple[FieldAxis, FieldAxis]:
 
 
 def _transposed(both: Sides, heads: int, states: int, shard: Shard) -> list[Field]:
-    """Return fields with K as [D, N], then V as [N, D] in each head."""
+    """Return the fields of packing `transposed`: in each head, K as [D, N], then V as [N, D]."""
     (k,), (v,) = both
     head = (FieldAxis("H", heads, "H"),)
     k_rows, v_rows = [("C", k.items), ("N", states)], [("N", states), ("C", v.items)]
@@ -200,7 +214,10 @@ def _transposed(both: Sides, heads: int, states: int, shard: Shard) -> list[Fiel
 
 
 def _tiled(both: Sides, heads: int, states: int, shard: Shard) -> list[Field]:
-    """Return K as [H, D/x, N, x] and V as [H, D, N], where x elements of K are 16 bytes."""
+    """Return the fields of packing `tiled_planes`: K as [H, D/x, N, x] and V as [H, D, N].
+
+    x is the number of elements of K in 16 bytes.
+    """
     (k,), (v,) = both
     tile = _TILE_BYTES // k.dtype.item
     k_rows = [("H", heads), ("C", k.items // tile), ("N", states), ("c", tile)]

@@ -54,16 +54,19 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
         return block // per_state
 
     def page_bytes(self, block: int, *, tp: int = 1) -> int:
-        """Return the bytes of a page, which are equal on all ranks."""
+        """Return the size of a page in bytes, which is equal on all ranks."""
         return self.page(block, tp=tp).nbytes
 
     def replicas(self, tp: int) -> int:
-        """Return how many of `tp` ranks hold each row; the smallest count if fields differ."""
+        """Return how many of `tp` ranks hold the same rows; the smallest count if fields differ."""
         page = self._smallest_page(tp=tp)
         return min(field.sharding.replicas(tp) for field in page.fields if not field.padding)
 
     def shard(self, tp: int, rank: int) -> dict[str, tuple[ShardRange, ...]]:
-        """Return, by field, the rows of the sharded axis that `rank` holds; empty for all rows."""
+        """Return the rows of each field that `rank` holds, by field name.
+
+        Rows are counted along the field's sharded axis. An empty tuple means all rows.
+        """
         page = self._smallest_page(tp=tp, rank=rank)
         return {field.name: field.ranges for field in page.fields if not field.padding}
 
@@ -100,22 +103,24 @@ def check_page(spec: Spec) -> None:
 
 @lru_cache(maxsize=4096)
 def _check_page(spec: Spec) -> None:
-    """Check the page, cached: many layers of a plan share the same spec."""
+    """Build the smallest page of `spec`; cached, because many layers of a plan share a spec."""
     spec.page(spec.tokens_per_state or 1)
 
 
 def plain_dtype(name: str) -> DType:
-    """Return a dtype by name; raise an error if its elements are packed or scaled."""
+    """Return the dtype called `name`; raise an error if it packs elements or needs scales."""
     dtype = DType.of(name)
     if dtype.packed or dtype.scale:
-        problem = "The dtype must have unpacked elements without scales"
-        hint = "Pass a quantised format as cache=... instead of dtype=..."
-        raise bad_spec(problem, f"dtype {dtype}", hint)
+        raise bad_spec(
+            "The dtype must have unpacked elements without scales",
+            f"dtype {dtype}",
+            "Pass a quantised format as cache=... instead of dtype=...",
+        )
     return dtype
 
 
 def bad_spec(problem: str, got: Any, hint: str) -> AtlasError:
-    """Return the error for an invalid spec."""
+    """Return an `AtlasError` with code `bad_spec`."""
     return AtlasError(Code.BAD_SPEC, problem, got=got, hint=hint)
 
 

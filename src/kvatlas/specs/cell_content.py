@@ -40,14 +40,14 @@ ATTENTION_CACHES = ("auto", *_PER_TENSOR, *_PER_TOKEN_HEAD, "nvfp4", *_TURBOQUAN
 
 
 class Sides(NamedTuple):
-    """The parts of one K row and of one V row."""
+    """The parts of one K row and of one V row, such as elements and scales."""
 
     k: list[ElementRow]
     v: list[ElementRow]
 
 
 def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
-    """Return the parts of a K row and of a V row, for one head and state.
+    """Return the parts of one K row and one V row in the cache dtype `cache`.
 
     >>> both = sides("int8_per_token_head", DType.of("bf16"), 128, 128)
     >>> [(part.name, str(part.dtype), part.nbytes) for part in (*both.k, *both.v)]
@@ -59,8 +59,11 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
     if cache in _PER_TOKEN_HEAD:
         element, scale = DType.of(_PER_TOKEN_HEAD[cache]), DType.of("fp32")
         if element.packed and (k_dim % 2 or v_dim % 2):
-            problem = "4-bit rows must have an even number of elements"
-            raise bad_spec(problem, f"head_dim {k_dim}, v_dim {v_dim}", "Use even head sizes")
+            raise bad_spec(
+                "4-bit rows must have an even number of elements",
+                f"head_dim={k_dim}, v_dim={v_dim}",
+                "Pass an even head_dim and v_dim, or cache='int8_per_token_head'",
+            )
         return Sides(
             [ElementRow("k", element, k_dim), ElementRow("k_scale", scale, 1)],
             [ElementRow("v", element, v_dim), ElementRow("v_scale", scale, 1)],
@@ -79,14 +82,20 @@ def sides(cache: str, dtype: DType, k_dim: int, v_dim: int) -> Sides:
         if sum(part.nbytes for part in (*both.k, *both.v)) % 2:
             both.v.append(ElementRow("pad", DType.of("uint8"), 1))
         return both
-    hint = f"Use one of {', '.join(ATTENTION_CACHES)}"
-    raise bad_spec("There is no such cache dtype for K and V", repr(cache), hint)
+    raise bad_spec(
+        "There is no such cache dtype for K and V",
+        repr(cache),
+        f"Use one of {', '.join(ATTENTION_CACHES)}",
+    )
 
 
 def _block_scaled(name: str, dim: int) -> list[ElementRow]:
     element = DType.of("nvfp4")
     if dim % element.block:
-        problem = f"nvfp4 needs a head size that is a multiple of {element.block}"
-        raise bad_spec(problem, f"a head size of {dim}", "Use another cache dtype")
+        raise bad_spec(
+            f"nvfp4 needs a head size that is a multiple of {element.block}",
+            f"a head size of {dim}",
+            "Use a cache dtype such as cache='fp8'",
+        )
     scales = ElementRow(f"{name}_scale", DType.of("e4m3"), element.scales(dim))
     return [ElementRow(name, element, dim), scales]

@@ -52,8 +52,12 @@ def format_name(name: str) -> str:
         plain = ""
     if plain not in PLAIN_FORMATS:
         known = ", ".join((*PLAIN_FORMATS, *sorted(_KNOWN - {"fp8_e4m3"})))
-        problem = "There is no such format"
-        raise AtlasError(Code.UNKNOWN_DTYPE, problem, got=repr(name), hint=f"Use one of {known}")
+        raise AtlasError(
+            Code.UNKNOWN_DTYPE,
+            "There is no such format",
+            got=repr(name),
+            hint=f"Use one of {known}",
+        )
     return plain
 
 
@@ -88,7 +92,7 @@ _ONE = TensorScales()
 
 
 def needs_scales(spec: Spec) -> bool:
-    """Return whether a layer's format has one scale for the tensor, stored outside the pages.
+    """Return whether a layer's format has one scale per tensor, stored outside the pages.
 
     >>> from kvatlas.specs import FullAttention
     >>> caches = ("fp8", "int8_per_token_head")
@@ -112,7 +116,7 @@ class ElementCast(NamedTuple):
 
     @property
     def items(self) -> tuple[int, int]:
-        """Bytes of an element at the source and at the target."""
+        """Bytes of one element in the source dtype and in the target dtype."""
         return self.source.item, self.target.item
 
     def __str__(self) -> str:
@@ -136,7 +140,7 @@ class CellRow(NamedTuple):
 
 @dataclass(frozen=True)
 class CellFormat:
-    """The bytes of one cell of a layer, and the scales of its tensors.
+    """The rows of bytes in one cell of a layer, and the scales of the layer's tensors.
 
     The fields of a cell follow each other without padding. For recurrent layers, `field` is
     the name of the state, and a cell is one element of it.
@@ -153,23 +157,26 @@ class CellFormat:
 
     @property
     def rows(self) -> tuple[CellRow, ...]:
-        """The fields of a cell, without padding."""
+        """The rows of the cell, one per field, without padding."""
         return _cell_rows(self.spec, self.field)
 
     @property
     def page(self) -> Page:
-        """The smallest page of the layer."""
+        """The layer's page for the smallest possible block, which has one state."""
         return _smallest_page(self.spec)
 
     @property
     def formats(self) -> Mapping[str, str]:
-        """The format of the cell's rows or states, by name."""
+        """The format of the cell's rows, as {'rows': format}, or of a recurrent state, by name."""
         formats = content_formats(self.spec)
         return formats if self.field is None else {self.field: formats[self.field]}
 
     @property
     def by_element(self) -> bool:
-        """Whether elements can be converted one by one: no packing, no scales in the cell."""
+        """Whether elements can be converted one by one.
+
+        This requires that the cell has neither packed elements nor scales.
+        """
         scales = ("_scale", "_zero")
         return not any(row.dtype.packed or row.name.endswith(scales) for row in self.rows)
 
@@ -183,7 +190,7 @@ class CellFormat:
         for row in self.rows:
             if row.name == name:
                 return row
-        hint = f"The fields of this cell are {', '.join(row.name for row in self.rows)}"
+        hint = f"Use a field of this cell: {', '.join(row.name for row in self.rows)}"
         raise AtlasError(Code.UNKNOWN_FIELD, got=repr(name)[:100], hint=hint)
 
     def scale(self, name: str) -> float:
@@ -208,7 +215,7 @@ class CellFormat:
 
 @lru_cache(maxsize=4096)
 def _smallest_page(spec: Spec) -> Page:
-    """Return the smallest page, cached: many layers share a spec, and pages are validated."""
+    """Return the smallest page of `spec`; cached, because building a page validates it."""
     return spec.page(spec.tokens_per_state or 1)
 
 

@@ -18,7 +18,7 @@ _DTYPES = ("dtype", "cache", "conv_dtype", "ssm_dtype", "shift_dtype")
 
 @lru_cache(maxsize=4096)
 def without_packing(spec: Spec) -> Spec:
-    """Return the spec with default packing, and with one name for each cache dtype.
+    """Return the spec with default packing and the canonical name of its cache dtype.
 
     >>> from kvatlas.specs import FullAttention
     >>> one, two = (FullAttention(heads=8, head_dim=64, cache=c) for c in ("fp8", "fp8_e4m3"))
@@ -36,7 +36,7 @@ def without_packing(spec: Spec) -> Spec:
 
 @lru_cache(maxsize=4096)
 def without_dtypes(spec: Spec) -> Spec:
-    """Return the spec with default packing and dtypes, which leaves only model parameters.
+    """Return the spec with default packing and dtypes, so that only the model's sizes remain.
 
     >>> from kvatlas.specs import FullAttention
     >>> fp8 = FullAttention(heads=8, head_dim=64, cache="fp8")

@@ -87,7 +87,7 @@ class _ReplicatedRows(Spec, frozen=True, kw_only=True):
 
 
 class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_attention"):
-    """MLA: `latent` and `rope` elements for each state, replicated on every rank.
+    """MLA: one row of `latent` + `rope` elements for each state, replicated on every rank.
 
     >>> LatentAttention().page(64).nbytes
     73728
@@ -132,9 +132,11 @@ class LatentAttention(_ReplicatedRows, frozen=True, kw_only=True, tag="latent_at
         scaled = self.latent + (self.rope if form.rope_scaled else 0)
         if scaled % form.block:
             sizes = "latent + rope" if form.rope_scaled else "latent"
-            problem = f"Cache dtype {self.cache} needs {sizes} to be a multiple of {form.block}"
-            hint = "Change the sizes, or use another cache dtype"
-            raise bad_spec(problem, f"{sizes} = {scaled}", hint)
+            raise bad_spec(
+                f"Cache dtype {self.cache} needs {sizes} to be a multiple of {form.block}",
+                f"{sizes} = {scaled}",
+                "Use another cache dtype, such as cache='fp8'",
+            )
         latent = ElementRow("latent", DType.of(form.latent), self.latent)
         rope = ElementRow("rope", DType.of(form.rope), self.rope)
         scale = ElementRow("latent_scale", DType.of(form.scale), scaled // form.block)
@@ -170,8 +172,11 @@ class Indexer(_ReplicatedRows, frozen=True, kw_only=True, tag="indexer"):
 
     def _planes(self) -> list[list[ElementRow]]:
         if self.head_dim % 32:
-            problem = "The head size of an indexer must be a multiple of 32"
-            raise bad_spec(problem, f"head_dim {self.head_dim}", "Use a multiple of 32")
+            raise bad_spec(
+                "The head size of an indexer must be a multiple of 32",
+                f"head_dim={self.head_dim}",
+                "Pass a multiple of 32, such as head_dim=128",
+            )
         keys = [ElementRow("index", DType.of(self.cache), self.head_dim)]
         if self.cache == "bf16":
             return [keys]
@@ -200,7 +205,7 @@ class CompressorState(_ReplicatedRows, frozen=True, kw_only=True, tag="compresso
 def sparse_latent(
     *, cache: str = "auto", dtype: str = "bf16", index_cache: Literal["fp8", "mxfp4"] = "fp8"
 ) -> dict[str, Spec]:
-    """Return the two caches of a sparse MLA layer (DeepSeek-V3.2), by purpose.
+    """Return the specs of a sparse MLA layer (DeepSeek-V3.2): latent rows and indexer keys.
 
     >>> {name: spec.page(64).content for name, spec in sparse_latent(cache="fp8_ds_mla").items()}
     {'attn': 656, 'indexer': 132}
@@ -221,19 +226,22 @@ def compressed_latent(
     index_dim: int = 128,
     index_cache: Literal["fp8", "mxfp4"] = "fp8",
 ) -> dict[str, Spec]:
-    """Return the caches of a DeepSeek-V4 layer that stores one state for `ratio` tokens.
+    """Return the specs of a DeepSeek-V4 layer that stores one state for `ratio` tokens, by name.
 
-    With ratio 4, windows overlap: the compressor covers twice as many tokens and keeps two
-    sums for each, and there is an indexer with a separate compressor. With ratio 128, windows
-    do not overlap, and there is no indexer. With ratio 0, the layer has only the sliding
-    window.
+    With ratio 4, compression windows overlap: the compressor covers twice as many tokens and
+    keeps two sums per token, and there is an indexer with a separate compressor. With ratio
+    128, they do not overlap, and there is no indexer. With ratio 0, the layer caches only the
+    rows of its sliding window.
 
     >>> {name: spec.page(256).states for name, spec in compressed_latent(128).items()}
     {'swa': 256, 'attn': 2, 'compressor': 256}
     """
     if ratio not in (0, 4, 128):
-        problem = "The compression ratio of DeepSeek-V4 must be 0, 4 or 128"
-        raise bad_spec(problem, repr(ratio), "Use a ratio from the model's config")
+        raise bad_spec(
+            "The compression ratio of DeepSeek-V4 must be 0, 4 or 128",
+            f"ratio={ratio!r}",
+            "Pass ratio=0, 4 or 128, as in the model's config",
+        )
     form = _FORMATS.get((cache, "v4"))
     align = form.align if form else 512
     rows: dict[str, Any] = {
@@ -260,7 +268,10 @@ def _interleaved(scales: Field) -> Field:
     """
     *cells, row = scales.axes
     if row.size % 4:
-        problem = "The number of scales of nvfp4_ds_mla must be a multiple of 4"
-        raise bad_spec(problem, f"{row.size} scales", "Use a latent size that is a multiple of 64")
+        raise bad_spec(
+            "The number of scales of nvfp4_ds_mla must be a multiple of 4",
+            f"{row.size} scales",
+            "Use a latent size that is a multiple of 64",
+        )
     fours = FieldAxis("C", row.size // 4, "C", 1)
     return replace(scales, axes=(*cells, fours, FieldAxis("c", 4, "C", row.size // 4)))

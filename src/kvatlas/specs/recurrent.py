@@ -82,9 +82,10 @@ class _WithConv(Recurrent, frozen=True, kw_only=True):
 
     def _conv(self, *sections: Section) -> State:
         if self.kernel < 2:
-            problem = "The kernel of a convolution must be at least 2"
             raise bad_spec(
-                problem, f"kernel={self.kernel}", "Pass the kernel size of the model's config"
+                "The kernel of a convolution must be at least 2",
+                f"kernel={self.kernel}",
+                "Pass the kernel size of the model's config",
             )
         sharding = Sharding.by_sections("R", *sections)
         taps, rows = ("T", self.kernel - 1 + self.speculative), ("R", sharding.rows)
@@ -197,7 +198,7 @@ class Rwkv7(Recurrent, frozen=True, kw_only=True, tag="rwkv7"):
     shift_dtype: str = "fp32"
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return `ssm` [heads, head_dim, head_dim], and the two token shifts [hidden]."""
+        """Return `ssm` [heads, head_dim, head_dim], and two rows [hidden] for the token shifts."""
         rows = (("R", self.hidden),)
         return (
             _matrix(self.heads, self.head_dim, self.ssm_dtype),

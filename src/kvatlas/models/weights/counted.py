@@ -64,7 +64,10 @@ class Weights:
 
     @classmethod
     def load(cls, source: Any) -> Weights:
-        """Load from a path, a mapping, a transformers config, a catalogue name or a hub id."""
+        """Count the weights of a model from its config.
+
+        `source` is a path, a mapping, a transformers config, a catalogue name or a hub id.
+        """
         if isinstance(source, Model):
             raise AtlasError(
                 Code.UNREADABLE,
@@ -86,12 +89,12 @@ class Weights:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, including a tower but not MTP layers."""
+        """Number of parameters, including those of vision or audio encoders but not MTP layers."""
         return sum(tensor.elements for tensor, _ in self._served())
 
     @property
     def text_parameters(self) -> int:
-        """Parameters of the text model alone."""
+        """Number of parameters of the text model, without MTP layers."""
         return sum(tensor.elements for tensor, _ in self._served() if tensor.kind != "tower")
 
     @property
@@ -101,7 +104,7 @@ class Weights:
 
     @property
     def source(self) -> str:
-        """The origin of the figure in `bytes`."""
+        """Origin of the number in `bytes`: a safetensors index, the config or an assumption."""
         if self.index_total is not None:
             return "safetensors index"
         return f"assumed {self.label}" if self.assumed else f"config, {self.label}"
@@ -114,12 +117,12 @@ class Weights:
         stage_layers: Sequence[int] | None = None,
         mtp: bool = False,
     ) -> int:
-        """Return the bytes on the rank that holds the most.
+        """Return the bytes of weights on the rank that holds the most.
 
         With `ep` > 1, whole experts are distributed over `ep` ranks; otherwise each expert is
-        divided over `tp` ranks. Data parallelism replicates all other weights, so it matters
-        only for `ep`, which counts the ranks of all replicas. `stage_layers` is the number of
-        layers in each pipeline stage. `mtp` adds the MTP layers to the last stage.
+        divided over `tp` ranks. `ep` includes the ranks of all data-parallel replicas, because
+        the replicas share experts. `stage_layers` is the number of layers in each pipeline
+        stage. `mtp` adds the MTP layers to the last stage.
 
         >>> weights = Weights.load("Llama-3.1-8B")
         >>> [weights.per_rank(tp=tp) >> 20 for tp in (1, 2, 8)]
@@ -141,7 +144,7 @@ class Weights:
                 Code.BAD_TOPOLOGY,
                 f"stage_layers must add up to the model's {len(self.layers)} layers",
                 got=f"{shares}, which add up to {sum(shares)}",
-                hint="Pass the number of layers of each stage, or leave stage_layers out",
+                hint="Pass the number of layers of each stage, or omit stage_layers",
             )
         held: dict[tuple[Stored, ...], float] = {}
         stages, start = [], 0
@@ -182,7 +185,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class ClassTotal:
-    """Parameters and bytes of one class of tensors."""
+    """Numbers of parameters and bytes of one class of tensors."""
 
     parameters: int
     bytes: int
@@ -239,9 +242,9 @@ def _read(source: Source) -> Weights:
 
 
 def _described_type(root: Config, text: Config, architecture: str) -> str:
-    """Return the model type under which the weights are counted.
+    """Return the model type that selects how weights are counted.
 
-    It is the first known family among the config's model types and the architecture's name.
+    It is the first known one among the model types in the config and the architecture's name.
     """
     class_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.partition("For")[0]).lower()
     types = [text.text("model_type") or "", root.text("model_type") or "", class_name]
@@ -249,7 +252,7 @@ def _described_type(root: Config, text: Config, architecture: str) -> str:
 
 
 def _doubt(model_type: str, config: Config) -> list[str]:
-    """Return warnings if the parameter count of a model type was not verified."""
+    """Return a list with a warning if the parameter count of a model type was not verified."""
     if model_type not in FAMILIES:
         return [f"unknown family {model_type or '(none)'}: counted like Llama"]
     if model_type in UNVERIFIED or config.has("attn_res_block_size"):  # Kimi-K3
@@ -281,7 +284,7 @@ def _tied(root: Config, text: Config, traits: Traits) -> bool:
 
 
 def _first_tensors(text: Text) -> list[Tensor]:
-    """Return the per-layer embeddings of the small Gemma-4 models."""
+    """Return the per-layer embeddings of the small Gemma-4 models; empty for other models."""
     config, width = text.config, text.config.size("hidden_size_per_layer_input")
     if not width:
         return []
@@ -294,7 +297,10 @@ def _first_tensors(text: Text) -> list[Tensor]:
 
 
 def _last_tensors(text: Text) -> list[Tensor]:
-    """Return the weights with which DeepSeek-V4 mixes its residual streams after the layers."""
+    """Return the weights that mix DeepSeek-V4's residual streams after the layers.
+
+    The list is empty for other models.
+    """
     ways = text.config.maybe("hc_mult")
     if not ways:
         return []
@@ -308,7 +314,7 @@ def _predictors(
     scheme: Quantisation | None,
     element: Format,
 ) -> tuple[Stored, ...]:
-    """Return the MTP layers: copies of the last layer, each with a projection and three norms."""
+    """Return the weights of MTP layers: copies of the last layer, plus a projection and norms."""
     number, hidden = text.config.predictors(), text.hidden
     if not number or text.traits.mtp == "none":
         return ()

@@ -1,6 +1,6 @@
-"""The tensors of a decoder's layers.
+"""The weight tensors of a decoder's layers.
 
-The mixers of a layer follow from the specs of its caches (attention, recurrent, indexer);
+The specs of a layer's caches determine its mixers (attention, recurrent layers, indexers), and
 `Traits` provide the rest. Most families are a stack of such layers. Other families, such as
 Gemma-4, DeepSeek-V4, Zamba-2 and Whisper, each have a separate function.
 """
@@ -86,7 +86,7 @@ class Text:
         return len(self.caches)
 
     def norms(self) -> list[Tensor]:
-        """Return the norms of one layer that have the hidden size."""
+        """Return the norms of one layer whose width is the hidden size."""
         bias = self.traits.norm_bias
         return [norm("layernorm", self.hidden, bias=bias) for _ in range(self.traits.norms)]
 
@@ -95,7 +95,7 @@ Layers = Callable[[Text], Iterator[list[Tensor]]]
 
 
 def stacked(text: Text) -> Iterator[list[Tensor]]:
-    """Yield norms, mixers, and an MLP or experts for every layer."""
+    """Yield the tensors of each layer: norms, mixers, and an MLP or experts."""
     sparse = sparse_layers(text.config, text.depth)
     for index in range(text.depth):
         mixed = [t for spec in text.caches[index] for t in mixer(text, spec, index)]
@@ -103,7 +103,7 @@ def stacked(text: Text) -> Iterator[list[Tensor]]:
 
 
 def feed_forward(text: Text, *, sparse: bool) -> list[Tensor]:
-    """Return the feed-forward part of a layer: experts if it is `sparse`, otherwise an MLP."""
+    """Return the feed-forward tensors of a layer: experts if it is `sparse`, otherwise an MLP."""
     config, traits = text.config, text.traits
     if sparse:
         return experts(
@@ -115,7 +115,7 @@ def feed_forward(text: Text, *, sparse: bool) -> list[Tensor]:
 
 
 def mixer(text: Text, spec: AnySpec, index: int) -> list[Tensor]:
-    """Return the tensors of the mixer that fills a cache with this spec."""
+    """Return the tensors of the mixer in layer `index` whose cache has spec `spec`."""
     config, hidden, name = text.config, text.hidden, text.traits.mixer
     match spec:
         case Attention():
@@ -159,7 +159,7 @@ def _indexer(config: Config) -> list[Tensor]:
 
 
 def attention_options(text: Text, spec: Attention) -> dict[str, Any]:
-    """Return the arguments of `mixers.attention` for a layer."""
+    """Return the arguments of `mixers.attention` for a layer whose cache has spec `spec`."""
     config, traits = text.config, text.traits
     biased = config.flag("attention_bias")
     sliding = isinstance(spec, SlidingAttention)
@@ -191,7 +191,7 @@ def attention_options(text: Text, spec: Attention) -> dict[str, Any]:
 
 
 def one_or_the_other(text: Text) -> Iterator[list[Tensor]]:
-    """Nemotron-H: each layer is one norm followed by a mixer, an MLP or experts."""
+    """Yield the tensors of each Nemotron-H layer: one norm, then a mixer, an MLP or experts."""
     for index, kind in enumerate(block_kinds(text.config)):
         mixed = [t for spec in text.caches[index] for t in mixer(text, spec, index)]
         rest = feed_forward(text, sparse=kind == "moe") if kind in ("mlp", "moe") else []
@@ -199,13 +199,13 @@ def one_or_the_other(text: Text) -> Iterator[list[Tensor]]:
 
 
 def mixers_alone(text: Text) -> Iterator[list[Tensor]]:
-    """Mamba: each layer is one norm followed by a mixer."""
+    """Yield the tensors of each Mamba layer: one norm, then a mixer."""
     for index in range(text.depth):
         yield [*text.norms(), *(t for s in text.caches[index] for t in mixer(text, s, index))]
 
 
 def with_shared_mlp(text: Text) -> Iterator[list[Tensor]]:
-    """Granite-4: a shared MLP in every layer, with or without experts."""
+    """Yield the tensors of each Granite-4 layer: norms, mixers, a shared MLP, perhaps experts."""
     width = shared_width(text.config)
     sparse = sparse_layers(text.config, text.depth)
     for index in range(text.depth):
@@ -215,14 +215,17 @@ def with_shared_mlp(text: Text) -> Iterator[list[Tensor]]:
 
 
 def llama4(text: Text) -> Iterator[list[Tensor]]:
-    """Llama 4: one shared expert, as wide as the others."""
+    """Yield the tensors of each Llama 4 layer; its shared expert is as wide as the others."""
     width = text.config.count("intermediate_size")
     shared = text.config.under({"shared_expert_intermediate_size": width})
     return stacked(Text(shared, text.traits, text.caches))
 
 
 def gemma4(text: Text) -> Iterator[list[Tensor]]:
-    """Gemma-4: experts in addition to the MLP, layers whose K is also V, and shared caches."""
+    """Yield the tensors of each Gemma-4 layer, which may have experts in addition to the MLP.
+
+    In some layers K also serves as V, and layers that share a cache project only queries.
+    """
     config, hidden = text.config, text.hidden
     owners: dict[bool, Attention] = {}
     for kind, caches in zip(gemma4_kinds(config), text.caches, strict=True):
@@ -254,7 +257,7 @@ def _gemma4_experts(config: Config) -> list[Tensor]:
 
 
 def _gemma4_inputs(config: Config, hidden: int) -> list[Tensor]:
-    """Return the weights that apply the per-layer token embeddings of the small models."""
+    """Return Gemma-4's weights that apply per-layer embeddings; empty if the model has none."""
     width = config.size("hidden_size_per_layer_input")
     if not width:
         return []
@@ -264,7 +267,7 @@ def _gemma4_inputs(config: Config, hidden: int) -> list[Tensor]:
 
 
 def deepseek_v4(text: Text) -> Iterator[list[Tensor]]:
-    """DeepSeek-V4: compressed attention, experts in every layer, and hyper-connections."""
+    """Yield the tensors of each DeepSeek-V4 layer: attention, experts and hyper-connections."""
     config = text.config
     ways = config.count("hc_mult", default=4)
     mixing = ways * (2 + ways)
@@ -281,7 +284,11 @@ def deepseek_v4(text: Text) -> Iterator[list[Tensor]]:
 
 
 def zamba(text: Text) -> Iterator[list[Tensor]]:
-    """Zamba-2: Mamba-2 in every layer; some layers also use shared attention, with adapters."""
+    """Yield the tensors of each Zamba-2 layer: Mamba-2 and, in some layers, adapters.
+
+    Adapters connect a layer to a shared attention block. The first layer that uses a block
+    also includes the weights of the block.
+    """
     config, hidden = text.config, text.hidden
     blocks, used = config.count("num_mem_blocks", default=1), 0
     rank = config.count("adapter_rank", default=128)
@@ -305,7 +312,7 @@ def zamba(text: Text) -> Iterator[list[Tensor]]:
 
 
 def whisper(text: Text) -> Iterator[list[Tensor]]:
-    """Whisper's decoder: self-attention and cross-attention in each layer."""
+    """Yield the tensors of each layer of Whisper's decoder: self-attention and cross-attention."""
     for caches in text.caches:
         tensors = [*text.norms(), *mlp(text.config, gated=False, bias=True)]
         for spec in caches:
@@ -315,7 +322,7 @@ def whisper(text: Text) -> Iterator[list[Tensor]]:
 
 
 def listener(config: Config, *, heads: int, head_dim: int) -> list[Tensor]:
-    """Return the weights of Whisper's attention, where all projections except K have a bias."""
+    """Return the weights of Whisper's attention; all projections except K have a bias."""
     made = mixers.attention(
         config, heads=heads, kv_heads=heads, head_dim=head_dim, qkv_bias=True, out_bias=True
     )
@@ -323,7 +330,10 @@ def listener(config: Config, *, heads: int, head_dim: int) -> list[Tensor]:
 
 
 def pruned(text: Text) -> Iterator[list[Tensor]]:
-    """DeciLM and Nemotron-NAS: head counts and MLP widths differ by layer, and may be zero."""
+    """Yield the tensors of each DeciLM or Nemotron-NAS layer.
+
+    Numbers of heads and MLP widths differ by layer and may be zero.
+    """
     config, hidden = text.config, text.hidden
     blocks = config.per_layer("block_configs", text.depth)
     for index, caches in enumerate(text.caches):
@@ -341,7 +351,7 @@ def pruned(text: Text) -> Iterator[list[Tensor]]:
 
 
 def rwkv(text: Text) -> Iterator[list[Tensor]]:
-    """RWKV-7: time mixing, then channel mixing with a separate token shift."""
+    """Yield the tensors of each RWKV-7 layer: time mixing, then channel mixing."""
     for index, caches in enumerate(text.caches):
         mixed = [t for spec in caches for t in mixer(text, spec, index)]
         # The first layer also normalises the embedding.

@@ -107,8 +107,10 @@ def sparse_layers(config: Config, depth: int) -> list[bool]:
     marks = config.get("mlp_layer_types", "moe_layer_freq")
     if isinstance(marks, list):
         if len(marks) < depth:
-            got = f"{len(marks)} entries for {depth} layers"
-            raise bad("mlp_layer_types or moe_layer_freq must have one entry per layer", got)
+            raise bad(
+                "mlp_layer_types or moe_layer_freq must have one entry per layer",
+                f"{len(marks)} entries for {depth} layers",
+            )
         return [mark in ("sparse", "moe", 1, True) for mark in marks[:depth]]
     if named := config.text("moe_layers_enum"):
         chosen = set(named.split(","))

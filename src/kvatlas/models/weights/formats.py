@@ -113,7 +113,7 @@ def quantisation(root: Config, text: Config, warnings: list[str]) -> Quantisatio
 
 
 def _ignored(section: Config) -> NamePatterns:
-    """Return the patterns of the tensors that a checkpoint does not quantise."""
+    """Return patterns that match the tensors that a checkpoint does not quantise."""
     if parts := section.listing("modules_to_not_convert", "ignored_layers"):
         return NamePatterns(parts, inside=True)
     return NamePatterns(section.listing("ignore", "exclude_modules") or ())
@@ -150,7 +150,7 @@ def _method(method: str, section: Config) -> Format | None:
 
 
 def _mixed(layers: Config, section: Config) -> Quantisation:
-    """Return ModelOpt's mixed precision, which lists an algorithm for each module."""
+    """Return the scheme of ModelOpt's mixed precision, which lists an algorithm per module."""
     named: dict[str, list[str]] = {}
     for name in layers.filled_keys():
         part = layers.section(name)
@@ -169,7 +169,7 @@ def _mixed(layers: Config, section: Config) -> Quantisation:
 
 
 def _grouped(groups: Config, ignored: NamePatterns) -> Quantisation | None:
-    """Return the scheme of compressed-tensors' groups, or None if no group quantises weights."""
+    """Return the scheme of compressed-tensors' config groups; None if none quantises weights."""
     chosen, default, labels = [], None, []
     for key in groups.filled_keys():
         group = groups.section(key)

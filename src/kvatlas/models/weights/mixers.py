@@ -1,7 +1,7 @@
 """The weights of token mixers: all kinds of attention and of recurrent layers.
 
-Each function returns a list of tensors. Sizes come from the spec of the layer's cache where
-it has them. The config provides the rest: ranks of projections, gates, biases.
+Each function returns a list of tensors. The spec of the layer's cache provides sizes, and the
+config provides the rest: ranks of projections, gates, biases.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def attention(
 
 
 def latent(config: Config, *, gate: bool = False) -> list[Tensor]:
-    """MLA: down-projections are replicated on every rank; the others are divided by heads."""
+    """Return the weights of MLA; ranks replicate down-projections and divide others by heads."""
     hidden, heads, name = config.hidden(), config.query_heads(), "self_attn"
     rope, rank = config.count("qk_rope_head_dim"), config.count("kv_lora_rank")
     nope, v_dim = config.count("qk_nope_head_dim"), config.count("v_head_dim")
@@ -95,7 +95,7 @@ def latent(config: Config, *, gate: bool = False) -> list[Tensor]:
 
 
 def latent_indexer(config: Config) -> list[Tensor]:
-    """The indexer of DeepSeek-V3.2 and GLM-5, replicated on every rank."""
+    """Return the weights of DeepSeek-V3.2's and GLM-5's indexer, replicated on every rank."""
     hidden, name = config.hidden(), "self_attn.indexer"
     heads, head_dim = config.count("index_n_heads"), config.count("index_head_dim")
     return [
@@ -107,7 +107,7 @@ def latent_indexer(config: Config) -> list[Tensor]:
 
 
 def block_indexer(config: Config, section: Config) -> list[Tensor]:
-    """MiniMax-M3's block indexer, which has separate query and key projections."""
+    """Return the weights of MiniMax-M3's block indexer: query and key projections and norms."""
     heads, head_dim = section.count("sparse_num_index_heads"), section.count("sparse_index_dim")
     name = "self_attn.indexer"
     return [
@@ -119,7 +119,10 @@ def block_indexer(config: Config, section: Config) -> list[Tensor]:
 
 
 def compressed_attention(config: Config, ratio: int) -> list[Tensor]:
-    """DeepSeek-V4: one latent row for K and V, a grouped output projection, and a compressor."""
+    """Return the weights of DeepSeek-V4's attention in a layer with this compression ratio.
+
+    K and V are one latent row, and the output projection is grouped.
+    """
     hidden, heads, head_dim = config.hidden(), config.query_heads(), config.head_dim()
     low, groups = config.count("q_lora_rank"), config.count("o_groups")
     out = groups * config.count("o_lora_rank")
@@ -159,7 +162,7 @@ def _compressor(
 
 
 def delta_net(hidden: int, spec: GatedDeltaNet) -> list[Tensor]:
-    """Gated delta net: q, k, v, an output gate, and two scalars per value head."""
+    """Return the weights of gated delta net: q, k, v, output gate, two scalars per value head."""
     keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
     name, parts, heads = "linear_attn", spec.key_heads, spec.value_heads
     return [
@@ -176,7 +179,7 @@ def delta_net(hidden: int, spec: GatedDeltaNet) -> list[Tensor]:
 
 
 def kimi_delta(hidden: int, spec: KimiDelta, *, full_gate: bool) -> list[Tensor]:
-    """Kimi delta attention: q, k, v and gates; the output gate is low-rank or a full matrix."""
+    """Return the weights of Kimi delta attention; its output gate is full or low-rank."""
     heads, head_dim = spec.heads, spec.head_dim
     width, name = heads * head_dim, "self_attn"
     tensors = [
@@ -198,7 +201,7 @@ def kimi_delta(hidden: int, spec: KimiDelta, *, full_gate: bool) -> list[Tensor]
 
 
 def lightning(config: Config) -> list[Tensor]:
-    """Lightning attention: q, k, v, an output gate and a norm over all heads."""
+    """Return the weights of lightning attention: q, k, v, output gate, norm over all heads."""
     hidden, heads, name = config.hidden(), config.query_heads(), "self_attn"
     width = heads * config.head_dim()
     return [
@@ -218,7 +221,10 @@ def mamba2(
     conv_bias: bool = True,
     normed: bool = True,
 ) -> list[Tensor]:
-    """A Mamba-2 mixer: z, x and dt are divided by heads, B and C by groups."""
+    """Return the weights of a Mamba-2 mixer.
+
+    Ranks divide z, x and dt by heads, and B and C by groups.
+    """
     heads, groups = spec.heads, spec.groups
     inner, shared = heads * spec.head_dim, 2 * groups * spec.state_size
     conv = spec.kernel + conv_bias
@@ -236,7 +242,7 @@ def mamba2(
 
 
 def mamba1(hidden: int, spec: Mamba1, *, name: str, rank: int, normed: bool) -> list[Tensor]:
-    """A Mamba-1 mixer; `rank` is the rank of the time-step (dt) projection."""
+    """Return the weights of a Mamba-1 mixer; `rank` is that of the time-step (dt) projection."""
     inner, states = spec.inner, spec.state_size
     tensors = [
         *linear("recurrent", f"{name}.in_proj", 2 * inner, hidden, parts=inner),
@@ -250,7 +256,7 @@ def mamba1(hidden: int, spec: Mamba1, *, name: str, rank: int, normed: bool) -> 
 
 
 def short_conv(hidden: int, width: int, kernel: int) -> list[Tensor]:
-    """LFM2's gated short convolution."""
+    """Return the weights of LFM2's gated short convolution."""
     return [
         *linear("recurrent", "conv.in_proj", 3 * width, hidden, parts=width),
         Tensor("recurrent", "conv.conv", width, kernel, parts=width),
@@ -259,9 +265,9 @@ def short_conv(hidden: int, width: int, kernel: int) -> list[Tensor]:
 
 
 def rwkv7(config: Config, *, first: bool) -> list[Tensor]:
-    """RWKV-7's time mixing: four full projections and four low-rank ones.
+    """Return the weights of RWKV-7's time mixing: four full and four low-rank projections.
 
-    The first layer has only three low-rank projections: it lacks the one for values.
+    The `first` layer has only three low-rank projections: it lacks the one for values.
     """
     hidden, name = config.hidden(), "attn"
     heads = hidden // config.count("head_dim", "head_size", default=64)

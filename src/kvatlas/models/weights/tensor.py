@@ -43,7 +43,7 @@ class Tensor(NamedTuple):
         return self.copies * self.rows * self.columns
 
     def share(self, tp: int = 1, ep: int = 1) -> float:
-        """Return the fraction of the weight that is on the rank that holds the most."""
+        """Return the largest fraction of the weight that any rank holds."""
         if self.kind == "experts" and ep > 1:
             return -(-self.copies // ep) / self.copies
         return -(-self.parts // tp) / self.parts
@@ -75,10 +75,10 @@ def linear(
 
 
 def norm(name: str, width: int, *, bias: bool = False, parts: int = 1) -> Tensor:
-    """Return a norm's weight, including its bias if it has one."""
+    """Return the weight of a norm; with `bias`, the same tensor includes its bias."""
     return Tensor("norm", name, width, 2 if bias else 1, parts=parts)
 
 
 def count(tensors: list[Tensor]) -> int:
-    """Return the total number of parameters."""
+    """Return the total number of parameters of `tensors`."""
     return sum(tensor.elements for tensor in tensors)

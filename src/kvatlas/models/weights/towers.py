@@ -19,7 +19,7 @@ def blocks(
     depth: int, hidden: int, width: int, *, heads: int, bias: bool = True, gated: bool = False,
     norms: int = 2, head_norms: int = 0,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the blocks of a vision transformer, as `depth` copies of one block."""
+    """Return the weights of a vision transformer's blocks, as `depth` copies of one block."""
     return [
         *linear("tower", "attn", 4 * hidden, hidden, parts=heads, copies=depth, bias=bias),
         *linear("tower", "up", width * (1 + gated), hidden, parts=heads, copies=depth, bias=bias),
@@ -29,7 +29,7 @@ def blocks(
 
 
 def qwen(vision: Config, hidden: int) -> list[Tensor]:
-    """Qwen's tower: spatio-temporal patches and a merger, plus deepstack mergers in some models."""
+    """Return the weights of Qwen's tower: patch and position embeddings, blocks and mergers."""
     own, out = vision.hidden(), vision.count("out_hidden_size", default=hidden)
     patch = vision.count("patch_size") ** 2 * vision.count("temporal_patch_size", default=2)
     merged = own * vision.count("spatial_merge_size", default=2) ** 2
@@ -55,7 +55,7 @@ def _blocks(vision: Config, heads: int, **options: Any) -> list[Tensor]:
 
 
 def siglip(vision: Config, hidden: int) -> list[Tensor]:
-    """SigLIP with its pooling head, and Gemma-3's projection."""
+    """Return the weights of SigLIP with its pooling head, and of Gemma-3's projection."""
     own, width = vision.hidden(), vision.count("intermediate_size")
     patch, heads = vision.count("patch_size"), vision.count("num_attention_heads")
     pooled = [*blocks(1, own, width, heads=heads, norms=1), Tensor("tower", "head.probe", own)]
@@ -71,7 +71,7 @@ def siglip(vision: Config, hidden: int) -> list[Tensor]:
 
 
 def gemma4(vision: Config, hidden: int) -> list[Tensor]:
-    """Gemma-4's tower: gated MLPs, four norms per block, row and column position embeddings."""
+    """Return the weights of Gemma-4's tower, whose blocks have gated MLPs and four norms."""
     own, heads = vision.hidden(), vision.count("num_attention_heads")
     head_dim = vision.count("head_dim", default=own // heads)
     return [
@@ -85,7 +85,7 @@ def gemma4(vision: Config, hidden: int) -> list[Tensor]:
 
 
 def kimi(vision: Config, hidden: int) -> list[Tensor]:
-    """MoonViT: a grid of position embeddings, and a projection of four patches at a time."""
+    """Return the weights of MoonViT, which projects four patches at a time."""
     own, width = vision.count("vt_hidden_size"), vision.count("vt_intermediate_size")
     grid = vision.count("init_pos_emb_height") * vision.count("init_pos_emb_width")
     merged, patch = 4 * own, vision.count("patch_size")
@@ -103,7 +103,7 @@ def kimi(vision: Config, hidden: int) -> list[Tensor]:
 
 
 def llama4(vision: Config, hidden: int) -> list[Tensor]:
-    """Llama 4's tower: a class token, and a pixel-shuffle adapter."""
+    """Return the weights of Llama 4's tower, including its pixel-shuffle adapter."""
     own, patch = vision.hidden(), vision.count("patch_size")
     wide = vision.count("projector_input_dim")
     out = vision.count("projector_output_dim")
@@ -121,7 +121,7 @@ def llama4(vision: Config, hidden: int) -> list[Tensor]:
 
 
 def whisper(config: Config, hidden: int) -> list[Tensor]:
-    """Whisper's encoder, and the decoder's learned position embeddings."""
+    """Return the weights of Whisper's encoder and of the decoder's position embeddings."""
     layers, width = config.count("encoder_layers"), config.count("encoder_ffn_dim")
     heads = config.count("encoder_attention_heads")
     each = [
@@ -153,7 +153,7 @@ _TOWERS: dict[str, Callable[[Config, int], list[Tensor]]] = {
 
 
 def tower(root: Config, text: Config, warnings: list[str]) -> list[Tensor]:
-    """Return the tensors of a model's tower; empty if it has none or it is not in the table."""
+    """Return the weights of a model's tower; empty if it has none or the tower is unknown."""
     model_type = root.text("model_type") or ""
     if model_type == "whisper":
         return whisper(root, text.hidden())
