@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class LentStream(NamedTuple):
-    """The address of a stream, and a function that returns the stream to its stock.
+    """A lent stream: its address, and a function that returns it to its `StreamStock`.
 
     Only the first call of `give_back` has an effect.
     """

@@ -188,7 +188,7 @@ def _of_one_length(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, lengt
 
 
 def _grid(src: Bytes, starts: Int64s, size: int) -> tuple[NDArray[Any], Int64s] | None:
-    """Return adjacent elements of `size` bytes, and the index of each run among them.
+    """Return `src` as an array of `size`-byte elements, and the index of each run in it.
 
     Return None unless all starts are multiples of `size` apart. `numpy.take` gathers adjacent
     elements without a temporary copy; it does not support overlapping elements.
@@ -201,7 +201,7 @@ def _grid(src: Bytes, starts: Int64s, size: int) -> tuple[NDArray[Any], Int64s] 
 
 
 def _packed(starts: Places, size: int) -> Places:
-    """Return the starts as a range if runs of `size` bytes are contiguous, else unchanged."""
+    """Return `starts` as a `range` if the runs of `size` bytes are adjacent, else unchanged."""
     if isinstance(starts, range):
         return starts
     first, last = int(starts[0]), int(starts[-1])
@@ -236,7 +236,7 @@ def _one_by_one(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: 
 
 
 def split_runs(src_at: Int64s, dst_at: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Split runs so that none is longer than a step.
+    """Split runs so that none is longer than `STEP` bytes.
 
     >>> runs = split_runs(np.array([0]), np.array([7]), np.array([STEP + 1]))
     >>> [column.tolist() for column in runs]

@@ -96,5 +96,5 @@ def _copy_grid(copy: Copy, source: Bytes, target: Bytes) -> None:
 
 @lru_cache(maxsize=64)
 def _nested(starts: Starts) -> NestedSteps:
-    """Return starts as nested strides. All requests of one route share them."""
+    """Return starts as nested strides; cached, because all requests of one route share them."""
     return NestedSteps.of(starts.src, starts.dst)

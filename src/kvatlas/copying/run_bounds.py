@@ -56,7 +56,7 @@ that start at 0..60, in 64 bytes. Pass pools by index, each as large as in the p
 
 
 def check_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> NestedSteps:
-    """Return runs at nested strides with int64 starts, or raise an error if one leaves a buffer."""
+    """Return `places` with int64 starts, or raise an error if a run leaves its buffer."""
     nbytes = positive(length, "the length of runs")
     for one in places.steps:
         positive(one.times, "the number of steps")
