@@ -15,6 +15,7 @@ from kvatlas.geometry import Placement
 from kvatlas.kernels.dispatch import gpu_kernels
 from kvatlas.kernels.fields_to_copy import placements_to_copy
 from kvatlas.kernels.strided_copy import StridedBlocks, move_blocks
+from kvatlas.kernels.table_checks import check_pairs
 
 
 def copy_blocks(
@@ -28,11 +29,7 @@ def copy_blocks(
     if gpu := gpu_kernels(source.buffer, target.buffer):
         gpu.copy_blocks(source, ids, target, places)
         return
-    if ids.numel() != places.numel():
-        problem = "`ids` and `places` must have the same length"
-        hint = "Pass one target block in `places` for each source block in `ids`"
-        got = f"{ids.numel()} ids and {places.numel()} places"
-        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
+    check_pairs(ids, places)
     ids, places = block_ids(source, ids), block_ids(target, places)
     _check_races(source, ids, target, places)
     for a, b in placements_to_copy(source, target):

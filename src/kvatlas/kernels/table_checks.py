@@ -19,6 +19,17 @@ def check_block(layer: LayerCache, block: int) -> None:
         )
 
 
+def check_pairs(ids: torch.Tensor, places: torch.Tensor) -> None:
+    """Raise an error unless `places` has one target block for each source block in `ids`."""
+    if ids.numel() != places.numel():
+        raise AtlasError(
+            Code.UNLIKE_PLACEMENTS,
+            "`ids` and `places` must have the same length",
+            got=f"{ids.numel()} ids and {places.numel()} places",
+            hint="Pass one target block in `places` for each source block in `ids`",
+        )
+
+
 def check_tables(tables: torch.Tensor) -> None:
     """Raise an error unless `tables` is a tensor of integers with two axes."""
     whole = isinstance(tables, torch.Tensor) and tables.dtype in (torch.int32, torch.int64)

@@ -29,7 +29,7 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement, StateBlocks, StridedRuns, merge_runs
 from kvatlas.geometry.combine import tile_alike
-from kvatlas.geometry.integers import integer, positive
+from kvatlas.geometry.integers import positive
 from kvatlas.geometry.state_spans import CommonStates
 from kvatlas.routing.binding import (
     CompiledPair,
@@ -43,7 +43,7 @@ from kvatlas.routing.compiler import Compiler, GroupPair, NeededShard
 from kvatlas.routing.conversion import Conversion, place_of_conversion, way_between
 from kvatlas.routing.plan_ends import FieldView, LayerPart, PlanEnd
 from kvatlas.routing.request import BoundStates, RequestEnds
-from kvatlas.routing.streams import StreamChunk
+from kvatlas.routing.streams import StreamChunk, checked_range
 from kvatlas.specs import CellFormat, Recurrent, Visibility
 
 CELLS = -1
@@ -390,13 +390,9 @@ class ConvertedStream:
         return place - (place - base) % section.box.unit(section.box.wire)
 
     def _checked(self, start: Any, stop: Any) -> tuple[int, int]:
-        start, stop = integer(start, "the start"), integer(stop, "the stop")
-        problem = ""
-        if not 0 <= start <= stop <= self.nbytes:
-            problem = f"A range must be within the {self.nbytes} bytes of the stream"
-        elif (self._whole(start), self._whole(stop)) != (start, stop):
+        start, stop = checked_range(start, stop, self.nbytes)
+        if (self._whole(start), self._whole(stop)) != (start, stop):
             problem = "A range must start and end at cell boundaries"
-        if problem:
             got = f"start {start}, stop {stop}"
             hint = "Use the ranges that ConvertedStream.spans yields"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)

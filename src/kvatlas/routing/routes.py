@@ -7,10 +7,11 @@ no memory and no block ids. `bind` takes block ids and returns byte ranges.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s, join_ranges
@@ -36,6 +37,8 @@ from kvatlas.routing.prepared import Base, PreparedRoute, RankMemory
 from kvatlas.routing.request import RequestEnds
 from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import shared_visibility
+
+_V = TypeVar("_V")
 
 _Chosen = tuple[int, int, frozenset[str] | None]
 """A source rank, a destination rank, and layer names or None for all layers."""
@@ -331,15 +334,12 @@ class Route:
     def _pairs(
         self, compiler: Compiler, src_rank: int, dst_rank: int, layers: Iterable[str] | None
     ) -> list[CompiledPair]:
-        names = self._checked_layers(layers)
-        key = (compiler is self._arrivals, src_rank, dst_rank, names)
-        pairs = self._compiled.get(key)
-        if pairs is None:
-            strips = compiler.strips(src_rank, dst_rank, names)
-            pairs = self._compiled[key] = [compile_pair(pair, own) for pair, own in strips.items()]
-            for old in list(self._compiled)[:-_MOST_COMPILED]:
-                self._compiled.pop(old, None)
-        return pairs
+        chosen = (src_rank, dst_rank, self._checked_layers(layers))
+
+        def compiled() -> list[CompiledPair]:
+            return [compile_pair(pair, own) for pair, own in compiler.strips(*chosen).items()]
+
+        return _cached(self._compiled, (compiler is self._arrivals, *chosen), compiled)
 
     def _boxes(
         self,
@@ -348,24 +348,14 @@ class Route:
         dst_rank: int,
         names: frozenset[str] | None,
     ) -> list[ConvertedBox]:
-        key = (src_rank, dst_rank, names)
-        boxes = self._converted.get(key)
-        if boxes is None:
-            boxes = self._converted[key] = converter.boxes(*key)
-            for old in list(self._converted)[:-_MOST_COMPILED]:
-                self._converted.pop(old, None)
-        return boxes
+        chosen = (src_rank, dst_rank, names)
+        return _cached(self._converted, chosen, lambda: converter.boxes(*chosen))
 
     def _cast_grids(
         self, converter: ConvertingCompiler, request: RequestEnds, names: frozenset[str] | None
     ) -> list[Copy] | None:
-        key = (request.src.rank, request.dst.rank, names)
-        try:
-            pairs = self._casts[key]
-        except KeyError:
-            pairs = self._casts[key] = compile_casts(converter, *key)
-            for old in list(self._casts)[:-_MOST_COMPILED]:
-                self._casts.pop(old, None)
+        chosen = (request.src.rank, request.dst.rank, names)
+        pairs = _cached(self._casts, chosen, lambda: compile_casts(converter, *chosen))
         return None if pairs is None else cast_grids(pairs, request)
 
     def _refuse_converting(self) -> None:
@@ -392,6 +382,16 @@ class Route:
             hint = f"Use one of its {len(self.layers)} layers: {', '.join(self.layers[:2])}, ..."
             raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(unknown[0]), hint=hint)
         return names
+
+
+def _cached(made: dict[Any, _V], key: object, make: Callable[[], _V]) -> _V:
+    """Return `made[key]`; if it is missing, store the result of `make()` and evict old entries."""
+    with suppress(KeyError):
+        return made[key]
+    value = made[key] = make()
+    for old in list(made)[:-_MOST_COMPILED]:
+        made.pop(old, None)
+    return value
 
 
 def route(

@@ -154,7 +154,8 @@ class Stream:
 
     def walk(self, start: int = 0, stop: int | None = None) -> Iterator[Copy]:
         """Yield the results of `copies` one by one, with the runs of one chunk in memory."""
-        start, stop = self._checked(start, self.nbytes if stop is None else stop)
+        stop = self.nbytes if stop is None else stop
+        start, stop = checked_range(start, stop, self.nbytes)
         index = bisect_right(self._ends, start)
         while start < stop:
             section = self._sections[index]
@@ -224,14 +225,16 @@ class Stream:
                 count += cuts * sum(len(runs.starts.src) for runs in compiled.states)
         return count
 
-    def _checked(self, start: Any, stop: Any) -> tuple[int, int]:
-        start, stop = integer(start, "the start"), integer(stop, "the stop")
-        if not 0 <= start <= stop <= self.nbytes:
-            problem = f"A range must be within the {self.nbytes} bytes of the stream"
-            hint = "Pass start and stop with 0 <= start <= stop <= Stream.nbytes"
-            got = f"start {start}, stop {stop}"
-            raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
-        return start, stop
+
+def checked_range(start: Any, stop: Any, nbytes: int) -> tuple[int, int]:
+    """Return a byte range as ints; raise an error if it is not within a stream of `nbytes`."""
+    start, stop = integer(start, "the start"), integer(stop, "the stop")
+    if not 0 <= start <= stop <= nbytes:
+        problem = f"A range must be within the {nbytes} bytes of the stream"
+        hint = f"Pass start and stop with 0 <= start <= stop <= {nbytes}"
+        got = f"start {start}, stop {stop}"
+        raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
+    return start, stop
 
 
 def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSection]:

@@ -19,6 +19,7 @@ from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType, Placement, fold_together
 from kvatlas.geometry.combine import tile_alike
+from kvatlas.kernels.table_checks import check_pairs
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import VECTOR, common, gap
@@ -103,11 +104,7 @@ class BlockConversion:
 
     def __call__(self, ids: torch.Tensor, places: torch.Tensor, **choice: Any) -> None:
         """Convert blocks `ids` of the sources into blocks `places` of the targets."""
-        if ids.numel() != places.numel():
-            problem = "`ids` and `places` must have the same length"
-            hint = "Pass one target block in `places` for each source block in `ids`"
-            got = f"{ids.numel()} ids and {places.numel()} places"
-            raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
+        check_pairs(ids, places)
         for name, chosen, limit in (("ids", ids, 0), ("places", places, 1)):
             checks.integers(chosen, name, axes=1)
             checks.same_device(self.device, **{name: chosen})

@@ -22,7 +22,8 @@ import triton.language as tl
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement, fold_together
-from kvatlas.kernels.fields_to_copy import cells_alike
+from kvatlas.kernels.fields_to_copy import placements_to_copy
+from kvatlas.kernels.table_checks import check_pairs
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.addresses import VECTOR, common
 from kvatlas.kernels.triton.copy_device import copy_rows, copy_transposed
@@ -209,11 +210,7 @@ class BlockCopy:
         Both lists must be on the device that copies. No block may be written twice, or be both
         read and written. `choice` overrides the tuned settings.
         """
-        if ids.numel() != places.numel():
-            raise _unlike(
-                "`ids` and `places` must have the same length",
-                f"{ids.numel()} ids and {places.numel()} places",
-            )
+        check_pairs(ids, places)
         for name, chosen, limit in (("ids", ids, 0), ("places", places, 1)):
             checks.integers(chosen, name, axes=1)
             checks.same_device(self.device, **{name: chosen})
@@ -342,47 +339,18 @@ def between(
     sources = [source] if isinstance(source, LayerCache) else list(source)
     targets = [target] if isinstance(target, LayerCache) else list(target)
     if len(sources) != len(targets) or not sources:
-        raise _unlike(
+        raise AtlasError(
+            Code.UNLIKE_PLACEMENTS,
             "`source` and `target` must have the same number of layers, at least one",
-            f"{len(sources)} and {len(targets)} layers",
+            got=f"{len(sources)} source layers and {len(targets)} target layers",
+            hint="Pass two lists of equal length",
         )
     from_ends, to_ends = [], []
     for a, b in zip(sources, targets, strict=True):
-        names = _shared_fields(a, b)
-        if cells_alike(a, b):
-            from_ends.append(CopyEnd(a.buffer, a.kernel_blocks))
-            to_ends.append(CopyEnd(b.buffer, b.kernel_blocks))
-            continue
-        for name in names:
-            first, second = a.place(name), b.place(name)
-            from_ends.append(CopyEnd(a.buffer, _tiled_like(second, first)))
-            to_ends.append(CopyEnd(b.buffer, _tiled_like(first, second)))
+        for first, second in placements_to_copy(a, b):
+            from_ends.append(CopyEnd(a.buffer, first))
+            to_ends.append(CopyEnd(b.buffer, second))
     return BlockCopy(from_ends, to_ends)
-
-
-def _unlike(problem: str, got: str, hint: str = "Pass two lists of equal length") -> AtlasError:
-    return AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
-
-
-def _tiled_like(other: Placement, mine: Placement) -> Placement:
-    """Return the placement `mine`, with its rows split into tiles if those of `other` are."""
-    if "c" in other.axes and "c" not in mine.axes:
-        return mine.split("C", into=("C", "c"), inner=other.size("c"))
-    return mine
-
-
-def _shared_fields(a: LayerCache, b: LayerCache) -> list[str]:
-    """Return the field names; raise an error if the fields differ in name, shape or dtype."""
-    mine, other = (
-        {f.name: (f.dtype, f.sizes) for f in layer.page.fields if not f.padding} for layer in (a, b)
-    )
-    if mine != other:
-        raise _unlike(
-            "Both layers must have the same fields, with the same shapes and dtypes",
-            f"{sorted(mine)} of {a.page} and {sorted(other)} of {b.page}",
-            "Use convert_blocks for other dtypes, kvatlas.route for other block sizes or ranks",
-        )
-    return list(mine)
 
 
 def zero_blocks(layer: LayerCache, ids: torch.Tensor, **choice: Any) -> None:
