@@ -77,7 +77,7 @@ def convert_cells(cells: ByteArray, src: CellFormat, dst: CellFormat) -> ByteArr
 def _convert_elements(
     cells: torch.Tensor, src: CellFormat, made: torch.Tensor, dst: CellFormat
 ) -> None:
-    """Convert cells of element-wise formats. Adjacent rows with equal scales share one call."""
+    """Convert `cells` to `made` by element; adjacent rows with equal scales share one call."""
     spans: dict[tuple[float, float], list[int]] = {}
     at = 0
     for row in src.rows:
@@ -124,7 +124,7 @@ def _table(one: DType, two: DType, from_scale: float, to_scale: float) -> NDArra
 def _element(
     values: torch.Tensor, dtype: DType, from_scale: float, to_scale: float
 ) -> torch.Tensor:
-    """Return elements converted to `dtype`, with the same rounding as the codecs."""
+    """Return `values * from_scale / to_scale` in `dtype`, with the same rounding as the codecs."""
     exact = values.float() * from_scale
     if dtype.item > 1:
         return exact.to(torch_dtype(dtype))

@@ -140,7 +140,7 @@ def _check_queries(q: torch.Tensor, heads: int, dim: int) -> None:
     if q.dim() != 3 or q.shape[2] != dim or not q.shape[1] or q.shape[1] % heads:
         problem = f"`q` must be [tokens, query heads, {dim}], with a multiple of {heads} heads"
         hint = "Pass the query heads that this rank holds"
-        raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(q.shape), hint=hint)
+        raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(q.shape)}", hint=hint)
 
 
 def _out(q: torch.Tensor, width: int, out: torch.Tensor | None) -> torch.Tensor:
@@ -148,7 +148,7 @@ def _out(q: torch.Tensor, width: int, out: torch.Tensor | None) -> torch.Tensor:
     if out is not None and out.shape != shape:
         hint = "Omit `out`, or pass a tensor with one row per query"
         problem = f"`out` must be of shape {shape}"
-        raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(out.shape), hint=hint)
+        raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(out.shape)}", hint=hint)
     return q.new_empty(shape) if out is None else out
 
 
@@ -165,7 +165,7 @@ def _attend(
 
 
 def _read_together(batch: list[_Sequence]) -> Iterator[list[_Sequence]]:
-    """Yield groups of sequences to read together: several short ones, or one long one."""
+    """Yield lists of sequences whose rows are read at once: several short ones, or one long one."""
     group: list[_Sequence] = []
     taken = 0
     for sequence in batch:
@@ -210,7 +210,7 @@ def _batch(
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> list[_Sequence]:
-    """Return the query rows, the visible slots and the mask of each sequence with queries."""
+    """Return the query rows, visible slots and mask of each sequence that has queries."""
     hint = "Pass tensors of int32 or int64"
     tables, lengths = whole_tensor(tables, "Tables", hint), whole_tensor(lengths, "Lengths", hint)
     if tables.dim() != 2 or lengths.dim() != 1:
@@ -266,7 +266,11 @@ def _edges(q: torch.Tensor, queries: torch.Tensor | None, starts: torch.Tensor |
 
 
 def _bad_edges(given: list[int], rows: int, queries: bool, starts: bool) -> AtlasError:
-    """Return the error for the values `given` as `queries` or `starts` that do not match `q`."""
+    """Return the error for `queries` or `starts` that do not match `q`.
+
+    `given` holds their values, `rows` is the length of `q`, and `queries` and `starts` are true if
+    the caller passed them.
+    """
     if queries == starts:
         problem, got = "Exactly one of `queries` and `starts` is required", "neither"
         return _bad_batch(problem, "both" if queries else got, "Pass one of them")
@@ -281,7 +285,7 @@ def _bad_edges(given: list[int], rows: int, queries: bool, starts: bool) -> Atla
 def _seen(
     visibility: Visibility, length: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the tokens that the last `count` tokens of a sequence see, and their mask.
+    """Return the tokens that the last `count` tokens of a sequence see, and the attention mask.
 
     The mask is [queries, tokens], or None if every query sees all returned tokens.
     """

@@ -9,7 +9,7 @@ from kvatlas.errors import AtlasError, Code
 
 
 def check_block(layer: LayerCache, block: int) -> None:
-    """Raise an error if a layer's block size differs from that of the tables."""
+    """Raise an error unless `block`, the block size of the tables, is that of the layer."""
     if layer.block_states != block:
         raise AtlasError(
             Code.CONTRADICTORY,

@@ -54,7 +54,7 @@ class FoldedConversion(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One field of a layer, or K and V together: both ends, and the factor."""
+    """One field to convert, or K and V together: its data at both ends, and its factor."""
 
     addresses: tuple[int, int]
     placements: tuple[Placement, Placement]
@@ -168,7 +168,7 @@ def fold_conversion(
     a, b = fold_together(*(end.select("B", 0) for end in ends))
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     if len(axes) > 3:
-        problem = "Folding must leave at most three axes in addition to the block axis"
+        problem = "At most three axes may remain after folding, in addition to the block axis"
         got = f"{len(axes)} axes from {source} to {target}"
         hint = "Convert K and V separately, or read the rows and write them to the target"
         raise AtlasError(Code.NOT_FOLDABLE, problem, got=got, hint=hint)

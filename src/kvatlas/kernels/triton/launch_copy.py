@@ -119,7 +119,7 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
     if len(axes) > 3:
         raise AtlasError(
             Code.NOT_FOLDABLE,
-            "Folding must leave at most three axes in addition to the block axis",
+            "At most three axes may remain after folding, in addition to the block axis",
             got=f"{len(axes)} axes from {a} to {b}",
             hint="Copy the fields one by one",
         )
@@ -154,7 +154,7 @@ def _transposed(
 
 
 class _Launch(NamedTuple):
-    """Layers with the same folded shape; if several, address tables for both ends."""
+    """A launch for layers with the same folded shape; several layers need address tables."""
 
     copy: FoldedCopy
     pairs: list[tuple[CopyEnd, CopyEnd]]
@@ -324,14 +324,14 @@ def copy_blocks(
     places: torch.Tensor,
     **choice: Any,
 ) -> None:
-    """Copy whole blocks between layers, across layouts, pools and devices."""
+    """Copy blocks `ids` of the sources to blocks `places` of the targets, across layouts."""
     between(source, target)(ids, places, **choice)
 
 
 def between(
     source: LayerCache | Sequence[LayerCache], target: LayerCache | Sequence[LayerCache]
 ) -> BlockCopy:
-    """Prepare the copy from layers to the same number of other layers.
+    """Prepare the copy of blocks from some layers to the same number of other layers.
 
     Whole cells are copied if fields have the same offsets in them. Fields are copied one by one
     if the packing differs, or if they span whole pages in another layout.

@@ -56,7 +56,7 @@ def _read(path: Path) -> Rules:
     """Return the rules in a file; raise an error if it cannot be read or decoded."""
     try:
         if not path.is_file():
-            raise ValueError("not a plain file")
+            raise ValueError("this path is not a regular file")
         return msgspec.json.decode(path.read_bytes(), type=Rules)
     except (OSError, ValueError) as problem:
         raise AtlasError(

@@ -80,7 +80,7 @@ def put_elements(
 
 @triton.jit
 def put_column(buffer, steps, states, values, ELEMENT: tl.constexpr, UNIT: tl.constexpr):
-    """Store one element per row."""
+    """Store one element per row: a scale, a norm or a zero point."""
     pointers = buffer.to(tl.pointer_type(ELEMENT)) + row_offsets(steps, states, UNIT)
     tl.store(pointers, values, mask=states.there)
 

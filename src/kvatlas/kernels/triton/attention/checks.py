@@ -16,7 +16,7 @@ def check_kinds(
     starts: torch.Tensor | None,
     prepared: Schedule | None,
 ) -> None:
-    """Raise an error for a tensor on another device, or of an unsupported dtype or rank."""
+    """Raise an error for a tensor on another device, or with an unsupported dtype or axes."""
     checks.same_device(
         call.layer.buffer.device, q=call.q, out=call.out, tables=call.tables,
         lengths=call.lengths, queries=queries, starts=starts, sink_logits=call.sink_logits,
@@ -37,7 +37,7 @@ def check_counts(
     max_queries: int | None,
     prepared: bool,
 ) -> None:
-    """Raise an error if tensors describe different sequences.
+    """Raise an error if tables, lengths and queries have different numbers of sequences.
 
     With `KVATLAS_DEBUG=1`, the values of lengths, query counts and block ids are checked too.
     """
@@ -61,7 +61,7 @@ def check_counts(
 
 
 def _counts(queries: torch.Tensor | None, starts: torch.Tensor | None) -> int | None:
-    """Return the number of sequences in `queries` or `starts`; None for neither or both.
+    """Return the number of sequences in `queries` or `starts`; None if neither or both are given.
 
     >>> _counts(torch.ones(3), None), _counts(None, torch.ones(3)), _counts(None, None)
     (3, 2, None)

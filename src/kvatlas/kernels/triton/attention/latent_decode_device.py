@@ -109,14 +109,14 @@ def publish(rated, top, room, signals, WHO: gl.constexpr):
 
 @gluon.jit
 def begin_values(acc, room, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the products of a tile's weights and an MMA group's half of the values."""
+    """Start to add to `acc` the products of a tile's weights and a group's half of its values."""
     values = room.latents.index(OF).slice(WHO * HALF, HALF, dim=1)
     return warpgroup_mma(room.weights.index(OF), values, acc, is_async=True)
 
 
 @gluon.jit
 def add_values(acc, total, top, room, signals, phase, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the values of the other MMA group's tile, after rescaling sums if needed."""
+    """Start to add the weighted values of the other MMA group's tile to `acc`; rescale it first."""
     mbarrier.wait(signals.weighed.index(OF), phase)
     if has_grown(room, OF):
         higher = room.tops.index(OF).load(top.type.layout)

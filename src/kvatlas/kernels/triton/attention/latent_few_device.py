@@ -93,14 +93,14 @@ def publish(rated, top, growth, room, signals, WHO: gl.constexpr):
 
 @gluon.jit
 def begin_values(acc, room, zero, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the products of an MMA group's half of a tile's values and the weights."""
+    """Start to add to `acc` the products of a group's half of a tile's values and its weights."""
     values = room.latents.index(OF + zero).slice(WHO * HALF, HALF, dim=1).permute((1, 0))
     return warpgroup_mma(values, room.weights.index(OF + zero), acc, is_async=True)
 
 
 @gluon.jit
 def add_values(acc, parts, top, room, signals, turns, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the values of the other MMA group's tile, after rescaling sums if needed."""
+    """Start to add the weighted values of the other MMA group's tile to `acc`; rescale it first."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     phase, zero = turns
     mbarrier.wait(signals.weighed.index(OF), phase)

@@ -125,7 +125,7 @@ class PagedCache(NamedTuple):
 
 
 class BatchSequences(NamedTuple):
-    """The sequences of a batch."""
+    """The sequences of a batch: their lengths, and cumulative counts of their work."""
 
     lengths: torch.Tensor
     ends: torch.Tensor
@@ -287,11 +287,11 @@ def rows_for(group: int, max_queries: int | None) -> int:
 
 
 def merged_together(workers: int, sequences: int, width: int) -> tuple[int, int]:
-    """Return how many partials of a row a merge loads together, and its number of warps.
+    """Return how many partial results of a row a merge loads at once, and its number of warps.
 
     In a batch of many sequences, each sequence has few partials, because workers divide the tiles
     evenly. Programs that reserve registers for more partials would run at lower occupancy. The
-    result depends only on the bit length of `sequences` - 1, because `batch_kind` has only that.
+    result depends only on the bit length of `sequences` - 1, by which compiled kernels are cached.
 
     >>> merged_together(66, 64, 128), merged_together(66, 1, 128), merged_together(132, 64, 512)
     ((16, 1), (64, 4), (8, 4))
@@ -368,7 +368,7 @@ def _most_rows(form: StorageFormat) -> int:
 
 
 def lead_of(layer: LayerCache, shape: AttentionShape) -> int:
-    """Return how many bytes before V reads must start to be as wide as reads of K; 0 if none.
+    """Return by how many bytes reads must start before a row of V, to be as wide as reads of K.
 
     For example, a state with scales per row may be 264 bytes: K, K's scale, V, V's scale, without
     a gap. V is then aligned only to 4 bytes, but the scale before it is aligned to 8.

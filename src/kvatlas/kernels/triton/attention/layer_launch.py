@@ -105,7 +105,7 @@ class LayerLaunch(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """One call: the prepared launches of a layer, and a batch."""
+    """One attention call: the prepared launches of a layer, and the tensors of a batch."""
 
     layer: LayerCache
     launch: LayerLaunch

@@ -57,7 +57,7 @@ class Schedule:
         self._partials: dict[tuple[int, int], Partials] = {}
 
     def partials(self, rows: int, width: int) -> Partials:
-        """Return the buffer for `rows` rows of `width` columns; later calls return the same one."""
+        """Return the buffer for partial results of `rows` rows of `width` columns; created once."""
         kept = self._partials.get((rows, width))
         if kept is None:
             count = rows * (width + 2)
