@@ -198,7 +198,7 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> ConvertedStream:
-        """Return the byte stream of a converting route, and its runs at both ends.
+        """Return the converted bytes of a request as a stream, for a route with `convert=`.
 
         >>> from kvatlas.planning import plan
         >>> src, dst = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("fp8", "bf16"))
@@ -252,7 +252,7 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> int:
-        """Return the total bytes of `needs`, computed without a list of ranges."""
+        """Return the total number of bytes that `needs` lists, without listing them."""
         arriving = self._arriving(dst_rank, dst_blocks, tokens)
         rank = arriving.dst.rank
         return Stream(self._pairs(self._arrivals, rank, rank, layers), arriving).nbytes
@@ -265,7 +265,7 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> dict[int, Int64s]:
-        """Return the entries of each group's block table that a request fills.
+        """Return the indices of the block table entries that a request fills, by group.
 
         >>> from kvatlas.planning import plan
         >>> ends = [plan("Qwen3-8B", memory="1GiB", max_len=512, layout=o) for o in ("NHD", "HND")]
@@ -313,7 +313,7 @@ class Route:
         )
 
     def _arriving(self, dst_rank: int, dst_blocks: Blocks, tokens: Any) -> RequestEnds:
-        """Return a request whose source and destination are both the destination rank."""
+        """Return the request as a copy from the destination rank to itself, to list its bytes."""
         rank = checked_rank(self.dst, dst_rank, "destination")
         tables = RequestTables(self.dst, rank, dst_blocks, "destination")
         return RequestEnds(tables, tables, tokens)
@@ -370,7 +370,7 @@ class Route:
         sources = self.sources(dst_rank)
         if src_rank not in sources:
             problem = f"Destination rank {dst_rank} does not read from this rank"
-            hint = f"Use one of {list(sources)}, the ranks that Route.sources returns"
+            hint = f"Pass a src_rank of {list(sources)}, which Route.sources({dst_rank}) returns"
             raise AtlasError(Code.NOT_A_SOURCE, problem, got=f"source rank {src_rank}", hint=hint)
         return src_rank
 

@@ -24,7 +24,7 @@ def same_device(device: torch.device, **tensors: torch.Tensor | None) -> torch.d
                 Code.WRONG_DEVICE,
                 f"`{name}` must be on the cache's device, {device}",
                 got=f"a tensor on {tensor.device}",
-                hint=f"Pass {name}.to({str(device)!r}); kernels do not move tensors between devices",
+                hint=f"Pass {name}.to({str(device)!r}); kernels do not move tensors",
             )
     return device
 
