@@ -12,7 +12,7 @@ from kvatlas.specs.cell_formats import ElementCast
 
 
 class PlacedScales(NamedTuple):
-    """The scales of every start (see `address_runs`), on the device that casts."""
+    """The scales of each start of a copy (see `address_runs`), on the device that casts."""
 
     table: torch.Tensor
     """[3, starts] of float32: factors, divisors, and the inverses of the divisors."""

@@ -25,7 +25,7 @@ def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Pla
 
 
 def cells_alike(source: LayerCache, target: LayerCache) -> bool:
-    """Whether cells can be copied as a whole, because both layers place fields alike in them.
+    """Whether whole cells can be copied: both layers have the same fields at the same offsets.
 
     If a field spans a whole page, the strides of heads and states must be equal as well.
     """

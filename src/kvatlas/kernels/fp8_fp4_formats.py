@@ -69,7 +69,7 @@ def to_nvfp4(rows: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torc
 def from_nvfp4(
     data: torch.Tensor, steps: torch.Tensor, count: int, scale: float = 1.0
 ) -> torch.Tensor:
-    """Decode nvfp4 rows of `count` elements to float32; `steps` holds the scales of 16 elements."""
+    """Decode nvfp4 rows of `count` elements to float32; `steps` has a scale per 16 elements."""
     values = bits.split(bits.from_e2m1(bits.unpack(data, 4, count)), -1, 16)
     return (values * (steps.float() * scale).unsqueeze(-1)).flatten(-2)
 

@@ -214,16 +214,20 @@ def _batch(
     hint = "Pass tensors of int32 or int64"
     tables, lengths = whole_tensor(tables, "Tables", hint), whole_tensor(lengths, "Lengths", hint)
     if tables.dim() != 2 or lengths.dim() != 1:
-        problem = "`tables` must have two axes and `lengths` one"
-        got = f"tables of shape {tuple(tables.shape)} and lengths of {tuple(lengths.shape)}"
-        raise _bad_batch(problem, got, "Pass tables [sequences, blocks] and lengths [sequences]")
+        raise _bad_batch(
+            "`tables` must have two axes and `lengths` one",
+            f"tables of shape {tuple(tables.shape)} and lengths of shape {tuple(lengths.shape)}",
+            "Pass tables [sequences, blocks] and lengths [sequences]",
+        )
     states, visibility = layer.kernel_blocks.size("N"), layer.spec.visibility
     edges = _edges(q, queries, starts)
     sizes = len(tables), len(lengths), len(edges) - 1
     if len(set(sizes)) > 1:
-        problem = "Tables, lengths and queries must describe the same number of sequences"
-        got = f"{sizes[0]} tables, {sizes[1]} lengths and queries of {sizes[2]} sequences"
-        raise _bad_batch(problem, got, "Pass one table, length and query count per sequence")
+        raise _bad_batch(
+            "Tables, lengths and queries must describe the same number of sequences",
+            f"{sizes[0]} tables, {sizes[1]} lengths and queries of {sizes[2]} sequences",
+            "Pass one table, length and query count per sequence",
+        )
     room = tables.shape[-1] * states
     batch = []
     sequences = zip(tables.long(), lengths.tolist(), pairwise(edges), strict=True)
@@ -231,11 +235,17 @@ def _batch(
         count = stop - start
         most = length if visibility.causal else count
         if not 0 <= length <= room:
-            problem = f"Lengths must be 0 to {room}, the number of tokens that a table covers"
-            raise _bad_batch(problem, f"a length of {length}", "Pass a table with more blocks")
+            raise _bad_batch(
+                f"Lengths must be 0 to {room}, the number of tokens that a table covers",
+                f"a length of {length}",
+                "Pass a table with more blocks",
+            )
         if count < 0:
-            hint = "Pass ascending `starts`, or `queries` of at least 0"
-            raise _bad_batch("Query counts must not be negative", f"{count} queries", hint)
+            raise _bad_batch(
+                "Query counts must not be negative",
+                f"{count} queries",
+                "Pass ascending `starts`, or `queries` of at least 0",
+            )
         # A sequence without tokens is padding of the batch: its queries produce zeros.
         if length and count > most:
             problem = f"A sequence of {length} tokens must not have more than {most} queries"

@@ -108,7 +108,7 @@ def read_fields(layer: LayerCache, slots: Slots) -> dict[str, torch.Tensor]:
 def read_field(
     layer: LayerCache, name: str, slots: Slots, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return rows [T, ...] of a field, in a new tensor or in `out`; tiled rows are joined."""
+    """Return rows [T, ...] of a field, in a new tensor or in `out`; tiles of a row are joined."""
     pages = _by_row(layer, name)
     tiled = "c" in layer.place(name).axes
     if slots.runs is None:

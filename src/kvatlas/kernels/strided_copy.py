@@ -151,7 +151,7 @@ def _stretches(ids: Int64s, places: Int64s) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def stretch_starts(*ends: Int64s) -> Int64s:
-    """Return each index where a stretch begins: some array does not continue with the next id.
+    """Return the indices that begin a stretch: in some array, the id is not the previous id + 1.
 
     >>> stretch_starts(np.array([4, 5, 6, 9]), np.array([0, 1, 7, 8])).tolist()
     [0, 2, 3]

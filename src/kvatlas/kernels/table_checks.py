@@ -1,4 +1,4 @@
-"""Checks of block tables, shared by the kernels in torch and in Triton."""
+"""Checks of block ids, block tables and layers, shared by the kernels in torch and in Triton."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
+from kvatlas.specs import Attention
 
 
 def check_block(layer: LayerCache, block: int) -> None:
@@ -16,6 +17,17 @@ def check_block(layer: LayerCache, block: int) -> None:
             f"`block` must be the block size of the layer, {layer.block_states} tokens",
             got=f"{block} tokens",
             hint="Pass the block size and the tables of the layer's group",
+        )
+
+
+def check_appendable(spec: Attention) -> None:
+    """Raise an error unless `append_step` supports a layer: its cache must not be quantised."""
+    if spec.cache != "auto":
+        raise AtlasError(
+            Code.NO_KERNEL,
+            "append_step does not support quantised layers",
+            got=f"cache dtype {spec.cache}",
+            hint="Use kernels.write and kernels.read",
         )
 
 

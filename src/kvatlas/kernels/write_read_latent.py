@@ -153,7 +153,7 @@ def decode_latent(
 
 
 def _rope_scaled(spec: LatentAttention) -> bool:
-    """Whether the rotary part is quantised together with the latent, as in V4.1's formats."""
+    """Whether the rotary part is quantised together with the latent, as in DeepSeek-V4.1."""
     return spec.version == "v4.1"
 
 

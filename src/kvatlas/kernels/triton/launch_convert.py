@@ -214,7 +214,7 @@ def _parts(
 
 
 def _both_sides(source: LayerCache, target: LayerCache, parts: list[_Part]) -> list[_Part] | None:
-    """Return K and V as one part if their distance is constant and they have one factor."""
+    """Return K and V as one part if their distance is constant and factors are equal, else None."""
     if len(parts) != 2 or {"k", "v"} - {f.name for f in source.page.fields}:
         return None
     k, v = parts

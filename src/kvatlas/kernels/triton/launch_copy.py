@@ -86,7 +86,7 @@ class CopyTiling(NamedTuple):
 
 
 class EndAddresses(NamedTuple):
-    """One end of a launch, in the form that kernels take."""
+    """One end of a copy as kernels take it: addresses, block ids and strides."""
 
     address: int
     table: torch.Tensor

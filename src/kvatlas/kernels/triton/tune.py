@@ -103,7 +103,7 @@ def shared_memory(device: torch.device) -> float:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which `device` is current, because Triton launches there."""
+    """Return a context in which `device` is current: Triton launches on the current device."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return _HERE
     return torch.cuda.device(device)

@@ -116,7 +116,7 @@ def _bad_batch(problem: str, got: str) -> AtlasError:
 
 
 def refuse_schedule(given: Schedule, split: WorkSplit, count: int) -> None:
-    """Raise an error if a schedule was computed for another batch or another split.
+    """Raise an error if a schedule was computed for another batch or another `WorkSplit`.
 
     With such a schedule, the kernels would leave rows of the output unwritten.
     """

@@ -34,7 +34,7 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def row_offsets(rows, work, row, GROUP: gl.constexpr):
-    """Return the element offsets of a sequence's rows, which are (token, head) pairs, in `rows`."""
+    """Return the offsets, in elements of `rows`, of a sequence's rows: (token, head) pairs."""
     token = (work.start + row // GROUP).to(gl.int64)
     return token * rows.token + (work.head * GROUP + row % GROUP).to(gl.int64) * rows.head
 
@@ -121,7 +121,7 @@ def multiply(
     q, out, batch, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Run an MMA warp group: process each piece of work from its last tile to its first."""
+    """Run an MMA warp group: process each `Work` from its last tile of states to its first."""
     DIM: gl.constexpr = SHAPE.out.width
     OUT: gl.constexpr = SHAPE.out
     GROUP: gl.constexpr = OUT.group

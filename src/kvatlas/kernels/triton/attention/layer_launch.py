@@ -195,7 +195,7 @@ def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, St
 
 
 def _latent_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, StoredSide]:
-    """Return the latent and the rotary side of an MLA layer."""
+    """Return the latent and rotary rows of an MLA layer; raise an error if no kernel fits."""
     spec = layer.spec_as(LatentAttention)
     formats.refuse_head(spec.latent, "the latent")
     if not formats.attends_latent(spec):
