@@ -107,9 +107,12 @@ def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torc
         hint = "Allocate as many bytes as the plan's pool has"
         raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)
     if any(step % item for step in (placement.offset, *placement.strides)):
-        problem = "Every element of a view must start at a multiple of its size"
-        hint = "Pad pages and blocks to multiples of the element size"
-        raise AtlasError(Code.MISALIGNED, problem, got=f"{placement} as {dtype}", hint=hint)
+        raise AtlasError(
+            Code.MISALIGNED,
+            "Every element of a view must start at a multiple of its size",
+            got=f"{placement} as {dtype}",
+            hint="Pad pages and blocks to multiples of the element size",
+        )
     whole = buffer[: buffer.numel() // item * item].view(dtype)
     # A placement drops the stride of an axis of size 1, but some kernels check strides
     # regardless of sizes, so use the stride of a contiguous tensor.

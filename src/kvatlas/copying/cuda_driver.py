@@ -69,7 +69,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def make_memory(self, device: int, nbytes: int) -> int:
-        """Allocate zeroed memory that no other tensor shares. Return its address."""
+        """Create a separate, zeroed allocation, which peers can map. Return its address."""
 
     @abstractmethod
     def end_memory(self, device: int, address: int, nbytes: int) -> None:
@@ -252,7 +252,7 @@ class LibCuda(CudaDriver):
         return address.value
 
     def end_memory(self, device: int, address: int, nbytes: int) -> None:
-        """Set an allocation to zero, then free it: a peer that still maps it must not read it."""
+        """Set an allocation to zero, because a peer may still have it mapped, and free it."""
         self._wipe(device, address, nbytes)
         with self.on(device):
             self._call("cuMemFree_v2", ctypes.c_uint64(address))

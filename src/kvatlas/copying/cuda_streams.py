@@ -42,7 +42,7 @@ class StreamStock:
     """
 
     def __init__(self, make: Callable[[int], int]) -> None:
-        """`make` creates a stream on a device."""
+        """Create an empty stock; `make(device)` creates a stream and returns its address."""
         self._make = make
         self._idle: dict[int, deque[int]] = {}
 

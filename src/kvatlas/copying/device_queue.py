@@ -20,7 +20,7 @@ Tables = Mapping[int, BlockIds]
 
 
 class AddressRuns(NamedTuple):
-    """Runs between two addresses: one at the sum of each start and each span."""
+    """Runs between two addresses: one run at the sum of each start and each span."""
 
     source: int
     target: int
@@ -67,7 +67,7 @@ class Posted(ABC):
 
 
 class DeviceQueue(ABC):
-    """A separate stream on one device, which runs its copies in order."""
+    """A queue of copies on one device, which run in order on a separate stream."""
 
     @abstractmethod
     def after(self, event: int) -> None:

@@ -99,7 +99,7 @@ def _stretches(far: Int64s, length: Int64s) -> Int64s:
 
 
 def _cut(first: Int64s, ends: Int64s, length: Int64s) -> Int64s:
-    """Split calls of over `_MAX_RANGES` ranges or about `STEP` bytes; return their first runs."""
+    """Split calls over `_MAX_RANGES` ranges or about `STEP` bytes; return each call's first run."""
     calls = -(-np.diff(first, append=len(ends)) // _MAX_RANGES)
     if int(calls.max()) > 1:
         turn = np.arange(calls.sum()) - np.repeat(np.cumsum(calls) - calls, calls)

@@ -86,7 +86,7 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def of(cls, grid: Copy, most: int) -> _Tiles:
-        """Return the tiles of a grid: dense, and of at most `most` bytes each."""
+        """Divide the runs of a copy into dense tiles of at most `most` bytes each."""
         return cls(grid, *_tiled(grid.starts, int(grid.length.max()), most))
 
     @property

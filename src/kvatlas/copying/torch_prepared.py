@@ -182,7 +182,7 @@ _Piece = tuple[int, int, slice, Int64s]
 
 
 class _TableLaunches:
-    """Launches for one shape that read the block ids in one table."""
+    """Launches that read block ids from one table, for requests of one shape."""
 
     def __init__(self, copies: list[Any], pieces: list[_Piece]) -> None:
         self.copies, self.pieces = copies, pieces
@@ -247,7 +247,7 @@ class TorchPreparedRuns(PreparedRuns):
     def _capture(self, made: _TableLaunches) -> None:
         """Capture the launches in a graph, so that the next request needs only one launch.
 
-        The second request captures, because a capture needs the kernels that the first compiled.
+        Called for the second request: a capture needs the kernels that the first compiled.
         """
         driver, aside = self._queue.driver, self._tables.aside
         try:
@@ -291,7 +291,7 @@ class PostedTable(Posted):
 
 
 def group_ids(patterns: Sequence[AddressPattern]) -> list[GroupIds]:
-    """Return the positions of the block ids that the patterns use, one group after another."""
+    """Return where a table stores the block ids of each group that the patterns use."""
     used: dict[tuple[int, int], int] = {}
     for one in patterns:
         for end in (0, 1):

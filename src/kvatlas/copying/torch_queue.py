@@ -55,7 +55,7 @@ class QueueDriver(LaunchDriver, Protocol):
 
 
 class TorchQueue(DeviceQueue):
-    """One stream of one device. Any thread may use it."""
+    """A queue of copies on one stream of one device. Any thread may use it."""
 
     def __init__(self, driver: QueueDriver, device: int, multiprocessors: int) -> None:
         import torch

@@ -186,7 +186,7 @@ class CompiledPair(NamedTuple):
 
 
 def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair:
-    """Compile the strips between two groups; whole cells too, if both ends have equal cells."""
+    """Compile the strips between two groups, for single states and for whole cells if possible."""
     src, dst = pair.cells
     fold = pair.per_state is not None and src.states == dst.states
     return CompiledPair(
@@ -338,10 +338,15 @@ def joined(runs_by_pools: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, .
     return tuple(copies)
 
 
-def _pick(bound: BoundStates, mask: NDArray[np.bool_]) -> BoundStates:
-    src, dst = (SpanStarts(*(array[mask] for array in end)) for end in bound.states[:2])
-    states = StateSpans(src, dst, bound.states.length[mask])
-    return BoundStates(states, (bound.ids[0][mask], bound.ids[1][mask]))
+def pick_spans(spans: StateSpans, chosen: NDArray[np.bool_]) -> StateSpans:
+    """Return the spans where `chosen` is true."""
+    src, dst = (SpanStarts(*(array[chosen] for array in end)) for end in spans[:2])
+    return StateSpans(src, dst, spans.length[chosen])
+
+
+def _pick(bound: BoundStates, chosen: NDArray[np.bool_]) -> BoundStates:
+    ids = bound.ids[0][chosen], bound.ids[1][chosen]
+    return BoundStates(pick_spans(bound.states, chosen), ids)
 
 
 def _rows(starts: Int64s, length: Int64s, base: int, device: int) -> NDArray[np.uint64]:

@@ -121,7 +121,7 @@ def _tables(plan: Plan, blocks: Any, end: str) -> dict[int, Int64s]:
 
 
 def table_arrays(blocks: Any, end: str) -> Any:
-    """Convert block tables to arrays once, for callers that use them repeatedly.
+    """Convert block tables to arrays, for repeated use; `end` names the plan in errors.
 
     >>> table_arrays({0: [3, 1]}, "source"), table_arrays([2], "source")
     ({0: array([3, 1])}, array([2]))

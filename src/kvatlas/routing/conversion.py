@@ -260,10 +260,11 @@ def _scales(layer: str, value: object) -> TensorScales:
     numbers = [n for n in both if isinstance(n, int | float) and not isinstance(n, bool)]
     if len(numbers) != 2 or not all(SMALLEST_SCALE <= n <= LARGEST_SCALE for n in numbers):
         limits = f"from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:g}"
-        problem = f"A scale must be a number {limits}, or a pair of such numbers for K and V"
-        hint = "Pass the scales with which the engine quantised this layer"
         raise AtlasError(
-            Code.BAD_SIZE, problem, got=f"{value!r:.200} for {layer!s:.200}", hint=hint
+            Code.BAD_SIZE,
+            f"A scale must be a number {limits}, or a pair of such numbers for K and V",
+            got=f"{value!r:.200} for {layer!s:.200}",
+            hint="Pass the scales with which the engine quantised this layer",
         )
     return TensorScales(float(numbers[0]), float(numbers[1]))
 

@@ -106,8 +106,8 @@ class ConvertingCompiler(Compiler):
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
         """Return the fields for which source ranks are chosen.
 
-        The choice for a row's first field applies to the whole row; recurrent states choose
-        one by one.
+        The choice for a row's first field applies to the whole row. Each recurrent state has
+        its own choice.
         """
         views = self.dst.views(layer, part)
         return views if self._recurrent(layer) else dict([next(iter(views.items()))])
@@ -206,7 +206,7 @@ class ConvertedSection(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the format that is sent."""
+        """Bytes of the section in the format that is sent."""
         return self.states.total * self.box.ends[self.box.wire].nbytes
 
     @property
@@ -346,7 +346,7 @@ class ConvertedStream:
             index += start == self._ends[index]
 
     def parts_of_entry(self, group: int, entry: int) -> Iterator[ConvertedPart]:
-        """Yield the cells in the source block of one entry of a group's block table."""
+        """Yield the cells of one source block, which is entry `entry` of the table of `group`."""
         for section, end in zip(self.sections, self._ends, strict=True):
             box = section.box
             if box.pair.groups[0] == group:

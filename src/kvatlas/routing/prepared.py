@@ -203,7 +203,7 @@ def chunk_of(pair: GroupPair) -> int:
 def _by_chunk(
     pair: GroupPair, strips: Sequence[StridedRuns], chunk: int
 ) -> Iterator[tuple[Ends, RepeatedRuns]]:
-    """Yield (bytes between states, runs) of strips whose chunks of states are folded into runs."""
+    """Fold the states of each chunk into longer runs; yield (bytes between states, runs)."""
     if pair.per_state is None:
         yield from (((0, 0), runs) for runs in repeated(strips))
         return

@@ -369,9 +369,12 @@ class Route:
         src_rank = checked_rank(self.src, src_rank, "source")
         sources = self.sources(dst_rank)
         if src_rank not in sources:
-            problem = f"Destination rank {dst_rank} does not read from this rank"
-            hint = f"Pass a src_rank of {list(sources)}, which Route.sources({dst_rank}) returns"
-            raise AtlasError(Code.NOT_A_SOURCE, problem, got=f"source rank {src_rank}", hint=hint)
+            raise AtlasError(
+                Code.NOT_A_SOURCE,
+                f"Destination rank {dst_rank} does not read from this source rank",
+                got=f"src_rank={src_rank}",
+                hint=f"Pass one of the ranks of Route.sources({dst_rank}): {list(sources)}",
+            )
         return src_rank
 
     def _checked_layers(self, layers: Iterable[str] | None) -> frozenset[str] | None:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from kvatlas.geometry import StateSpans
 from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.geometry.state_spans import CommonStates, SpanStarts
-from kvatlas.routing.binding import CompiledPair, Copy, RepeatedRuns, Starts
+from kvatlas.geometry.state_spans import CommonStates
+from kvatlas.routing.binding import CompiledPair, Copy, RepeatedRuns, Starts, pick_spans
 
 _Chosen = Literal["all", "whole", "rest"]
 """Selection of spans: all, those of whole kernel blocks, or the rest."""
@@ -60,7 +60,7 @@ class SpanPattern(NamedTuple):
         return len(self.template.starts.src) * int(self.template.length.sum())
 
     def fill(self, end: int, tables: Mapping[int, BlockIds], out: Int64s) -> None:
-        """Write the offset of each span at one end to `out`; tables must contain all its blocks."""
+        """Write the offset of each span at one end to `out`; `tables` must cover all spans."""
         made, table = self.template, tables[self.groups[end]]
         used = table[: len(out)] if made.one_each[end] else table[made.entries[end]]
         np.multiply(used, self.strides[end], out=out, dtype=np.int64)
@@ -129,15 +129,15 @@ def _made(
     """
     if chosen != "all":
         full = spans.length == cell
-        spans = _pick(spans, full if chosen == "whole" else ~full)
+        spans = pick_spans(spans, full if chosen == "whole" else ~full)
     most = int(spans.length.max(initial=0))
     if chosen != "whole" and most > 1 and not runs.strip.gapless:
         starts, alike = runs.in_states(most), spans.length == most
         if starts is not None:
-            first = _pick(spans, alike)
+            first = pick_spans(spans, alike)
             ones = first._replace(length=np.ones_like(first.length))
             yield _template(runs, starts, ones, whole=False)
-            spans = _pick(spans, ~alike)
+            spans = pick_spans(spans, ~alike)
     if len(spans.length):
         yield _template(runs, runs.starts, spans, whole=chosen == "whole")
 
@@ -156,9 +156,3 @@ def _template(
         (np.array_equal(entries[0], in_order), np.array_equal(entries[1], in_order)),
         (bool(src.any()), bool(dst.any())),
     )  # fmt: skip
-
-
-def _pick(spans: StateSpans, chosen: NDArray[np.bool_]) -> StateSpans:
-    """Return the spans where `chosen` is true."""
-    src, dst = (SpanStarts(*(array[chosen] for array in end)) for end in spans[:2])
-    return StateSpans(src, dst, spans.length[chosen])

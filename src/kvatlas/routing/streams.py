@@ -153,7 +153,7 @@ class Stream:
         return tuple(self.walk(start, stop))
 
     def walk(self, start: int = 0, stop: int | None = None) -> Iterator[Copy]:
-        """Yield the results of `copies` one by one, with the runs of one chunk in memory."""
+        """Yield the items of `copies` one by one, with only one chunk's runs in memory."""
         stop = self.nbytes if stop is None else stop
         start, stop = checked_range(start, stop, self.nbytes)
         index = bisect_right(self._ends, start)
