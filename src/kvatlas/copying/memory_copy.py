@@ -263,7 +263,8 @@ def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Byt
     for index, pool in plan.rank_pools(rank).items():
         held = _bytes_of(given[index]) if index in given else None
         if held is None or held.size < pool.nbytes:
-            raise _no_access(index, pool.nbytes, given, None if held is None else held.size)
+            size = None if held is None else held.size
+            raise _no_access(index, pool.nbytes, given, size)
         pools[index] = held
     return pools
 

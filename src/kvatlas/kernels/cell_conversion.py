@@ -77,7 +77,7 @@ def convert_cells(cells: ByteArray, src: CellFormat, dst: CellFormat) -> ByteArr
 def _convert_elements(
     cells: torch.Tensor, src: CellFormat, made: torch.Tensor, dst: CellFormat
 ) -> None:
-    """Convert `cells` to `made` by element; adjacent rows with equal scales share one call."""
+    """Convert `cells` into the tensor `made`; adjacent rows with equal scales share one call."""
     spans: dict[tuple[float, float], list[int]] = {}
     at = 0
     for row in src.rows:

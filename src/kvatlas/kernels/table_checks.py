@@ -42,6 +42,16 @@ def check_pairs(ids: torch.Tensor, places: torch.Tensor) -> None:
         )
 
 
+def race(ids: torch.Tensor, places: torch.Tensor, *, twice: bool) -> AtlasError:
+    """Return the error for a copy that writes a block `twice`, or reads a block that it writes."""
+    return AtlasError(
+        Code.OVERLAP,
+        f"A copy must not {'write a block twice' if twice else 'read a block that it writes'}",
+        got=f"ids {ids.tolist()[:8]} and places {places.tolist()[:8]} (the first 8)",
+        hint="Split the copy into two calls",
+    )
+
+
 def check_tables(tables: torch.Tensor) -> None:
     """Raise an error unless `tables` is a tensor of integers with two axes."""
     whole = isinstance(tables, torch.Tensor) and tables.dtype in (torch.int32, torch.int64)

@@ -23,7 +23,7 @@ from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement, fold_together
 from kvatlas.kernels.fields_to_copy import placements_to_copy
-from kvatlas.kernels.table_checks import check_pairs
+from kvatlas.kernels.table_checks import check_pairs, race
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.addresses import VECTOR, common
 from kvatlas.kernels.triton.copy_device import copy_rows, copy_transposed
@@ -228,13 +228,7 @@ class BlockCopy:
         pairs = [pair for launch in self._launches for pair in launch.pairs]
         here = any(a.address == b.address and a.placement == b.placement for a, b in pairs)
         if twice or (here and bool(torch.isin(ids, places).any())):
-            clash = "write a block twice" if twice else "read a block that it writes"
-            raise AtlasError(
-                Code.OVERLAP,
-                f"A copy must not {clash}",
-                got=f"ids {ids.tolist()[:8]} and places {places.tolist()[:8]} (the first 8)",
-                hint="Split the copy into two calls",
-            )
+            raise race(ids, places, twice=twice)
 
     def _tables(
         self, pairs: list[tuple[CopyEnd, CopyEnd]]

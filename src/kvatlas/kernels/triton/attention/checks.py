@@ -88,12 +88,16 @@ def _debug_batch(
     else:
         counts = lengths if queries is None else queries
         if int(counts.sum()) != rows:
-            problem = f"The sum of `queries` must be the {rows} rows of `q`"
-            raise _bad_batch(problem, f"a sum of {int(counts.sum())}")
+            raise _bad_batch(
+                f"The sum of `queries` must be the {rows} rows of `q`",
+                f"a sum of {int(counts.sum())}",
+            )
     room = call.tables.shape[1] * states
     if int(lengths.max()) > room:
-        problem = f"Lengths must be at most {room}, the number of tokens that a table covers"
-        raise _bad_batch(problem, f"a length of {int(lengths.max())}")
+        raise _bad_batch(
+            f"Lengths must be at most {room}, the number of tokens that a table covers",
+            f"a length of {int(lengths.max())}",
+        )
     more = counts > lengths if visibility.causal else (counts > 0) & (lengths < 1)
     if bool(more.any()):
         one = int(more.nonzero()[0])

@@ -109,7 +109,7 @@ def publish(rated, top, room, signals, WHO: gl.constexpr):
 
 @gluon.jit
 def begin_values(acc, room, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add to `acc` the products of a tile's weights and a group's half of its values."""
+    """Start to add a tile's weighted values to `acc`, for an MMA group's half of the columns."""
     values = room.latents.index(OF).slice(WHO * HALF, HALF, dim=1)
     return warpgroup_mma(room.weights.index(OF), values, acc, is_async=True)
 

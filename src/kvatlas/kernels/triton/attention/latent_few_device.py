@@ -93,7 +93,7 @@ def publish(rated, top, growth, room, signals, WHO: gl.constexpr):
 
 @gluon.jit
 def begin_values(acc, room, zero, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add to `acc` the products of a group's half of a tile's values and its weights."""
+    """Start to add a tile's weighted values to `acc`, for an MMA group's half of the columns."""
     values = room.latents.index(OF + zero).slice(WHO * HALF, HALF, dim=1).permute((1, 0))
     return warpgroup_mma(values, room.weights.index(OF + zero), acc, is_async=True)
 
