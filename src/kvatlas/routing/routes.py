@@ -153,8 +153,8 @@ class Route:
         """
         self._refuse_converting()
         request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
-        copies = self._copies(self._compiler, request, layers)
-        return BoundRoute(request.src.rank, request.dst.rank, copies)
+        pairs = self._pairs(self._compiler, request.src.rank, request.dst.rank, layers)
+        return BoundRoute(request.src.rank, request.dst.rank, _copies(pairs, request))
 
     def stream(
         self,
@@ -240,8 +240,7 @@ class Route:
         both plans keep all tokens, every token (see `needed_states`). Earlier blocks are not
         written, and no later token sees them.
         """
-        arriving = self._arriving(dst_rank, dst_blocks, tokens)
-        copies = self._copies(self._arrivals, arriving, layers)
+        copies = _copies(*self._arriving(dst_rank, dst_blocks, tokens, layers))
         return {copy.dst_pool: join_ranges(copy.dst, copy.length) for copy in copies}
 
     def needed_bytes(
@@ -253,9 +252,7 @@ class Route:
         layers: Iterable[str] | None = None,
     ) -> int:
         """Return the total number of bytes that `needs` lists, without listing them."""
-        arriving = self._arriving(dst_rank, dst_blocks, tokens)
-        rank = arriving.dst.rank
-        return Stream(self._pairs(self._arrivals, rank, rank, layers), arriving).nbytes
+        return Stream(*self._arriving(dst_rank, dst_blocks, tokens, layers)).nbytes
 
     def filled_blocks(
         self,
@@ -273,9 +270,8 @@ class Route:
         >>> way.filled_blocks(dst_rank=0, dst_blocks=[7, 4, 9, 8], tokens=(16, 40))
         {0: array([1, 2])}
         """
-        arriving = self._arriving(dst_rank, dst_blocks, tokens)
-        rank = arriving.dst.rank
-        for compiled in self._pairs(self._arrivals, rank, rank, layers):
+        pairs, arriving = self._arriving(dst_rank, dst_blocks, tokens, layers)
+        for compiled in pairs:
             arriving.states(compiled.pair)
         arriving.check_distinct()
         return arriving.dst.used_entries()
@@ -312,24 +308,14 @@ class Route:
             tokens,
         )
 
-    def _arriving(self, dst_rank: int, dst_blocks: Blocks, tokens: Any) -> RequestEnds:
+    def _arriving(
+        self, dst_rank: int, dst_blocks: Blocks, tokens: Any, layers: Iterable[str] | None
+    ) -> tuple[list[CompiledPair], RequestEnds]:
         """Return the request as a copy from the destination rank to itself, to list its bytes."""
         rank = checked_rank(self.dst, dst_rank, "destination")
         tables = RequestTables(self.dst, rank, dst_blocks, "destination")
-        return RequestEnds(tables, tables, tokens)
-
-    def _copies(
-        self, compiler: Compiler, request: RequestEnds, layers: Iterable[str] | None
-    ) -> tuple[Copy, ...]:
-        pairs = self._pairs(compiler, request.src.rank, request.dst.rank, layers)
-        moving = [(compiled, request.states(compiled.pair)) for compiled in pairs]
-        request.check_distinct()
-        runs: dict[tuple[int, int], list[Runs]] = defaultdict(list)
-        for compiled, states in moving:
-            if states.total:
-                bound = request.bind(compiled.pair, states.spans())
-                runs[request.pools(compiled.pair)] += ranges(compiled, bound)
-        return joined(runs)
+        request = RequestEnds(tables, tables, tokens)
+        return self._pairs(self._arrivals, rank, rank, layers), request
 
     def _pairs(
         self, compiler: Compiler, src_rank: int, dst_rank: int, layers: Iterable[str] | None
@@ -385,6 +371,17 @@ class Route:
             hint = f"Use one of its {len(self.layers)} layers: {', '.join(self.layers[:2])}, ..."
             raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(unknown[0]), hint=hint)
         return names
+
+
+def _copies(pairs: list[CompiledPair], request: RequestEnds) -> tuple[Copy, ...]:
+    moving = [(compiled, request.states(compiled.pair)) for compiled in pairs]
+    request.check_distinct()
+    runs: dict[tuple[int, int], list[Runs]] = defaultdict(list)
+    for compiled, states in moving:
+        if states.total:
+            bound = request.bind(compiled.pair, states.spans())
+            runs[request.pools(compiled.pair)] += ranges(compiled, bound)
+    return joined(runs)
 
 
 def _cached(made: dict[Any, _V], key: object, make: Callable[[], _V]) -> _V:
