@@ -60,7 +60,7 @@ class RequestEnds:
         )
 
     def bind(self, pair: GroupPair, spans: StateSpans) -> BoundStates:
-        """Return spans of states, whose blocks `states` has checked, with their block ids."""
+        """Return spans together with their block ids, which `states` must have checked before."""
         src = self.src.ids(pair.groups[0], spans.src.entry)
         return BoundStates(spans, (src, self.dst.ids(pair.groups[1], spans.dst.entry)))
 

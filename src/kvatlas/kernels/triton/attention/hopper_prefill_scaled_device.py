@@ -54,7 +54,7 @@ def first_of_runs(begin, work, RUNS: gl.constexpr):
 
 @gluon.jit
 def load_pages(table, begin, work, STATES: gl.constexpr, RUNS: gl.constexpr):
-    """Load the block id of the page of each run of rows."""
+    """Load the block id for each run of rows."""
     return gl.load(table + first_of_runs(begin, work, RUNS) // STATES)
 
 
