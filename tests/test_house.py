@@ -77,7 +77,7 @@ INTERNAL: dict[str, str] = {
     "wire": """
         copying.cuda_driver copying.device_marks copying.device_queue copying.file_runs
         copying.gather_scatter copying.memory copying.memory_copy copying.movers
-        copying.pool_bounds copying.read_coalescing copying.run_bounds copying.stream_copy
+        copying.pool_bounds copying.read_coalescing copying.run_bounds copying.stream_pieces
         geometry.address_arrays geometry.integers planning.plans routing.block_tables
         routing.conversion routing.request_shape routing.run_grids routing.token_ranges
     """,
@@ -87,7 +87,7 @@ INTERNAL: dict[str, str] = {
         routing.converted_stream routing.token_ranges specs.cell_formats specs.identity
         copying.block_staging copying.checksum copying.cuda_driver copying.file_runs
         copying.gpu_offload copying.memory_copy copying.nested_copy copying.pool_bounds
-        copying.run_bounds copying.stream_copy wire.channels wire.connection wire.peers
+        copying.run_bounds copying.stream_pieces wire.channels wire.connection wire.peers
         wire.protocol wire.refusals wire.rpc wire.shared_pools wire.unix_sockets
     """,
     "maps": """

@@ -29,7 +29,7 @@ class KV(NamedTuple):
 
 
 class Strided(NamedTuple):
-    """Arguments of a kernel that takes strides: memory, and sizes and byte strides by axis."""
+    """Arguments for a kernel that takes strides: a buffer, and each axis's size and byte stride."""
 
     base: torch.Tensor
     """The bytes of the pool, starting at the first element of the field."""
@@ -53,7 +53,7 @@ def flashinfer_packed(layer: LayerCache, order: Order) -> torch.Tensor:
 
 
 class Quantised(NamedTuple):
-    """Views of codes and their scales, each with K and V on one axis."""
+    """A view of quantised elements and a view of their scales, each with K and V on one axis."""
 
     data: torch.Tensor
     scales: torch.Tensor
@@ -92,7 +92,7 @@ def sdpa(layer: LayerCache, first: int, blocks: int) -> KV:
 
 
 def triton(layer: LayerCache, name: str) -> Strided:
-    """Return the sizes and strides of a field, and the pool's bytes from its first element."""
+    """Return the sizes and byte strides of field `name`, and the pool from its first byte on."""
     placed = layer.place(name)
     return Strided(
         layer.buffer[placed.offset :],
@@ -118,7 +118,7 @@ def cpu_attention(layer: LayerCache) -> KV:
 
 
 def latent(layer: LayerCache) -> torch.Tensor:
-    """Return latent rows with their rotary part, [B, N, latent + rope], for MLA kernels."""
+    """Return rows of latent and rotary part together, [B, N, latent + rope], for MLA kernels."""
     row = append(layer.place("latent"), layer.place("rope"), axis="C")
     return view(layer.buffer, row, _dtype(layer, "latent"))
 
@@ -148,13 +148,13 @@ def _place(layer: LayerCache, name: str, axes: tuple[str, ...]) -> Placement:
     if set(axes) != set(placed.axes):
         problem = f"This adapter needs field {name} with the axes {', '.join(axes)}"
         got = f"axes {', '.join(placed.axes)} in {layer.name}"
-        hint = "Use the adapter for the packing of this layer"
+        hint = "Use the adapter of the backend for which this layer was planned"
         raise AtlasError(Code.BAD_AXES, problem, got=got, hint=hint)
     return placed.reorder(*axes)
 
 
 def _together(layer: LayerCache, first: str, second: str, axes: tuple[str, ...]) -> torch.Tensor:
-    """Return two fields stacked on a new axis of size 2 after B.
+    """Return fields `first` and `second` in one tensor, stacked on a new axis of size 2 after B.
 
     The fields must have the same strides.
     """
@@ -163,7 +163,7 @@ def _together(layer: LayerCache, first: str, second: str, axes: tuple[str, ...])
 
 
 def _flat_states(layer: LayerCache, name: str, placed: Placement) -> torch.Tensor:
-    """Return the field `name`, placed as `placed`, as [B * N, H, D]."""
+    """Return field `name`, whose placement is `placed`, as a tensor [B * N, H, D]."""
     try:
         folded = placed.fold("B", "N")
     except AtlasError as refusal:

@@ -49,7 +49,7 @@ class LayerCache:
         """Return the layer's spec, which must be an instance of `kind`."""
         if not isinstance(self.spec, kind):
             problem = f"The spec of {self.name} must be a {kind.__name__}"
-            got, hint = type(self.spec).__name__, "Call the kernel for this kind of layer"
+            got, hint = type(self.spec).__name__, "Call the kernel for layers with this spec"
             raise AtlasError(Code.BAD_SPEC, problem, got=got, hint=hint)
         return self.spec
 
@@ -67,7 +67,7 @@ class LayerCache:
         return placed.reorder("B", "H", "N", "C")
 
     def kernel_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the kernel block ids of block ids [..., n]; a block may be several kernel blocks.
+        """Return the ids of the kernel blocks that make up the blocks `ids` [..., n].
 
         >>> from kvatlas.planning import plan
         >>> large = {"block_size": 128, "backend": "FLASHINFER"}  # kernel blocks of 64 tokens
@@ -92,7 +92,7 @@ class LayerCache:
 
     @cached_property
     def kept(self) -> dict[Hashable, Any]:
-        """Values that kernels cache for this layer, keyed by their other inputs.
+        """Values that kernels compute once for this layer and reuse, such as launch parameters.
 
         They are freed together with the layer.
         """
@@ -178,7 +178,7 @@ class Cache(Mapping[str, LayerCache]):
         return len(self._parts)
 
     def parts(self, layer: str) -> list[LayerCache]:
-        """Return all parts of a layer's state: one, unless the plan splits it by heads."""
+        """Return the caches of all parts of a layer: one, unless its state is split by heads."""
         if layer not in self._parts:
             region, _ = self.plan.region_of(layer)
             problem = f"Rank {self.rank} does not hold this layer"
@@ -253,7 +253,7 @@ class Cache(Mapping[str, LayerCache]):
 
 
 def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
-    """Allocate one buffer for each pool of one rank, and return the cache in them.
+    """Allocate one buffer for each pool of a rank, and return a cache of views into the buffers.
 
     Buffers are zeroed if any group requires it: recurrent states are read before they are
     written, and groups with different dtypes may overlay each other.
@@ -269,7 +269,7 @@ def allocate(plan: Plan, *, rank: int = 0, device: Any = "cpu") -> Cache:
 
 
 def bind(buffers: Mapping[int, Any] | Any, plan: Plan, *, rank: int = 0) -> Cache:
-    """Return a cache in existing memory: an engine's tensor, a mapped file or shared memory.
+    """Return a cache of views into existing memory: a tensor, a mapped file or shared memory.
 
     `buffers` maps each pool index to its bytes: a torch tensor or any object with a writable
     buffer. For a plan with one pool, `buffers` may also be the bytes of that pool. The caller
@@ -308,7 +308,7 @@ def _block_ids(ids: Any, pool: Pool) -> torch.Tensor:
 
 
 def _memory(nbytes: int, zero: bool, device: Any) -> torch.Tensor:
-    """Return `nbytes` aligned bytes, allocated with extra space for the alignment."""
+    """Allocate `nbytes` bytes that start at a multiple of `ALIGNMENT`, set to 0 if `zero`."""
     make = torch.zeros if zero else torch.empty
     raw = make(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % ALIGNMENT
@@ -335,7 +335,7 @@ def _bytes_of(memory: Any, pool: Pool) -> torch.Tensor:
 
 
 def _largest_element(plan: Plan, pool: Pool) -> int:
-    """Return the size in bytes of the largest element in a pool."""
+    """Return the size in bytes of the largest element among all fields stored in a pool."""
     home = (pool.stage, pool.index)
     regions = [r for r in plan.regions if (r.stage, plan.groups[r.group].pool) == home]
     pages = [region.page(plan.tp, index=i) for region in regions for i in range(len(region.layers))]

@@ -26,7 +26,7 @@ _TORCH: dict[str, torch.dtype] = {
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """Return the torch dtype of a field's storage items; uint8 if torch has no such dtype.
+    """Return the torch dtype that stores elements of `dtype`; uint8 if torch has no such dtype.
 
     >>> torch_dtype(DType.of("bf16")), torch_dtype(DType.of("nvfp4"))
     (torch.bfloat16, torch.uint8)
@@ -48,9 +48,9 @@ def check_pool(buffer: torch.Tensor) -> None:
 
 
 def whole_tensor(given: Any, what: str, hint: str) -> torch.Tensor:
-    """Return integers from a caller as a tensor; an empty tensor may have any dtype.
+    """Return `given` as a tensor; raise an error unless its elements are integers.
 
-    `what` names the integers in errors.
+    An empty tensor may have any dtype. `what` names the integers in errors.
 
     >>> whole_tensor([3, 1], "Block ids", "Pass ints")
     tensor([3, 1])
@@ -68,7 +68,7 @@ def whole_tensor(given: Any, what: str, hint: str) -> torch.Tensor:
 
 
 def checked_ids(ids: torch.Tensor, count: int, what: str, hint: str) -> torch.Tensor:
-    """Return ids as a one-dimensional int64 tensor; raise an error if any is not in 0..count-1.
+    """Return ids as a one-dimensional int64 tensor; raise an error if one is not in 0..count - 1.
 
     Ids on a GPU are checked only with `KVATLAS_DEBUG=1`, because the check synchronizes with
     the device. Without it, an id out of range triggers a device-side assertion of torch.
@@ -100,16 +100,19 @@ def view(buffer: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torc
     if placement.item != item:
         problem = "The dtype must have the size of the placement's items"
         got = f"{dtype} of {item} bytes for items of {placement.item} bytes"
-        hint = "View the field, not the cells"
+        hint = "Pass the placement of one field, as LayerCache.place returns it"
         raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
     if placement.stop > buffer.numel():
         got = f"bytes up to {placement.stop} in a pool of {buffer.numel()} bytes"
         hint = "Allocate as many bytes as the plan's pool has"
         raise AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)
     if any(step % item for step in (placement.offset, *placement.strides)):
-        problem = "Every element of a view must start at a multiple of its size"
-        hint = "Pad pages and blocks to multiples of the element size"
-        raise AtlasError(Code.MISALIGNED, problem, got=f"{placement} as {dtype}", hint=hint)
+        raise AtlasError(
+            Code.MISALIGNED,
+            "Every element of a view must start at a multiple of its size",
+            got=f"{placement} as {dtype}",
+            hint="Pad pages and blocks to multiples of the element size",
+        )
     whole = buffer[: buffer.numel() // item * item].view(dtype)
     # A placement drops the stride of an axis of size 1, but some kernels check strides
     # regardless of sizes, so use the stride of a contiguous tensor.

@@ -3,6 +3,6 @@
 from kvatlas.copying.memory import HOST, Memory
 from kvatlas.copying.memory_copy import memory_of
 from kvatlas.copying.nested_copy import copy_pools
-from kvatlas.copying.stream_copy import copy_request
+from kvatlas.copying.stream_pieces import copy_request
 
 __all__ = ["HOST", "Memory", "copy_pools", "copy_request", "memory_of"]

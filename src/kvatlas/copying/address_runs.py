@@ -26,7 +26,7 @@ Offsets = NDArray[np.int64]
 
 
 class PlacedStarts(NamedTuple):
-    """The offsets of starts, source and target, stored on the device that copies."""
+    """Source and target offsets of starts (see the module), stored on the device that copies."""
 
     table: torch.Tensor
     bits: int
@@ -36,7 +36,7 @@ class PlacedStarts(NamedTuple):
 
 
 def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> PlacedStarts:
-    """Upload starts to a device; the result can be used for any number of copies.
+    """Upload source and target offsets of starts to a device, for any number of copies.
 
     >>> place_starts(np.array([0, 64]), np.array([0, 96]), "cpu")[1:]
     (96, 96)
@@ -48,7 +48,7 @@ def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> Plac
 
 
 class BlockSpans(NamedTuple):
-    """The spans of requests of one shape, as offsets in blocks. The block ids arrive later.
+    """Spans as offsets in their blocks, for all requests that differ only in block ids.
 
     >>> two = np.arange(2)
     >>> spans = BlockSpans((two, two // 2), (two * 0, two * 32), two * 0 + 32, (64, 128), 9)
@@ -76,7 +76,7 @@ class BlockSpans(NamedTuple):
 
     @property
     def apart(self) -> int:
-        """Minimum distance in bytes between the first two spans at the target."""
+        """Distance in bytes between the first two spans at the target, for adjacent block ids."""
         entries, offsets = self.entries[1][:2].tolist(), self.offsets[1][:2].tolist()
         if len(entries) < 2:
             return 0
@@ -111,7 +111,7 @@ class RepeatedCopy:
         self._kernels: list[Any] = []
 
     def launch(self, stream: Any) -> None:
-        """Copy on the current device. The kernel reads the block ids from `ids` when it runs."""
+        """Launch the copy on `stream`. The kernel reads the block ids from `ids` when it runs."""
         if self._kernels:
             for kernel in self._kernels:
                 kernel.launch(stream.cuda_stream)
@@ -127,7 +127,7 @@ class RepeatedCopy:
 
 
 def _launcher() -> Any:
-    """Return the module that launches the Triton kernels, or raise `missing_extra`."""
+    """Import the module that launches Triton kernels; raise `missing_extra` without Triton."""
     try:
         from kvatlas.kernels.triton import launch_runs
     except ModuleNotFoundError as problem:
@@ -150,9 +150,9 @@ def copy_address_runs(
     """Copy one run for every pair of a start and a span, on `stream` or on the current stream.
 
     `spans` holds source offsets, target offsets and lengths, in bytes. `programs` limits the
-    number of programs; 0 means no limit. `place` uploads a table to the device in stream order.
-    `choice` overrides the tuned settings. Runs are not bounds-checked: the caller must ensure
-    that they are inside its memory. No byte may be written twice.
+    number of Triton programs; 0 means no limit. `place` uploads a table to the device in stream
+    order. `choice` overrides the tuned launch parameters. Runs are not bounds-checked: the caller
+    must ensure that they are inside its memory. No byte may be written twice.
     """
     tables = _tables(starts, spans, source | target, place)
     if tables is not None:
@@ -195,7 +195,7 @@ def _tables(
     addresses: int,
     place: Callable[[Offsets], torch.Tensor] | None,
 ) -> Any:
-    """Return the `RunTables` that a kernel reads; None if there are no runs."""
+    """Return starts and spans as the tables that a kernel reads; None if there are no runs."""
     table = np.array(spans)
     if not table.size or not starts.table.shape[1]:
         return None

@@ -49,7 +49,7 @@ class BlockPiece:
 
 
 class SplitBlocks(NamedTuple):
-    """The runs of a copy, divided by how they are moved."""
+    """The runs of a copy: whole blocks for the copy engine, and the rest for a kernel."""
 
     pieces: list[BlockPiece]
     rest: list[Copy]
@@ -59,7 +59,7 @@ class SplitBlocks(NamedTuple):
 def split_blocks(
     grids: Sequence[Copy], block_bytes: Mapping[int, int], *, end: int, room: int
 ) -> SplitBlocks:
-    """Divide runs into pieces of whole host blocks, and the remaining runs.
+    """Divide the runs of a copy into pieces of whole host blocks, and the remaining runs.
 
     `end` is 0 if the host is the source, 1 if it is the destination. `room` is the maximum size of
     a piece in bytes. A block is whole if all of its bytes move.
@@ -108,14 +108,14 @@ def _host_spans(grid: Copy, end: int) -> Int64s:
 
 
 def _with_spans(grid: Copy, chosen: Any, end: int, at: Int64s) -> Copy:
-    """Return the `chosen` spans of a grid, with their offsets at the host's end set to `at`."""
+    """Return the `chosen` spans of a copy, with their offsets on the host replaced by `at`."""
     src, dst = grid.src[chosen], grid.dst[chosen]
     src, dst = (src, at) if end else (at, dst)
     return replace(grid, src=src, dst=dst, length=grid.length[chosen])
 
 
 class BlockBuffer:
-    """A buffer on a GPU, and the queue that uses it."""
+    """A staging buffer on a GPU, and the queue whose copies use it."""
 
     def __init__(self, queue: Any, room: int) -> None:
         self.queue, self.room = queue, room
@@ -149,7 +149,7 @@ class BlockStaging:
     """
 
     def __init__(self, queues: Sequence[Any], room: int = STAGED_BYTES) -> None:
-        """`room` is the size of each buffer in bytes. Each queue has one buffer."""
+        """Create one buffer of `room` bytes for each queue; memory is allocated on first use."""
         self._buffers = [BlockBuffer(queue, room) for queue in queues]
         self._used = 0
         self._lock = threading.Lock()
@@ -186,7 +186,7 @@ class BlockStaging:
                 under_way.append(buffer.move(piece, gpu, pool, size, out=out))
 
     def close(self) -> None:
-        """Release the streams. Nothing can be copied after this."""
+        """Close the queues. Nothing can be copied after this."""
         for buffer in self._buffers:
             buffer.queue.close()
 
@@ -194,7 +194,7 @@ class BlockStaging:
 def address_runs(
     grids: Sequence[Copy], src: Mapping[int, Memory], dst: Mapping[int, Memory]
 ) -> list[AddressRuns]:
-    """Return grids between regions as runs between addresses."""
+    """Return copies between memory regions, given by pool index, as runs between addresses."""
     return [
         AddressRuns(
             src[grid.src_pool].address, dst[grid.dst_pool].address,

@@ -69,7 +69,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def make_memory(self, device: int, nbytes: int) -> int:
-        """Make a zeroed allocation that contains nothing else. Return its address."""
+        """Create a separate, zeroed allocation, which peers can map. Return its address."""
 
     @abstractmethod
     def end_memory(self, device: int, address: int, nbytes: int) -> None:
@@ -108,7 +108,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def queue(self, device: int, multiprocessors: int) -> DeviceQueue:
-        """Create a queue whose kernels use at most `multiprocessors`; 0 means no limit."""
+        """Create a queue whose kernels use at most that many multiprocessors; 0 means no limit."""
 
 
 @lru_cache(maxsize=1)
@@ -244,7 +244,7 @@ class LibCuda(CudaDriver):
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def make_memory(self, device: int, nbytes: int) -> int:
-        """Allocate without torch, whose allocator would put other tensors there as well."""
+        """Allocate without torch, which could put other tensors in the same allocation."""
         address = ctypes.c_uint64()
         with self.on(device):
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
@@ -252,7 +252,7 @@ class LibCuda(CudaDriver):
         return address.value
 
     def end_memory(self, device: int, address: int, nbytes: int) -> None:
-        """Set an allocation to zero before it is freed: a peer may have it mapped."""
+        """Set an allocation to zero, because a peer may still have it mapped, and free it."""
         self._wipe(device, address, nbytes)
         with self.on(device):
             self._call("cuMemFree_v2", ctypes.c_uint64(address))
@@ -274,7 +274,7 @@ class LibCuda(CudaDriver):
         return self._event(device, _UNTIMED | _SHARED)
 
     def local_event(self, device: int) -> int:
-        """Create an event for this process, which can be recorded repeatedly."""
+        """Create an event for use in this process; it can be recorded any number of times."""
         return self._event(device, _UNTIMED)
 
     def _event(self, device: int, flags: int) -> int:
@@ -308,7 +308,7 @@ class LibCuda(CudaDriver):
             self._call("cuEventSynchronize", ctypes.c_void_p(event))
 
     def finished(self, device: int, event: int) -> bool:
-        """Query an event without waiting."""
+        """Whether the last recorded work of an event has completed. Does not wait."""
         with self.on(device):
             code = self._looks.cuEventQuery(event)
         if code not in (0, _NOT_READY):
@@ -331,7 +331,7 @@ class LibCuda(CudaDriver):
         return stream.value or 0
 
     def recorder(self, device: int, stream: int) -> Callable[[int], None]:
-        """Return a function that records after the caller's current stream and earlier records."""
+        """Return a function that records an event after the work on the caller's current stream."""
         import torch
 
         order: Any = torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
@@ -344,7 +344,7 @@ class LibCuda(CudaDriver):
         return record
 
     def queue(self, device: int, multiprocessors: int) -> DeviceQueue:
-        """Create a queue that launches Triton kernels."""
+        """Create a queue that copies with Triton kernels."""
         return TorchQueue(self, device, multiprocessors)
 
     def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:

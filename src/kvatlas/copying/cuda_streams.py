@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class LentStream(NamedTuple):
-    """The address of a stream, and a function that returns the stream to its stock.
+    """A lent stream: its address, and a function that returns it to its `StreamStock`.
 
     Only the first call of `give_back` has an effect.
     """
@@ -42,7 +42,7 @@ class StreamStock:
     """
 
     def __init__(self, make: Callable[[int], int]) -> None:
-        """`make` creates a stream on a device."""
+        """Create an empty stock; `make(device)` creates a stream and returns its address."""
         self._make = make
         self._idle: dict[int, deque[int]] = {}
 

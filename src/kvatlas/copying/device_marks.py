@@ -85,7 +85,7 @@ class DeviceMarks:
         return number <= self.done or self._driver.finished(self._device, self.event(number))
 
     def event(self, number: int) -> int:
-        """Return the event of a mark, or raise an error after `close`."""
+        """Return the event that was recorded for mark `number`; raise an error after `close`."""
         events = self._events
         if not events:
             raise AtlasError(

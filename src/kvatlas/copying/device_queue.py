@@ -20,7 +20,7 @@ Tables = Mapping[int, BlockIds]
 
 
 class AddressRuns(NamedTuple):
-    """Runs between two addresses: one for each pair of a start and a span, whose offsets add up."""
+    """Runs between two addresses: one run at the sum of each start and each span."""
 
     source: int
     target: int
@@ -34,7 +34,7 @@ class AddressRuns(NamedTuple):
     """The index of each start's scale in the cast; None if all have the same scale."""
 
     def between(self, source: int, target: int) -> AddressRuns:
-        """Return the same runs with `source` and `target` added to their addresses."""
+        """Return the same runs with `source` and `target` added to the two addresses."""
         return self._replace(source=self.source + source, target=self.target + target)
 
     @property
@@ -67,7 +67,7 @@ class Posted(ABC):
 
 
 class DeviceQueue(ABC):
-    """A separate stream on one device, which runs its copies in order."""
+    """A queue of copies on one device, which run in order on a separate stream."""
 
     @abstractmethod
     def after(self, event: int) -> None:
@@ -79,7 +79,7 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def post(self, runs: Sequence[AddressRuns]) -> Posted:
-        """Queue copies without waiting for them."""
+        """Queue copies of all runs, without waiting for them."""
 
     def converts(self, cast: ElementCast) -> bool:
         """Whether runs with this cast can be posted."""
@@ -88,7 +88,7 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the stream back. Posted copies continue; nothing more can be posted."""
+        """Release the stream. Posted copies continue; nothing else can be posted."""
 
     def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
         """Prepare copies of requests that differ only in block ids.
@@ -113,7 +113,7 @@ class PreparedRuns(ABC):
 
 
 class _PostedAsRuns(PreparedRuns):
-    """Runs that are computed when they are posted, for queues that prepare nothing."""
+    """Computes the runs of each request when it is posted, for queues that prepare nothing."""
 
     def __init__(self, queue: DeviceQueue, patterns: Sequence[AddressPattern]) -> None:
         self._queue, self._patterns = queue, patterns

@@ -93,13 +93,13 @@ def vectored_calls(near: Int64s, far: Int64s, length: Int64s) -> VectoredCalls:
 
 
 def _stretches(far: Int64s, length: Int64s) -> Int64s:
-    """Return the index of each run that does not start at the end of the run before it."""
+    """Return the index of each run that does not continue the previous run in the file."""
     follows = far[1:] == far[:-1] + length[:-1]
     return np.concatenate([np.zeros(1, np.int64), np.flatnonzero(~follows) + 1])
 
 
 def _cut(first: Int64s, ends: Int64s, length: Int64s) -> Int64s:
-    """Split stretches after `_MAX_RANGES` ranges or about `STEP` bytes. Return their first runs."""
+    """Split calls over `_MAX_RANGES` ranges or about `STEP` bytes; return each call's first run."""
     calls = -(-np.diff(first, append=len(ends)) // _MAX_RANGES)
     if int(calls.max()) > 1:
         turn = np.arange(calls.sum()) - np.repeat(np.cumsum(calls) - calls, calls)
@@ -130,7 +130,7 @@ def _finish(
         if problem and problem != errno.EINTR:
             raise OSError(problem, os.strerror(problem))
         if done == 0:
-            raise OSError(errno.ENODATA, f"The file ends at byte {offset}")
+            raise OSError(errno.ENODATA, f"The file ends at byte {offset}, before the end of a run")
         offset += max(done, 0)
         ranges = rest_of(ranges, max(done, 0))
         if not len(ranges):
@@ -139,7 +139,7 @@ def _finish(
 
 
 def rest_of(ranges: NDArray[np.uint64], done: int) -> NDArray[np.uint64]:
-    """Return the remaining ranges after `done` bytes of them were moved.
+    """Return the part of `ranges` that remains after their first `done` bytes were moved.
 
     >>> rest_of(np.array([[100, 4], [200, 4]], np.uint64), 5).tolist()
     [[201, 3]]

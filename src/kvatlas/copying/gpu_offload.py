@@ -43,7 +43,7 @@ class GpuOffload:
     ) -> None:
         """`pinned` means that the GPU can access all host pools.
 
-        `block_bytes` is the size of the blocks of each host pool whose blocks are contiguous.
+        `block_bytes` maps each host pool with contiguous blocks to the size of a block in bytes.
         """
         self._gpu, self._host, self.pinned = dict(gpu), dict(host), pinned
         self._block_bytes, self._staging, self._queue = block_bytes, staging, staging.queue
@@ -72,7 +72,7 @@ class GpuOffload:
         self._queue.post(runs, **(_OUT if out else _IN)).wait()
 
     def _by_blocks(self, copies: Sequence[Copy], *, out: bool) -> None:
-        """Copy whole blocks through a GPU buffer, and the other runs across the link.
+        """Copy whole blocks through a GPU buffer; a kernel copies the other runs across the link.
 
         The caller ensures that no span crosses a block boundary.
         """
@@ -94,7 +94,7 @@ class GpuOffload:
         return {i: Memory(pool.ctypes.data, pool.nbytes) for i, pool in self._host.items()}
 
     def _bounced(self, copies: Sequence[Copy], *, out: bool) -> None:
-        """Copy through two pinned buffers in turn: the link transfers one while the CPU copies."""
+        """Copy through two pinned buffers: the link transfers one while the CPU uses the other."""
         self._queue.after_caller()
         pieces = list(_pieces(copies))
         buffers = [self._queue.buffers(min(_PIECE, piece_bytes(pieces))) for _ in "ab"]
@@ -131,7 +131,7 @@ class GpuOffload:
 
 
 def piece_bytes(pieces: Sequence[Sequence[Copy]]) -> int:
-    """Return the size in bytes of the largest piece."""
+    """Return the size in bytes of the largest of some pieces, each a list of copies."""
     return max((sum(copy.nbytes for copy in piece) for piece in pieces), default=0)
 
 

@@ -42,9 +42,12 @@ Steps = Iterator[None]
 def as_bytes(memory: Memory) -> Bytes:
     """Return a view of a host region as bytes. The caller keeps the region alive."""
     if memory.device != HOST:
-        hint = "Copy it to the host first, or use a transport that supports GPUs"
-        problem = "Host code cannot access GPU memory"
-        raise AtlasError(Code.WRONG_DEVICE, problem, got=f"memory on {memory.device}", hint=hint)
+        raise AtlasError(
+            Code.WRONG_DEVICE,
+            "Host code cannot access GPU memory",
+            got=f"memory on {memory.device}",
+            hint="Copy it to the host first, or use a transport that supports GPUs",
+        )
     region: Any = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
     return np.frombuffer(region, np.uint8)
 
@@ -61,7 +64,7 @@ def memory_of(pools: Any) -> dict[int, Memory]:
     """
     given = getattr(pools, "pools", pools)
     if not isinstance(given, Mapping):
-        raise _no_pool("this value", f"a value of type {type(given).__name__}")
+        raise _cannot_register("this value", f"a value of type {type(given).__name__}")
     return {index: _memory_of(index, pool) for index, pool in given.items()}
 
 
@@ -70,12 +73,12 @@ def _memory_of(index: int, pool: Any) -> Memory:
         return pool
     if isinstance(pool, np.ndarray):
         if not pool.flags.c_contiguous:
-            raise _no_pool(f"pool {index}", f"an array with strides {pool.strides}")
+            raise _cannot_register(f"pool {index}", f"an array with strides {pool.strides}")
         return Memory(pool.ctypes.data, pool.nbytes, owner=pool)
     if not callable(getattr(pool, "data_ptr", None)):
-        raise _no_pool(f"pool {index}", f"a value of type {type(pool).__name__}")
+        raise _cannot_register(f"pool {index}", f"a value of type {type(pool).__name__}")
     if not pool.is_contiguous():
-        raise _no_pool(f"pool {index}", f"a tensor with strides {pool.stride()}")
+        raise _cannot_register(f"pool {index}", f"a tensor with strides {pool.stride()}")
     return Memory(pool.data_ptr(), pool.nbytes, device_of(pool), owner=pool)
 
 
@@ -101,7 +104,7 @@ def device_of(tensor: Any) -> str:
     return HOST if kind == "cpu" else f"{kind}:{number or 0}"
 
 
-def _no_pool(what: str, got: object) -> AtlasError:
+def _cannot_register(what: str, got: object) -> AtlasError:
     problem = f"{what[0].upper()}{what[1:]} cannot be registered with a transport"
     hint = "Pass a Cache, or a dict of contiguous arrays, tensors or Memory by pool index"
     return AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
@@ -188,7 +191,7 @@ def _of_one_length(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, lengt
 
 
 def _grid(src: Bytes, starts: Int64s, size: int) -> tuple[NDArray[Any], Int64s] | None:
-    """Return adjacent elements of `size` bytes, and the index of each run among them.
+    """Return `src` as an array of `size`-byte elements, and the index of each run in it.
 
     Return None unless all starts are multiples of `size` apart. `numpy.take` gathers adjacent
     elements without a temporary copy; it does not support overlapping elements.
@@ -201,7 +204,7 @@ def _grid(src: Bytes, starts: Int64s, size: int) -> tuple[NDArray[Any], Int64s] 
 
 
 def _packed(starts: Places, size: int) -> Places:
-    """Return the starts as a range if runs of `size` bytes are contiguous, else unchanged."""
+    """Return `starts` as a `range` if the runs of `size` bytes are adjacent, else unchanged."""
     if isinstance(starts, range):
         return starts
     first, last = int(starts[0]), int(starts[-1])
@@ -236,7 +239,7 @@ def _one_by_one(src: Bytes, dst: Bytes, src_at: Int64s, dst_at: Int64s, length: 
 
 
 def split_runs(src_at: Int64s, dst_at: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Split runs so that none is longer than a step.
+    """Split runs so that none is longer than `STEP` bytes.
 
     >>> runs = split_runs(np.array([0]), np.array([7]), np.array([STEP + 1]))
     >>> [column.tolist() for column in runs]
@@ -260,7 +263,8 @@ def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Byt
     for index, pool in plan.rank_pools(rank).items():
         held = _bytes_of(given[index]) if index in given else None
         if held is None or held.size < pool.nbytes:
-            raise _not_held(index, pool.nbytes, given, None if held is None else held.size)
+            size = None if held is None else held.size
+            raise _no_access(index, pool.nbytes, given, size)
         pools[index] = held
     return pools
 
@@ -274,12 +278,12 @@ def gpu_pools(plan: Plan, rank: int, given: Any) -> dict[int, Memory]:
     for index, pool in plan.rank_pools(rank).items():
         held = memory[index].nbytes if index in memory else None
         if held is None or held < pool.nbytes:
-            raise _not_held(index, pool.nbytes, memory, held)
+            raise _no_access(index, pool.nbytes, memory, held)
     load_driver()
     return memory
 
 
-def _not_held(index: int, nbytes: int, given: Mapping[int, Any], held: int | None) -> AtlasError:
+def _no_access(index: int, nbytes: int, given: Mapping[int, Any], held: int | None) -> AtlasError:
     if held is not None:
         got = f"{held:,} bytes"
     elif index in given:

@@ -45,9 +45,9 @@ class PoolMover(ABC):
 
     @abstractmethod
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
-        """Return a function that scatters `stream`, to be timed.
+        """Return a function that scatters `stream` into scratch memory, so that it can be timed.
 
-        It scatters into `nbytes` of scratch memory instead of pool 0.
+        The scratch memory has `nbytes` bytes and replaces pool 0.
         """
 
     @abstractmethod
@@ -58,7 +58,7 @@ class PoolMover(ABC):
         """
 
     def follow(self, mark: int | None) -> None:  # noqa: B027
-        """Make later copies wait for a mark of this process, if there is one."""
+        """Make later copies wait for the GPU work before a mark; do nothing if `mark` is None."""
 
     def wait_for_caller(self) -> None:  # noqa: B027
         """Wait for the work that is queued on the caller's GPU stream."""
@@ -74,15 +74,15 @@ class HostMover(PoolMover):
         self._pools = pools
 
     def gather(self, copies: Sequence[Copy], stream: Any) -> None:
-        """Gather with numpy."""
+        """Gather `copies` from the pools into `stream` with numpy."""
         gather(copies, self._pools, stream)
 
     def scatter(self, copies: Sequence[Copy], stream: Any) -> int:
-        """Scatter with numpy."""
+        """Scatter `stream` into the pools with numpy. Return the number of bytes."""
         return scatter(copies, stream, self._pools)
 
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
-        """Scatter with numpy."""
+        """Return a function that scatters `stream` into scratch memory with numpy."""
         scratch = {0: np.empty(nbytes, dtype=np.uint8)}
 
         def act() -> None:
@@ -91,7 +91,7 @@ class HostMover(PoolMover):
         return act
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """Compute checksums on the CPU."""
+        """Return a CRC-32 of every `piece` bytes of the stream, computed on the CPU."""
         return checksums(copies, self._pools, piece, src=src)
 
 
@@ -116,12 +116,12 @@ class GpuMover(PoolMover):
         self._pinned = PinnedMemory(staging) if bounces else None
 
     def follow(self, mark: int | None) -> None:
-        """Make the GPU stream wait for the mark, without blocking the host."""
+        """Make the GPU stream wait for the work before a mark, without blocking the host."""
         if mark is not None and self._marks is not None:
             self._queue.after(self._marks.event(mark))
 
     def wait_for_caller(self) -> None:
-        """Wait for the current stream of the calling thread."""
+        """Wait for the work on the current GPU stream of the calling thread."""
         import torch
 
         torch.cuda.current_stream(self._device).synchronize()
@@ -135,7 +135,7 @@ class GpuMover(PoolMover):
         return self._count(stream, self._through(copies, self._memory, stream, out=False))
 
     def rehearsal(self, copies: Sequence[Copy], stream: Any, nbytes: int) -> Callable[[], None]:
-        """Scatter with a kernel."""
+        """Return a function that scatters `stream` into scratch memory with a kernel."""
         scratch = self._queue.buffer(nbytes)
         pools = {0: Memory(scratch.data_ptr(), nbytes, f"{self._device}", owner=scratch)}
 
@@ -171,7 +171,7 @@ class GpuMover(PoolMover):
         return nbytes
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """Copy the gathered stream to the host, and compute the checksums there."""
+        """Return a CRC-32 of every `piece` bytes; the gathered stream is copied to the host."""
         if not src:
             copies = [copy.reversed() for copy in copies]
         stream = np.empty(stream_bytes(copies), dtype=np.uint8)

@@ -32,7 +32,7 @@ numpy releases the interpreter lock while it copies many elements.
 
 
 def copy_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> None:
-    """Copy runs of `length` bytes between the offsets `places` of two buffers.
+    """Copy runs of `length` bytes from `src` to `dst`, at the offsets in `places`.
 
     >>> src, dst = np.arange(16, dtype=np.uint8), np.zeros(8, np.uint8)
     >>> copy_nested(src, dst, NestedSteps.of(np.array([0, 4, 8, 12]), np.array([0, 2, 4, 6])), 2)
@@ -96,5 +96,5 @@ def _copy_grid(copy: Copy, source: Bytes, target: Bytes) -> None:
 
 @lru_cache(maxsize=64)
 def _nested(starts: Starts) -> NestedSteps:
-    """Return starts as nested strides. All requests of one route share them."""
+    """Return starts as nested strides; cached, because all requests of one route share them."""
     return NestedSteps.of(starts.src, starts.dst)

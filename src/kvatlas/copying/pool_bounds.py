@@ -11,7 +11,7 @@ from kvatlas.routing import Copy
 
 
 class SizedRegion(Protocol):
-    """Anything with a size in bytes."""
+    """A memory region, of which the check needs only the size."""
 
     @property
     def nbytes(self) -> int:
@@ -23,7 +23,7 @@ def check_bounds(
 ) -> None:
     """Raise `out_of_bounds` if a run is not inside its regions. Regions are given by pool index.
 
-    The check takes starts and spans as they are, and does not compute every run.
+    The check adds only the smallest and largest start to the spans instead of computing all runs.
     """
     for copy in copies:
         ends = (copy.src_pool, copy.src, src), (copy.dst_pool, copy.dst, dst)
@@ -38,7 +38,7 @@ def _region_bytes(pool: int, regions: Mapping[int, SizedRegion]) -> int:
     if pool not in regions:
         raise AtlasError(
             Code.OUT_OF_BOUNDS,
-            "A copy uses a region that is not registered",
+            "A copy uses a pool that is not registered",
             got=f"pool {pool}, but only pools {sorted(regions)} are registered",
             hint="Register every pool before the handshake",
         )

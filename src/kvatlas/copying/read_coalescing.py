@@ -39,14 +39,14 @@ _KEPT = 1 << 10
 
 
 class Placing(NamedTuple):
-    """Runs of one length: their nested strides in a batch and in their destination pool."""
+    """Runs of one length in a batch, and their places in the destination pool."""
 
     pool: int
     places: NestedSteps
     length: int
 
     def carry_out(self, batch: Bytes, pools: Mapping[int, Bytes]) -> None:
-        """Copy the runs from a batch that was read into their destination pool."""
+        """Copy the runs from `batch`, the bytes that were read, to their destination pool."""
         copy_nested_unchecked(batch, pools[self.pool], self.places, self.length)
 
 
@@ -67,13 +67,13 @@ class LandingBatch(NamedTuple):
         )
 
     def read(self, at: int) -> Copy:
-        """Return the copy that reads the batch into the staging memory at offset `at`."""
+        """Return the copy that reads the batch into staging memory, starting at offset `at`."""
         places = np.cumsum(self.length) - self.length + at
         return Copy(self.pool, STAGING, self.src, places, self.length)
 
 
 class _Tiles(NamedTuple):
-    """The starts of a grid's tiles relative to its spans, and the strides inside each tile."""
+    """The tiles of one copy: their starts relative to its spans, and the strides inside a tile."""
 
     grid: Copy
     src: Int64s
@@ -86,7 +86,7 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def of(cls, grid: Copy, most: int) -> _Tiles:
-        """Return the tiles of a grid: dense, and of at most `most` bytes each."""
+        """Divide the runs of a copy into dense tiles of at most `most` bytes each."""
         return cls(grid, *_tiled(grid.starts, int(grid.length.max()), most))
 
     @property
@@ -96,7 +96,7 @@ class _Tiles(NamedTuple):
 
 
 def landing_batches(grids: Sequence[Copy], room: int) -> Generator[LandingBatch]:
-    """Yield batches of at most `room` bytes that together contain all runs of the grids."""
+    """Yield batches of at most `room` bytes that together contain all runs of `grids`."""
     alike: defaultdict[tuple[int, int], list[Copy]] = defaultdict(list)
     for grid in grids:
         if len(grid):
@@ -110,7 +110,7 @@ def landing_batches(grids: Sequence[Copy], room: int) -> Generator[LandingBatch]
 
 
 def expected_reads(grids: Sequence[Copy], room: int) -> tuple[int, int]:
-    """Return the estimated number of ranges that are read for the grids, and their bytes.
+    """Estimate the reads that copy `grids`: return the number of ranges, and their bytes.
 
     The estimate is based on the first spans of each grid.
     """
@@ -127,7 +127,7 @@ def _first_spans(grid: Copy) -> Copy:
 
 
 def _cut(grid: Copy, most: int) -> Copy:
-    """Return the same bytes as runs of at most `most` bytes."""
+    """Return a copy of the same bytes, in runs of at most `most` bytes."""
     if int(grid.length.max()) <= most:
         return grid
     parts = -(-grid.length // most)
@@ -156,7 +156,7 @@ class _SortedTiles(NamedTuple):
 
     @classmethod
     def of(cls, tiles: Sequence[_Tiles], spans: slice) -> _SortedTiles:
-        """Return the tiles of the given spans of all grids."""
+        """Return the tiles of the spans `spans` of all grids, sorted in the order of the reads."""
         grid, extent = tiles[0].grid, max(one.extent for one in tiles)
         far = 1 + max(one.source_stop for one in tiles)
         apart = _blocks(grid.src[spans], grid.dst[spans], extent) * far
@@ -219,7 +219,7 @@ class _SortedTiles(NamedTuple):
 
 
 class _AlikeTiles(NamedTuple):
-    """Tiles of one grid whose runs have one length. `cuts` are the first tiles of the batches."""
+    """Tiles of one grid whose runs have one length. `cuts[i]` is the first tile of batch i."""
 
     tiles: _Tiles
     length: int
@@ -230,7 +230,7 @@ class _AlikeTiles(NamedTuple):
     def placing(self, batch: int, at: int) -> Placing | None:
         """Return the runs of these tiles in a batch; None if the batch has none of the tiles.
 
-        `at` is the position of the batch in everything that is read.
+        `at` is the offset of the batch in the concatenation of all reads.
         """
         some = slice(self.cuts[batch], self.cuts[batch + 1])
         if some.start == some.stop:
@@ -252,7 +252,7 @@ def _nested(src: Int64s, dst: Int64s) -> NestedSteps:
 def _tiled(
     starts: Starts, length: int, most: int
 ) -> tuple[Int64s, Int64s, tuple[Steps, ...], int, int]:
-    """Return the fields of `_Tiles` except the grid. All requests of one route share them."""
+    """Return the fields of `_Tiles` after `grid`; cached, as all requests of a route share them."""
     nested = NestedSteps.of(starts.src, starts.dst)
     nbytes, reach, extent, dense = length, 0, 0, list[Steps]()
     for one in sorted(nested.steps, key=lambda one: abs(one.src)):

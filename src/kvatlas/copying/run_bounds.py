@@ -37,10 +37,11 @@ that start at 0..60, in 64 bytes. Pass pools by index, each as large as in the p
     _check_buffer(buffer, written=written)
     at, length = _offsets(starts), _offsets(length)
     if len(at) != len(length):
-        problem = "Each run needs one start and one length"
-        got = f"{len(at)} starts, {len(length)} lengths"
         raise AtlasError(
-            Code.BAD_SIZE, problem, got=got, hint="Pass starts and lengths of the same size"
+            Code.BAD_SIZE,
+            "Each run needs one start and one length",
+            got=f"{len(at)} starts, {len(length)} lengths",
+            hint="Pass starts and lengths of the same size",
         )
     if not len(at):
         return at, length
@@ -51,12 +52,12 @@ that start at 0..60, in 64 bytes. Pass pools by index, each as large as in the p
     # Lengths are subtracted from the size, not added to the starts: large sums wrap around.
     if int(at.min()) < 0 or not (at <= nbytes - length).all():
         runs = f"runs of {length.min()} to {length.max()} bytes"
-        raise _outside(f"{runs} that start at {at.min()}..{at.max()}, in {nbytes} bytes")
+        raise _outside_buffer(f"{runs} that start at {at.min()}..{at.max()}, in {nbytes} bytes")
     return at, length
 
 
 def check_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> NestedSteps:
-    """Return runs at nested strides with int64 starts, or raise an error if one leaves a buffer."""
+    """Return `places` with int64 starts, or raise an error if a run leaves its buffer."""
     nbytes = positive(length, "the length of runs")
     for one in places.steps:
         positive(one.times, "the number of steps")
@@ -77,7 +78,7 @@ def check_nested(src: Bytes, dst: Bytes, places: NestedSteps, length: int) -> Ne
         first = int(firsts.min()) + sum(min(0, far) for far in reach)
         stop = int(firsts.max()) + sum(max(0, far) for far in reach) + nbytes
         if first < 0 or stop > len(buffer):
-            raise _outside(f"runs in {first}..{stop - 1} of {len(buffer)} bytes")
+            raise _outside_buffer(f"runs in {first}..{stop - 1} of {len(buffer)} bytes")
     return NestedSteps(ends[0][0], ends[1][0], places.steps)
 
 
@@ -93,9 +94,11 @@ def _check_buffer(buffer: Bytes, *, written: bool) -> None:
         hint = "Pass array.reshape(-1).view(np.uint8) of a contiguous array"
         raise AtlasError(Code.BAD_TENSOR, problem, got=got, hint=hint)
     if written and not buffer.flags.writeable:
-        problem, hint = "The destination buffer is read-only", "Pass a writable array"
         raise AtlasError(
-            Code.BAD_TENSOR, problem, got=f"a read-only array of {len(buffer)} bytes", hint=hint
+            Code.BAD_TENSOR,
+            "The destination buffer is read-only",
+            got=f"a read-only array of {len(buffer)} bytes",
+            hint="Pass a writable array",
         )
 
 
@@ -104,14 +107,17 @@ def _offsets(given: Places) -> Int64s:
         return np.arange(given.start, given.stop, given.step)  # asarray would iterate over it
     at = np.asarray(given)
     if at.ndim != 1 or (at.dtype.kind not in "iu" and at.size):
-        problem = "Offsets and lengths must be one-dimensional integer arrays"
-        got = f"{type(given).__name__} of {at.dtype} with {at.ndim} axes"
-        raise AtlasError(Code.NOT_AN_INTEGER, problem, got=got, hint="Pass numpy arrays of int64")
+        raise AtlasError(
+            Code.NOT_AN_INTEGER,
+            "Offsets and lengths must be one-dimensional integer arrays",
+            got=f"{type(given).__name__} of {at.dtype} with {at.ndim} axes",
+            hint="Pass numpy arrays of int64",
+        )
     if at.dtype == np.uint64 and at.size and int(at.max()) > _LARGEST:
-        raise _outside(f"an offset or a length of {at.max()}")
+        raise _outside_buffer(f"an offset or a length of {at.max()}")
     return at.astype(np.int64, copy=False)
 
 
-def _outside(got: str) -> AtlasError:
+def _outside_buffer(got: str) -> AtlasError:
     hint = "Pass pools by index, each as large as in the plan"
     return AtlasError(Code.OUT_OF_BOUNDS, got=got, hint=hint)

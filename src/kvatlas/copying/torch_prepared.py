@@ -47,7 +47,7 @@ class LaunchDriver(Protocol):
         """Write 32 bits to pinned memory in stream order. Return False if this is not supported."""
 
     def local_event(self, device: int) -> int:
-        """Create an event for this process, which can be recorded repeatedly."""
+        """Create an event for use in this process; it can be recorded any number of times."""
 
     def end_event(self, device: int, event: int) -> None:
         """Destroy an event."""
@@ -103,7 +103,7 @@ class LaunchQueue(Protocol):
         """The block tables that prepared launches use in rotation."""
 
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
-        """Return starts in device memory."""
+        """Return source and target offsets of starts in device memory."""
 
     def on_stream(self) -> AbstractContextManager[None]:
         """A context in which the stream is current."""
@@ -112,7 +112,7 @@ class LaunchQueue(Protocol):
         """Allocate host memory that the GPU can access."""
 
     def wait_for_launches(self) -> None:
-        """Wait for all launches after one has failed."""
+        """Wait for the earlier launches after one has failed, because they still write."""
 
 
 class LaunchTables:
@@ -149,12 +149,12 @@ class RequestTable:
         self.driver, self.number = queue.driver, queue.number
         self.caller, self.over = (self.driver.local_event(self.number) for _ in "ab")
         for event in (self.caller, self.over):
-            _at_its_end(self, self.driver.end_event, self.number, event)
+            _destroy_with(self, self.driver.end_event, self.number, event)
         self.posted: Posted | None = None
 
 
 class GroupIds(NamedTuple):
-    """The position of one group's block ids, at one end, among all block ids of a request.
+    """The position of one group's source or destination ids among all block ids of a request.
 
     >>> GroupIds(end=1, group=0, first=2, blocks=2).among([7, 8, 3, 5])
     [3, 5]
@@ -166,11 +166,11 @@ class GroupIds(NamedTuple):
     blocks: int
 
     def among(self, ids: Any) -> Any:
-        """Return the group's ids out of all ids of a request."""
+        """Return the block ids of this group, a part of all `ids` of a request."""
         return ids[self.first : self.first + self.blocks]
 
     def pieces(self, ids: Int64s) -> Iterator[_Piece]:
-        """Yield the pieces in which the group's ids are written into `ids`."""
+        """Yield the pieces in which the group's block table is copied into `ids`."""
         mine = self.among(ids)
         for first in range(0, self.blocks, _WRITTEN_AT_ONCE):
             part = slice(first, min(self.blocks, first + _WRITTEN_AT_ONCE))
@@ -182,7 +182,7 @@ _Piece = tuple[int, int, slice, Int64s]
 
 
 class _TableLaunches:
-    """Launches for one shape that read the block ids in one table."""
+    """Launches that read block ids from one table, for requests of one shape."""
 
     def __init__(self, copies: list[Any], pieces: list[_Piece]) -> None:
         self.copies, self.pieces = copies, pieces
@@ -194,7 +194,7 @@ class TorchPreparedRuns(PreparedRuns):
     """The prepared launches for one shape, on one queue. Any thread may use them."""
 
     def __init__(self, queue: LaunchQueue, patterns: Sequence[AddressPattern]) -> None:
-        """`fits(patterns)` must be true."""
+        """Prepare launches that copy `patterns` on `queue`; `fits(patterns)` must be true."""
         self._queue, self._tables = queue, queue.tables
         self._address = queue.stream.cuda_stream
         self._patterns, self._groups = patterns, group_ids(patterns)
@@ -204,7 +204,7 @@ class TorchPreparedRuns(PreparedRuns):
         self._launched = 0
 
     def post(self, src: Tables, dst: Tables) -> Posted | None:
-        """Write the block ids and launch."""
+        """Write the block ids to a pinned table and launch. Return None if no table is free."""
         queue = self._queue
         with queue.lock, queue.driver.on(queue.number):
             table = None if queue.closed else self._tables.free()
@@ -247,7 +247,7 @@ class TorchPreparedRuns(PreparedRuns):
     def _capture(self, made: _TableLaunches) -> None:
         """Capture the launches in a graph, so that the next request needs only one launch.
 
-        Not done before the second request, because a capture needs compiled kernels.
+        Called for the second request: a capture needs the kernels that the first compiled.
         """
         driver, aside = self._queue.driver, self._tables.aside
         try:
@@ -256,7 +256,7 @@ class TorchPreparedRuns(PreparedRuns):
             log.exception("cannot capture copies in a CUDA graph, launching kernels one by one")
             self._tables.captures = False
             return
-        _at_its_end(self, driver.end_graph, self._queue.number, graph)
+        _destroy_with(self, driver.end_graph, self._queue.number, graph)
         made.graph = graph
 
 
@@ -291,7 +291,7 @@ class PostedTable(Posted):
 
 
 def group_ids(patterns: Sequence[AddressPattern]) -> list[GroupIds]:
-    """Return the positions of the block ids that the patterns use, one group after another."""
+    """Return where a table stores the block ids of each group that the patterns use."""
     used: dict[tuple[int, int], int] = {}
     for one in patterns:
         for end in (0, 1):
@@ -317,7 +317,7 @@ def _copies(
     groups: Sequence[GroupIds],
     table: RequestTable,
 ) -> list[Any]:
-    """Return one launch for each pattern."""
+    """Return one `RepeatedCopy` per pattern, which reads its block ids from `table`."""
     from kvatlas.copying.address_runs import BlockSpans, RepeatedCopy
 
     ids = {(one.end, one.group): one.among(table.pinned) for one in groups}
@@ -337,6 +337,8 @@ def _launch_all(copies: Sequence[Any], stream: Any) -> None:
         copy.launch(stream)
 
 
-def _at_its_end(owner: object, give_back: Callable[[int, int], None], device: int, it: int) -> None:
-    """Destroy a driver object when its owner is garbage collected, but not at process exit."""
-    weakref.finalize(owner, give_back, device, it).atexit = False
+def _destroy_with(
+    owner: object, destroy: Callable[[int, int], None], device: int, handle: int
+) -> None:
+    """Call `destroy(device, handle)` when `owner` is garbage collected, but not at process exit."""
+    weakref.finalize(owner, destroy, device, handle).atexit = False

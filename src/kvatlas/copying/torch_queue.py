@@ -55,7 +55,7 @@ class QueueDriver(LaunchDriver, Protocol):
 
 
 class TorchQueue(DeviceQueue):
-    """One stream of one device. Any thread may use it."""
+    """A queue of copies on one stream of one device. Any thread may use it."""
 
     def __init__(self, driver: QueueDriver, device: int, multiprocessors: int) -> None:
         import torch
@@ -104,7 +104,7 @@ class TorchQueue(DeviceQueue):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def post(self, runs: Sequence[AddressRuns], **choice: Any) -> Posted:
-        """Launch one kernel for each set of runs. `choice` overrides the launch options."""
+        """Launch one kernel for each item of `runs`. `choice` overrides the launch parameters."""
         with self._posting(), self.driver.on(self.number):
             return self._launch(runs, choice)
 
@@ -127,14 +127,14 @@ class TorchQueue(DeviceQueue):
         return self._tables
 
     def wait_for_launches(self) -> None:
-        """Wait for all launches after one has failed, because the others still write."""
+        """Wait for the earlier launches after one has failed, because they still write."""
         with suppress(Exception):  # a failed device writes nothing
             TorchPosted(self._stream).wait()
 
     def through(
         self, runs: Sequence[AddressRuns], host: Any, gpu: Any, nbytes: int, *, out: bool
     ) -> Posted:
-        """Copy between pools and a host buffer, through a GPU buffer of at least `nbytes`.
+        """Copy `nbytes` bytes between pools and buffer `host`, through GPU buffer `gpu`.
 
         `out` means from the pools to the host.
         """
@@ -167,7 +167,7 @@ class TorchQueue(DeviceQueue):
             return TorchPosted(self._stream) if out else self._launch(runs, {})
 
     def close(self) -> None:
-        """Give the streams back. A second call has no effect."""
+        """Release the streams. A second call has no effect."""
         with self.lock, self._ordering:
             self.closed = True
             for lent in self._lent:
@@ -175,7 +175,7 @@ class TorchQueue(DeviceQueue):
 
     @contextmanager
     def _posting(self) -> Iterator[None]:
-        """A context for posting work. The queue is open, and is not closed inside it."""
+        """A context in which the queue stays open; raise an error if it is closed already."""
         with self.lock:
             self._check_open()
             yield
@@ -215,9 +215,9 @@ class TorchQueue(DeviceQueue):
             yield
 
     def _launch(self, runs: Sequence[AddressRuns], choice: dict[str, Any]) -> TorchPosted:
-        """Launch one kernel for each set of runs. The lock must be held.
+        """Launch one kernel for each item of `runs`. The caller must hold the lock.
 
-        Otherwise a table could be overwritten before a kernel has read it.
+        Without the lock, a table could be overwritten before a kernel has read it.
         """
         from kvatlas.copying.address_runs import convert_address_runs, copy_address_runs
 
@@ -245,7 +245,7 @@ class TorchQueue(DeviceQueue):
 
     @contextmanager
     def _no_launch_left_behind(self) -> Iterator[None]:
-        """A context that waits for earlier launches if it fails, because they still write."""
+        """A context that waits for earlier launches if its body fails, because they still write."""
         try:
             yield
         except BaseException:
@@ -273,7 +273,7 @@ class TorchQueue(DeviceQueue):
         return slot.table[: table.size].view(table.shape)
 
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
-        """Return starts in device memory. They are cached; the least recently used are dropped."""
+        """Return starts in device memory; cached, and the least recently used are evicted."""
         from kvatlas.copying.address_runs import place_starts
 
         if id(starts[0]) not in self._starts:
@@ -286,7 +286,7 @@ class TorchQueue(DeviceQueue):
         return self._starts[id(starts[0])].placed
 
     def _scales(self, runs: AddressRuns, cast: ElementCast) -> Any:
-        """Return the scales of runs in device memory. They are cached together with the starts."""
+        """Return the scales of `cast` on the device; cached together with the starts of `runs`."""
         from kvatlas.kernels.cast_scales import place_scales
 
         kept = self._starts[id(runs.starts[0])]

@@ -1,4 +1,4 @@
-"""Kernels that write, read, copy, clear and attend to cached data.
+"""Kernels for cached data: write, read, copy, clear, convert and attend.
 
 All kernels run in torch on any device. Most also have a Triton implementation for GPUs.
 """

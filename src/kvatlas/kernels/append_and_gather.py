@@ -14,7 +14,7 @@ from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import natural, positive
 from kvatlas.kernels.dispatch import gpu_kernels
-from kvatlas.kernels.table_checks import check_block, check_tables
+from kvatlas.kernels.table_checks import check_appendable, check_block, check_tables
 from kvatlas.kernels.write_read_kv import read, write
 from kvatlas.specs import Attention
 
@@ -97,9 +97,7 @@ def _check_rows(
 ) -> None:
     """Raise an error for quantised layers, and for rows of the wrong shape or dtype."""
     spec = layer.spec_as(Attention)
-    if spec.cache != "auto":
-        problem, hint = "append_step does not support quantised layers", "Use write and read"
-        raise AtlasError(Code.NO_KERNEL, problem, got=f"cache dtype {spec.cache}", hint=hint)
+    check_appendable(spec)
     heads, dtype = layer.place("k").size("H"), layer.field("k").dtype
     for name, rows, dim in (("k", k, spec.head_dim), ("v", v, spec.v_dim or spec.head_dim)):
         wanted = (sequences, heads, count, dim)

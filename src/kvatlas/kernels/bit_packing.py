@@ -67,6 +67,6 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_e2m1(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the values of e2m1 codes."""
+    """Return the number that each e2m1 code represents, as `dtype`."""
     table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device, dtype=dtype)
     return table[codes.int()]

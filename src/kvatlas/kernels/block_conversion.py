@@ -9,6 +9,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.kernels.block_copy import block_ids
 from kvatlas.kernels.dispatch import gpu_kernels
 from kvatlas.kernels.recurrent_states import read_states, write_states
+from kvatlas.kernels.table_checks import check_pairs
 from kvatlas.kernels.write_read_kv import read, write
 from kvatlas.kernels.write_read_latent import read_latent, read_rows, write_latent, write_rows
 from kvatlas.specs import Attention, CellFormat, LatentAttention, Recurrent, TensorScales
@@ -31,11 +32,7 @@ def convert_blocks(
     may differ. On a GPU, one kernel converts element-wise formats (the model's dtype, or fp8 with
     one scale) directly between pages. Other formats are read, decoded, encoded and written.
     """
-    if ids.numel() != places.numel():
-        problem = "`ids` and `places` must have the same length"
-        hint = "Pass one target block in `places` for each source block in `ids`"
-        got = f"{ids.numel()} ids and {places.numel()} places"
-        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
+    check_pairs(ids, places)
     elements = all(CellFormat(layer.spec).by_element for layer in (source, target))
     if elements and (gpu := gpu_kernels(source.buffer, target.buffer)):
         scales = {"src_scales": [src_scales], "dst_scales": [dst_scales]}

@@ -15,6 +15,7 @@ from kvatlas.geometry import Placement
 from kvatlas.kernels.dispatch import gpu_kernels
 from kvatlas.kernels.fields_to_copy import placements_to_copy
 from kvatlas.kernels.strided_copy import StridedBlocks, move_blocks
+from kvatlas.kernels.table_checks import check_pairs, race
 
 
 def copy_blocks(
@@ -28,11 +29,7 @@ def copy_blocks(
     if gpu := gpu_kernels(source.buffer, target.buffer):
         gpu.copy_blocks(source, ids, target, places)
         return
-    if ids.numel() != places.numel():
-        problem = "`ids` and `places` must have the same length"
-        hint = "Pass one target block in `places` for each source block in `ids`"
-        got = f"{ids.numel()} ids and {places.numel()} places"
-        raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
+    check_pairs(ids, places)
     ids, places = block_ids(source, ids), block_ids(target, places)
     _check_races(source, ids, target, places)
     for a, b in placements_to_copy(source, target):
@@ -94,8 +91,4 @@ def _check_races(
     pools = [layer.buffer.untyped_storage().data_ptr() for layer in (source, target)]
     same_layer = pools[0] == pools[1] and source.placement == target.placement
     if twice or (same_layer and ids.numel() and bool(written[ids].any())):
-        problem = "A copy must not write a block twice"
-        if not twice:
-            problem = "A copy within one layer must not read a block that it writes"
-        got = f"ids {ids.tolist()[:8]} and places {places.tolist()[:8]} (the first 8)"
-        raise AtlasError(Code.OVERLAP, problem, got=got, hint="Split the copy into two calls")
+        raise race(ids, places, twice=twice)

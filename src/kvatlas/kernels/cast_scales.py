@@ -12,7 +12,7 @@ from kvatlas.specs.cell_formats import ElementCast
 
 
 class PlacedScales(NamedTuple):
-    """The scales of every start (see `address_runs`), on the device that casts."""
+    """The scales of each start of a copy (see `address_runs`), on the device that casts."""
 
     table: torch.Tensor
     """[3, starts] of float32: factors, divisors, and the inverses of the divisors."""
@@ -23,7 +23,10 @@ class PlacedScales(NamedTuple):
 def place_scales(
     cast: ElementCast, which: NDArray[np.int64] | None, starts: int, device: torch.device | str
 ) -> PlacedScales:
-    """Upload the scales of `starts` starts. `which` holds each start's index in `cast.scales`.
+    """Upload the scales that `cast` applies to each of `starts` starts.
+
+    `which` holds the index in `cast.scales` of each start; None means index 0 for all. The rows
+    of the table are factors, divisors and inverses of the divisors.
 
     >>> from kvatlas.geometry import DType
     >>> cast = ElementCast(DType.of("bf16"), DType.of("fp8"), ((1.0, 0.5), (1.0, 4.0)))

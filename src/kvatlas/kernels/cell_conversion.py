@@ -77,7 +77,7 @@ def convert_cells(cells: ByteArray, src: CellFormat, dst: CellFormat) -> ByteArr
 def _convert_elements(
     cells: torch.Tensor, src: CellFormat, made: torch.Tensor, dst: CellFormat
 ) -> None:
-    """Convert cells of element-wise formats. Adjacent rows with equal scales share one call."""
+    """Convert `cells` into the tensor `made`; adjacent rows with equal scales share one call."""
     spans: dict[tuple[float, float], list[int]] = {}
     at = 0
     for row in src.rows:
@@ -99,9 +99,9 @@ def _convert_elements(
 def _look_up(
     given: torch.Tensor, one: DType, into: torch.Tensor, two: DType, scales: tuple[float, float]
 ) -> None:
-    """Convert 8-bit and 16-bit elements with a lookup table in numpy.
+    """Convert elements `given` of type `one` into `into`, of type `two`, with a lookup table.
 
-    This is faster on a CPU than fp8 casts in torch.
+    Types have at most 16 bits. On a CPU, numpy is faster at this than fp8 casts in torch.
     """
     table = _table(one, two, *scales)
     codes: NDArray[Any] = given.view(_WORDS[one.item]).numpy().view(f"u{one.item}")
@@ -124,7 +124,7 @@ def _table(one: DType, two: DType, from_scale: float, to_scale: float) -> NDArra
 def _element(
     values: torch.Tensor, dtype: DType, from_scale: float, to_scale: float
 ) -> torch.Tensor:
-    """Return elements converted to `dtype`, with the same rounding as the codecs."""
+    """Return `values * from_scale / to_scale` in `dtype`, with the same rounding as the codecs."""
     exact = values.float() * from_scale
     if dtype.item > 1:
         return exact.to(torch_dtype(dtype))

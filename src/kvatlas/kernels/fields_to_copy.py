@@ -9,7 +9,7 @@ from kvatlas.geometry.combine import tile_alike
 
 
 def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Placement, Placement]]:
-    """Return (source, target) placements to copy: one pair of cells, or one pair per field."""
+    """Return pairs (source, target) of placements to copy: one of whole cells, or one per field."""
     held = [
         {f.name: (f.dtype, f.sizes) for f in layer.page.fields if not f.padding}
         for layer in (source, target)
@@ -25,7 +25,7 @@ def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Pla
 
 
 def cells_alike(source: LayerCache, target: LayerCache) -> bool:
-    """Whether cells can be copied as a whole, because fields have the same offsets in them.
+    """Whether whole cells can be copied: both layers have the same fields at the same offsets.
 
     If a field spans a whole page, the strides of heads and states must be equal as well.
     """

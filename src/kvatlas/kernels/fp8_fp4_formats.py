@@ -40,12 +40,12 @@ def power_above(values: torch.Tensor) -> torch.Tensor:
 
 
 def to_ue8m0(exponents: torch.Tensor) -> torch.Tensor:
-    """Encode exponents as bytes with a bias of 127; NaN becomes 255."""
+    """Encode exponents as ue8m0 bytes: exponent + 127, or 255 for NaN."""
     return (exponents + 127).clamp(0, 254).nan_to_num(255).to(torch.uint8)
 
 
 def from_ue8m0(codes: torch.Tensor) -> torch.Tensor:
-    """Decode bytes to powers of two.
+    """Decode ue8m0 bytes to powers of two; 255 becomes NaN.
 
     >>> from_ue8m0(torch.tensor([127, 120, 255], dtype=torch.uint8)).tolist()
     [1.0, 0.0078125, nan]
@@ -54,9 +54,9 @@ def from_ue8m0(codes: torch.Tensor) -> torch.Tensor:
 
 
 def to_nvfp4(rows: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return packed e2m1 codes, and one e4m3 scale per 16 elements.
+    """Quantise to nvfp4: return packed e2m1 codes, and one e4m3 scale per 16 elements.
 
-    `scale` is the additional scale of the whole tensor.
+    `scale` is a further scale for the whole tensor.
     """
     blocks = bits.split(rows, -1, 16)
     largest = not_finite_is_nan(blocks.abs().amax(-1))
@@ -69,7 +69,7 @@ def to_nvfp4(rows: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torc
 def from_nvfp4(
     data: torch.Tensor, steps: torch.Tensor, count: int, scale: float = 1.0
 ) -> torch.Tensor:
-    """Decode nvfp4 to float32."""
+    """Decode nvfp4 rows of `count` elements to float32; `steps` has a scale per 16 elements."""
     values = bits.split(bits.from_e2m1(bits.unpack(data, 4, count)), -1, 16)
     return (values * (steps.float() * scale).unsqueeze(-1)).flatten(-2)
 
@@ -77,7 +77,7 @@ def from_nvfp4(
 def to_fp8_blocks(
     rows: torch.Tensor, block: int, *, powers: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return fp8 elements and one scale per `block` elements.
+    """Quantise to fp8: return e4m3 elements, and one float32 scale per `block` elements.
 
     With `powers`, scales are powers of two, and their exponents are returned instead. A block's
     largest absolute value counts as at least 1e-4, as in the GPU kernels.
@@ -93,7 +93,7 @@ def to_fp8_blocks(
 
 
 def to_mxfp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return packed e2m1 codes, and one ue8m0 scale per 32 elements."""
+    """Quantise to mxfp4: return packed e2m1 codes, and one ue8m0 scale per 32 elements."""
     blocks = bits.split(rows, -1, 32)
     largest = not_finite_is_nan(blocks.abs().amax(-1)).clamp(min=E2M1_MAX * 2.0**-126)
     exponent = torch.where(
@@ -104,5 +104,5 @@ def to_mxfp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def from_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
-    """Multiply elements by the scale of their block."""
+    """Multiply each element by the scale of its block of `block` elements."""
     return (bits.split(values, -1, block) * scales.unsqueeze(-1)).flatten(-2)

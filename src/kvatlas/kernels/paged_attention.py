@@ -140,7 +140,7 @@ def _check_queries(q: torch.Tensor, heads: int, dim: int) -> None:
     if q.dim() != 3 or q.shape[2] != dim or not q.shape[1] or q.shape[1] % heads:
         problem = f"`q` must be [tokens, query heads, {dim}], with a multiple of {heads} heads"
         hint = "Pass the query heads that this rank holds"
-        raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(q.shape), hint=hint)
+        raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(q.shape)}", hint=hint)
 
 
 def _out(q: torch.Tensor, width: int, out: torch.Tensor | None) -> torch.Tensor:
@@ -148,7 +148,7 @@ def _out(q: torch.Tensor, width: int, out: torch.Tensor | None) -> torch.Tensor:
     if out is not None and out.shape != shape:
         hint = "Omit `out`, or pass a tensor with one row per query"
         problem = f"`out` must be of shape {shape}"
-        raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(out.shape), hint=hint)
+        raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(out.shape)}", hint=hint)
     return q.new_empty(shape) if out is None else out
 
 
@@ -165,7 +165,7 @@ def _attend(
 
 
 def _read_together(batch: list[_Sequence]) -> Iterator[list[_Sequence]]:
-    """Yield groups of sequences to read together: several short ones, or one long one."""
+    """Yield lists of sequences whose rows are read at once: several short ones, or one long one."""
     group: list[_Sequence] = []
     taken = 0
     for sequence in batch:
@@ -210,20 +210,24 @@ def _batch(
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> list[_Sequence]:
-    """Return the query rows, the visible slots and the mask of each sequence with queries."""
+    """Return the query rows, visible slots and mask of each sequence that has queries."""
     hint = "Pass tensors of int32 or int64"
     tables, lengths = whole_tensor(tables, "Tables", hint), whole_tensor(lengths, "Lengths", hint)
     if tables.dim() != 2 or lengths.dim() != 1:
-        problem = "`tables` must have two axes and `lengths` one"
-        got = f"tables of shape {tuple(tables.shape)} and lengths of {tuple(lengths.shape)}"
-        raise _bad_batch(problem, got, "Pass tables [sequences, blocks] and lengths [sequences]")
+        raise _bad_batch(
+            "`tables` must have two axes and `lengths` one",
+            f"tables of shape {tuple(tables.shape)} and lengths of shape {tuple(lengths.shape)}",
+            "Pass tables [sequences, blocks] and lengths [sequences]",
+        )
     states, visibility = layer.kernel_blocks.size("N"), layer.spec.visibility
     edges = _edges(q, queries, starts)
     sizes = len(tables), len(lengths), len(edges) - 1
     if len(set(sizes)) > 1:
-        problem = "Tables, lengths and queries must describe the same number of sequences"
-        got = f"{sizes[0]} tables, {sizes[1]} lengths and queries of {sizes[2]} sequences"
-        raise _bad_batch(problem, got, "Pass one table, length and query count per sequence")
+        raise _bad_batch(
+            "Tables, lengths and queries must describe the same number of sequences",
+            f"{sizes[0]} tables, {sizes[1]} lengths and queries of {sizes[2]} sequences",
+            "Pass one table, length and query count per sequence",
+        )
     room = tables.shape[-1] * states
     batch = []
     sequences = zip(tables.long(), lengths.tolist(), pairwise(edges), strict=True)
@@ -231,11 +235,17 @@ def _batch(
         count = stop - start
         most = length if visibility.causal else count
         if not 0 <= length <= room:
-            problem = f"Lengths must be 0 to {room}, the number of tokens that a table covers"
-            raise _bad_batch(problem, f"a length of {length}", "Pass a table with more blocks")
+            raise _bad_batch(
+                f"Lengths must be 0 to {room}, the number of tokens that a table covers",
+                f"a length of {length}",
+                "Pass a table with more blocks",
+            )
         if count < 0:
-            hint = "Pass ascending `starts`, or `queries` of at least 0"
-            raise _bad_batch("Query counts must not be negative", f"{count} queries", hint)
+            raise _bad_batch(
+                "Query counts must not be negative",
+                f"{count} queries",
+                "Pass ascending `starts`, or `queries` of at least 0",
+            )
         # A sequence without tokens is padding of the batch: its queries produce zeros.
         if length and count > most:
             problem = f"A sequence of {length} tokens must not have more than {most} queries"
@@ -266,7 +276,11 @@ def _edges(q: torch.Tensor, queries: torch.Tensor | None, starts: torch.Tensor |
 
 
 def _bad_edges(given: list[int], rows: int, queries: bool, starts: bool) -> AtlasError:
-    """Return the error for the values `given` as `queries` or `starts` that do not match `q`."""
+    """Return the error for `queries` or `starts` that do not match `q`.
+
+    `given` holds their values, `rows` is the length of `q`, and `queries` and `starts` are true if
+    the caller passed them.
+    """
     if queries == starts:
         problem, got = "Exactly one of `queries` and `starts` is required", "neither"
         return _bad_batch(problem, "both" if queries else got, "Pass one of them")
@@ -281,7 +295,7 @@ def _bad_edges(given: list[int], rows: int, queries: bool, starts: bool) -> Atla
 def _seen(
     visibility: Visibility, length: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the tokens that the last `count` tokens of a sequence see, and their mask.
+    """Return the tokens that the last `count` tokens of a sequence see, and the attention mask.
 
     The mask is [queries, tokens], or None if every query sees all returned tokens.
     """

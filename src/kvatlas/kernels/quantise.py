@@ -88,7 +88,8 @@ def decode(spec: Attention, side: Side, fields: Fields, *, scale: float = 1.0) -
             f"`fields` must contain all fields of {side.upper()}",
             "Pass all fields that encode returned",
         )
-        raise AtlasError(Code.UNKNOWN_FIELD, problem, got=f"no {', '.join(missing)}", hint=hint)
+        got = f"fields without {', '.join(missing)}"
+        raise AtlasError(Code.UNKNOWN_FIELD, problem, got=got, hint=hint)
     cache, data = spec.cache, fields[side]
     dim = _dim(spec, side)
     if cache == "auto":

@@ -65,7 +65,7 @@ def write_states(
         if tuple(state.shape) != expected:
             problem = f"The state of field {name!r} must be of shape {expected}"
             hint = "Pass [sequences, ...] in the field's axis order, and all parts of the layer"
-            raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(state.shape), hint=hint)
+            raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(state.shape)}", hint=hint)
         for rows in _part_ranges(parts, blocks, name, conv):
             rows.held[rows.ids] = rows.of(state).to(rows.view.dtype)
 
@@ -94,7 +94,7 @@ def read_states(
 def _ids_by_part(
     parts: Sequence[LayerCache], ids: torch.Tensor | Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the blocks of each part; raise an error if two parts would share bytes."""
+    """Return the block ids of each part; raise an error if two parts would share bytes."""
     shared = ids if isinstance(ids, torch.Tensor) else None
     by_part = list(ids) if shared is None else [shared] * len(parts)
     if len(by_part) != len(parts) or len({len(blocks) for blocks in by_part}) > 1:
@@ -113,7 +113,7 @@ def _ids_by_part(
 def _part_ranges(
     parts: Sequence[LayerCache], ids: list[torch.Tensor], name: str, conv: ConvOrder | None
 ) -> Iterator[_PartRange]:
-    """Yield the ranges of a field's rows that each part stores."""
+    """Yield the ranges of rows of field `name` that each part stores."""
     for part, blocks in zip(parts, ids, strict=True):
         view, axes = _oriented(part, name, conv)
         field = part.page.field(name)
@@ -127,7 +127,7 @@ def _part_ranges(
 
 
 def _rows_held(parts: Sequence[LayerCache], name: str) -> Int64s:
-    """Return the model's row numbers of a field that the parts store, sorted and distinct."""
+    """Return the rows of field `name` that the parts store, numbered as in the whole model."""
     return _union(tuple(rows for part in parts for rows in part.page.field(name).ranges))
 
 

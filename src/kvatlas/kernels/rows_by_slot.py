@@ -1,4 +1,4 @@
-"""Write and read rows of pages by slot; all writes and reads in torch use these functions.
+"""Write and read rows by slot, in torch.
 
 A slot is `block_id * N + i` for state i of a block of N states, as in vLLM's slot mapping. The
 slots of a prefill form long runs, and each run is one strided copy. The slots of a decode step are
@@ -71,7 +71,7 @@ def find_slots(layer: LayerCache, slots: torch.Tensor) -> Slots:
 
 
 def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return slots and rows without those whose slot is negative.
+    """Return `slots` and `rows` without the rows whose slot is negative.
 
     Raises an error if there is not exactly one slot per row.
     """
@@ -108,7 +108,7 @@ def read_fields(layer: LayerCache, slots: Slots) -> dict[str, torch.Tensor]:
 def read_field(
     layer: LayerCache, name: str, slots: Slots, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return rows [T, ...] of a field, in a new tensor or in `out`; tiled rows are joined."""
+    """Return rows [T, ...] of a field, in a new tensor or in `out`; tiles of a row are joined."""
     pages = _by_row(layer, name)
     tiled = "c" in layer.place(name).axes
     if slots.runs is None:
@@ -146,7 +146,7 @@ def _by_row(layer: LayerCache, name: str) -> torch.Tensor:
 
 
 def _row_words(layer: LayerCache, name: str, pages: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Return a view of a field in the widest words, and whether B and N are joined.
+    """Return a view of a field in the widest possible words, and whether B and N are one axis.
 
     The view is [B * N, ...] if all states are evenly spaced, otherwise [B, N, ...].
     """

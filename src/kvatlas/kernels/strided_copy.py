@@ -50,7 +50,7 @@ class StridedBlocks(NamedTuple):
     placement: Placement
 
     def words(self, word: int) -> torch.Tensor:
-        """Return the blocks as a tensor of words."""
+        """Return the blocks as a tensor of integers of `word` bytes."""
         return view(self.buffer, in_words(self.placement, word), WORDS[word])
 
     def runs(self) -> NDArray[np.void]:
@@ -96,9 +96,9 @@ def move_blocks(
 def _one_sided(
     source: StridedBlocks, ids: torch.Tensor, target: StridedBlocks, places: torch.Tensor, word: int
 ) -> bool:
-    """If the blocks of one end are adjacent, copy all in one call. Return whether they were copied.
+    """Copy all blocks in one call if those of one end are adjacent; return False if not copied.
 
-    If both ends have long stretches, nothing is copied, because joining them is faster.
+    If both ends have long stretches, nothing is copied: copying stretch by stretch is faster.
     """
     here, there = (len(stretch_starts(end.numpy())) for end in (ids, places))
     if max(here, there) * 4 < len(ids):
@@ -126,19 +126,19 @@ def as_runs(array: NDArray[Any]) -> NDArray[np.void]:
 
 @lru_cache(maxsize=1024)
 def _folded(a: Placement, b: Placement) -> tuple[Placement, Placement, int]:
-    """Fold both ends inside their blocks; return them with the widest word that they share."""
+    """Return both placements with axes folded inside a block, and the widest common word size."""
     a, b = fold_beside(a, b, axis="B")
     return a, b, widest_word(a, b)
 
 
 def _alignment(buffer: torch.Tensor) -> int:
-    """Return the widest word to which a buffer's start is aligned in its storage."""
+    """Return the widest word size, in bytes, to which the start of a buffer is aligned."""
     start = buffer.storage_offset() * buffer.element_size()
     return next(word for word in WORDS if start % word == 0)
 
 
 def _stretches(ids: Int64s, places: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the stretches of blocks that are adjacent at both ends: (ids, places, lengths).
+    """Return (ids, places, lengths) of the stretches of blocks that are adjacent at both ends.
 
     Scattered blocks are sorted by source, because ascending reads are fastest.
     """
@@ -151,7 +151,7 @@ def _stretches(ids: Int64s, places: Int64s) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def stretch_starts(*ends: Int64s) -> Int64s:
-    """Return the indices at which a stretch begins, because an id is not its predecessor + 1.
+    """Return the indices that begin a stretch: in some array, the id is not the previous id + 1.
 
     >>> stretch_starts(np.array([4, 5, 6, 9]), np.array([0, 1, 7, 8])).tolist()
     [0, 2, 3]
@@ -165,7 +165,7 @@ def stretch_starts(*ends: Int64s) -> Int64s:
 def _runs(
     source: StridedBlocks, ids: Int64s, target: StridedBlocks, places: Int64s, nbytes: list[int]
 ) -> None:
-    """Copy stretches of one run each; a memoryview has the lowest overhead per copy."""
+    """Copy stretches of `nbytes` contiguous bytes with memoryviews, for the lowest overhead."""
     rows, out = (memoryview(end.buffer.numpy().data) for end in (source, target))
     froms, tos = source.placement(B=ids).tolist(), target.placement(B=places).tolist()
     for i, j, n in zip(froms, tos, nbytes, strict=True):

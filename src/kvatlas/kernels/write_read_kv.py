@@ -43,7 +43,7 @@ def write(
         if rows.shape[1:] != (heads, dim):
             problem = f"`{name}` must be of shape [tokens, {heads}, {dim}]"
             hint = "Pass the heads that this rank holds"
-            raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(rows.shape), hint=hint)
+            raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(rows.shape)}", hint=hint)
     slots, k, v = kept_slots(slots, k, v)
     where = find_slots(layer, slots)
     write_fields(layer, where, encode(spec, "k", k, scale=k_scale))

@@ -134,7 +134,7 @@ def encode_latent(
 def decode_latent(
     spec: LatentAttention, fields: Fields, *, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dequantise latents and rotary parts, to float32."""
+    """Dequantise the fields that `encode_latent` returned: latents and rotary parts in float32."""
     check_scales(scale)
     latent, rope = fields["latent"], fields["rope"]
     if "latent_scale" not in fields:
@@ -153,7 +153,7 @@ def decode_latent(
 
 
 def _rope_scaled(spec: LatentAttention) -> bool:
-    """Whether the rotary part is quantised together with the latent, as in V4.1's formats."""
+    """Whether the rotary part is quantised together with the latent, as in DeepSeek-V4.1."""
     return spec.version == "v4.1"
 
 
@@ -161,5 +161,5 @@ def _checked(rows: torch.Tensor, width: int) -> torch.Tensor:
     if rows.dim() != 2 or rows.shape[-1] != width:
         hint = f"Pass one row of {width} elements per state, as in the layer's spec"
         problem = f"Rows must be of shape [states, {width}]"
-        raise AtlasError(Code.BAD_TENSOR, problem, got=tuple(rows.shape), hint=hint)
+        raise AtlasError(Code.BAD_TENSOR, problem, got=f"shape {tuple(rows.shape)}", hint=hint)
     return rows

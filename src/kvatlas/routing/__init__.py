@@ -1,4 +1,4 @@
-"""Routes: byte ranges that copy caches between any two plans of the same model."""
+"""Routes: the byte ranges to copy between the caches of any two plans of one model."""
 
 from kvatlas.routing.binding import Copy
 from kvatlas.routing.compatibility import Reason, fingerprint

@@ -1,4 +1,4 @@
-"""Bind compiled strips (`StridedRuns`) to block tables and tokens: byte ranges, in numpy."""
+"""Bind compiled strips (`StridedRuns`) to block tables and tokens, to get byte ranges."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_STARTS = 1 << 15
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Starts:
-    """Source and destination offsets of runs, in ascending order of the destination.
+    """Pairs of a source and a destination offset at which runs start, sorted by destination.
 
     Starts are compared by identity, so that callers can use them as keys of a cache.
     """
@@ -40,7 +40,7 @@ class Starts:
 
     @classmethod
     def of(cls, src: Int64s, dst: Int64s, scales: Int64s | None = None) -> Starts:
-        """Return the starts with the given offsets at both ends, which must be sorted by `dst`."""
+        """Create starts from source and destination offsets, which must be sorted by `dst`."""
         return cls(src, dst, int(np.diff(dst).min()) if len(dst) > 1 else INT64_MAX, scales)
 
     @property
@@ -53,7 +53,7 @@ class Starts:
         return self.dst if end else self.src
 
     def touch(self, near: int, far: int) -> bool:
-        """Return whether consecutive runs are anywhere `near` apart in `dst` and `far` in `src`."""
+        """Return whether two consecutive starts differ by `near` in `dst` and `far` in `src`."""
         return bool(((np.diff(self.dst) == near) & (np.diff(self.src) == far)).any())
 
 
@@ -104,7 +104,7 @@ class Copy:
         """
         if self.cast is not None:
             problem = "A copy that casts elements cannot be expressed as runs of bytes"
-            hint = "Copy it with a mover that casts elements"
+            hint = "Pass the copy to DeviceQueue.post, which casts elements"
             raise AtlasError(Code.CONTRADICTORY, problem, got=f"cast {self.cast}", hint=hint)
         if self.starts is ORIGIN:
             return self.src, self.dst, self.length
@@ -113,20 +113,20 @@ class Copy:
         return src, dst, np.repeat(self.length, len(self.starts.src))
 
     def expanded(self) -> Copy:
-        """Return the same runs with `ORIGIN` as the only start."""
+        """Return the same runs as spans, with `ORIGIN` as the only start."""
         if self.starts is ORIGIN and self.cast is None:
             return self
         return Copy(self.src_pool, self.dst_pool, *self.runs())
 
     def reversed(self) -> Copy:
-        """Return the runs with source and destination exchanged, and `ORIGIN` as the only start."""
+        """Return the copy from destination to source, with `ORIGIN` as the only start."""
         src, dst, length = self.runs()
         return Copy(self.dst_pool, self.src_pool, dst, src, length)
 
     def descriptors(
         self, *, src_base: int = 0, dst_base: int = 0, src_device: int = 0, dst_device: int = 0
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return descriptors for a transport: rows (address, length, device) for each end."""
+        """Return the descriptors of source and destination: rows (address, length, device)."""
         src, dst, length = self.runs()
         return (
             _rows(src, length, src_base, src_device),
@@ -135,7 +135,7 @@ class Copy:
 
 
 class RepeatedRuns(NamedTuple):
-    """Strips that differ only in their offsets: one strip, and the starts of all of them."""
+    """Strips (`StridedRuns`) that differ only in their offsets: one of them, and all offsets."""
 
     strip: StridedRuns
     starts: Starts
@@ -144,7 +144,7 @@ class RepeatedRuns(NamedTuple):
     """Cache of derived values: the results of `in_states` and `part`, and spans of requests."""
 
     def in_states(self, count: int) -> Starts | None:
-        """Return the starts of all items in `count` consecutive states; None if there are too many.
+        """Return the starts of the runs of `count` consecutive states; None if there are too many.
 
         Repeated calls return the same object, so that a device can cache it.
         """
@@ -174,7 +174,7 @@ class RepeatedRuns(NamedTuple):
 
 
 class CompiledPair(NamedTuple):
-    """The runs between two groups, ready to bind: of single states, and of whole cells.
+    """The runs between two groups, without block ids: of single states, and of whole cells.
 
     A cell is a kernel block, or several contiguous ones. `whole` is empty if the cells of the
     two ends have different numbers of states.
@@ -186,7 +186,7 @@ class CompiledPair(NamedTuple):
 
 
 def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair:
-    """Return strips as repeated runs, also with the states of a cell folded if cells are equal."""
+    """Compile the strips between two groups, for single states and for whole cells if possible."""
     src, dst = pair.cells
     fold = pair.per_state is not None and src.states == dst.states
     return CompiledPair(
@@ -219,7 +219,7 @@ def repeated(
 
 
 class Runs(NamedTuple):
-    """Byte ranges at both ends.
+    """Runs of bytes: source offsets, destination offsets and lengths.
 
     `fewest` is true if they are known to be sorted, with no two neighbours that can be joined.
     """
@@ -231,7 +231,7 @@ class Runs(NamedTuple):
 
 
 def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
-    """Yield all runs between two groups as arrays."""
+    """Yield all runs that copy the states `bound` between two groups."""
     for runs, part, whole in _folded(compiled, bound):
         stretches = _Stretches(part, whole=whole)
         for strip, starts, _ in runs:
@@ -239,7 +239,7 @@ def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
 
 
 def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
-    """Return an upper bound on the number of runs between two groups if spans are cut `cuts` times.
+    """Return an upper bound on the number of runs of `bound` if its spans are cut `cuts` times.
 
     Runs of different strips that happen to be adjacent count separately.
     """
@@ -259,7 +259,7 @@ def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
 def _folded(
     compiled: CompiledPair, bound: BoundStates
 ) -> Iterator[tuple[list[RepeatedRuns], BoundStates, bool]]:
-    """Yield (runs, states, whole): whole cells with their folded runs, then the other states."""
+    """Yield (runs, states, whole) of the whole cells, if any, and then of the other states."""
     if compiled.whole:
         full = bound.states.length == compiled.pair.cells[0].states
         if full.all():
@@ -279,9 +279,9 @@ class _Stretches:
         self._computed: dict[tuple[object, ...], tuple[Int64s, Int64s, Int64s]] = {}
 
     def of(self, strip: StridedRuns) -> tuple[Int64s, Int64s, Int64s]:
-        """Return source starts, destination starts and lengths, as if the strip's offsets were 0.
+        """Return source offsets, destination offsets and lengths for a strip that starts at 0.
 
-        Callers add the offsets of the strip's items to the starts.
+        Callers add the offsets at which the strip really starts.
         """
         key = (strip.block_strides, strip.kernel_strides, strip.state_strides, strip.item)
         if key not in self._computed:
@@ -291,9 +291,9 @@ class _Stretches:
 
 
 def _all_sums(starts: Starts, src: Int64s, dst: Int64s, length: Int64s) -> Runs:
-    """Return the runs at every sum of a start and a stretch.
+    """Return one run for every pair of a start and a byte range, at the sum of their offsets.
 
-    The one with the larger step varies slowest, so that the sums ascend where possible.
+    Starts or ranges, whichever are further apart, vary slowest, so that most sums ascend.
     """
     many, most = len(starts.src), int(length.max())
     count = many * len(src)
@@ -338,18 +338,23 @@ def joined(runs_by_pools: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, .
     return tuple(copies)
 
 
-def _pick(bound: BoundStates, mask: NDArray[np.bool_]) -> BoundStates:
-    src, dst = (SpanStarts(*(array[mask] for array in end)) for end in bound.states[:2])
-    states = StateSpans(src, dst, bound.states.length[mask])
-    return BoundStates(states, (bound.ids[0][mask], bound.ids[1][mask]))
+def pick_spans(spans: StateSpans, chosen: NDArray[np.bool_]) -> StateSpans:
+    """Return the spans where `chosen` is true."""
+    src, dst = (SpanStarts(*(array[chosen] for array in end)) for end in spans[:2])
+    return StateSpans(src, dst, spans.length[chosen])
+
+
+def _pick(bound: BoundStates, chosen: NDArray[np.bool_]) -> BoundStates:
+    ids = bound.ids[0][chosen], bound.ids[1][chosen]
+    return BoundStates(pick_spans(bound.states, chosen), ids)
 
 
 def _rows(starts: Int64s, length: Int64s, base: int, device: int) -> NDArray[np.uint64]:
     base, device = natural(base, "the base address"), natural(device, "the device id")
     last = base + int((starts + length).max(initial=0))
     if last > INT64_MAX:
-        got = f"base {base} and a last byte at {last - 1}"
-        raise AtlasError(Code.OVERFLOW, got=got, hint="Check the base address")
+        got = f"a base address of {base} and a last byte at {last - 1}"
+        raise AtlasError(Code.OVERFLOW, got=got, hint="Pass a smaller src_base or dst_base")
     rows = np.empty((len(starts), 3), dtype=np.uint64)
     rows[:, 0] = starts
     rows[:, 0] += np.uint64(base)

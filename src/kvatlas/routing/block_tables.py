@@ -22,7 +22,7 @@ _SHOWN = 8
 
 
 class RequestTables:
-    """One rank's block tables for one request, and a record of the entries in use."""
+    """One rank's block tables for a request, and a record of the entries that the request uses."""
 
     def __init__(self, plan: Plan, rank: int, blocks: Any, end: str) -> None:
         self.plan, self.rank, self.end = plan, rank, end
@@ -30,7 +30,7 @@ class RequestTables:
         self._used: dict[int, NDArray[np.bool_]] = {}
 
     def state_entry(self, group: int, stop: int) -> int:
-        """Return the entry that holds the state of a recurrent group after `stop` tokens."""
+        """Return the index of the table entry that holds a recurrent state after `stop` tokens."""
         if len(self._table(group)) == 1:
             return 0
         return (stop - 1) // self.plan.groups[group].block
@@ -60,14 +60,14 @@ class RequestTables:
         return self.by_group[group][entries]
 
     def used(self) -> dict[int, Int64s]:
-        """Return all tables, with -1 for entries that are not in use."""
+        """Return the block tables by group, with -1 for entries that are not in use."""
         return {
             group: np.where(self._used.get(group, False), table, -1)
             for group, table in self.by_group.items()
         }
 
     def used_entries(self) -> dict[int, Int64s]:
-        """Return the entries in use, by group."""
+        """Return the indices of the used table entries, by group."""
         return {group: np.flatnonzero(used) for group, used in self._used.items()}
 
     def check_distinct(self) -> None:
@@ -123,7 +123,7 @@ def _tables(plan: Plan, blocks: Any, end: str) -> dict[int, Int64s]:
 
 
 def table_arrays(blocks: Any, end: str) -> Any:
-    """Return block tables as arrays, so that repeated use parses them once.
+    """Convert block tables to arrays, for repeated use; `end` names the plan in errors.
 
     >>> table_arrays({0: [3, 1]}, "source"), table_arrays([2], "source")
     ({0: array([3, 1])}, array([2]))

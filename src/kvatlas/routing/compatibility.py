@@ -89,9 +89,9 @@ def reasons(
 
 
 def refuse(reasons: list[Reason]) -> None:
-    """Raise an error for the first reason, with the number of other reasons.
+    """Raise the first reason as an error that also counts the other reasons.
 
-    Does nothing if there are no reasons.
+    Does nothing if the list is empty.
     """
     if reasons:
         code, got, hint = reasons[0]
@@ -100,7 +100,7 @@ def refuse(reasons: list[Reason]) -> None:
 
 
 def _hint(code: Code, src: PlanEnd, dst: PlanEnd, layers: list[str]) -> str:
-    """Return a hint with the conversion to pass, if only dtypes differ; else an empty string."""
+    """Return a hint with the `convert=` to pass if only dtypes differ; else an empty string."""
     if code is not Code.UNLIKE_DTYPES:
         return ""
     name = spell_conversion(needed_pairs(src, dst, layers))

@@ -39,7 +39,7 @@ class GroupPair(NamedTuple):
 
 
 class SourceShard(NamedTuple):
-    """A range of a field's sharded axis that one source rank holds.
+    """A range of rows of a sharded field that one source rank holds.
 
     The range starts at row `local` of the rank's shard.
     """
@@ -68,14 +68,14 @@ class NeededShard(NamedTuple):
 
 
 class StripPages(NamedTuple):
-    """A strip at page 0 of two regions, and the offsets of each layer's page from page 0."""
+    """A strip between page 0 of two regions, and each layer's page offsets from page 0."""
 
     strip: StridedRuns
     pages: tuple[Ends, ...]
 
 
 class Compiler:
-    """Compiles the strips between two plans, for one pair of ranks at a time."""
+    """Compiles the strips (`StridedRuns`) between two plans, for one pair of ranks at a time."""
 
     def __init__(self, src: PlanEnd, dst: PlanEnd, visibilities: Mapping[str, Visibility]) -> None:
         self.src, self.dst, self.visibilities = src, dst, visibilities
@@ -88,13 +88,13 @@ class Compiler:
         """Merged strips of all layers between two groups; many groups and ranks share them."""
 
     def sources(self, dst_rank: int) -> tuple[int, ...]:
-        """Return the source ranks that a destination rank reads from."""
+        """Return the source ranks from which a destination rank reads."""
         return tuple(sorted(self._choose(dst_rank)))
 
     def strips(
         self, src_rank: int, dst_rank: int, layers: frozenset[str] | None = None
     ) -> dict[GroupPair, tuple[StridedRuns, ...]]:
-        """Return the strips between two ranks, merged, by pair of groups."""
+        """Return the merged strips (`StridedRuns`) between two ranks, by pair of groups."""
         strips: dict[GroupPair, list[StripPages]] = defaultdict(list)
         for alike, needed in self.choices(src_rank, dst_rank):
             names = [name for name in alike if layers is None or name in layers]
@@ -113,7 +113,7 @@ class Compiler:
         return merged
 
     def group_pair(self, layer: str, needed: NeededShard) -> GroupPair:
-        """Return the source and destination groups of a layer's shard."""
+        """Return the source and destination groups between which a layer's shard is copied."""
         source = needed.sources[0]
         src, dst = self.src.parts[layer][source.part], self.dst.parts[layer][needed.part]
         return GroupPair(
@@ -124,11 +124,11 @@ class Compiler:
         )
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Return the fields whose ranges are assigned to source ranks: by default, all fields."""
+        """Return the fields for which source ranks are chosen: by default, all fields."""
         return self.dst.views(layer, part)
 
     def choices(self, src_rank: int, dst_rank: int) -> list[tuple[Layers, NeededShard]]:
-        """Return the shards that a destination rank reads from a source rank, with their layers."""
+        """Return (layers, shard) for every shard that `dst_rank` reads from `src_rank`."""
         chosen = self._choose(dst_rank).get(src_rank, {})
         return [
             (alike, needed)
@@ -140,7 +140,7 @@ class Compiler:
 
     @cached_property
     def _alike(self) -> dict[Layers, str]:
-        """Map each tuple of layers that share regions to the first layer of the same form."""
+        """For each tuple of layers that share regions, the first layer with the same `_form`."""
         alike: dict[object, list[str]] = defaultdict(list)
         for name, seen in self.visibilities.items():
             ends = [(end.specs[name], end.parts[name]) for end in (self.src, self.dst)]
@@ -152,7 +152,7 @@ class Compiler:
         }
 
     def _form(self, layer: str) -> object:
-        """Return a key: layers with equal keys have the same ranges, relative to their pages."""
+        """Return a key that is equal for layers with the same byte ranges in their pages."""
         ends = [
             (end.specs[layer], tuple(map(end.form, end.parts[layer])))
             for end in (self.src, self.dst)
@@ -160,7 +160,7 @@ class Compiler:
         return (self.visibilities[layer], *ends)
 
     def _choose(self, dst_rank: int) -> dict[int, dict[str, list[NeededShard]]]:
-        """Return the shards that `dst_rank` reads, by source rank and first layer of each form."""
+        """Choose source ranks; return the shards that a rank reads, by source rank and layer."""
         if dst_rank in self._chosen:
             return self._chosen[dst_rank]
         stage, tp_rank = self.dst.plan.split_rank(dst_rank)
@@ -189,7 +189,7 @@ class Compiler:
         return self._chosen[dst_rank]
 
     def _needed(self, layer: str, dst_tp_rank: int) -> Iterator[NeededShard]:
-        """Yield the ranges of a layer that a rank needs; each source of a range holds all of it."""
+        """Yield each range of a layer that a rank needs, with the sources that hold all of it."""
         for index, part in enumerate(self.dst.parts[layer]):
             for name, view in self.fields_chosen_by(layer, part).items():
                 cells = _dealt_out(view.cells, self.dst, layer, dst_tp_rank)
@@ -203,7 +203,7 @@ class Compiler:
     def _sources(
         self, layer: str, field: str, needed: StateBlocks
     ) -> Iterator[tuple[SourceShard, ShardRange]]:
-        """Yield every range of a field that source ranks hold for the needed states."""
+        """Yield every range of a field that a source rank holds for some of the states `needed`."""
         for index, part in enumerate(self.src.parts[layer]):
             view = self.src.views(layer, part)[field]
             for rank in range(self.src.plan.tp):
@@ -215,7 +215,7 @@ class Compiler:
     # -- bytes ------------------------------------------------------------------------
 
     def _strip(self, layer: str, needed: NeededShard) -> StridedRuns:
-        """Return a shard's runs at page 0 of the layer's regions."""
+        """Return the runs that copy a shard from page 0 of its source region to its destination."""
         source = needed.sources[0]
         src = self.src.views(layer, self.src.parts[layer][source.part])[needed.field]
         dst = self.dst.views(layer, self.dst.parts[layer][needed.part])[needed.field]
@@ -231,7 +231,7 @@ class Compiler:
         return self._runs[key]
 
     def _pages(self, layers: Sequence[str], src_part: int, dst_part: int) -> tuple[Ends, ...]:
-        """Return each layer's byte offset from page 0, at both ends."""
+        """Return (source, destination) byte offsets of each layer's page from page 0."""
         src, dst = self.src, self.dst
         here, there = src.parts[layers[0]][src_part], dst.parts[layers[0]][dst_part]
         return tuple(
@@ -245,9 +245,9 @@ def _merged(strips: Iterable[StripPages]) -> tuple[StridedRuns, ...]:
 
 
 def _dealt_out(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> StateBlocks:
-    """Return the states that a rank holds with context parallelism.
+    """Return the states of a layer that a rank holds.
 
-    Context parallelism distributes the states of attention; recurrent states are not distributed.
+    Context parallelism distributes the states of attention over ranks, but not recurrent states.
     """
     dcp = end.plan.dcp
     if dcp == 1 or kind_of(end.specs[layer]) == "recurrent":
@@ -262,7 +262,7 @@ def _intersect(
     needed: ShardRange,
     sources: list[tuple[SourceShard, ShardRange]],
 ) -> Iterator[NeededShard]:
-    """Yield a needed range, cut at the boundaries of the ranges that source ranks hold.
+    """Yield the range `needed`, cut at the boundaries of the ranges that source ranks hold.
 
     Sources with different context-parallel residues hold different states and are cut
     separately.

@@ -75,7 +75,7 @@ ROW_ERRORS: Mapping[str, RowError] = {
 
 
 def row_error(src: str, dst: str) -> RowError:
-    """Return the error that a conversion adds to the error of the source format.
+    """Return the rounding error that a conversion from format `src` to `dst` adds.
 
     >>> row_error("fp8", "bf16").usual, row_error("bf16", "fp32").usual
     (0.00390625, 0.0)
@@ -86,7 +86,7 @@ def row_error(src: str, dst: str) -> RowError:
 
 @dataclass(frozen=True)
 class FormatChange:
-    """One change of format: the number of layers, and how and where they are converted."""
+    """One pair of formats: how many layers are converted, how, and at which end."""
 
     source: str
     target: str
@@ -164,9 +164,9 @@ def parse_conversion(convert: object) -> Pairs:
 
 
 def unlike_formats(one: Spec, two: Spec) -> dict[str, tuple[str, str]]:
-    """Return the parts that two specs store in different formats, with both formats.
+    """Return (format of `one`, format of `two`) for each part whose formats differ.
 
-    If no format differs, return all parts: the specs then differ in other settings.
+    If all formats are equal, return all parts: the specs then differ in other settings.
     """
     src, dst = content_formats(one), content_formats(two)
     parts = {part: (src[part], dst[part]) for part in src}
@@ -174,7 +174,7 @@ def unlike_formats(one: Spec, two: Spec) -> dict[str, tuple[str, str]]:
 
 
 def needed_pairs(src: PlanEnd, dst: PlanEnd, layers: Collection[str]) -> Pairs:
-    """Return the conversions that two plans of one model need."""
+    """Return the pairs (source format, destination format) that two plans must convert."""
     return frozenset(
         pair
         for name in layers
@@ -227,19 +227,19 @@ def conversion_between(
 
 
 def place_of_conversion(src: CellFormat, dst: CellFormat) -> Place:
-    """Return the end that converts a cell, so that the smaller format is sent."""
+    """Return the end that converts: the source if its format is larger, else the destination."""
     return "source" if src.nbytes > dst.nbytes else "destination"
 
 
 def way_between(src: CellFormat, dst: CellFormat) -> Way:
-    """Return how cells of format `src` are converted to cells of format `dst`."""
+    """Return how cells are converted: copied, element by element, or row by row."""
     if src.formats == dst.formats and src.scales == dst.scales:
         return "copied"
     return "elements" if src.by_element and dst.by_element else "rows"
 
 
 def tensor_scales(given: object, layers: Collection[str]) -> dict[str, TensorScales]:
-    """Return scales by layer, from one number, or from numbers or pairs (K, V) by layer name.
+    """Return scales by layer. `given` is one number, or numbers or pairs (K, V) by layer name.
 
     >>> tensor_scales({"layers.1.attn": (0.5, 0.25)}, ["layers.0.attn", "layers.1.attn"])
     {'layers.1.attn': TensorScales(k=0.5, v=0.25)}
@@ -250,7 +250,7 @@ def tensor_scales(given: object, layers: Collection[str]) -> dict[str, TensorSca
     unknown = [name for name in by_layer if name not in layers]
     if unknown:
         problem = "Scales are given for a layer that the plan does not have"
-        hint = "Use the layer names of the plan"
+        hint = "Use the layer names in Plan.layers"
         raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(unknown[0])[:200], hint=hint)
     return {name: _scales(name, value) for name, value in by_layer.items()}
 
@@ -260,10 +260,11 @@ def _scales(layer: str, value: object) -> TensorScales:
     numbers = [n for n in both if isinstance(n, int | float) and not isinstance(n, bool)]
     if len(numbers) != 2 or not all(SMALLEST_SCALE <= n <= LARGEST_SCALE for n in numbers):
         limits = f"from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:g}"
-        problem = f"A scale must be a number {limits}, or a pair of such numbers for K and V"
-        hint = "Pass the quantisation scales of the engine"
         raise AtlasError(
-            Code.BAD_SIZE, problem, got=f"{value!r:.200} for {layer!s:.200}", hint=hint
+            Code.BAD_SIZE,
+            f"A scale must be a number {limits}, or a pair of such numbers for K and V",
+            got=f"{value!r:.200} for {layer!s:.200}",
+            hint="Pass the scales with which the engine quantised this layer",
         )
     return TensorScales(float(numbers[0]), float(numbers[1]))
 

@@ -29,7 +29,7 @@ import numpy as np
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement, StateBlocks, StridedRuns, merge_runs
 from kvatlas.geometry.combine import tile_alike
-from kvatlas.geometry.integers import integer, positive
+from kvatlas.geometry.integers import positive
 from kvatlas.geometry.state_spans import CommonStates
 from kvatlas.routing.binding import (
     CompiledPair,
@@ -43,7 +43,7 @@ from kvatlas.routing.compiler import Compiler, GroupPair, NeededShard
 from kvatlas.routing.conversion import Conversion, place_of_conversion, way_between
 from kvatlas.routing.plan_ends import FieldView, LayerPart, PlanEnd
 from kvatlas.routing.request import BoundStates, RequestEnds
-from kvatlas.routing.streams import StreamChunk
+from kvatlas.routing.streams import StreamChunk, checked_range
 from kvatlas.specs import CellFormat, Recurrent, Visibility
 
 CELLS = -1
@@ -60,7 +60,7 @@ _IN_ORDER = StateBlocks(1 << 40)
 
 
 class BoxEnd(NamedTuple):
-    """One end of a box: its cell format, bytes per state, and runs for each `StateBlocks`."""
+    """A box at the source or the destination: cell format, bytes per state, and runs."""
 
     cell: CellFormat
     nbytes: int
@@ -68,9 +68,9 @@ class BoxEnd(NamedTuple):
 
 
 class ConvertedBox(NamedTuple):
-    """A range of heads or rows that one rank reads from another.
+    """A range of heads or rows of some layers that one rank reads from another.
 
-    It is the same for all layers that share their regions in both plans.
+    The layers share their regions in both plans.
     """
 
     pair: GroupPair
@@ -86,12 +86,12 @@ class ConvertedBox(NamedTuple):
         return self.copied or all(end.cell.by_element for end in self.ends)
 
     def unit(self, end: int) -> int:
-        """Return the bytes of the smallest unit that can be converted separately."""
+        """Return the bytes, at one end, of the smallest unit that can be converted separately."""
         return 1 if self.copied else self.ends[end].cell.nbytes
 
 
 class ConvertingCompiler(Compiler):
-    """Compiles the boxes between two plans that store a model in different formats."""
+    """Compiles the boxes (`ConvertedBox`) between two plans with different formats."""
 
     def __init__(
         self,
@@ -104,9 +104,10 @@ class ConvertingCompiler(Compiler):
         self.conversion = conversion
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Return the fields whose ranges are assigned to source ranks.
+        """Return the fields for which source ranks are chosen.
 
-        The first field of a row decides for the row; each recurrent state decides for itself.
+        The choice for a row's first field applies to the whole row. Each recurrent state has
+        its own choice.
         """
         views = self.dst.views(layer, part)
         return views if self._recurrent(layer) else dict([next(iter(views.items()))])
@@ -129,7 +130,7 @@ class ConvertingCompiler(Compiler):
         return isinstance(self.dst.specs[layer], Recurrent)
 
     def cells(self, layer: str, field: str) -> tuple[CellFormat, CellFormat]:
-        """Return the source and destination cells of a layer, or of one recurrent state."""
+        """Return the source and destination cell formats of a layer, or of one recurrent state."""
         return self.conversion.cells[layer, field if self._recurrent(layer) else "rows"]
 
     def _box(self, names: list[str], needed: NeededShard) -> ConvertedBox:
@@ -148,7 +149,7 @@ class ConvertingCompiler(Compiler):
         return ConvertedBox(self.group_pair(layer, needed), (ends[0], ends[1]), copied, wire)
 
     def _axes(self, layer: str, needed: NeededShard) -> list[tuple[str, int]]:
-        """Return the axes of a box outside its cells, in the destination's order."""
+        """Return (name, size) of a box's axes outside its cells, in the destination's order."""
         view = self.dst.views(layer, self.dst.parts[layer][needed.part])[needed.field]
         cut = view.field.sharding.axis
         inside = (*_OPEN,) if self._recurrent(layer) else (*_OPEN, "C", "c")
@@ -169,7 +170,7 @@ class ConvertingCompiler(Compiler):
         local: int,
         cells: StateBlocks,
     ) -> BoxEnd:
-        """Return one end of a box: runs from its pages into stream order."""
+        """Return one end of a box, with the runs that copy its pages into stream order."""
         layer_bytes = cell.nbytes * int(np.prod([size for _, size in axes]))
         strips: dict[StateBlocks, list[StridedRuns]] = defaultdict(list)
         views = end.views(names[0], part)
@@ -205,7 +206,7 @@ class ConvertedSection(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the format that is sent."""
+        """Bytes of the section in the format that is sent."""
         return self.states.total * self.box.ends[self.box.wire].nbytes
 
     @property
@@ -230,7 +231,7 @@ class ConvertedPart(NamedTuple):
         return self.stream.sections[self.section].box
 
     def nbytes(self, end: int) -> int:
-        """Return the bytes of the cells in one end's format."""
+        """Return the bytes of the cells in the format of one end (0: source, 1: destination)."""
         return (self.units[1] - self.units[0]) * self.box.unit(end)
 
     @property
@@ -248,7 +249,7 @@ class ConvertedPart(NamedTuple):
         return self.box.ends[0].cell, self.box.ends[1].cell
 
     def copy(self, end: int) -> Copy:
-        """Return the runs between one end's pools and the cells in that end's format."""
+        """Return the copy between the pools of one end (0 or 1) and the cells in its format."""
         unit = self.box.unit(end)
         chunk = self.stream.chunk(end, self.section, self.first)
         part = chunk.slice(self.units[0] * unit, self.units[1] * unit)
@@ -267,7 +268,7 @@ class ConvertedStream:
     def __init__(
         self, boxes: Sequence[ConvertedBox], request: RequestEnds, casts: MakeGrids
     ) -> None:
-        """Create the stream; `casts` returns the grids of an element-wise conversion, else None."""
+        """Create the stream; `casts()` returns copies that cast elements, or None if impossible."""
         self._request, self._casts = request, casts
         found = [ConvertedSection(box, request.states(box.pair)) for box in boxes]
         request.check_distinct()
@@ -306,9 +307,9 @@ class ConvertedStream:
         return all(one.box.by_element for one in self.sections)
 
     def grids(self) -> list[Copy] | None:
-        """Return the grids between the pages of both ends, for movers that cast while copying.
+        """Return copies between the pages of both ends that cast elements; cached.
 
-        Returns None if the conversion is not element-wise. The result is cached.
+        Returns None if the conversion is not element-wise.
         """
         if self._grids is None:
             self._grids = (self._casts(),)
@@ -321,14 +322,14 @@ class ConvertedStream:
             stop = self._whole(min(start + nbytes, self.nbytes))
             if stop == start:
                 problem = "A piece of the transfer must be at least as large as one cell"
-                hint = "Increase piece= at both nodes"
+                hint = "Pass a larger piece= at both nodes"
                 got = f"pieces of {nbytes} bytes"
                 raise AtlasError(Code.BAD_SIZE, problem, got=got, hint=hint)
             yield start, stop
             start = stop
 
     def parts(self, start: Any = 0, stop: Any = None) -> Iterator[ConvertedPart]:
-        """Yield the cells of bytes `start .. stop - 1`, chunk by chunk, in stream order."""
+        """Yield the cells in bytes `start .. stop - 1` of the stream, chunk by chunk."""
         start, stop = self._checked(start, self.nbytes if stop is None else stop)
         index = bisect_right(self._ends, start)
         while start < stop:
@@ -345,7 +346,7 @@ class ConvertedStream:
             index += start == self._ends[index]
 
     def parts_of_entry(self, group: int, entry: int) -> Iterator[ConvertedPart]:
-        """Yield the cells in the source block of one entry of a group's block table."""
+        """Yield the cells of one source block, which is entry `entry` of the table of `group`."""
         for section, end in zip(self.sections, self._ends, strict=True):
             box = section.box
             if box.pair.groups[0] == group:
@@ -354,7 +355,7 @@ class ConvertedStream:
                 yield from self.parts(base + numbers.start * each, base + numbers.stop * each)
 
     def chunk(self, end: int, index: int, first: int) -> StreamChunk:
-        """Return the runs of one chunk between an end's pools and the stream; caches the last."""
+        """Return the runs between the pools of one end and one chunk; the last chunk is cached."""
         made = self._last.get(end)
         if made is None or (made.section, made.first) != (index, first):
             made = self._last[end] = self._chunk(end, index, first)
@@ -390,13 +391,9 @@ class ConvertedStream:
         return place - (place - base) % section.box.unit(section.box.wire)
 
     def _checked(self, start: Any, stop: Any) -> tuple[int, int]:
-        start, stop = integer(start, "the start"), integer(stop, "the stop")
-        problem = ""
-        if not 0 <= start <= stop <= self.nbytes:
-            problem = f"A range must be within the {self.nbytes} bytes of the stream"
-        elif (self._whole(start), self._whole(stop)) != (start, stop):
+        start, stop = checked_range(start, stop, self.nbytes)
+        if (self._whole(start), self._whole(stop)) != (start, stop):
             problem = "A range must start and end at cell boundaries"
-        if problem:
             got = f"start {start}, stop {stop}"
             hint = "Use the ranges that ConvertedStream.spans yields"
             raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)

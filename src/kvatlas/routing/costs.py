@@ -19,7 +19,7 @@ from kvatlas.routing.binding import Copy
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Rates for estimates; the defaults are NIXL over UCX between two processes of one host."""
+    """Rates for cost estimates; the defaults were measured with NIXL over UCX on one host."""
 
     descriptor: float = 7e-6
     """Seconds per descriptor, in addition to its bytes."""
@@ -38,11 +38,11 @@ class Costs:
             raise AtlasError(Code.BAD_SIZE, problem, got=self, hint=hint)
 
     def direct(self, descriptors: int, nbytes: int) -> float:
-        """Return the seconds of a transfer with one descriptor per run."""
+        """Estimate the seconds of a transfer with one descriptor per run."""
         return descriptors * self.descriptor + nbytes / self.wire
 
     def staged(self, nbytes: int) -> float:
-        """Return the seconds of a transfer that gathers, sends large pieces and scatters.
+        """Estimate the seconds of a transfer that gathers, sends large pieces and scatters.
 
         One end gathers a piece while the other receives and scatters the previous one.
         """
@@ -52,7 +52,7 @@ class Costs:
         return received + first + pieces * self.descriptor
 
     def coalesced(self, descriptors: int, nbytes: int) -> float:
-        """Return the seconds of a transfer with one descriptor per source run, and a scatter."""
+        """Estimate the seconds of a transfer with one descriptor per source run, and a scatter."""
         return self.direct(descriptors, nbytes) + nbytes / self.copy
 
 
@@ -71,12 +71,12 @@ class Report:
 
     @property
     def direct(self) -> float:
-        """Seconds with one descriptor per run."""
+        """Estimated seconds of the transfer with one descriptor per run."""
         return self.costs.direct(self.descriptors, self.nbytes)
 
     @property
     def staged(self) -> float:
-        """Seconds with staging buffers."""
+        """Estimated seconds of the transfer through staging buffers."""
         return self.costs.staged(self.nbytes)
 
     @property

@@ -33,7 +33,7 @@ _Strips = dict[GroupPair, dict[ElementCast | None, list[StridedRuns]]]
 def compile_casts(
     compiler: ConvertingCompiler, src_rank: int, dst_rank: int, layers: frozenset[str] | None
 ) -> CastPairs | None:
-    """Return the runs that a destination rank reads from a source rank, by cast.
+    """Return the runs that a destination rank reads from a source rank, by element cast.
 
     Returns None if the conversion is not element-wise.
     """
@@ -60,10 +60,7 @@ def compile_casts(
 
 
 def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) -> CompiledPair:
-    """Return the compiled strips of several scales; only strips of the same scale are merged.
-
-    `strips` has one list for each scale.
-    """
+    """Compile strips with several scales; `strips` has one list of merged strips per scale."""
     src, dst = pair.cells
     fold = pair.per_state is not None and src.states == dst.states
     whole = [fold_states(own, src.states) if fold else [] for own in strips]
@@ -75,7 +72,7 @@ def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) ->
 
 
 def cast_grids(pairs: CastPairs, request: RequestEnds) -> list[Copy]:
-    """Return the runs of a request as grids of starts and spans."""
+    """Return the copies of a request, each with the cast of its elements."""
     return [
         replace(grid, cast=cast)
         for cast, own in pairs.items()
@@ -86,9 +83,9 @@ def cast_grids(pairs: CastPairs, request: RequestEnds) -> list[Copy]:
 def _add_layer(
     compiler: ConvertingCompiler, strips: _Strips, layer: str, needed: NeededShard
 ) -> bool:
-    """Add a layer's strips to `strips`, field by field.
+    """Add the strips of each field of a layer to `strips`.
 
-    Returns False if an element does not start at a multiple of its size.
+    Returns False if an element does not start at a multiple of its size: it cannot be cast.
     """
     one, two = compiler.cells(layer, needed.field)
     copied = way_between(one, two) == "copied"
@@ -111,7 +108,7 @@ def _strip(
     field: str,
     cast: ElementCast | None,
 ) -> StridedRuns:
-    """Return one field's runs, in bytes or in elements."""
+    """Return the runs of one field, in elements if there is a cast, else in bytes."""
     source = needed.sources[0]
     ends = []
     for end, index, local in (

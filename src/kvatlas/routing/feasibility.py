@@ -171,7 +171,7 @@ def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
 
 
 def _entries(group: Group, tokens: int, dcp: int) -> tuple[int, int]:
-    """Return the length of a group's block table, and how many of its last entries hold blocks."""
+    """Return the length of a group's block table, and how many entries at its end hold blocks."""
     if group.kind == "recurrent":
         return 1, 1
     held = group.blocks(tokens, dcp=dcp)

@@ -28,7 +28,7 @@ class LayerPart(NamedTuple):
 
 
 class RegionForm(NamedTuple):
-    """A key for the layout of a layer's cache in its pool, independent of its group."""
+    """A key that is equal for parts of layers with the same layout, in any group."""
 
     first: int
     """The index of the first region with this layout."""
@@ -85,7 +85,7 @@ class PlanEnd:
         return self.plan.regions[part.region]
 
     def views(self, layer: str, part: LayerPart) -> dict[str, FieldView]:
-        """Return the fields of a layer in one region, without padding. The views are cached."""
+        """Return the fields of one part of a layer by name, without padding; cached."""
         key = (self.specs[layer], self.form(part))
         if key not in self._views:
             region = self.region(part)
@@ -98,7 +98,7 @@ class PlanEnd:
         return self._views[key]
 
     def ranges(self, sharding: Sharding, part: LayerPart, tp_rank: int) -> tuple[ShardRange, ...]:
-        """Return the rows of the whole model that one rank holds of a field in one region."""
+        """Return the ranges of a field's rows that one rank holds, numbered as in the model."""
         return _ranges(sharding, self.plan.tp, self.region(part).splits, tp_rank, part.part)
 
     @cached_property

@@ -55,10 +55,9 @@ class RankMemory(NamedTuple):
 
 
 class DescriptorGrid(NamedTuple):
-    """The descriptors of repeated runs, as a grid: starts x kernel blocks x chunks x blocks.
+    """Descriptors in a grid with four axes: starts, kernel blocks, chunks and blocks.
 
-    There is one descriptor for each start of the runs, kernel block, chunk and block. The block
-    index varies fastest.
+    The block index varies fastest.
     """
 
     pair: GroupPair
@@ -71,11 +70,11 @@ class DescriptorGrid(NamedTuple):
     """Index of the grid's first descriptor in the list of each end."""
 
     def chunks(self, end: int) -> int:
-        """Return the number of chunks in a kernel block."""
+        """Return the number of chunks in a kernel block at one end (0: source, 1: destination)."""
         return self.pair.cells[end].states // self.chunk
 
     def steps(self, end: int) -> list[Int64s]:
-        """Return the offsets of starts, of kernel blocks and of chunks.
+        """Return the byte offsets of starts, of kernel blocks and of chunks at one end.
 
         The address of a descriptor is a sum of one offset of each kind.
         """
@@ -84,7 +83,7 @@ class DescriptorGrid(NamedTuple):
         return [self.runs.starts.at(end), kernel, chunk]
 
     def indices(self, end: int, spots: SpanStarts, ids: Int64s, blocks: int) -> Int64s:
-        """Return the list indices of the descriptors of the chunks at `spots`, start by start.
+        """Return the indices, in the list of one end, of the descriptors for the chunks at `spots`.
 
         `ids` are the block ids of the chunks, and `blocks` is the number of blocks of the pool.
         """
@@ -187,7 +186,7 @@ class PreparedRoute:
         return memory.plan.pool(memory.rank, grid.pair.groups[end]).blocks
 
     def _unit(self, grid: DescriptorGrid, end: int) -> tuple[Int64s, Int64s, int, int]:
-        """Return start, length, base and device of a descriptor at the start of its pool."""
+        """Return offset 0, and the length, base address and device of a grid's descriptors."""
         one, memory = np.zeros(1, dtype=np.int64), self.ends[end]
         base = memory.address(grid.pair.groups[end])
         return one, one + grid.runs.strip.item, base, memory.device
@@ -204,7 +203,7 @@ def chunk_of(pair: GroupPair) -> int:
 def _by_chunk(
     pair: GroupPair, strips: Sequence[StridedRuns], chunk: int
 ) -> Iterator[tuple[Ends, RepeatedRuns]]:
-    """Yield (bytes between consecutive states, runs), with the states of a chunk folded."""
+    """Fold the states of each chunk into longer runs; yield (bytes between states, runs)."""
     if pair.per_state is None:
         yield from (((0, 0), runs) for runs in repeated(strips))
         return

@@ -52,7 +52,7 @@ class RequestEnds:
         return states
 
     def _alike(self, pair: GroupPair) -> bool:
-        """Return whether both ends use the same entries of the same tables."""
+        """Return whether source and destination of a pair are the same entries of one table."""
         return (
             self.src is self.dst
             and pair.groups[0] == pair.groups[1]
@@ -60,12 +60,12 @@ class RequestEnds:
         )
 
     def bind(self, pair: GroupPair, spans: StateSpans) -> BoundStates:
-        """Return checked spans of states together with their block ids."""
+        """Return spans together with their block ids, which `states` must have checked before."""
         src = self.src.ids(pair.groups[0], spans.src.entry)
         return BoundStates(spans, (src, self.dst.ids(pair.groups[1], spans.dst.entry)))
 
     def pools(self, pair: GroupPair) -> Ends:
-        """Return the source pool and the destination pool of two groups."""
+        """Return the indices of the source pool and the destination pool of a pair of groups."""
         src, dst = pair.groups
         return self.src.plan.groups[src].pool, self.dst.plan.groups[dst].pool
 
@@ -165,5 +165,5 @@ def _use_tables(
 
 
 def _chunked(cells: StateBlocks, chunk: int) -> StateBlocks:
-    """Return the same kernel blocks, divided into kernel blocks of `chunk` states."""
+    """Return `cells` with every kernel block divided into kernel blocks of `chunk` states."""
     return cells._replace(states=chunk, split=cells.split * (cells.states // chunk))

@@ -58,7 +58,7 @@ class TableShape:
         return True
 
     def distinct(self, tables: Mapping[int, BlockIds]) -> bool:
-        """Return whether each block is used at most once."""
+        """Return whether the used entries of each pool have different block ids."""
         for _, used in self._used:
             ids = [tables[group][entries].tolist() for group, entries in used]
             if len(set().union(*ids)) < sum(map(len, ids)):
@@ -67,7 +67,7 @@ class TableShape:
 
 
 def _as_slice(entries: Int64s) -> slice | Int64s:
-    """Return consecutive entries as a slice, which is faster to index with."""
+    """Return the indices as a slice, which is faster, if they are consecutive."""
     first, last = int(entries[0]), int(entries[-1])
     return slice(first, last + 1) if last - first == len(entries) - 1 else entries
 
@@ -86,7 +86,7 @@ class RequestShape:
 
     @property
     def spans(self) -> int:
-        """Number of spans of all patterns; a request adds a block offset to each."""
+        """Number of spans of one request, over all patterns."""
         return sum(len(pattern.template.length) for pattern in self.patterns)
 
     @property

@@ -7,10 +7,11 @@ no memory and no block ids. `bind` takes block ids and returns byte ranges.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s, join_ranges
@@ -36,6 +37,8 @@ from kvatlas.routing.prepared import Base, PreparedRoute, RankMemory
 from kvatlas.routing.request import RequestEnds
 from kvatlas.routing.streams import Stream
 from kvatlas.routing.token_ranges import shared_visibility
+
+_V = TypeVar("_V")
 
 _Chosen = tuple[int, int, frozenset[str] | None]
 """A source rank, a destination rank, and layer names or None for all layers."""
@@ -150,8 +153,8 @@ class Route:
         """
         self._refuse_converting()
         request = self._request(src_rank, dst_rank, src_blocks, dst_blocks, tokens)
-        copies = self._copies(self._compiler, request, layers)
-        return BoundRoute(request.src.rank, request.dst.rank, copies)
+        pairs = self._pairs(self._compiler, request.src.rank, request.dst.rank, layers)
+        return BoundRoute(request.src.rank, request.dst.rank, _copies(pairs, request))
 
     def stream(
         self,
@@ -195,7 +198,7 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> ConvertedStream:
-        """Return the byte stream of a converting route, and its runs at both ends.
+        """Return the converted bytes of a request as a stream, for a route with `convert=`.
 
         >>> from kvatlas.planning import plan
         >>> src, dst = (plan("Qwen3-8B", memory="8GiB", kv_dtype=d) for d in ("fp8", "bf16"))
@@ -237,8 +240,7 @@ class Route:
         both plans keep all tokens, every token (see `needed_states`). Earlier blocks are not
         written, and no later token sees them.
         """
-        arriving = self._arriving(dst_rank, dst_blocks, tokens)
-        copies = self._copies(self._arrivals, arriving, layers)
+        copies = _copies(*self._arriving(dst_rank, dst_blocks, tokens, layers))
         return {copy.dst_pool: join_ranges(copy.dst, copy.length) for copy in copies}
 
     def needed_bytes(
@@ -249,10 +251,8 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> int:
-        """Return the total bytes of `needs`, computed without a list of ranges."""
-        arriving = self._arriving(dst_rank, dst_blocks, tokens)
-        rank = arriving.dst.rank
-        return Stream(self._pairs(self._arrivals, rank, rank, layers), arriving).nbytes
+        """Return the total number of bytes that `needs` lists, without listing them."""
+        return Stream(*self._arriving(dst_rank, dst_blocks, tokens, layers)).nbytes
 
     def filled_blocks(
         self,
@@ -262,7 +262,7 @@ class Route:
         tokens: Any,
         layers: Iterable[str] | None = None,
     ) -> dict[int, Int64s]:
-        """Return the entries of each group's block table that a request fills.
+        """Return the indices of the block table entries that a request fills, by group.
 
         >>> from kvatlas.planning import plan
         >>> ends = [plan("Qwen3-8B", memory="1GiB", max_len=512, layout=o) for o in ("NHD", "HND")]
@@ -270,9 +270,8 @@ class Route:
         >>> way.filled_blocks(dst_rank=0, dst_blocks=[7, 4, 9, 8], tokens=(16, 40))
         {0: array([1, 2])}
         """
-        arriving = self._arriving(dst_rank, dst_blocks, tokens)
-        rank = arriving.dst.rank
-        for compiled in self._pairs(self._arrivals, rank, rank, layers):
+        pairs, arriving = self._arriving(dst_rank, dst_blocks, tokens, layers)
+        for compiled in pairs:
             arriving.states(compiled.pair)
         arriving.check_distinct()
         return arriving.dst.used_entries()
@@ -309,37 +308,24 @@ class Route:
             tokens,
         )
 
-    def _arriving(self, dst_rank: int, dst_blocks: Blocks, tokens: Any) -> RequestEnds:
-        """Return a request whose source and destination are both the destination rank."""
+    def _arriving(
+        self, dst_rank: int, dst_blocks: Blocks, tokens: Any, layers: Iterable[str] | None
+    ) -> tuple[list[CompiledPair], RequestEnds]:
+        """Return the request as a copy from the destination rank to itself, to list its bytes."""
         rank = checked_rank(self.dst, dst_rank, "destination")
         tables = RequestTables(self.dst, rank, dst_blocks, "destination")
-        return RequestEnds(tables, tables, tokens)
-
-    def _copies(
-        self, compiler: Compiler, request: RequestEnds, layers: Iterable[str] | None
-    ) -> tuple[Copy, ...]:
-        pairs = self._pairs(compiler, request.src.rank, request.dst.rank, layers)
-        moving = [(compiled, request.states(compiled.pair)) for compiled in pairs]
-        request.check_distinct()
-        runs: dict[tuple[int, int], list[Runs]] = defaultdict(list)
-        for compiled, states in moving:
-            if states.total:
-                bound = request.bind(compiled.pair, states.spans())
-                runs[request.pools(compiled.pair)] += ranges(compiled, bound)
-        return joined(runs)
+        request = RequestEnds(tables, tables, tokens)
+        return self._pairs(self._arrivals, rank, rank, layers), request
 
     def _pairs(
         self, compiler: Compiler, src_rank: int, dst_rank: int, layers: Iterable[str] | None
     ) -> list[CompiledPair]:
-        names = self._checked_layers(layers)
-        key = (compiler is self._arrivals, src_rank, dst_rank, names)
-        pairs = self._compiled.get(key)
-        if pairs is None:
-            strips = compiler.strips(src_rank, dst_rank, names)
-            pairs = self._compiled[key] = [compile_pair(pair, own) for pair, own in strips.items()]
-            for old in list(self._compiled)[:-_MOST_COMPILED]:
-                self._compiled.pop(old, None)
-        return pairs
+        chosen = (src_rank, dst_rank, self._checked_layers(layers))
+
+        def compiled() -> list[CompiledPair]:
+            return [compile_pair(pair, own) for pair, own in compiler.strips(*chosen).items()]
+
+        return _cached(self._compiled, (compiler is self._arrivals, *chosen), compiled)
 
     def _boxes(
         self,
@@ -348,24 +334,14 @@ class Route:
         dst_rank: int,
         names: frozenset[str] | None,
     ) -> list[ConvertedBox]:
-        key = (src_rank, dst_rank, names)
-        boxes = self._converted.get(key)
-        if boxes is None:
-            boxes = self._converted[key] = converter.boxes(*key)
-            for old in list(self._converted)[:-_MOST_COMPILED]:
-                self._converted.pop(old, None)
-        return boxes
+        chosen = (src_rank, dst_rank, names)
+        return _cached(self._converted, chosen, lambda: converter.boxes(*chosen))
 
     def _cast_grids(
         self, converter: ConvertingCompiler, request: RequestEnds, names: frozenset[str] | None
     ) -> list[Copy] | None:
-        key = (request.src.rank, request.dst.rank, names)
-        try:
-            pairs = self._casts[key]
-        except KeyError:
-            pairs = self._casts[key] = compile_casts(converter, *key)
-            for old in list(self._casts)[:-_MOST_COMPILED]:
-                self._casts.pop(old, None)
+        chosen = (request.src.rank, request.dst.rank, names)
+        pairs = _cached(self._casts, chosen, lambda: compile_casts(converter, *chosen))
         return None if pairs is None else cast_grids(pairs, request)
 
     def _refuse_converting(self) -> None:
@@ -379,9 +355,12 @@ class Route:
         src_rank = checked_rank(self.src, src_rank, "source")
         sources = self.sources(dst_rank)
         if src_rank not in sources:
-            problem = f"Destination rank {dst_rank} does not read from this rank"
-            hint = f"Use one of {list(sources)}, the ranks that Route.sources returns"
-            raise AtlasError(Code.NOT_A_SOURCE, problem, got=f"source rank {src_rank}", hint=hint)
+            raise AtlasError(
+                Code.NOT_A_SOURCE,
+                f"Destination rank {dst_rank} does not read from this source rank",
+                got=f"src_rank={src_rank}",
+                hint=f"Pass one of the ranks of Route.sources({dst_rank}): {list(sources)}",
+            )
         return src_rank
 
     def _checked_layers(self, layers: Iterable[str] | None) -> frozenset[str] | None:
@@ -392,6 +371,27 @@ class Route:
             hint = f"Use one of its {len(self.layers)} layers: {', '.join(self.layers[:2])}, ..."
             raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(unknown[0]), hint=hint)
         return names
+
+
+def _copies(pairs: list[CompiledPair], request: RequestEnds) -> tuple[Copy, ...]:
+    moving = [(compiled, request.states(compiled.pair)) for compiled in pairs]
+    request.check_distinct()
+    runs: dict[tuple[int, int], list[Runs]] = defaultdict(list)
+    for compiled, states in moving:
+        if states.total:
+            bound = request.bind(compiled.pair, states.spans())
+            runs[request.pools(compiled.pair)] += ranges(compiled, bound)
+    return joined(runs)
+
+
+def _cached(made: dict[Any, _V], key: object, make: Callable[[], _V]) -> _V:
+    """Return `made[key]`; if it is missing, store the result of `make()` and evict old entries."""
+    with suppress(KeyError):
+        return made[key]
+    value = made[key] = make()
+    for old in list(made)[:-_MOST_COMPILED]:
+        made.pop(old, None)
+    return value
 
 
 def route(

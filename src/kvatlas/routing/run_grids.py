@@ -1,4 +1,4 @@
-"""Runs of a request as grids of starts and spans, for devices that add them.
+"""Runs of a request as starts and spans, which a device adds to get all runs.
 
 The offsets of a request's states in its blocks depend only on the number of tokens. Everything
 except the block ids is therefore computed once for each number of tokens and cached.
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from kvatlas.geometry import StateSpans
 from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.geometry.state_spans import CommonStates, SpanStarts
-from kvatlas.routing.binding import CompiledPair, Copy, RepeatedRuns, Starts
+from kvatlas.geometry.state_spans import CommonStates
+from kvatlas.routing.binding import CompiledPair, Copy, RepeatedRuns, Starts, pick_spans
 
 _Chosen = Literal["all", "whole", "rest"]
 """Selection of spans: all, those of whole kernel blocks, or the rest."""
@@ -46,7 +46,7 @@ class SpanTemplate(NamedTuple):
 
 
 class SpanPattern(NamedTuple):
-    """Spans between two groups for requests of one shape; only block tables are missing."""
+    """Spans between two groups, complete except for block ids, for requests of one shape."""
 
     pools: tuple[int, int]
     groups: tuple[int, int]
@@ -60,7 +60,7 @@ class SpanPattern(NamedTuple):
         return len(self.template.starts.src) * int(self.template.length.sum())
 
     def fill(self, end: int, tables: Mapping[int, BlockIds], out: Int64s) -> None:
-        """Write the offsets of the spans at one end to `out`; tables must be long enough."""
+        """Write the offset of each span at one end to `out`; `tables` must cover all spans."""
         made, table = self.template, tables[self.groups[end]]
         used = table[: len(out)] if made.one_each[end] else table[made.entries[end]]
         np.multiply(used, self.strides[end], out=out, dtype=np.int64)
@@ -68,7 +68,7 @@ class SpanPattern(NamedTuple):
             out += made.offsets[end]
 
     def grid(self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds]) -> Copy:
-        """Return the runs of one request."""
+        """Return the runs of the request with block tables `src` and `dst`."""
         made = self.template
         at = np.empty((2, len(made.length)), dtype=np.int64)
         self.fill(0, src, at[0])
@@ -76,7 +76,7 @@ class SpanPattern(NamedTuple):
         return Copy(*self.pools, at[0], at[1], made.length, starts=made.starts)
 
     def reach(self, end: int, blocks: int) -> tuple[int, int]:
-        """Return the first byte and one past the last byte that ids below `blocks` can address."""
+        """Return (first, stop) of the bytes at one end that ids in 0..blocks - 1 can address."""
         made, last = self.template, (blocks - 1) * self.strides[end]
         starts, offsets = made.starts.at(end), made.offsets[end]
         first = int(starts.min()) + int(offsets.min()) + min(0, last)
@@ -90,10 +90,7 @@ def span_patterns(
     states: CommonStates,
     span: tuple[int, int],
 ) -> Iterator[SpanPattern]:
-    """Yield the runs of the states in `span` between two groups, without block ids.
-
-    `span` is (first, stop), in numbers of common states.
-    """
+    """Yield the spans that copy states `span[0] .. span[1] - 1` of two groups, without ids."""
     pair, cell = compiled.pair, compiled.pair.cells[0].states
     rest: _Chosen = "rest" if compiled.whole else "all"
     parts: list[tuple[_Chosen, list[RepeatedRuns]]] = [
@@ -124,7 +121,7 @@ def _templates(
 def _made(
     runs: RepeatedRuns, spans: StateSpans, chosen: _Chosen, cell: int
 ) -> Iterator[SpanTemplate]:
-    """Yield the templates of the chosen spans.
+    """Yield templates of spans: of all, of those of whole cells, or of the rest (`chosen`).
 
     If states are not contiguous, each is a separate run. For spans of the greatest length, the
     offsets of their states are added to the starts, which the route caches, so that a request
@@ -132,15 +129,15 @@ def _made(
     """
     if chosen != "all":
         full = spans.length == cell
-        spans = _pick(spans, full if chosen == "whole" else ~full)
+        spans = pick_spans(spans, full if chosen == "whole" else ~full)
     most = int(spans.length.max(initial=0))
     if chosen != "whole" and most > 1 and not runs.strip.gapless:
         starts, alike = runs.in_states(most), spans.length == most
         if starts is not None:
-            first = _pick(spans, alike)
+            first = pick_spans(spans, alike)
             ones = first._replace(length=np.ones_like(first.length))
             yield _template(runs, starts, ones, whole=False)
-            spans = _pick(spans, ~alike)
+            spans = pick_spans(spans, ~alike)
     if len(spans.length):
         yield _template(runs, runs.starts, spans, whole=chosen == "whole")
 
@@ -159,9 +156,3 @@ def _template(
         (np.array_equal(entries[0], in_order), np.array_equal(entries[1], in_order)),
         (bool(src.any()), bool(dst.any())),
     )  # fmt: skip
-
-
-def _pick(spans: StateSpans, chosen: NDArray[np.bool_]) -> StateSpans:
-    """Return the selected spans."""
-    src, dst = (SpanStarts(*(array[chosen] for array in end)) for end in spans[:2])
-    return StateSpans(src, dst, spans.length[chosen])

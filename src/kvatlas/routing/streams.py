@@ -51,7 +51,7 @@ _COUNTED = 1 << 16
 
 
 class StreamSection(NamedTuple):
-    """States `first .. stop - 1` of a pair of groups, with all or with some of its strips."""
+    """States `first .. stop - 1` of a pair of groups, with all or some of their strips."""
 
     compiled: CompiledPair
     states: CommonStates
@@ -73,7 +73,7 @@ class StreamSection(NamedTuple):
         return (state - self.first) // self.cell * self.cell_bytes
 
     def chunk_at(self, offset: int) -> tuple[int, int]:
-        """Return the first state of the chunk that contains a byte, and one past its last."""
+        """Return (first, stop) of the states of the chunk that contains the byte at `offset`."""
         state = self.first + offset // self.cell_bytes * self.cell
         shift = self.states.local[0]
         begin = (state + shift) // self.chunk * self.chunk - shift
@@ -90,7 +90,7 @@ class StreamChunk(NamedTuple):
     """Ends of the runs; None if all runs have the same length."""
 
     def slice(self, start: int, stop: int) -> Copy:
-        """Return bytes `start .. stop - 1` of the chunk."""
+        """Return the copy of bytes `start .. stop - 1` of the chunk."""
         copy = self.copy
         if self.ends is None:
             each = int(copy.length[0])
@@ -146,15 +146,16 @@ class Stream:
         return sum(map(len, self.grids()))
 
     def copies(self, start: int, stop: int) -> tuple[Copy, ...]:
-        """Return bytes `start .. stop - 1` of the stream, with runs cut at both edges.
+        """Return the copies of bytes `start .. stop - 1` of the stream; runs are cut at the edges.
 
         Copies are in stream order; several may have the same pools.
         """
         return tuple(self.walk(start, stop))
 
     def walk(self, start: int = 0, stop: int | None = None) -> Iterator[Copy]:
-        """Yield the results of `copies` one by one, with the runs of one chunk in memory."""
-        start, stop = self._checked(start, self.nbytes if stop is None else stop)
+        """Yield the items of `copies` one by one, with only one chunk's runs in memory."""
+        stop = self.nbytes if stop is None else stop
+        start, stop = checked_range(start, stop, self.nbytes)
         index = bisect_right(self._ends, start)
         while start < stop:
             section = self._sections[index]
@@ -167,7 +168,7 @@ class Stream:
             index += start == self._ends[index]
 
     def grids(self) -> list[Copy]:
-        """Return the whole stream as grids of starts and spans, in unspecified order.
+        """Return the whole stream as copies with starts and spans, in unspecified order.
 
         Computed once and cached.
         """
@@ -182,7 +183,7 @@ class Stream:
         return table_lengths(self._request.src.by_group), table_lengths(self._request.dst.by_group)
 
     def shape(self) -> RequestShape:
-        """Return the properties shared with all streams that differ only in block ids."""
+        """Return the runs without block ids, for all streams that differ only in block ids."""
         src, dst = self._request.src, self._request.dst
         return RequestShape(self.nbytes, tuple(self._patterns()), TableShape(src), TableShape(dst))
 
@@ -224,14 +225,16 @@ class Stream:
                 count += cuts * sum(len(runs.starts.src) for runs in compiled.states)
         return count
 
-    def _checked(self, start: Any, stop: Any) -> tuple[int, int]:
-        start, stop = integer(start, "the start"), integer(stop, "the stop")
-        if not 0 <= start <= stop <= self.nbytes:
-            problem = f"A range must be within the {self.nbytes} bytes of the stream"
-            hint = "Pass start and stop with 0 <= start <= stop <= Stream.nbytes"
-            got = f"start {start}, stop {stop}"
-            raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
-        return start, stop
+
+def checked_range(start: Any, stop: Any, nbytes: int) -> tuple[int, int]:
+    """Return a byte range as ints; raise an error if it is not within a stream of `nbytes`."""
+    start, stop = integer(start, "the start"), integer(stop, "the stop")
+    if not 0 <= start <= stop <= nbytes:
+        problem = f"A range must be within the {nbytes} bytes of the stream"
+        hint = f"Pass start and stop with 0 <= start <= stop <= {nbytes}"
+        got = f"start {start}, stop {stop}"
+        raise AtlasError(Code.OUT_OF_RANGE, problem, got=got, hint=hint)
+    return start, stop
 
 
 def _sections(compiled: CompiledPair, states: CommonStates) -> Iterator[StreamSection]:
@@ -287,7 +290,7 @@ def _of_cells(
 
 
 def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedRuns]]:
-    """Yield lists of strips that have at most `CHUNK_RUNS` runs, with `each` runs per start."""
+    """Divide strips into lists of at most `CHUNK_RUNS` runs; a start has `each` runs."""
     most = max(1, CHUNK_RUNS // each)
     if sum(len(runs.starts.src) for runs in repeated) <= most:
         yield repeated
@@ -298,12 +301,12 @@ def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedR
 
 
 def _runs(repeated: list[RepeatedRuns], spans: int, states: int) -> int:
-    """Return an upper bound on the number of runs of `spans` spans with `states` states in all."""
+    """Return an upper bound on the runs of `spans` spans that contain `states` states in all."""
     return sum(
         len(runs.starts.src) * (spans if runs.strip.gapless else states) for runs in repeated
     )
 
 
 def _bytes(repeated: list[RepeatedRuns]) -> int:
-    """Return the bytes of one state, or of one kernel block if states are folded."""
+    """Return the bytes of one state, or of one kernel block for runs of whole cells."""
     return sum(len(runs.starts.src) * runs.strip.item for runs in repeated)

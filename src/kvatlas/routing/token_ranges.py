@@ -11,7 +11,7 @@ from kvatlas.specs import Visibility
 
 
 def token_range(tokens: Any, most: int) -> tuple[int, int]:
-    """Return (start, stop) for a number of tokens, a pair or a range; `most` is the maximum.
+    """Return (start, stop) for a number of tokens, a pair or a range; stop is at most `most`.
 
     >>> token_range(100, 512), token_range((32, 100), 512)
     ((0, 100), (32, 100))

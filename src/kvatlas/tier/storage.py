@@ -15,7 +15,7 @@ from kvatlas.copying.gpu_offload import GpuOffload, HostPins
 from kvatlas.copying.memory_copy import gpu_pools, is_on_gpu, rank_pools
 from kvatlas.copying.nested_copy import copy_pools
 from kvatlas.copying.run_bounds import Bytes
-from kvatlas.copying.stream_copy import convert_parts
+from kvatlas.copying.stream_pieces import convert_parts
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvatlas.copying.stream_copy import AnyStream
+from kvatlas.copying.stream_pieces import AnyStream
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy, Stream
 

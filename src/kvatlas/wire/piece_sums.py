@@ -14,7 +14,7 @@ import numpy as np
 
 from kvatlas.copying.gather_scatter import stream_bytes
 from kvatlas.copying.movers import PoolMover
-from kvatlas.copying.stream_copy import piece_checksum
+from kvatlas.copying.stream_pieces import piece_checksum
 from kvatlas.routing import Copy
 
 MAC_BYTES, CRC_BYTES = 16, 4

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from kvatlas.copying.memory import STAGING
-from kvatlas.copying.stream_copy import AnyStream
+from kvatlas.copying.stream_pieces import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.byte_ranges import ByteRanges, source_ranges
 from kvatlas.wire.refusals import lease_expired

@@ -55,7 +55,7 @@ class RowSteps(NamedTuple):
 
 
 class FieldRows(NamedTuple):
-    """The rows of a field: their steps, and constants that kernels are compiled for."""
+    """The rows of a field: their strides, and constants that kernels are compiled for."""
 
     steps: RowSteps
     unit: int

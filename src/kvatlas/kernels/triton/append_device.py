@@ -37,7 +37,7 @@ def append_rows(
     new, out, at, tables, first, start, stop, visible, buffer, K_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Process a tile of tokens of one sequence and head, for K and V.
+    """Store the new tokens of a tile and gather all its tokens, for one sequence and head.
 
     Tokens first .. stop - 1 are written to `out` [sequences, heads, tokens, D]. Of these, tokens
     start .. stop - 1 are read from `new`, the others from the cache.

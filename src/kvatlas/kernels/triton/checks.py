@@ -24,7 +24,7 @@ def same_device(device: torch.device, **tensors: torch.Tensor | None) -> torch.d
                 Code.WRONG_DEVICE,
                 f"`{name}` must be on the cache's device, {device}",
                 got=f"a tensor on {tensor.device}",
-                hint=f"Call {name}.to({str(device)!r}); kernels do not, because it may block",
+                hint=f"Pass {name}.to({str(device)!r}); kernels do not move tensors",
             )
     return device
 
@@ -76,7 +76,10 @@ def in_range(ids: torch.Tensor, count: int, name: str = "Block ids") -> None:
 
 
 def rows_of(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...]) -> None:
-    """Raise an error unless rows are floating point, of `shape`, with a contiguous last axis."""
+    """Raise an error unless a tensor is floating point, of `shape`, with a contiguous last axis.
+
+    None in `shape` permits any size.
+    """
     given = tuple(tensor.shape)
     fits = given == shape or (
         len(given) == len(shape)
@@ -112,5 +115,5 @@ def apart(tensor: torch.Tensor, name: str) -> None:
 
 
 def no_kernel(problem: str, got: object, hint: str) -> AtlasError:
-    """Return the error for a case that no kernel supports."""
+    """Return the error for arguments that no kernel supports."""
     return AtlasError(Code.NO_KERNEL, problem, got=got, hint=hint)

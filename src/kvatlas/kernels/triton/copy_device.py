@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def end_base(end, layer, WORD: tl.constexpr, ALIGN: tl.constexpr, TABLE: tl.constexpr):
-    """Return the pointer to the first word of a layer at one end."""
+    """Return the pointer to the first word of a layer at one end of a copy."""
     address = tl.load(end.table + layer) if TABLE else end.address
     return tl.multiple_of(address.to(tl.pointer_type(WORD)), ALIGN)
 
@@ -40,7 +40,7 @@ def tile_rows(
     tile, count, WIDTH: tl.constexpr, SIZES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile's layer, columns of `WIDTH`, masks and row coordinates.
+    """Return the layer, columns, masks and row coordinates of a tile; rows have `WIDTH` words.
 
     Rows are numbered in the order (block, three axes); each layer has `count` rows.
     """

@@ -160,7 +160,10 @@ the other three bits of a code form the upper byte of a float16 that is 2**14 ti
 
 @triton.jit
 def paired(packed, with_each, CODE: tl.constexpr):
-    """Return both converted codes of each byte in adjacent columns; `with_each` is the operand."""
+    """Convert both codes of each byte by the PTX `CODE`, whose second operand is `with_each`.
+
+    The two results are in adjacent columns.
+    """
     low, high = tl.inline_asm_elementwise(
         CODE, "=r,=r,=r,=r,r,r,r", [packed, with_each], dtype=(with_each.dtype, with_each.dtype),
         is_pure=True, pack=4,

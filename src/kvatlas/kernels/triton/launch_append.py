@@ -15,7 +15,7 @@ import torch
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import ceil_div
-from kvatlas.kernels.table_checks import check_block
+from kvatlas.kernels.table_checks import check_appendable, check_block
 from kvatlas.kernels.triton import checks, relaunch, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import RowSteps
@@ -98,7 +98,7 @@ class StepRows(NamedTuple):
 
 
 class TableAppend:
-    """Append one step for sequences whose block tables are on a GPU; see `kernels.append_step`."""
+    """The function that `kernels.append_step` returns for block tables on a GPU."""
 
     def __init__(
         self, tables: torch.Tensor, *, block: int, start: int, count: int, first: int, visible: int
@@ -181,9 +181,7 @@ def _for_any_step(layer: LayerCache) -> LayerAppend:
     dims = spec.head_dim, spec.v_dim or spec.head_dim
     formats.refuse_head(dims[0], "K")
     formats.refuse_head(dims[1], "V")
-    if spec.cache != "auto":
-        problem, hint = "append_step does not support quantised layers", "Use write and read"
-        raise checks.no_kernel(problem, f"cache dtype {spec.cache}", hint)
+    check_appendable(spec)
     k, v = formats.stored_side(layer, "k"), formats.stored_side(layer, "v")
     device = layer.buffer.device
     early = tune.dependent_launch(device)

@@ -19,6 +19,7 @@ from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import DType, Placement, fold_together
 from kvatlas.geometry.combine import tile_alike
+from kvatlas.kernels.table_checks import check_pairs
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton import storage_formats as formats
 from kvatlas.kernels.triton.addresses import VECTOR, common, gap
@@ -53,7 +54,7 @@ class FoldedConversion(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One field of a layer, or K and V together: both ends, and the factor."""
+    """One field to convert, or K and V together: its data at both ends, and its factor."""
 
     addresses: tuple[int, int]
     placements: tuple[Placement, Placement]
@@ -103,11 +104,7 @@ class BlockConversion:
 
     def __call__(self, ids: torch.Tensor, places: torch.Tensor, **choice: Any) -> None:
         """Convert blocks `ids` of the sources into blocks `places` of the targets."""
-        if ids.numel() != places.numel():
-            problem = "`ids` and `places` must have the same length"
-            hint = "Pass one target block in `places` for each source block in `ids`"
-            got = f"{ids.numel()} ids and {places.numel()} places"
-            raise AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
+        check_pairs(ids, places)
         for name, chosen, limit in (("ids", ids, 0), ("places", places, 1)):
             checks.integers(chosen, name, axes=1)
             checks.same_device(self.device, **{name: chosen})
@@ -171,7 +168,7 @@ def fold_conversion(
     a, b = fold_together(*(end.select("B", 0) for end in ends))
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     if len(axes) > 3:
-        problem = "Folding must leave at most three axes in addition to the block axis"
+        problem = "At most three axes may remain after folding, in addition to the block axis"
         got = f"{len(axes)} axes from {source} to {target}"
         hint = "Convert K and V separately, or read the rows and write them to the target"
         raise AtlasError(Code.NOT_FOLDABLE, problem, got=got, hint=hint)
@@ -217,7 +214,7 @@ def _parts(
 
 
 def _both_sides(source: LayerCache, target: LayerCache, parts: list[_Part]) -> list[_Part] | None:
-    """Return K and V as one part if their distance is constant and they have one factor."""
+    """Return K and V as one part if their distance is constant and factors are equal, else None."""
     if len(parts) != 2 or {"k", "v"} - {f.name for f in source.page.fields}:
         return None
     k, v = parts

@@ -22,7 +22,8 @@ import triton.language as tl
 from kvatlas.cache import LayerCache
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry import Placement, fold_together
-from kvatlas.kernels.fields_to_copy import cells_alike
+from kvatlas.kernels.fields_to_copy import placements_to_copy
+from kvatlas.kernels.table_checks import check_pairs, race
 from kvatlas.kernels.triton import checks, tune
 from kvatlas.kernels.triton.addresses import VECTOR, common
 from kvatlas.kernels.triton.copy_device import copy_rows, copy_transposed
@@ -85,7 +86,7 @@ class CopyTiling(NamedTuple):
 
 
 class EndAddresses(NamedTuple):
-    """One end of a launch, in the form that kernels take."""
+    """One end of a copy as kernels take it: addresses, block ids and strides."""
 
     address: int
     table: torch.Tensor
@@ -118,7 +119,7 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
     if len(axes) > 3:
         raise AtlasError(
             Code.NOT_FOLDABLE,
-            "Folding must leave at most three axes in addition to the block axis",
+            "At most three axes may remain after folding, in addition to the block axis",
             got=f"{len(axes)} axes from {a} to {b}",
             hint="Copy the fields one by one",
         )
@@ -153,7 +154,7 @@ def _transposed(
 
 
 class _Launch(NamedTuple):
-    """Layers with the same folded shape; if several, address tables for both ends."""
+    """A launch for layers with the same folded shape; several layers need address tables."""
 
     copy: FoldedCopy
     pairs: list[tuple[CopyEnd, CopyEnd]]
@@ -209,11 +210,7 @@ class BlockCopy:
         Both lists must be on the device that copies. No block may be written twice, or be both
         read and written. `choice` overrides the tuned settings.
         """
-        if ids.numel() != places.numel():
-            raise _unlike(
-                "`ids` and `places` must have the same length",
-                f"{ids.numel()} ids and {places.numel()} places",
-            )
+        check_pairs(ids, places)
         for name, chosen, limit in (("ids", ids, 0), ("places", places, 1)):
             checks.integers(chosen, name, axes=1)
             checks.same_device(self.device, **{name: chosen})
@@ -231,13 +228,7 @@ class BlockCopy:
         pairs = [pair for launch in self._launches for pair in launch.pairs]
         here = any(a.address == b.address and a.placement == b.placement for a, b in pairs)
         if twice or (here and bool(torch.isin(ids, places).any())):
-            clash = "write a block twice" if twice else "read a block that it writes"
-            raise AtlasError(
-                Code.OVERLAP,
-                f"A copy must not {clash}",
-                got=f"ids {ids.tolist()[:8]} and places {places.tolist()[:8]} (the first 8)",
-                hint="Split the copy into two calls",
-            )
+            raise race(ids, places, twice=twice)
 
     def _tables(
         self, pairs: list[tuple[CopyEnd, CopyEnd]]
@@ -327,14 +318,14 @@ def copy_blocks(
     places: torch.Tensor,
     **choice: Any,
 ) -> None:
-    """Copy whole blocks between layers, across layouts, pools and devices."""
+    """Copy blocks `ids` of the sources to blocks `places` of the targets, across layouts."""
     between(source, target)(ids, places, **choice)
 
 
 def between(
     source: LayerCache | Sequence[LayerCache], target: LayerCache | Sequence[LayerCache]
 ) -> BlockCopy:
-    """Prepare the copy from layers to the same number of other layers.
+    """Prepare the copy of blocks from some layers to the same number of other layers.
 
     Whole cells are copied if fields have the same offsets in them. Fields are copied one by one
     if the packing differs, or if they span whole pages in another layout.
@@ -342,47 +333,18 @@ def between(
     sources = [source] if isinstance(source, LayerCache) else list(source)
     targets = [target] if isinstance(target, LayerCache) else list(target)
     if len(sources) != len(targets) or not sources:
-        raise _unlike(
+        raise AtlasError(
+            Code.UNLIKE_PLACEMENTS,
             "`source` and `target` must have the same number of layers, at least one",
-            f"{len(sources)} and {len(targets)} layers",
+            got=f"{len(sources)} source layers and {len(targets)} target layers",
+            hint="Pass two lists of equal length",
         )
     from_ends, to_ends = [], []
     for a, b in zip(sources, targets, strict=True):
-        names = _shared_fields(a, b)
-        if cells_alike(a, b):
-            from_ends.append(CopyEnd(a.buffer, a.kernel_blocks))
-            to_ends.append(CopyEnd(b.buffer, b.kernel_blocks))
-            continue
-        for name in names:
-            first, second = a.place(name), b.place(name)
-            from_ends.append(CopyEnd(a.buffer, _tiled_like(second, first)))
-            to_ends.append(CopyEnd(b.buffer, _tiled_like(first, second)))
+        for first, second in placements_to_copy(a, b):
+            from_ends.append(CopyEnd(a.buffer, first))
+            to_ends.append(CopyEnd(b.buffer, second))
     return BlockCopy(from_ends, to_ends)
-
-
-def _unlike(problem: str, got: str, hint: str = "Pass two lists of equal length") -> AtlasError:
-    return AtlasError(Code.UNLIKE_PLACEMENTS, problem, got=got, hint=hint)
-
-
-def _tiled_like(other: Placement, mine: Placement) -> Placement:
-    """Return the placement `mine`, with its rows split into tiles if those of `other` are."""
-    if "c" in other.axes and "c" not in mine.axes:
-        return mine.split("C", into=("C", "c"), inner=other.size("c"))
-    return mine
-
-
-def _shared_fields(a: LayerCache, b: LayerCache) -> list[str]:
-    """Return the field names; raise an error if the fields differ in name, shape or dtype."""
-    mine, other = (
-        {f.name: (f.dtype, f.sizes) for f in layer.page.fields if not f.padding} for layer in (a, b)
-    )
-    if mine != other:
-        raise _unlike(
-            "Both layers must have the same fields, with the same shapes and dtypes",
-            f"{sorted(mine)} of {a.page} and {sorted(other)} of {b.page}",
-            "Use convert_blocks for other dtypes, kvatlas.route for other block sizes or ranks",
-        )
-    return list(mine)
 
 
 def zero_blocks(layer: LayerCache, ids: torch.Tensor, **choice: Any) -> None:

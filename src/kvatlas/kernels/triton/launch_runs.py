@@ -63,8 +63,9 @@ def copy_runs(
 ) -> RunKernel | None:  # fmt: skip
     """Copy runs between two addresses, on `stream` or on the current stream of the device.
 
-    `programs` limits the number of programs; 0 means no limit. No byte may be written twice, or
-    be both read and written. A caller that passes `stream` must make its device the current one.
+    `programs` limits the number of Triton programs; 0 means no limit. No byte may be written
+    twice, or be both read and written. A caller that passes `stream` must make its device the
+    current one.
     Returns a kernel that can repeat the launch; None in Triton's interpreter.
 
     >>> import torch
@@ -152,7 +153,7 @@ _PLACED_AT_ONCE = 512
 
 
 class SpanPlaces(NamedTuple):
-    """Offsets of spans in blocks. The block ids arrive later."""
+    """Offsets of spans in their blocks, to which `place_runs` adds those of the blocks."""
 
     table: torch.Tensor
     """[7, spans] of int64; see the device function `place_spans`, which reads and writes it."""

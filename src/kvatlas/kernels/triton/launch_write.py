@@ -98,7 +98,7 @@ class WriteKind(NamedTuple):
 
 
 def write_kind(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> WriteKind:
-    """Return the kind of rows and slots. Their sizes are checked in each call."""
+    """Return the properties of rows and slots, except sizes, on which compiled kernels depend."""
     kinds = relaunch.kind_of(k), relaunch.kind_of(v), relaunch.kind_of(slots)
     return WriteKind(kinds, *relaunch.number_kind(slots.numel()))
 
@@ -206,7 +206,7 @@ def _attention_sides(
 def _latent_sides(
     layer: LayerCache, rows: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[StoredSide, StoredSide]:
-    """Return the latent and the rotary side of an MLA layer."""
+    """Return the latent and rotary rows of an MLA layer; raise an error if new rows do not fit."""
     spec = layer.spec_as(LatentAttention)
     formats.refuse_head(spec.latent, "the latent")
     if not formats.writes_latent(spec):

@@ -47,7 +47,7 @@ class Staging:
         rows.copy_(staged, non_blocking=True)
 
     def load(self, rows: torch.Tensor, ids: torch.Tensor, **choice: Any) -> None:
-        """Copy rows back to blocks `ids` of the layers."""
+        """Copy `rows` [blocks, bytes] back to blocks `ids` of the layers."""
         self._rows(ids, rows).copy_(rows, non_blocking=True)
         self._scatter(self.places[: ids.numel()], ids, **choice)
 
@@ -56,9 +56,9 @@ class Staging:
         if ids.numel() > self.places.numel():
             raise AtlasError(
                 Code.BAD_TENSOR,
-                f"The staging buffer has space for {self.places.numel()} blocks",
+                f"`ids` must fit in the staging buffer, which holds {self.places.numel()} blocks",
                 got=f"{ids.numel()} block ids",
-                hint="Split the blocks into several calls, or create a larger buffer",
+                hint="Split the ids into several calls, or use Staging(layers, more_blocks)",
             )
         if rows.dtype != torch.uint8 or not fits:
             raise AtlasError(
@@ -78,7 +78,7 @@ def _placements(layer: LayerCache) -> list[Placement]:
 
 
 def _in_rows(placed: Placement, blocks: int, offset: int, row_bytes: int) -> Placement:
-    """Return a placement of the same axes in the rows of the buffer, head-major."""
+    """Return a placement of the same axes in the rows of the staging buffer, head-major."""
     axes = sorted(set(placed.axes) - {"B"}, key="HNCc".index)
     sizes = [("B", blocks), *((axis, placed.size(axis)) for axis in axes)]
     return Placement.packed(sizes, offset=offset, item=placed.item, strides={"B": row_bytes})

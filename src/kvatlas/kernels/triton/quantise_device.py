@@ -121,7 +121,7 @@ def eight_in_word(even, odd, PACK: tl.constexpr):
 
 @triton.jit
 def code_words(codes):
-    """Pack codes into words of eight."""
+    """Pack 4-bit codes into words of eight codes."""
     even, odd = by_twos(codes)
     return eight_in_word(even, odd, _EIGHT_CODES)
 
@@ -360,7 +360,7 @@ def e2m1_words(values, divisor):
 
 @triton.jit
 def level_codes(values, BITS: tl.constexpr):
-    """Return the codes of the nearest levels.
+    """Return the code of the level nearest to each value.
 
     A polynomial maps the cell boundaries of the levels to consecutive integers, and its value is
     rounded. A value within a millionth of a boundary may get the code of the neighbouring level.

@@ -29,7 +29,7 @@ address is aligned, its dtype, its device and its strides."""
 
 
 def kind_of(tensor: torch.Tensor) -> TensorKind:
-    """Return the kind of a tensor.
+    """Return the properties of a tensor on which compiled kernels and checks depend.
 
     >>> kind_of(torch.zeros(4, 6))[1:]
     (torch.float32, device(type='cpu'), (6, 1))

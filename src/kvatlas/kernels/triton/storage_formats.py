@@ -81,7 +81,7 @@ class StoredSide(NamedTuple):
 
 
 def width_of(dim: int) -> int:
-    """Return the columns of the tile that holds rows of `dim` elements.
+    """Return the number of columns of a tile for rows of `dim` elements.
 
     >>> width_of(8), width_of(96), width_of(128)
     (16, 128, 128)
@@ -162,7 +162,7 @@ def writes_latent(spec: LatentAttention) -> bool:
 
 
 def attends_latent(spec: LatentAttention) -> bool:
-    """Whether the attention kernel supports a spec: writable, with power-of-two row lengths.
+    """Whether the attention kernel supports a spec: as `writes_latent`, for power-of-two sizes.
 
     >>> attends_latent(LatentAttention()), attends_latent(LatentAttention(latent=448))
     (True, False)
@@ -198,10 +198,10 @@ def _kind(cache: str, dtype: str, side: str) -> tuple[str, int]:
 
 
 def refuse_head(dim: int, name: str) -> None:
-    """Raise an error if the rows of a field are longer than the kernels support."""
+    """Raise an error if `dim`, the row length of field `name`, exceeds what kernels support."""
     if not 1 <= dim <= WIDEST:
         raise checks.no_kernel(
             f"GPU kernels require rows of {name} with 1 to {WIDEST} elements",
             f"{dim} elements",
-            "Keep caches with longer rows in CPU memory",
+            "Allocate the cache on a CPU, where rows have no limit",
         )

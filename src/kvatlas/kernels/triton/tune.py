@@ -56,7 +56,7 @@ def _read(path: Path) -> Rules:
     """Return the rules in a file; raise an error if it cannot be read or decoded."""
     try:
         if not path.is_file():
-            raise ValueError("not a plain file")
+            raise ValueError("this path is not a regular file")
         return msgspec.json.decode(path.read_bytes(), type=Rules)
     except (OSError, ValueError) as problem:
         raise AtlasError(
@@ -103,7 +103,7 @@ def shared_memory(device: torch.device) -> float:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which `device` is current, because Triton launches there."""
+    """Return a context in which `device` is current: Triton launches on the current device."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return _HERE
     return torch.cuda.device(device)

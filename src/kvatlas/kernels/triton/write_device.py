@@ -80,7 +80,7 @@ def put_elements(
 
 @triton.jit
 def put_column(buffer, steps, states, values, ELEMENT: tl.constexpr, UNIT: tl.constexpr):
-    """Store one element per row."""
+    """Store one element per row: a scale, a norm or a zero point."""
     pointers = buffer.to(tl.pointer_type(ELEMENT)) + row_offsets(steps, states, UNIT)
     tl.store(pointers, values, mask=states.there)
 
@@ -187,7 +187,7 @@ def put_int4(buffer, steps, states, rotated, ELEMENT: tl.constexpr, FORMAT: tl.c
 
 @triton.jit
 def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.constexpr):
-    """Store rows of one side with their scales, in their format."""
+    """Quantise rows of K or V to their storage format, and store them with their scales."""
     KIND: tl.constexpr = FORMAT.kind
     ELEMENT: tl.constexpr = FORMAT.element
     UNIT: tl.constexpr = FORMAT.unit

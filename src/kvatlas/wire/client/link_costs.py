@@ -10,7 +10,7 @@ import numpy as np
 
 from kvatlas.copying.memory import STAGING
 from kvatlas.copying.read_coalescing import expected_reads
-from kvatlas.copying.stream_copy import AnyStream
+from kvatlas.copying.stream_pieces import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.routing import ConvertedStream, Copy, Costs, Stream

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvatlas.copying.memory import STAGING, Memory
-from kvatlas.copying.stream_copy import AnyStream
+from kvatlas.copying.stream_pieces import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.models import CacheIdentity

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from kvatlas.copying.stream_copy import AnyStream
+from kvatlas.copying.stream_pieces import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol

@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 
-from kvatlas.copying.stream_copy import (
+from kvatlas.copying.stream_pieces import (
     DESTINATION,
     AnyStream,
     StreamPiece,

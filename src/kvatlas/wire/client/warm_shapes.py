@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvatlas.copying.stream_copy import AnyStream
+from kvatlas.copying.stream_pieces import AnyStream
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import RequestShape, Stream

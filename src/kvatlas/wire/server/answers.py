@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvatlas.copying.memory import STAGING
-from kvatlas.copying.stream_copy import SOURCE, StreamPiece
+from kvatlas.copying.stream_pieces import SOURCE, StreamPiece
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import ConvertedStream
 from kvatlas.wire import protocol

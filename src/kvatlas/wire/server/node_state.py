@@ -16,7 +16,7 @@ import numpy as np
 from kvatlas.copying.memory import HOST, STAGING, Memory
 from kvatlas.copying.memory_copy import as_bytes, memory_of
 from kvatlas.copying.movers import GpuMover, HostMover, PoolMover, pools_device
-from kvatlas.copying.stream_copy import AnyStream, StreamPiece
+from kvatlas.copying.stream_pieces import AnyStream, StreamPiece
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import natural
 from kvatlas.models import CacheIdentity

@@ -33,7 +33,7 @@ def batch_kind(
     starts: torch.Tensor | None,
     prepared: Schedule | None,
 ) -> BatchKind:
-    """Return the kind of a call's batch."""
+    """Return the properties of a call's batch on which compiled kernels depend."""
     sinks, ends = call.sink_logits, None if prepared is None else prepared.ends
     tensors = (
         kind_of(call.q),

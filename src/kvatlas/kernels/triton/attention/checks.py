@@ -16,7 +16,7 @@ def check_kinds(
     starts: torch.Tensor | None,
     prepared: Schedule | None,
 ) -> None:
-    """Raise an error for a tensor on another device, or of an unsupported dtype or rank."""
+    """Raise an error for a tensor on another device, or with an unsupported dtype or axes."""
     checks.same_device(
         call.layer.buffer.device, q=call.q, out=call.out, tables=call.tables,
         lengths=call.lengths, queries=queries, starts=starts, sink_logits=call.sink_logits,
@@ -37,7 +37,7 @@ def check_counts(
     max_queries: int | None,
     prepared: bool,
 ) -> None:
-    """Raise an error if tensors describe different sequences.
+    """Raise an error if tables, lengths and queries have different numbers of sequences.
 
     With `KVATLAS_DEBUG=1`, the values of lengths, query counts and block ids are checked too.
     """
@@ -61,7 +61,7 @@ def check_counts(
 
 
 def _counts(queries: torch.Tensor | None, starts: torch.Tensor | None) -> int | None:
-    """Return the number of sequences in `queries` or `starts`; None for neither or both.
+    """Return the number of sequences in `queries` or `starts`; None if neither or both are given.
 
     >>> _counts(torch.ones(3), None), _counts(None, torch.ones(3)), _counts(None, None)
     (3, 2, None)
@@ -88,12 +88,16 @@ def _debug_batch(
     else:
         counts = lengths if queries is None else queries
         if int(counts.sum()) != rows:
-            problem = f"The sum of `queries` must be the {rows} rows of `q`"
-            raise _bad_batch(problem, f"a sum of {int(counts.sum())}")
+            raise _bad_batch(
+                f"The sum of `queries` must be the {rows} rows of `q`",
+                f"a sum of {int(counts.sum())}",
+            )
     room = call.tables.shape[1] * states
     if int(lengths.max()) > room:
-        problem = f"Lengths must be at most {room}, the number of tokens that a table covers"
-        raise _bad_batch(problem, f"a length of {int(lengths.max())}")
+        raise _bad_batch(
+            f"Lengths must be at most {room}, the number of tokens that a table covers",
+            f"a length of {int(lengths.max())}",
+        )
     more = counts > lengths if visibility.causal else (counts > 0) & (lengths < 1)
     if bool(more.any()):
         one = int(more.nonzero()[0])
@@ -116,7 +120,7 @@ def _bad_batch(problem: str, got: str) -> AtlasError:
 
 
 def refuse_schedule(given: Schedule, split: WorkSplit, count: int) -> None:
-    """Raise an error if a schedule was computed for another batch or another split.
+    """Raise an error if a schedule was computed for another batch or another `WorkSplit`.
 
     With such a schedule, the kernels would leave rows of the output unwritten.
     """

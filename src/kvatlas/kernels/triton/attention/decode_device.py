@@ -36,7 +36,7 @@ def decode(
     q, out, cache, batch, partials, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Process a worker's range of tiles, sequence by sequence."""
+    """Compute decode attention over a worker's range of tiles, sequence by sequence."""
     MASK: tl.constexpr = SHAPE.mask
     GROUP: tl.constexpr = SHAPE.out.group
     TILE: tl.constexpr = TILING.tile

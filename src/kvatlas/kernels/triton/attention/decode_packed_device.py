@@ -108,7 +108,7 @@ def grows(logits, top):
 
 @triton.jit
 def word_offsets(steps, states, UNIT: tl.constexpr, STEP: tl.constexpr):
-    """Return `row_offsets` of a tile's rows of K, with `STEP` units between states.
+    """Return the offsets of a tile's rows of K, like `row_offsets`, `STEP` units apart.
 
     If `STEP` is 0, the stride is taken from `steps`. A constant stride becomes part of the load
     instructions.

@@ -143,7 +143,7 @@ def int4_apart(words, zeros, DOT: gl.constexpr):
 
 @gluon.jit
 def nvfp4_apart(words, steps):
-    """Unpack words of eight e2m1 codes, times their block's scale, as float16 times 2**-14."""
+    """Unpack words of eight e2m1 codes to float16: number * scale of its block * 2**-14."""
     steps = gl.inline_asm_elementwise(
         _TWICE, "=r,r", [steps.to(gl.int32)], dtype=gl.int32, is_pure=True, pack=1
     )

@@ -34,7 +34,7 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def row_offsets(rows, work, row, GROUP: gl.constexpr):
-    """Return the offsets of rows (token, head) of the work's sequence in a batch, in elements."""
+    """Return the offsets, in elements of `rows`, of a sequence's rows: (token, head) pairs."""
     token = (work.start + row // GROUP).to(gl.int64)
     return token * rows.token + (work.head * GROUP + row % GROUP).to(gl.int64) * rows.head
 
@@ -121,7 +121,7 @@ def multiply(
     q, out, batch, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Run an MMA warp group: process each piece of work from its last tile to its first."""
+    """Run an MMA warp group: process each `Work` from its last tile of states to its first."""
     DIM: gl.constexpr = SHAPE.out.width
     OUT: gl.constexpr = SHAPE.out
     GROUP: gl.constexpr = OUT.group
@@ -242,7 +242,7 @@ def put_rows(out, acc, total, work, first, scoring, OUT: gl.constexpr, WRAP: gl.
 
 @gluon.jit
 def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """Compute prefill. Rows are (query, query head of a kv head); the longest walks come first."""
+    """Compute prefill attention. The tiles of queries that read most states come first."""
     DIM: gl.constexpr = SHAPE.out.width
     STAGES: gl.constexpr = TILING.stages
     FACTORS: gl.constexpr = TILING.tile if has_factors(SHAPE.k.kind) else 1

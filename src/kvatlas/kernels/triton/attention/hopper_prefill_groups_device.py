@@ -45,7 +45,7 @@ class PrefillSignals(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A tile of query rows, which are (token, head) pairs of one sequence, and its states."""
+    """A tile of query rows, which are (token, head) pairs of a sequence, and the states to read."""
 
     sequence: Any
     head: Any
@@ -65,7 +65,7 @@ class Work(NamedTuple):
 
 @gluon.constexpr_function
 def has_factors(kind):
-    """Whether unpacked rows of a format still need a factor per row."""
+    """Whether unpacked rows of a storage format must still be multiplied by a factor per row."""
     return kind in ("scaled", "int4")
 
 
@@ -88,7 +88,7 @@ def powers(begin, end):
 
 @gluon.constexpr_function
 def lift_of(kind):
-    """Return the exponent of the power of two by which unpacked rows are too small."""
+    """Return n, where unpacked rows of a storage format are too small by a factor of 2**n."""
     return 14.0 if kind == "nvfp4" else 0.0
 
 
@@ -103,7 +103,7 @@ def prefill_signals(STAGES: gl.constexpr):
 
 @gluon.jit
 def rounds_of(batch, TILING: gl.constexpr):
-    """Return the maximum number of pieces of work per program."""
+    """Return the maximum number of tiles of query rows (`Work`) that one program processes."""
     ends = batch.ends + 2 * (batch.sequences + 1)
     units = gl.load(ends + batch.sequences)
     return gl.cdiv(units * TILING.programs, gl.num_programs(0))
@@ -128,9 +128,9 @@ def find(ends, count, wanted):
 
 @gluon.jit
 def work_of(batch, turn, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """Return a program's piece of work number `turn`; the longest walks come first.
+    """Return the `Work` number `turn` of a program; tiles that read most states come first.
 
-    In every second round, programs take pieces in reverse order, which balances their work.
+    In every second round, programs take tiles in reverse order, which balances their work.
     """
     GROUP: gl.constexpr = SHAPE.out.group
     TILE: gl.constexpr = TILING.tile

@@ -65,7 +65,7 @@ def states_of(begin, work, TILE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def starts_of(steps, table, states, head, STATES: gl.constexpr, UNIT: gl.constexpr):
-    """Return the offsets of the rows of states in the pool, in elements."""
+    """Return the offset in the pool of each state's row, in elements."""
     rows = row_starts(steps, gl.load(table + states // STATES), states % STATES, UNIT)
     return rows + head.to(gl.int64) * steps.head * UNIT
 
@@ -82,7 +82,7 @@ def copy_rows(side, elements, pages, places, head, to, there, FORMAT: gl.constex
 
 @gluon.jit
 def copy_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
-    """Copy the tiles of a piece of work to shared memory unchanged, the last tile first."""
+    """Copy the tiles of K and V that `work` reads to shared memory, the last tile first."""
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LOADS)
     K: gl.constexpr = SHAPE.k
@@ -152,7 +152,7 @@ def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
 @gluon.jit
 def load_factors(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                  FORMAT: gl.constexpr):  # fmt: skip
-    """Load the scale of each state of a tile, which unpacking does not apply."""
+    """Load the scale of each state of a tile; unpacking does not apply these scales."""
     WARPS: gl.constexpr = loading_warps(FORMAT.kind, FORMAT.element, False)
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     states = states_of(begin, work, TILE, EACH)
@@ -165,7 +165,7 @@ def load_factors(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl
 
 @gluon.jit
 def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
-    """Load and unpack the tiles of a piece of work, the last tile first."""
+    """Load and unpack the tiles of K and V that `work` reads, the last tile first."""
     K: gl.constexpr = SHAPE.k
     V: gl.constexpr = SHAPE.v
     K_DOT: gl.constexpr = SHAPE.k_dot
@@ -209,7 +209,7 @@ def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr)
 
 @gluon.jit
 def load_keys_and_values(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """Run the load group: load the tiles of each piece of work."""
+    """Run the load group: load the tiles of K and V that each `Work` of the program reads."""
     tiles = 0
     for turn in range(rounds_of(batch, TILING)):
         work = work_of(batch, turn, SHAPE, TILING)

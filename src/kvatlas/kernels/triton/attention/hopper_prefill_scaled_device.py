@@ -54,7 +54,7 @@ def first_of_runs(begin, work, RUNS: gl.constexpr):
 
 @gluon.jit
 def load_pages(table, begin, work, STATES: gl.constexpr, RUNS: gl.constexpr):
-    """Load the page of each run."""
+    """Load the block id for each run of rows."""
     return gl.load(table + first_of_runs(begin, work, RUNS) // STATES)
 
 
@@ -119,7 +119,7 @@ def put_v(loaded, to, factors, SHAPE: gl.constexpr):
 
 @gluon.jit
 def convert_halves(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
-    """Load and unpack the tiles of a piece of work, the last tile first, in half tiles.
+    """Load and unpack the tiles of K and V that `work` reads in halves, the last tile first.
 
     Halves of K are loaded while those of V are unpacked, and vice versa. Registers then hold two
     halves at a time; whole tiles of K and V would not fit.

@@ -39,7 +39,7 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LOGITS: gl.constexpr):
-    """Start the products of queries and keys of an MMA group's tile, each half when it arrives."""
+    """Start to multiply the queries by an MMA group's tile of keys, each half once it is loaded."""
     latents = room.latents.index(WHO + zero)
     query = room.query.index(zero)
     query_rope = room.query_rope.index(zero)
@@ -91,7 +91,7 @@ def weigh(logits, top, begin, seen, scale, room, WHO: gl.constexpr):
 
 @gluon.jit
 def scaled_down(acc, total, top, higher):
-    """Rescale sums and totals to a higher maximum."""
+    """Rescale sums and totals from the maximum `top` to the maximum `higher`."""
     shrink = gl.exp2(top - higher)
     SUMS: gl.constexpr = acc.type.layout
     return acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None], total * shrink
@@ -109,14 +109,14 @@ def publish(rated, top, room, signals, WHO: gl.constexpr):
 
 @gluon.jit
 def begin_values(acc, room, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the products of a tile's weights and an MMA group's half of the values."""
+    """Start to add a tile's weighted values to `acc`, for an MMA group's half of the columns."""
     values = room.latents.index(OF).slice(WHO * HALF, HALF, dim=1)
     return warpgroup_mma(room.weights.index(OF), values, acc, is_async=True)
 
 
 @gluon.jit
 def add_values(acc, total, top, room, signals, phase, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the values of the other MMA group's tile, after rescaling sums if needed."""
+    """Start to add the weighted values of the other MMA group's tile to `acc`; rescale it first."""
     mbarrier.wait(signals.weighed.index(OF), phase)
     if has_grown(room, OF):
         higher = room.tops.index(OF).load(top.type.layout)
@@ -246,7 +246,7 @@ def decode_latent(
     q, out, cache, batch, partials, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr,
     WORDS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Process a worker's range of tiles, sequence by sequence."""
+    """Compute MLA decode over a worker's range of tiles, sequence by sequence."""
     gl.static_assert(not WORDS.packed)
     DTYPE: gl.constexpr = SHAPE.k_dot
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

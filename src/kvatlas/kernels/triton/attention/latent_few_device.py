@@ -36,7 +36,7 @@ from kvatlas.kernels.triton.attention.latent_load_device import load_tiles
 
 @gluon.jit
 def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start the products of keys of an MMA group's tile and queries, each half when it arrives."""
+    """Start to multiply an MMA group's tile of keys by the queries, each half once it is loaded."""
     ROWS: gl.constexpr = room.query.shape[1]
     latents = room.latents.index(WHO + zero)
     query = room.query.index(zero)
@@ -74,7 +74,7 @@ def weigh(logits, top, begin, seen, scale):
 
 @gluon.jit
 def scaled_down(acc, parts, top, higher):
-    """Rescale sums and weights to a higher maximum."""
+    """Rescale sums and weights from the maximum `top` to the maximum `higher`."""
     shrink = gl.exp2(top - higher)
     return acc * shrink[None, :], parts * shrink[None, :]
 
@@ -93,14 +93,14 @@ def publish(rated, top, growth, room, signals, WHO: gl.constexpr):
 
 @gluon.jit
 def begin_values(acc, room, zero, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the products of an MMA group's half of a tile's values and the weights."""
+    """Start to add a tile's weighted values to `acc`, for an MMA group's half of the columns."""
     values = room.latents.index(OF + zero).slice(WHO * HALF, HALF, dim=1).permute((1, 0))
     return warpgroup_mma(values, room.weights.index(OF + zero), acc, is_async=True)
 
 
 @gluon.jit
 def add_values(acc, parts, top, room, signals, turns, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the values of the other MMA group's tile, after rescaling sums if needed."""
+    """Start to add the weighted values of the other MMA group's tile to `acc`; rescale it first."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     phase, zero = turns
     mbarrier.wait(signals.weighed.index(OF), phase)
@@ -226,7 +226,7 @@ def decode_latent_few(
     q, out, cache, batch, partials, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr,
     WORDS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Process a worker's range of tiles, sequence by sequence."""
+    """Compute MLA decode over a worker's range of tiles, sequence by sequence."""
     gl.static_assert(not WORDS.packed)
     gl.static_assert(TILING.programs == 1)
     ROWS: gl.constexpr = TILING.rows

@@ -106,7 +106,7 @@ def after_previous(EARLY: gl.constexpr):
 
 @gluon.jit
 def load_ends(ends, begin, count):
-    """Load the tile ends of several sequences; entries past `count` are the largest int32."""
+    """Load where the tiles of several sequences end; entries past `count` are the largest int32."""
     SOME: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     at = begin + gl.arange(0, AT_ONCE, layout=SOME)
     return gl.load(ends + 1 + at, mask=at < count, other=0x7FFFFFFF)

@@ -67,7 +67,7 @@ def row_pointers(elements, rows, FROM: gl.constexpr, COUNT: gl.constexpr, LOADS:
 
 @gluon.jit
 def copy_tile(cache, pages, places, room, signals, phase, TO: gl.constexpr, SHAPE: gl.constexpr):
-    """Start to copy a tile unchanged, each half once the previous half is released."""
+    """Start to copy a tile to shared memory, each half once its buffer is released."""
     LOADS: gl.constexpr = pages.type.layout.parent
     elements = cache.buffer.to(gl.pointer_type(SHAPE.k.element), bitcast=True)
     rows = row_starts(cache.k.rows, pages, places, SHAPE.k.unit)
@@ -83,7 +83,7 @@ def copy_tile(cache, pages, places, room, signals, phase, TO: gl.constexpr, SHAP
 
 @gluon.jit
 def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr):
-    """Copy a sequence's tiles unchanged, two at a time."""
+    """Copy a sequence's tiles to shared memory unchanged, two at a time."""
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     STATES: gl.constexpr = SHAPE.states
     begin, end, last = states
@@ -103,7 +103,7 @@ def copy_states(cache, table, states, room, signals, phase, SHAPE: gl.constexpr)
 
 @gluon.jit
 def as_halves(words):
-    """Convert words of four e4m3 to twice as many words of two float16."""
+    """Convert words of four e4m3 elements to twice as many words of two float16 elements."""
     pairs = gl.inline_asm_elementwise(
         E4M3_AS_HALVES, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )

@@ -99,7 +99,7 @@ class Tiling(NamedTuple):
 
 
 class PackedWords(NamedTuple):
-    """Whether and how K and V are walked as 16-bit words; a compile-time constant."""
+    """Whether and how K and V are read as 16-bit words; a compile-time constant."""
 
     packed: bool = False
     delta: int = 0
@@ -125,7 +125,7 @@ class PagedCache(NamedTuple):
 
 
 class BatchSequences(NamedTuple):
-    """The sequences of a batch."""
+    """The sequences of a batch: their lengths, and cumulative counts of their work."""
 
     lengths: torch.Tensor
     ends: torch.Tensor
@@ -181,7 +181,7 @@ class LaunchKey(NamedTuple):
 
 
 def launch_key(layer: LayerCache, query_heads: int, dtype: torch.dtype) -> LaunchKey:
-    """Return the launch key of a layer, for queries of a dtype."""
+    """Return what the launch parameters of a layer depend on, for queries of `dtype`."""
     spec = layer.spec
     if isinstance(spec, LatentAttention):
         rows, heads = [("latent", spec.latent + spec.rope)], 1
@@ -244,7 +244,7 @@ def split_of(
     max_queries: int | None = None,
     **choice: Any,
 ) -> WorkSplit:
-    """Return how the work of a layer is split. Pass the result to `schedule` once per step.
+    """Return how a layer's work is split into tiles. Pass the result to `schedule` in each step.
 
     The schedule can be used for every layer of the same kind, with the same query `dtype` and the
     same `max_queries`.
@@ -261,7 +261,7 @@ def work_split(
     max_queries: int | None,
     choice: dict[str, Any],
 ) -> WorkSplit:
-    """Return the work split for layers with this key and `states` states per page."""
+    """Return how work is split into tiles for layers with `states` states per page."""
     few = rows_for(key.group, max_queries)
     tile = parameters("decode", key, few, choice)["tile"]
     rows = parameters("prefill", key, 0, choice)["rows"]
@@ -287,11 +287,11 @@ def rows_for(group: int, max_queries: int | None) -> int:
 
 
 def merged_together(workers: int, sequences: int, width: int) -> tuple[int, int]:
-    """Return how many partials of a row a merge loads together, and its number of warps.
+    """Return how many partial results of a row a merge loads at once, and its number of warps.
 
     In a batch of many sequences, each sequence has few partials, because workers divide the tiles
     evenly. Programs that reserve registers for more partials would run at lower occupancy. The
-    result depends only on the bit length of `sequences` - 1, because `batch_kind` has only that.
+    result depends only on the bit length of `sequences` - 1, by which compiled kernels are cached.
 
     >>> merged_together(66, 64, 128), merged_together(66, 1, 128), merged_together(132, 64, 512)
     ((16, 1), (64, 4), (8, 4))
@@ -330,7 +330,7 @@ def dot_for(own: Any, side: StoredSide, *, values: bool) -> Any:
 def words_of(
     layer: LayerCache, shape: AttentionShape, sides: tuple[SideRows, SideRows], rows: int
 ) -> PackedWords:
-    """Return whether and how K and V are walked as 16-bit words, for `rows` query rows."""
+    """Return whether and how K and V are read as 16-bit words, for `rows` query rows."""
     k, v = shape.k, shape.v
     bits = k.bits
     suits = (
@@ -357,7 +357,7 @@ def words_of(
 
 
 def _most_rows(form: StorageFormat) -> int:
-    """Return the maximum number of query rows for which a format is walked as words.
+    """Return the maximum number of query rows for which a format is read as 16-bit words.
 
     For nvfp4 and turboquant, only the configurations that were verified on a GPU are enabled: rows
     of 128 elements, and no more query rows than fit in one warp.
@@ -368,7 +368,7 @@ def _most_rows(form: StorageFormat) -> int:
 
 
 def lead_of(layer: LayerCache, shape: AttentionShape) -> int:
-    """Return how many bytes before V reads must start to be as wide as reads of K; 0 if none.
+    """Return by how many bytes reads must start before a row of V, to be as wide as reads of K.
 
     For example, a state with scales per row may be 264 bytes: K, K's scale, V, V's scale, without
     a gap. V is then aligned only to 4 bytes, but the scale before it is aligned to 8.

@@ -105,7 +105,7 @@ class LayerLaunch(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """One call: the prepared launches of a layer, and a batch."""
+    """One attention call: the prepared launches of a layer, and the tensors of a batch."""
 
     layer: LayerCache
     launch: LayerLaunch
@@ -195,7 +195,7 @@ def _attention_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, St
 
 
 def _latent_sides(layer: LayerCache, q: torch.Tensor) -> tuple[StoredSide, StoredSide]:
-    """Return the latent and the rotary side of an MLA layer."""
+    """Return the latent and rotary rows of an MLA layer; raise an error if no kernel fits."""
     spec = layer.spec_as(LatentAttention)
     formats.refuse_head(spec.latent, "the latent")
     if not formats.attends_latent(spec):

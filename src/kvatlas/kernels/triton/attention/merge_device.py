@@ -61,7 +61,7 @@ def merge_row(
     pointers, partials, scoring, walked, where, OUT: tl.constexpr, TILING: tl.constexpr,
     WRAP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Merge one row from the partials of its first to its last worker."""
+    """Merge the partial results of one row, from its first to its last worker."""
     WIDTH: tl.constexpr = OUT.width
     begin, until = walked
     program, place, query_head = where

@@ -19,7 +19,7 @@ from kvatlas.kernels.triton.attention.walk_device import (
 
 @triton.jit
 def prefill(q, out, cache, batch, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr):
-    """Compute prefill. Rows are (query, query head of a kv head); the longest walks come first."""
+    """Compute prefill attention for one tile of queries. Tiles that read most states come first."""
     MASK: tl.constexpr = SHAPE.mask
     OUT: tl.constexpr = SHAPE.out
     GROUP: tl.constexpr = OUT.group

@@ -51,13 +51,16 @@ class Schedule:
     """
 
     def __init__(self, ends: torch.Tensor, split: WorkSplit) -> None:
-        """`ends` [3, sequences + 1]: cumulative counts of queries, decode and prefill tiles."""
+        """Create a schedule from `ends` [3, sequences + 1].
+
+        Its rows are cumulative counts of queries, of decode tiles and of prefill tiles.
+        """
         self.ends, self.split = ends, split
         self.sequences = ends.shape[1] - 1
         self._partials: dict[tuple[int, int], Partials] = {}
 
     def partials(self, rows: int, width: int) -> Partials:
-        """Return the buffer for `rows` rows of `width` columns; later calls return the same one."""
+        """Return the buffer for partial results of `rows` rows of `width` columns; created once."""
         kept = self._partials.get((rows, width))
         if kept is None:
             count = rows * (width + 2)
@@ -67,7 +70,7 @@ class Schedule:
 
 
 def fit_of(states: int, tile: int) -> tuple[str, int]:
-    """Return how tiles align with pages, and the alignment of the first state of a walk.
+    """Return how tiles align with pages, and the alignment of the first state that is read.
 
     >>> fit_of(16, 64), fit_of(64, 64), fit_of(256, 64), fit_of(24, 64)
     (('pages in tile', 16), ('tile in page', 64), ('tile in page', 64), ('neither', 16))

@@ -151,7 +151,7 @@ def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.cons
 
 @triton.jit
 def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
-    """Return a tile's states as indices in their pages: a common start, and what to add to it."""
+    """Return the index of each state of a tile in its page, as a common number plus an offset."""
     if FIT == "tile in page":
         return n % STATES, offset
     if FIT == "pages in tile":
@@ -161,7 +161,7 @@ def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
 
 @triton.jit
 def within(states, stretch, reach, sink_tokens, MASK: tl.constexpr):
-    """Return whether at least one query may see each state."""
+    """Return, for each state, whether at least one query may see it."""
     there = (states >= stretch.low) & (states < stretch.high)
     if MASK == "sinks":
         there = there & ((states >= reach) | (states < sink_tokens))

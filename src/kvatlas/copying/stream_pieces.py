@@ -34,7 +34,7 @@ _CONVERTED = 1 << 20
 
 
 class StreamPiece(NamedTuple):
-    """A piece of a stream, with its runs at one end."""
+    """A piece of a stream, with its runs in the pools of the source or of the destination."""
 
     copies: Sequence[Copy]
     parts: Sequence[ConvertedPart] = ()
@@ -42,7 +42,7 @@ class StreamPiece(NamedTuple):
 
     @classmethod
     def of(cls, stream: AnyStream, start: int, stop: int, end: int) -> StreamPiece:
-        """Return bytes `start` to `stop - 1` of a stream. `end` is `SOURCE` or `DESTINATION`."""
+        """Return bytes `start .. stop - 1` of a stream. `end` is `SOURCE` or `DESTINATION`."""
         if isinstance(stream, Stream):
             return cls(stream.copies(start, stop))
         parts = list(stream.parts(start, stop))
