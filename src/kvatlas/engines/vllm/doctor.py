@@ -37,7 +37,7 @@ _WITHOUT_LAYERS = ("ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "mlp_spe
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings about two engines, and the cost of moving one request."""
+    """All findings about two engines, and the cost of transferring one request."""
 
     findings: tuple[Finding, ...]
     moves: Check | None
@@ -133,7 +133,7 @@ def _failures(ends: Ends) -> Finding | None:
 
 
 def _managers(ends: Ends) -> Finding | None:
-    """Report engines of which only one keeps all tokens of sliding-window layers."""
+    """Return a finding if only one engine keeps all tokens of sliding-window layers; else None."""
     plans = [end.plan for end in ends]
     if any(plan is None or end.arguments is None for plan, end in zip(plans, ends, strict=True)):
         return None
@@ -149,7 +149,7 @@ def _managers(ends: Ends) -> Finding | None:
 
 
 def _backends(ends: Ends) -> Finding | None:
-    """Report backends whose memory layout kvatlas does not describe."""
+    """Compare the attention backends: kvatlas does not support bf16 with CPU_ATTN."""
     names = [str((end.arguments and end.arguments.attention_backend) or "-") for end in ends]
     if set(names) == {"-"}:
         return None
@@ -240,7 +240,7 @@ def _ports_said(ports: range) -> str:
 
 
 def _port_range(end: EngineEnd) -> range:
-    """Return the ports of all ranks of an engine; empty if it uses any free ports."""
+    """Return the ports of an engine's ranks; empty if the ranks choose free ports."""
     assert end.settings is not None  # noqa: S101
     replicas = end.arguments.data_parallel_size if end.arguments else 1
     ranks = end.plan.ranks if end.plan else 1

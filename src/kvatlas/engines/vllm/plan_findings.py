@@ -10,7 +10,7 @@ from kvatlas.specs import Visibility
 
 
 def plan_findings(ends: Ends, tokens: int) -> tuple[list[Finding], Check | None]:
-    """Return findings about both plans, and the transfer between them if it is possible."""
+    """Return findings about both plans, and the cost of a transfer; None if none is possible."""
     for name, end in zip(("prefill", "decode"), ends, strict=True):
         if end.refusal is not None:
             refusal = end.refusal
@@ -87,7 +87,7 @@ def _groups(plan: Plan) -> str:
 
 
 def _partial(src: Plan, dst: Plan) -> list[Finding]:
-    """Report sliding windows and recurrent states, of which only the latest is kept."""
+    """Return findings about sliding windows and recurrent states; none if there are neither."""
     findings = []
     windows = [windows_of(plan) for plan in (src, dst)]
     if any(windows):
