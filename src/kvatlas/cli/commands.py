@@ -1,4 +1,7 @@
-"""The commands. Each calls another package and prints the result."""
+"""The commands `plan` to `bench`, and the registration of all others.
+
+Each command calls another package and prints the result.
+"""
 
 from __future__ import annotations
 
@@ -354,7 +357,7 @@ def bench(
     what: Annotated[str, typer.Argument(metavar="wire", help="The benchmark to run.")],
     as_json: Json = False,
 ) -> None:
-    """Measure the throughput of all transports between two processes of this host."""
+    """Measure the throughput of each transport between two processes on this host."""
     from kvatlas.cli.bench import bench_parts, transport_rates
     from kvatlas.cli.move import quiet
 

@@ -58,7 +58,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def _option(help_text: str, panel: str, *words: str, flag: str | None = None) -> Any:
-    """Return a typer option in a panel of --help, with `words` for shell completion."""
+    """Return a typer option that `--help` lists in a panel; the shell completes `words`."""
     return typer.Option(
         *([flag] if flag else []),
         help=help_text,
@@ -159,7 +159,7 @@ class PlanOptions:
     ] = True
 
     def plan(self, **changes: Any) -> Plan:
-        """Return the plan of these options, with `changes` applied."""
+        """Return the plan with these options, some of them replaced by `changes`."""
         found = self.fit(**changes)
         if isinstance(found, Plan):
             return found
@@ -168,7 +168,10 @@ class PlanOptions:
         return found.plan
 
     def fit(self, **changes: Any) -> Plan | Fit:
-        """Return a plan in the given memory, or a fit on the given GPUs, with `changes` applied."""
+        """Return a plan in `memory` or, if `gpu` is set, a fit on these GPUs.
+
+        `changes` replace some of the options.
+        """
         options = self._options(changes)
         if options["gpu"] is not None:
             sizes = {name: options[name] for name in _TOPOLOGY}
@@ -183,7 +186,7 @@ class PlanOptions:
         return plan(options.pop("model"), **options)
 
     def fitting(self, **changes: Any) -> Fitting:
-        """Return a `Fitting` of the model and its weights on the given GPUs."""
+        """Return a `Fitting` of the model on `gpu`, with some options replaced by `changes`."""
         options = self._options(changes) | {"model": self.model}
         if options.pop("memory") is not None:
             raise contradictory("--memory and --gpu", "Pass only one of them")
@@ -208,7 +211,7 @@ class PlanOptions:
         return options
 
     def load(self) -> Model:
-        """Load the model."""
+        """Load the config of the model."""
         return Model.load(self.model)
 
 
@@ -218,7 +221,7 @@ def contradictory(got: str, hint: str) -> AtlasError:
 
 
 def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with plan options in its signature; it receives one `PlanOptions`."""
+    """Add the plan options to a command's signature, and pass them to it as one `PlanOptions`."""
     return _spread(command, {}, lambda given: PlanOptions(**given))
 
 
@@ -239,9 +242,10 @@ def _spread(
     instead: dict[str, inspect.Parameter],
     made: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., None]:
-    """Return a command that takes the parameters in `instead` in place of its first parameter.
+    """Return a command that takes the plan options in place of its first parameter.
 
-    Their values are passed to `made`, and its result is the first argument of `command`.
+    `instead` replaces some of these options by other parameters. The values are passed to `made`,
+    and its result is the first argument of `command`.
     """
     own = inspect.signature(command, eval_str=True)
     named = inspect.signature(PlanOptions, eval_str=True).parameters
@@ -263,7 +267,7 @@ def _spread(
 
 
 def number(text: str, problem: str, where: str) -> int:
-    """Return an option's value as an integer; raise `typer.BadParameter` if it is not one."""
+    """Return `text` as an integer; otherwise raise an error `problem` about the flag `where`."""
     try:
         return int(text)
     except ValueError:

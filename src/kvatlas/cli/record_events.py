@@ -93,7 +93,10 @@ def _record(
     seconds: float | None,
     batches: int | None,
 ) -> int:
-    """Record batches until it is time to stop; return the number of malformed messages."""
+    """Record batches until `stopped` is set or a limit is reached.
+
+    Return the number of malformed messages.
+    """
     refused = 0
     end = float("inf") if seconds is None else time.monotonic() + seconds
     while not stopped.is_set() and recording.batches != batches and time.monotonic() < end:

@@ -81,7 +81,7 @@ class ReplayOptions:
     ] = None
 
     def tiers(self, options: PlanOptions) -> dict[str, Plan]:
-        """Return the plan of each tier below the GPU, by name.
+        """Return the plans of the tiers `host` and `disk`, if the options specify them.
 
         A tier stores the caches of all ranks together.
         """
@@ -96,7 +96,7 @@ class ReplayOptions:
 
 
 def takes_replay_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with replay options in its signature; it receives them as `replay`."""
+    """Add the replay options to a command's signature, and pass them to it as `replay`."""
     own = inspect.signature(command, eval_str=True)
     named = inspect.signature(ReplayOptions, eval_str=True).parameters
     others = [parameter for name, parameter in own.parameters.items() if name != "replay"]

@@ -29,7 +29,7 @@ Where = Annotated[
 
 
 def tier_command(name: str, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that registers a command of the group.
+    """Return a decorator that registers `kvatlas tier NAME`, with examples below its help.
 
     Errors of the command become messages and exit codes.
     """

@@ -32,7 +32,7 @@ def ls(where: Where, as_json: Json = False) -> None:
 
 
 def _table(found: list[NamespaceSummary], *, stacked: bool) -> FittedTable:
-    """Return the table. `stacked` puts names below each other, so that no digest is broken."""
+    """Return a table of namespaces. If `stacked`, names share a column, one below the other."""
     columns = ("\n".join(_NAMES),) if stacked else _NAMES
     shown = table(*columns, *_NUMBERS, words=range(len(columns)), wraps=(0,))
     for one in found:
