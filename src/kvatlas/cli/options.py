@@ -87,16 +87,23 @@ _LENGTHS = (
     "[dim]By default 32768, or the model's maximum if that is less.[/]"
 )
 _MEMORY = "Cache memory per rank: 60GiB, 80GB or bytes. [dim]By default 80GiB.[/]"
-_GPU = "H100, 8xH100, ...: use the memory that the weights leave free. Replaces --memory."
-_UTILIZATION = "Share of the GPU memory that the engine may use. [dim]By default 0.9.[/]"
-_OVERHEAD = "GPU memory that is neither weights nor cache. [dim]By default 3GiB.[/]"
+_GPU = (
+    "GPUs: H100, 8xH100, ... Caches get the memory that the weights leave free. Replaces --memory."
+)
+_UTILIZATION = (
+    "With --gpu: share of the GPU memory that the engine may use. [dim]By default 0.9.[/]"
+)
+_OVERHEAD = "With --gpu: memory that is neither weights nor cache. [dim]By default 3GiB.[/]"
 _TP = "Tensor-parallel ranks. [dim]By default 1; with --gpu, GPUs / (pp x dp).[/]"
 _IN_FLIGHT = (
-    "Tokens of a prefilling request that are scheduled but not finished. "
-    "[dim]By default 8192 per batch in flight: 16384 without pipelines.[/]"
+    "Tokens of a prefilling request that are scheduled but not computed yet. "
+    "[dim]By default 8192 per batch in flight: 16384 with one pipeline stage.[/]"
 )
-_REQUESTS = "Store recurrent states in a separate pool, sized for this many requests."
-_STATES = "Where to store recurrent states: shared (in attention's pool), apart, or auto."
+_REQUESTS = "Store recurrent states in a separate pool for this many requests."
+_STATES = (
+    "Where to store recurrent states: shared (in the pool of attention), apart (in a separate "
+    "pool) or auto."
+)
 _ORDERS = (*(layout.order for layout in ENGINE_LAYOUTS), "NHD", "HND")
 
 
@@ -113,7 +120,7 @@ class PlanOptions:
     pp: Annotated[int, _option("Pipeline stages.", _MACHINE)] = 1
     dp: Annotated[int, _option("Data-parallel replicas, each with its own cache.", _MACHINE)] = 1
     dcp: Annotated[int, _option("Decode-context-parallel ranks.", _MACHINE)] = 1
-    ep: Annotated[int, _option("Expert-parallel ranks.", _MACHINE)] = 1
+    ep: Annotated[int, _option("With --gpu: expert-parallel ranks.", _MACHINE)] = 1
     max_len: Annotated[str | None, _option(_LENGTHS, _MACHINE)] = None
     in_flight: Annotated[int | None, _option(_IN_FLIGHT, _MACHINE)] = None
     requests: Annotated[int | None, _option(_REQUESTS, _MACHINE)] = None
@@ -126,33 +133,39 @@ class PlanOptions:
     ] = None  # fmt: skip
     layout: Annotated[
         str | None,
-        _option("Order of the axes: BLHNC, NHD, ... See `kvatlas layouts`.", _CACHE, *_ORDERS),
+        _option(
+            "Order of the axes in memory: BLHNC, NHD, ... See `kvatlas layouts`.", _CACHE, *_ORDERS
+        ),
     ] = None
     backend: Annotated[
         str | None,
         _option(
-            "Attention backend. [dim]By default vLLM's choice on Hopper.[/]", _CACHE, *BACKENDS
+            "vLLM's attention backend. [dim]By default its choice on Hopper.[/]", _CACHE, *BACKENDS
         ),
     ] = None
     policy: Annotated[
         str,
-        _option("atlas, vllm (vLLM's exact plan) or uniform (one group).", _CACHE, *POLICIES),
+        _option(
+            "How to plan: atlas (small blocks), vllm (vLLM's exact plan) or uniform (one group).",
+            _CACHE,
+            *POLICIES,
+        ),
     ] = "atlas"
     pack: Annotated[
         str,
         _option(
-            "Attention layers that share a page of a hybrid: auto or a number.",
+            "Hybrid models: attention layers that share a page with a recurrent state, or auto.",
             _CACHE, "auto", "1", "2", "4", "8",
         ),
     ] = "auto"  # fmt: skip
     states: Annotated[str, _option(_STATES, _CACHE, "auto", "shared", "apart")] = "auto"
     block_size: Annotated[
-        int | None, _option("Tokens per block. Hybrids may enlarge it.", _CACHE)
+        int | None, _option("Tokens per block. Hybrid models may enlarge it.", _CACHE)
     ] = None
     prefix_caching: Annotated[
         bool,
         _option(
-            "Do not keep states at block ends for prefix caching.",
+            "Plan without prefix caching: recurrent states are not kept at block ends.",
             _CACHE,
             flag=" /--no-prefix-caching",
         ),

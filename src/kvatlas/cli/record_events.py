@@ -29,8 +29,9 @@ def events(
     endpoint: Annotated[
         str,
         typer.Argument(
+            metavar="ENDPOINT",
             help="Address where the engine publishes: tcp://127.0.0.1:5557. Each data-parallel "
-            "rank has its own.",
+            "rank has its own address.",
             show_default=False,
         ),
     ],
@@ -40,7 +41,7 @@ def events(
     replay: Annotated[
         str | None,
         typer.Option(
-            help="Address where the engine resends missed batches, also from before the recording."
+            help="Address where the engine resends batches, to get missed and earlier ones."
         ),
     ] = None,
     topic: Annotated[str, typer.Option(help="Record only topics with this prefix.")] = "",

@@ -49,7 +49,7 @@ class ReplayOptions:
         bool,
         typer.Option(
             "--arrivals",
-            help="Replay arrival times: concurrent requests hold their blocks.",
+            help="Replay the arrival times of the trace: concurrent requests hold their blocks.",
             rich_help_panel=_REPLAY,
         ),
     ] = False
@@ -76,7 +76,8 @@ class ReplayOptions:
     disk: Annotated[
         str | None,
         typer.Option(
-            help="Disk space for blocks that the tier above evicts: 4TiB.", rich_help_panel=_TIERS
+            help="Disk space for blocks that host memory or, without it, GPUs evict: 4TiB.",
+            rich_help_panel=_TIERS,
         ),
     ] = None
 

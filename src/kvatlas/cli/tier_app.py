@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from kvatlas.tier import ObjectStore
 
 tier_app = typer.Typer(
-    name="tier", help="Inspect, verify and serve a tier that engines share.", no_args_is_help=True
+    name="tier",
+    help="Manage a tier: storage for prefixes that engines share.",
+    no_args_is_help=True,
 )
 
 Where = Annotated[
     str,
     typer.Argument(
         metavar="STORE",
-        help="mooncake://host:port?metrics=host:9003 or folder:///path",
+        help="Address of the store: folder:///path or mooncake://host:port?metrics=host:9003",
         show_default=False,
     ),
 ]
