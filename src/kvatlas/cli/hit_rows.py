@@ -137,7 +137,8 @@ def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
     """Raise an error if a value of `--compare tier` is invalid, or if there is no tier."""
     if not (replay.host_memory or replay.disk):
         hint = "Add --host-memory, --disk or both"
-        raise contradictory("--compare tier without a tier", hint)
+        problem = "--compare tier requires a tier"
+        raise contradictory("neither --host-memory nor --disk", hint, problem)
     for value in values:
         if value not in ("none", "shared") and not (value.isdecimal() and 0 < int(value) < 100):
             problem = f"tier must be none, shared or a percentage from 1 to 99, not {value!r}."

@@ -41,7 +41,7 @@ def _differences(texts: list[str]) -> int:
 
 
 def _numbers(texts: list[str]) -> list[tuple[str, ...]]:
-    """Return a tuple of values for each number: its value in the first text, the second, ..."""
+    """Return one tuple for each number in the texts, with its value in every text."""
     return list(zip(*(_NUMBER.findall(text) for text in texts), strict=True))
 
 

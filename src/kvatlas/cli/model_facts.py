@@ -85,7 +85,7 @@ def _per_token(spec: AnySpec) -> float:
 
 
 def layer_facts(model: Model) -> list[dict[str, Any]]:
-    """Return the different layer caches of a model, each with the layers that have it."""
+    """Return one entry for each different layer cache of a model, with the layers that use it."""
     alike: dict[AnySpec, list[int]] = {}
     for layer in model.layers:
         alike.setdefault(layer.spec, []).append(layer.index)

@@ -192,7 +192,8 @@ class PlanOptions:
             return self.fitting(**changes).on(given_topology(count, **sizes))
         for name, default in _OF_GPUS.items():
             if options.pop(name) != default:
-                raise contradictory(f"--{name} without --gpu", f"Add --gpu, or omit --{name}")
+                hint = f"Add --gpu, or omit --{name}"
+                raise contradictory(f"--{name} without --gpu", hint, f"--{name} requires --gpu")
         positive(options.pop("dp"), "dp")
         options["memory"] = DEFAULT_MEMORY if options["memory"] is None else options["memory"]
         options["tp"] = 1 if options["tp"] is None else options["tp"]
@@ -202,7 +203,7 @@ class PlanOptions:
         """Return a `Fitting` of the model on `gpu`, with some options replaced by `changes`."""
         options = self._options(changes) | {"model": self.model}
         if options.pop("memory") is not None:
-            raise contradictory("--memory and --gpu", "Pass only one of them")
+            raise contradictory("--memory and --gpu", "Pass either --memory or --gpu")
         _, gpu = find_gpus(options.pop("gpu"))
         skipped = [name for name in ("utilization", "overhead") if options[name] is None]
         for name in (*_TOPOLOGY, *skipped):
@@ -228,9 +229,11 @@ class PlanOptions:
         return Model.load(self.model)
 
 
-def contradictory(got: str, hint: str) -> AtlasError:
-    """Return the error for options that cannot be combined."""
-    return AtlasError(Code.CONTRADICTORY, "These options cannot be combined", got=got, hint=hint)
+def contradictory(
+    got: str, hint: str, problem: str = "These options cannot be combined"
+) -> AtlasError:
+    """Return the error for options that cannot be combined, or that lack another option."""
+    return AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
 
 
 def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -280,7 +283,7 @@ def _spread(
 
 
 def number(text: str, problem: str, where: str) -> int:
-    """Return `text` as an integer; otherwise raise an error `problem` about the flag `where`."""
+    """Return `text` as an integer; else raise `BadParameter(problem)` for the flag `where`."""
     try:
         return int(text)
     except ValueError:

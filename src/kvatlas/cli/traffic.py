@@ -77,7 +77,7 @@ class PlanForTrace:
         return [reason, indented(made), *noted, Text(legend, style="dim")]
 
     def reason(self) -> str:
-        """Return a few sentences that describe the best plan and compare its hit rate."""
+        """Return sentences that name the best plan and compare its hit rate with vLLM's."""
         best = self.tried[0]
         rates = best.rates
         theirs = next((one.rates for one in self.tried if one.by_group), None)
@@ -92,7 +92,10 @@ class PlanForTrace:
 
 
 def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -> PlanForTrace:
-    """Simulate several plans, checkpoints and evictions on the trace at `path`."""
+    """Simulate several plans, checkpoint and eviction policies on the trace at `path`.
+
+    `block` is the number of tokens for which each id of the trace stands.
+    """
     from kvatlas.pool import choose, read_trace
 
     with progress_bar(f"Reading {plain(path.name)}") as told:

@@ -268,7 +268,7 @@ class BlockTable:
         self._ids_are_old = True
 
     def _take(self) -> int:
-        """Take a free block. Blocks of recurrent states are zeroed.
+        """Take a free block, and zero it if it is for a recurrent state.
 
         Models read parts of a state before they have written all of it.
         """

@@ -122,7 +122,7 @@ class AtlasCache(TransformersCache):
 
     @property
     def seen(self) -> int:
-        """Number of tokens seen so far, including padding; 0 for models without attention."""
+        """Number of tokens passed so far, including padding; 0 for models without attention."""
         return max((layer.seen for layer in self._attention), default=0)
 
     @property

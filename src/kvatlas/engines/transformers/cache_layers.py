@@ -128,7 +128,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         return self.seen + query_length - offset, offset
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens seen so far, including padding."""
+        """Return the number of tokens passed so far, including padding."""
         return self.seen
 
     def get_max_length(self) -> int:
@@ -283,7 +283,7 @@ class EmptyLayer(LinearAttentionCacheLayerMixin):
     update_conv_state = update_recurrent_state = update
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
+        """Do nothing: this layer has no cache."""
 
 
 def model_axes(state: State) -> str | None:

@@ -69,7 +69,10 @@ class SequenceBatch:
             self.padding = [0] * size
 
     def begin_on_pool(self, reserve_blocks: Callable[[int], None]) -> None:
-        """Begin a batch of one sequence whose blocks a `BlockPool` allocates."""
+        """Begin a batch of one sequence whose blocks a `BlockPool` allocates.
+
+        `reserve_blocks(n)` must reserve blocks for the first n tokens.
+        """
         self.clear()
         for table in self.tables:
             table.reserve_blocks, table.padded = reserve_blocks, False

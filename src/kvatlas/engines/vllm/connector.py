@@ -159,7 +159,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return {source: num_external_tokens}
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """Return all groups: the connector also loads groups without prefix caching."""
+        """Return the ids of all groups: the connector also loads groups without prefix caching."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -174,7 +174,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return KVAtlasStep(self._in_scheduler().take_orders(), idle)
 
     def reset_cache(self) -> bool | None:
-        """Invalidate the tier's content; vLLM calls this after a weight update."""
+        """Invalidate the tier's content after a weight update; return None without a tier."""
         return self._in_scheduler().reset_tier()
 
     def update_connector_output(self, connector_output: Any) -> None:

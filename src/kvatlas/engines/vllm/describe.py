@@ -234,7 +234,7 @@ def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
             Code.ENGINE_REFUSES,
             "The connector does not support engines that compute their own KV scales",
             got="calculate_kv_scales=True",
-            hint="Turn calculate_kv_scales off, so that the scales come from the checkpoint",
+            hint="Start the engine without --calculate-kv-scales, to use the checkpoint's scales",
         )
     for group in kv_cache_config.transfer_groups:
         mode = getattr(group.kv_cache_spec, "mamba_cache_mode", "none")
@@ -253,7 +253,10 @@ def _own_windows(config: Any) -> dict[str, Visibility]:
 
 
 def check_windows(name: str, spec: Any, seen: Visibility) -> None:
-    """Raise if a layer has a window that the group's spec lacks, which the scheduler uses."""
+    """Raise if a layer has a window that the spec of its group lacks.
+
+    vLLM's scheduler uses the group's spec.
+    """
     if (
         keeps_all_tokens(spec)
         and (seen.window or seen.chunk)

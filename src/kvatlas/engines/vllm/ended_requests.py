@@ -36,7 +36,7 @@ class EndedRequests:
         self._lock = threading.Lock()
 
     def hold_twice(self, requests: set[str]) -> None:
-        """Mark requests that two readers, a peer and the tier, must finish before they are sent."""
+        """Mark requests that count as sent after two reports: from a peer and from the tier."""
         with self._lock:
             self._twice |= requests
 

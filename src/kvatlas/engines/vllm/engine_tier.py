@@ -91,7 +91,7 @@ def _check_stored(stored: Plan, own: Plan, convert: Converting | None) -> None:
 
 
 def _planned(model: Model, memory: str, own: Plan) -> Plan:
-    """Return a plan for a new tier whose longest request is that of the engine's plan `own`."""
+    """Return a plan for a new tier, with requests as long as in the engine's plan `own`."""
     about: dict[str, Any] = {
         "memory": memory,
         "layout": "BLHNC",

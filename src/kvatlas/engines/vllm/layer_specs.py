@@ -211,13 +211,13 @@ def _cache(name: str, spec: Any, model: ServedModel) -> str:
 def _packing(
     name: str, spec: Any, cache: str, model: ServedModel, backend: str | None
 ) -> Packing | None:
-    """Return how a page stores K and V, from the backend or from the number of head slots."""
+    """Return how a page stores K and V; None if each cell stores `k | v`."""
     if backend == "CPU_ATTN" and dtype_name(spec.dtype) not in _CPU_DTYPES:
         # The CPU backend tiles bf16 and fp8 keys for the instruction set of the processor.
         hint = "Serve the model with --dtype float32 or --dtype float16"
         raise refused(name, f"{dtype_name(spec.dtype)} with {backend}", hint)
     if backend == "CPU_ATTN" and spec.head_size % 32:
-        raise refused(name, f"head size {spec.head_size} with {backend}", "Serve it on a GPU")
+        raise refused(name, f"head size {spec.head_size} with {backend}", "Serve it on GPUs")
     if backend in _PACKINGS:
         return _PACKINGS[backend]
     slots, heads = spec.num_head_slots, spec.num_kv_heads
@@ -239,7 +239,7 @@ def _latent(name: str, spec: Any, model: ServedModel) -> AnySpec:
     theirs = (spec.num_heads, spec.num_states, spec.state_content_size_bytes, padded)
     if ours[:3] != theirs[:3] or page.nbytes > padded:
         got = f"H, N, C and bytes {theirs}, expected {ours} from the config,"
-        raise refused(name, got, "Check the cache dtype, or upgrade kvatlas")
+        raise refused(name, got, "Check --kv-cache-dtype, or upgrade kvatlas")
     return known
 
 
@@ -251,7 +251,7 @@ def _recurrent(name: str, spec: Any, model: ServedModel) -> AnySpec:
             name, f"recurrent states, expected {type(known).__name__},", "Upgrade kvatlas"
         )
     if spec.tp_replicated and model.tp > 1:
-        raise refused(name, f"states replicated at tp {model.tp}", "Use --tensor-parallel-size 1")
+        raise refused(name, f"states replicated at tp {model.tp}", "Set --tensor-parallel-size 1")
     shapes = [tuple(shape) for shape in spec.shapes]
     for candidate in _candidates(known, [dtype_name(dtype) for dtype in spec.dtypes]):
         page: Page = candidate.page(1, tp=model.tp)

@@ -16,7 +16,7 @@ _CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
 
 
 def parent_of(request_id: str) -> str | None:
-    """Return the id of the request that vLLM split into this one and its siblings, if it did so.
+    """Return the id of the request that vLLM split into this one and its siblings, or None.
 
     >>> parent_of("3_chatcmpl-5f1a"), parent_of("chatcmpl-5f1a")
     ('chatcmpl-5f1a', None)

@@ -48,7 +48,10 @@ class RemotePrefills:
         return self._waiting.get(request_id)
 
     def take(self, request_id: str) -> RemoteRequest | None:
-        """Return the offer that a request will read, once: a failed read is not retried."""
+        """Return the offer that a request will read, and forget it.
+
+        A failed read is not retried, but computed.
+        """
         return self._waiting.pop(request_id, None)
 
     def begin_read(self, request_id: str) -> bool:
@@ -59,7 +62,7 @@ class RemotePrefills:
         return final
 
     def end_read(self, request_id: str, orders: StepOrders) -> None:
-        """Remove a reader from its offer, and order the release of an offer without readers."""
+        """Remove a reader from its offer, and order the offer's release after its last reader."""
         offer = self._readers.remove(request_id)
         if offer is None:
             return

@@ -215,7 +215,7 @@ class SchedulerSide:
         return self._groups.tables(blocks.get_block_ids(), stop)
 
     def reset_tier(self) -> bool | None:
-        """Invalidate the tier's content; return None if there is no tier."""
+        """Invalidate the tier's content and return True; return None if there is no tier."""
         if self._tier is None:
             return None
         self._tier.reset()
@@ -280,7 +280,7 @@ class SchedulerSide:
         return int(min(request.num_prompt_tokens - self._left_out, remote.tokens))
 
     def _read_until(self, request: Any, stop: int) -> int:
-        """Return `stop` without the last token of the prompt, which vLLM recomputes anyway.
+        """Return `stop`, minus 1 if it includes the prompt's last token, which vLLM recomputes.
 
         If K is transposed, a single token in a block takes thousands of short runs. A token that
         completes its block is read: other requests may reuse the block before it is recomputed.
@@ -289,7 +289,7 @@ class SchedulerSide:
         return stop - int(last and self._groups.end_inside_blocks(stop))
 
     def _note_windows_alone(self, request_id: str) -> None:
-        """Record that a request lacks tokens before the windows of layers that keep all tokens."""
+        """Record that only windows are read for a request, if this engine keeps all tokens."""
         if self._groups.windows_kept_whole:
             self._windows_alone.add(request_id)
 

@@ -49,7 +49,7 @@ class EngineSessions:
 
     @contextmanager
     def use(self, endpoints: tuple[str, ...]) -> Iterator[Session]:
-        """Yield the session with an engine. It is opened on first use, and not evicted in use."""
+        """Yield the session with an engine, opened on first use. It is not closed while in use."""
         kept = self._borrow(endpoints)
         try:
             yield self._opened(endpoints, kept)

@@ -101,7 +101,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> ConnectorSettings:
-        """Parse vLLM's extra config; errors name the invalid key."""
+        """Parse `kv_connector_extra_config`; errors name the invalid key."""
         given = dict(given or {})
         for key in given:
             if key not in cls.__struct_fields__:
@@ -197,7 +197,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return f"tcp://{_host(self.listen)}:{port}"
 
     def advertised(self, endpoint: str) -> str:
-        """Return the endpoint that peers connect to, for an endpoint on which a rank listens."""
+        """Return the endpoint at which peers reach a rank that listens on `endpoint`."""
         port = endpoint.rpartition(":")[2]
         return f"tcp://{_host(self.advertise or self.listen)}:{port}"
 

@@ -36,7 +36,10 @@ def free_cores() -> set[int]:
 
 
 def run_on(cores: set[int], thread: int = 0) -> None:
-    """Bind the thread with this native id, by default the calling one, to cores, if any."""
+    """Bind a thread, given by its native id, to cores; 0 is the calling thread.
+
+    Do nothing if `cores` is empty.
+    """
     if cores:
         with suppress(OSError):  # the cores are no longer available, or the thread has ended
             os.sched_setaffinity(thread, cores)

@@ -48,7 +48,7 @@ def layer_scales(vllm_config: Any, stage: DescribedStage) -> dict[str, tuple[flo
 
 
 def _refuse_scales_by_head(layer: str, module: Any) -> None:
-    """Raise if a layer has one scale per head, of which vLLM's float is only the maximum."""
+    """Raise if a layer has one scale per head: vLLM reports only the largest of them."""
     scales = [getattr(module, name, None) for name in ("_k_scale", "_v_scale")]
     if any(scale is not None and scale.numel() > 1 for scale in scales):
         problem = "Conversion does not support layers with one scale per head"
@@ -68,7 +68,10 @@ def prefix_identity(settings: ConnectorSettings, vllm_config: Any) -> bytes:
 
 
 def stored_cache(settings: ConnectorSettings, vllm_config: Any) -> str:
-    """Return the cache dtype of the tier's blocks, under kvatlas's name for it if it has one."""
+    """Return the cache dtype of the tier's blocks, as kvatlas names it.
+
+    Formats that kvatlas does not convert keep vLLM's name.
+    """
     said = str(vllm_config.cache_config.cache_dtype)
     if settings.convert is not None:
         ((said, _),) = parse_conversion(settings.convert)
@@ -83,7 +86,7 @@ def stored_cache(settings: ConnectorSettings, vllm_config: Any) -> str:
 
 
 def stored_dtype(settings: ConnectorSettings, served: Any) -> str:
-    """Return the torch name of the compute dtype of engines that store blocks in the tier.
+    """Return the compute dtype, as torch names it, of engines that store blocks in the tier.
 
     If the source format of `convert` is quantised, it does not determine the compute dtype. This
     engine's dtype is then assumed.

@@ -68,9 +68,9 @@ class TierScheduler:
         return max(0, found.tokens - computed) if found is not None else 0
 
     def take(self, request_id: str, *, wanted: bool) -> FoundPrefix | None:
-        """Return the prefix found for a request, pinned until `loaded`, and end its lookup.
+        """Return the prefix that was found for a request; it stays pinned until `loaded`.
 
-        Unless the prefix is `wanted` and found, return None and unpin it.
+        If it is not `wanted`, or its lookup is not done, unpin it and return None.
         """
         looked_up = self._found.get(request_id)
         self._found[request_id] = None
@@ -83,17 +83,20 @@ class TierScheduler:
         return None
 
     def begun(self, request_id: str) -> None:
-        """Register a request from another engine: after a weight update, it is not stored."""
+        """Register a request from another engine, so that a weight update outdates it too.
+
+        Outdated requests are not stored in the tier.
+        """
         self._found.setdefault(request_id, None)
 
     def loaded(self, request_id: str) -> None:
-        """Unpin a request's prefix, which all workers have loaded or failed to load."""
+        """Unpin a request's prefix, after all workers have loaded it or failed."""
         found = self._loading.pop(request_id, None)
         if found is not None:
             self._tier.let_go(found)
 
     def stored(self, request_id: str) -> None:
-        """Publish a request's prefix, which all workers have stored or failed to store."""
+        """Publish a request's prefix if the tier has it, after all workers tried to store it."""
         if request_id in self._storing:
             self._tier.note(*self._storing.pop(request_id))
 
@@ -124,7 +127,7 @@ class TierScheduler:
     def worth_keeping(
         self, request: Any, *, windows_alone: bool = False
     ) -> tuple[BlockKeys, int, int] | None:
-        """Return (keys, start, stop) of the tokens of a finished request to store.
+        """Return the keys of a finished request, and start and stop of its tokens to store.
 
         Return None if nothing should be stored. With `windows_alone`, the engine lacks the tokens
         before the layers' windows.

@@ -97,13 +97,13 @@ class TransferGroups:
         return tuple(sorted(sizes))
 
     def end_inside_blocks(self, tokens: int) -> bool:
-        """Return whether `tokens` tokens fill the last block of no group completely."""
+        """Return whether, after `tokens` tokens, the last block of every group has free slots."""
         return all(tokens % group.block for group in self._groups)
 
     def exclude_from_prefix_cache(
         self, request_id: str, start: int, stop: int, *, windows_alone: bool
     ) -> None:
-        """Exclude blocks from vLLM's prefix cache that lack tokens once start .. stop - 1 are read.
+        """Keep incomplete blocks out of vLLM's prefix cache when start .. stop - 1 are read.
 
         Tokens before a window are not read, but a later request with a shorter prefix needs them.
         """

@@ -107,7 +107,7 @@ def _served_weights(vllm_config: Any, given: str | None) -> str:
 
 
 def _find_folder(vllm_config: Any) -> Path | None:
-    """Return the folder of a checkpoint, local or in the hub's cache; None if it is not here."""
+    """Return the folder of a checkpoint, local or in the hub's cache; None if absent."""
     served = vllm_config.model_config
     if Path(served.model).is_dir():
         return Path(served.model)
