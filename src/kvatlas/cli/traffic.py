@@ -92,7 +92,7 @@ class PlanForTrace:
 
 
 def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -> PlanForTrace:
-    """Simulate several plans, checkpoint and eviction policies on the trace at `path`.
+    """Simulate the trace at `path` with several plans, and several policies for each.
 
     `block` is the number of tokens for which each id of the trace stands.
     """

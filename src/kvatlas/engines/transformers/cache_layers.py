@@ -293,5 +293,5 @@ def model_axes(state: State) -> str | None:
 
 
 def cannot_take_back(got: str, hint: str = "Call reset and compute the tokens again") -> AtlasError:
-    """Return the error for removing tokens whose earlier states are no longer stored."""
+    """Return the error for a crop to an earlier state that is no longer stored."""
     return AtlasError(Code.CANNOT_TAKE_BACK, got=got, hint=hint)

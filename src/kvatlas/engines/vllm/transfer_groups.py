@@ -33,10 +33,9 @@ class TransferGroup:
         self.partial = self.recurrent or self.window is not None
 
     def table(self, ids: Any, tokens: int) -> tuple[int, ...]:
-        """Return the blocks in `ids` that hold a request's first `tokens` tokens.
+        """Return the blocks in `ids` that hold a request's first `tokens` tokens; -1 for none.
 
-        For a recurrent group, they hold the state after these tokens. Entries without a block are
-        -1.
+        For a recurrent group, return the blocks that hold the state after these tokens.
         """
         entries = ceil_div(tokens, self.block)
         if self.recurrent and not self.by_position:
