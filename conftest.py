@@ -2,7 +2,13 @@
 
 from importlib.util import find_spec
 
-_OF_VLLM = ("connector.py", "connector_stats.py", "published_events.py", "registered_caches.py")
+_OF_VLLM = (
+    "configured_tier.py",
+    "connector.py",
+    "connector_stats.py",
+    "published_events.py",
+    "registered_caches.py",
+)
 collect_ignore = [
     f"src/kvatlas/engines/vllm/{name}" for name in _OF_VLLM if find_spec("vllm") is None
 ]

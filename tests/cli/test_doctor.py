@@ -60,7 +60,7 @@ def test_engines_that_do_not_are_told_apart_by_what_is_unlike() -> None:
         result = kvatlas("doctor", "Llama-3.1-8B", "--from", source, "--to", target)
         assert result.exit_code == 1, (source, target, result.output)
         last = " ".join(result.output.split()).rpartition("These engines")[2]
-        assert f"cannot exchange caches: {what}:" in last
+        assert f"cannot exchange caches. {what.capitalize()}:" in last
     other = diagnose(*(EngineArguments(model=name) for name in ("Qwen3-8B", "gpt-oss-20b")))
     assert [f.what for f in other.findings if f.verdict == "no"] == ["model"]
     assert other.moves is None

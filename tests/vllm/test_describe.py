@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvatlas import AtlasError
 from kvatlas.engines.vllm.describe import check_tensors, describe_stage, join_stages
-from kvatlas.engines.vllm.scheduler_side import TransferGroup
+from kvatlas.engines.vllm.transfer_groups import TransferGroup
 from kvatlas.errors import Code
 from kvatlas.geometry import Layout
 from kvatlas.models import Model

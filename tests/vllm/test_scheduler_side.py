@@ -14,8 +14,9 @@ from kvatlas import AtlasError
 from kvatlas.engines.vllm.orders import RemoteRequest, prompt_digest
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.request_context import request_context
-from kvatlas.engines.vllm.scheduler_side import SchedulerSide, TransferGroup
+from kvatlas.engines.vllm.scheduler_side import SchedulerSide
 from kvatlas.engines.vllm.supported_versions import check_managers
+from kvatlas.engines.vllm.transfer_groups import TransferGroup
 from kvatlas.errors import Code
 from kvatlas.planning import Policy, plan
 from kvatlas.tier import Tier

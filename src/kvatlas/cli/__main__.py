@@ -1,4 +1,4 @@
-"""`python -m kvatlas.cli`."""
+"""Run the command line with `python -m kvatlas.cli`."""
 
 from kvatlas.cli import main
 

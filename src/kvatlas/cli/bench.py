@@ -1,4 +1,4 @@
-"""`kvatlas bench wire`: throughput of each transport between two processes of this host."""
+"""`kvatlas bench wire`: throughput of each transport between two processes on this host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SEED = 7
 
 @dataclass(frozen=True)
 class TransportRate:
-    """Throughput of one transport at one run size, and that of memcpy, in GB/s."""
+    """Throughput in GB/s of one transport and of memcpy, for runs of `run` contiguous bytes."""
 
     transport: str
     run: int
@@ -42,7 +42,10 @@ class TransportRate:
 
 
 def transport_rates() -> Iterator[TransportRate]:
-    """Measure each transport. For one that cannot run on this host, yield the reason."""
+    """Yield the throughput of each transport for each run size.
+
+    For a transport that cannot run on this host, yield the reason instead.
+    """
     for name in TRANSPORTS:
         transport = None
         try:
@@ -85,7 +88,7 @@ def _plan() -> Plan:
 
 
 def _scattered(run: int, room: int) -> Copy:
-    """Return a copy of runs of one size, in a random order at both ends."""
+    """Return a copy of runs of `run` bytes between random places in two pools of `room` bytes."""
     rng = np.random.default_rng(run)
     many, places = _MOVED // run, room // run
     src, dst = (rng.permutation(places)[:many].astype(np.int64) * run for _ in range(2))
@@ -112,7 +115,7 @@ def _best(act: Callable[[], object]) -> float:
 
 
 def bench_parts(rates: list[TransportRate]) -> list[RenderableType]:
-    """Return the rates as a table with notes."""
+    """Return a table of the rates, and a note for each transport that was not measured."""
     made = table("transport", "run size", "GB/s", "memcpy GB/s", "of memcpy", words=(0,))
     notes = []
     for rate in rates:
@@ -126,5 +129,5 @@ def bench_parts(rates: list[TransportRate]) -> list[RenderableType]:
             f"{rate.memcpy:.2f}",
             f"{rate.gigabytes / rate.memcpy:.0%}",
         )
-    legend = f"Reads {size(_MOVED)} in scattered runs from another process of this host."
+    legend = f"Reads {size(_MOVED)} in scattered runs from another process on this host."
     return [made, *notes, Text(legend, style="dim")]

@@ -79,7 +79,7 @@ def _kinds(layers: dict[str, int]) -> str:
 
 
 def _spec(spec: Any) -> str:
-    """Return the fields of a spec that differ from their defaults, as text."""
+    """Return a spec's class and the fields that differ from their defaults, as text."""
     fields = msgspec.structs.fields(spec)
     values = [(field.name, getattr(spec, field.name), field.default) for field in fields]
     said = [f"{name} {value}" for name, value, default in values if value != default]
@@ -110,5 +110,5 @@ def layouts(as_json: Json = False) -> None:
 
 
 def hybrids() -> None:
-    """Print a Markdown table that compares vLLM's and atlas's plans of all hybrids."""
+    """Print a Markdown table that compares vLLM's and atlas's plans of all hybrid models."""
     typer.echo(hybrids_page(), nl=False)

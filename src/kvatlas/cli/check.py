@@ -33,7 +33,7 @@ _ERROR_NOTE = "error: the largest relative change of a row, in the 2-norm."
 
 
 def two_plans(first: str, second: str | None, source: str | None, target: str | None) -> list[Plan]:
-    """Return two plans: from two files, or of one model with the options of each end."""
+    """Read two plans from files, or plan one model with the options `source` and `target`."""
     if second is not None:
         if source is not None or target is not None:
             problem = "--from and --to cannot be combined with two plan files; pass a model."
@@ -44,7 +44,7 @@ def two_plans(first: str, second: str | None, source: str | None, target: str | 
 
 
 def changes(text: str, where: str) -> dict[str, Any]:
-    """Parse plan options in the form name=value, separated by commas. `where` names the flag.
+    """Parse plan options of the form `name=value,name=value`. Errors name the flag `where`.
 
     >>> changes("tp=2,layout=LBHNC,max-len=4k", "'--from'")
     {'tp': 2, 'layout': 'LBHNC', 'max_len': '4k'}
@@ -67,7 +67,7 @@ def changes(text: str, where: str) -> dict[str, Any]:
 
 
 def read_plan(path: str) -> Plan:
-    """Return the plan in a file that `kvatlas plan --save` wrote, after validation."""
+    """Read and validate a plan that `kvatlas plan --save` wrote."""
     try:
         # Reading a pipe may block, and reading a device may never end.
         if not S_ISREG(Path(path).stat().st_mode):
@@ -88,7 +88,7 @@ def read_plan(path: str) -> Plan:
 
 
 def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
-    """Return the result of a check: yes with the cost, or no with all reasons."""
+    """Return the answer as text and tables: yes and the cost, or no and all reasons."""
     head = both_ends(src, dst)
     if not answer.ok:
         no = Text("No.", style="bold red")
@@ -124,7 +124,7 @@ def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
 
 
 def _conversion_table(answer: Check) -> RenderableType:
-    """Return a table of conversions, with the end that performs each, and its error."""
+    """Return a table of dtype conversions: which end performs each, and its largest error."""
     made = table("conversion", "layers", "by", "at the", "error", "with outliers", words=(0, 2, 3))
     for change in answer.conversion:
         errors = (f"{error:.2g}" for error in change.error)

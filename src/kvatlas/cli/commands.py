@@ -1,4 +1,7 @@
-"""The commands. Each calls another package and prints the result."""
+"""The commands `plan`, `fit`, `explain` and `map`, and the registration of all others.
+
+Each command calls another package and prints the result.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from kvatlas.cli.catalogue_commands import hybrids, layouts, models
 from kvatlas.cli.compare import AXES, axes_of, compared_plans, compared_title
 from kvatlas.cli.failures import REFUSED, no_traceback, plain, report
 from kvatlas.cli.fit import fit_models, fit_parts, plan_on
-from kvatlas.cli.options import MODEL, MODELS, PlanOptions, completer, takes_plan_options
+from kvatlas.cli.options import MODELS, PlanOptions, completer, takes_plan_options
 from kvatlas.cli.record_events import events
 from kvatlas.cli.simulate import simulate
 from kvatlas.cli.tables import (
@@ -30,6 +33,7 @@ from kvatlas.cli.tables import (
 )
 from kvatlas.cli.tier_commands import tier_app
 from kvatlas.cli.traffic import plan_for_trace
+from kvatlas.cli.transfer_commands import bench, check, doctor, move
 
 __all__ = ["app", "run"]
 
@@ -58,8 +62,8 @@ def plan(
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help="Compare plans that differ in one or more options: policy,tp. Optionally list "
-            "the values to compare: tp=1,3,8. May be repeated.",
+            help="Compare plans with different values of an option, such as policy,tp (one table "
+            "for each) or tp=1,3,8 (only these values). May be repeated.",
             autocompletion=completer(*AXES),
             show_default=False,
         ),
@@ -67,16 +71,16 @@ def plan(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Choose block size, pack and checkpoints by simulating this trace. "
+            help="Choose block size, pack and checkpoints by replaying this trace. "
             "See `kvatlas simulate`.",
             show_default=False,
         ),
     ] = None,
     trace_block: Annotated[
         int | None,
-        typer.Option(help="Tokens per id of the trace. See `kvatlas simulate`."),
+        typer.Option(help="Tokens for which each id of the trace stands. See `kvatlas simulate`."),
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the whole plan to a JSON file.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Plan a model's cache: blocks, tokens and requests that fit, and groups of layers."""
@@ -125,7 +129,10 @@ def fit(
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Cache dtype: fp8, nvfp4, ...")] = None,
     in_flight: Annotated[
-        int | None, typer.Option(help="Tokens in flight of each prefilling request.")
+        int | None,
+        typer.Option(
+            help="Tokens of a prefilling request that are scheduled but not computed yet."
+        ),
     ] = None,
     utilization: Annotated[
         float, typer.Option(help="Share of the GPU memory that the engine may use.")
@@ -171,95 +178,16 @@ def explain(options: PlanOptions, as_json: Json = False) -> None:
     answer(as_json, facts, headline(facts), *planned.machine(), sentences(lines[2:]))
 
 
-@command(
-    "check Qwen3-8B --from tp=2,layout=LBHNC --to tp=3,layout=BHLNC",
+command(
+    "check Qwen3-8B --from tp=2,layout=LBHNC --to tp=4,layout=BHLNC",
     "check prefill.json decode.json --tokens 8192 --json",
     "check Qwen3-8B --from kv-dtype=fp8 --to kv-dtype=bf16 --convert 'fp8->bf16'",
-)
-def check(
-    first: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|PLAN", help="A model, or the source's plan file.", show_default=False
-        ),
-    ],
-    second: Annotated[
-        str | None,
-        typer.Argument(metavar="PLAN", help="The destination's plan file.", show_default=False),
-    ] = None,
-    source: Annotated[
-        str | None, typer.Option("--from", help="Options of the source: tp=2,layout=LBHNC")
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option("--to", help="Options of the destination: tp=4,block-size=32")
-    ] = None,
-    many: Annotated[
-        int | None, typer.Option("--tokens", help="Tokens of the request to copy.")
-    ] = None,
-    convert: Annotated[
-        str | None, typer.Option(help="Convert the cache dtype on the way: 'fp8->bf16'")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Check whether caches can be copied from one plan to another, and at what cost.
-
-    Takes a model with --from and --to, or two plans that `kvatlas plan --save` wrote.
-    Exits with 1 if they cannot be copied.
-    """
-    from kvatlas.cli.check import check_parts, two_plans
-    from kvatlas.routing import check as check_route
-
-    src, dst = two_plans(first, second, source, target)
-    found = check_route(src, dst, tokens=many, convert=convert)
-    answer(as_json, found.as_dict(), *check_parts(src, dst, found))
-    if not found.ok:
-        raise typer.Exit(1)
-
-
-@command(
+)(check)
+command(
     "doctor Qwen3-8B --from tp=2,block-size=64 --to tp=1,block-size=128",
     "doctor prefill.sh decode.sh",
     "doctor prefill.json decode.json --json",
-)
-def doctor(
-    first: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|ENGINE",
-            help="A model, or the prefill engine's file.",
-            show_default=False,
-        ),
-    ],
-    second: Annotated[
-        str | None,
-        typer.Argument(metavar="ENGINE", help="The decode engine's file.", show_default=False),
-    ] = None,
-    source: Annotated[
-        str | None, typer.Option("--from", help="The prefill engine: tp=2,kv-cache-dtype=fp8")
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option("--to", help="The decode engine: tp=1,block-size=128")
-    ] = None,
-    many: Annotated[
-        int, typer.Option("--tokens", help="Tokens of the request to transfer.")
-    ] = 1000,
-    as_json: Json = False,
-) -> None:
-    """Check whether two vLLM engines can exchange caches, before either is started.
-
-    Pass a model with --from and --to, or two files. A file contains the engine's command line, its
-    arguments as JSON, or a saved plan. Exits with 1 if the engines are incompatible.
-    """
-    from kvatlas.cli.doctor import doctor_parts, two_engines
-    from kvatlas.cli.move import quiet
-    from kvatlas.engines.vllm import diagnose
-
-    engines = two_engines(first, second, source, target)
-    with quiet("Comparing two engines ..."):
-        found = diagnose(*engines, tokens=many)
-    answer(as_json, found.as_dict(), *doctor_parts(found))
-    if not found.ok:
-        raise typer.Exit(1)
+)(doctor)
 
 
 @command(
@@ -273,21 +201,30 @@ def doctor(
 def map(  # noqa: A001 - the command's name
     options: PlanOptions,
     source: Annotated[
-        str | None, typer.Option("--from", help="Options of the source: tp=2,layout=LBHNC")
+        str | None, typer.Option("--from", help="Plan options of the source: tp=2,layout=LBHNC")
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option("--to", help="Draw the route to a saved plan, or to tp=4,layout=BHLNC."),
+        typer.Option(
+            "--to", help="Draw the route to this plan: a file, or options: tp=4,layout=BHLNC"
+        ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="The output file. [dim]By default map.html.[/]"),
+        typer.Option(
+            "-o",
+            "--output",
+            help="The output file. [dim]By default map.html; --svg and --text print.[/]",
+        ),
     ] = None,
     svg: Annotated[bool, typer.Option("--svg", help="Draw an SVG picture.")] = False,
-    text: Annotated[bool, typer.Option("--text", help="Draw with characters.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Draw a picture of characters.")] = False,
     opened: Annotated[bool, typer.Option("--open", help="Open the file in the browser.")] = False,
     many: Annotated[
-        int | None, typer.Option("--tokens", help="Tokens of the request to route.")
+        int | None,
+        typer.Option(
+            "--tokens", help="Tokens of the request to route. [dim]By default at most 4096.[/]"
+        ),
     ] = None,
 ) -> None:
     """Draw where every byte of a cache is stored; with --to, the route between two plans.
@@ -309,62 +246,12 @@ def map(  # noqa: A001 - the command's name
         typer.launch(path.absolute().as_uri())
 
 
-@command(
+command(
     "move Qwen3-8B --from tp=2,layout=LBNHC --to layout=BHLNC,block-size=32",
     "move gpt-oss-20b --from tp=2 --to pp=2 --transport shm --how direct",
     "move Qwen3-8B --from kv-dtype=fp8 --to kv-dtype=bf16 --convert 'fp8->bf16'",
-)
-def move(
-    model: Annotated[str, MODEL],
-    source: Annotated[str, typer.Option("--from", help="Options of the source: tp=2")] = "",
-    target: Annotated[str, typer.Option("--to", help="Options of the destination.")] = "",
-    many: Annotated[int, typer.Option("--tokens", help="Tokens of the request.")] = 512,
-    transport: Annotated[
-        str | None,
-        typer.Option(help="nixl, mooncake, tcp or shm. [dim]By default the best available.[/]"),
-    ] = None,
-    how: Annotated[str, typer.Option(help="How to send: auto, direct or staged.")] = "auto",
-    convert: Annotated[
-        str | None, typer.Option(help="Convert the cache dtype on the way: 'fp8->bf16'")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Move a request between two processes with different plans, and verify every byte."""
-    from kvatlas.cli.check import changes
-    from kvatlas.cli.move import choose_transport, move_parts, move_request, quiet, small_plan
-
-    if how not in ("auto", "direct", "staged"):
-        raise typer.BadParameter("choose auto, direct or staged.", param_hint="'--how'")
-    with quiet("Moving a request between two processes ..."):
-        chosen = choose_transport(transport)
-        ends = (("'--from'", source), ("'--to'", target))
-        src, dst = (
-            small_plan(PlanOptions(model=model, **changes(text, where)), many)
-            for where, text in ends
-        )
-        moved = move_request(src, dst, many, chosen, how, convert)  # type: ignore[arg-type]
-        ranks = list(moved)
-    answer(as_json, {"transport": chosen, "ranks": ranks}, *move_parts(src, dst, chosen, ranks))
-    if any(rank.wrong for rank in ranks):
-        raise typer.Exit(1)
-
-
-@command("bench wire", "bench wire --json")
-def bench(
-    what: Annotated[str, typer.Argument(metavar="wire", help="The benchmark to run.")],
-    as_json: Json = False,
-) -> None:
-    """Measure the throughput of all transports between two processes of this host."""
-    from kvatlas.cli.bench import bench_parts, transport_rates
-    from kvatlas.cli.move import quiet
-
-    if what != "wire":
-        raise typer.BadParameter("the only benchmark is wire.", param_hint="'WHAT'")
-    with quiet("Measuring transports between two processes ..."):
-        rates = list(transport_rates())
-    answer(as_json, {"rates": rates}, *bench_parts(rates))
-
-
+)(move)
+command("bench wire", "bench wire --json")(bench)
 command(
     "simulate Qwen3.5-397B-A17B --trace conversation_trace.jsonl --memory 60GiB",
     "simulate gpt-oss-120b --gpu 2xH100 --trace traces/ --compare policy,checkpoints",

@@ -1,4 +1,4 @@
-"""Compare plans that differ in one option."""
+"""`kvatlas plan --compare`: compare plans that differ in one option."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ Row = dict[str, Any]
 
 
 def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
-    """Parse the values of --compare: return the values of each axis, empty if none were given.
+    """Parse the arguments of `--compare`: return the values to compare, by option.
+
+    An option without values is compared at its `usual` values.
 
     >>> axes_of(["policy,tp", "pack=1,3"])
     {'policy': (), 'tp': (), 'pack': ('1', '3')}
@@ -78,9 +80,9 @@ def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()) -> list[Row]:
-    """Return a row for the plan of each value of an axis.
+    """Return one row for each value of the compared option `axis`, with the plan's figures.
 
-    `ratio` is relative to the first plan that fits.
+    `ratio` compares the requests that fit while decoding with those of the first plan that fits.
     """
     if axis == "memory" and options.gpu is not None:
         hint = "Omit --gpu to compare memory sizes"
@@ -107,7 +109,7 @@ def compared_title(options: PlanOptions, model: Model, *axes: str) -> Text:
 
 
 def usual(model: Model, axis: str) -> tuple[str, ...]:
-    """Return the default values of an axis to compare."""
+    """Return the values of the option `axis` that `--compare` uses if none are listed."""
     if axis == "backend":
         families = {used.family for used in backends_of(model).values() if used} - {"other"}
         return tuple(name for name, known in BACKENDS.items() if known.family in families)
@@ -120,7 +122,10 @@ def usual(model: Model, axis: str) -> tuple[str, ...]:
 
 
 def way_of(plan: Plan) -> str | None:
-    """Return how a hybrid stores states and attention, as text; None for other models."""
+    """Return where a hybrid model's plan stores recurrent states: `pack N` or `states apart`.
+
+    Return None for other models.
+    """
     states = {group.pool for group in plan.groups if group.kind == "recurrent"}
     others = {group.pool for group in plan.groups if group.kind != "recurrent"}
     if not states or not others:

@@ -23,7 +23,7 @@ Engines = tuple[EngineArguments | Plan, EngineArguments | Plan]
 
 
 def two_engines(first: str, second: str | None, prefill: str | None, decode: str | None) -> Engines:
-    """Return two engines: from two files, or from one model and the options of each engine."""
+    """Read two engines from files, or make them from one model and the options of each."""
     if second is not None:
         if prefill is not None or decode is not None:
             problem = "--from and --to cannot be combined with two engine files; pass a model."
@@ -53,7 +53,7 @@ def _read(path: str) -> EngineArguments | Plan:
 
 
 def doctor_parts(found: Diagnosis) -> list[RenderableType]:
-    """Return the findings as a table, the cost of the transfer, and the result."""
+    """Return a table of the findings, the cost of the transfer, and the answer."""
     made = table("", "prefill", "decode", "", "", words=range(5), wraps=(1, 2, 4))
     for one in found.findings:
         verdict = Text(one.verdict, style=_STYLES[one.verdict])

@@ -37,7 +37,7 @@ def draw(
     tokens: int | None,
     knobs: bool,
 ) -> Map:
-    """Return the map of a saved plan if the model is a plan file, else of a plan of these options.
+    """Return the map of the plan with these options, or of the plan file that `model` names.
 
     With `target`, it is the map of the route to that plan. With `knobs`, other plans of the model
     are included, for the controls of the HTML page.
@@ -57,7 +57,7 @@ def draw(
 
 
 def _end(options: PlanOptions, target: str) -> Plan:
-    """Return the destination: the plan file `target`, or a plan with the options in `target`."""
+    """Return the destination's plan: from the file `target`, or with the options in `target`."""
     if "=" not in target and target:
         return read_plan(target)
     if _is_plan(options.model):
@@ -93,12 +93,12 @@ def _others(options: PlanOptions, shown: Plan) -> list[Plan]:
 
 
 def _weight(plan: Plan) -> int:
-    """Return an estimate of a plan's share of the HTML page: 40 per region, 1 per layer."""
+    """Return a plan's estimated size in the HTML page: 1 for each layer, 40 for each region."""
     return sum(40 + len(region.layers) for region in plan.regions)
 
 
 def _planned(options: PlanOptions, changed: dict[str, object]) -> Plan | None:
-    """Return the plan with `changed` options; None if the model or a backend refuses them."""
+    """Return the plan with `changed` options; None if no such plan is possible."""
     try:
         return options.plan(**changed)
     except (AtlasError, typer.BadParameter):
@@ -106,14 +106,14 @@ def _planned(options: PlanOptions, changed: dict[str, object]) -> Plan | None:
 
 
 class _Outline(msgspec.Struct):
-    """Keys that a plan has and a model's config does not."""
+    """JSON keys that a plan file has and a model's config does not."""
 
     regions: msgspec.Raw
     pools: msgspec.Raw
 
 
 def _is_plan(path: str) -> bool:
-    """Return whether a file is a plan, valid or not, rather than a model's config."""
+    """Return whether a JSON file contains a plan, valid or not, and not a model's config."""
     file = Path(path)
     try:
         if not file.is_file():

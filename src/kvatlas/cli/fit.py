@@ -27,7 +27,7 @@ line)."""
 
 @dataclass(frozen=True)
 class PlanOnMachine:
-    """A plan, its GPUs if they were given, and topologies that would serve more users."""
+    """A plan, its fit on GPUs if `--gpu` was given, and topologies that serve more users."""
 
     plan: Plan
     fit: Fit | None
@@ -35,7 +35,7 @@ class PlanOnMachine:
     suggestions: tuple[Fit, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """Return the data that `--json` prints."""
+        """Return the plan's data as `--json` prints them."""
         facts = self.plan.summary()
         if self.fit is not None:
             facts["gpu"] = self.fit.as_dict()
@@ -68,7 +68,7 @@ class PlanOnMachine:
 
 
 def plan_on(options: PlanOptions) -> PlanOnMachine:
-    """Return the plan of these options, with its GPUs if they were given."""
+    """Return the plan with these options and, if `--gpu` was given, its fit on the GPUs."""
     found = options.fit()
     if isinstance(found, Plan):
         return PlanOnMachine(found, None, options.dp)
@@ -157,7 +157,7 @@ def _fit_table(fits: list[Fit], sizes_per_line: int, *, lengths: bool) -> Fitted
 
 
 def _broken(topology: str, sizes: int) -> str:
-    r"""Return the text of a topology with line breaks, so that a line has `sizes` sizes.
+    r"""Return a topology's text with a line break after every `sizes` sizes.
 
     >>> _broken("tp 1, dp 16, ep 16", 2)
     'tp 1, dp 16,\nep 16'

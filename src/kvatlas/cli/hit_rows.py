@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PLAN_AXES = ("policy", "block-size", "memory", "states", "pack", "kv-dtype", "tp")
 SHARES = ("none", "shared", "10", "25", "50", "75")
-"""Default values of the axis `tier`: no tier, a tier that states and attention share, or a tier
+"""Default values of `--compare tier`: no tier, a tier that states and attention share, or a tier
 with a percentage reserved for states."""
 TIER_SIZES = ("64GiB", "128GiB", "256GiB", "512GiB", "1TiB")
 POOL_AXES = {
@@ -47,9 +47,10 @@ class Question:
 
 
 def axes_of_hits(texts: list[str]) -> Axes:
-    """Return (axis, values) pairs from the texts of --compare; values may be empty.
+    """Parse the arguments of `--compare` into pairs of an option and the values to compare.
 
-    If nothing is compared, there is one axis without a name.
+    Without values, the option's usual ones are compared. Without options, the result is
+    `[("", ("",))]`.
 
     >>> axes_of_hits(["policy,tier", "memory=1GiB,2GiB"])
     [('policy', ()), ('tier', ()), ('memory', ('1GiB', '2GiB'))]
@@ -68,7 +69,10 @@ def axes_of_hits(texts: list[str]) -> Axes:
 
 
 def hit_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[Row]:
-    """Yield a row for each value of each axis. If a plan is refused, its row has the reason."""
+    """Simulate each value of each compared option, and yield a row of results.
+
+    If the plan of a value is refused, its row contains the reason.
+    """
     cost = _cost(options, question)
     for axis, given in axes:
         if axis == "tier":
@@ -87,7 +91,7 @@ def hit_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[R
 
 
 def curve_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[Row]:
-    """Yield a row for each memory size and each value of the other axes."""
+    """Simulate each memory size with each value of the other options, and yield rows."""
     memories = next((given for axis, given in axes if axis == "memory"), ())
     others = [(axis, given) for axis, given in axes if axis != "memory"]
     for memory in memories or usual(options.load(), "memory"):
@@ -130,10 +134,11 @@ def _row(
 
 
 def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
-    """Raise an error if a value of the `tier` axis is invalid, or if no tier was given."""
+    """Raise an error if a value of `--compare tier` is invalid, or if there is no tier."""
     if not (replay.host_memory or replay.disk):
         hint = "Add --host-memory, --disk or both"
-        raise contradictory("--compare tier without a tier", hint)
+        problem = "--compare tier requires a tier"
+        raise contradictory("neither --host-memory nor --disk", hint, problem)
     for value in values:
         if value not in ("none", "shared") and not (value.isdecimal() and 0 < int(value) < 100):
             problem = f"tier must be none, shared or a percentage from 1 to 99, not {value!r}."
@@ -141,7 +146,7 @@ def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
 
 
 def _cost(options: PlanOptions, question: Question) -> PrefillCost | None:
-    """Return the cost model; None if the number of active parameters is unknown."""
+    """Return the cost of prefill; None if the number of active parameters is unknown."""
     from kvatlas.pool.simulation.prefill_cost import PrefillCost, active_parameters
 
     given = question.replay.active_params

@@ -1,4 +1,4 @@
-"""Generate `docs/reference/data/hybrids.md`: vLLM's and atlas's plans of every hybrid."""
+"""Generate `docs/reference/data/hybrids.md`: vLLM's and atlas's plans of hybrid models."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 def hybrids_page() -> str:
-    """Return the whole Markdown document."""
+    """Return the whole page as Markdown."""
     cases = [(name, tp) for name in hybrids() for tp in TP]
     return _PAGE + "".join(_line(name, tp) for name, tp in patiently(cases, "Planning hybrids"))
 

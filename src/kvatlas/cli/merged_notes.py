@@ -31,14 +31,17 @@ def merged_notes(messages: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _differences(texts: list[str]) -> int:
-    """Return how many numbers differ. If words differ, return more than the limit."""
+    """Return how many numbers differ between texts.
+
+    If words differ, the result exceeds `_MOST_DIFFERENCES`, so the texts are not merged.
+    """
     if len({_NUMBER.sub("0", text) for text in texts}) > 1:
         return _MOST_DIFFERENCES + 1
     return sum(len(set(values)) > 1 for values in _numbers(texts))
 
 
 def _numbers(texts: list[str]) -> list[tuple[str, ...]]:
-    """Return, for each number in a text, a tuple of its values in all texts."""
+    """Return one tuple for each number in the texts, with its value in every text."""
     return list(zip(*(_NUMBER.findall(text) for text in texts), strict=True))
 
 

@@ -18,7 +18,7 @@ from kvatlas.specs import AnySpec, EncoderOnlyAttention
 
 
 def model_facts(model: Model) -> dict[str, Any]:
-    """Return a model's cache sizes at tp 1, without the padding of pages and blocks."""
+    """Return a model's properties and cache sizes, at tp 1 and without padding."""
     per_token = sum(grows(layer.spec) for layer in model.layers)
     return {
         "name": model.name,
@@ -85,7 +85,7 @@ def _per_token(spec: AnySpec) -> float:
 
 
 def layer_facts(model: Model) -> list[dict[str, Any]]:
-    """Return the distinct caches of a model, each with the numbers of its layers."""
+    """Return one entry for each different layer cache of a model, with the layers that use it."""
     alike: dict[AnySpec, list[int]] = {}
     for layer in model.layers:
         alike.setdefault(layer.spec, []).append(layer.index)
@@ -103,7 +103,7 @@ def layer_facts(model: Model) -> list[dict[str, Any]]:
 
 
 def layer_runs(indices: list[int]) -> str:
-    """Return layer numbers as a text of ranges. Long regular lists are shortened with dots.
+    """Return layer numbers as text, in ranges. Dots shorten long regular lists.
 
     >>> layer_runs([0, 1, 2, 5, 6]), layer_runs([3, 7, 11, 15]), layer_runs([4])
     ('0-2, 5-6', '3, 7, ... 15', '4')

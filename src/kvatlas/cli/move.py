@@ -49,7 +49,7 @@ _REQUEST = "moved"
 
 @dataclass(frozen=True)
 class MovedRank:
-    """The measured transfer to one destination rank."""
+    """Measurements of the transfer to one destination rank."""
 
     rank: int
     sources: tuple[int, ...]
@@ -62,7 +62,10 @@ class MovedRank:
 
 
 def small_plan(options: PlanOptions, tokens: int) -> Plan:
-    """Return a plan with the least memory, a power of two, for the request in scattered blocks."""
+    """Return a plan with just enough memory for one request of `tokens` tokens.
+
+    The memory is a power of two, and leaves room to scatter the request's blocks.
+    """
     memory = _LEAST
     while True:
         try:
@@ -78,7 +81,7 @@ def small_plan(options: PlanOptions, tokens: int) -> Plan:
 
 
 def choose_transport(name: str | None) -> str:
-    """Return the name of a transport after validation; None chooses the first that runs here."""
+    """Validate and return a transport's name; for None, return the first that runs here."""
     if name is not None and name not in TRANSPORTS:
         raise typer.BadParameter(
             f"{plain(name)!r} is not one of {', '.join(TRANSPORTS)}.", param_hint="'--transport'"
@@ -97,7 +100,7 @@ def _runs_here(name: str) -> bool:
 def move_request(
     src: Plan, dst: Plan, tokens: int, transport: str, how: How, convert: str | None = None
 ) -> Iterator[MovedRank]:
-    """Move one request between two processes, and yield the verified result of each rank."""
+    """Move one request between two processes, and yield measurements for each rank."""
     task = SampleTask(
         plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens,
         convert=convert,
@@ -132,7 +135,7 @@ def move_request(
 
 
 def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
-    """Return how many bytes of a rank differ from a reference copy within this process."""
+    """Return how many bytes in a rank's pools differ from a copy made within this process."""
     expected = {i: random_bytes(p.nbytes, _SEED + 1, rank, i) for i, p in pools.items()}
     tables = scattered(way.src, tokens), scattered(way.dst, tokens)
     about = {"src_blocks": tables[0], "dst_blocks": tables[1], "tokens": tokens}
@@ -157,7 +160,10 @@ def _copy_ranges(
     expected: dict[int, Bytes],
     about: dict[str, Any],
 ) -> None:
-    """Copy one range after the other; the result is the reference for transports."""
+    """Copy a request from the pools `sent` to the pools `expected`, range by range.
+
+    Transports are compared with the result. `about` contains the blocks and tokens of the request.
+    """
     for source, pools in sent.items():
         for copy in way.bind(src_rank=source, dst_rank=rank, **about).copies:
             here, there = pools[copy.src_pool], expected[copy.dst_pool]
@@ -167,7 +173,7 @@ def _copy_ranges(
 
 @contextmanager
 def quiet(doing: str) -> Iterator[None]:
-    """Show a status if stderr is a terminal, and keep log messages of transports off the output."""
+    """Show the status `doing` if stderr is a terminal, and silence the logs of transports."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     logging.disable(logging.INFO)

@@ -58,7 +58,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def _option(help_text: str, panel: str, *words: str, flag: str | None = None) -> Any:
-    """Return a typer option in a panel of --help, with `words` for shell completion."""
+    """Return a typer option that `--help` lists in a panel; the shell completes `words`."""
     return typer.Option(
         *([flag] if flag else []),
         help=help_text,
@@ -87,16 +87,23 @@ _LENGTHS = (
     "[dim]By default 32768, or the model's maximum if that is less.[/]"
 )
 _MEMORY = "Cache memory per rank: 60GiB, 80GB or bytes. [dim]By default 80GiB.[/]"
-_GPU = "H100, 8xH100, ...: use the memory that the weights leave free. Replaces --memory."
-_UTILIZATION = "Share of the GPU memory that the engine may use. [dim]By default 0.9.[/]"
-_OVERHEAD = "GPU memory that is neither weights nor cache. [dim]By default 3GiB.[/]"
+_GPU = (
+    "GPUs: H100, 8xH100, ... Caches get the memory that the weights leave free. Replaces --memory."
+)
+_UTILIZATION = (
+    "With --gpu: share of the GPU memory that the engine may use. [dim]By default 0.9.[/]"
+)
+_OVERHEAD = "With --gpu: memory that is neither weights nor cache. [dim]By default 3GiB.[/]"
 _TP = "Tensor-parallel ranks. [dim]By default 1; with --gpu, GPUs / (pp x dp).[/]"
 _IN_FLIGHT = (
-    "Tokens of a prefilling request that are scheduled but not finished. "
-    "[dim]By default 8192 per batch in flight: 16384 without pipelines.[/]"
+    "Tokens of a prefilling request that are scheduled but not computed yet. "
+    "[dim]By default 8192 per batch in flight: 16384 with one pipeline stage.[/]"
 )
-_REQUESTS = "Store recurrent states in a separate pool, sized for this many requests."
-_STATES = "Where to store recurrent states: shared (in attention's pool), apart, or auto."
+_REQUESTS = "Store recurrent states in a separate pool for this many requests."
+_STATES = (
+    "Where to store recurrent states: shared (in the pool of attention), apart (in a separate "
+    "pool) or auto."
+)
 _ORDERS = (*(layout.order for layout in ENGINE_LAYOUTS), "NHD", "HND")
 
 
@@ -113,7 +120,7 @@ class PlanOptions:
     pp: Annotated[int, _option("Pipeline stages.", _MACHINE)] = 1
     dp: Annotated[int, _option("Data-parallel replicas, each with its own cache.", _MACHINE)] = 1
     dcp: Annotated[int, _option("Decode-context-parallel ranks.", _MACHINE)] = 1
-    ep: Annotated[int, _option("Expert-parallel ranks.", _MACHINE)] = 1
+    ep: Annotated[int, _option("With --gpu: expert-parallel ranks.", _MACHINE)] = 1
     max_len: Annotated[str | None, _option(_LENGTHS, _MACHINE)] = None
     in_flight: Annotated[int | None, _option(_IN_FLIGHT, _MACHINE)] = None
     requests: Annotated[int | None, _option(_REQUESTS, _MACHINE)] = None
@@ -126,40 +133,46 @@ class PlanOptions:
     ] = None  # fmt: skip
     layout: Annotated[
         str | None,
-        _option("Order of the axes: BLHNC, NHD, ... See `kvatlas layouts`.", _CACHE, *_ORDERS),
+        _option(
+            "Order of the axes in memory: BLHNC, NHD, ... See `kvatlas layouts`.", _CACHE, *_ORDERS
+        ),
     ] = None
     backend: Annotated[
         str | None,
         _option(
-            "Attention backend. [dim]By default vLLM's choice on Hopper.[/]", _CACHE, *BACKENDS
+            "vLLM's attention backend. [dim]By default its choice on Hopper.[/]", _CACHE, *BACKENDS
         ),
     ] = None
     policy: Annotated[
         str,
-        _option("atlas, vllm (vLLM's exact plan) or uniform (one group).", _CACHE, *POLICIES),
+        _option(
+            "How to plan: atlas (small blocks), vllm (vLLM's exact plan) or uniform (one group).",
+            _CACHE,
+            *POLICIES,
+        ),
     ] = "atlas"
     pack: Annotated[
         str,
         _option(
-            "Attention layers that share a page of a hybrid: auto or a number.",
+            "Hybrid models: attention layers that share a page with a recurrent state, or auto.",
             _CACHE, "auto", "1", "2", "4", "8",
         ),
     ] = "auto"  # fmt: skip
     states: Annotated[str, _option(_STATES, _CACHE, "auto", "shared", "apart")] = "auto"
     block_size: Annotated[
-        int | None, _option("Tokens per block. Hybrids may enlarge it.", _CACHE)
+        int | None, _option("Tokens per block. Hybrid models may enlarge it.", _CACHE)
     ] = None
     prefix_caching: Annotated[
         bool,
         _option(
-            "Do not keep states at block ends for prefix caching.",
+            "Plan without prefix caching: recurrent states are not kept at block ends.",
             _CACHE,
             flag=" /--no-prefix-caching",
         ),
     ] = True
 
     def plan(self, **changes: Any) -> Plan:
-        """Return the plan of these options, with `changes` applied."""
+        """Return the plan with these options, some of them replaced by `changes`."""
         found = self.fit(**changes)
         if isinstance(found, Plan):
             return found
@@ -168,7 +181,10 @@ class PlanOptions:
         return found.plan
 
     def fit(self, **changes: Any) -> Plan | Fit:
-        """Return a plan in the given memory, or a fit on the given GPUs, with `changes` applied."""
+        """Return a plan in `memory` or, if `gpu` is set, a fit on these GPUs.
+
+        `changes` replace some of the options.
+        """
         options = self._options(changes)
         if options["gpu"] is not None:
             sizes = {name: options[name] for name in _TOPOLOGY}
@@ -176,17 +192,18 @@ class PlanOptions:
             return self.fitting(**changes).on(given_topology(count, **sizes))
         for name, default in _OF_GPUS.items():
             if options.pop(name) != default:
-                raise contradictory(f"--{name} without --gpu", f"Add --gpu, or omit --{name}")
+                hint = f"Add --gpu, or omit --{name}"
+                raise contradictory(f"--{name} without --gpu", hint, f"--{name} requires --gpu")
         positive(options.pop("dp"), "dp")
         options["memory"] = DEFAULT_MEMORY if options["memory"] is None else options["memory"]
         options["tp"] = 1 if options["tp"] is None else options["tp"]
         return plan(options.pop("model"), **options)
 
     def fitting(self, **changes: Any) -> Fitting:
-        """Return a `Fitting` of the model and its weights on the given GPUs."""
+        """Return a `Fitting` of the model on `gpu`, with some options replaced by `changes`."""
         options = self._options(changes) | {"model": self.model}
         if options.pop("memory") is not None:
-            raise contradictory("--memory and --gpu", "Pass only one of them")
+            raise contradictory("--memory and --gpu", "Pass either --memory or --gpu")
         _, gpu = find_gpus(options.pop("gpu"))
         skipped = [name for name in ("utilization", "overhead") if options[name] is None]
         for name in (*_TOPOLOGY, *skipped):
@@ -208,17 +225,19 @@ class PlanOptions:
         return options
 
     def load(self) -> Model:
-        """Load the model."""
+        """Load the config of the model."""
         return Model.load(self.model)
 
 
-def contradictory(got: str, hint: str) -> AtlasError:
-    """Return the error for options that cannot be combined."""
-    return AtlasError(Code.CONTRADICTORY, "These options cannot be combined", got=got, hint=hint)
+def contradictory(
+    got: str, hint: str, problem: str = "These options cannot be combined"
+) -> AtlasError:
+    """Return the error for options that cannot be combined, or that lack another option."""
+    return AtlasError(Code.CONTRADICTORY, problem, got=got, hint=hint)
 
 
 def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with plan options in its signature; it receives one `PlanOptions`."""
+    """Add the plan options to a command's signature, and pass them to it as one `PlanOptions`."""
     return _spread(command, {}, lambda given: PlanOptions(**given))
 
 
@@ -239,9 +258,10 @@ def _spread(
     instead: dict[str, inspect.Parameter],
     made: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., None]:
-    """Return a command that takes the parameters in `instead` in place of its first parameter.
+    """Return a command that takes the plan options in place of its first parameter.
 
-    Their values are passed to `made`, and its result is the first argument of `command`.
+    `instead` replaces some of these options by other parameters. The values are passed to `made`,
+    and its result is the first argument of `command`.
     """
     own = inspect.signature(command, eval_str=True)
     named = inspect.signature(PlanOptions, eval_str=True).parameters
@@ -263,7 +283,7 @@ def _spread(
 
 
 def number(text: str, problem: str, where: str) -> int:
-    """Return an option's value as an integer; raise `typer.BadParameter` if it is not one."""
+    """Return `text` as an integer; else raise `BadParameter(problem)` for the flag `where`."""
     try:
         return int(text)
     except ValueError:

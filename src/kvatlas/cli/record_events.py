@@ -29,8 +29,9 @@ def events(
     endpoint: Annotated[
         str,
         typer.Argument(
+            metavar="ENDPOINT",
             help="Address where the engine publishes: tcp://127.0.0.1:5557. Each data-parallel "
-            "rank has its own.",
+            "rank has its own address.",
             show_default=False,
         ),
     ],
@@ -40,7 +41,7 @@ def events(
     replay: Annotated[
         str | None,
         typer.Option(
-            help="Address where the engine resends missed batches, also from before the recording."
+            help="Address where the engine resends batches, to get missed and earlier ones."
         ),
     ] = None,
     topic: Annotated[str, typer.Option(help="Record only topics with this prefix.")] = "",
@@ -93,7 +94,10 @@ def _record(
     seconds: float | None,
     batches: int | None,
 ) -> int:
-    """Record batches until it is time to stop; return the number of malformed messages."""
+    """Record batches until `stopped` is set or a limit is reached.
+
+    Return the number of malformed messages.
+    """
     refused = 0
     end = float("inf") if seconds is None else time.monotonic() + seconds
     while not stopped.is_set() and recording.batches != batches and time.monotonic() < end:

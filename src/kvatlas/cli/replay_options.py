@@ -49,7 +49,7 @@ class ReplayOptions:
         bool,
         typer.Option(
             "--arrivals",
-            help="Replay arrival times: concurrent requests hold their blocks.",
+            help="Replay the arrival times of the trace: concurrent requests hold their blocks.",
             rich_help_panel=_REPLAY,
         ),
     ] = False
@@ -76,12 +76,13 @@ class ReplayOptions:
     disk: Annotated[
         str | None,
         typer.Option(
-            help="Disk space for blocks that the tier above evicts: 4TiB.", rich_help_panel=_TIERS
+            help="Disk space for blocks that host memory or, without it, GPUs evict: 4TiB.",
+            rich_help_panel=_TIERS,
         ),
     ] = None
 
     def tiers(self, options: PlanOptions) -> dict[str, Plan]:
-        """Return the plan of each tier below the GPU, by name.
+        """Return the plans of the tiers `host` and `disk`, if the options specify them.
 
         A tier stores the caches of all ranks together.
         """
@@ -96,7 +97,7 @@ class ReplayOptions:
 
 
 def takes_replay_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with replay options in its signature; it receives them as `replay`."""
+    """Add the replay options to a command's signature, and pass them to it as `replay`."""
     own = inspect.signature(command, eval_str=True)
     named = inspect.signature(ReplayOptions, eval_str=True).parameters
     others = [parameter for name, parameter in own.parameters.items() if name != "replay"]

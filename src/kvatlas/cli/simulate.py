@@ -42,21 +42,26 @@ def simulate(
     trace: Annotated[
         Path,
         typer.Option(
-            help="JSON lines in Mooncake's format or with token_ids, one request per line; a "
-            "conversation of a coding agent, or a folder of them; a recording of `kvatlas "
-            "events`; or KV events as JSON lines.",
+            help="The trace: JSON lines in Mooncake's format or with token_ids, one request per "
+            "line; a conversation of a coding agent, or a folder of them; a recording of "
+            "`kvatlas events`; or KV events as JSON lines.",
             show_default=False,
         ),
     ],
     trace_block: Annotated[
-        int | None, typer.Option(help="Tokens per id. [dim]By default 512 in Mooncake's format.[/]")
+        int | None,
+        typer.Option(
+            help="Tokens for which each id of the trace stands. "
+            "[dim]By default 512 in Mooncake's format.[/]"
+        ),
     ] = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help="Compare values of policy, block-size, memory, states, eviction, checkpoints, "
-            "host-memory, disk or tier. Optionally list the values: memory=20GiB,40GiB. May be "
-            "repeated. Values of tier: none, shared, or the percentage reserved for states.",
+            help="Compare different values of an option: policy, block-size, memory, states, pack, "
+            "kv-dtype, tp, eviction, checkpoints, host-memory, disk or tier. To compare only some "
+            "values, list them: memory=20GiB,40GiB. May be repeated. Values of tier: none, shared, "
+            "or the percentage of the tier that is reserved for states.",
             autocompletion=completer(*PLAN_AXES, *POOL_AXES),
             show_default=False,
         ),
@@ -66,7 +71,8 @@ def simulate(
         typer.Option(
             "-o",
             "--output",
-            help="Write an HTML page with hit rates over memory, a curve for each compared value.",
+            help="Write an HTML page of hit rates over memory, with a curve for each value of "
+            "--compare.",
             show_default=False,
         ),
     ] = None,

@@ -25,7 +25,7 @@ _WIDEST = 96
 
 
 def show(*parts: RenderableType) -> None:
-    """Print parts with an empty line between them.
+    """Print the parts of a command's output, with an empty line between them.
 
     Output to a pipe has no colours, and no line has trailing blanks.
     """
@@ -78,7 +78,7 @@ def requests(count: float) -> str:
 
 
 def indented(part: RenderableType, by: int = 2) -> Padding:
-    """Return a part indented by `by` columns."""
+    """Return a part of the output, indented by `by` columns."""
     return Padding(part, (0, 0, 0, by))
 
 
@@ -113,7 +113,7 @@ def labelled_notes(warnings: Iterable[tuple[str, str]]) -> list[RenderableType]:
 
 
 def headline(summary: dict[str, Any]) -> Group:
-    """Return the model, its topology, and the figures of its plan."""
+    """Return a title with model and options, and a table of the plan's main figures."""
     title = Text(plain(summary["model"]), style="bold")
     parts = [f"policy {summary['policy']}", f"layout {summary['layout']}"]
     parts += [f"{name} {summary[name]}" for name in ("tp", "pp", "dcp") if summary[name] > 1]
@@ -146,7 +146,7 @@ def plan_details(summary: dict[str, Any]) -> list[RenderableType]:
 
 
 def _groups(groups: list[dict[str, Any]]) -> Table:
-    """Return a table of groups: one row per kind, or several for different page sizes."""
+    """Return a table of groups, in which groups with the same figures share one row."""
     columns = ("group", "layers", "block", "page bytes", "padding", "per request")
     made = table(*columns, wraps=(0,))
     alike: dict[tuple[str, ...], list[float]] = {}
@@ -197,7 +197,7 @@ def _pools(pools: list[dict[str, Any]], *, stages: bool) -> Table:
 
 
 def sentences(lines: list[str]) -> Group:
-    """Return sentences as paragraphs, with indented continuations."""
+    """Return lines as paragraphs. A line that begins with a blank continues its paragraph."""
     parts: list[RenderableType] = []
     for line in lines:
         inner = line.startswith(" ")

@@ -15,21 +15,23 @@ if TYPE_CHECKING:
     from kvatlas.tier import ObjectStore
 
 tier_app = typer.Typer(
-    name="tier", help="Inspect, verify and serve a tier that engines share.", no_args_is_help=True
+    name="tier",
+    help="Manage a tier: storage for prefixes that engines share.",
+    no_args_is_help=True,
 )
 
 Where = Annotated[
     str,
     typer.Argument(
         metavar="STORE",
-        help="mooncake://host:port?metrics=host:9003 or folder:///path",
+        help="Address of the store: folder:///path or mooncake://host:port?metrics=host:9003",
         show_default=False,
     ),
 ]
 
 
 def tier_command(name: str, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that registers a command of the group.
+    """Return a decorator that registers `kvatlas tier NAME`, with examples below its help.
 
     Errors of the command become messages and exit codes.
     """

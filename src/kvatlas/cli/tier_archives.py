@@ -12,7 +12,7 @@ from kvatlas.cli.failures import plain
 from kvatlas.cli.tables import table
 from kvatlas.cli.tier_app import Where, opened
 
-Archive = Annotated[Path, typer.Argument(help="The tar file.", show_default=False)]
+Archive = Annotated[Path, typer.Argument(metavar="FILE", help="The tar file.", show_default=False)]
 
 
 def export(where: Where, archive: Archive, as_json: Json = False) -> None:
@@ -27,7 +27,7 @@ def export(where: Where, archive: Archive, as_json: Json = False) -> None:
 
 
 def import_archive(where: Where, archive: Archive, as_json: Json = False) -> None:
-    """Store the objects of a tar file. Exits with 1 if some objects are damaged."""
+    """Store the valid objects of a tar file. Exits with 1 if some objects are damaged."""
     from kvatlas.tier import import_objects
 
     with opened(where, create=True) as store:

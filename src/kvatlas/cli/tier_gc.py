@@ -18,11 +18,11 @@ Space = Annotated[str, typer.Option(help="Remove this namespace: a digest from `
 
 
 def gc(where: Where, tenant: Tenant = "", namespace: Space = "", as_json: Json = False) -> None:
-    """Remove incomplete rows and files left by dead writers, or a whole tenant or namespace."""
+    """Remove incomplete rows and files that dead processes left, or a tenant or namespace."""
     from kvatlas.tier import collect_garbage
 
     with opened(where) as store:
         removed, swept = collect_garbage(store, tenant=tenant, namespace=namespace)
-    shown = table("objects removed", "left by dead writers", words=())
+    shown = table("objects removed", "bytes removed that dead processes left", words=())
     shown.add_row(f"{removed:,}", size(swept))
     answer(as_json, {"objects": removed, "left_bytes": swept}, shown)

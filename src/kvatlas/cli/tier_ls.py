@@ -28,11 +28,11 @@ def ls(where: Where, as_json: Json = False) -> None:
     shown, console = _table(found, stacked=False), Console()
     if shown.natural_width(console, 1) > console.width:
         shown = _table(found, stacked=True)
-    answer(as_json, {"namespaces": found}, shown)
+    answer(as_json, {"namespaces": found}, shown if found else "The store is empty.")
 
 
 def _table(found: list[NamespaceSummary], *, stacked: bool) -> FittedTable:
-    """Return the table. `stacked` puts names below each other, so that no digest is broken."""
+    """Return a table of namespaces. If `stacked`, names share a column, one below the other."""
     columns = ("\n".join(_NAMES),) if stacked else _NAMES
     shown = table(*columns, *_NUMBERS, words=range(len(columns)), wraps=(0,))
     for one in found:

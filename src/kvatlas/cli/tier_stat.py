@@ -9,7 +9,7 @@ from kvatlas.geometry.byte_sizes import size
 
 
 def stat(where: Where, as_json: Json = False) -> None:
-    """Show the objects, the bytes and the capacity of a store."""
+    """Show the number of objects, the bytes in use and the capacity of a store."""
     with opened(where) as store:
         room = store.capacity()
     shown = table("objects", "bytes", "capacity", words=())

@@ -35,7 +35,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class PlanForTrace:
-    """The simulated plans, the best first."""
+    """The results of simulating several plans on a trace, the best first."""
 
     trace: Trace
     tried: list[TriedPlan]
@@ -77,7 +77,7 @@ class PlanForTrace:
         return [reason, indented(made), *noted, Text(legend, style="dim")]
 
     def reason(self) -> str:
-        """Return a few sentences that explain the choice."""
+        """Return sentences that name the best plan and compare its hit rate with vLLM's."""
         best = self.tried[0]
         rates = best.rates
         theirs = next((one.rates for one in self.tried if one.by_group), None)
@@ -92,7 +92,10 @@ class PlanForTrace:
 
 
 def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -> PlanForTrace:
-    """Simulate plans and policies on a trace, with a progress bar, and return the results."""
+    """Simulate the trace at `path` with several plans, and several policies for each.
+
+    `block` is the number of tokens for which each id of the trace stands.
+    """
     from kvatlas.pool import choose, read_trace
 
     with progress_bar(f"Reading {plain(path.name)}") as told:
@@ -104,7 +107,7 @@ def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -
 
 
 def candidates(options: PlanOptions) -> Candidates:
-    """Return the requested plan, vLLM's plan, and plans with other packs or block sizes."""
+    """Return the plan with these options, vLLM's plan, and plans with other packs or blocks."""
     first = options.plan()
     plans, refused = {options.policy: first}, []
     changes: dict[str, dict[str, Any]] = {options.policy: {}, "vllm": {"policy": "vllm"}}

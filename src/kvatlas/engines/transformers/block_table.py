@@ -56,7 +56,10 @@ class BlockTable:
     # -- sequences ------------------------------------------------------------------
 
     def admit(self, count: int, *, padded: bool) -> None:
-        """Begin a batch of `count` sequences. Recurrent layers take one block per sequence."""
+        """Begin a batch of `count` sequences, and take one block for each recurrent state.
+
+        `padded` is true if stored tokens may include padding.
+        """
         self.padded = padded
         self.sequences = [[self._take()] if self.recurrent else [] for _ in range(count)]
         self._changed()
@@ -95,7 +98,10 @@ class BlockTable:
         self._changed()
 
     def can_crop(self, lengths: Sequence[int]) -> bool:
-        """Return whether sequences cropped to these lengths still have all visible blocks."""
+        """Return whether the next tokens of sequences cropped to `lengths` can be computed.
+
+        This is false if a block that the next token attends to was freed.
+        """
         return not any(
             NO_BLOCK
             in blocks[self._first_visible(length) // self.block : ceil_div(length, self.block)]
@@ -148,9 +154,10 @@ class BlockTable:
         self._reserved = tokens
 
     def append_step(self, start: int, count: int, first: int) -> AppendStep:
-        """Return the step that stores `count` tokens at index `start` of every sequence.
+        """Return a function that stores tokens start .. start + count - 1 of every sequence.
 
-        It gathers tokens first .. start + count - 1 for attention. Sequences must have no padding.
+        It also gathers tokens first .. start + count - 1, which attention reads. Sequences must
+        have no padding.
         """
         step = self._append_steps.get((start, count, first))
         if step is None:
@@ -162,7 +169,7 @@ class BlockTable:
         return step
 
     def slots(self, tokens: range, padding: Sequence[int]) -> Tensor:
-        """Return the slots [sequences, tokens] of tokens, -1 where nothing is stored."""
+        """Return the slots of `tokens` as a tensor [sequences, tokens]; -1 if not stored."""
         if tokens not in self._slots:
             skipped = torch.tensor(padding, device=self.device).unsqueeze(1)
             positions = torch.arange(tokens.start, tokens.stop, device=self.device) - skipped
@@ -175,7 +182,7 @@ class BlockTable:
     def slots_to_read(
         self, tokens: range, start: int, padding: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the slots of tokens and a mask of those that are missing or not visible.
+        """Return the slots of `tokens`, and a mask of tokens that are not stored or not visible.
 
         Masked tokens have slot 0. The mask is None if all tokens are visible. Tokens of a chunk
         that ended before `start` are masked, because they may never have been stored. All layers
@@ -212,7 +219,7 @@ class BlockTable:
         return self._ids
 
     def kernel_ids(self, layer: LayerCache, block: int | None = None) -> Tensor:
-        """Return all block ids, or one, in kernel numbering.
+        """Return the ids of all blocks, or of one `block`, as kernels number them.
 
         One block of the plan may be several kernel blocks.
         """
@@ -236,7 +243,10 @@ class BlockTable:
             raise AtlasError(Code.ENGINE_REFUSES, problem, got=got, hint=hint)
 
     def _prepare(self, blocks: list[int], first: int, stop: int) -> None:
-        """Prepare a sequence's blocks for writing positions `first` to `stop` - 1."""
+        """Take the blocks that a sequence needs to write positions first .. stop - 1.
+
+        Blocks before the window are freed, and shared blocks are replaced by copies.
+        """
         if self.reserve_blocks is not None:
             self.reserve_blocks(stop)
             return
@@ -258,7 +268,7 @@ class BlockTable:
         self._ids_are_old = True
 
     def _take(self) -> int:
-        """Take a free block. Blocks of recurrent states are zeroed.
+        """Take a free block, and zero it if it is for a recurrent state.
 
         Models read parts of a state before they have written all of it.
         """
@@ -274,7 +284,7 @@ class BlockTable:
         return copy
 
     def copy(self, source: int, destination: int) -> None:
-        """Copy the pages of a block for all layers."""
+        """Copy the block `source` to the block `destination` in all layers of the group."""
         for layer in self.layers:
             old, new = (self.kernel_ids(layer, one) for one in (source, destination))
             copy_blocks(layer, old, layer, new)

@@ -122,7 +122,7 @@ class AtlasCache(TransformersCache):
 
     @property
     def seen(self) -> int:
-        """Number of tokens seen so far, including padding; 0 for models without attention."""
+        """Number of tokens passed so far, including padding; 0 for models without attention."""
         return max((layer.seen for layer in self._attention), default=0)
 
     @property
@@ -139,7 +139,10 @@ class AtlasCache(TransformersCache):
         return [layer for layer in self.layers if isinstance(layer, PagedStateLayer)]
 
     def _groups_of(self, name: str) -> list[int]:
-        """Return the group of each part of a layer."""
+        """Return the index of the group that stores each part of a layer's cache.
+
+        Only a recurrent layer may have several parts.
+        """
         plan = self.plan
         return [plan.region_of(name, part)[0].group for part in range(plan.parts(name))]
 
@@ -171,7 +174,7 @@ class AtlasCache(TransformersCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Pair:
-        """Store a layer's K and V of new tokens and return those that its attention needs."""
+        """Store a layer's K and V of new tokens; return the K and V that its attention takes."""
         self.batch.settle()
         MASKED.set(None)
         layer = self.layers[layer_idx]
@@ -191,15 +194,15 @@ class AtlasCache(TransformersCache):
     # -- sequences and tokens -------------------------------------------------------
 
     def blocks_of(self, sequence: int) -> dict[int, list[int]]:
-        """Return the blocks of one sequence by group, in the form that routes take."""
+        """Return the block ids of one sequence, by group index, as `Route.bind` takes them."""
         self.batch.settle()
         return {group: list(table.sequences[sequence]) for group, table in enumerate(self._tables)}
 
     def adopt(self, tokens: int, sequences: int = 1) -> list[dict[int, list[int]]]:
-        """Begin with sequences of `tokens` tokens each whose cache the caller provides.
+        """Begin with sequences of `tokens` tokens whose content the caller writes.
 
-        Returns their blocks, by sequence and group. The caller must fill the blocks before the
-        model computes further tokens.
+        Returns the block ids of each sequence, by group index. The caller must fill these blocks
+        before the model computes further tokens.
 
         >>> from transformers import LlamaConfig
         >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -221,7 +224,7 @@ class AtlasCache(TransformersCache):
     def adopt_from_pool(self, tokens: int, reserve_blocks: Callable[[int], None]) -> None:
         """Begin with one sequence whose first `tokens` tokens a `BlockPool` has cached.
 
-        `PrefixReuse` calls this.
+        `PrefixReuse` calls this. `reserve_blocks(n)` must reserve blocks for the first n tokens.
         """
         self.reset()
         self.batch.begin_on_pool(reserve_blocks)
@@ -246,7 +249,10 @@ class AtlasCache(TransformersCache):
         self.batch.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Continue with these beams. Attention blocks are shared copy-on-write, states copied."""
+        """Continue with the beams `beam_idx`, in this order. A beam may be chosen twice.
+
+        Beams share attention blocks copy-on-write. Recurrent states are copied.
+        """
         self.batch.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -286,7 +292,10 @@ class AtlasCache(TransformersCache):
 
 
 def _is_plain(spec: Spec) -> bool:
-    """Return whether transformers caches K and V, or one latent, of every token for the spec."""
+    """Return whether `PagedAttentionLayer` supports a spec.
+
+    It must store K and V, or one latent, of every token, without sink tokens.
+    """
     sees = spec.visibility
     if isinstance(spec, LatentAttention):
         plain = spec.compress == 1 and spec.cache in ("auto", "fp8", "fp8_e4m3")

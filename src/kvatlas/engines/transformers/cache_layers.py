@@ -60,7 +60,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         """Do nothing: the pages are already allocated."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any) -> Pair:
-        """Store the K and V of new tokens and return those that attention needs.
+        """Store the K and V of new tokens; return the K and V that attention takes.
 
         If attention reads the pages directly, return the new K and V unchanged. Otherwise return
         the K and V of all visible tokens.
@@ -91,7 +91,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         (write_latent if self.latent else write)(self.pages, k, v, slots)
 
     def _in_sight(self, start: int, heads: int, dtype: torch.dtype) -> Pair:
-        """Gather the tokens that transformers' mask covers, with zeros where none is stored."""
+        """Return K and V of the tokens that transformers' mask covers; zeros if not stored."""
         tokens = range(self._offset(start), self.seen)
         slots, missing = self.table.slots_to_read(tokens, start, self.batch.padding)
         if self.latent:
@@ -128,7 +128,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         return self.seen + query_length - offset, offset
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens seen so far, including padding."""
+        """Return the number of tokens passed so far, including padding."""
         return self.seen
 
     def get_max_length(self) -> int:
@@ -140,7 +140,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         self.table.keep_all = True
 
     def reset(self) -> None:
-        """Forget all tokens. The batch frees the blocks."""
+        """Forget all tokens. `SequenceBatch.clear` frees the blocks."""
         self.seen = 0
 
 
@@ -161,7 +161,10 @@ class LentState:
 
 
 class PagedStateLayer(LinearAttentionCacheLayerMixin):
-    """The conv and ssm states of one layer: one block per sequence and part of the layer."""
+    """The conv and ssm states of one layer, stored in one block per sequence.
+
+    A layer whose state is split into parts has one block per sequence and part.
+    """
 
     is_croppable = False
 
@@ -184,7 +187,10 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
         """Do nothing: the pages are already allocated."""
 
     def lend(self, name: str) -> Tensor | None:
-        """Return a state that the model may update in place, or None if none is stored yet."""
+        """Return the state `conv` or `ssm`, which the model may update in place.
+
+        Return None if no state is stored yet.
+        """
         self.batch.lend(self.settle)
         if not self.has_previous_state[0]:
             return None
@@ -238,7 +244,7 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
         raise cannot_take_back("a layer with recurrent states")
 
     def reset(self) -> None:
-        """Forget the states. The batch frees the blocks."""
+        """Forget the states. `SequenceBatch.clear` frees the blocks."""
         self._lent = {}
         self.has_previous_state[0] = False
 
@@ -270,22 +276,22 @@ class EmptyLayer(LinearAttentionCacheLayerMixin):
         raise AtlasError(
             Code.ENGINE_REFUSES,
             "The plan has no page for this decoder layer",
-            got="new tokens or states for it",
+            got="new tokens or states from the model",
             hint="Make the plan from the config of the model that is running",
         )
 
     update_conv_state = update_recurrent_state = update
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
+        """Do nothing: this layer has no cache."""
 
 
 def model_axes(state: State) -> str | None:
-    """Return a state's axis order in modeling code, or None if models have no such state."""
+    """Return a state's axis order in transformers' models; None if they have no such state."""
     own = {axis for axis, _ in state.axes}
     return next((axes for axes in _MODEL_AXES.get(state.name, ()) if set(axes) == own), None)
 
 
 def cannot_take_back(got: str, hint: str = "Call reset and compute the tokens again") -> AtlasError:
-    """Return the error for a crop that the cache cannot perform."""
+    """Return the error for a crop to an earlier state that is no longer stored."""
     return AtlasError(Code.CANNOT_TAKE_BACK, got=got, hint=hint)

@@ -96,7 +96,10 @@ class DecodeGraph:
         self._step = None
 
     def _is_step(self, ids: Tensor, options: dict[str, Any]) -> bool:
-        """Return whether a call adds one token to every sequence and uses no other options."""
+        """Return whether a forward call adds one token to every sequence of the cache.
+
+        Return False if it has options that a captured step does not support.
+        """
         positions = options.get("position_ids")
         return (
             options.get("past_key_values") is self.cache
@@ -132,7 +135,7 @@ class DecodeGraph:
 
 
 class _LookAtMask:
-    """An asynchronous check that a mask hides exactly the padding.
+    """An asynchronous check that a mask hides the left padding and nothing else.
 
     It is launched before a step, and its result is copied to the host while the step runs.
     """
@@ -181,7 +184,7 @@ class _CapturedStep:
         return self._graph is not None
 
     def run(self, ids: Tensor, positions: Tensor | None, start: int) -> Any:
-        """Take blocks for the token at index `start` of every sequence and run the step."""
+        """Take blocks for the tokens `ids`, at index `start` of each sequence, and run the step."""
         padding = self._cache.batch.padding
         lengths = [start + 1 - skipped for skipped in padding]
         slots = [table.reserve_next(start, padding) for table in self._attention]
@@ -211,13 +214,13 @@ class _CapturedStep:
                 Code.ENGINE_REFUSES,
                 "A decode step of this model cannot be captured in a CUDA graph",
                 got=str(failed).splitlines()[0],
-                hint="For an MoE model, call set_experts_implementation('batched_mm') first. "
-                "For other models, do not use a DecodeGraph",
+                hint="For an MoE model, call model.set_experts_implementation('batched_mm') first. "
+                "For other models, run generate() without a DecodeGraph",
             ) from failed
         self._graph = graph
 
     def _model(self) -> Any:
-        """Run the model on the fixed tensors and write lent states back to the pages."""
+        """Run the model on the fixed tensors, then write recurrent states back to the pages."""
         batch = self._cache.batch
         batch.fixed = self._fixed
         try:

@@ -41,7 +41,7 @@ def _changed(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _is_loaded(model: Any, folder: Path) -> bool:
-    """Return whether samples of the tensors in memory equal those of the checkpoint.
+    """Return whether samples of a model's tensors equal those in its checkpoint's files.
 
     Tensors that transformers renames or fuses at load time are not compared.
     """

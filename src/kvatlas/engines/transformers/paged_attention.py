@@ -71,7 +71,7 @@ def page_mask(
         raise AtlasError(
             Code.ENGINE_REFUSES,
             "Paged attention supports only the mask of the plan: causal, sliding or chunked",
-            got="a model that passes a different or custom mask",
+            got=f"another mask for tokens {q_offset} to {q_offset + q_length - 1}",
             hint='Use attn_implementation="sdpa" or "eager", or plan from the model\'s own config',
         )
     return empty
@@ -144,7 +144,7 @@ def page_attention(
 
 
 def _absorbed(module: Any, pages: LayerCache, query: Tensor, where: dict[str, Any]) -> Tensor:
-    """Attend with absorbed MLA: project queries to the latent space, and outputs back from it."""
+    """Attend with absorbed MLA: project queries to the latent space, and the output back."""
     spec = pages.spec_as(LatentAttention)
     weight = module.kv_b_proj.weight.view(query.shape[1], -1, spec.latent)
     plain = query.shape[-1] - spec.rope

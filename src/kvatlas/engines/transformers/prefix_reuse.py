@@ -107,13 +107,14 @@ class PrefixReuse:
         return hit
 
     def end(self, tokens: Sequence[int]) -> None:
-        """End the request and keep its blocks for reuse.
+        """End the active request and keep its blocks for reuse.
 
         `tokens` are its prompt and the generated tokens, as `generate` returns them.
         """
         if self._prompt is None:
             problem, hint = "There is no active request", "Call begin() first"
-            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got="a call of end()", hint=hint)
+            got = "end() without begin()"
+            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=got, hint=hint)
         prompt, seen = self._prompt, self.cache.seen
         if any(table.reserve_blocks != self._reserve for table in self.cache.batch.tables):
             problem = "The cache was reset or used for another request after this request began"
@@ -141,7 +142,7 @@ class PrefixReuse:
     # -- inside -------------------------------------------------------------------------
 
     def _admit(self, prompt: Sequence[int], identity: PrefixIdentity | None) -> int:
-        """Begin with the prefix that the pool holds and return its length in tokens."""
+        """Begin a sequence with the longest prefix in the pool; return its number of tokens."""
         hit = self.pool.admit(self, prompt, identity)
         self._prompt, self._identity = list(prompt), identity
         self._go_on_behind(hit)
@@ -153,7 +154,10 @@ class PrefixReuse:
         self._assign()
 
     def _load(self, tiered: TieredPrefixes, hit: int) -> int:
-        """Load tokens that the tier stores beyond the pool's hit. Return the new hit in tokens."""
+        """Load tokens of the prompt that the tier stores beyond the pool's `hit` tokens.
+
+        Return how many tokens of the prompt are cached now.
+        """
         prompt, identity = self._prompt or [], self._identity
         chain = tiered.chain(prompt[:-1], identity)  # the last token is computed anyway
         found = tiered.longest(chain)
@@ -179,7 +183,7 @@ class PrefixReuse:
             self.tiered.store(chain, self.cache.cache, self.pool.tables(self), stop)
 
     def _compute(self, stop: int) -> None:
-        """Run the model up to a checkpoint and register the checkpoint with the pool."""
+        """Run the model on the prompt up to token `stop`, and register a checkpoint there."""
         prompt, seen = self._prompt or [], self.cache.seen
         self._reserve(stop)
         ids = torch.tensor([prompt[seen:stop]], device=self.model.device)
@@ -219,8 +223,9 @@ class PrefixReuse:
 def _check_goes_on(model: Any) -> None:
     """Raise an error if the model ignores its recurrent states in a call with several tokens.
 
-    Some models of transformers ignore them silently (Jamba, Bamba). To detect it, run a few tokens
-    in one call and in two calls on transformers' own cache, and compare the logits.
+    Some models of transformers ignore them silently (Jamba, Bamba). To detect this, the function
+    runs a few tokens in one call and in two calls on transformers' own cache. It then compares the
+    logits.
     """
     ids = torch.arange(1, 13, device=model.device).unsqueeze(0)
     cache = DynamicCache(config=model.config)

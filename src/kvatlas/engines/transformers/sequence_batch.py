@@ -13,7 +13,7 @@ from kvatlas.errors import AtlasError, Code
 
 
 class StepTensors(NamedTuple):
-    """The lengths and query counts of a step, shared by the attention of all layers."""
+    """Sequence lengths and numbers of queries in one step, the same for all attention layers."""
 
     lengths: Tensor
     """Number of stored tokens of each sequence, including the new ones."""
@@ -69,7 +69,10 @@ class SequenceBatch:
             self.padding = [0] * size
 
     def begin_on_pool(self, reserve_blocks: Callable[[int], None]) -> None:
-        """Begin a batch of one sequence whose blocks a `BlockPool` allocates."""
+        """Begin a batch of one sequence whose blocks a `BlockPool` allocates.
+
+        `reserve_blocks(n)` must reserve blocks for the first n tokens.
+        """
         self.clear()
         for table in self.tables:
             table.reserve_blocks, table.padded = reserve_blocks, False
@@ -103,23 +106,24 @@ class SequenceBatch:
             self.clear()
 
     def _require(self, needs: Mapping[BlockTable, int]) -> None:
-        """Raise an error if a pool has too few free blocks, before any table changes."""
+        """Raise an error if a pool has fewer free blocks than its tables need."""
         for free in {table.free for table in needs}:
             free.require(sum(n for table, n in needs.items() if table.free is free))
 
     # -- states that are lent to models ---------------------------------------------
 
     def lend(self, take_back: Callable[[], None]) -> None:
-        """Register the layer that lends its states to the model.
+        """Register `take_back`, which writes the states lent by a layer back to the pages.
 
-        Only one layer lends at a time: the states of the previous one are written back first.
+        Only one layer lends states to the model at a time. Those of the previous layer are written
+        back first.
         """
         if self._take_back != take_back:
             self.settle()
             self._take_back = take_back
 
     def settle(self) -> None:
-        """Write states that the model has updated in place back to the pages."""
+        """Write the recurrent states that a model has updated in place back to the pages."""
         if self._take_back is not None:
             self._take_back()
             self._take_back = None
@@ -127,7 +131,7 @@ class SequenceBatch:
     # -- how pages are read ---------------------------------------------------------
 
     def step_tensors(self, start: int, count: int) -> StepTensors:
-        """Return the tensors of the step with tokens start .. start + count - 1, for all layers."""
+        """Return the lengths and query counts of a step on tokens start .. start + count - 1."""
         if self.fixed is not None:
             return self.fixed.tensors
         if self._step is None or self._step[0] != (start, count):
@@ -164,9 +168,9 @@ class SequenceBatch:
             raise masked_otherwise()
 
     def masks_left_padding_alone(self, mask: Tensor) -> Tensor:
-        """Return whether a mask [sequences, tokens] hides exactly the padding.
+        """Return whether a mask [sequences, tokens] hides the left padding and nothing else.
 
-        The result is a tensor on the mask's device.
+        The result is a boolean tensor on the mask's device.
         """
         padding = torch.tensor(self.padding, device=mask.device).unsqueeze(1)
         tokens = torch.arange(mask.shape[-1], device=mask.device)

@@ -55,7 +55,7 @@ class SimulatedRanks(ExitStack):
         return blocks
 
     def copy_to(self, cache: AtlasCache, blocks: dict[int, list[int]], tokens: int) -> None:
-        """Replace the content of a cache by the sequence that the ranks store in `blocks`."""
+        """Replace the content of a cache with the sequence that the ranks store in `blocks`."""
         (mine,) = cache.adopt(tokens)
         copy_request(
             route(self.plan, cache.plan), self.pools, _pools(cache),

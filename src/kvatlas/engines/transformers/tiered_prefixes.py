@@ -37,7 +37,7 @@ _NOT_THE_MODEL = ("transformers_version", "use_cache")
 
 
 class TieredPrefixes:
-    """The prefixes of a model's requests in a tier."""
+    """Load prefixes of a model's requests from a tier, and store them in it."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class TieredPrefixes:
     ) -> None:
         """Use an open tier. With `own`, `close` also closes the tier.
 
-        A `StoreTier` was opened with an identity, which is assumed to be `identity`.
+        A `StoreTier` must have been opened with the same `identity`; this is not checked.
         """
         about = {"weights": identity.computed_with, "tenant": identity.tenant}
         said = b"" if isinstance(tier, StoreTier) else msgspec.msgpack.encode(about)
@@ -62,7 +62,7 @@ class TieredPrefixes:
         `no_room` and `not_stored`."""
 
     def chain(self, tokens: Sequence[int], identity: PrefixIdentity | None) -> PrefixChain | None:
-        """Return the keys of a request's tokens, or None if it contains media.
+        """Return the tier's keys for the prefixes of a request, or None if it contains media.
 
         The keys of a tier are computed from tokens only, so they cannot identify media.
         """
@@ -102,7 +102,7 @@ class TieredPrefixes:
         return there
 
     def store(self, chain: PrefixChain | None, cache: Cache, blocks: Blocks, tokens: int) -> None:
-        """Store a request's first tokens, except those that the tier already has.
+        """Store a request's first `tokens` tokens, except those that the tier already has.
 
         If all layers use full attention, an incomplete last block is not stored.
         """
@@ -132,9 +132,9 @@ class TieredPrefixes:
             self.counts["not_stored"] += 1
 
     def ends_here(self, tokens: int) -> bool:
-        """Return whether to store the recurrent state after `tokens` tokens.
+        """Return whether the tier stores a recurrent state after `tokens` tokens.
 
-        States are stored at multiples of the tier's block size.
+        It does so at multiples of its block size.
         """
         return self._finder.recurrent and tokens % self._finder.unit == 0
 
@@ -157,7 +157,7 @@ def tiered_prefixes(
     events: EventListener | None = None,
     **options: Any,
 ) -> TieredPrefixes:
-    """Return the prefixes of a model in an open tier, or in the tier at an address.
+    """Return a `TieredPrefixes` for a model, in an open tier or in the tier at an address.
 
     A tier that is opened by address is shared with other processes. `options` are passed to
     `open_tier`.
@@ -198,9 +198,9 @@ def loaded_weights(model: Any) -> str:
 
 
 def _summed(tensor: torch.Tensor) -> bytes:
-    """Return weighted sums of a tensor's words, computed on its device.
+    """Return weighted sums of a tensor's 64-bit words, computed on its device.
 
-    The weights are odd, so that a change of any word changes a sum.
+    The weights are odd, so that a change of any single word changes a sum.
     """
     text = tensor.reshape(-1).contiguous().view(torch.uint8)
     text = text.clone() if text.storage_offset() % 8 else text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import ChainMap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,24 +20,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvatlas.copying.memory_copy import device_of
+from kvatlas.engines.vllm.configured_tier import ConfiguredTier
 from kvatlas.engines.vllm.connector_stats import KVAtlasPromMetrics, KVAtlasStats
 from kvatlas.engines.vllm.describe import (
-    DescribedStage,
     check_tensors,
     describe_stage,
     described_model,
     join_stages,
 )
 from kvatlas.engines.vllm.ended_requests import EndedRequests
-from kvatlas.engines.vllm.engine_tier import IN_MEMORY, find_tier, open_tier
-from kvatlas.engines.vllm.fleet_tier import find_fleet_tier, open_fleet_tier
 from kvatlas.engines.vllm.orders import StepOrders
 from kvatlas.engines.vllm.prefix_tier import PrefixTier
 from kvatlas.engines.vllm.published_events import as_vllm_events
 from kvatlas.engines.vllm.registered_caches import (
     check_reachable,
+    device_for,
     from_all_stages,
+    kernel_blocks,
     layer_backends,
     seen_by_layers,
     untouched_config,
@@ -50,20 +48,12 @@ from kvatlas.engines.vllm.supported_versions import (
     check_managers,
     check_version,
 )
-from kvatlas.engines.vllm.tier_conversion import (
-    keeps_finished,
-    layer_scales,
-    prefix_identity,
-    tier_converting,
-)
+from kvatlas.engines.vllm.tier_conversion import keeps_finished
 from kvatlas.engines.vllm.tier_worker import TierCounts, TierWorker
 from kvatlas.engines.vllm.weights_identity import engine_identity
 from kvatlas.engines.vllm.worker_side import PullCounts, WorkerSide
 from kvatlas.errors import AtlasError, Code
-from kvatlas.models import CacheIdentity, Model
-from kvatlas.planning import Plan
-from kvatlas.tier import Converting, StoreTier, TierClient
-from kvatlas.tier.tier_events import MEMORY, STORAGE
+from kvatlas.models import CacheIdentity
 from kvatlas.wire import Memory
 
 log = logging.getLogger("kvatlas.vllm")
@@ -80,7 +70,7 @@ class KVAtlasStep(KVConnectorMetadata):
 
 @dataclass
 class KVAtlasEndpoint(KVConnectorHandshakeMetadata):
-    """The endpoint of one rank, and the plan of its tier in a store."""
+    """The handshake metadata of one rank: its endpoint, and the plan of its tier in a store."""
 
     endpoint: str | None
     rows: bytes | None = None
@@ -98,14 +88,12 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._settings = ConnectorSettings.read(extra)
-        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._tier = ConfiguredTier(vllm_config, self._settings)
         self._ended = EndedRequests()
         self._idle = False
         """Whether the current step computes no tokens."""
         self._worker: WorkerSide | None = None
         self._tier_worker: TierWorker | None = None
-        self._rows: bytes | None = None
-        """The plan of the store's tier that this worker opened, as JSON."""
         self._scheduler: SchedulerSide | None = None
         self._served: CacheIdentity | None = None
         """The identity of this engine's caches; peers must have the same identity."""
@@ -120,14 +108,12 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
                 alone=settings.alone,
                 lease_seconds=settings.lease_seconds,
             )
-            tier = self._find_tier(settings.own_tier) if settings.own_tier else None
-            if tier is not None:
-                self._use_tier(tier)
+            self._use_tier(self._tier.find_local())
 
     # -- scheduler methods ---------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Record the endpoints of all ranks."""
+        """Record the endpoints of all ranks, and open the store if the tier is in one."""
         for one in metadata.values():
             if not isinstance(
                 one, KVAtlasEndpoint
@@ -142,22 +128,25 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         self._in_scheduler().set_endpoints(endpoints)
         rows = {one.rows for one in metadata.values()}
         if self._settings.fleet_tier:
-            self._use_fleet_tier(rows)
+            self._use_tier(self._tier.find_in_store(rows))
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Bind the cache manager, whose prefix cache must not contain incomplete blocks."""
+        """Bind vLLM's cache manager, to exclude incomplete blocks from its prefix cache."""
         super().bind_kv_cache_manager(kv_cache_manager)
         check_managers(kv_cache_manager)
         self._in_scheduler().bind_manager(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
-        """Register a new request."""
+        """Register a new request if it is read from another engine or prefilled for one."""
         self._in_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return the number of tokens that can be loaded from another engine or the tier."""
+        """Return how many tokens to load beyond the computed ones, and whether asynchronously.
+
+        They come from another engine or the tier. The number is None while a lookup is running.
+        """
         return self._in_scheduler().matched_tokens(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(
@@ -166,30 +155,30 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the source of the external tokens, for vLLM's statistics."""
         source = self._cache_hit_source
         if self._in_scheduler().from_tier(request.request_id):
-            source = _hit_source(self._settings)
+            source = self._tier.hit_source
         return {source: num_external_tokens}
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """Return all groups: the connector also loads groups without prefix caching."""
+        """Return the ids of all groups: the connector also loads groups without prefix caching."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Order the load of a request whose blocks were just allocated."""
+        """Order the workers to load external tokens into the blocks that were just allocated."""
         self._in_scheduler().allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVAtlasStep:
-        """Return the orders for the workers in this step."""
+        """Return the connector's orders to the workers for this step."""
         # Data-parallel ranks step together: each one computes as long as any of them does.
         together = getattr(self._vllm_config.parallel_config, "data_parallel_size", 1) > 1
         idle = not (scheduler_output.total_num_scheduled_tokens or together)
         return KVAtlasStep(self._in_scheduler().take_orders(), idle)
 
     def reset_cache(self) -> bool | None:
-        """Invalidate the tier's content; vLLM calls this after a weight update."""
+        """Invalidate the tier's content after a weight update; return None without a tier."""
         return self._in_scheduler().reset_tier()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Process the requests that workers finished receiving and sending."""
+        """Record which requests all workers have finished receiving or sending."""
         self._in_scheduler().received(connector_output.finished_recving)
         self._in_scheduler().sent(connector_output.finished_sending)
 
@@ -206,20 +195,23 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether to keep a finished request's blocks, and its response parameters."""
+        """Return whether to keep a finished request's blocks, and its `kv_transfer_params`."""
         return self._in_scheduler().finished(request, block_ids)
 
     # -- worker methods ----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Describe the caches, check the tensors against the description, and register them."""
+        """Describe the caches as a plan, check the tensors against it, and make them available.
+
+        Depending on the settings, this rank then listens for peers, opens the tier, or does both.
+        """
         config = self._vllm_config
         named = {name: tensor for name, tensor in kv_caches.items() if name in self._layers()}
         stage = describe_stage(
             config,
             self._kv_cache_config,
             backends=layer_backends(config, named),
-            kernel_blocks=self._kernel_blocks(named),
+            kernel_blocks=kernel_blocks(self._kv_cache_config, named),
             seen=seen_by_layers(config, named),
         )
         stages = from_all_stages(stage)
@@ -228,11 +220,11 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         rank = get_pp_group().rank_in_group * plan.tp + get_tp_group().rank_in_group
         (pool,) = plan.rank_pools(rank).values()
         tensor = next(iter(named.values()))
-        memory = Memory(base, pool.nbytes, self._device(tensor), owner=tensor)
+        memory = Memory(base, pool.nbytes, device_for(self._settings, tensor), owner=tensor)
         if self._settings.tier is not None:
             check_reachable(tensor)
-            convert = self._converting(stage)
-            tier = self._open_tier(self._settings.tier, described_model(stages), plan, convert)
+            convert = self._tier.conversion(stage)
+            tier = self._tier.open(self._settings.tier, described_model(stages), plan, convert)
             self._tier_worker = TierWorker(tier, plan, rank, memory, self._ended, convert)
             used = tier.plan if tier is not None else "unusable"
             log.info("tier %s: %s", self._settings.tier, used)
@@ -243,11 +235,11 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             log.info("%s at %s: %s", self._settings.transport, self._worker.endpoint, plan)
 
     def get_handshake_metadata(self) -> KVAtlasEndpoint | None:
-        """Return this rank's endpoint and the plan of its tier in a store."""
+        """Return this rank's endpoint and the plan of its tier in a store; None without either."""
         if self._worker is None and not self._settings.fleet_tier:
             return None
         endpoint = None if self._worker is None else self._worker.endpoint
-        return KVAtlasEndpoint(endpoint, self._rows)
+        return KVAtlasEndpoint(endpoint, self._tier.rows)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Start the transfers that the scheduler ordered, without waiting for them."""
@@ -274,13 +266,13 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: no save is in flight."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Return the requests that were sent and received since the last step."""
+        """Return the requests that were sent or received, or that failed, since the last step."""
         worker, idle = self._worker, self._idle
         ended = self._ended.take() if worker is None else worker.take_ended(idle=idle)
         return KVConnectorTransferResults(ended.sent, ended.received, ended.failed)
 
     def get_kv_connector_stats(self) -> KVAtlasStats | None:
-        """Return the counts since the last step; None if all are zero."""
+        """Return counts of transfers since the last step; None if all are zero."""
         pulled = self._worker.take_counts() if self._worker else PullCounts()
         kept = self._tier_worker.take_counts() if self._tier_worker else TierCounts()
         stats = KVAtlasStats.of(pulled, kept)
@@ -321,96 +313,20 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             )
         return self._scheduler
 
-    def _open_tier(
-        self, where: str, model: Model, own: Plan, convert: Converting | None
-    ) -> TierClient | StoreTier | None:
-        """Open the configured tier for this worker."""
-        if not self._settings.fleet_tier:
-            memory = self._settings.tier_memory
-            return open_tier(where, memory, model, own, self._engine_id, convert)
-        tier = open_fleet_tier(self._settings, own, self._identity(), convert)
-        self._rows = None if tier is None else tier.plan.to_json()
-        return tier
+    def _use_tier(self, tier: PrefixTier | None) -> None:
+        """Look up requests in a tier, if there is one, and store finished requests in it.
 
-    def _converting(self, stage: DescribedStage) -> Converting | None:
-        """Return the conversion from the tier's blocks, with the scales of all layers."""
-        if self._settings.convert is None:
-            return None
-        scales = from_all_stages(layer_scales(self._vllm_config, stage))
-        return tier_converting(self._settings, dict(ChainMap(*scales)))
-
-    def _find_tier(self, where: str) -> PrefixTier | None:
-        """Connect to the tier that this engine's workers opened."""
-        tier = find_tier(where, self._engine_id)
-        if tier is None:
-            return None
-        return self._prefixes(tier, self._identity())
-
-    def _use_fleet_tier(self, rows: set[bytes | None]) -> None:
-        """Use the store if all ranks opened it with the same plan.
-
-        Otherwise some shards of each row would be missing.
+        Requests are not stored in a tier of another dtype.
         """
-        plan = rows.pop() if len(rows) == 1 else None
-        if plan is None:
-            log.error("tier disabled: the ranks did not all open the store with the same plan")
+        if tier is None:
             return
-        tier = find_fleet_tier(self._settings, plan, self._identity())
-        if self._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
-            log.warning(
-                "a request fails if the store evicts its tokens before they are loaded: "
-                'set kv_load_failure_policy to "recompute"'
-            )
-        if tier is not None:
-            self._use_tier(
-                self._prefixes(tier, b"")
-            )  # the store's object names contain the identity
-
-    def _use_tier(self, tier: PrefixTier) -> None:
-        """Look up requests in a tier, and store into it unless its cache dtype differs."""
         settings, served = self._settings, self._vllm_config.model_config
         keeps = keeps_finished(settings, served)
         self._in_scheduler().use_tier(tier, settings.lookup_seconds, keeps=keeps)
 
-    def _prefixes(self, tier: TierClient | StoreTier, identity: bytes) -> PrefixTier:
-        """Return the tier's prefix lookup, with events if vLLM publishes KV cache events."""
-        events, medium = getattr(self._vllm_config, "kv_events_config", None), None
-        if events is not None and events.enable_kv_cache_events:
-            medium = MEMORY if self._settings.tier == IN_MEMORY else STORAGE
-        longest = self._vllm_config.model_config.max_model_len
-        return PrefixTier(tier, longest, identity, events_from=medium)
-
-    def _identity(self) -> bytes:
-        return prefix_identity(self._settings, self._vllm_config)
-
     def _layers(self) -> set[str]:
         groups = self._kv_cache_config.transfer_groups
         return {name for group in groups for name in group.layer_names}
-
-    def _kernel_blocks(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-        """Return the tokens per kernel block by layer: vLLM may split blocks for its kernels."""
-        blocks = {}
-        for group in self._kv_cache_config.transfer_groups:
-            specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-            for name in group.layer_names:
-                spec = specs[name] if specs else group.kv_cache_spec
-                if name in tensors:
-                    split = max(1, tensors[name].shape[0] // self._kv_cache_config.num_blocks)
-                    blocks[name] = spec.block_size // split
-        return blocks
-
-    def _device(self, tensor: torch.Tensor) -> str:
-        """Return the device name. Raises if the transport is not configured for GPU memory."""
-        settings = self._settings
-        asked = settings.transport_options.get("kind") == "VRAM" or settings.transport == "cuda"
-        if tensor.device.type == "cpu" or asked or settings.alone:
-            return device_of(tensor)
-        raise AtlasError(
-            Code.WRONG_DEVICE,
-            "The transport is not configured for caches in GPU memory",
-            got=f"tensors on {tensor.device}",
-            hint='Set transport to "cuda", or to "nixl" with transport_options {"kind": "VRAM"}',
-        )
 
 
 # MultiConnector looks up the statistics of its members by their registered names.
@@ -418,10 +334,3 @@ if "KVAtlasConnector" not in KVConnectorFactory._registry:
     KVConnectorFactory.register_connector(
         "KVAtlasConnector", "kvatlas.engines.vllm", "KVAtlasConnector"
     )
-
-
-def _hit_source(settings: ConnectorSettings) -> CacheHitSource:
-    """Return vLLM's statistics label for the configured tier."""
-    if settings.fleet_tier:
-        return CacheHitSource.EXTERNAL_UNSPECIFIED
-    return CacheHitSource.HOST if settings.tier == IN_MEMORY else CacheHitSource.DISK

@@ -38,7 +38,7 @@ class KVAtlasStats(KVConnectorStats):
 
     @classmethod
     def of(cls, *counts: PullCounts | TierCounts) -> KVAtlasStats:
-        """Combine the counts of one rank."""
+        """Combine a rank's counts of reads from engines and from the tier."""
         made = cls()
         for one in counts:
             made.data |= asdict(one)
@@ -54,7 +54,7 @@ class KVAtlasStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the values for the engine's periodic log line."""
+        """Return the values that vLLM prints in its periodic log line, by label."""
         pulls, seconds = self.data["pulls"], self.data["seconds"]
         return {
             "Requests read": int(pulls),

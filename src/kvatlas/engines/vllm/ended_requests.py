@@ -36,14 +36,14 @@ class EndedRequests:
         self._lock = threading.Lock()
 
     def hold_twice(self, requests: set[str]) -> None:
-        """Mark requests that both a peer and the tier read, and that count as sent after both."""
+        """Mark requests that count as sent after two reports: from a peer and from the tier."""
         with self._lock:
             self._twice |= requests
 
     def sent(self, request_id: str) -> None:
-        """Report that one reader of a request's blocks is done.
+        """Report that a peer or the tier has read a request's blocks.
 
-        The request counts as sent now or, if it was held twice, at the second report.
+        The request counts as sent now or, after `hold_twice`, at the second report.
         """
         with self._lock:
             if request_id in self._twice:
@@ -52,11 +52,11 @@ class EndedRequests:
         self._told.put(("sent", request_id))
 
     def arrived(self, request_id: str, *, failed: bool) -> None:
-        """Report that a request was received or failed."""
+        """Report that the read of a request has ended: it was received, or it has `failed`."""
         self._told.put(("failed" if failed else "received", request_id))
 
     def take(self, seconds: float = 0.0) -> Ended:
-        """Return the requests that ended since the last call; wait `seconds` if there are none."""
+        """Return the requests that ended since the last call; wait up to `seconds` for one."""
         ended = Ended()
         with suppress(queue.Empty):
             while True:

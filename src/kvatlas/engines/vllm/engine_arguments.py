@@ -108,7 +108,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @classmethod
     def of_values(cls, given: dict[str, Any]) -> EngineArguments:
-        """Build from a mapping with vLLM's argument names or their short forms."""
+        """Build from a mapping of vLLM's argument names, or short names such as tp, to values."""
         values = {_long(str(name)): value for name, value in given.items()}
         for name in ("hf_overrides", "speculative_config", "kv_transfer_config"):
             if isinstance(values.get(name), str):
@@ -140,7 +140,7 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a command line with their values; True for bare flags."""
+    """Yield (name, value) for each option of a command line; a flag without a value is True."""
     if words and not words[0].startswith("-"):
         yield "model", words.pop(0)
     while words:
@@ -159,7 +159,7 @@ def _options(words: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _long(name: str) -> str:
-    """Return an argument's full name, as in vLLM's config objects."""
+    """Return an argument's full name: `--tp` becomes `tensor_parallel_size`."""
     name = name.strip().lstrip("-").lower().replace("-", "_")
     return _SHORT.get(name, name)
 

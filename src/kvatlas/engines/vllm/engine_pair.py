@@ -29,13 +29,13 @@ class Finding:
 
 
 def beside(what: str, said: Iterable[str], verdict: Verdict = "ok", why: str = "") -> Finding:
-    """Return a finding from the values of the prefill and the decode engine."""
+    """Return a finding. `said` contains the value of the prefill and of the decode engine."""
     prefill, decode = said
     return Finding(what, prefill, decode, verdict, why)
 
 
 class EngineEnd:
-    """One of the two engines: its plan, and its connector settings if given."""
+    """One of the two engines: its plan, and its connector settings if they were given."""
 
     def __init__(self, given: EngineArguments | Plan) -> None:
         self.arguments = given if isinstance(given, EngineArguments) else None

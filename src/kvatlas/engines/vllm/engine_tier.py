@@ -73,10 +73,11 @@ def open_tier(
 
 
 def _check_stored(stored: Plan, own: Plan, convert: Converting | None) -> None:
-    """Raise if the engine cannot read the tier's blocks with the given conversion."""
+    """Raise if an engine with the plan `own` cannot read blocks of the plan `stored`."""
     same = fingerprint(stored) == fingerprint(own)
     if convert is None and not same:
-        raise AtlasError(Code.UNLIKE_MODELS, got=f"{stored}", hint="Set tier to another file")
+        got = f"a tier with {stored}, and an engine with {own}"
+        raise AtlasError(Code.UNLIKE_MODELS, got=got, hint="Set tier to another file")
     if convert is None:
         return
     if same:
@@ -90,7 +91,7 @@ def _check_stored(stored: Plan, own: Plan, convert: Converting | None) -> None:
 
 
 def _planned(model: Model, memory: str, own: Plan) -> Plan:
-    """Plan a new tier for a model."""
+    """Return a plan for a new tier, with requests as long as in the engine's plan `own`."""
     about: dict[str, Any] = {
         "memory": memory,
         "layout": "BLHNC",

@@ -49,7 +49,10 @@ def open_fleet_tier(
 
 
 def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -> StoreTier | None:
-    """Open the tier for the scheduler, for lookups only; `rows` is the plan from the workers."""
+    """Open the tier in the configured store for the scheduler, which only looks up prefixes.
+
+    `rows` is the tier's plan as JSON, from the workers. Return None if the store cannot be reached.
+    """
     where, options = settings.tier or "", settings.tier_options
     # Only workers contribute memory to the store.
     none: dict[str, Any] = {"segment": 0} if where.startswith("mooncake:") else {}
@@ -77,7 +80,7 @@ def find_fleet_tier(settings: ConnectorSettings, rows: bytes, identity: bytes) -
 
 
 def _check_unreachable(refusal: AtlasError) -> None:
-    """Log an error that means an unreachable store; raise any other error."""
+    """Log the error if its code means that the store is unreachable; otherwise raise it."""
     if refusal.code not in _UNREACHABLE:
         raise refusal
     log.error("tier disabled: %s", refusal)

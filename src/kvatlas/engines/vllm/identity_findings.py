@@ -56,7 +56,7 @@ def weights_finding(ends: Ends) -> Finding | None:
 
 
 def latent_on_cpu_finding(ends: Ends) -> Finding | None:
-    """Report engines that use MLA on a CPU."""
+    """Return a finding if an engine uses MLA on a CPU, which is not supported; else None."""
     wrong = [_on_cpu(end) and _keeps_latents(end) for end in ends]
     if not any(wrong):
         return None
@@ -64,7 +64,7 @@ def latent_on_cpu_finding(ends: Ends) -> Finding | None:
 
 
 def _difference(one: _Served, other: _Served) -> str:
-    """Describe a known difference; empty if there is none."""
+    """Describe how weights or configs differ; empty if no difference is known."""
     if one.weights and other.weights and one.weights != other.weights:
         return "the weights differ"
     if one.config and other.config:
@@ -105,7 +105,7 @@ def _config(folder: Path, overrides: Mapping[str, Any], quantization: str | None
 
 
 def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply `hf_overrides` to a config, recursively as in vLLM."""
+    """Return a config with `hf_overrides` applied, recursively as in vLLM."""
     merged = dict(config)
     for key, value in overrides.items():
         old = merged.get(key)

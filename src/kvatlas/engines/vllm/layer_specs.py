@@ -105,9 +105,8 @@ def layer_spec(
     if kinds & {"MLAAttentionSpec", "SlidingWindowMLASpec"}:
         return _latent(name, spec, model)
     if "AttentionSpec" not in kinds:
-        raise refused(
-            name, f"a {type(spec).__name__}", "Upgrade kvatlas, or serve the model without it"
-        )
+        hint = "Upgrade kvatlas, or serve the model without this connector"
+        raise refused(name, f"a {type(spec).__name__}", hint)
     told = seen_by_group(spec)
     if told != Visibility() and keeps_all_tokens(spec):
         told = seen or _seen_by_layer(name, model)
@@ -115,7 +114,7 @@ def layer_spec(
 
 
 def seen_by_group(spec: Any) -> Visibility:
-    """Return the window or chunk in vLLM's spec of a group.
+    """Return the window or chunk in vLLM's spec of a group or a layer.
 
     >>> seen_by_group(type("SlidingWindowSpec", (), {"sliding_window": 64})()).window
     64
@@ -136,7 +135,7 @@ def refused(layer: str, got: str, hint: str, problem: str = "") -> AtlasError:
 
 
 def _read_layers(config: Any, dtype: str, cache: str) -> dict[str, Layer]:
-    """Read the layers from a model's config; empty for an unknown model."""
+    """Return the layers, by name, that kvatlas reads from a config; empty for an unknown model."""
     try:
         model = Model.load(config, dtype=dtype)
         if cache != "auto":
@@ -147,9 +146,9 @@ def _read_layers(config: Any, dtype: str, cache: str) -> dict[str, Layer]:
 
 
 def _seen_by_layer(name: str, model: ServedModel) -> Visibility:
-    """Return a layer's visibility from the model's config."""
+    """Return a layer's window or chunk from the model's config; raise if the model is unknown."""
     if name not in model.layers:
-        got = f"a window of its group, and no window per layer for {model.architecture},"
+        got = f"architecture {model.architecture}, whose window per layer is unknown,"
         raise refused(name, got, "Remove --disable-hybrid-kv-cache-manager")
     return model.layers[name].spec.visibility
 
@@ -162,7 +161,7 @@ def _dense(
     backend: str | None,
     seen: Visibility,
 ) -> AnySpec:
-    """Return the spec of full, sliding-window, chunked or sink attention."""
+    """Return the spec of a layer with full, sliding-window, chunked or sink attention."""
     cache = _cache(name, spec, model)
     packing = _packing(name, spec, cache, model, backend)
     about: dict[str, Any] = {
@@ -183,39 +182,42 @@ def _dense(
 
 
 def _heads(name: str, local: int, model: ServedModel) -> int:
-    """Return the KV heads of the whole model; a single head on a rank may be a replica."""
+    """Return the number of KV heads over all ranks, from the `local` number on one rank.
+
+    A single head on a rank may be a replica, so the config then decides.
+    """
     if local > 1 or model.tp == 1:
         return local * model.tp
     known = getattr(getattr(model.layers.get(name), "spec", None), "heads", None)
     for heads in (known, model.kv_heads):
         if heads and max(1, heads // model.tp) == local:
             return int(heads)
-    hint = "Use a tensor parallel size that divides the number of KV heads"
+    hint = "Set --tensor-parallel-size to a divisor of the number of KV heads"
     raise refused(name, f"{local} KV heads per rank at tp {model.tp}", hint)
 
 
 def _cache(name: str, spec: Any, model: ServedModel) -> str:
-    """Return the cache dtype. Per-tensor scales are not part of it; they are in the checkpoint."""
+    """Return a layer's cache dtype: `auto` if its cache is not quantised."""
     mode = spec.kv_quant_mode.name.lower()
     if mode == "none":
         return "auto"
     if mode == "fp8_per_tensor":
         return "fp8_e5m2" if model.cache == "fp8_e5m2" else "fp8"
     if mode in ("ultraquant_4bit", "nvfp4_ds_mla"):
-        raise refused(name, f"cache dtype {mode!r}", "Set another --kv-cache-dtype")
+        raise refused(name, f"cache dtype {mode!r}", "Set --kv-cache-dtype to auto or fp8")
     return str(mode)
 
 
 def _packing(
     name: str, spec: Any, cache: str, model: ServedModel, backend: str | None
 ) -> Packing | None:
-    """Return how a page stores K and V, from the backend or from the number of head slots."""
+    """Return how a page stores K and V; None if each cell stores `k | v`."""
     if backend == "CPU_ATTN" and dtype_name(spec.dtype) not in _CPU_DTYPES:
         # The CPU backend tiles bf16 and fp8 keys for the instruction set of the processor.
-        hint = "Serve it with dtype float32 or float16"
+        hint = "Serve the model with --dtype float32 or --dtype float16"
         raise refused(name, f"{dtype_name(spec.dtype)} with {backend}", hint)
     if backend == "CPU_ATTN" and spec.head_size % 32:
-        raise refused(name, f"head size {spec.head_size} with {backend}", "Use a GPU backend")
+        raise refused(name, f"head size {spec.head_size} with {backend}", "Serve it on GPUs")
     if backend in _PACKINGS:
         return _PACKINGS[backend]
     slots, heads = spec.num_head_slots, spec.num_kv_heads
@@ -229,7 +231,7 @@ def _packing(
 
 
 def _latent(name: str, spec: Any, model: ServedModel) -> AnySpec:
-    """Return the config's spec of latent attention or an indexer, if its size matches vLLM's."""
+    """Return the config's spec of an MLA layer or indexer; raise if vLLM's sizes differ."""
     known = _known(name, model)
     page = known.page(spec.block_size, tp=model.tp)
     ours = (page.heads, page.states, page.content, page.nbytes)
@@ -237,19 +239,19 @@ def _latent(name: str, spec: Any, model: ServedModel) -> AnySpec:
     theirs = (spec.num_heads, spec.num_states, spec.state_content_size_bytes, padded)
     if ours[:3] != theirs[:3] or page.nbytes > padded:
         got = f"H, N, C and bytes {theirs}, expected {ours} from the config,"
-        raise refused(name, got, "Check the cache dtype, or upgrade kvatlas")
+        raise refused(name, got, "Check --kv-cache-dtype, or upgrade kvatlas")
     return known
 
 
 def _recurrent(name: str, spec: Any, model: ServedModel) -> AnySpec:
-    """Return the config's spec of a recurrent layer, with vLLM's shapes and dtypes."""
+    """Return the config's spec of a recurrent layer, adapted to vLLM's state shapes and dtypes."""
     known = _known(name, model)
     if not isinstance(known, Recurrent):
         raise refused(
             name, f"recurrent states, expected {type(known).__name__},", "Upgrade kvatlas"
         )
     if spec.tp_replicated and model.tp > 1:
-        raise refused(name, f"states replicated at tp {model.tp}", "Use --tensor-parallel-size 1")
+        raise refused(name, f"states replicated at tp {model.tp}", "Set --tensor-parallel-size 1")
     shapes = [tuple(shape) for shape in spec.shapes]
     for candidate in _candidates(known, [dtype_name(dtype) for dtype in spec.dtypes]):
         page: Page = candidate.page(1, tp=model.tp)
@@ -261,7 +263,10 @@ def _recurrent(name: str, spec: Any, model: ServedModel) -> AnySpec:
 
 
 def _candidates(known: Any, dtypes: list[str]) -> Iterator[Any]:
-    """Yield the spec with these dtypes, in both convolution orders and with extra taps."""
+    """Yield variants of a recurrent spec with these dtypes of its states.
+
+    They differ in the axis order of the convolution and in its taps for speculative decoding.
+    """
     states = [state.name for state in known.layer_states()]
     if len(states) != len(dtypes):
         return

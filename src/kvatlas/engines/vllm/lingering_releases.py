@@ -26,7 +26,7 @@ class LingeringReleases:
         self._lock = threading.Lock()
 
     def add(self, offer: RemoteRequest) -> None:
-        """Release an offer after the delay, unless it is cancelled before."""
+        """Release an offer after the delay, unless `cancel` is called before."""
         timer = threading.Timer(self._seconds, self._fire)
         timer.args, timer.daemon = (offer, timer), True
         self.cancel(offer.request)
@@ -35,7 +35,7 @@ class LingeringReleases:
         timer.start()
 
     def cancel(self, name: str) -> None:
-        """Cancel the release of an offer, because it has a reader again."""
+        """Cancel the delayed release of the offer `name`, because it has a reader again."""
         with self._lock:
             timer = self._timers.pop(name, None)
         if timer is not None:

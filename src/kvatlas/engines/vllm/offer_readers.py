@@ -16,7 +16,7 @@ _CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
 
 
 def parent_of(request_id: str) -> str | None:
-    """Return the id of the request that this one was made from; None if it has no siblings.
+    """Return the id of the request that vLLM split into this one and its siblings, or None.
 
     >>> parent_of("3_chatcmpl-5f1a"), parent_of("chatcmpl-5f1a")
     ('chatcmpl-5f1a', None)
@@ -56,12 +56,12 @@ class OfferReaders:
         return offer.request in self._readers
 
     def reads_alone(self, request_id: str) -> bool:
-        """Return whether no other request reads the same offer, now or later."""
+        """Return whether no other local request reads the same offer now or may read it later."""
         offer = self._offers[request_id]
         return parent_of(request_id) is None and len(self._readers[offer.request]) == 1
 
     def remove(self, request_id: str) -> RemoteRequest | None:
-        """Forget a reader; return its offer if it was the offer's last reader."""
+        """Forget a reader; return its offer if the offer has no readers left, else None."""
         offer = self._offers.pop(request_id, None)
         if offer is None:
             return None

@@ -41,7 +41,7 @@ class RemoteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A digest of the tokens, adapter, salt and media that K and V depend on."""
 
     def params(self, engine_id: str, block_ids: Any = ()) -> dict[str, Any]:
-        """Return the `kv_transfer_params` of a response.
+        """Return the `kv_transfer_params` of the response that offers this request.
 
         Block ids are included for proxies that expect the parameters of vLLM's own connector. No
         engine reads them.
@@ -153,7 +153,7 @@ class LoadOrder:
 class StoreOrder:
     """An order to store tokens start .. stop - 1 of a finished request in the tier.
 
-    Its blocks are freed afterwards.
+    vLLM frees the request's blocks afterwards.
     """
 
     request_id: str

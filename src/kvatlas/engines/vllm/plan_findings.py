@@ -10,7 +10,7 @@ from kvatlas.specs import Visibility
 
 
 def plan_findings(ends: Ends, tokens: int) -> tuple[list[Finding], Check | None]:
-    """Return findings about both plans, and the transfer between them if it is possible."""
+    """Return findings about both plans, and the cost of a transfer; None if none is possible."""
     for name, end in zip(("prefill", "decode"), ends, strict=True):
         if end.refusal is not None:
             refusal = end.refusal
@@ -22,7 +22,7 @@ def plan_findings(ends: Ends, tokens: int) -> tuple[list[Finding], Check | None]
     assert dst is not None  # noqa: S101
     moves = check(src, dst, tokens=min(tokens, src.max_len, dst.max_len))
     unlike = {reason.code: reason.got for reason in moves.reasons}
-    dtypes = unlike.pop(Code.UNLIKE_DTYPES, "").rpartition(": ")[2]
+    dtypes = "both engines need the same dtype" if unlike.pop(Code.UNLIKE_DTYPES, "") else ""
     findings = [
         _model(src, dst, moves, "; ".join(unlike.values())),
         Finding("cache dtype", dtypes_of(src), dtypes_of(dst), "no" if dtypes else "ok", dtypes),
@@ -87,7 +87,7 @@ def _groups(plan: Plan) -> str:
 
 
 def _partial(src: Plan, dst: Plan) -> list[Finding]:
-    """Report sliding windows and recurrent states, of which only the latest is kept."""
+    """Return findings about sliding windows and recurrent states; none if there are neither."""
     findings = []
     windows = [windows_of(plan) for plan in (src, dst)]
     if any(windows):

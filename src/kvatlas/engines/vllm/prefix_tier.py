@@ -55,7 +55,7 @@ class FoundPrefix:
 
     @property
     def pin(self) -> bytes:
-        """The name of the pin, which workers join; empty for a store."""
+        """The name under which workers join the pin; empty for a store, which has no pins."""
         return self.hit.name if isinstance(self.hit, Hit) else b""
 
     def let_go(self) -> None:
@@ -98,7 +98,7 @@ class PrefixTier:
         self._tell_at = 0.0
 
     def chain(self, tokens: Any, salt: str | None) -> PrefixChain:
-        """Return the chained keys of a request's tokens."""
+        """Return the keys under which the tier stores the prefixes of a request."""
         # A client chooses the salt, and JSON allows half of a surrogate pair.
         said = (salt or "").encode("utf-8", "surrogatepass")
         return self._finder.chain(tokens[: self.longest], said)
@@ -118,7 +118,10 @@ class PrefixTier:
         return asked.result() if self._is_soon(asked) else 0
 
     def whole_blocks(self, tokens: int) -> int:
-        """Return how many leading tokens to store: whole blocks, or all tokens."""
+        """Return how many of a request's first `tokens` tokens to store.
+
+        These are whole blocks or, if some layers store only windows or states, all tokens.
+        """
         return self._finder.whole_blocks(min(tokens, self.longest))
 
     def let_go(self, found: FoundPrefix) -> None:
@@ -128,17 +131,17 @@ class PrefixTier:
 
     @property
     def tells(self) -> bool:
-        """Whether events are enabled."""
+        """Whether the tier's blocks are published as events."""
         return self._events is not None
 
     def note(self, chain: PrefixChain, tokens: int) -> None:
-        """Publish a stored prefix, once the tier can find it."""
+        """Publish events for a prefix of `tokens` tokens as soon as the tier finds it."""
         if self._events is not None:
             self._events.note(chain, tokens)
             self._tell_at = 0.0
 
     def take_events(self) -> list[BlockEvent]:
-        """Return events since the last call, and start the next check in the background."""
+        """Return events since the last call, and start a background check for newer ones."""
         ready = self._telling is None or self._telling.done()
         if self._events is not None and ready and time.monotonic() >= self._tell_at:
             self._tell_at = time.monotonic() + _ASK_AGAIN
@@ -149,8 +152,8 @@ class PrefixTier:
     def forget_all(self) -> None:
         """Stop using the prefixes stored so far, because the weights have changed.
 
-        The new weights have no known identity. Prefixes stored from now on use a random one, so
-        that only this engine finds them, until it restarts.
+        The new weights have no known identity. Prefixes stored from now on get a random identity,
+        so that only this engine finds them, until it restarts.
         """
         self._finder = PrefixFinder(self._tier, secrets.token_bytes(32))
         self._begin_events()
@@ -165,7 +168,7 @@ class PrefixTier:
     # -- inside ---------------------------------------------------------------------------
 
     def _begin_events(self) -> None:
-        """Start with an empty event queue; results of running checks are dropped."""
+        """Start with an empty event queue, and drop the results of running checks."""
         self._news: deque[BlockEvent] = deque(maxlen=_NEWS)
         self._events: TierEvents | None = None
         if self._medium is not None:
@@ -174,7 +177,8 @@ class PrefixTier:
     def _is_soon(self, asked: Future[Any]) -> bool:
         """Return whether a lookup succeeds within a few milliseconds.
 
-        After a slow lookup, do not wait for a while, so that a slow tier does not delay every step.
+        For a second after a slow lookup, do not wait, so that a slow tier does not delay every
+        step.
         """
         if time.monotonic() < self._hurried_until:
             return asked.done() and not asked.exception()

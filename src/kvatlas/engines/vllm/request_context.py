@@ -1,6 +1,7 @@
-"""Digest the context of a request's K and V: adapter, salt, media and embeddings.
+"""Digest a request's context: the adapter, salt, media and embeddings.
 
-Requests with equal tokens and different contexts never read each other's caches.
+K and V depend on the context and on the tokens. Requests with equal tokens and different contexts
+never read each other's caches.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _NAMES = {"base_model_name_or_path": None, "revision": None, "inference_mode": N
 
 
 def request_context(request: Any, tokens: int) -> bytes:
-    """Return a digest of the context of a request's first tokens; empty if it has none.
+    """Return a digest of the context of a request's first tokens; empty without a context.
 
-    Both engines of a request must compute the same digest. Media are identified by
-    vLLM's hashes, adapters by their content if they are in a folder and by name otherwise.
+    The context is the adapter, salt, media and embeddings. Prefill and decode engine must compute
+    the same digest. Media are identified by vLLM's hashes, adapters by their files or else by name.
     """
     about: dict[str, Any] = {
         "adapter": _adapter(getattr(request, "lora_request", None)),
@@ -45,7 +46,7 @@ def request_context(request: Any, tokens: int) -> bytes:
 
 
 def _adapter(adapter: Any) -> str:
-    """Return the identity of a LoRA adapter; empty for None."""
+    """Return the identity of a vLLM `LoRARequest`; empty for None."""
     if adapter is None:
         return ""
     identify = _identify.__wrapped__ if getattr(adapter, "load_inplace", False) else _identify
@@ -70,7 +71,7 @@ def _identify(name: str, _: int, path: str) -> str:
 
 
 def _embeds(request: Any, tokens: int) -> str:
-    """Return a digest of a prompt's embeddings; empty if it has none."""
+    """Return a digest of the embeddings of a request's first tokens; empty if it has none."""
     embeds = getattr(request, "prompt_embeds", None)
     if embeds is None:
         return ""

@@ -49,7 +49,7 @@ class EngineSessions:
 
     @contextmanager
     def use(self, endpoints: tuple[str, ...]) -> Iterator[Session]:
-        """Yield the session with an engine, opened on first use; it is not evicted meanwhile."""
+        """Yield the session with an engine, opened on first use. It is not closed while in use."""
         kept = self._borrow(endpoints)
         try:
             yield self._opened(endpoints, kept)
@@ -61,7 +61,7 @@ class EngineSessions:
             self._give_back(kept)
 
     def _opened(self, endpoints: tuple[str, ...], kept: _Kept) -> Session:
-        """Return the session; the first thread opens it, and a failure is raised in all."""
+        """Return the open session. The first thread opens it; if that fails, all threads raise."""
         with kept.opening:
             if kept.failure is not None:
                 raise kept.failure

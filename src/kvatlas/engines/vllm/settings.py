@@ -101,7 +101,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> ConnectorSettings:
-        """Parse vLLM's extra config; errors name the invalid key."""
+        """Parse `kv_connector_extra_config`; errors name the invalid key."""
         given = dict(given or {})
         for key in given:
             if key not in cls.__struct_fields__:
@@ -114,7 +114,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         try:
             settings = msgspec.convert(given, cls)
         except msgspec.ValidationError as wrong:
-            raise _bad(str(wrong), "See docs/how-to/vllm.md for each key") from None
+            hint = "Correct the value of this key, see docs/how-to/vllm.md"
+            raise _bad(str(wrong), hint) from None
         if settings.alone and settings.tier is None:
             raise _bad("transport 'none' without a tier", "Set tier, or remove transport")
         if settings.transport not in (*TRANSPORT_NAMES, _NO_TRANSPORT):
@@ -146,7 +147,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise _bad(f"tier_options with tier {self.tier!r}", hint)
 
     def _check_conversion(self) -> None:
-        """Raise if the conversion is invalid, or if only this engine stores in the tier."""
+        """Raise if the conversion is invalid, or if no other engine can share the tier."""
         if self.convert is None:
             if self.convert_scales is not None:
                 hint = 'Set convert, for example to "fp8->bf16"'
@@ -177,7 +178,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return self.transport == _NO_TRANSPORT
 
     def secret(self) -> bytes | None:
-        """Read the shared secret, without surrounding whitespace; None if there is none."""
+        """Read the secret that all engines share, without surrounding whitespace; None if unset."""
         if self.secret_file is None:
             return None
         try:
@@ -196,7 +197,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return f"tcp://{_host(self.listen)}:{port}"
 
     def advertised(self, endpoint: str) -> str:
-        """Return the endpoint that peers use to reach a listening endpoint."""
+        """Return the endpoint at which peers reach a rank that listens on `endpoint`."""
         port = endpoint.rpartition(":")[2]
         return f"tcp://{_host(self.advertise or self.listen)}:{port}"
 

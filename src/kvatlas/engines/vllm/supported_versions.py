@@ -80,13 +80,13 @@ imports. Got cannot import name 'SupportsHMA' from 'vllm.base'. Use vLLM 0.32. [
 
 
 def check_managers(kv_cache_manager: Any) -> None:
-    """Raise if vLLM's cache manager does not report the cached blocks of a request."""
+    """Raise if vLLM's cache manager does not count the cached blocks of each request."""
     managers = getattr(getattr(kv_cache_manager, "coordinator", None), "single_type_managers", ())
     if not managers or not all(hasattr(one, "num_cached_block") for one in managers):
         raise AtlasError(
             Code.ENGINE_REFUSES,
-            "vLLM's cache manager does not report which blocks of a request are cached",
-            got="managers without num_cached_block",
+            "vLLM's cache manager does not count the cached blocks of each request",
+            got="single_type_managers without num_cached_block",
             hint=f"Use vLLM {'.'.join(map(str, KNOWN))}",
         )
 
@@ -94,9 +94,9 @@ def check_managers(kv_cache_manager: Any) -> None:
 def check_backend(vllm_config: Any) -> None:
     """Raise for MLA on a CPU, where vLLM computes wrong tokens after a loaded prefix.
 
-    In vLLM 0.32, prefill and decode of MLA on a CPU disagree in the rotary part of Q and K, also
-    without a connector. The logprobs of a prompt change if its last token is a decode step, as it
-    is for every request whose cache was loaded.
+    In vLLM 0.32, prefill and decode of MLA on a CPU disagree in the rotary part of Q and K, even
+    without a connector. The logprobs of a prompt change if its last token is computed in a decode
+    step. This happens to every request whose cache was loaded.
     """
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
     if device == "cpu" and getattr(vllm_config.model_config, "use_mla", False):

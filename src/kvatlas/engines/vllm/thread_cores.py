@@ -20,9 +20,9 @@ _BEHIND = 5
 
 
 def free_cores() -> set[int]:
-    """Return the cores of the parent engine if vLLM bound this worker to some of them.
+    """Return the cores of the engine's process if vLLM bound this worker to a subset of them.
 
-    Otherwise return an empty set: threads then keep the affinity of the calling thread.
+    Otherwise return an empty set: threads then keep the affinity that they inherit.
     """
     engine = parent_process()
     bound = any(name in os.environ for name in _BOUND_BY)
@@ -36,7 +36,10 @@ def free_cores() -> set[int]:
 
 
 def run_on(cores: set[int], thread: int = 0) -> None:
-    """Bind a thread, by default the calling one, to cores; do nothing if there are none."""
+    """Bind a thread, given by its native id, to cores; 0 is the calling thread.
+
+    Do nothing if `cores` is empty.
+    """
     if cores:
         with suppress(OSError):  # the cores are no longer available, or the thread has ended
             os.sched_setaffinity(thread, cores)
@@ -45,8 +48,8 @@ def run_on(cores: set[int], thread: int = 0) -> None:
 class ReadingThreads:
     """Transfer threads of an engine, which yield to its compute threads.
 
-    With `behind`, they have a lower priority. While the engine computes, they also avoid the cores
-    that vLLM bound it to.
+    With `behind`, transfer threads get a lower priority. While the engine computes, they also avoid
+    the cores to which vLLM bound its compute threads.
 
     >>> reading = ReadingThreads(set(), behind=False)
     >>> reading.join()
@@ -54,7 +57,7 @@ class ReadingThreads:
     """
 
     def __init__(self, cores: set[int], *, behind: bool) -> None:
-        """Use `cores`, those of the engine's process; empty if vLLM binds no threads."""
+        """Start without threads. `cores` are the engine's; empty if vLLM binds no threads."""
         self._cores, self._behind = cores, behind
         self._beside = (cores - _computing_cores(cores)) or cores
         self._computing = False
@@ -62,7 +65,7 @@ class ReadingThreads:
         self._lock = threading.Lock()
 
     def join(self) -> None:
-        """Add the calling thread."""
+        """Add the calling thread to the transfer threads."""
         thread = threading.get_native_id()
         if self._behind:
             with suppress(OSError):
@@ -73,7 +76,7 @@ class ReadingThreads:
             run_on(self._now, thread)
 
     def make_room(self, *, computing: bool) -> None:
-        """Avoid the engine's compute cores while it computes."""
+        """Keep transfer threads off the engine's compute cores while it is `computing`."""
         if computing == self._computing or self._cores == self._beside:
             return
         with self._lock:
@@ -92,7 +95,7 @@ class ReadingThreads:
 
 
 def _computing_cores(cores: set[int]) -> set[int]:
-    """Return those of `cores` to which threads of this process are bound."""
+    """Return the subset of `cores` to which individual threads of this process are bound."""
     bound = set[int]()
     for thread in Path("/proc/self/task").iterdir() if cores else ():
         with suppress(OSError):  # the thread has ended

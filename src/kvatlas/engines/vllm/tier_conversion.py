@@ -22,14 +22,14 @@ _TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.floa
 
 
 def tier_converting(settings: ConnectorSettings, own_scales: Scales) -> Converting | None:
-    """Return the conversion from the tier's blocks to this engine's; None if there is none."""
+    """Return how to convert the tier's blocks to this engine's dtype; None without `convert`."""
     if settings.convert is None:
         return None
     return Converting(settings.convert, src_scales=settings.convert_scales, dst_scales=own_scales)
 
 
 def searching(settings: ConnectorSettings) -> Converting | None:
-    """Return the conversion for lookups only, which do not depend on scales."""
+    """Return the conversion for lookups, which need no scales; None without `convert`."""
     if settings.convert is None:
         return None
     return Converting(settings.convert, src_scales=1.0, dst_scales=1.0)
@@ -48,7 +48,7 @@ def layer_scales(vllm_config: Any, stage: DescribedStage) -> dict[str, tuple[flo
 
 
 def _refuse_scales_by_head(layer: str, module: Any) -> None:
-    """Raise for per-head scales: vLLM's float value is only their maximum."""
+    """Raise if a layer has one scale per head: vLLM reports only the largest of them."""
     scales = [getattr(module, name, None) for name in ("_k_scale", "_v_scale")]
     if any(scale is not None and scale.numel() > 1 for scale in scales):
         problem = "Conversion does not support layers with one scale per head"
@@ -57,11 +57,10 @@ def _refuse_scales_by_head(layer: str, module: Any) -> None:
 
 
 def prefix_identity(settings: ConnectorSettings, vllm_config: Any) -> bytes:
-    """Return the identity that the keys of stored prefixes depend on.
+    """Return the identity from which the keys of stored prefixes are computed.
 
-    The names of a store's rows contain their cache dtype. The blocks of a file do not, and other
-    engines may serve a file that this engine's workers cannot read. For a file, the identity
-    therefore includes the cache dtype.
+    For a tier in a file or in memory, the identity includes the cache dtype, so that engines of
+    another dtype find no blocks that they cannot read. In a store, the names of rows contain it.
     """
     dtype = stored_dtype(settings, vllm_config.model_config)
     cache = None if settings.fleet_tier else stored_cache(settings, vllm_config)
@@ -69,7 +68,10 @@ def prefix_identity(settings: ConnectorSettings, vllm_config: Any) -> bytes:
 
 
 def stored_cache(settings: ConnectorSettings, vllm_config: Any) -> str:
-    """Return the cache dtype of the tier's blocks, under the same name in all engines."""
+    """Return the cache dtype of the tier's blocks, as kvatlas names it.
+
+    Formats that kvatlas does not convert keep vLLM's name.
+    """
     said = str(vllm_config.cache_config.cache_dtype)
     if settings.convert is not None:
         ((said, _),) = parse_conversion(settings.convert)
@@ -84,7 +86,7 @@ def stored_cache(settings: ConnectorSettings, vllm_config: Any) -> str:
 
 
 def stored_dtype(settings: ConnectorSettings, served: Any) -> str:
-    """Return the compute dtype of the engines that stored the tier's blocks, as torch names it.
+    """Return the compute dtype, as torch names it, of engines that store blocks in the tier.
 
     If the source format of `convert` is quantised, it does not determine the compute dtype. This
     engine's dtype is then assumed.

@@ -46,7 +46,7 @@ class TierScheduler:
         """Requests that started before the last weight update."""
 
     def matched(self, request: Any, computed: int) -> int | None:
-        """Return how many more tokens the tier has; None while the lookup is running."""
+        """Return how many tokens the tier has beyond `computed`; None while the lookup runs."""
         name = request.request_id
         if name not in self._found:
             self._outdated.discard(name)  # the request starts again
@@ -68,7 +68,10 @@ class TierScheduler:
         return max(0, found.tokens - computed) if found is not None else 0
 
     def take(self, request_id: str, *, wanted: bool) -> FoundPrefix | None:
-        """Return the prefix that was found for a request; it is not looked up again."""
+        """Return the prefix that was found for a request; it stays pinned until `loaded`.
+
+        If it is not `wanted`, or its lookup is not done, unpin it and return None.
+        """
         looked_up = self._found.get(request_id)
         self._found[request_id] = None
         if looked_up is not None and wanted and looked_up.done():
@@ -80,17 +83,20 @@ class TierScheduler:
         return None
 
     def begun(self, request_id: str) -> None:
-        """Register a request from another engine, so that a weight update outdates it too."""
+        """Register a request from another engine, so that a weight update outdates it too.
+
+        Outdated requests are not stored in the tier.
+        """
         self._found.setdefault(request_id, None)
 
     def loaded(self, request_id: str) -> None:
-        """Unpin a prefix after all workers have loaded it or failed."""
+        """Unpin a request's prefix, after all workers have loaded it or failed."""
         found = self._loading.pop(request_id, None)
         if found is not None:
             self._tier.let_go(found)
 
     def stored(self, request_id: str) -> None:
-        """Publish a prefix after all workers have stored it or failed."""
+        """Publish a request's prefix if the tier has it, after all workers tried to store it."""
         if request_id in self._storing:
             self._tier.note(*self._storing.pop(request_id))
 
@@ -99,7 +105,7 @@ class TierScheduler:
         return self._tier.take_events()
 
     def forget(self, request_id: str) -> None:
-        """Forget a finished request."""
+        """Forget a finished request, and unpin what its lookup finds."""
         self._outdated.discard(request_id)
         self._wait_until.pop(request_id, None)
         self._let_go(self._found.pop(request_id, None))
@@ -121,9 +127,10 @@ class TierScheduler:
     def worth_keeping(
         self, request: Any, *, windows_alone: bool = False
     ) -> tuple[BlockKeys, int, int] | None:
-        """Return the keys and token range to store for a finished request; None for nothing.
+        """Return the keys of a finished request, and start and stop of its tokens to store.
 
-        With `windows_alone`, the engine does not have the tokens before the layers' windows.
+        Return None if nothing should be stored. With `windows_alone`, the engine lacks the tokens
+        before the layers' windows.
         """
         if windows_alone and self._tier.keeps_windows_whole:
             return None
@@ -180,7 +187,7 @@ class TierScheduler:
 
 
 def _made_of_tokens(request: Any) -> bool:
-    """Return whether tokens alone determine a request's cache: no media, adapter or embeddings."""
+    """Return whether a request has only tokens: no media, adapter, embeddings or pooling."""
     return (
         request.prompt_token_ids is not None
         and not getattr(request, "mm_features", None)

@@ -63,7 +63,10 @@ class TierWorker:
         ended: EndedRequests,
         convert: Converting | None = None,
     ) -> None:
-        """Start the background threads; `convert` converts the tier's blocks to this rank's."""
+        """Start the background threads of one rank, whose caches `own` and `memory` describe.
+
+        `ended` collects finished loads and stores. `convert` is the conversion of loaded blocks.
+        """
         self._tier, self._plan, self._rank = tier, own, rank
         self._convert = convert
         self._pools, self._ended = {0: memory}, ended
@@ -183,7 +186,7 @@ class TierWorker:
             self._ended.sent(order.request_id)
 
     def _wait_for_engine(self, mark: int | None) -> None:
-        """Wait until the GPU has reached a step's mark."""
+        """Wait until the GPU has run the kernels launched before a step's `mark`."""
         if mark is not None and self._marks is not None:
             self._marks.wait(mark)
 
@@ -191,7 +194,8 @@ class TierWorker:
         if self._tier is None:
             hint = "See this worker's log for the error at startup"
             problem = "The tier could not be opened at startup"
-            raise AtlasError(Code.UNREADABLE, problem, got="a load or a store", hint=hint)
+            got = f"a load or a store by rank {self._rank}"
+            raise AtlasError(Code.UNREADABLE, problem, got=got, hint=hint)
         return self._tier
 
     def _count(self, **amounts: float) -> None:

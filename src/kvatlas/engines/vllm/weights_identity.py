@@ -64,7 +64,7 @@ def engine_identity(
 def cache_identity(
     vllm_config: Any, given: str | None, dtype: str | None = None, cache: str | None = None
 ) -> bytes:
-    """Return a digest of the weights, config and dtypes of a tier's prefixes.
+    """Return a digest of the weights, config and dtypes that stored prefixes depend on.
 
     `given` is a name for the weights; by default the digest covers the checkpoint's files. `dtype`
     is the compute dtype, by default the engine's. `cache` is the cache dtype, for a tier that does
@@ -86,12 +86,12 @@ def cache_identity(
 
 
 def folder_identity(folder: Path) -> str:
-    """Return `weights_identity` of a folder, computed again only if a file has changed."""
+    """Return a digest of the weights in a folder; compute it again only if a file has changed."""
     return _digest(folder, _signature(folder))
 
 
 def _served_weights(vllm_config: Any, given: str | None) -> str:
-    """Return the name of the weights: the given one, or a digest of the checkpoint's files."""
+    """Return the name `given` to the weights, or else a digest of the checkpoint's files."""
     if given is not None:
         return given
     load = getattr(vllm_config, "load_config", None)
@@ -107,7 +107,7 @@ def _served_weights(vllm_config: Any, given: str | None) -> str:
 
 
 def _find_folder(vllm_config: Any) -> Path | None:
-    """Return the folder of a model's checkpoint: local, or a snapshot in the hub's cache."""
+    """Return the folder of a checkpoint, local or in the hub's cache; None if absent."""
     served = vllm_config.model_config
     if Path(served.model).is_dir():
         return Path(served.model)
@@ -175,7 +175,7 @@ def _process_start() -> float:
 
 
 def stored_config(folder: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's `config.json`; None if it has none, as in other formats."""
+    """Return a checkpoint's `config.json`; None if it has none that is readable."""
     try:
         found = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -184,7 +184,7 @@ def stored_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _changed(untouched: Mapping[str, Any], effective: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config that an engine's arguments changed; absent ones are null."""
+    """Return the config values that an engine's arguments changed; removed ones are "null"."""
     return {
         key: "null" if effective.get(key) is None else effective[key]
         for key in sorted({*untouched, *effective})

@@ -39,7 +39,7 @@ _LINGER_SECONDS = 2.0
 
 @dataclass
 class PullCounts:
-    """Reads since the last collection, for vLLM's statistics."""
+    """Counts of reads and offers since the last collection, for vLLM's statistics."""
 
     pulls: int = 0
     failures: int = 0
@@ -58,7 +58,7 @@ class _Pull:
         self._lock = threading.Lock()
 
     def begin(self, start: Callable[[], Transfer]) -> Transfer | None:
-        """Start the transfer, unless it was cancelled."""
+        """Start and return the transfer; return None if the read was cancelled before."""
         with self._lock:
             if not self._cancelled:
                 self.transfer = start()
@@ -85,9 +85,10 @@ class WorkerSide:
         identity: CacheIdentity | None,
         ended: EndedRequests | None = None,
     ) -> None:
-        """Start the node of one rank.
+        """Start the node of one rank. It listens on the first port of the settings plus `port`.
 
         `identity` is the identity of the engine's caches; None only if the settings accept any.
+        `ended` collects finished transfers.
         """
         self._settings = settings
         cores = free_cores()
@@ -122,7 +123,7 @@ class WorkerSide:
         self._counts_lock = threading.Lock()
 
     def carry_out(self, orders: StepOrders, *, idle: bool = False) -> None:
-        """Start the transfers of a step; an `idle` engine leaves its cores to them."""
+        """Start the transfers of a step. If the engine is `idle`, they may use its cores."""
         self.node.landing_threads = self.node.transport.copy_threads = 2 if idle else 1
         self._reading.make_room(computing=not idle)
         for offer in orders.offers:
@@ -141,7 +142,7 @@ class WorkerSide:
                 self._pulls[request_id].cancel()
 
     def take_ended(self, *, idle: bool = False) -> Ended:
-        """Return the transfers that have ended since the last step.
+        """Return the requests whose transfers have ended since the last step.
 
         An `idle` engine waits here briefly instead of polling, which leaves its core and the
         interpreter lock to the threads that read.
@@ -184,7 +185,7 @@ class WorkerSide:
             self._released(order.name, "refused")
 
     def _released(self, name: str, why: str) -> None:
-        """Report that an offer has ended and its blocks may be reused."""
+        """Report that an offer has ended, so that vLLM may reuse its blocks."""
         if why == "expired":
             self._count(expired=1)
         self._ended.sent(self._offered.pop(name))
@@ -213,9 +214,9 @@ class WorkerSide:
             self._ended.arrived(order.request_id, failed=outcome == "failed")
 
     def _read(self, pull: _Pull, session: Session) -> bool:
-        """Pull a request's blocks, and return whether all of them arrived.
+        """Pull a request's blocks; return False if the pull was cancelled before it started.
 
-        No bytes arrive after the return.
+        Raise if the transfer fails. No bytes arrive after this returns or raises.
         """
         order, settings = pull.order, self._settings
         # A pull of all tokens without a list of layers ends the offer even if it is not final.
