@@ -120,6 +120,8 @@ class Connections:
         try:
             connection = self.take(endpoint)
             if connection is None:
+                if (severed := self.find(endpoint)) is not None:
+                    self.drop(severed)
                 connection = self._connect(endpoint, deadline)
                 connection.users = 1
                 with self._lock:
@@ -147,6 +149,9 @@ class Connections:
             connection.gone = True
             if self._open.get(connection.endpoint) is connection:
                 del self._open[connection.endpoint]
+            unused = not connection.users
+        if unused:
+            connection.close()
 
     def give_back(self, connection: PeerConnection) -> None:
         """Return a connection that was taken."""

@@ -161,9 +161,7 @@ class ExpectedRequests:
                 one.end()
         if not _all_released(reading, time.monotonic() + _SETTLE_SECONDS):
             expected.claim.quarantine()
-            self._node.quarantine.hold(
-                [_Settling(one.transfer) for one in reading], expected.claim.release
-            )
+            self._node.quarantine.hold([one.transfer for one in reading], expected.claim.release)
             problem = "The request is forgotten, but a read may still write to its blocks"
             hint = "Use other blocks; these are quarantined until the transport is done"
             raise AtlasError(Code.DEADLINE, problem, got=f"request {request!r}", hint=hint)
@@ -313,17 +311,6 @@ class ExpectedRequests:
             if complete:
                 expected.claim.release()
                 expected.ready.set()
-
-
-class _Settling:
-    """A transfer in quarantine."""
-
-    def __init__(self, transfer: Transfer) -> None:
-        self._transfer = transfer
-
-    def settle(self) -> bool:
-        """Whether nothing can write to the transfer's blocks any longer."""
-        return self._transfer.released
 
 
 def _all_released(announced: list[Announcement], deadline: float) -> bool:

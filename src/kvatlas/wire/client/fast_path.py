@@ -1,6 +1,6 @@
 """Fast path: a pull that the calling thread launches and the waiting thread finishes.
 
-`PullBegun` is one rank's part of such a pull. Its cleanup, and the notification of the source, can
+`LaunchedPull` is one rank's part of such a pull. Its cleanup, and the notification of the source, can
 wait: a thread woken at once would take the interpreter lock from the caller just as it continues.
 `FollowUps` does this work a little later, in one thread for all pulls of a session.
 """
@@ -47,7 +47,7 @@ _LATER = 6e-3
 
 
 @dataclass
-class PullBegun:
+class LaunchedPull:
     """A read in flight, over a connection that was taken for it."""
 
     connections: Connections
@@ -58,9 +58,9 @@ class PullBegun:
     _untidy: bool = True
 
     @classmethod
-    def begin(
+    def launch(
         cls, connections: Connections, endpoint: str, request: str, tokens: Any, blocks: Any
-    ) -> PullBegun | None:
+    ) -> LaunchedPull | None:
         """Start reading if a peer is connected and this shape was pulled from it before."""
         connection = connections.take(endpoint)
         if connection is None:

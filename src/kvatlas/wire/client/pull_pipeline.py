@@ -191,10 +191,9 @@ class PullPipeline:
         )
 
     def _direct(self, stream: Stream) -> Iterator[Piece]:
-        total = stream.nbytes
-        batch = max(4096, min(_BATCH, total * _BATCH_RUNS // max(1, stream.runs_apart)))
-        for start in range(0, total, batch):
-            stop = min(total, start + batch)
+        total, piece = stream.nbytes, piece_bytes(stream)
+        for start in range(0, total, piece):
+            stop = min(total, start + piece)
             copies = stream.copies(start, stop)
             self._reads.count(sum(map(len, copies)))
             yield Piece(partial(_same, copies), partial(_same, stop - start))
@@ -248,6 +247,12 @@ class PullPipeline:
             self._arrived(start, stop, here)
         arriving = StreamPiece.of(self._stream, start, stop, DESTINATION)
         return self._node.deliver(here, arriving)
+
+
+def piece_bytes(stream: Stream) -> int:
+    """Return the maximum number of bytes of a direct piece."""
+    by_runs = stream.nbytes * _BATCH_RUNS // max(1, stream.runs_apart)
+    return max(4096, min(_BATCH, by_runs))
 
 
 def _same(value: T, _: int) -> T:

@@ -27,7 +27,7 @@ from kvatlas.routing.token_ranges import token_range
 from kvatlas.wire.arguments import check_request_name, text_list
 from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.client.connections import Connections
-from kvatlas.wire.client.fast_path import FollowUps, PullBegun
+from kvatlas.wire.client.fast_path import FollowUps, LaunchedPull
 from kvatlas.wire.client.filled_blocks import FilledBlocks
 from kvatlas.wire.client.prepared_shapes import plain_tables
 from kvatlas.wire.client.push import OfferedPush
@@ -128,7 +128,7 @@ class Session:
         if recompute:
             start, stop = token_range(tokens, self.node.plan.max_len)
             tokens = (start, max(start, stop - natural(recompute, "recompute")))
-        begun: dict[int, PullBegun] = {}
+        launched: dict[int, LaunchedPull] = {}
         incoming = self.node.route_from(self._any_peer())
         tables = plain_tables(dst_blocks)
         span = token_range(tokens, self.node.plan.max_len)
@@ -136,24 +136,24 @@ class Session:
         try:
             plain = src_blocks is None and layers is None and how in ("auto", "direct")
             if plain and not checksums and not streamed and identity is None:
-                self._begin(begun, request, tokens, tables)
+                self._launch(launched, request, tokens, tables)
             dst_blocks = table_arrays(dst_blocks, "destination")
             ranks = incoming.sources(self.node.rank)
-            all_begun = bool(ranks) and len(begun) == len(ranks)
+            all_launched = bool(ranks) and len(launched) == len(ranks)
             wanted = TransferRequest(
                 request, dst_blocks, src_blocks, tokens, layers, seconds, how, costs,
                 checksums=checksums, streamed=streamed, final=final,
-                wait_for_offer=wait_for_offer, mark=None if all_begun else self.node.mark(),
+                wait_for_offer=wait_for_offer, mark=None if all_launched else self.node.mark(),
                 identity=identity,
             )  # fmt: skip
-            needed: Needed = begun[ranks[0]].total if all_begun else None
+            needed: Needed = launched[ranks[0]].total if all_launched else None
             if needed is None:
                 about = {"tokens": tokens, "layers": layers, "dst_blocks": dst_blocks}
                 needed = partial(incoming.needed_bytes, dst_rank=self.node.rank, **about)
             brings = incoming.layers if layers is None else layers
-            return self._start(wanted, ranks, needed, brings, claim, begun)
+            return self._start(wanted, ranks, needed, brings, claim, launched)
         except BaseException:
-            for one in begun.values():
+            for one in launched.values():
                 one.abandon()
             claim.release()
             raise
@@ -266,19 +266,19 @@ class Session:
             hint="Pass the endpoints of all ranks that the request needs",
         )
 
-    def _begin(
+    def _launch(
         self,
-        begun: dict[int, PullBegun],
+        launched: dict[int, LaunchedPull],
         request: str,
         tokens: Any,
         tables: Mapping[int, Int64s],
     ) -> None:
-        """Start to read from the ranks for which the fast path applies; add them to `begun`."""
+        """Start to read from the ranks for which the fast path applies; add them to `launched`."""
         for rank, endpoints in self._replicas.items():
             if len(endpoints) == 1:
-                read = PullBegun.begin(self._connections, endpoints[0], request, tokens, tables)
+                read = LaunchedPull.launch(self._connections, endpoints[0], request, tokens, tables)
                 if read is not None:
-                    begun[rank] = read
+                    launched[rank] = read
 
     def _start(
         self,
@@ -287,7 +287,7 @@ class Session:
         needed: Needed,
         brings: Collection[str] | None,
         claim: BlockClaim,
-        begun: Mapping[int, PullBegun],
+        launched: Mapping[int, LaunchedPull],
     ) -> Transfer:
         self._check_connected(ranks)
         quick = bool(ranks) and all(map(self._sees_offers, ranks))
@@ -298,14 +298,14 @@ class Session:
             self._running.add(transfer)
             for rank in ranks:
                 transfer.use()
-                read = begun.get(rank)
+                read = launched.get(rank)
                 part = transfer.add_part(
                     partial(self._run_rank, transfer, wanted, rank, read), quick=quick
                 )
                 if read is None:
                     self._workers.submit(part)
                 else:
-                    then = partial(self._after_begun, transfer, wanted, read)
+                    then = partial(self._after_launched, transfer, wanted, read)
                     self._follow_ups.add(part, then)
         return transfer
 
@@ -357,31 +357,33 @@ class Session:
             self._tell(wanted.request, sorted(set(self._replicas) - read), ANSWER_SECONDS)
 
     def _run_rank(
-        self, transfer: Transfer, wanted: TransferRequest, rank: int, begun: PullBegun | None
+        self, transfer: Transfer, wanted: TransferRequest, rank: int, launched: LaunchedPull | None
     ) -> None:
         """Carry out one rank's part, and record its outcome."""
         pulls: list[RankPull] = []
 
         def read() -> None:
             about = (self.node, wanted, transfer, ANSWER_SECONDS)
-            if begun is None or not begun.finish(*about):
-                # Also if a read that was begun is invalid: this path reads again or raises the
+            if launched is None or not launched.finish(*about):
+                # Also if a read that was launched is invalid: this path reads again or raises the
                 # error. Its reads are still ordered after the caller's stream, because the queue
-                # was when the first read was begun.
+                # was when the first read was launched.
                 pulls.append(self._reader.read(transfer, wanted, rank, self._replicas[rank]))
 
         try:
             if transfer.run_rank(rank, read, partial(self.node.metrics.ended, "pull")):
-                for pull in pulls:  # after a read that was begun, `_after_begun` does this
+                for pull in pulls:  # after a read that was launched, `_after_launched` does this
                     if pull.lease.seen is not None:
                         self._beside.submit(pull.follow_up)
                     self._tell_unread(transfer, wanted)
         finally:
             transfer.leave()
 
-    def _after_begun(self, transfer: Transfer, wanted: TransferRequest, begun: PullBegun) -> None:
-        """Finish the work after a read that was begun early. Does nothing if the read failed."""
-        lease = begun.tidy_up(self.node, wanted, transfer, ANSWER_SECONDS)
+    def _after_launched(
+        self, transfer: Transfer, wanted: TransferRequest, launched: LaunchedPull
+    ) -> None:
+        """Finish the work after a read that was launched early. Does nothing if the read failed."""
+        lease = launched.tidy_up(self.node, wanted, transfer, ANSWER_SECONDS)
         if lease is not None:
             lease.tell_read()
             self._tell_unread(transfer, wanted)

@@ -292,6 +292,10 @@ class Transfer:
             if not self._users and self._over.is_set():
                 self._release()
 
+    def settle(self) -> bool:
+        """Whether nothing can write to the blocks any longer: for `Quarantine`."""
+        return self.released
+
     def finished(self, rank: int) -> None:
         """Record that a rank has delivered and its source has confirmed."""
         total = self.total
