@@ -33,7 +33,7 @@ from kvatlas.wire.arguments import check_new_request
 from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.client.announced_endpoint import announced_endpoint
 from kvatlas.wire.client.connections import Connections
-from kvatlas.wire.client.rank_reader import ANSWER_SECONDS, RankReader
+from kvatlas.wire.client.rank_pull import ANSWER_SECONDS, RankReader
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest
 from kvatlas.wire.peers import Peer

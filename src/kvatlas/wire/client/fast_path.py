@@ -1,17 +1,15 @@
 """Fast path: a pull that the calling thread launches and the waiting thread finishes.
 
-`LaunchedPull` is one rank's part of such a pull. Its cleanup, and the notification of the source, can
-wait: a thread woken at once would take the interpreter lock from the caller just as it continues.
-`FollowUps` does this work a little later, in one thread for all pulls of a session.
+`LaunchedPull` is one rank's part of such a pull. Another thread finishes it if no thread waits for
+it. Cleanup, and the notification of the source, happen a little later: a thread that does this at
+once would take the interpreter lock from the caller just as it continues.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from select import select
 from typing import Any
 
@@ -36,14 +34,11 @@ Getting the lock back from another thread takes up to this long.
 _SETTLING = 1e-4
 """Seconds between polls of a read that was abandoned."""
 
-_EVERY = 2e-3
-"""Seconds between checks for pulls that need follow-up work."""
+_UNWATCHED = 2e-3
+"""Seconds after which another thread finishes a pull that no thread waits for."""
 
-_LINGER = 0.1
-"""Seconds that the thread keeps checking without work, because waking a thread takes longer."""
-
-_LATER = 6e-3
-"""Seconds by which follow-up work is delayed, so that it does not interrupt consecutive pulls."""
+_LATER = 4e-3
+"""Further seconds until cleanup, so that it does not interrupt consecutive pulls."""
 
 
 @dataclass
@@ -167,6 +162,18 @@ class LaunchedPull:
         self.connections.give_back(self.connection)
 
 
+def finish_later(part: TransferPart, then: Callable[[], None]) -> None:
+    """Finish a part that no thread waits for, and call `then` a little later."""
+    try:
+        time.sleep(_UNWATCHED)
+        part()
+        time.sleep(_LATER)
+        part.join()
+        then()
+    except Exception:  # it must not affect other pulls
+        log.exception("the work after a pull failed")
+
+
 def _let_others_run() -> None:
     """Release the interpreter lock for a moment, without yielding the processor.
 
@@ -174,92 +181,3 @@ def _let_others_run() -> None:
     as long as other threads keep the processor.
     """
     select((), (), (), 0)
-
-
-@dataclass(eq=False)
-class _FollowUp:
-    part: TransferPart
-    act: Callable[[], None]
-    since: float = field(default_factory=time.monotonic)
-    over: bool = False
-
-
-class FollowUps:
-    """The work after pulls that their callers have launched. Any thread may use it.
-
-    A part that no thread has finished soon is finished by a worker. One thread checks all parts at
-    intervals. It exits shortly after the work runs out.
-    """
-
-    def __init__(self, workers: Executor, beside: Executor) -> None:
-        self._workers, self._beside = workers, beside
-        self._kept: list[_FollowUp] = []
-        self._lock = threading.Lock()
-        self._looking = self._closing = False
-        self._working = 0
-        """Follow-ups in progress."""
-
-    def add(self, part: TransferPart, act: Callable[[], None]) -> None:
-        """Call `act` in another thread a little after `part` is over."""
-        with self._lock:
-            self._kept.append(_FollowUp(part, act))
-            start, self._looking = not self._looking, True
-        if start:
-            _hand_on(self._beside, self._look)
-
-    def close(self) -> None:
-        """Finish all pulls before the worker threads end. Nothing can be added after this."""
-        self._closing = True
-        while self._looking or self._working:
-            time.sleep(_EVERY)
-
-    def _look(self) -> None:
-        last = time.monotonic()
-        while True:
-            time.sleep(_EVERY)
-            with self._lock:
-                kept = list(self._kept)
-                last = time.monotonic() if kept else last
-                if not kept and (self._closing or time.monotonic() - last > _LINGER):
-                    self._looking = False
-                    return
-            for one in kept:
-                self._advance(one)
-
-    def _advance(self, one: _FollowUp) -> None:
-        """Follow up a pull that is over for a while; finish one that no thread has finished."""
-        now = time.monotonic()
-        if self._closing:
-            _carefully(one.part)
-            one.part.join()
-        if one.part.over and not one.over:
-            one.over, one.since = True, now
-        if one.over and (self._closing or now - one.since > _LATER):
-            with self._lock:
-                self._kept.remove(one)
-                self._working += 1
-            _hand_on(self._beside, self._follow_up, one)
-        elif not one.over and now - one.since > _EVERY:
-            one.since = float("inf")
-            _hand_on(self._workers, _carefully, one.part)
-
-    def _follow_up(self, one: _FollowUp) -> None:
-        _carefully(one.act)
-        with self._lock:
-            self._working -= 1
-
-
-def _hand_on(to: Executor, act: Callable[..., None], *given: Any) -> None:
-    """Call `act` in another thread, or in this one if the executor is shut down."""
-    try:
-        to.submit(act, *given)
-    except RuntimeError:
-        act(*given)
-
-
-def _carefully(act: Callable[[], None]) -> None:
-    """Call `act` and log its errors, so that one failure does not affect other pulls."""
-    try:
-        act()
-    except Exception:
-        log.exception("the work after a pull failed")

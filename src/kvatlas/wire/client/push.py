@@ -12,7 +12,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.wire import protocol
 from kvatlas.wire.client.connections import PEER_GONE, Connections
-from kvatlas.wire.client.rank_reader import ANSWER_SECONDS
+from kvatlas.wire.client.rank_pull import ANSWER_SECONDS
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Announced, How

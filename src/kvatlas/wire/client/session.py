@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -27,12 +26,11 @@ from kvatlas.routing.token_ranges import token_range
 from kvatlas.wire.arguments import check_request_name, text_list
 from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.client.connections import Connections
-from kvatlas.wire.client.fast_path import FollowUps, LaunchedPull
+from kvatlas.wire.client.fast_path import LaunchedPull, finish_later
 from kvatlas.wire.client.filled_blocks import FilledBlocks
 from kvatlas.wire.client.prepared_shapes import plain_tables
 from kvatlas.wire.client.push import OfferedPush
-from kvatlas.wire.client.rank_pull import RankPull
-from kvatlas.wire.client.rank_reader import ANSWER_SECONDS, RankReader
+from kvatlas.wire.client.rank_pull import ANSWER_SECONDS, RankPull, RankReader
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest, check_how
 from kvatlas.wire.fork_safety import OwningProcess
@@ -61,7 +59,6 @@ class Session:
         self._beside = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="kvatlas-beside")
         self._connections = Connections(node, self._beside)
         self._reader = RankReader(node, self._connections)
-        self._follow_ups = FollowUps(self._workers, self._beside)
         self._running: WeakSet[Transfer] = WeakSet()
         self._filled = FilledBlocks(node.ledger, node.rank)
         self._closed = False
@@ -227,7 +224,6 @@ class Session:
             running = list(self._running)
         for transfer in running:
             transfer.cancel()
-        self._follow_ups.close()
         self._workers.shutdown(wait=True)
         for transfer in running:
             transfer.join()
@@ -299,14 +295,13 @@ class Session:
             for rank in ranks:
                 transfer.use()
                 read = launched.get(rank)
-                part = transfer.add_part(
-                    partial(self._run_rank, transfer, wanted, rank, read), quick=quick
-                )
+                run = partial(self._run_rank, transfer, wanted, rank, read)
+                part = transfer.add_part(run, quick=quick)
                 if read is None:
                     self._workers.submit(part)
                 else:
                     then = partial(self._after_launched, transfer, wanted, read)
-                    self._follow_ups.add(part, then)
+                    self._beside.submit(finish_later, part, then)
         return transfer
 
     def _sees_offers(self, rank: int) -> bool:
@@ -319,8 +314,11 @@ class Session:
         transfer = Transfer(request, ranks, 0, seconds)
         with self._lock:
             self._running.add(transfer)
-            for rank in ranks:
+        for rank in ranks:
+            try:
                 self._beside.submit(self._tell_rank, transfer, rank)
+            except RuntimeError:  # the session is being closed, and waits for this thread
+                self._tell_rank(transfer, rank)
         return transfer
 
     def _tell_rank(self, transfer: Transfer, rank: int) -> None:
@@ -346,15 +344,13 @@ class Session:
     def _tell_unread(self, transfer: Transfer, wanted: TransferRequest) -> None:
         """After a final pull, release its request at ranks from which no rank of this plan reads.
 
-        Such a rank holds only bytes that other ranks hold too. Has no effect once the threads of a
-        closed session have ended.
+        Such a rank holds only bytes that other ranks hold too.
         """
         if not wanted.final or not transfer.ready:
             return
         incoming = self.node.route_from(next(iter(self._connections.known.values())))
         read = {one for mine in range(self.node.plan.ranks) for one in incoming.sources(mine)}
-        with suppress(RuntimeError):  # no threads are left: the offers expire
-            self._tell(wanted.request, sorted(set(self._replicas) - read), ANSWER_SECONDS)
+        self._tell(wanted.request, sorted(set(self._replicas) - read), ANSWER_SECONDS)
 
     def _run_rank(
         self, transfer: Transfer, wanted: TransferRequest, rank: int, launched: LaunchedPull | None
@@ -382,7 +378,7 @@ class Session:
     def _after_launched(
         self, transfer: Transfer, wanted: TransferRequest, launched: LaunchedPull
     ) -> None:
-        """Finish the work after a read that was launched early. Does nothing if the read failed."""
+        """Finish the work after a launched read. Does nothing if the read failed."""
         lease = launched.tidy_up(self.node, wanted, transfer, ANSWER_SECONDS)
         if lease is not None:
             lease.tell_read()
