@@ -12,14 +12,15 @@ differ only in their pieces:
 - `staged`: the source gathers the piece into a staging buffer, before it is read into one of this
   node. Pieces must be gathered in order.
 
-Each worker has its own staging buffer, so that one reads while another scatters or the source
-gathers.
+Each worker has its own staging buffer. One of them reads while another scatters, or while the source
+gathers for another.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -78,8 +79,10 @@ class PullPipeline:
         self._gathers = way == "staged"
         self._taking = threading.Lock()
         """Held by the worker that takes and prepares a piece, so that pieces are in order."""
+        self._moving = threading.Lock() if self._gathers else nullcontext()
+        """Held by the worker that reads and places a staged piece, while the source gathers."""
         self._changed = threading.Condition()
-        """Guards the fields below. It is taken after `_taking`."""
+        """Guards the fields below. It is taken after the other locks."""
         self._busy = 0
         """Workers that read or place a piece, and so use blocks and buffers."""
         self._over = False
@@ -142,9 +145,13 @@ class PullPipeline:
             self._taking.release()
 
     def _move(self, piece: Piece, copies: Sequence[Copy], nth: int) -> None:
-        with self._node.metrics.phase(self._plan.phase):
-            self._plan.read(copies)
-            arrived = piece.place(nth)
+        with self._moving:
+            if self._failure is not None:
+                return
+            self._transfer.check_cancelled()
+            with self._node.metrics.phase(self._plan.phase):
+                self._plan.read(copies)
+                arrived = piece.place(nth)
         self._transfer.add(self._lease.rank, arrived)
 
     def _end(self, failure: BaseException | None = None) -> None:

@@ -74,13 +74,12 @@ class OfferedPush:
             except BaseException:
                 self.withdraw()
                 raise
+            finally:
+                transfer.leave()
 
-        try:
-            transfer.run_rank(rank, push, partial(self._node.metrics.ended, "push"))
-        finally:
-            if transfer.done:  # also if it was cancelled, or its time is up
-                self.withdraw()
-            transfer.leave()
+        transfer.run_rank(rank, push, partial(self._node.metrics.ended, "push"))
+        if transfer.done:  # also if it was cancelled, or its time is up
+            self.withdraw()
 
     def _try_replicas(self, endpoints: Sequence[str]) -> int:
         """Announce to the replicas in turn until one has read. Return the number of bytes."""

@@ -360,20 +360,20 @@ class Session:
 
         def read() -> None:
             about = (self.node, wanted, transfer, ANSWER_SECONDS)
-            if launched is None or not launched.finish(*about):
-                # Also if a read that was launched is invalid: this path reads again or raises the
-                # error. Its reads are still ordered after the caller's stream, because the queue
-                # was when the first read was launched.
-                pulls.append(self._reader.read(transfer, wanted, rank, self._replicas[rank]))
+            try:
+                if launched is None or not launched.finish(*about):
+                    # Also if a read that was launched is invalid: this path reads again or raises
+                    # the error. Its reads are still ordered after the caller's stream, because the
+                    # queue was when the first read was launched.
+                    pulls.append(self._reader.read(transfer, wanted, rank, self._replicas[rank]))
+            finally:
+                transfer.leave()
 
-        try:
-            if transfer.run_rank(rank, read, partial(self.node.metrics.ended, "pull")):
-                for pull in pulls:  # after a read that was launched, `_after_launched` does this
-                    if pull.lease.seen is not None:
-                        self._beside.submit(pull.follow_up)
-                    self._tell_unread(transfer, wanted)
-        finally:
-            transfer.leave()
+        if transfer.run_rank(rank, read, partial(self.node.metrics.ended, "pull")):
+            for pull in pulls:  # after a read that was launched, `_after_launched` does this
+                if pull.lease.seen is not None:
+                    self._beside.submit(pull.follow_up)
+                self._tell_unread(transfer, wanted)
 
     def _after_launched(
         self, transfer: Transfer, wanted: TransferRequest, launched: LaunchedPull
