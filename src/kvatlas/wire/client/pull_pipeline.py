@@ -12,7 +12,7 @@ differ only in their pieces:
 - `staged`: the source gathers the piece into a staging buffer, before it is read into one of this
   node. Pieces must be gathered in order.
 
-Each worker has its own staging buffer. One of them reads while another scatters, or while the source
+Each worker has its own staging buffer. One reads while another scatters, or while the source
 gathers for another.
 """
 
