@@ -47,7 +47,7 @@ Arrived = Callable[[int, int, Any], None]
 """Called with the start and stop of each converted piece, and its bytes as they were sent."""
 
 
-class Piece(NamedTuple):
+class PullPiece(NamedTuple):
     """A part of a stream that one operation reads."""
 
     prepare: Callable[[int], Sequence[Copy]]
@@ -60,7 +60,7 @@ class _Plan(NamedTuple):
     """The pieces of a stream, and how they are read."""
 
     phase: str
-    pieces: Iterator[Piece]
+    pieces: Iterator[PullPiece]
     read: Callable[[Sequence[Copy]], None]
     workers: int = 1
 
@@ -122,7 +122,7 @@ class PullPipeline:
         """Whether a worker may take a piece. `landing_threads` may be reduced at any time."""
         return not nth or self._gathers or nth < self._node.landing_threads
 
-    def _take(self, nth: int) -> tuple[Piece, Sequence[Copy]] | None:
+    def _take(self, nth: int) -> tuple[PullPiece, Sequence[Copy]] | None:
         """Return the next piece and what to read for it; None if none is left."""
         while not self._taking.acquire(timeout=_LOOK_SECONDS):
             self._transfer.check_cancelled()
@@ -144,7 +144,7 @@ class PullPipeline:
         finally:
             self._taking.release()
 
-    def _move(self, piece: Piece, copies: Sequence[Copy], nth: int) -> None:
+    def _move(self, piece: PullPiece, copies: Sequence[Copy], nth: int) -> None:
         with self._moving:
             if self._failure is not None:
                 return
@@ -197,29 +197,29 @@ class PullPipeline:
             hint='Pass a larger buffers= to both nodes, or use how="auto"',
         )
 
-    def _direct(self, stream: Stream) -> Iterator[Piece]:
+    def _direct(self, stream: Stream) -> Iterator[PullPiece]:
         total, piece = stream.nbytes, piece_bytes(stream)
         for start in range(0, total, piece):
             stop = min(total, start + piece)
             copies = stream.copies(start, stop)
             self._reads.count(sum(map(len, copies)))
-            yield Piece(partial(_same, copies), partial(_same, stop - start))
+            yield PullPiece(partial(_same, copies), partial(_same, stop - start))
 
-    def _at_once(self) -> Iterator[Piece]:
+    def _at_once(self) -> Iterator[PullPiece]:
         """Yield one piece of all runs, which the GPU computes. It may cast their elements."""
         stream, copies = self._stream, self._stream.grids() or []
         self._reads.count(sum(map(len, copies)))
         arriving = stream.nbytes if isinstance(stream, Stream) else stream.arriving
-        yield Piece(partial(_same, copies), partial(_same, arriving))
+        yield PullPiece(partial(_same, copies), partial(_same, arriving))
         if isinstance(stream, ConvertedStream):
             self._node.metrics.add(gpu_converted_bytes=arriving)
 
-    def _coalesced(self, stream: Stream) -> Iterator[Piece]:
+    def _coalesced(self, stream: Stream) -> Iterator[PullPiece]:
         self._reads.count(stream.runs_apart)
         # Without the bytes between the runs, if the peer does not serve them.
         exact = source_ranges(stream) if self._lease.connection.link.exact else None
         for batch in landing_batches(stream.grids(), self._node.staging.piece):
-            yield Piece(partial(self._joined, batch, exact), partial(self._spread, batch))
+            yield PullPiece(partial(self._joined, batch, exact), partial(self._spread, batch))
 
     def _joined(
         self, batch: LandingBatch, exact: dict[int, ByteRanges] | None, nth: int
@@ -236,10 +236,10 @@ class PullPipeline:
             one.carry_out(here, self._node.pools)
         return batch.nbytes
 
-    def _staged(self) -> Iterator[Piece]:
+    def _staged(self) -> Iterator[PullPiece]:
         piece = min(self._node.staging.piece, self._lease.opened.piece)
         for span in piece_spans(self._stream, piece):
-            yield Piece(partial(self._gather, *span), partial(self._scatter, *span))
+            yield PullPiece(partial(self._gather, *span), partial(self._scatter, *span))
 
     def _gather(self, start: int, stop: int, nth: int) -> list[Copy]:
         """Have the source gather a piece, and return the copy from its buffer to a worker's."""
