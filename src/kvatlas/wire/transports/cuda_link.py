@@ -24,7 +24,7 @@ from kvatlas.wire.transports.base import Done, Handle, Link, PreparedRead, Trans
 from kvatlas.wire.transports.cuda_copy import CudaCopy
 from kvatlas.wire.transports.cuda_prepared import CudaPreparedRead, MappedMemory, PeerMarks
 from kvatlas.wire.transports.cuda_published import PublishedMemory
-from kvatlas.wire.transports.offer_board import SeenOffer, open_board
+from kvatlas.wire.transports.offer_board import open_board
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
 from kvatlas.wire.transports.pace import CopyPace
 
@@ -76,8 +76,7 @@ class CudaLink(Link):
         ]
         self._handles, self._events = published.events, dict[int, int]()
         self._lock = threading.Lock()
-        self._board = None if published.board is None else open_board(published.board)
-        self.sees_offers = self._board is not None
+        self.board = None if published.board is None else open_board(published.board)
         self._marks: PeerMarks | None = None
         """The peer's marks; None before their events are opened."""
         if end.marks_here() is None:
@@ -85,14 +84,6 @@ class CudaLink(Link):
             for allocation in self._allocations:
                 end.opened.acquire(allocation)
                 end.opened.release(allocation)
-
-    def find_offer(self, request: str) -> SeenOffer | None:
-        """Return an offer from the peer's board, if this process can access the board."""
-        return None if self._board is None else self._board.find(request)
-
-    def glimpse_offer(self, request: str) -> SeenOffer | None:
-        """Return an offer without checking that it is valid and the peer's process is alive."""
-        return None if self._board is None else self._board.glimpse(request)
 
     def follow(self, mark: int | None) -> None:
         """Make the queue wait for the mark on the device, without blocking the host."""
@@ -173,13 +164,13 @@ class CudaLink(Link):
 
     def _prepared(self, shape: RequestShape) -> PreparedRead | None:
         end = self._end
-        if self._board is None or end.marks_here() is not None:
+        if self.board is None or end.marks_here() is not None:
             return None  # only peers in other processes, with a board, have PeerMarks
         if self._marks is None:
             events = [self._event(number) for number in range(EVENTS)]
             for event in events:  # the first query of an event is slow
                 end.driver.finished(end.device, event)
-            self._marks = PeerMarks(end.driver, end.device, self._board, events)
+            self._marks = PeerMarks(end.driver, end.device, self.board, events)
         used = {self._regions[one.pools[0]].allocation for one in shape.patterns}
         memory = MappedMemory(end.opened, [])
         try:
@@ -211,7 +202,7 @@ class CudaLink(Link):
     def _passed(self, mark: int) -> bool:
         """Whether a mark of the peer has completed."""
         here = self._end.marks_here()
-        known = here.done if here is not None else self._board.marks_done if self._board else -1
+        known = here.done if here is not None else self.board.marks_done if self.board else -1
         if mark <= known:
             return True
         try:
@@ -270,8 +261,8 @@ class CudaLink(Link):
         """Unmap the peer's memory once no copy reads it."""
         self._queue.close()
         self._end.opened.forget(self._token)
-        if self._board is not None:
-            self._board.close()
+        if self.board is not None:
+            self.board.close()
         with self._lock:
             events, self._events = self._events, {}
         for event in events.values():
