@@ -63,6 +63,30 @@ def refused(act: Callable[[], Any]) -> Code:
 # -- one connection for many questions ----------------------------------------------------
 
 
+def test_a_check_ends_the_wait_for_an_answer() -> None:
+    """As it must when a transfer is cancelled while its peer stands still."""
+    answered, checks = threading.Event(), 0
+
+    def answer(*_: Any) -> Any:
+        answered.wait(20)
+        return OK
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        if checks == 3:
+            raise AtlasError(Code.CANCELLED, got="a request", hint="none")
+
+    for secret in (None, SECRET):
+        checks = 0
+        answered.clear()
+        with server(answer, secret) as made, channels(secret) as asks:
+            ask = partial(asks.ask, made.endpoint, RENEW, deadline=soon(30))
+            assert refused(partial(ask, check=check)) is Code.CANCELLED
+            answered.set()
+            assert ask() == OK  # on another connection, with its own answer
+
+
 def test_a_connection_is_kept_for_the_next_question() -> None:
     callers: list[Caller] = []
 

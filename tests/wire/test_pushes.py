@@ -380,3 +380,16 @@ def test_endpoints_are_at_the_host_that_announces_them(
         assert announced_endpoint(endpoint, host, on_this_host=here) == right
     except AtlasError as refused:
         assert (refused.code, right) == (Code.BAD_HANDSHAKE, "")
+
+
+def test_connections_to_sources_that_have_exited_are_closed() -> None:
+    source, target = (End(small("dense"), 50, seed=seed) for seed in (1, 2))
+    with ExitStack() as stack:
+        stack.enter_context(ends(target))
+        with ends(source):
+            expect(source, target)
+            with Session(source.nodes[0], target.endpoints) as session:
+                session.push("r", src_blocks=source.blocks, tokens=50).wait()
+            connections = target.nodes[0]._expected._connections
+            assert connections.find(source.endpoints[0]) is not None
+        until(lambda: connections.find(source.endpoints[0]) is None)

@@ -13,6 +13,7 @@ import ssl
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,16 +75,24 @@ class Channels:
         self._closed = False
         self._process = OwningProcess("node")
 
-    def ask(self, endpoint: str, message: protocol.Message, *, deadline: float) -> Any:
+    def ask(
+        self,
+        endpoint: str,
+        message: protocol.Message,
+        *,
+        deadline: float,
+        check: Callable[[], object] | None = None,
+    ) -> Any:
         """Return the peer's answer, or raise the error it sent, by `deadline` (monotonic clock).
 
-        A busy peer is asked again after the delay that it requests, while there is time.
+        A busy peer is asked again after the delay that it requests, while there is time. `check` is
+        called while the answer is awaited, and ends the wait if it raises an error.
         """
         self._process.check()
         payload = protocol.encode(message)
         repeatable = isinstance(message, self._repeatable)
         while True:
-            answer = self._answer(endpoint, payload, deadline, repeatable=repeatable)
+            answer = self._answer(endpoint, payload, deadline, check, repeatable=repeatable)
             if not isinstance(answer, protocol.Refusal):
                 return answer
             pause = answer.retry * random.uniform(1.0, 1.5)  # noqa: S311  # not all at once
@@ -130,7 +139,15 @@ class Channels:
 
     # -- inside ---------------------------------------------------------------------------
 
-    def _answer(self, endpoint: str, payload: bytes, deadline: float, *, repeatable: bool) -> Any:
+    def _answer(
+        self,
+        endpoint: str,
+        payload: bytes,
+        deadline: float,
+        check: Callable[[], object] | None,
+        *,
+        repeatable: bool,
+    ) -> Any:
         """Send a question, and return its answer.
 
         A repeatable question is sent once more if the peer had closed the kept connection.
@@ -140,7 +157,7 @@ class Channels:
             usable = False
             try:
                 connection.send(payload, deadline)
-                answer = protocol.decode(connection.receive(deadline), self._answers)
+                answer = protocol.decode(connection.receive(deadline, check), self._answers)
                 usable = connection.quiet
                 if not usable:  # the peer closed it after the answer: monitors must notice
                     self._count_lost(endpoint)

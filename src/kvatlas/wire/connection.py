@@ -11,6 +11,7 @@ import socket
 import ssl
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from kvatlas.errors import AtlasError, Code
@@ -24,6 +25,8 @@ FRAME_SECONDS = 10.0
 """Seconds that a frame may take from its first byte to its last."""
 
 _FINISH_SECONDS = 0.5
+_CHECK_SECONDS = 0.05
+"""Seconds between two calls of `check` while a frame is awaited."""
 _CHUNK = 1 << 16
 _LENGTH = struct.Struct(">I")
 _TLS_RECORDS = b"\x15\x16"
@@ -46,17 +49,16 @@ class Connection:
         self._socket.settimeout(seconds_left(deadline))
         self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
 
-    def receive(self, deadline: float | None) -> bytes:
+    def receive(self, deadline: float | None, check: Callable[[], object] | None = None) -> bytes:
         """Return the next frame. Raise EOFError if the peer closes the connection.
 
         Without a deadline, wait indefinitely for the first byte of the frame. The rest must then
-        arrive within `FRAME_SECONDS`.
+        arrive within `FRAME_SECONDS`. `check` is called while nothing arrives, and may raise.
         """
         arrived = self._arrived
         missing = self._missing()
         while missing > 0:
-            self._socket.settimeout(None if deadline is None else seconds_left(deadline))
-            chunk = self._socket.recv(min(missing, _CHUNK))
+            chunk = self._receive_some(min(missing, _CHUNK), deadline, check)
             if not chunk:
                 raise EOFError
             arrived += chunk
@@ -67,6 +69,21 @@ class Connection:
         payload = bytes(arrived[_LENGTH.size : end])
         del arrived[:end]
         return payload
+
+    def _receive_some(
+        self, most: int, deadline: float | None, check: Callable[[], object] | None
+    ) -> bytes:
+        while True:
+            seconds = None if deadline is None else seconds_left(deadline)
+            if check is not None:
+                seconds = _CHECK_SECONDS if seconds is None else min(seconds, _CHECK_SECONDS)
+            self._socket.settimeout(seconds)
+            try:
+                return self._socket.recv(most)
+            except TimeoutError:
+                if check is None:
+                    raise
+                check()
 
     @property
     def quiet(self) -> bool:

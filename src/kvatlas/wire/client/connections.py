@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from kvatlas.copying.memory import STAGING, Memory
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Costs
-from kvatlas.wire.channels import no_answer
+from kvatlas.wire.channels import PeerMonitor, no_answer
 from kvatlas.wire.client.prepared_shapes import MakeStream, PreparedShapes
 from kvatlas.wire.connection import endpoint_host
 from kvatlas.wire.peers import Peer, checked_peer
@@ -44,6 +44,8 @@ class PeerConnection:
     peer: Peer
     session: bytes
     link: Link
+    monitor: PeerMonitor
+    """Detects the death of the peer while no transfer uses the connection."""
     stream: InitVar[MakeStream]
     beside: ThreadPoolExecutor
     """Runs questions in the background during a transfer."""
@@ -163,6 +165,16 @@ class Connections:
         for one in unused:
             one.close()
 
+    def drop_lost(self) -> None:
+        """Close connections that no transfer uses and whose peers have exited."""
+        with self._lock:
+            idle = [one for one in self._open.values() if not one.users]
+        for connection in idle:
+            try:
+                connection.monitor.check()
+            except AtlasError:
+                self.drop(connection)
+
     def take(self, endpoint: str) -> PeerConnection | None:
         """Take the connection to an endpoint, if any, and keep it open until it is returned."""
         with self._lock:
@@ -196,7 +208,8 @@ class Connections:
             access = Access(session_id(answer.session), endpoint_host(endpoint))
             link = node.transport.connect(peer.metadata, peer.memory, access)
         stream = partial(node.stream, peer, layers=None, incoming=True)
-        return PeerConnection(endpoint, peer, answer.session, link, stream, self._beside)
+        monitor = node.channels.monitor(endpoint)
+        return PeerConnection(endpoint, peer, answer.session, link, monitor, stream, self._beside)
 
     def _check_same_plan(self, endpoint: str, peer: Peer) -> None:
         """Raise an error if the endpoint's rank has changed, or its plan is not the session's."""

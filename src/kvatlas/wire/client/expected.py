@@ -167,6 +167,10 @@ class ExpectedRequests:
             raise AtlasError(Code.DEADLINE, problem, got=f"request {request!r}", hint=hint)
         expected.claim.release()
 
+    def sweep(self) -> None:
+        """Disconnect from sources that have exited."""
+        self._connections.drop_lost()
+
     def close(self) -> None:
         """Forget all requests, and disconnect from their sources."""
         for request in list(self.requests):

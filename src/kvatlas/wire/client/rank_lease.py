@@ -73,9 +73,12 @@ class RankLease:
 
     # -- questions ------------------------------------------------------------------------
 
-    def _ask(self, question: protocol.Message, kind: type[A]) -> A:
+    def _ask(
+        self, question: protocol.Message, kind: type[A], check: Callable[[], None] | None = None
+    ) -> A:
         deadline = min(self.deadline, time.monotonic() + self.patience)
-        answer = self.node.channels.ask(self.connection.endpoint, question, deadline=deadline)
+        endpoint, ask = self.connection.endpoint, self.node.channels.ask
+        answer = ask(endpoint, question, deadline=deadline, check=check)
         if not isinstance(answer, kind):
             raise protocol.wrong_answer(answer, kind)
         return answer
@@ -83,11 +86,11 @@ class RankLease:
     def ask_of_lease(
         self, message: Callable[..., protocol.Message], kind: type[A], **fields: Any
     ) -> A:
-        """Return the peer's answer to a question about this lease."""
+        """Return the peer's answer to a question about this lease, unless the transfer ends."""
         session, lease = self.connection.session, self.opened.lease
         about = {"session": session, "lease": lease, "request": self.wanted.request}
         self._asked_at = time.monotonic()
-        return self._ask(message(**about, **fields), kind)
+        return self._ask(message(**about, **fields), kind, self.transfer.check_cancelled)
 
     def open(self) -> None:
         """Find the offer on the peer's board, or ask the peer for a lease."""

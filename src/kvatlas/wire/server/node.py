@@ -78,8 +78,12 @@ class Node(OfferingNode):
         self.answers = Answers(self, self._expected.announced)
         self.server = Server(
             self.listen, self.answers, security=self.security, unprotected=self.unprotected,
-            idle=self.answers.sweep, closed=self.answers.sessions.disconnected,
+            idle=self._sweep, closed=self.answers.sessions.disconnected,
         )  # fmt: skip
+
+    def _sweep(self) -> None:
+        self.answers.sweep()
+        self._expected.sweep()
 
     def _check_transport(self) -> None:
         """Raise an error if other hosts could access the transport without authentication."""
