@@ -107,7 +107,7 @@ def _stopped_pusher(scene: Scene) -> tuple[list[str], bool]:
     pusher.tell("move", **there, how=how, seconds=8.0)
     # Its hello, and what it opens.
     waited(lambda: here.node.metrics.values["messages"] >= asked + 2, SLACK)
-    time.sleep(rng.uniform(0.0, 1.0) * scene.seconds["staged"])
+    time.sleep(rng.uniform(0.0, 0.7) * scene.seconds["staged"])
     pusher.stop()
     hit = not expected.ready.is_set()
     if not hit:

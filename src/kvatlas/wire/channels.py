@@ -111,6 +111,11 @@ class Channels:
             self._drop_ended(pool)
             return pool.lost
 
+    def are_open(self, endpoint: str) -> bool:
+        """Whether there are connections to an endpoint, by which the peer's death is noticed."""
+        with self._changed:
+            return self._pools[endpoint].opened > 0
+
     def proved_names(self, endpoint: str) -> frozenset[str] | None:
         """Return the names that the peer at an endpoint has proved; None for any name."""
         with self._changed:

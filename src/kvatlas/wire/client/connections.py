@@ -166,13 +166,16 @@ class Connections:
             one.close()
 
     def drop_lost(self) -> None:
-        """Close connections that no transfer uses and whose peers have exited."""
+        """Close connections that no transfer uses and whose peers have exited, or may have."""
         with self._lock:
             idle = [one for one in self._open.values() if not one.users]
         for connection in idle:
             try:
                 connection.monitor.check()
+                alive = self._node.channels.are_open(connection.endpoint)
             except AtlasError:
+                alive = False
+            if not alive:
                 self.drop(connection)
 
     def take(self, endpoint: str) -> PeerConnection | None:
