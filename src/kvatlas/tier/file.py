@@ -38,7 +38,7 @@ from kvatlas.tier.file_opening import (
     write_all,
 )
 from kvatlas.tier.file_owner import FileUse, lock_file, unlock_file
-from kvatlas.tier.file_pieces import GridPiece, Piece, Rooms, grid_pieces, pieces
+from kvatlas.tier.file_pieces import Piece, Rooms, grid_pieces, pieces
 from kvatlas.tier.file_reading import RunReader
 from kvatlas.tier.file_window import Window
 from kvatlas.tier.file_writing import PieceWriter
@@ -58,7 +58,7 @@ _WORTH_A_CORE = 8 << 20
 _CUT_SHORT = -1
 """The checksum of a block that is truncated in the file."""
 
-_Work = tuple[Copy, Piece | GridPiece]
+_Work = tuple[Copy, Piece]
 """A copy and one of its pieces."""
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class TierFile:
                     pass
         return sums
 
-    def _pieces(self, copy: Copy) -> Sequence[Piece | GridPiece]:
+    def _pieces(self, copy: Copy) -> Sequence[Piece]:
         """Cut a copy into pieces. Return none if its stretches of the file are short."""
         if copy.starts is not ORIGIN:
             return grid_pieces(copy)
@@ -146,9 +146,7 @@ class TierFile:
                 sums[pool, block_id] = part
         return sums
 
-    def _write_piece(
-        self, move: Copy, piece: Piece | GridPiece, pools: Mapping[int, Bytes]
-    ) -> SummedStretches:
+    def _write_piece(self, move: Copy, piece: Piece, pools: Mapping[int, Bytes]) -> SummedStretches:
         offset = self._places[move.dst_pool].address
         return self._writer.write(piece, pools[move.src_pool], offset)
 

@@ -21,7 +21,7 @@ from kvatlas.copying.run_bounds import Bytes
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_opening import write_all
-from kvatlas.tier.file_pieces import GridPiece, Piece, Rooms
+from kvatlas.tier.file_pieces import Piece, Rooms
 from kvatlas.tier.part_sums import START, SummedStretches
 
 _AT_ONCE = 256 << 10
@@ -49,11 +49,10 @@ class PieceWriter:
         self._summing = threading.Semaphore(_SUMMING_FAST if has_fast_crc32() else _SUMMING)
         """Held by threads that compute checksums of short stretches."""
 
-    def write(self, piece: Piece | GridPiece, memory: Bytes, offset: int) -> SummedStretches:
+    def write(self, piece: Piece, memory: Bytes, offset: int) -> SummedStretches:
         """Write runs to the pool at `offset` of the file; return the stretches with checksums."""
         if piece.is_long:
-            runs = piece.made()
-            return self._write(memory, runs.near, runs.far, runs.length, offset)
+            return self._write(memory, *piece.runs(), offset)
         far, nbytes = piece.stretches
         with self._rooms.one() as room:
             piece.gather(memory, room)

@@ -7,6 +7,7 @@ layout. A run that crosses an object boundary is split there.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -84,6 +85,30 @@ class RowFrame:
             to = _of_runs(to, run)
         at = within + self._shift[stretch] + to
         return replace(copy, src=at) if end == "src" else replace(copy, dst=at)
+
+    def moved_grid(self, grid: Copy, end: End, begin: Int64s | int, to: Int64s | int) -> list[Copy]:
+        """Translate a grid of runs like `moved`, but expand it only if a run crosses objects.
+
+        Returns one grid for all spans with the same offset in their rows and the same length.
+        """
+        within = (grid.src if end == "src" else grid.dst) - begin
+        other = grid.dst if end == "src" else grid.src
+        to = np.broadcast_to(to, within.shape)
+        alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for span, about in enumerate(zip(within.tolist(), grid.length.tolist(), strict=True)):
+            alike[about].append(span)
+        moved = []
+        for (offset, length), spans in alike.items():
+            framed = self.starts_at(grid.starts, end, offset, length)
+            at = within if framed.starts is None else to
+            src, dst = (at, other) if end == "src" else (other, at)
+            some = replace(grid, src=src[spans], dst=dst[spans], length=grid.length[spans])
+            if framed.starts is None:
+                rows = np.repeat(to[spans], len(grid.starts.src))
+                moved.append(self.moved(some.expanded(), end, 0, rows))
+            else:
+                moved.append(replace(some, starts=framed.starts))
+        return moved
 
     def _starts_at(self, starts: Starts, end: End, begin: int, length: int) -> FramedStarts:
         """Return the starts of a span's runs in staged rows.

@@ -11,9 +11,9 @@ import numpy as np
 from kvatlas.planning import Plan
 from kvatlas.routing import ConvertedStream
 from kvatlas.routing.converted_stream import ConvertedPart
-from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
-from kvatlas.tier.numbered_grids import NumberedGrids
 from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.row_numbers import RowNumbers
+from kvatlas.tier.row_runs import RowRuns
 from kvatlas.tier.row_traffic import StagedRows
 from kvatlas.tier.staging_rows import StagingRows
 from kvatlas.tier.storage import Read, TierStorage
@@ -36,22 +36,22 @@ class CopiedRows:
 
     def __init__(
         self,
-        copies: NumberedCopies | NumberedGrids,
-        numbered: NumberedRows,
+        runs: RowRuns,
+        numbered: RowNumbers,
         staged: tuple[TierStorage, StagingRows],
         read: Read,
     ) -> None:
-        self._copies, self._numbered = copies, numbered
+        self._runs, self._numbered = runs, numbered
         (self._storage, self._staging), self._read = staged, read
 
     def objects(self, need: NeededBlock) -> list[int]:
         """Return the indices of a row's objects that contain bytes of the runs."""
-        return self._copies.objects(*self._numbered.place(need), self._staging)
+        return self._runs.objects(*self._numbered.place(need), self._staging)
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
         """Copy all runs of the staged rows."""
         del needs  # `rows.places` lists the same rows
-        self._storage.carry("fetch", self._copies.at(rows.places, self._staging), self._read)
+        self._storage.carry("fetch", self._runs.at(rows.places, self._staging), self._read)
 
 
 class ConvertedRows:
@@ -60,7 +60,7 @@ class ConvertedRows:
     def __init__(
         self,
         stream: ConvertedStream,
-        numbered: NumberedRows,
+        numbered: RowNumbers,
         staged: tuple[TierStorage, StagingRows],
         into: tuple[Plan, int, Mapping[int, Any]],
     ) -> None:

@@ -11,10 +11,10 @@ from kvatlas.copying.memory_copy import is_on_gpu
 from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.ingest import Ingest
 from kvatlas.tier.namespaces import RowName
-from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
-from kvatlas.tier.numbered_grids import NumberedGrids
 from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.row_numbers import RowNumbers
 from kvatlas.tier.row_objects import RowShare
+from kvatlas.tier.row_runs import RowRuns
 from kvatlas.tier.row_traffic import RowTraffic, StagedObject
 from kvatlas.tier.storage import TierStorage, Write
 from kvatlas.tier.store_calls import Deadline
@@ -31,7 +31,7 @@ _AHEAD = 3
 class BoundStore(NamedTuple):
     """A rank's part of a request: its runs, its objects by row shape, and how pools are read."""
 
-    runs: NumberedCopies | NumberedGrids
+    runs: RowRuns
     shares: Mapping[Any, RowShare]
     storage: TierStorage
     write: Write
@@ -49,7 +49,7 @@ class RowStoring:
     ) -> None:
         self._traffic, self._ingest, self._rank, self._rows = traffic, ingest, rank, rows
         self._plan = traffic.names.cut.plan
-        self._numbered = NumberedRows(self._plan, rows)
+        self._numbered = RowNumbers(self._plan, rows)
 
     def bind(
         self, blocks: Any, tokens: tuple[int, int], storage: TierStorage, pools: Mapping[int, Any]
@@ -57,13 +57,9 @@ class RowStoring:
         """Bind the runs from the pools. Raises if the rank holds only a part of an object."""
         with storage.metrics.phase("bind"):
             about = (self._rank, blocks, tokens, self._numbered.numbers)
-            runs: NumberedCopies | NumberedGrids
-            if is_on_gpu(pools):
-                copies, deliveries = self._ingest.copies(*about)
-                runs = NumberedCopies(copies, "dst", self._numbered)
-            else:
-                grids, deliveries = self._ingest.grids(*about)
-                runs = NumberedGrids(grids, "dst", self._numbered)
+            bind = self._ingest.copies if is_on_gpu(pools) else self._ingest.grids
+            copies, deliveries = bind(*about)
+            runs = RowRuns(copies, "dst", self._numbered)
             shares = {shape: self._share(shape[0], *own) for shape, own in deliveries.items()}
             self._traffic.know_shares(self._ingest.number, self._rank, shares)
         return BoundStore(
