@@ -40,7 +40,7 @@ class PieceWriter:
     """Writes pieces to a file. Thread-safe."""
 
     def __init__(self, file: int, nbytes: int, mapped: FileMap | None, rooms: Rooms) -> None:
-        """Write to a file of `nbytes` bytes. Do not pass `mapped` if the tier is durable."""
+        """Write to an open file of `nbytes` bytes. Pass mapped=None if the tier is durable."""
         self._file, self._map, self._rooms = file, mapped, rooms
         self._written = np.full(1 + nbytes // _REGION, -np.inf)
         """The time of the last write to each region."""
@@ -50,7 +50,10 @@ class PieceWriter:
         """Held by threads that compute checksums of short stretches."""
 
     def write(self, piece: Piece, memory: Bytes, offset: int) -> SummedStretches:
-        """Write runs to the pool at `offset` of the file; return the stretches with checksums."""
+        """Write the runs of a piece to the pool that starts at file offset `offset`.
+
+        Returns the written stretches of the pool with their checksums.
+        """
         if piece.is_long:
             return self._write(memory, *piece.runs(), offset)
         far, nbytes = piece.stretches
@@ -74,7 +77,7 @@ class PieceWriter:
         return SummedStretches(dst, length, np.array(crcs, np.uint32))
 
     def _write_mapped(self, src: Int64s, to: Int64s, length: Int64s) -> bool:
-        """Write stretches with one call; False if that is slower or fails."""
+        """Write stretches with one call. Return False if it failed or separate calls are faster."""
         now, regions = time.monotonic(), to // _REGION
         recent = now - float(self._written[regions].min()) < _STILL_DIRTY
         self._written[regions] = now

@@ -93,12 +93,12 @@ class Namespace:
         self.prefix = f"{self.tenant_prefix}{self.digest.hex()}/"
 
     def objects(self, row: RowName) -> list[str]:
-        """Return the names of a row's objects."""
+        """Return the names of a row's objects, in order of their index."""
         begin = f"{self.prefix}{row.name}/"
         return [f"{begin}{index}" for index in range(len(self.cut.groups[row.group]))]
 
     def all_of(self, group: int, key: bytes) -> str:
-        """Return the name prefix of all objects of a key."""
+        """Return the name prefix of all objects of one group and key."""
         return f"{self.prefix}{RowName(group, key, Cover(0, 0)).place}/"
 
     @cached_property
@@ -162,7 +162,7 @@ def parse_name(name: str) -> ObjectName | None:
 
 
 def row_digest(name: str) -> bytes:
-    """Return the digest of a row in object headers, from its name within a namespace."""
+    """Return the digest that object headers contain for the row with this name."""
     return _digest(name.encode())
 
 

@@ -50,7 +50,9 @@ class SummedStretches(NamedTuple):
 def part_sums(
     written: Iterable[SummedStretches], block_bytes: int
 ) -> Iterator[tuple[int, PartSum]]:
-    """Yield the contribution of stretches of a pool to each block. A stretch is in one block.
+    """Yield (block id, contribution of the written stretches to its checksum).
+
+    Each stretch must be inside one block.
 
     >>> import zlib
     >>> data = b"two halves of a block"
@@ -135,7 +137,7 @@ def _zeros(power: int) -> Words:
 
 
 def _look_up_each(tables: Words, which: Int64s, values: Words) -> Words:
-    """Like `_look_up`, with a separate table for each value."""
+    """Append zero bytes to each CRC-32 remainder i with the lookup table `tables[which[i]]`."""
     entries, first = tables.reshape(-1), which * _BYTES.size
     looked_up: Words = entries[first + (values & 255)]
     for row in (1, 2, 3):

@@ -32,7 +32,7 @@ class RowMoves(Protocol):
 
 
 class CopiedRows:
-    """Rows that are copied unchanged."""
+    """Copies rows unchanged from staging memory into a rank's pools."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class CopiedRows:
 
 
 class ConvertedRows:
-    """Rows that are converted one by one."""
+    """Converts rows, one by one, from staging memory into a rank's pools."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ConvertedRows:
         staged: tuple[TierStorage, StagingRows],
         into: tuple[Plan, int, Mapping[int, Any]],
     ) -> None:
-        """`into` is the plan, the rank and its pools."""
+        """Convert the rows of `stream` into one rank's pools. `into` is (plan, rank, pools)."""
         self._stream, self._numbered = stream, numbered
         (self._storage, self._staging), self._into = staged, into
 

@@ -29,7 +29,7 @@ _AHEAD = 3
 
 
 class BoundStore(NamedTuple):
-    """A rank's part of a request: its runs, its objects by row shape, and how pools are read."""
+    """A rank's part of a store operation: its runs, its objects by row shape, and how to copy."""
 
     runs: RowRuns
     shares: Mapping[Any, RowShare]
@@ -54,7 +54,10 @@ class RowStoring:
     def bind(
         self, blocks: Any, tokens: tuple[int, int], storage: TierStorage, pools: Mapping[int, Any]
     ) -> BoundStore:
-        """Bind the runs from the pools. Raises if the rank holds only a part of an object."""
+        """Bind the copies from the rank's pools into rows.
+
+        Raises an error if the rank holds only a part of an object.
+        """
         with storage.metrics.phase("bind"):
             about = (self._rank, blocks, tokens, self._numbered.numbers)
             bind = self._ingest.copies if is_on_gpu(pools) else self._ingest.grids
@@ -69,10 +72,11 @@ class RowStoring:
     def start(
         self, bound: BoundStore, deadline: Deadline, *, paced: bool
     ) -> tuple[Puts, list[RowName]]:
-        """Read the pools and start writing; return writes in flight and rows without space.
+        """Copy rows from the pools and start writing them to the store.
 
-        With `paced`, pools are read only as fast as the store accepts rows. A caller that waits
-        for the store anyway thus leaves staging memory and the processor to others.
+        Returns the writes in flight, and the rows for which no staging memory became free. With
+        `paced`, pools are read only as fast as the store accepts rows. A caller that waits for the
+        store anyway thus leaves staging memory and the processor to others.
         """
         under_way: Puts = {}
         no_room: list[RowName] = []
@@ -103,7 +107,10 @@ class RowStoring:
         return under_way, no_room
 
     def _share(self, group: int, brought: Any, needed: Any) -> RowShare:
-        """Return the rank's objects in a group's rows. Raises if it holds only a part of one."""
+        """Return which objects of a group's rows the rank writes.
+
+        Raises an error if the rank holds only a part of an object.
+        """
         cut = self._traffic.names.cut
         first = self._rank == self._ingest.sources[0]
         share = cut.groups[group].share(brought, needed, first=first)

@@ -172,7 +172,7 @@ class FolderStore(ObjectStore):
 
 @contextmanager
 def _refusals(path: Path) -> Iterator[None]:
-    """Turn an `OSError` into an `AtlasError`."""
+    """Raise each `OSError` of the context as an `AtlasError` that contains the path."""
     try:
         yield
     except OSError as fault:

@@ -256,9 +256,12 @@ class MooncakeStore(ObjectStore):
     def _http_get(self, name: str) -> str:
         """Return the response of the master's metrics server to a request for `/name`."""
         if not self._metrics:
-            problem = "Listing and counting objects requires the address of the metrics server"
-            hint = f"Add it to the address: mooncake://{self.master}?metrics=host:9003"
-            raise AtlasError(Code.WIRE_FAILED, problem, got="no metrics= option", hint=hint)
+            raise AtlasError(
+                Code.WIRE_FAILED,
+                "Listing and counting objects requires the address of the metrics server",
+                got="no metrics= option",
+                hint=f"Add it to the address: mooncake://{self.master}?metrics=host:9003",
+            )
         try:
             with closing(HTTPConnection(self._metrics, timeout=_SECONDS)) as connection:
                 connection.request("GET", f"/{name}")
