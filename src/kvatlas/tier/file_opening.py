@@ -105,9 +105,7 @@ def read_all(fd: int, nbytes: int, offset: int) -> bytes:
     while len(text) < nbytes:
         more = os.pread(fd, nbytes - len(text), offset + len(text))
         if not more:
-            raise OSError(
-                errno.ENODATA, f"a truncated file that ends at byte {offset + len(text):,}"
-            )
+            raise OSError(errno.ENODATA, f"a truncated file that ends at byte {offset + len(text)}")
         text += more
     return text
 

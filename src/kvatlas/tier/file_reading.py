@@ -65,7 +65,7 @@ class RunReader:
             while room:
                 done = os.preadv(self._file, (room,), offset)
                 if not done:
-                    raise OSError(errno.ENODATA, f"a truncated file that ends at byte {offset:,}")
+                    raise OSError(errno.ENODATA, f"a truncated file that ends at byte {offset}")
                 room, offset = room[done:], offset + done
 
     def _read_piece(self, piece: Piece, memory: Bytes) -> None:

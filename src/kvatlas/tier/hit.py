@@ -134,9 +134,12 @@ def tables_of(
 
 def _refuse_carry(carry: Carry | None) -> None:
     if carry is not None:
-        problem = "A fetch cannot combine carry= with convert="
-        hint = "Fetch into pools that this process can access, or into a cache of the tier's dtype"
-        raise AtlasError(Code.CONTRADICTORY, problem, got="both carry= and convert=", hint=hint)
+        raise AtlasError(
+            Code.CONTRADICTORY,
+            "A fetch cannot combine carry= with convert=",
+            got="both options",
+            hint="Omit carry= and pass pools that this process can access, or omit convert=",
+        )
 
 
 def check_all_there(found: int, wanted: int) -> None:

@@ -72,7 +72,7 @@ class ConvertedRows:
         return self._stream.parts_of_entry(need.group, self._numbered.entry(need))
 
     def objects(self, need: NeededBlock) -> list[int]:
-        """Return the indices of a row's objects that contain cells to convert."""
+        """Return the indices of a row's objects that contain bytes to convert."""
         starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         pool, number = self._numbered.place(need)
         begin = number * self._numbered.block_bytes(pool)
@@ -86,7 +86,7 @@ class ConvertedRows:
         return found
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
-        """Convert all cells of the rows in `needs`."""
+        """Convert the rows in `needs` into the rank's pools."""
         for need in needs:
             pool, number = self._numbered.place(need)
             begin = number * self._numbered.block_bytes(pool)

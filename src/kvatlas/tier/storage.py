@@ -162,7 +162,7 @@ class TierStorage:
         return through_window
 
     def load(self, copies: Sequence[Copy], loaded: ExitStack) -> None:
-        """Read the sources of copies from the file, if any, into staging memory.
+        """Read the source bytes of copies into staging memory, if the tier is in a file.
 
         Closing `loaded` releases the staging memory.
         """

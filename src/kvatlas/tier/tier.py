@@ -216,7 +216,7 @@ class Tier:
         return len(self._index)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a key is stored completely in every group that can have it."""
+        """Return whether every group has a complete block with this key."""
         groups = range(len(self.plan.groups))
         return isinstance(key, bytes) and all(self._index.has(group, key) for group in groups)
 

@@ -264,7 +264,7 @@ class TierClient:
         return found
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a key is stored completely in every group that can have it."""
+        """Return whether every group has a complete block with this key."""
         if not isinstance(key, bytes):
             return False
         return all(self._find(*((group, key) for group in range(len(self.plan.groups)))).whole)
