@@ -102,7 +102,7 @@ def test_a_conversation_that_lies_is_refused_with_its_line_and_request(tmp_path:
         (good | {"t": -1.0}, "the time of a request"),
         (good | {"hash_ids": [-1, 2]}, "hash_ids contains a negative id"),
         (good | {"hash_ids": ["x"]}, "this is not a valid request"),
-        (good | {"hash_ids": [1 << 70, 2]}, "an id is not valid"),
+        (good | {"hash_ids": [1 << 70, 2]}, "an id is not a valid integer"),
         (good | {"surprise": 1}, "this is not a valid request"),
         ({"t": 0.0}, "this is not a valid request"),
         (128, "this is not a valid request"),  # which stands in the request before it, too

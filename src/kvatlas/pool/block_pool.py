@@ -206,7 +206,7 @@ class BlockPool:
         self._tell()
 
     def loaded(self, request: Hashable, tokens: int) -> None:
-        """Record that the first `tokens` tokens, as far as the next token sees them, were loaded."""
+        """Record that the first `tokens` tokens were loaded, as far as the next token sees them."""
         asked = self._get(request)
         tokens = checked_tokens(tokens, asked.computed, asked.reserved, len(asked.chain))
         asked.incomplete = [

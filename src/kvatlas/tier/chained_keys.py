@@ -1,9 +1,9 @@
 """Keys for the blocks of a tier, computed from a request's tokens: equal prefixes have equal keys.
 
-Hashes are chained at one granularity, the greatest common divisor of all groups' block sizes. A
-key therefore identifies all tokens up to the end of its block. The weights are not part of a key
-but of the namespace. The chain is part of a format that other programs implement
-(docs/reference/tier_format.md), so it is independent of the hashes that pools use.
+Hashes are chained at one granularity, the greatest common divisor of all groups' block sizes. A key
+therefore identifies all tokens up to the end of its block. The weights are part of the namespace of
+a store, or of the keys if `identity` is passed. The chain is part of a format that other programs
+implement (docs/reference/tier_format.md), so it is independent of the hashes that pools use.
 """
 
 from __future__ import annotations

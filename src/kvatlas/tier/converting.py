@@ -132,7 +132,7 @@ def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
 
 
 def _refuse_rescaling(src: Plan, dst: Plan, convert: Converting) -> None:
-    """Raise an error if a layer with one format in both plans has two different scales."""
+    """Raise an error if a layer with equal formats in both plans has unequal scales."""
     specs = _specs(src), _specs(dst)
     mine = tensor_scales(convert.src_scales, specs[0])
     theirs = tensor_scales(convert.dst_scales, specs[1])

@@ -1,7 +1,7 @@
 """`TierFile`: the open file of a tier.
 
 The file is accessed only through system calls. A failing or full disk and a truncated file are
-therefore reported as errors. With a memory mapping they would kill the process.
+therefore reported as errors. Direct access to a memory mapping would kill the process instead.
 """
 
 from __future__ import annotations

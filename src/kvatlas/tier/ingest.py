@@ -45,7 +45,7 @@ class Delivery(NamedTuple):
 
 
 class Ingest:
-    """The contributions of the ranks of one plan to a tier's blocks."""
+    """Computes which bytes each rank of one plan contributes to a tier's blocks."""
 
     def __init__(self, src: Plan, tier: Plan) -> None:
         self.number = next(_numbers)

@@ -64,7 +64,7 @@ class RowName(NamedTuple):
 
 
 class Namespace:
-    """The names of one identity's objects, in one format.
+    """Makes the names of objects that have one identity and one row format.
 
     >>> from kvatlas.planning import plan
     >>> made = plan("Qwen3-8B", memory="1GiB", layout="BHLNC", block_size=64, max_len=64)
@@ -111,7 +111,7 @@ class Namespace:
         return [f"{self.tenant_prefix}marks/{self._up_to(n).hex()}" for n in places]
 
     def mark_objects(self) -> list[tuple[str, list[Bytes]]]:
-        """Return the marks as objects. The last records the row format."""
+        """Return the name and the content of each mark. The last mark records the row format."""
         cut = self.cut
         about = {"plan": msgspec.Raw(one_row(cut.plan).to_json()),
                  "shards": cut.shards, "stages": cut.stages}  # fmt: skip

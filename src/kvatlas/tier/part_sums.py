@@ -33,7 +33,7 @@ Words = NDArray[np.uint32]
 
 
 class PartSum(NamedTuple):
-    """The contribution of some bytes of a block to its checksum, and their number."""
+    """The contribution of some bytes to the checksum of their block, and the number of bytes."""
 
     term: int
     nbytes: int
@@ -83,7 +83,7 @@ def block_checksum(parts: Iterable[PartSum], block_bytes: int) -> int | None:
 
 @lru_cache
 def _start(nbytes: int) -> int:
-    """Return the contribution of the CRC-32's initial value to that of `nbytes` bytes."""
+    """Return what the initial value of a CRC-32 contributes to the CRC-32 of `nbytes` bytes."""
     return int(_moved(np.array([START], np.uint32), np.array([nbytes]))[0])
 
 

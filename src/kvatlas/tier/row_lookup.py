@@ -54,10 +54,10 @@ class RowLookup:
     def kept(
         self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
     ) -> list[bool]:
-        """Return, for each (tokens, key), whether a group stores the row that ends there.
+        """Return for each (length, key) whether a group stores the last row of a request.
 
-        It is the last row of a request of so many tokens. With `whole`, all objects of the row must
-        exist. Otherwise the first object suffices.
+        `length` is the request's number of tokens, and `key` identifies its last block.
+        With `whole`, all objects of the row must exist. Otherwise the first object suffices.
         """
         covers = [self._spans.covers_at_end(group, stop) for stop, _ in ends]
         rows = [

@@ -30,7 +30,7 @@ _LONG_RUN = 4 << 10
 class RowRuns:
     """The runs of copies between a rank's pools and rows, grouped by row.
 
-    `end` is the end of the copies that is in rows. Their offsets there are those of `numbered`.
+    `end` is the end of the copies that is in rows. The route was bound to `numbered` there.
     """
 
     def __init__(self, copies: Iterable[Copy], end: End, numbered: RowNumbers) -> None:

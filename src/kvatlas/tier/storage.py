@@ -51,9 +51,9 @@ class TierStorage:
         verify_always: bool,
         plan: Plan | None = None,
     ) -> None:
-        """Use memory by pool, or a file. Pass the tier's `plan` if the pools contain its blocks.
+        """Keep blocks in `pools` or in `file`. Pass the tier's plan if `pools` contain its blocks.
 
-        Staging pools contain rows in flight, with headers, so `plan` is None.
+        Pools that stage rows with headers have no plan.
         """
         self._pools, self._file, self._verify_always = dict(pools), file, verify_always
         sizes = {pool.index: pool.block_bytes for pool in plan.pools} if plan else {}
@@ -84,7 +84,7 @@ class TierStorage:
     def store_runs(
         self, ingest: Ingest, about: StoredPart, plan: Plan, pools: Mapping[int, Any]
     ) -> tuple[PartSums, dict[Shape, Delivery]]:
-        """Store a rank's part from the given pools.
+        """Copy a rank's part of a request from its pools into the tier.
 
         Returns the known contributions to block checksums, and the byte ranges that the rank has
         contributed to blocks of each shape. If the tier is in memory, or in a file that is written

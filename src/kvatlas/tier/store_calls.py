@@ -88,9 +88,9 @@ class StoreCalls:
         return made
 
     def result(self, started: Future[T], deadline: Deadline) -> T:
-        """Return the result of a call, or raise `DEADLINE` if it takes too long.
+        """Return the result of a call. Raises an error with code `DEADLINE` if it takes too long.
 
-        Exceptions other than `AtlasError` are raised as `WIRE_FAILED`.
+        Exceptions other than `AtlasError` are raised with code `WIRE_FAILED`.
         """
         try:
             return started.result(deadline.left)

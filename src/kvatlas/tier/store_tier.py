@@ -253,10 +253,10 @@ class StoreTier:
         whole: bool = False,
         other: bool = False,
     ) -> list[bool]:
-        """Return, for each (tokens, key), whether a group stores the row that ends there.
+        """Return for each (length, key) whether a group stores the last row of a request.
 
-        `tokens` is the length of a request, and `key` identifies its last block. Unless `whole`
-        is set, the row may lack objects that other ranks have yet to store. With `other`, search
+        `length` is the request's number of tokens, and `key` identifies its last block. Unless
+        `whole` is set, the row may lack objects that other ranks have yet to store. With `other`, search
         the rows of the other cache dtype: a request is always served from rows of one dtype. If
         the store fails, the miss is counted and the error raised.
         """

@@ -76,9 +76,9 @@ class StoredRows:
     def kept(
         self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
     ) -> list[bool]:
-        """Return, for each (tokens, key), whether a group stores the row that ends there.
+        """Return for each (length, key) whether a group stores the last row of a request.
 
-        It is the last row of a request of so many tokens.
+        `length` is the request's number of tokens, and `key` identifies its last block.
         """
         return self._lookup.kept(group, ends, deadline, whole=whole)
 

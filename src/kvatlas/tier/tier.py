@@ -227,9 +227,9 @@ class Tier:
     def kept_ends(
         self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
     ) -> list[bool]:
-        """Return, for each (tokens, key), whether a group stores the block that ends there.
+        """Return for each (length, key) whether a group stores the last block of a request.
 
-        `tokens` is the length of a request, and `key` identifies its last block.
+        `length` is the request's number of tokens, and `key` identifies its last block.
         """
         del whole  # lookups find only complete blocks
         with self._storage.using():

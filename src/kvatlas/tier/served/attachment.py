@@ -1,6 +1,6 @@
-"""`Attachment`: the connection of one client to one server of a tier.
+"""`Attachment`: the session of one client with the server of a tier.
 
-The first connection carries no messages after the handshake. While it is open, the server keeps
+Its first connection carries no messages after the handshake. While it is open, the server keeps
 the client's pins and the blocks that the client is filling. The client closes it only when no copy
 is in flight.
 """

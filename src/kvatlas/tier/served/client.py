@@ -247,10 +247,10 @@ class TierClient:
     def kept_ends(
         self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
     ) -> list[bool]:
-        """Return, for each (tokens, key), whether a group stores the block that ends there.
+        """Return for each (length, key) whether a group stores the last block of a request.
 
-        It is the last block of a request of so many tokens. Raises an error if no process serves
-        the tier.
+        `length` is the request's number of tokens, and `key` identifies its last block.
+        Raises an error if no process serves the tier.
         """
         del whole  # lookups find only complete blocks
         found: list[bool] = []

@@ -58,7 +58,10 @@ def share_file(
 
 
 def share_memory(at: str | Path, plan: Plan, *, seconds: float = 10.0) -> TierClient:
-    """Open a tier in shared memory, found by a path. Its content is lost when its server ends."""
+    """Open a tier in shared memory, served at the socket path `at`.
+
+    Its content is lost when the process that serves it ends.
+    """
     at = Path(at).absolute()
     return _shared(at, _Host(lambda: _serve_memory(at, plan)), seconds)
 

@@ -115,7 +115,7 @@ class MooncakeStore(ObjectStore):
         return [self._answer("put", answer, _NOT_STORED, _KEPT) for answer in answers]
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
-        """Read whole objects and return the size of each, or `ABSENT`."""
+        """Read whole objects. Return the size of each in bytes, or `ABSENT`."""
         if not objects:
             return []
         answers = self._move(self._client.batch_get_into_multi_buffers, objects)
