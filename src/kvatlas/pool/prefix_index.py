@@ -238,7 +238,7 @@ class PrefixIndex:
         return removed
 
     def clear(self) -> None:
-        """Remove all blocks."""
+        """Remove the blocks of all groups."""
         for group in self.groups:
             group.clear()
         for names in self._names.values():

@@ -256,9 +256,9 @@ class StoreTier:
         """Return for each (length, key) whether a group stores the last row of a request.
 
         `length` is the request's number of tokens, and `key` identifies its last block. Unless
-        `whole` is set, the row may lack objects that other ranks have yet to store. With `other`, search
-        the rows of the other cache dtype: a request is always served from rows of one dtype. If
-        the store fails, the miss is counted and the error raised.
+        `whole` is set, the row may lack objects that other ranks have yet to store. With `other`,
+        search the rows of the other cache dtype: a request is always served from rows of one dtype.
+        If the store fails, the miss is counted and the error raised.
         """
         with self._storage.using():
             deadline = Deadline(self.deadline)

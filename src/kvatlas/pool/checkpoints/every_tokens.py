@@ -25,7 +25,7 @@ class EveryTokens(Checkpoints):
         positive(self.tokens, "the tokens between checkpoints")
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Return the ends of blocks to keep after the hit, without duplicates."""
+        """Return the block ends after the hit at which to keep checkpoints, without duplicates."""
         step = max(self.tokens, prompt.block)
         ends = np.arange(step, prompt.stop * prompt.block + 1, step) // prompt.block
         chosen = np.unique(np.append(ends, prompt.end))

@@ -40,7 +40,7 @@ class PrefillCost:
 
     @classmethod
     def of(cls, model: Model, active: int, *, tflops: float = TFLOPS) -> PrefillCost:
-        """Return the cost of a model with `active` active parameters."""
+        """Return the cost model of a model with `active` active parameters."""
         pairs: dict[int | None, float] = {}
         for layer in model.layers:
             seen = layer.spec.visibility

@@ -81,9 +81,9 @@ class EngineRequests:
             del self._open[request.last.name]
 
     def _going_on(self, event: BlockStored, added: Addition) -> tuple[InferredRequest, bool] | None:
-        """Return the open request that an event continues, or None.
+        """Return the open request that an event continues, and whether it continues the answer.
 
-        Also returns whether the event continues the request's answer.
+        Returns None if the event continues no open request.
         """
         if event.parent_block_hash is None:
             waiting = None if added.new else self._waiting_for_room(added.last)

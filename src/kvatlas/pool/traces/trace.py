@@ -145,7 +145,7 @@ class TraceBuilder:
         return len(self._lengths)
 
     def begin(self, file: str) -> None:
-        """Begin a new file, which errors of the following requests name."""
+        """Begin a new file. Errors name it for all requests that are added from now on."""
         self._where.append((len(self), file))
 
     def place(self, line: int, request: int | None = None) -> str:

@@ -198,7 +198,7 @@ class FindNames(SessionQuestion, frozen=True, kw_only=True, tag="find_names"):
 
 
 class NamesFound(Message, frozen=True, kw_only=True, tag="names_found"):
-    """Reply to `FindNames`: whether each block exists, and counts of existing and evicted blocks."""
+    """Reply to `FindNames`: whether each block exists, and how many exist or were evicted."""
 
     whole: Annotated[tuple[bool, ...], Meta(max_length=MOST_NAMES)]
     blocks: Count
