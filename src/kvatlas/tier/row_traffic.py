@@ -54,7 +54,7 @@ class StagedObject(NamedTuple):
 
 
 class StagedRows(NamedTuple):
-    """Leased staging memory for rows, and the staging row of each row by pool and row number."""
+    """A lease of staging memory, and the index of the staging row by pool and row number."""
 
     lease: RowLease
     places: dict[int, dict[int, int]]

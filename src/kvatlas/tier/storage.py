@@ -51,9 +51,9 @@ class TierStorage:
         verify_always: bool,
         plan: Plan | None = None,
     ) -> None:
-        """Keep blocks in `pools` or in `file`. Pass the tier's plan if `pools` contain its blocks.
+        """Keep blocks in `pools`, or in `file`.
 
-        Pools that stage rows with headers have no plan.
+        Omit `plan` if the pools contain staged rows with headers instead of the plan's blocks.
         """
         self._pools, self._file, self._verify_always = dict(pools), file, verify_always
         sizes = {pool.index: pool.block_bytes for pool in plan.pools} if plan else {}
