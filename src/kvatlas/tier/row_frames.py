@@ -8,6 +8,7 @@ layout. A run that crosses an object boundary is split there.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -87,28 +88,31 @@ class RowFrame:
         at = within + self._shift[stretch] + to
         return replace(copy, src=at) if end == "src" else replace(copy, dst=at)
 
-    def moved_grid(self, grid: Copy, end: End, begin: Int64s | int, to: Int64s | int) -> list[Copy]:
+    def moved_grid(
+        self, grid: Copy, end: End, within: Sequence[tuple[int, int]], to: Int64s | int
+    ) -> list[Copy]:
         """Translate a grid of runs like `moved`, and expand spans only if a run crosses objects.
 
-        Returns one grid for all spans with the same offset in their rows and the same length.
+        `within` contains the offset of each span in its row, and its length. Returns one grid for
+        all spans with equal offsets and lengths.
         """
-        within = (grid.src if end == "src" else grid.dst) - begin
         other = grid.dst if end == "src" else grid.src
-        to = np.broadcast_to(to, within.shape)
+        to = np.full(len(other), to) if isinstance(to, int) else to
         alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for span, about in enumerate(zip(within.tolist(), grid.length.tolist(), strict=True)):
+        for span, about in enumerate(within):
             alike[about].append(span)
         moved = []
         for (offset, length), spans in alike.items():
             framed = self.starts_at(grid.starts, end, offset, length)
-            at = within if framed.starts is None else to
-            src, dst = (at, other) if end == "src" else (other, at)
-            some = replace(grid, src=src[spans], dst=dst[spans], length=grid.length[spans])
+            some = slice(None) if len(alike) == 1 else spans
+            near = to[some] if framed.starts else np.full(len(spans), offset)
+            ends = (near, other[some]) if end == "src" else (other[some], near)
+            pools, starts = (grid.src_pool, grid.dst_pool), framed.starts or grid.starts
+            part = Copy(*pools, *ends, grid.length[some], starts=starts)
             if framed.starts is None:
-                rows = np.repeat(to[spans], len(grid.starts.src))
-                moved.append(self.moved(some.expanded(), end, 0, rows))
-            else:
-                moved.append(replace(some, starts=framed.starts))
+                rows = np.repeat(to[some], len(starts.src))
+                part = self.moved(part.expanded(), end, 0, rows)
+            moved.append(part)
         return moved
 
     def _starts_at(self, starts: Starts, end: End, begin: int, length: int) -> FramedStarts:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,16 @@ _LONG_RUN = 4 << 10
 """Mean size in bytes from which runs are worth sorting."""
 
 
+class _Grouped(NamedTuple):
+    """A copy whose spans are grouped by row."""
+
+    copy: Copy
+    rows: dict[int, tuple[int, int]]
+    """The range of spans of each row, by row number."""
+    grid_spans: list[tuple[int, int]]
+    """The offset of each span in its row, and its length; empty if the copy is not a grid."""
+
+
 class RowRuns:
     """The runs of copies between a rank's pools and rows, grouped by row.
 
@@ -37,37 +48,43 @@ class RowRuns:
         self._end, self._numbered = end, numbered
         self._sorted = [self._by_row(copy) for copy in copies]
 
-    def _by_row(self, copy: Copy) -> tuple[Copy, Int64s]:
-        """Return a copy with its spans grouped by row, and the number of each span's row.
+    def _by_row(self, copy: Copy) -> _Grouped:
+        """Group the spans of a copy by row.
 
         Long runs are sorted by their offset in the row, so that contiguous runs are copied without
         a staging buffer. For short runs sorting costs more than it saves.
         """
-        at = self._at(copy)
-        row = at // self._numbered.block_bytes(self._pool(copy))
+        at, nbytes = self._at(copy), self._numbered.block_bytes(self._pool(copy))
+        row = at // nbytes
         key = at if copy.nbytes >= _LONG_RUN * len(copy) else row
         if len(key) > 1 and (np.diff(key) < 0).any():
             order = np.argsort(key, kind="stable")
             row, length = row[order], np.array(copy.length)[order]
             copy = replace(copy, src=copy.src[order], dst=copy.dst[order], length=length)
-        return copy, row
+        first = np.flatnonzero(np.diff(row, prepend=-1))
+        ranges = pairwise([*first.tolist(), len(row)])
+        rows = dict(zip(row[first].tolist(), ranges, strict=True))
+        if copy.starts is ORIGIN:
+            return _Grouped(copy, rows, [])
+        within = (self._at(copy) - row * nbytes).tolist()
+        return _Grouped(copy, rows, list(zip(within, copy.length.tolist(), strict=True)))
 
     def objects(self, pool: int, number: int, staging: StagingRows) -> list[int]:
         """Return the indices of a row's objects that contain bytes of the runs."""
         group = self._numbered.group(pool, number)
         found: set[int] = set()
-        for copy, row in self._sorted:
-            if self._pool(copy) == pool:
-                spans = slice(*np.searchsorted(row, (number, number + 1)))
-                begin = self._at(copy)[spans] - number * self._numbered.block_bytes(pool)
-                length = np.array(copy.length[spans])
+        for copy, rows, grid_spans in self._sorted:
+            if number in rows and self._pool(copy) == pool:
+                spans = slice(*rows[number])
                 if copy.starts is ORIGIN:
-                    overlap = staging.cut.groups[group].overlap(begin, length)
+                    begin = number * self._numbered.block_bytes(pool)
+                    within, length = self._at(copy)[spans] - begin, np.array(copy.length[spans])
+                    overlap = staging.cut.groups[group].overlap(within, length)
                     found.update(np.flatnonzero(overlap).tolist())
                 else:
-                    frame = staging.frames[group]
-                    for span in set(zip(begin.tolist(), length.tolist(), strict=True)):
-                        found |= frame.starts_at(copy.starts, self._end, *span).objects
+                    starts_at = staging.frames[group].starts_at
+                    for span in set(grid_spans[spans]):
+                        found |= starts_at(copy.starts, self._end, *span).objects
         return sorted(found)
 
     def at(self, places: Mapping[int, Mapping[int, int]], staging: StagingRows) -> list[Copy]:
@@ -77,30 +94,23 @@ class RowRuns:
         pool must be consecutive in `numbered`.
         """
         moved: list[Copy] = []
-        for copy, row in self._sorted:
+        numbers = {pool: sorted(there) for pool, there in places.items()}
+        for copy, rows, grid_spans in self._sorted:
             pool = self._pool(copy)
-            for some in self._together(copy, sorted(places.get(pool, {}))):
-                spans = slice(*np.searchsorted(row, (some[0], some[-1] + 1)))
-                if spans.start < spans.stop:
-                    src, dst, length = copy.src[spans], copy.dst[spans], copy.length[spans]
-                    part = replace(copy, src=src, dst=dst, length=length)
-                    of, to = self._rows(row[spans], some, places[pool])
-                    begin, to = of * self._numbered.block_bytes(pool), to * staging.row_bytes[pool]
-                    frame = staging.frames[self._numbered.group(pool, some[0])]
-                    if copy.starts is ORIGIN:
-                        moved.append(frame.moved(part, self._end, begin, to))
-                    else:
-                        moved += frame.moved_grid(part, self._end, begin, to)
+            for some in self._together(copy, [n for n in numbers.get(pool, ()) if n in rows]):
+                counts = [stop - start for start, stop in (rows[number] for number in some)]
+                staged = [places[pool][number] for number in some]
+                to = _of_spans(staged, staging.row_bytes[pool], counts)
+                spans = slice(rows[some[0]][0], rows[some[-1]][1])
+                ends = copy.src[spans], copy.dst[spans], copy.length[spans]
+                part = Copy(copy.src_pool, copy.dst_pool, *ends, starts=copy.starts)
+                frame = staging.frames[self._numbered.group(pool, some[0])]
+                if copy.starts is ORIGIN:
+                    begin = _of_spans(some, self._numbered.block_bytes(pool), counts)
+                    moved.append(frame.moved(part, self._end, begin, to))
+                else:
+                    moved += frame.moved_grid(part, self._end, grid_spans[spans], to)
         return moved
-
-    def _rows(
-        self, row: Int64s, some: list[int], places: Mapping[int, int]
-    ) -> tuple[Int64s | int, Int64s | int]:
-        """Return the row number and the staging row of each span, or one of each for all spans."""
-        if len(some) == 1:
-            return some[0], places[some[0]]
-        there = np.array([places[number] for number in some], np.int64)
-        return row, there[np.searchsorted(some, row)]
 
     def _together(self, copy: Copy, numbers: list[int]) -> Iterator[list[int]]:
         """Yield the numbers of rows that are moved together: rows of one group.
@@ -119,3 +129,13 @@ class RowRuns:
 
     def _pool(self, copy: Copy) -> int:
         return copy.src_pool if self._end == "src" else copy.dst_pool
+
+
+def _of_spans(rows: list[int], stride: int, counts: list[int]) -> Int64s | int:
+    """Return the offset of each span's row, `stride` bytes per row; one integer for one row.
+
+    `counts` is the number of spans of each row.
+    """
+    if len(rows) == 1:
+        return stride * rows[0]
+    return np.repeat(stride * np.array(rows, np.int64), counts)
