@@ -106,9 +106,10 @@ class RowFrame:
             framed = self.starts_at(grid.starts, end, offset, length)
             some = slice(None) if len(alike) == 1 else spans
             near = to[some] if framed.starts else np.full(len(spans), offset)
-            ends = (near, other[some]) if end == "src" else (other[some], near)
-            pools, starts = (grid.src_pool, grid.dst_pool), framed.starts or grid.starts
-            part = Copy(*pools, *ends, grid.length[some], starts=starts)
+            src, dst = (near, other[some]) if end == "src" else (other[some], near)
+            starts = framed.starts or grid.starts
+            pools = grid.src_pool, grid.dst_pool
+            part = Copy(*pools, src, dst, grid.length[some], starts=starts)
             if framed.starts is None:
                 rows = np.repeat(to[some], len(starts.src))
                 part = self.moved(part.expanded(), end, 0, rows)
