@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from kvatlas.errors import AtlasError
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import route, scattered
 from kvatlas.tier.ingest import Ingest, with_room
-from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
 from kvatlas.tier.opening import BLOCK, rows_of
 from kvatlas.tier.request_blocks import TierSpans
+from kvatlas.tier.row_numbers import RowNumbers
 from kvatlas.tier.row_objects import RowObjects
+from kvatlas.tier.row_runs import RowRuns
+from kvatlas.tier.staging_rows import StagingRows
 
 MODELS = {
     "Qwen3-8B": "dense, 8 heads",
@@ -34,8 +34,9 @@ def counted(rows: Plan, cut: RowObjects, made: Plan) -> tuple[int, int, int]:
     spans = TierSpans(rows, made)
     keys = {group: [b"%d" % n for n in range(TOKENS)] for group in range(len(rows.groups))}
     needs = spans.needs(0, TOKENS, keys)
-    numbered = NumberedRows(rows, needs)
+    numbered = RowNumbers(rows, needs)
     ingest, way, tables = Ingest(made, rows), route(with_room(rows), made), scattered(made, TOKENS)
+    staging = StagingRows(cut, 0)
     written, read = [], []
     for rank in range(made.ranks):
         if rank in ingest.sources:
@@ -47,11 +48,10 @@ def counted(rows: Plan, cut: RowObjects, made: Plan) -> tuple[int, int, int]:
             written.append(sum(len(share.whole) for share in shares))
         ends: dict[str, Any] = {"src_blocks": numbered.tables(), "dst_blocks": tables}
         bound = way.bind(src_rank=0, dst_rank=rank, tokens=TOKENS, **ends)
-        copies = NumberedCopies(bound.copies, "src", numbered)
+        runs = RowRuns(bound.copies, "src", numbered)
         asked = 0
         for need, number in numbered.numbers.items():
-            ranges = copies.within(rows.groups[need.group].pool, number)
-            asked += int(np.count_nonzero(cut.groups[need.group].overlap(*ranges)))
+            asked += len(runs.objects(rows.groups[need.group].pool, number, staging))
         read.append(asked)
     return sum(written), max(written), max(read)
 

@@ -381,10 +381,13 @@ def test_events_that_lie_are_refused_with_their_line(tmp_path: Path) -> None:
         (b'{"ts": 1e999, "events": []}', "line 2: this is not a valid event"),
         (b'{"type": "BlockStored", "block', "line 2: this is not a valid event"),
         (b"[" * 100_000, "line 2: this is not a valid event"),
-        (other, "line 2: the events contradict each other. Got hash 2 "),
-        (stored([2]), "line 2: the events contradict each other. Got hash 2 "),
-        (stored([3], 2, block=4), "line 2: the block size changes"),
-        (BlockStored([3], 2, [3] * 4, 2), "line 2: the first group does not keep every token"),
+        (other, "line 2: the events contradict each other. Got block hash 2 "),
+        (stored([2]), "line 2: the events contradict each other. Got block hash 2 "),
+        (stored([3], 2, block=4), "line 2: the block size differs from earlier events"),
+        (
+            BlockStored([3], 2, [3] * 4, 2),
+            "line 2: the event has more tokens than its blocks can hold",
+        ),
     ]
     for number, (lie, words) in enumerate(lies):
         path = tmp_path / f"{number}.jsonl"

@@ -15,7 +15,7 @@ from kvatlas.tier import (
     HostStore,
     ObjectStore,
     StoreTier,
-    numbered_copies,
+    row_runs,
     row_storing,
     row_traffic,
     store_hit,
@@ -63,8 +63,8 @@ def test_runs_are_written_out_as_for_a_gpu(*, large: bool, monkeypatch: pytest.M
     for module in (row_storing, store_hit):
         monkeypatch.setattr(module, "is_on_gpu", lambda _: True)
     if large:
-        monkeypatch.setattr(numbered_copies, "_LARGE_ROW", 1)
-        monkeypatch.setattr(numbered_copies, "_LONG_RUN", 1)
+        monkeypatch.setattr(row_runs, "_LARGE_ROW", 1)
+        monkeypatch.setattr(row_runs, "_LONG_RUN", 1)
     for name in FIVE if DEEP else ("sliding", "delta hybrid"):
         model, world = MODELS[name], World(MODELS[name], 100)
         with tier_in(HostStore(), model, block_size=32) as tier:

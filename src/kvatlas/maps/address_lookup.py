@@ -15,7 +15,7 @@ from kvatlas.maps.plan_drawing import Box, PageDrawing
 
 @dataclass(frozen=True)
 class Found:
-    """The field of each address, and its coordinates by axis."""
+    """The field at each address, and the coordinates of the address by axis."""
 
     field: Int64s
     """Index of the field in `PageDrawing.fields`; -1 for an address outside all fields."""

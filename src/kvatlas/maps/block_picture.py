@@ -123,7 +123,7 @@ def sampled_groups(
 
 
 def _with_regions(drawn: PlanDrawing, regions: list[RegionDrawing], one: RegionDrawing) -> Box:
-    """Return the box of a region's first field, with an axis for identical regions."""
+    """Return the box of a region's first field, with one more axis that counts equal regions."""
 
     def first_field(region: RegionDrawing) -> Box:
         return drawn.pages[region.page].fields[0].box
@@ -149,7 +149,7 @@ class _Row(NamedTuple):
 
 
 def _rows(drawn: PlanDrawing, regions: list[RegionDrawing], unused: tuple[Box, ...]) -> list[_Row]:
-    """Return the rows of block 0 to draw, in order of address: of each region, and unused bytes."""
+    """Return the rows of block 0 to draw, by address: those of each region, and unused bytes."""
     rows: list[_Row] = []
     most = max(2, MOST_ROWS // len(regions))
     for region in regions:
@@ -182,7 +182,7 @@ def _piece(box: Box) -> int:
 
 
 def _starts(drawn: PlanDrawing, region: RegionDrawing) -> Iterator[tuple[int, Box]]:
-    """Yield the start of each row of block 0, and the box of the rows."""
+    """Yield the offset of each row of a region in block 0, and the box that describes its rows."""
     box = drawn.pages[region.page].block_rows
     axes = [(size, stride) for name, size, stride in box.axes if name != "B"]
     for index in product(*(range(size) for size, _ in axes)):

@@ -126,9 +126,11 @@ class Map:
             path.write_text(made, "utf-8")
         except (OSError, ValueError) as problem:  # a ValueError is an invalid file name
             reason = problem.strerror if isinstance(problem, OSError) else problem
-            got, hint = f"{path}: {reason}", "Pass a path in an existing, writable folder"
             raise AtlasError(
-                Code.UNWRITABLE, "The map cannot be written", got=got, hint=hint
+                Code.UNWRITABLE,
+                "The map cannot be written to the file",
+                got=f"{path}: {reason}",
+                hint="Pass save() a path in an existing, writable folder",
             ) from problem
         return path
 

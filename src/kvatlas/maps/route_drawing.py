@@ -44,7 +44,7 @@ class RouteDrawing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_route(src: Plan, dst: Plan, *, tokens: int | None = None) -> RouteDrawing:
-    """Return the drawing of the route. It counts all runs of `tokens` and draws about one block."""
+    """Return the drawing of a route: counts of all runs for `tokens` tokens, and runs to draw."""
     answer = check(src, dst, tokens=tokens)
     drawn = min(max(src.block_size, dst.block_size), answer.tokens)
     tables = scattered(src, drawn), scattered(dst, drawn)

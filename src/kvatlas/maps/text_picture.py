@@ -61,7 +61,7 @@ def _has_heads(field: FieldDrawing) -> bool:
 
 
 def _letters(fields: list[FieldDrawing]) -> dict[str, str]:
-    """Return a letter for each field, if possible one of its name."""
+    """Return a letter for each field, if possible a letter of its name."""
     taken: dict[str, str] = {}
     for field in fields:
         free = [one for one in field.name + ascii_uppercase if one not in taken.values()]

@@ -30,7 +30,10 @@ class _AsArrays(NamedTuple):
     """The index of each block in the list last passed to `distinct`; may be stale."""
 
     def distinct(self, blocks: Sequence[int]) -> Int64s | None:
-        """Return blocks as an array; None if they are few, repeated or negative."""
+        """Return block ids as an array, or None if a Python loop must handle them.
+
+        That is the case if there are few, or if an id is repeated or negative.
+        """
         if len(blocks) < _MANY:
             return None
         ids, places = np.array(blocks, np.int64), np.arange(len(blocks), dtype=np.int32)
@@ -106,7 +109,7 @@ class BlockIds:
 
     @property
     def kept(self) -> int:
-        """Number of blocks without an owner whose content is kept for reuse."""
+        """Number of blocks that have no owner and whose content is kept for reuse."""
         return self._idle
 
     def require(self, count: int) -> None:
@@ -248,7 +251,7 @@ class BlockIds:
         self._let_go(ids)
 
     def _rest(self, idle: Int64s) -> None:
-        """Queue kept blocks whose last owner has released them for eviction, in this order."""
+        """Queue kept blocks that have lost their last owner for eviction, in the given order."""
         if self._eviction is None:
             raise AtlasError(
                 Code.CONTRADICTORY, "Keeping blocks for reuse requires an eviction policy",
@@ -265,7 +268,7 @@ class BlockIds:
         self._let_go(self._eviction.victims(count, self._arrays.woken))
 
     def _let_go(self, ids: Int64s) -> None:
-        """Move kept blocks to the free list. The first in the list is taken first."""
+        """Move kept blocks to the free list. `take` then returns them in the given order."""
         victims: list[int] = ids.tolist()
         self._arrays.kept[ids] = False
         self._idle -= len(victims)

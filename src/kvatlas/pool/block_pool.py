@@ -128,7 +128,7 @@ class BlockPool:
         return self._index.longest(chain)
 
     def stops(self, request: Hashable, tokens: int) -> list[int]:
-        """Return the token counts, up to `tokens`, at which to call `computed` to keep states."""
+        """Return the token counts up to `tokens` at which `computed` keeps recurrent states."""
         asked = self._get(request)
         recurrent = any(group.kind == "recurrent" for group in self.plan.groups)
         return self._kept_ends(asked, tokens) if recurrent else []
@@ -206,7 +206,7 @@ class BlockPool:
         self._tell()
 
     def loaded(self, request: Hashable, tokens: int) -> None:
-        """Record that the part of the first `tokens` tokens that the next token sees was loaded."""
+        """Record that the first `tokens` tokens were loaded, as far as the next token sees them."""
         asked = self._get(request)
         tokens = checked_tokens(tokens, asked.computed, asked.reserved, len(asked.chain))
         asked.incomplete = [
@@ -269,7 +269,7 @@ class BlockPool:
         return found
 
     def _count_seen(self, chain: HashChain) -> int:
-        """Return the length of the longest prefix seen before, and record the new prefixes."""
+        """Return how many leading tokens were seen before, and record all prefixes as seen."""
         if not self.checkpoints.asks_for_seen:
             return 0
         digests = chain.ends(self._step, 0, len(chain) // self._step)
@@ -337,7 +337,7 @@ class BlockPool:
     def _publish(self, asked: _Request, tokens: int) -> bool:
         """Publish complete blocks, and return whether a recurrent state was published.
 
-        Full attention publishes every block, windows and recurrent layers those of checkpoints.
+        Full attention publishes every block. Windows and recurrent layers publish checkpoints.
         """
         everything = all(group.keeps_all for group in self._index.groups)
         ends = [] if everything else self._kept_ends(asked, tokens)

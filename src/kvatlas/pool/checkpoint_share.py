@@ -1,4 +1,4 @@
-"""Limit checkpoints to a share of a pool that they share with full attention."""
+"""Limit the part of a pool that checkpoints may take if full attention uses the pool too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvatlas.specs import Visibility
 
 
 class CheckpointShare:
-    """The kept blocks of windows and recurrent states in a pool, at most `most` blocks."""
+    """The blocks that checkpoints keep in a pool: at most `most`, evicted in LRU order."""
 
     def __init__(self, ids: BlockIds, most: int) -> None:
         self._ids, self.most = ids, most
@@ -39,18 +39,18 @@ class CheckpointShare:
         return True
 
     def use(self, blocks: Iterable[int]) -> None:
-        """Record that blocks were kept or reused, as the most recently used."""
+        """Record that checkpoints were stored in these blocks or reused."""
         for block in blocks:
             self._kept[block] = None
             self._kept.move_to_end(block)
 
     def lose(self, blocks: Iterable[int]) -> None:
-        """Remove blocks that were evicted."""
+        """Stop counting blocks that were evicted."""
         for block in blocks:
             self._kept.pop(block, None)
 
     def clear(self) -> None:
-        """Remove all blocks."""
+        """Stop counting all blocks."""
         self._kept.clear()
 
 
@@ -59,7 +59,7 @@ def checkpoint_shares(
 ) -> dict[int, CheckpointShare]:
     """Return a `CheckpointShare` for each pool with both checkpoints and full attention.
 
-    Empty if `share` is None.
+    Each may take the fraction `share` of its pool. The result is empty if `share` is None.
     """
     if share is None:
         return {}

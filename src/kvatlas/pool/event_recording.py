@@ -74,7 +74,7 @@ class EventRecording:
 
 
 def is_recording(path: Path) -> bool:
-    """Return whether a file is a recording."""
+    """Return whether a file is a recording of KV events."""
     with path.open("rb") as file:
         return file.read(len(FIRST_LINE)) == FIRST_LINE
 

@@ -123,7 +123,10 @@ class EventPublisher:
             router.close(linger=0)
 
     def _answer(self, router: Any, frames: list[bytes]) -> None:
-        """Reply with the kept batches from the requested number on; ignore malformed requests."""
+        """Reply to a replay request with all kept batches from the requested number on.
+
+        Malformed requests are ignored.
+        """
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             return
         first = int.from_bytes(frames[2], "big")
@@ -202,7 +205,7 @@ class EventSubscriber:
         return self._waiting.popleft()
 
     def _begin_anew(self) -> None:
-        """Handle a lost connection: the next batch may come from a restarted publisher.
+        """Handle a lost connection, after which a restarted publisher may send the next batch.
 
         Queued batches may be from before or after the loss. Only the latest of them is kept. Both
         it and the batch after it are marked with a gap.
@@ -285,7 +288,7 @@ def _number(number: int) -> bytes:
 
 
 def _checked(frames: list[bytes]) -> tuple[int, bytes]:
-    """Return the number and the batch of a message [topic, number, batch]."""
+    """Check a message [topic, number, batch] and return its number and its encoded batch."""
     if len(frames) != 3 or len(frames[1]) != 8 or frames[1][0] & 0x80:
         problem = "An event message must have 3 frames: a topic, a number of 8 bytes and a batch"
         got = f"{len(frames)} frames of {list(map(len, frames))[:8]} bytes"

@@ -52,16 +52,19 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     session_id: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise an error if the numbers of tokens and blocks are inconsistent.
+        """Raise an error if the blocks have too few tokens or not one extra key each.
 
         There may be more tokens than the blocks hold: for windows, vLLM omits evicted blocks, but
         not their tokens.
         """
         count, blocks = len(self.token_ids), len(self.block_hashes)
         if count % self.block_size or count < blocks * self.block_size:
-            raise ValueError(f"{count} token ids for {blocks} blocks of {self.block_size} tokens")
+            least = blocks * self.block_size
+            expected = f"expected a multiple of {self.block_size} and at least {least}"
+            raise ValueError(f"{count} token_ids for {blocks} blocks, {expected}")
         if self.extra_keys is not None and len(self.extra_keys) != blocks:
-            raise ValueError(f"{len(self.extra_keys)} entries in extra_keys for {blocks} blocks")
+            count = len(self.extra_keys)
+            raise ValueError(f"{count} extra_keys for {blocks} blocks, expected one per block")
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
@@ -89,9 +92,9 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tru
     data_parallel_rank: _Rank | None = None
 
     def __post_init__(self) -> None:
-        """Check that the time is finite."""
+        """Raise an error unless the time is finite."""
         if not isfinite(self.ts):
-            raise ValueError(f"a time of {self.ts}")
+            raise ValueError(f"a time ts of {self.ts}, expected a finite number")
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -115,9 +118,12 @@ def decode_batch(payload: bytes) -> EventBatch:
             return _DECODER.decode(payload)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             got = error
-    problem = "This is not a batch of KV events in the format of vLLM 0.32"
-    hint = "Check the version of the publisher"
-    raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
+    raise AtlasError(
+        Code.BAD_HANDSHAKE,
+        "This is not a batch of KV events in the format of vLLM 0.32",
+        got=got,
+        hint="Check the version of the publisher",
+    )
 
 
 # -- events that a BlockPool sends -------------------------------------------------------

@@ -19,7 +19,7 @@ def first_needed(group: Group, tokens: int) -> int:
 
 
 def first_seen(plan: Plan, index: int, tokens: int) -> int:
-    """Return the first token that position `tokens` attends to in all layers of a group.
+    """Return the first token that position `tokens` attends to in every layer of a group.
 
     It may differ from `first_needed`, because a group that keeps all tokens may contain layers
     with a window.
@@ -59,7 +59,7 @@ def needed_blocks(group: Group, tokens: int) -> range:
 
 
 def last_without_need(group: Group, tokens: int) -> int:
-    """Return the last position up to `tokens` that attends to no earlier token.
+    """Return the last position, at most `tokens`, whose token attends to no earlier token.
 
     That is the start of a chunk, or 0 for layers without chunks.
 

@@ -69,7 +69,7 @@ class HashChain:
         self._added = 0
 
     def __len__(self) -> int:
-        """Return the number of tokens so far."""
+        """Return the number of tokens that were added so far."""
         return len(self._rows) * self.grain + len(self._open) // TOKEN
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -101,12 +101,12 @@ class HashChain:
         return joined
 
     def ends(self, block: int, start: int, stop: int) -> list[bytes]:
-        """Return the hashes at the ends of blocks start .. stop - 1 of `block` tokens each."""
+        """Return the prefix hash after each of blocks start .. stop - 1 of `block` tokens."""
         step = block // self.grain
         return self._links[(start + 1) * step : stop * step + 1 : step]
 
     def starts(self, block: int, start: int, stop: int) -> list[bytes]:
-        """Return the hashes before blocks start .. stop - 1 of `block` tokens each."""
+        """Return the prefix hash before each of blocks start .. stop - 1 of `block` tokens."""
         step = block // self.grain
         return self._links[start * step : stop * step : step]
 
@@ -115,7 +115,7 @@ class HashChain:
         return self._links[tokens // self.grain]
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Return tokens start .. stop - 1."""
+        """Return the ids of tokens start .. stop - 1."""
         return list(struct.unpack(f"{stop - start}q", self._bytes(start, stop)))
 
     def rows(self, block: int, start: int, stop: int) -> list[bytes]:
@@ -139,7 +139,7 @@ class HashChain:
         return rows[(start - skipped) * TOKEN : (stop - skipped) * TOKEN]
 
     def copy(self) -> HashChain:
-        """Return an independent copy."""
+        """Return a copy that can be extended independently."""
         other = HashChain(self.identity, self.grain)
         other._links, other._rows, other._open = list(self._links), list(self._rows), self._open
         other._running, other._added = self._running.copy(), self._added

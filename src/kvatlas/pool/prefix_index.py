@@ -56,9 +56,9 @@ class GroupIndex:
     # -- lookups ----------------------------------------------------------------------
 
     def reach(self, chain: HashChain, tokens: int) -> int:
-        """Return the length of the longest prefix after which this group can continue.
+        """Return the longest prefix, in tokens, after which this group can continue.
 
-        At most `tokens`, in tokens.
+        It is at most `tokens` long.
         """
         block = self.group.block
         if self.keeps_all:
@@ -79,7 +79,7 @@ class GroupIndex:
     def needed(self, chain: HashChain, tokens: int) -> list[int]:
         """Return the ids of the blocks that are needed to continue after `tokens` tokens.
 
-        Of the last block, possibly only the first tokens match. All blocks must be cached.
+        All of them must be cached. If a hit ends inside a block, only its first tokens match.
         """
         block = self.group.block
         entries, whole = needed_blocks(self.group, tokens), tokens // block
@@ -101,7 +101,7 @@ class GroupIndex:
     def _agreeing(self, chain: HashChain, start: int, stop: int) -> tuple[int, bytes]:
         """Return (matching tokens, hash) of the block that best matches tokens start .. stop - 1.
 
-        Only blocks that follow the first `start` tokens are compared. (0, b"") if there are none.
+        Only blocks that follow the first `start` tokens are compared. Returns (0, b"") without any.
         """
         followers = self._behind.get(chain.at(start))
         if followers is None or start == stop:
@@ -146,7 +146,7 @@ class GroupIndex:
             self._behind[name.before] = sorted((others, name))
 
     def remove(self, name: BlockName) -> None:
-        """Remove a block."""
+        """Remove a block from the index."""
         del self.blocks[name.digest]
         if self.cut:
             others = self._behind[name.before]
@@ -156,7 +156,7 @@ class GroupIndex:
                 del self._behind[name.before]
 
     def clear(self) -> None:
-        """Remove all blocks."""
+        """Remove all blocks of the group from the index."""
         self.blocks.clear()
         self._behind.clear()
 
@@ -238,7 +238,7 @@ class PrefixIndex:
         return removed
 
     def clear(self) -> None:
-        """Remove all blocks."""
+        """Remove the blocks of all groups."""
         for group in self.groups:
             group.clear()
         for names in self._names.values():
@@ -251,7 +251,7 @@ def _leading(known: dict[bytes, int], digests: list[bytes]) -> int:
 
 
 def _equal_tokens(one: bytes, two: bytes) -> int:
-    """Return the number of leading tokens that two rows share."""
+    """Return the number of leading tokens that two packed sequences of tokens share."""
     most = min(len(one), len(two))
     ends = range(TOKEN, most + 1, TOKEN)
     return next(

@@ -1,9 +1,9 @@
 """Keys for the blocks of a tier, computed from a request's tokens: equal prefixes have equal keys.
 
-Hashes are chained at one granularity, the greatest common divisor of all groups' block sizes. A
-key therefore identifies all tokens up to the end of its block. The weights are not part of a key
-but of the namespace. The chain is part of a format that other programs implement
-(docs/reference/tier_format.md), so it is independent of the hashes that pools use.
+Hashes are chained at one granularity, the greatest common divisor of all groups' block sizes. A key
+therefore identifies all tokens up to the end of its block. The weights are part of the namespace of
+a store, or of the keys if `identity` is passed. The chain is part of a format that other programs
+implement (docs/reference/tier_format.md), so it is independent of the hashes that pools use.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class PrefixChain:
         lora: str = "",
         identity: bytes = b"",
     ) -> None:
-        """Pass `identity`, a digest of the weights, for tiers whose names do not include it."""
+        """Compute the hash chain of `tokens`.
+
+        Pass `identity`, a digest of the weights, unless the names of stored objects include it.
+        """
         self._blocks = [group.block for group in plan.groups]
         self._grain = grain = gcd(*self._blocks)
         self._text, self.count = _as_bytes(tokens), len(tokens)
@@ -75,7 +78,10 @@ class PrefixChain:
         }
 
     def key_at(self, stop: int) -> bytes:
-        """Return the key of the block that ends after `stop` tokens, in any group."""
+        """Return the key of the block that ends after `stop` tokens.
+
+        It is the same in all groups.
+        """
         if not 0 <= stop <= self.count:
             problem = f"The number of tokens must be between 0 and {self.count}"
             hint = "Pass at most the number of tokens that the chain was built from"
@@ -85,7 +91,7 @@ class PrefixChain:
         return _digest(self._links[whole] + tail) if tail else self._links[whole]
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Return tokens start .. stop - 1."""
+        """Return the ids of tokens start .. stop - 1."""
         found: list[int] = np.frombuffer(self._between(start, stop), "<i8").tolist()
         return found
 
@@ -110,7 +116,7 @@ def prefix_keys(
 
 
 def _root(salt: bytes, lora: str) -> bytes:
-    """Return the key of the empty prefix."""
+    """Return the first link of the hash chain: the key of a prefix without tokens."""
     try:
         return _digest(msgspec.msgpack.encode([salt, lora]))
     except UnicodeEncodeError:

@@ -68,7 +68,10 @@ class TierRoutes:
         self._made = lru_cache(PLANS)(partial(_between, tier))
 
     def to(self, dst: Plan, convert: Converting | None = None) -> Route:
-        """Return the route to a plan. With `convert`, it converts layers whose formats differ."""
+        """Return the route from the tier's plan to `dst`.
+
+        With `convert`, the route converts layers whose formats differ.
+        """
         if convert is not None:
             check_converting(convert)
         return self._made(dst, convert)
@@ -104,7 +107,9 @@ def converting_rows(written: Converting | None, asked: Converting | None) -> Con
 
 
 def kept_as_written(convert: Converting) -> Converting:
-    """Return the conversion for blocks in the cache's dtype, which are copied unchanged.
+    """Return `convert` for blocks that already have the cache's dtype and are copied unchanged.
+
+    The source scales are then the destination scales.
 
     >>> kept_as_written(Converting("bf16->fp8", dst_scales=0.5)).src_scales
     0.5
@@ -127,7 +132,7 @@ def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
 
 
 def _refuse_rescaling(src: Plan, dst: Plan, convert: Converting) -> None:
-    """Raise an error if a layer that is copied unchanged has different scales at the two ends."""
+    """Raise an error if a layer with equal formats in both plans has unequal scales."""
     specs = _specs(src), _specs(dst)
     mine = tensor_scales(convert.src_scales, specs[0])
     theirs = tensor_scales(convert.dst_scales, specs[1])
@@ -141,5 +146,5 @@ def _refuse_rescaling(src: Plan, dst: Plan, convert: Converting) -> None:
 
 
 def _specs(plan: Plan) -> dict[str, Spec]:
-    """Return the spec of each layer."""
+    """Return the spec of each layer by the layer's name."""
     return {layer.name: layer.spec for region in plan.regions for layer in region.layers}

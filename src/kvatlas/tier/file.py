@@ -1,7 +1,7 @@
 """`TierFile`: the open file of a tier.
 
 The file is accessed only through system calls. A failing or full disk and a truncated file are
-therefore reported as errors. With a memory mapping they would kill the process.
+therefore reported as errors. Direct access to a memory mapping would kill the process instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvatlas.tier.file_opening import (
     write_all,
 )
 from kvatlas.tier.file_owner import FileUse, lock_file, unlock_file
-from kvatlas.tier.file_pieces import GridPiece, Piece, Rooms, grid_pieces, pieces
+from kvatlas.tier.file_pieces import Piece, Rooms, grid_pieces, pieces
 from kvatlas.tier.file_reading import RunReader
 from kvatlas.tier.file_window import Window
 from kvatlas.tier.file_writing import PieceWriter
@@ -58,7 +58,7 @@ _WORTH_A_CORE = 8 << 20
 _CUT_SHORT = -1
 """The checksum of a block that is truncated in the file."""
 
-_Work = tuple[Copy, Piece | GridPiece]
+_Work = tuple[Copy, Piece]
 """A copy and one of its pieces."""
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class TierFile:
     def write(self, copies: Sequence[Copy], pools: Mapping[int, Bytes]) -> PartSums:
         """Copy from pools in memory into blocks of the file.
 
-        Returns the contributions to the checksums of blocks that were computed while writing.
+        Returns, by block, the contributions to its checksum that were computed while writing.
         """
         near = memory_of(pools)
         check_bounds(copies, near, self._places)
@@ -129,8 +129,8 @@ class TierFile:
                     pass
         return sums
 
-    def _pieces(self, copy: Copy) -> Sequence[Piece | GridPiece]:
-        """Cut a copy into pieces. Return none if its stretches of the file are short."""
+    def _pieces(self, copy: Copy) -> Sequence[Piece]:
+        """Cut a copy into pieces. The result is empty if its stretches of the file are short."""
         if copy.starts is not ORIGIN:
             return grid_pieces(copy)
         return pieces(copy.src, copy.dst, copy.length, self._block_bytes[copy.dst_pool])
@@ -146,9 +146,7 @@ class TierFile:
                 sums[pool, block_id] = part
         return sums
 
-    def _write_piece(
-        self, move: Copy, piece: Piece | GridPiece, pools: Mapping[int, Bytes]
-    ) -> SummedStretches:
+    def _write_piece(self, move: Copy, piece: Piece, pools: Mapping[int, Bytes]) -> SummedStretches:
         offset = self._places[move.dst_pool].address
         return self._writer.write(piece, pools[move.src_pool], offset)
 
@@ -173,9 +171,9 @@ class TierFile:
             return self._on_cores(self._checksum, blocks)
 
     def _on_cores(self, act: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Return the results for all items, computed on several cores including this one.
+        """Call `act` on each item, on several cores, and return all results in order.
 
-        If an item fails or the caller is interrupted, the error is raised only after all others
+        If a call fails or the caller is interrupted, the error is raised only after all other calls
         have finished. Otherwise they could still write to blocks or memory with new owners.
         """
         if len(items) < 2:
@@ -191,7 +189,7 @@ class TierFile:
     def commit(self, blocks: Sequence[TierBlock]) -> None:
         """Write the records of complete blocks, and flush them to disk if the tier is durable.
 
-        Blocks whose checksum cannot be combined from those of their parts are read again.
+        A block is read again if its checksum cannot be combined from the checksums of its parts.
         """
         synced = self._helpers.submit(os.fdatasync, self._fd) if self.durable else None
         with self._whole_file():
@@ -201,7 +199,7 @@ class TierFile:
             for block, checksum in zip(blocks, known, strict=True):
                 block.checksum = next(read) if checksum is None else checksum
             if any(block.checksum == _CUT_SHORT for block in unknown):
-                raise OSError(errno.ENODATA, "a file that is too short for its blocks")
+                raise OSError(errno.ENODATA, "a truncated file that is too short for its blocks")
             if synced is not None:
                 synced.result()
         with self._whole_file():
@@ -211,11 +209,11 @@ class TierFile:
                 os.fdatasync(self._fd)
 
     def _summed(self, block: TierBlock) -> int | None:
-        """Return the checksum of a block if those of all its parts are known, or None."""
+        """Return a block's checksum, combined from its parts; None if a part has no checksum."""
         return block_checksum(block.sums.values(), self._block_bytes[block.pool])
 
     def clear(self, block: TierBlock) -> None:
-        """Mark a block as empty, before anything is written to it."""
+        """Clear the record of a block, so that the block counts as empty while it is written."""
         with self._whole_file():
             write_all(self._fd, EMPTY_RECORD, self._records.place(block))
 
@@ -265,7 +263,7 @@ class TierFile:
 
 
 def _parts(copy: Copy) -> Iterator[Copy]:
-    """Yield the part of a copy that each core reads: spans, or starts if spans are too few."""
+    """Split a copy into one part per core: by spans or, if there are too few spans, by starts."""
     if len(copy.length) >= min(_SUMMING, len(copy.starts.src)):
         for some in _cuts(len(copy.length), copy.nbytes):
             yield replace(copy, src=copy.src[some], dst=copy.dst[some], length=copy.length[some])
@@ -276,7 +274,10 @@ def _parts(copy: Copy) -> Iterator[Copy]:
 
 
 def _cuts(count: int, nbytes: int) -> Iterator[slice]:
-    """Yield slices of runs for several cores if they are large. The caller reads the first."""
+    """Yield slices that divide `count` spans or starts over several cores.
+
+    If the copy is small, there is only one slice.
+    """
     if not count:
         return
     parts = min(_SUMMING, count, 1 + nbytes // _WORTH_A_CORE)

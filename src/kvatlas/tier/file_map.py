@@ -42,7 +42,10 @@ for _call in (_into_file, _out_of_short_ranges):
 
 
 class FileMap:
-    """A mapping of the first bytes of a file, if the system supports it."""
+    """A mapping of the first `nbytes` bytes of a file.
+
+    If the file cannot be mapped, reads and writes return False.
+    """
 
     def __init__(self, file: int, nbytes: int) -> None:
         try:

@@ -28,7 +28,10 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def open_own(path: Path) -> int:
-    """Open a file that this user owns and no other user may write to."""
+    """Open a file and return its descriptor.
+
+    Raises an error unless this user owns the file and no other user may write to it.
+    """
     with refusals(path):
         fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     state = os.fstat(fd)
@@ -74,7 +77,7 @@ def create_file(path: Path, plan: Plan) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Flush a folder to disk, so that the names of new files survive a power failure."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -90,7 +93,7 @@ def allocate(fd: int, nbytes: int) -> None:
 
 
 def write_all(fd: int, text: bytes | memoryview, offset: int) -> None:
-    """Write all bytes, in as many calls as necessary."""
+    """Write all bytes of `text` at `offset`, in as many system calls as necessary."""
     done = os.pwrite(fd, text, offset)
     while done < len(text):
         done += os.pwrite(fd, text[done:], offset + done)
@@ -102,7 +105,7 @@ def read_all(fd: int, nbytes: int, offset: int) -> bytes:
     while len(text) < nbytes:
         more = os.pread(fd, nbytes - len(text), offset + len(text))
         if not more:
-            raise OSError(errno.ENODATA, f"a file that ends at byte {offset + len(text)}")
+            raise OSError(errno.ENODATA, f"a truncated file that ends at byte {offset + len(text)}")
         text += more
     return text
 
@@ -111,7 +114,7 @@ def read_plan(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
     """Read the plan, id and extent of a file, and check that they are consistent."""
     first_page = read_all(fd, PAGE, 0)
     if not first_page.startswith(MAGIC):
-        raise _unreadable(path, "a file of another format")
+        raise _unreadable(path, "a file that is not a tier of kvatlas")
     said = read_header(first_page)
     if said.version != VERSION:
         problem = f"The tier's file must have format version {VERSION}"
@@ -141,14 +144,14 @@ def read_plan(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
 
 
 def check_length(fd: int, path: Path, extent: Extent) -> None:
-    """Raise an error if the length of a file differs from that of its plan."""
+    """Raise an error unless an open file has the length that `extent` specifies."""
     if (size := os.fstat(fd).st_size) != extent.nbytes:
         raise _unreadable(path, f"a file of {size:,} bytes, expected {extent.nbytes:,}")
 
 
 @contextmanager
 def refusals(path: Path) -> Iterator[None]:
-    """Turn system errors into `AtlasError`."""
+    """Raise each `OSError` of the context as an `AtlasError` that contains the path."""
     try:
         yield
     except OSError as fault:

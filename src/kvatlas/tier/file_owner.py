@@ -33,7 +33,10 @@ def socket_beside(path: Path) -> Path:
 
 
 def lock_file(fd: int, path: Path) -> None:
-    """Become the owner of a file, or raise an error if another process or its clients use it."""
+    """Become the owner of a file.
+
+    Raises an error if another process owns the file or its clients still use it.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -85,7 +88,7 @@ class FileUse:
 
 
 def _set(fd: int, kind: int) -> bool:
-    """Set a lock on this open file description and return whether it was acquired."""
+    """Set a lock of the given kind on an open file. Return whether it was acquired."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, 0, 0, 1, 0))
     except (BlockingIOError, PermissionError):

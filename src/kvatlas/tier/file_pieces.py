@@ -36,106 +36,83 @@ _LONG_STRETCH = 8 << 10
 
 Mask = NDArray[np.bool_]
 
+_ONE_SPAN = np.zeros(1, np.int64), np.zeros(1, np.int64)
+
 
 class Piece(NamedTuple):
-    """Runs that one core moves, either all short or all long."""
+    """Runs that one core moves: one at each start of each span. All are short, or all are long."""
 
-    near: Int64s
-    """Offsets of the runs in memory."""
-    far: Int64s
-    """Offsets of the runs in a pool of the file, or in the file."""
+    starts: tuple[Int64s, Int64s]
+    """Offsets of runs in memory and in the file, relative to the start of a span."""
     length: Int64s
+    """Size of the run at each start, in bytes."""
     first: Int64s
-    """The first run of each stretch of the file."""
-
-    def made(self) -> Piece:
-        """Return the piece itself, because its runs are already expanded."""
-        return self
+    """Indices of the starts at which a stretch of the file begins."""
+    spans: tuple[Int64s, Int64s] = _ONE_SPAN
+    """Starts of the spans in memory and in a pool of the file, or in the file."""
+    packed: NestedSteps | None = None
+    """Offsets of a grid's runs in memory, and in a buffer where the runs are contiguous."""
 
     @property
     def is_long(self) -> bool:
         """Whether the runs are so long that they need no staging buffer."""
         return int(self.length[0]) >= _LONG_RUN
 
+    def runs(self) -> tuple[Int64s, Int64s, Int64s]:
+        """Return the offsets in memory, the offsets in the file and the lengths of all runs."""
+        if self.spans is _ONE_SPAN:
+            return *self.starts, self.length
+        near, far = (
+            (span[:, None] + at).reshape(-1)
+            for span, at in zip(self.spans, self.starts, strict=True)
+        )
+        return near, far, np.tile(self.length, len(self.spans[0]))
+
     @property
     def stretches(self) -> tuple[Int64s, Int64s]:
-        """Return the start and the size of each stretch of the file."""
-        return self.far[self.first], self.stretch_bytes
+        """The start and the size in bytes of each contiguous stretch of the file."""
+        far = (self.spans[1][:, None] + self.starts[1][self.first]).reshape(-1)
+        return far, np.tile(np.add.reduceat(self.length, self.first), len(self.spans[1]))
 
     def gather(self, memory: Bytes, room: Bytes) -> None:
-        """Copy the runs into `room`, one after the other."""
-        for _ in copy_runs_unchecked(memory, room, self.near, self.packed, self.length):
+        """Copy the runs from memory into a staging buffer, one after the other."""
+        if self.packed is None:
+            near, _, length = self.runs()
+            for _ in copy_runs_unchecked(memory, room, near, _packed(length), length):
+                pass
+            return
+        span_bytes, (near, _) = int(self.length.sum()), self.spans
+        src = (near[:, None] + self.packed.src).reshape(-1)
+        dst = (span_bytes * np.arange(len(near))[:, None] + self.packed.dst).reshape(-1)
+        nested = NestedSteps(src, dst, self.packed.steps)
+        copy_nested_unchecked(memory, room, nested, int(self.length[0]))
+
+    def scatter(self, room: Bytes, memory: Bytes) -> None:
+        """Copy the runs from a staging buffer, where they are contiguous, into memory."""
+        near, _, length = self.runs()
+        for _ in copy_runs_unchecked(room, memory, _packed(length), near, length):
             pass
 
-    @property
-    def stretch_bytes(self) -> Int64s:
-        """The size of each stretch in bytes."""
-        return np.add.reduceat(self.length, self.first)
 
-    @property
-    def packed(self) -> Places:
-        """The starts of the runs in the buffer where they are contiguous."""
-        if one_length(self.length):
-            each = int(self.length[0])
-            return range(0, len(self.length) * each, each)
-        return np.cumsum(self.length) - self.length
+def _packed(length: Int64s) -> Places:
+    """Return the starts of runs that follow one another without gaps."""
+    if one_length(length):
+        each = int(length[0])
+        return range(0, len(length) * each, each)
+    return np.cumsum(length) - length
 
 
-class GridPiece(NamedTuple):
-    """Several spans of a grid. If its runs are long, the core that moves them expands them."""
+def grid_pieces(grid: Copy) -> list[Piece]:
+    """Cut a grid of runs into pieces. The list is empty if separate calls per run are better.
 
-    starts: tuple[Int64s, Int64s]
-    """Starts of runs at both ends, relative to the start of a span."""
-    first: Int64s
-    """The first run in each stretch of the file."""
-    packed: NestedSteps
-    """The starts of a span's runs in memory, and in the buffer where they are contiguous."""
-    spans: tuple[Int64s, Int64s]
-    """Starts of the spans in memory and in the file."""
-    run_bytes: int
-
-    @property
-    def is_long(self) -> bool:
-        """Whether the runs are so long that they need no staging buffer."""
-        return self.run_bytes >= _LONG_RUN
-
-    @property
-    def stretches(self) -> tuple[Int64s, Int64s]:
-        """Return the start and the size of each stretch of the file."""
-        far = (self.spans[1][:, None] + self.starts[1][self.first]).reshape(-1)
-        runs = np.diff(self.first, append=len(self.starts[1]))
-        return far, np.tile(self.run_bytes * runs, len(self.spans[1]))
-
-    def gather(self, memory: Bytes, room: Bytes) -> None:
-        """Copy the runs into `room`, one after the other."""
-        behind = len(self.starts[0]) * self.run_bytes * np.arange(len(self.spans[0]))
-        src = (self.spans[0][:, None] + self.packed.src).reshape(-1)
-        dst = (behind[:, None] + self.packed.dst).reshape(-1)
-        copy_nested_unchecked(
-            memory, room, NestedSteps(src, dst, self.packed.steps), self.run_bytes
-        )
-
-    def made(self) -> Piece:
-        """Return the piece with expanded runs."""
-        near, far = (
-            (at + span[:, None]).reshape(-1)
-            for at, span in zip(self.starts, self.spans, strict=True)
-        )
-        behind = len(self.starts[0]) * np.arange(len(self.spans[0]))
-        first = (self.first + behind[:, None]).reshape(-1)
-        return Piece(near, far, np.broadcast_to(np.int64(self.run_bytes), near.shape), first)
-
-
-def grid_pieces(grid: Copy) -> list[GridPiece]:
-    """Cut a grid into pieces. Return none if its runs differ in length or its stretches are short.
-
-    A stretch is a contiguous range of the file, within one block. Each span is in one block.
+    That is the case if the runs differ in length or form only short stretches, which are
+    contiguous ranges of the file within one block. Each span of the grid must be in one block.
 
     >>> from kvatlas.routing.binding import Starts
     >>> starts = Starts.of(np.array([0, 1 << 20]), np.array([0, 1 << 14]))
     >>> spans = np.array([7, 9]), np.array([0, 1 << 21]), np.array([1 << 14, 1 << 14])
     >>> (piece,) = grid_pieces(Copy(0, 0, *spans, starts=starts))
-    >>> piece.made().near.tolist(), piece.made().stretch_bytes.tolist()
+    >>> piece.runs()[0].tolist(), piece.stretches[1].tolist()
     ([7, 1048583, 9, 1048585], [32768, 32768])
     """
     if not len(grid) or not one_length(grid.length):
@@ -151,17 +128,19 @@ def grid_pieces(grid: Copy) -> list[GridPiece]:
         starts, cut = (src[some], dst[some]), apart[some].copy()
         cut[0] = True
         first, at_once = np.flatnonzero(cut), max(1, runs // len(cut))
-        packed = NestedSteps.of(starts[0], each * np.arange(len(starts[0])))
+        length = np.broadcast_to(np.int64(each), len(cut))
+        packed = NestedSteps.of(starts[0], each * np.arange(len(cut)))
         for begin in range(0, len(grid.src), at_once):
             spans = grid.src[begin : begin + at_once], grid.dst[begin : begin + at_once]
-            made.append(GridPiece(starts, first, packed, spans, each))
+            made.append(Piece(starts, length, first, spans, packed))
     return made
 
 
 def pieces(near: Int64s, far: Int64s, length: Int64s, block_bytes: int) -> list[Piece]:
-    """Cut runs into pieces. Return none if their stretches of the file are short.
+    """Cut runs into pieces. The list is empty if the runs form only short stretches of the file.
 
-    A stretch consists of runs that are contiguous in a block of the file.
+    A stretch consists of runs that are contiguous in a block of `block_bytes` bytes of the file.
+    `near` are the offsets of the runs in memory and `far` those in the file.
     """
     block = far // block_bytes
     follows = (far[1:] == far[:-1] + length[:-1]) & (block[1:] == block[:-1])
@@ -176,7 +155,7 @@ def pieces(near: Int64s, far: Int64s, length: Int64s, block_bytes: int) -> list[
     apart[cut] = True
     edges = [0, *cut.tolist(), len(length)]
     return [
-        Piece(near[a:b], far[a:b], length[a:b], np.flatnonzero(apart[a:b]))
+        Piece((near[a:b], far[a:b]), length[a:b], np.flatnonzero(apart[a:b]))
         for a, b in pairwise(edges)
     ]
 
@@ -184,7 +163,10 @@ def pieces(near: Int64s, far: Int64s, length: Int64s, block_bytes: int) -> list[
 def _joined(
     near: Int64s, far: Int64s, length: Int64s, follows: Mask
 ) -> tuple[Int64s, Int64s, Int64s, Mask]:
-    """Merge runs that are adjacent at both ends, and return which runs start a stretch."""
+    """Merge runs that are adjacent both in memory and in the file.
+
+    Returns the offsets and lengths of the merged runs, and which of them start a stretch.
+    """
     apart = np.concatenate([[True], ~follows])
     kept = np.flatnonzero(
         np.concatenate([[True], ~follows | (near[1:] != near[:-1] + length[:-1])])
@@ -195,14 +177,14 @@ def _joined(
 
 
 class Rooms:
-    """A pool of staging buffers. Reusing them avoids page faults."""
+    """A pool of staging buffers, which are reused to avoid page faults."""
 
     def __init__(self) -> None:
         self._free: list[Bytes] = []
 
     @contextmanager
     def one(self) -> Iterator[Bytes]:
-        """Lease a buffer for one piece."""
+        """Lease a buffer that is large enough for one piece."""
         try:
             room = self._free.pop()
         except IndexError:  # all are in use

@@ -13,7 +13,6 @@ import os
 import numpy as np
 
 from kvatlas.copying.file_runs import copy_file_runs
-from kvatlas.copying.memory_copy import copy_runs_unchecked
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.tier.file_map import FileMap
@@ -66,18 +65,17 @@ class RunReader:
             while room:
                 done = os.preadv(self._file, (room,), offset)
                 if not done:
-                    raise OSError(errno.ENODATA, f"a file that ends at byte {offset}")
+                    raise OSError(errno.ENODATA, f"a truncated file that ends at byte {offset}")
                 room, offset = room[done:], offset + done
 
     def _read_piece(self, piece: Piece, memory: Bytes) -> None:
         if piece.is_long:
-            self._read(memory, piece.near, piece.far, piece.length)
+            self._read(memory, *piece.runs())
             return
-        nbytes = piece.stretch_bytes
+        far, nbytes = piece.stretches
         with self._rooms.one() as room:
-            self._read(room, np.cumsum(nbytes) - nbytes, piece.far[piece.first], nbytes)
-            for _ in copy_runs_unchecked(room, memory, piece.packed, piece.near, piece.length):
-                pass
+            self._read(room, np.cumsum(nbytes) - nbytes, far, nbytes)
+            piece.scatter(room, memory)
 
     def _read(self, memory: Bytes, near: Int64s, far: Int64s, length: Int64s) -> None:
         if not self._map.read(near + memory.ctypes.data, far, length):

@@ -57,7 +57,10 @@ class Window:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Keep all pages during the context. Afterwards the system may reclaim them."""
+        """Keep the content of all pages during the context.
+
+        Later the system may reclaim the pages.
+        """
         with self._lock:
             self._users += 1
         try:

@@ -21,7 +21,7 @@ from kvatlas.copying.run_bounds import Bytes
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.tier.file_map import FileMap
 from kvatlas.tier.file_opening import write_all
-from kvatlas.tier.file_pieces import GridPiece, Piece, Rooms
+from kvatlas.tier.file_pieces import Piece, Rooms
 from kvatlas.tier.part_sums import START, SummedStretches
 
 _AT_ONCE = 256 << 10
@@ -40,7 +40,7 @@ class PieceWriter:
     """Writes pieces to a file. Thread-safe."""
 
     def __init__(self, file: int, nbytes: int, mapped: FileMap | None, rooms: Rooms) -> None:
-        """Write to a file of `nbytes` bytes. Do not pass `mapped` if the tier is durable."""
+        """Write to an open file of `nbytes` bytes. Pass mapped=None if the tier is durable."""
         self._file, self._map, self._rooms = file, mapped, rooms
         self._written = np.full(1 + nbytes // _REGION, -np.inf)
         """The time of the last write to each region."""
@@ -49,11 +49,13 @@ class PieceWriter:
         self._summing = threading.Semaphore(_SUMMING_FAST if has_fast_crc32() else _SUMMING)
         """Held by threads that compute checksums of short stretches."""
 
-    def write(self, piece: Piece | GridPiece, memory: Bytes, offset: int) -> SummedStretches:
-        """Write runs to the pool at `offset` of the file; return the stretches with checksums."""
+    def write(self, piece: Piece, memory: Bytes, offset: int) -> SummedStretches:
+        """Write the runs of a piece to the pool that starts at file offset `offset`.
+
+        Returns the written stretches of the pool with their checksums.
+        """
         if piece.is_long:
-            runs = piece.made()
-            return self._write(memory, runs.near, runs.far, runs.length, offset)
+            return self._write(memory, *piece.runs(), offset)
         far, nbytes = piece.stretches
         with self._rooms.one() as room:
             piece.gather(memory, room)
@@ -75,7 +77,7 @@ class PieceWriter:
         return SummedStretches(dst, length, np.array(crcs, np.uint32))
 
     def _write_mapped(self, src: Int64s, to: Int64s, length: Int64s) -> bool:
-        """Write stretches with one call; False if that is slower or fails."""
+        """Write stretches with one call. Return False if it failed or separate calls are faster."""
         now, regions = time.monotonic(), to // _REGION
         recent = now - float(self._written[regions].min()) < _STILL_DIRTY
         self._written[regions] = now

@@ -70,7 +70,7 @@ class Extent:
 
 
 def header(text: bytes, identity: bytes, extent: Extent) -> bytes:
-    """Return the first page of a file."""
+    """Return the first page of a file: its header, given the plan as JSON and the file's id."""
     digest = hashlib.sha256(text).digest()
     sizes = (extent.blocks, extent.index, extent.nbytes)
     packed = _HEADER.pack(MAGIC, VERSION, RECORD, len(text), digest, identity, *sizes)
@@ -100,7 +100,7 @@ class RecordFormat:
         self._plan, self._extent, self._identity = plan, extent, identity
 
     def number(self, block: TierBlock) -> int:
-        """Return the number of a block in the file."""
+        """Return the position of a block, and of its record, among all blocks of the file."""
         return self._extent.numbers[block.pool] + block.block_id
 
     def place(self, block: TierBlock) -> int:
@@ -108,7 +108,7 @@ class RecordFormat:
         return self._extent.index + self.number(block) * RECORD
 
     def write(self, block: TierBlock) -> bytes:
-        """Return the record of a block."""
+        """Encode the record of a block."""
         about = (block.group, len(block.key), block.checksum, block.sequence, self.number(block))
         said = _RECORD.pack(_MARK, *about, *block.cover, block.key)
         return said + self._digest(said)
@@ -117,7 +117,7 @@ class RecordFormat:
         return hashlib.blake2b(said, digest_size=_DIGEST, key=self._identity).digest()
 
     def read(self, number: int, text: bytes) -> TierBlock | None:
-        """Return the block that a record describes, or None if the record is not valid."""
+        """Decode the record at position `number` and return its block; None if it is not valid."""
         said, digest = text[: _RECORD.size], text[_RECORD.size :]
         if digest != self._digest(said):
             return None

@@ -78,7 +78,7 @@ class Hit:
             storage.carry("fetch", copies, carry or storage.reading(plan, rank, pools or {}))
 
     def copies(self, plan: Plan, *, rank: int = 0, blocks: Any) -> tuple[Copy, ...]:
-        """Return the byte ranges from `tier.memory` to a rank's pools, for any transport.
+        """Return copies from `tier.memory` to a rank's pools, to execute with any transport.
 
         For a tier in a file, the bytes are valid until the hit is released.
         """
@@ -97,7 +97,7 @@ class Hit:
             return way.bind(**self._ends(rank, blocks, start)).copies
 
     def _sums(self, plan: Plan, rank: int, blocks: Any, start: int | None) -> list[Copy]:
-        """Like `_bound`, but return grids of runs, which are not expanded."""
+        """Return the copies of a fetch, like `_bound`, but as grids of runs."""
         way = self._routes.to(plan)
         if not self.tokens or 0 not in way.sources(rank):
             return []
@@ -105,7 +105,7 @@ class Hit:
             return way.stream(**self._ends(rank, blocks, start)).grids()
 
     def _ends(self, rank: int, blocks: Any, start: int | None) -> dict[str, Any]:
-        """Return the arguments of the fetch in the form that routes take."""
+        """Return the arguments of `Route.bind` for a fetch into a rank's blocks."""
         tokens = self.start if start is None else max(start, self.start), self.tokens
         ends = {"src_blocks": self.tables, "dst_blocks": blocks, "tokens": tokens}
         return {"src_rank": 0, "dst_rank": rank, **ends}
@@ -122,7 +122,7 @@ class Hit:
 def tables_of(
     plan: Plan, needs: Sequence[NeededBlock], blocks: Sequence[TierBlock]
 ) -> dict[int, list[int]]:
-    """Return the ids of the needed blocks, by group of the tier's plan."""
+    """Return a block table for each group of the tier's plan. Unneeded entries are -1."""
     tables = {group: [-1] for group in range(len(plan.groups))}
     for need, block in zip(needs, blocks, strict=True):
         entry = 0 if plan.groups[need.group].kind == "recurrent" else need.entry
@@ -134,9 +134,12 @@ def tables_of(
 
 def _refuse_carry(carry: Carry | None) -> None:
     if carry is not None:
-        problem = "A fetch cannot combine carry= with convert="
-        hint = "Fetch into pools that this process can access, or into a cache of the tier's dtype"
-        raise AtlasError(Code.CONTRADICTORY, problem, got="both", hint=hint)
+        raise AtlasError(
+            Code.CONTRADICTORY,
+            "A fetch cannot combine carry= with convert=",
+            got="both options",
+            hint="Omit carry= and pass pools that this process can access, or omit convert=",
+        )
 
 
 def check_all_there(found: int, wanted: int) -> None:

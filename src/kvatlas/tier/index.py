@@ -74,18 +74,18 @@ class TierBlock:
 
     @property
     def place(self) -> BlockPlace:
-        """Its pool and block id."""
+        """The pool and the block id."""
         return self.pool, self.block_id
 
     @property
     def name(self) -> tuple[int, bytes]:
-        """Its group and key, by which it is found."""
+        """The group and the key by which lookups find the block."""
         return self.group, self.key
 
 
 @dataclass
 class Claim:
-    """The blocks that one rank may fill in one call, and those that the call pins."""
+    """The blocks that a rank may fill, and blocks that stay pinned until it has filled them."""
 
     rank: int
     fills: list[tuple[NeededBlock, TierBlock]] = field(default_factory=list)
@@ -125,7 +125,10 @@ class BlockIndex:
             return len(self._free[pool])
 
     def restore(self, blocks: Iterable[TierBlock]) -> list[TierBlock]:
-        """Add the complete blocks of an opened file. Return blocks that a newer one replaces."""
+        """Add the complete blocks of an opened file.
+
+        Returns blocks that were left out because a newer block has the same name.
+        """
         older = []
         with self.lock:
             for block in sorted(blocks, key=lambda one: one.sequence):
@@ -151,7 +154,7 @@ class BlockIndex:
     def longest(
         self, spans: TierSpans, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]
     ) -> int:
-        """Return the largest number of tokens that every group can serve."""
+        """Return how many of the first `stop` tokens every group can serve."""
         ends: list[int] = [stop, *range((stop - 1) // spans.step * spans.step, start, -spans.step)]
         # Groups that need every token give an upper bound.
         for group in spans.keeping_all:
@@ -168,7 +171,7 @@ class BlockIndex:
         return 0
 
     def has(self, group: int, key: bytes) -> bool:
-        """Return whether a key is stored completely."""
+        """Return whether a group has a complete block with this key."""
         with self.lock:
             return (group, key) in self._whole
 
@@ -178,7 +181,10 @@ class BlockIndex:
             return [block.name for lru in self._recent.values() for block in lru if block.whole]
 
     def names_since(self, mark: int, most: int) -> tuple[list[tuple[int, bytes]], int]:
-        """Return up to `most` names that were completed after a mark, and the next mark."""
+        """Return the (group, key) of up to `most` blocks completed after `mark`, and the next mark.
+
+        A mark is a point in the order of completion, returned by the previous call.
+        """
         with self.lock:
             first = bisect_right(self._in_order, mark, key=lambda block: block.found)
             later = (self._in_order[at] for at in range(first, len(self._in_order)))
@@ -200,7 +206,7 @@ class BlockIndex:
             return blocks
 
     def unpin(self, blocks: Iterable[TierBlock]) -> None:
-        """Unpin blocks."""
+        """Release one pin of each block."""
         with self.lock:
             for block in blocks:
                 block.pins -= 1
@@ -232,7 +238,7 @@ class BlockIndex:
             self._uncleared[block.place] = block, problem
 
     def drop_keys(self, keys: Iterable[tuple[int, bytes]]) -> int:
-        """Remove keys and return how many were stored."""
+        """Remove blocks by (group, key) and return how many existed."""
         with self.lock:
             blocks = [self._whole[name] for name in keys if name in self._whole]
             for block in blocks:
@@ -244,7 +250,7 @@ class BlockIndex:
     # -- filling ------------------------------------------------------------------------
 
     def claim(self, needs: Sequence[NeededBlock], ingest: Ingest, rank: int) -> Claim:
-        """Claim a block for a rank to fill for each absent key, while there is space."""
+        """For each absent key, claim a block that the rank may fill, until there is no space."""
         claim = Claim(rank)
         with self.lock:
             looked_up = [(need, self._find(need)) for need in needs if need.key is not None]
@@ -290,10 +296,10 @@ class BlockIndex:
         brought: dict[Any, Delivery] | None,
         sums: PartSums | None = None,
     ) -> list[TierBlock]:
-        """Record that a rank has written its bytes or failed, and return blocks that are complete.
+        """Record that a rank has written its bytes, or has failed if `brought` is None.
 
-        The returned blocks are pinned, have a sequence number, and must be passed to `settle`.
-        `sums` are the rank's contributions to their checksums.
+        Returns the blocks that are now complete. They are pinned, have a sequence number, and must
+        be passed to `settle`. `sums` are the rank's contributions to their checksums.
         """
         ready = []
         with self.lock:
@@ -316,7 +322,7 @@ class BlockIndex:
         return ready
 
     def settle(self, blocks: Iterable[TierBlock], *, whole: bool = True) -> None:
-        """Make committed blocks findable, or free blocks whose commit failed."""
+        """Make committed blocks findable. With `whole=False`, free blocks whose commit failed."""
         with self.lock:
             for block in blocks:
                 block.brought.clear()
@@ -343,7 +349,10 @@ class BlockIndex:
     # -- room ---------------------------------------------------------------------------
 
     def _room(self, pool: int) -> int | None:
-        """Take a free block of a pool, evicting one if necessary; None if all are in use."""
+        """Take a free block of a pool, evicting one if necessary, and return its id.
+
+        Returns None if all blocks are in use.
+        """
         if not self._free[pool]:
             idle = (block for block in self._recent[pool] if not block.pins and not block.writing)
             victim = next(idle, None)
@@ -380,7 +389,10 @@ class BlockIndex:
         return block if block is not None and self._serves(block, need.cover) else None
 
     def _serves(self, block: TierBlock, cover: Cover) -> bool:
-        """Return whether a block contains the needed tokens. A state serves only its last token."""
+        """Return whether a block contains the tokens in `cover`.
+
+        A recurrent state must end at exactly the same token.
+        """
         if block.cover == cover:
             return True
         if self.plan.groups[block.group].kind == "recurrent":

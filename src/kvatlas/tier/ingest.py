@@ -45,7 +45,7 @@ class Delivery(NamedTuple):
 
 
 class Ingest:
-    """The contributions of the ranks of one plan to a tier's blocks."""
+    """Computes which bytes each rank of one plan contributes to a tier's blocks."""
 
     def __init__(self, src: Plan, tier: Plan) -> None:
         self.number = next(_numbers)
@@ -65,9 +65,9 @@ class Ingest:
     def copies(
         self, rank: int, blocks: Any, tokens: tuple[int, int], ids: Mapping[NeededBlock, int]
     ) -> tuple[list[Copy], dict[Shape, Delivery]]:
-        """Return the copies from a rank into the blocks in `ids`, which gives their block ids.
+        """Return the copies from a rank into the tier's blocks, whose ids are in `ids`.
 
-        Also return the rank's contributions to blocks of each shape.
+        Also returns the byte ranges that the rank contributes to blocks of each shape.
         """
         with self._lock:
             tables, numbers = self._number(*tokens)
@@ -80,7 +80,10 @@ class Ingest:
     def grids(
         self, rank: int, blocks: Any, tokens: tuple[int, int], ids: Mapping[NeededBlock, int]
     ) -> tuple[list[Copy], dict[Shape, Delivery]]:
-        """Like `copies`, but return grids of runs, expanded only for blocks of a new shape."""
+        """Return the same as `copies`, but with grids of runs instead of single runs.
+
+        Runs are expanded only to find the contributions to blocks of a new shape.
+        """
         with self._lock:
             tables, numbers = self._number(*tokens)
             ends = _ends(rank, blocks, tables, tokens)
@@ -94,7 +97,7 @@ class Ingest:
     def deliveries(
         self, rank: int, blocks: Any, tokens: tuple[int, int], needs: Iterable[NeededBlock]
     ) -> dict[Shape, Delivery]:
-        """Return a rank's contributions to blocks of each shape, without any copies."""
+        """Return the byte ranges that a rank contributes to blocks of each shape."""
         with self._lock:
             needs = list(needs)
             if all((rank, need.shape) in self._known for need in needs):
@@ -116,7 +119,10 @@ class Ingest:
             return self._whole[shape, ranks]
 
     def _number(self, start: int, stop: int) -> tuple[dict[int, Int64s], dict[int, list[Any]]]:
-        """Return a table of numbers for each group, and the (group, entry) of each, by pool."""
+        """Return a block table of placeholder numbers for each group.
+
+        Also returns, by pool, the (group, table entry) that each number stands for.
+        """
         tables: dict[int, Int64s] = {}
         numbers: dict[int, list[Any]] = {pool: [] for pool in self.block_bytes}
         for index, group in enumerate(self.spans.tier.groups):
@@ -130,7 +136,10 @@ class Ingest:
         return tables, numbers
 
     def _aimed(self, copy: Copy, target: Int64s) -> Iterable[Copy]:
-        """Translate the ranges of a copy from numbers to block ids; drop those without an id."""
+        """Translate a copy from placeholder numbers to block ids.
+
+        Drop ranges without a block id.
+        """
         block_bytes = self.block_bytes[copy.dst_pool]
         number, within = np.divmod(copy.dst, APART * block_bytes)
         block_id = target[number]
@@ -148,7 +157,7 @@ class Ingest:
         tables: dict[int, Int64s],
         tokens: tuple[int, int],
     ) -> dict[Shape, Delivery]:
-        """Return a rank's contributions to blocks of each shape, and the bytes these need."""
+        """Return, by block shape, the bytes that a rank contributes and those a block needs."""
         shapes = {need.shape: need for need in needs}
         unknown = [need for shape, need in shapes.items() if (rank, shape) not in self._known]
         if len(self._known) + len(unknown) > _REMEMBERED:
@@ -169,7 +178,7 @@ class Ingest:
         return {shape: self._known[rank, shape] for shape in shapes}
 
     def _within(self, ranges: Iterable[Ranges], pool: int, number: int) -> Ranges:
-        """Return the ranges within one block, relative to its first byte."""
+        """Return the ranges within the block `number` of a pool, relative to its first byte."""
         begin = APART * number * self.block_bytes[pool]
         starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for start, length in ranges:
@@ -180,13 +189,13 @@ class Ingest:
 
 
 def _ends(rank: int, blocks: Any, tables: Any, tokens: tuple[int, int]) -> dict[str, Any]:
-    """Return the arguments of `Route.bind` for a rank's blocks and the tier's numbers."""
+    """Return the arguments of `Route.bind` for copies from a rank to placeholder numbers."""
     ends = {"src_blocks": blocks, "dst_blocks": tables, "tokens": tokens}
     return {"src_rank": rank, "dst_rank": 0, **ends}
 
 
 def _targets(ids: Mapping[NeededBlock, int], numbers: Mapping[int, list[Any]]) -> dict[int, Int64s]:
-    """Return the block id for each number, by pool; -1 for numbers without a block id."""
+    """Return, by pool, the block id for each placeholder number; -1 if it has none."""
     placed = {(need.group, need.entry): block_id for need, block_id in ids.items()}
     return {
         pool: np.array([placed.get(place, -1) for place in places], dtype=np.int64)
@@ -195,7 +204,7 @@ def _targets(ids: Mapping[NeededBlock, int], numbers: Mapping[int, list[Any]]) -
 
 
 def with_room(plan: Plan) -> Plan:
-    """Return the tier's plan with enough blocks for the numbers of the longest request."""
+    """Return a tier's plan with enough blocks for the placeholder numbers of any request."""
     pools = []
     for pool in plan.pools:
         blocks = sum(

@@ -64,7 +64,7 @@ class RowName(NamedTuple):
 
 
 class Namespace:
-    """The names of one identity's objects, in one format.
+    """Makes the names of objects that have one identity and one row format.
 
     >>> from kvatlas.planning import plan
     >>> made = plan("Qwen3-8B", memory="1GiB", layout="BHLNC", block_size=64, max_len=64)
@@ -93,12 +93,12 @@ class Namespace:
         self.prefix = f"{self.tenant_prefix}{self.digest.hex()}/"
 
     def objects(self, row: RowName) -> list[str]:
-        """Return the names of a row's objects."""
+        """Return the names of a row's objects, in order of their index."""
         begin = f"{self.prefix}{row.name}/"
         return [f"{begin}{index}" for index in range(len(self.cut.groups[row.group]))]
 
     def all_of(self, group: int, key: bytes) -> str:
-        """Return the name prefix of all objects of a key."""
+        """Return the name prefix of all objects of one group and key."""
         return f"{self.prefix}{RowName(group, key, Cover(0, 0)).place}/"
 
     @cached_property
@@ -111,7 +111,7 @@ class Namespace:
         return [f"{self.tenant_prefix}marks/{self._up_to(n).hex()}" for n in places]
 
     def mark_objects(self) -> list[tuple[str, list[Bytes]]]:
-        """Return the marks as objects. The last records the row format."""
+        """Return the name and the content of each mark. The last mark records the row format."""
         cut = self.cut
         about = {"plan": msgspec.Raw(one_row(cut.plan).to_json()),
                  "shards": cut.shards, "stages": cut.stages}  # fmt: skip
@@ -162,7 +162,7 @@ def parse_name(name: str) -> ObjectName | None:
 
 
 def row_digest(name: str) -> bytes:
-    """Return the digest of a row in object headers, from its name within a namespace."""
+    """Return the digest that object headers contain for the row with this name."""
     return _digest(name.encode())
 
 

@@ -119,7 +119,7 @@ def other_rows(
     block_size: int = BLOCK,
     max_len: int | None = None,
 ) -> OtherRows:
-    """Return the plan of the rows that engines with the source dtype of `convert` have stored.
+    """Describe the rows that engines with the source dtype of `convert` store.
 
     >>> rows = other_rows("Qwen3-8B", Converting("fp8->bf16", src_scales=1.0), max_len=64)
     >>> rows.plan.regions[0].layers[0].spec.cache
@@ -130,7 +130,7 @@ def other_rows(
 
 
 def stored_as(model: Model, convert: Converting) -> Model:
-    """Return the model with the cache dtype that a conversion reads."""
+    """Return the model with the source dtype of a conversion as its cache dtype."""
     check_converting(convert)
     pairs = parse_conversion(convert.name)
     if len(pairs) > 1:
@@ -144,7 +144,7 @@ def stored_as(model: Model, convert: Converting) -> Model:
 
 
 def _packed_alike(stored: Layer, own: Layer) -> Layer:
-    """Return a layer with the packing of `own`, if the backend and not the dtype determines it."""
+    """Return layer `stored` with the packing of `own`, unless the dtype determines the packing."""
     packing = getattr(own.spec, "packing", None)
     if packing not in _OF_BACKENDS:
         return stored
@@ -156,7 +156,10 @@ def _packed_alike(stored: Layer, own: Layer) -> Layer:
 
 
 def _known(model: Model | Plan | str) -> Model:
-    """Return the model. For a plan, build it from the plan's layers, independent of topology."""
+    """Return the model that a name, a plan or a model specifies.
+
+    The model of a plan consists of the plan's layers, independent of the topology.
+    """
     if isinstance(model, Plan):
         kept = {layer.name: layer for region in model.regions for layer in region.layers}
         layers = tuple(sorted(kept.values(), key=lambda layer: (layer.index, layer.name)))
@@ -217,7 +220,7 @@ def _unknown_kind(where: str | Path) -> AtlasError:
 
 
 def rows_of(model: Model, block_size: int, max_len: int | None, memory: str | int) -> Plan:
-    """Return the plan of a model's rows, with heads outermost if the model supports it."""
+    """Return the plan of a tier for a model, with heads outermost if the model supports it."""
     about: dict[str, Any] = {"memory": memory, "in_flight": 0, "states": "apart"}
     if max_len is not None:
         about["max_len"] = max_len

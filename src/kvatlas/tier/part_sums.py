@@ -33,7 +33,7 @@ Words = NDArray[np.uint32]
 
 
 class PartSum(NamedTuple):
-    """The contribution of some bytes of a block to its checksum, and their number."""
+    """The contribution of some bytes to the checksum of their block, and the number of bytes."""
 
     term: int
     nbytes: int
@@ -50,7 +50,9 @@ class SummedStretches(NamedTuple):
 def part_sums(
     written: Iterable[SummedStretches], block_bytes: int
 ) -> Iterator[tuple[int, PartSum]]:
-    """Yield the contribution of stretches of a pool to each block. A stretch is in one block.
+    """Yield (block id, contribution of the written stretches to its checksum).
+
+    Each stretch must be inside one block.
 
     >>> import zlib
     >>> data = b"two halves of a block"
@@ -81,7 +83,7 @@ def block_checksum(parts: Iterable[PartSum], block_bytes: int) -> int | None:
 
 @lru_cache
 def _start(nbytes: int) -> int:
-    """Return the contribution of the CRC-32's initial value to that of `nbytes` bytes."""
+    """Return what the initial value of a CRC-32 contributes to the CRC-32 of `nbytes` bytes."""
     return int(_moved(np.array([START], np.uint32), np.array([nbytes]))[0])
 
 
@@ -135,7 +137,7 @@ def _zeros(power: int) -> Words:
 
 
 def _look_up_each(tables: Words, which: Int64s, values: Words) -> Words:
-    """Like `_look_up`, with a separate table for each value."""
+    """Append zero bytes to each CRC-32 remainder i with the lookup table `tables[which[i]]`."""
     entries, first = tables.reshape(-1), which * _BYTES.size
     looked_up: Words = entries[first + (values & 255)]
     for row in (1, 2, 3):

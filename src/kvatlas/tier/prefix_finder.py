@@ -73,12 +73,15 @@ class PrefixFinder:
         """The lookup options for each cache dtype. A hit cannot combine rows of two dtypes."""
 
     def chain(self, tokens: Sequence[int], salt: bytes = b"", lora: str = "") -> PrefixChain:
-        """Return the keys of a request's tokens."""
+        """Return the hash chain of a request's tokens, which computes their keys."""
         about = {"salt": salt, "identity": self.identity}
         return PrefixChain(self.tier.plan, tokens, lora=lora, **about)
 
     def whole_blocks(self, tokens: int) -> int:
-        """Return how many tokens of a request to store: whole blocks, or all if `partial`."""
+        """Return how many of a request's tokens to store.
+
+        Only whole blocks are stored, unless the model has windows or recurrent states.
+        """
         return tokens if self.partial else tokens // self.unit * self.unit
 
     def longest(self, chain: PrefixChain) -> int:
@@ -98,14 +101,17 @@ class PrefixFinder:
         return self.tier.match(chain.keys(whole), whole) if whole else 0
 
     def _longest_end(self, asked: _Ends, found: int, until: float) -> int:
-        """Return the longest prefix in the rows of one dtype, or `found` if none is longer."""
+        """Return the length of the longest prefix in rows of one dtype; `found` if none is longer.
+
+        The search stops at the time `until`.
+        """
         for stop in self._ends(asked, found, until):
             if self.tier.match(asked.chain.keys(stop), stop) == stop:
                 return stop
         return found
 
     def _ends(self, asked: _Ends, beyond: int, until: float) -> Iterator[int]:
-        """Yield stored ends of the request after token `beyond`, longest first."""
+        """Yield token counts above `beyond` after which a prefix may be stored, longest first."""
         tried = 0
         for last in range(self._farthest(asked, until), beyond, -_AT_ONCE):
             stops = range(last, max(beyond, last - _AT_ONCE), -1)
@@ -135,7 +141,7 @@ class PrefixFinder:
 
 
 class _Ends(NamedTuple):
-    """Looks up possible ends of a request among a tier's rows of one cache dtype."""
+    """Looks up where stored prefixes of a request end, among a tier's rows of one cache dtype."""
 
     tier: AnyTier
     chain: PrefixChain
@@ -143,6 +149,6 @@ class _Ends(NamedTuple):
     """Options of `StoreTier.kept_ends` that select the rows."""
 
     def kept(self, group: int, stops: range) -> list[bool]:
-        """Return which ends a group stores."""
+        """Return, for each token count in `stops`, whether a group stores the block up to it."""
         ends = [(stop, self.chain.key_at(stop)) for stop in stops]
         return self.tier.kept_ends(group, ends, **self.rows)

@@ -25,7 +25,10 @@ Keys = Sequence[bytes | None] | Mapping[int, Sequence[bytes | None]]
 
 
 class Cover(NamedTuple):
-    """The range of tokens that a block contains. For a state: 0 and its number of tokens."""
+    """The range of tokens that a block contains, relative to its first token.
+
+    A recurrent state covers tokens 0 .. n - 1 if it is the state after n tokens.
+    """
 
     first: int
     stop: int
@@ -65,7 +68,7 @@ class TierSpans:
         return self.tier.groups[group].kind == "recurrent"
 
     def touched(self, group: int, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of tokens of a group that any of its layers needs."""
+        """Return (first, stop): the range of tokens that any layer of a group needs."""
         spans = self._spans(group, start, stop)
         return min(first for first, _ in spans), max(last for _, last in spans)
 
@@ -107,7 +110,10 @@ class TierSpans:
             yield NeededBlock(group, entry, _at(keys, entry), cover, (group, where, covers))
 
     def covers_at_end(self, group: int, stop: int) -> set[Cover]:
-        """Return the possible covers of the last block of a request of `stop` tokens."""
+        """Return the covers that the last block of a request of `stop` tokens may have.
+
+        A window may begin inside that block or before it.
+        """
         if self.recurrent(group):
             return {Cover(0, stop)}
         begin = (stop - 1) // self.tier.groups[group].block * self.tier.groups[group].block
@@ -116,13 +122,13 @@ class TierSpans:
 
     @property
     def step(self) -> int:
-        """The least common multiple of the block sizes of all groups without states, in tokens."""
+        """The least common multiple of the block sizes of attention groups, in tokens."""
         groups = self.tier.groups
         return lcm(*(g.block for i, g in enumerate(groups) if not self.recurrent(i)))
 
     @cached_property
     def keeping_all(self) -> frozenset[int]:
-        """Groups that need every token."""
+        """The groups in which a request needs every token, because a layer uses full attention."""
         return frozenset(
             group
             for group, visibilities in self.visibilities.items()
@@ -130,7 +136,7 @@ class TierSpans:
         )
 
     def whole_blocks(self, start: int) -> int:
-        """Return the last token up to `start` at which a block begins in every group."""
+        """Return the last position, at most `start`, at which a block begins in every group."""
         return start // self.step * self.step
 
     def _spans(self, group: int, start: int, stop: int) -> list[tuple[int, int]]:
@@ -138,7 +144,7 @@ class TierSpans:
 
 
 def keys_by_group(plan: Plan, keys: Any) -> dict[int, tuple[bytes | None, ...]]:
-    """Validate keys and return them by group."""
+    """Validate the keys of a call and return them by group of the tier's plan."""
     groups = range(len(plan.groups))
     if isinstance(keys, Mapping):
         unknown = [group for group in keys if group not in groups]

@@ -7,6 +7,8 @@ layout. A run that crosses an object boundary is split there.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -38,7 +40,7 @@ class FramedStarts(NamedTuple):
 
 
 class RowFrame:
-    """The layout in staging memory of a group's rows and the headers of their objects.
+    """The layout of one group's rows in staging memory, with a header before each object.
 
     >>> halves = [(np.array([0]), np.array([8])), (np.array([8]), np.array([8]))]
     >>> frame = RowFrame(GroupObjects(halves))
@@ -71,9 +73,10 @@ class RowFrame:
         return self._objects[index]
 
     def moved(self, copy: Copy, end: End, begin: Int64s | int, to: Int64s | int) -> Copy:
-        """Translate a copy whose `end` is in rows at offset `begin` to the rows staged at `to`.
+        """Translate the offsets of a copy at `end` from rows to staged rows.
 
-        `begin` and `to` are given for the row of each run, or once for all.
+        `begin` is the offset of a run's row before the translation, and `to` that of its staged
+        row. Both have one element per run, or are one integer for all runs.
         """
         within = (copy.src if end == "src" else copy.dst) - begin
         stretch = np.searchsorted(self._starts, within, "right") - 1
@@ -85,11 +88,39 @@ class RowFrame:
         at = within + self._shift[stretch] + to
         return replace(copy, src=at) if end == "src" else replace(copy, dst=at)
 
-    def _starts_at(self, starts: Starts, end: End, begin: int, length: int) -> FramedStarts:
-        """Return the starts of a span's runs in staged rows.
+    def moved_grid(
+        self, grid: Copy, end: End, within: Sequence[tuple[int, int]], to: Int64s | int
+    ) -> list[Copy]:
+        """Translate a grid of runs like `moved`, and expand spans only if a run crosses objects.
 
-        `begin` is the offset of the span in its row at `end`. Raises an error if the starts do not
-        ascend at the destination, as those of a route do.
+        `within` contains the offset of each span in its row, and its length. Returns one grid for
+        all spans with equal offsets and lengths.
+        """
+        other = grid.dst if end == "src" else grid.src
+        to = np.full(len(other), to) if isinstance(to, int) else to
+        alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for span, about in enumerate(within):
+            alike[about].append(span)
+        moved = []
+        for (offset, length), spans in alike.items():
+            framed = self.starts_at(grid.starts, end, offset, length)
+            some = slice(None) if len(alike) == 1 else spans
+            near = to[some] if framed.starts else np.full(len(spans), offset)
+            src, dst = (near, other[some]) if end == "src" else (other[some], near)
+            starts = framed.starts or grid.starts
+            pools = grid.src_pool, grid.dst_pool
+            part = Copy(*pools, src, dst, grid.length[some], starts=starts)
+            if framed.starts is None:
+                rows = np.repeat(to[some], len(starts.src))
+                part = self.moved(part.expanded(), end, 0, rows)
+            moved.append(part)
+        return moved
+
+    def _starts_at(self, starts: Starts, end: End, begin: int, length: int) -> FramedStarts:
+        """Return the starts of a span's runs, with their offsets at `end` in a staged row.
+
+        `begin` is the offset of the span in its row. Raises an error if the destination offsets
+        are not ascending, as those of a route are.
         """
         if starts.step < 1:
             problem = "The destination starts of runs must be ascending"
@@ -113,7 +144,10 @@ class RowFrame:
     def _cut(
         self, copy: Copy, within: Int64s, first: Int64s, last: Int64s
     ) -> tuple[Copy, Int64s, Int64s]:
-        """Split runs at stretches; return them, their stretches and their original runs."""
+        """Split runs at the boundaries of objects.
+
+        Returns the parts as a copy, and for each part its stretch and the run that it is from.
+        """
         parts = last - first + 1
         run = np.repeat(np.arange(len(parts)), parts)
         stretch = first[run] + np.arange(len(run)) - (np.cumsum(parts) - parts)[run]

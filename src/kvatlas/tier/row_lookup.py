@@ -25,9 +25,10 @@ class RowLookup:
     def longest(
         self, start: int, stop: int, keys: KeyRows, deadline: Deadline
     ) -> tuple[int, dict[NeededBlock, RowName], str]:
-        """Return the longest prefix that every group can serve, its rows, and the reason it ends.
+        """Return the length of the longest prefix that every group can serve, and its rows.
 
-        If the prefix is shorter than requested, the reason is "absent" or "incomplete".
+        Also returns why longer prefixes were not found: "absent" if their rows do not exist, or
+        "incomplete" if a row lacks some of its objects.
         """
         spans = self._spans
         ends: list[int] = [stop, *range((stop - 1) // spans.step * spans.step, start, -spans.step)]
@@ -53,8 +54,9 @@ class RowLookup:
     def kept(
         self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
     ) -> list[bool]:
-        """Return, for each (tokens, key), whether a group stores the last row of a request.
+        """Return for each (length, key) whether a group stores the last row of a request.
 
+        `length` is the request's number of tokens, and `key` identifies its last block.
         With `whole`, all objects of the row must exist. Otherwise the first object suffices.
         """
         covers = [self._spans.covers_at_end(group, stop) for stop, _ in ends]
@@ -72,7 +74,7 @@ class RowLookup:
 
 
 class Asked:
-    """The rows that were looked up in one search, and those that exist."""
+    """The results of the lookups of one search: which rows exist."""
 
     def __init__(self, traffic: RowTraffic, spans: TierSpans, deadline: Deadline) -> None:
         self._traffic, self._spans, self._deadline = traffic, spans, deadline

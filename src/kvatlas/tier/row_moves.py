@@ -11,9 +11,9 @@ import numpy as np
 from kvatlas.planning import Plan
 from kvatlas.routing import ConvertedStream
 from kvatlas.routing.converted_stream import ConvertedPart
-from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
-from kvatlas.tier.numbered_grids import NumberedGrids
 from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.row_numbers import RowNumbers
+from kvatlas.tier.row_runs import RowRuns
 from kvatlas.tier.row_traffic import StagedRows
 from kvatlas.tier.staging_rows import StagingRows
 from kvatlas.tier.storage import Read, TierStorage
@@ -32,39 +32,39 @@ class RowMoves(Protocol):
 
 
 class CopiedRows:
-    """Rows that are copied unchanged."""
+    """Copies rows unchanged from staging memory into a rank's pools."""
 
     def __init__(
         self,
-        copies: NumberedCopies | NumberedGrids,
-        numbered: NumberedRows,
+        runs: RowRuns,
+        numbered: RowNumbers,
         staged: tuple[TierStorage, StagingRows],
         read: Read,
     ) -> None:
-        self._copies, self._numbered = copies, numbered
+        self._runs, self._numbered = runs, numbered
         (self._storage, self._staging), self._read = staged, read
 
     def objects(self, need: NeededBlock) -> list[int]:
         """Return the indices of a row's objects that contain bytes of the runs."""
-        return self._copies.objects(*self._numbered.place(need), self._staging)
+        return self._runs.objects(*self._numbered.place(need), self._staging)
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
         """Copy all runs of the staged rows."""
         del needs  # `rows.places` lists the same rows
-        self._storage.carry("fetch", self._copies.at(rows.places, self._staging), self._read)
+        self._storage.carry("fetch", self._runs.at(rows.places, self._staging), self._read)
 
 
 class ConvertedRows:
-    """Rows that are converted one by one."""
+    """Converts rows, one by one, from staging memory into a rank's pools."""
 
     def __init__(
         self,
         stream: ConvertedStream,
-        numbered: NumberedRows,
+        numbered: RowNumbers,
         staged: tuple[TierStorage, StagingRows],
         into: tuple[Plan, int, Mapping[int, Any]],
     ) -> None:
-        """`into` is the plan, the rank and its pools."""
+        """Convert the rows of `stream` into one rank's pools. `into` is (plan, rank, pools)."""
         self._stream, self._numbered = stream, numbered
         (self._storage, self._staging), self._into = staged, into
 
@@ -72,7 +72,7 @@ class ConvertedRows:
         return self._stream.parts_of_entry(need.group, self._numbered.entry(need))
 
     def objects(self, need: NeededBlock) -> list[int]:
-        """Return the indices of a row's objects that contain cells to convert."""
+        """Return the indices of a row's objects that contain bytes to convert."""
         starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         pool, number = self._numbered.place(need)
         begin = number * self._numbered.block_bytes(pool)
@@ -86,7 +86,7 @@ class ConvertedRows:
         return found
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
-        """Convert all cells of the rows in `needs`."""
+        """Convert the rows in `needs` into the rank's pools."""
         for need in needs:
             pool, number = self._numbered.place(need)
             begin = number * self._numbered.block_bytes(pool)

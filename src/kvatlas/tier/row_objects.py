@@ -34,7 +34,7 @@ Ranges = tuple[Int64s, Int64s]
 
 
 class RowShare(NamedTuple):
-    """The objects of a row that a rank holds completely, and those that it holds in part."""
+    """The indices of the objects of a row that a rank holds completely, or only in part."""
 
     whole: tuple[int, ...]
     partly: tuple[int, ...]
@@ -43,7 +43,7 @@ class RowShare(NamedTuple):
 
 
 class GroupObjects:
-    """The objects of the rows of one group, and the bytes of a row in each."""
+    """How each row of one group is cut into objects: the byte ranges of the row in each object."""
 
     def __init__(self, held: list[Ranges]) -> None:
         owner = [np.full(len(start), index) for index, (start, _) in enumerate(held)]
@@ -67,11 +67,11 @@ class GroupObjects:
 
     @property
     def stretches(self) -> tuple[Int64s, Int64s, Int64s]:
-        """The starts, stops and objects of the stretches of a row, in ascending order."""
+        """The contiguous stretches of a row, ascending: their starts, stops and object indices."""
         return self._starts, self._stops, self._owner
 
     def overlap(self, start: Int64s, length: Int64s) -> Int64s:
-        """Return how many bytes of each object the given ranges of a row contain."""
+        """Return, for each object, how many of its bytes are in the given ranges of a row."""
         if not len(start):
             return np.zeros(len(self), np.int64)
         start, length = join_ranges(start, length)
@@ -97,7 +97,7 @@ class GroupObjects:
 
 
 class RowObjects:
-    """The objects of the rows of a tier's plan, group by group.
+    """How the rows of a tier's plan are cut into objects, group by group.
 
     >>> from kvatlas.planning import plan
     >>> made = plan("Qwen3-8B", memory="1GiB", layout="BHLNC", block_size=64, max_len=64)
@@ -118,7 +118,7 @@ class RowObjects:
         self.groups = [self._group(index) for index in range(len(plan.groups))]
 
     def _group(self, group: int) -> GroupObjects:
-        """Return the objects of a group's rows: the bytes that the same ranks would hold."""
+        """Cut the rows of a group: bytes that the same ranks would hold form one object."""
         held: dict[tuple[int, tuple[int, ...]], list[Ranges]] = defaultdict(list)
         for region in self.plan.regions:
             if region.group == group:
@@ -133,7 +133,7 @@ class RowObjects:
         return GroupObjects(objects)
 
     def _pieces(self, region: Region, index: int) -> Iterator[tuple[tuple[int, ...], Placement]]:
-        """Yield the bytes of one page in block 0 by field, and the ranks that would hold them."""
+        """Yield (ranks, placement) for each part of a page of block 0 that these ranks hold."""
         placed = region.placement(1, 1).select("L", index).select("B", 0)
         page = region.page(1, 0, index)
         for field in page.fields:
@@ -161,7 +161,10 @@ class RowObjects:
 def _holders(
     sharding: Sharding, shards: int, start: int, stop: int
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Split rows start .. stop - 1 of a field by the ranks that would hold them."""
+    """Split rows start .. stop - 1 of a field by the ranks that would hold them.
+
+    Yields (first row, row after the last, ranks) for each part.
+    """
     held = [(one.start, one.start + one.length, rank)
             for rank in range(shards) for one in sharding.ranges(shards, rank)]  # fmt: skip
     edges = {start, stop} | {edge for first, last, _ in held for edge in (first, last)}

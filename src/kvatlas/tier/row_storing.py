@@ -11,10 +11,10 @@ from kvatlas.copying.memory_copy import is_on_gpu
 from kvatlas.errors import AtlasError, Code
 from kvatlas.tier.ingest import Ingest
 from kvatlas.tier.namespaces import RowName
-from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
-from kvatlas.tier.numbered_grids import NumberedGrids
 from kvatlas.tier.request_blocks import NeededBlock
+from kvatlas.tier.row_numbers import RowNumbers
 from kvatlas.tier.row_objects import RowShare
+from kvatlas.tier.row_runs import RowRuns
 from kvatlas.tier.row_traffic import RowTraffic, StagedObject
 from kvatlas.tier.storage import TierStorage, Write
 from kvatlas.tier.store_calls import Deadline
@@ -29,9 +29,9 @@ _AHEAD = 3
 
 
 class BoundStore(NamedTuple):
-    """A rank's part of a request: its runs, its objects by row shape, and how pools are read."""
+    """A rank's part of a store operation: its runs, its objects by row shape, and how to copy."""
 
-    runs: NumberedCopies | NumberedGrids
+    runs: RowRuns
     shares: Mapping[Any, RowShare]
     storage: TierStorage
     write: Write
@@ -49,21 +49,20 @@ class RowStoring:
     ) -> None:
         self._traffic, self._ingest, self._rank, self._rows = traffic, ingest, rank, rows
         self._plan = traffic.names.cut.plan
-        self._numbered = NumberedRows(self._plan, rows)
+        self._numbered = RowNumbers(self._plan, rows)
 
     def bind(
         self, blocks: Any, tokens: tuple[int, int], storage: TierStorage, pools: Mapping[int, Any]
     ) -> BoundStore:
-        """Bind the runs from the pools. Raises if the rank holds only a part of an object."""
+        """Bind the copies from the rank's pools into rows.
+
+        Raises an error if the rank holds only a part of an object.
+        """
         with storage.metrics.phase("bind"):
             about = (self._rank, blocks, tokens, self._numbered.numbers)
-            runs: NumberedCopies | NumberedGrids
-            if is_on_gpu(pools):
-                copies, deliveries = self._ingest.copies(*about)
-                runs = NumberedCopies(copies, "dst", self._numbered)
-            else:
-                grids, deliveries = self._ingest.grids(*about)
-                runs = NumberedGrids(grids, "dst", self._numbered)
+            bind = self._ingest.copies if is_on_gpu(pools) else self._ingest.grids
+            copies, deliveries = bind(*about)
+            runs = RowRuns(copies, "dst", self._numbered)
             shares = {shape: self._share(shape[0], *own) for shape, own in deliveries.items()}
             self._traffic.know_shares(self._ingest.number, self._rank, shares)
         return BoundStore(
@@ -73,10 +72,11 @@ class RowStoring:
     def start(
         self, bound: BoundStore, deadline: Deadline, *, paced: bool
     ) -> tuple[Puts, list[RowName]]:
-        """Read the pools and start writing; return writes in flight and rows without space.
+        """Copy rows from the pools and start writing them to the store.
 
-        With `paced`, pools are read only as fast as the store accepts rows. A caller that waits
-        for the store anyway thus leaves staging memory and the processor to others.
+        Returns the writes in flight, and the rows for which no staging memory became free. With
+        `paced`, pools are read only as fast as the store accepts rows. A caller that waits for the
+        store anyway thus leaves staging memory and the processor to others.
         """
         under_way: Puts = {}
         no_room: list[RowName] = []
@@ -107,7 +107,10 @@ class RowStoring:
         return under_way, no_room
 
     def _share(self, group: int, brought: Any, needed: Any) -> RowShare:
-        """Return the rank's objects in a group's rows. Raises if it holds only a part of one."""
+        """Return which objects of a group's rows the rank writes.
+
+        Raises an error if the rank holds only a part of an object.
+        """
         cut = self._traffic.names.cut
         first = self._rank == self._ingest.sources[0]
         share = cut.groups[group].share(brought, needed, first=first)

@@ -54,7 +54,7 @@ class StagedObject(NamedTuple):
 
 
 class StagedRows(NamedTuple):
-    """Rows in staging memory, by pool and number."""
+    """A lease of staging memory, and the index of the staging row by pool and row number."""
 
     lease: RowLease
     places: dict[int, dict[int, int]]
@@ -86,8 +86,8 @@ class RowTraffic:
     ) -> list[bool]:
         """Return for each row whether all objects that a rank contributes exist.
 
-        `source` is (number of the ingest, rank). Which objects a rank contributes is known once it
-        has stored a row of the same shape. Before that, all objects of the row are looked up.
+        `source` is (number of the `Ingest`, rank). After the rank has stored a row of the same
+        shape, its objects are known. Before that, all objects of the row are looked up.
         """
         names = []
         for need, row in rows.items():
@@ -118,7 +118,11 @@ class RowTraffic:
         return iter(found)
 
     def why_absent(self, deadline: Deadline) -> str:
-        """Return the first level of the identity for which the store has no objects."""
+        """Return the reason for a miss: "other_LEVEL", or "absent" if all levels match.
+
+        LEVEL is the first level of the identity, such as the tenant, of which the store has no
+        caches.
+        """
         if time.monotonic() >= self._marked_until:
             there = list(self._exist(self.names.marks, deadline))
             if False in there:
@@ -147,7 +151,7 @@ class RowTraffic:
     # -- rows in flight -----------------------------------------------------------------
 
     def stage(self, numbers: Mapping[NeededBlock, int], deadline: Deadline) -> StagedRows | None:
-        """Lease staging memory for rows; None if none becomes free in time."""
+        """Lease staging memory for rows, or return None if too little becomes free in time."""
         pools = [self._pool_of[need.group] for need in numbers]
         lease = self.staging.lease({pool: pools.count(pool) for pool in set(pools)}, deadline)
         if lease is None:
@@ -214,11 +218,14 @@ class RowTraffic:
         return self.calls.start(call)
 
     def give_back_after(self, started: Future[Any], lease: RowLease) -> None:
-        """Return leased rows when the call that uses them has ended, even after a timeout."""
+        """Give leased staging rows back when the call that uses them ends, even after a timeout."""
         started.add_done_callback(lambda _: self.staging.give_back(lease))
 
     def _as_many(self, answers: object, asked: Sequence[object]) -> list[object]:
-        """Return the results of a store's call. Raises unless it is a list of one per object."""
+        """Return the results of a call to the store.
+
+        Raises an error unless they are a list with one result per object.
+        """
         if isinstance(answers, list) and len(answers) == len(asked):
             return answers
         problem = "The store must return a list with one result per object"

@@ -66,7 +66,7 @@ class StagingRows:
         return all(len(self._free[index]) >= count for index, count in needed.items())
 
     def give_back(self, lease: RowLease) -> None:
-        """Return rows that are no longer read or written. A second call does nothing."""
+        """Give rows back that are no longer read or written. A second call does nothing."""
         with self._changed:
             for index, rows in lease.rows.items():
                 self._free[index] += rows

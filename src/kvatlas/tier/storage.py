@@ -51,7 +51,10 @@ class TierStorage:
         verify_always: bool,
         plan: Plan | None = None,
     ) -> None:
-        """Pass the tier's `plan` if the pools hold its blocks. Staging pools for rows do not."""
+        """Keep blocks in `pools`, or in `file`.
+
+        Omit `plan` if the pools contain staged rows with headers instead of the plan's blocks.
+        """
         self._pools, self._file, self._verify_always = dict(pools), file, verify_always
         sizes = {pool.index: pool.block_bytes for pool in plan.pools} if plan else {}
         self._block_bytes = sizes
@@ -81,7 +84,7 @@ class TierStorage:
     def store_runs(
         self, ingest: Ingest, about: StoredPart, plan: Plan, pools: Mapping[int, Any]
     ) -> tuple[PartSums, dict[Shape, Delivery]]:
-        """Store a rank's part from the given pools.
+        """Copy a rank's part of a request from its pools into the tier.
 
         Returns the known contributions to block checksums, and the byte ranges that the rank has
         contributed to blocks of each shape. If the tier is in memory, or in a file that is written
@@ -101,7 +104,7 @@ class TierStorage:
         return self.carry("store", copies, self.writing(plan, rank, pools)), brought
 
     def takes_sums(self, pools: Mapping[int, Any] | None) -> bool:
-        """Return whether `reading` takes copies that are grids of runs: true for host memory."""
+        """Return whether `reading` accepts grids of runs for these pools: true for host memory."""
         return not is_on_gpu(pools)
 
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Read:
@@ -126,7 +129,7 @@ class TierStorage:
         return made if made.pinned and self._block_bytes else None
 
     def offload(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> GpuOffload:
-        """Return the offload between a rank's GPU pools and the memory of the blocks."""
+        """Return the offload that copies between a rank's GPU pools and the tier's host memory."""
         memory = gpu_pools(plan, rank, pools)
         # The staging memory of a file is mostly unallocated. Pinning would allocate all of it.
         pinned = self._file is None and self._pins.pin(self._pools)
@@ -135,7 +138,7 @@ class TierStorage:
     def _offload(
         self, memory: Mapping[int, Memory], host: Mapping[int, Bytes], *, pinned: bool
     ) -> GpuOffload:
-        """Return the offload between GPU pools and host memory."""
+        """Return the offload that copies between GPU pools `memory` and host pools `host`."""
         number = next(iter(memory.values())).number
         with self._idle:
             if number not in self._staging:
@@ -159,7 +162,7 @@ class TierStorage:
         return through_window
 
     def load(self, copies: Sequence[Copy], loaded: ExitStack) -> None:
-        """Read the sources of copies from the file, if any, into staging memory.
+        """Read the source bytes of copies into staging memory, if the tier is in a file.
 
         Closing `loaded` releases the staging memory.
         """
@@ -170,7 +173,10 @@ class TierStorage:
             file.read(within, file.window.pools)
 
     def carry(self, phase: str, moves: Sequence[Copy], carry: Write) -> PartSums:
-        """Execute copies, count them, and return the known contributions to block checksums."""
+        """Execute copies with `carry`, and count their bytes and time under the name `phase`.
+
+        Returns the contributions to block checksums that `carry` has computed.
+        """
         with self.metrics.phase(phase):
             known = carry(moves)
         nbytes, descriptors = sum(move.nbytes for move in moves), sum(map(len, moves))
@@ -185,9 +191,9 @@ class TierStorage:
         pools: Mapping[int, Any],
         moved: Callable[[Copy], Copy] | None = None,
     ) -> None:
-        """Convert cells of the tier into a rank's pools.
+        """Convert parts of the tier's blocks to another dtype and copy them into a rank's pools.
 
-        `moved` translates copies to the current addresses of the cells in the tier's memory.
+        `moved` translates copies to the addresses at which the parts are staged.
         """
         file = self._file
 
@@ -237,8 +243,12 @@ class TierStorage:
         """Keep the storage open during the context. Raises an error if it is already closed."""
         with self._idle:
             if not self._open:
-                problem, hint = "The tier is closed", "Open the tier again"
-                raise AtlasError(Code.UNREADABLE, problem, got="a call after close()", hint=hint)
+                raise AtlasError(
+                    Code.UNREADABLE,
+                    "The tier is closed",
+                    got="a call after close()",
+                    hint="Open the tier again",
+                )
             self._busy += 1
         try:
             yield

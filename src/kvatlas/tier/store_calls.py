@@ -1,4 +1,4 @@
-"""Calls of a store with a time limit.
+"""Call a store with a time limit.
 
 A call that exceeds its limit continues in its thread and keeps its memory, which is released only
 when the call ends. The threads are daemons, so a hanging store does not keep the process alive.
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """The time at which waiting for a call ends."""
+    """The time at which a caller stops waiting for the store."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self._end = seconds, time.monotonic() + seconds
@@ -40,7 +40,7 @@ class Deadline:
 
 
 class StoreCalls:
-    """A few threads that call a store.
+    """A few threads that execute calls to a store.
 
     >>> from threading import get_native_id
     >>> polling = StoreCalls(threads=1, nice=3)
@@ -88,9 +88,9 @@ class StoreCalls:
         return made
 
     def result(self, started: Future[T], deadline: Deadline) -> T:
-        """Return the result of a call, or raise `DEADLINE` if it takes too long.
+        """Return the result of a call. Raises an error with code `DEADLINE` if it takes too long.
 
-        Exceptions other than `AtlasError` are raised as `WIRE_FAILED`.
+        Exceptions other than `AtlasError` are raised with code `WIRE_FAILED`.
         """
         try:
             return started.result(deadline.left)

@@ -14,10 +14,10 @@ from kvatlas.planning import Plan
 from kvatlas.routing.block_tables import checked_rank
 from kvatlas.tier.converting import Converting, TierRoutes, converting_rows
 from kvatlas.tier.namespaces import RowName
-from kvatlas.tier.numbered_copies import NumberedCopies, NumberedRows
-from kvatlas.tier.numbered_grids import NumberedGrids
 from kvatlas.tier.request_blocks import NeededBlock
 from kvatlas.tier.row_moves import ConvertedRows, CopiedRows, RowMoves
+from kvatlas.tier.row_numbers import RowNumbers
+from kvatlas.tier.row_runs import RowRuns
 from kvatlas.tier.row_traffic import RowTraffic, StagedRows
 from kvatlas.tier.storage import TierStorage
 from kvatlas.tier.store_calls import Deadline
@@ -74,7 +74,7 @@ class StoreHit:
             way = self._routes.to(plan, converting_rows(self._convert, convert))
             if not self.tokens or 0 not in way.sources(rank):
                 return
-            numbered, storage = NumberedRows(self._plan, self.rows), self._storage
+            numbered, storage = RowNumbers(self._plan, self.rows), self._storage
             tokens = self.start if start is None else max(start, self.start), self.tokens
             ends: dict[str, Any] = {"src_blocks": numbered.tables(), "dst_blocks": blocks}
             ends |= {"src_rank": 0, "dst_rank": rank, "tokens": tokens}
@@ -85,13 +85,10 @@ class StoreHit:
                     into = (plan, rank, pools or {})
                     moves = ConvertedRows(way.converted(**ends), numbered, staged, into)
                 else:
-                    runs: NumberedCopies | NumberedGrids
-                    if is_on_gpu(pools):
-                        runs = NumberedCopies(way.bind(**ends).copies, "src", numbered)
-                    else:
-                        runs = NumberedGrids(way.stream(**ends).grids(), "src", numbered)
+                    gpu = is_on_gpu(pools)
+                    copies = way.bind(**ends).copies if gpu else way.stream(**ends).grids()
                     read = storage.reading(plan, rank, pools or {})
-                    moves = CopiedRows(runs, numbered, staged, read)
+                    moves = CopiedRows(RowRuns(copies, "src", numbered), numbered, staged, read)
             try:
                 self._fetch(numbered.numbers, moves)
             except AtlasError as problem:

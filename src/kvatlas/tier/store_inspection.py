@@ -163,7 +163,7 @@ def import_objects(store: ObjectStore, path: Path) -> Verdict:
 
 
 def _rows(store: ObjectStore) -> dict[tuple[str, str], dict[str, list[str]]]:
-    """Return the names of objects by namespace and row."""
+    """Return the names of objects by (tenant, namespace) and then by row."""
     found: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in store.names(f"{ROOT}/"):
         about = parse_name(name)
@@ -212,7 +212,10 @@ def _is_sound(name: str, found: Bytes) -> bool:
 
 
 def _mark_places(name: str) -> Iterator[ObjectPlace]:
-    """Yield the possible headers of a mark. Its level is not part of its name."""
+    """Yield the identities that the header of a mark may contain: one for each level.
+
+    The name of a mark does not include its level.
+    """
     found = _MARK_NAME.fullmatch(name)
     if found is not None:
         for level in range(len(LEVELS)):
@@ -224,7 +227,10 @@ def _is_digest(text: str) -> bool:
 
 
 def _remove_all(store: ObjectStore, tenant: str, namespace: str) -> Iterator[int]:
-    """Remove the objects of a tenant or a namespace, given by their digests as `ls` shows them."""
+    """Remove the objects of a tenant or a namespace and yield the numbers of removed objects.
+
+    Both are digests, as `kvatlas tier ls` prints them.
+    """
     for owner, place in list(_rows(store)):
         if tenant in ("", owner) and namespace in ("", place):
             yield store.remove_all(f"{ROOT}/{owner}/{place}/")

@@ -218,7 +218,7 @@ class StoreTier:
                 yield from (row for row in rows if not set(refused).isdisjoint(names(row)))
 
     def _keep(self, puts: Sequence[Future[Any]]) -> None:
-        """Track writes until they have finished."""
+        """Track writes until they have finished, so that `flush` can wait for them."""
         with self._lock:
             self._puts.update(puts)
         for started in puts:
@@ -253,12 +253,12 @@ class StoreTier:
         whole: bool = False,
         other: bool = False,
     ) -> list[bool]:
-        """Return, for each (tokens, key), whether the group stores the last row of a request.
+        """Return for each (length, key) whether a group stores the last row of a request.
 
-        `tokens` is the length of the request, and `key` identifies its last block. Unless `whole`
-        is set, the row may lack objects that other ranks have yet to store. With `other`, search
-        the rows of the other cache dtype: a request is always served from rows of one dtype. If
-        the store fails, the miss is counted and the error raised.
+        `length` is the request's number of tokens, and `key` identifies its last block. Unless
+        `whole` is set, the row may lack objects that other ranks have yet to store. With `other`,
+        search the rows of the other cache dtype: a request is always served from rows of one dtype.
+        If the store fails, the miss is counted and the error raised.
         """
         with self._storage.using():
             deadline = Deadline(self.deadline)
@@ -345,7 +345,7 @@ class StoreTier:
     def _found(
         self, start: int, stop: int, keys: Keys, among: Sequence[StoredRows]
     ) -> tuple[StoredRows, FoundRows]:
-        """Find the longest stored prefix and its rows, and count the reason if it is too short."""
+        """Find the longest stored prefix and its rows. If it is too short, count the reason."""
         deadline, by_group = Deadline(self.deadline), keys_by_group(self.plan, keys)
         best, most = self._own, FoundRows(0, {}, "")
         try:
@@ -363,7 +363,11 @@ class StoreTier:
         return best, most
 
     def _why_absent(self, deadline: Deadline) -> str:
-        """Return the first level of the identity for which the store has no objects."""
+        """Return the reason for a miss: "other_LEVEL", or "absent" if all levels match.
+
+        LEVEL is the first level of the identity, such as the tenant, of which the store has no
+        caches.
+        """
         reasons = [rows.traffic.why_absent(deadline) for rows in self._rows]
         return "absent" if "absent" in reasons else reasons[0]
 

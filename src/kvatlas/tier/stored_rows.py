@@ -39,7 +39,7 @@ class FoundRows(NamedTuple):
 
 
 class StoredRows:
-    """The rows of one plan under one identity in a store."""
+    """The rows in a store that have one plan and one identity."""
 
     def __init__(
         self,
@@ -50,7 +50,10 @@ class StoredRows:
         staging: int,
         convert: Converting | None = None,
     ) -> None:
-        """`cut` is (shards, stages). `staging` is the number of bytes for rows in flight."""
+        """Open the rows of `plan`. `cut` is (shards, stages), as `RowObjects` takes them.
+
+        `staging` is the number of bytes for rows in flight. With `convert`, fetches convert rows.
+        """
         check_tier_plan(plan)
         self.plan, self._convert = plan, convert
         objects = RowObjects(plan, *cut)
@@ -64,13 +67,19 @@ class StoredRows:
         self._routes = TierRoutes(with_room(plan))
 
     def find(self, start: int, stop: int, keys: Mapping[int, Any], deadline: Deadline) -> FoundRows:
-        """Find the longest stored prefix of a request for its tokens start .. stop - 1."""
+        """Find the longest stored prefix of a request's first `stop` tokens.
+
+        Rows that only tokens before `start` need are not looked up.
+        """
         return FoundRows(*self._lookup.longest(start, stop, keys, deadline))
 
     def kept(
         self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
     ) -> list[bool]:
-        """Return, for each (tokens, key), whether a group stores the last row of a request."""
+        """Return for each (length, key) whether a group stores the last row of a request.
+
+        `length` is the request's number of tokens, and `key` identifies its last block.
+        """
         return self._lookup.kept(group, ends, deadline, whole=whole)
 
     def hit(
@@ -87,7 +96,7 @@ class StoredRows:
 
 
 def check_alike(plan: Plan, other: OtherRows) -> None:
-    """Raise an error if the other rows have different keys or cannot be converted."""
+    """Raise an error unless the other rows have the keys of `plan` and can be converted to it."""
     check_tier_plan(other.plan)
     mine, theirs = (
         sorted(

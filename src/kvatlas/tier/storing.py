@@ -1,4 +1,4 @@
-"""`StoreDesk`: stores in two steps, so that another process can move the bytes.
+"""`StoreDesk`: store operations in two steps, so that another process can move the bytes.
 
 `begin` returns the blocks that a rank may fill, and `end` reports that it has filled them. Blocks
 that then have the bytes of all ranks are committed. Only committed blocks can be found.
@@ -24,7 +24,7 @@ from kvatlas.tier.storage import TierStorage
 
 @dataclass
 class OpenStore:
-    """The store of one rank, between `begin` and `end`."""
+    """A store operation of one rank, between `begin` and `end`."""
 
     ingest: Ingest
     start: int
@@ -39,7 +39,7 @@ class OpenStore:
 
 
 class Ingests:
-    """The `Ingest` of each plan that stores in a tier, compiled once per plan."""
+    """The `Ingest` of each plan whose ranks store in a tier, compiled once per plan."""
 
     def __init__(self, tier: Plan) -> None:
         self._tier = tier
@@ -54,7 +54,10 @@ class Ingests:
     def needs(
         self, plan: Plan, tokens: Any, keys: Mapping[int, Sequence[bytes | None]]
     ) -> tuple[int, int, list[NeededBlock]]:
-        """Return the range of stored tokens, extended to whole blocks, and their blocks."""
+        """Return (start, stop, blocks) of the tokens to store.
+
+        `start` is rounded down to a block.
+        """
         start, stop = token_range(tokens, min(plan.max_len, self._tier.max_len))
         spans = self.of(plan).spans
         start = spans.whole_blocks(start)
@@ -62,7 +65,7 @@ class Ingests:
 
 
 class StoreDesk:
-    """Begins and ends the stores of a tier. Thread-safe."""
+    """Begins and ends the store operations of a tier. Thread-safe."""
 
     def __init__(self, plan: Plan, index: BlockIndex, storage: TierStorage) -> None:
         self._index, self._storage = index, storage
@@ -71,7 +74,7 @@ class StoreDesk:
     def begin(
         self, plan: Plan, rank: int, tokens: Any, keys: Mapping[int, Sequence[bytes | None]]
     ) -> OpenStore:
-        """Begin a store and return the blocks that a rank may fill. `end` must follow."""
+        """Begin a store operation: claim the blocks that a rank may fill. `end` must follow."""
         ingest = self._ingests.of(plan)
         rank = checked_rank(plan, rank, "source")
         start, stop, needs = self._ingests.needs(plan, tokens, keys)
@@ -86,9 +89,9 @@ class StoreDesk:
     def end(
         self, store: OpenStore, brought: dict[Any, Delivery] | None, sums: PartSums | None
     ) -> StoreResult:
-        """End the store of a rank that has written its bytes or failed, and return the result.
+        """End a store operation and return its result. `brought` is None if the rank has failed.
 
-        Blocks for which some rank has no `sums` are read again to compute their checksum.
+        A block for which some rank has no `sums` is read again to compute its checksum.
         """
         claim = store.claim
         try:

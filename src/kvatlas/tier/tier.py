@@ -216,20 +216,20 @@ class Tier:
         return len(self._index)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a key is stored completely in every group that can have it."""
+        """Return whether every group has a complete block with this key."""
         groups = range(len(self.plan.groups))
         return isinstance(key, bytes) and all(self._index.has(group, key) for group in groups)
 
     def has(self, key: bytes, group: int = 0) -> bool:
-        """Return whether a key of a group is stored completely."""
+        """Return whether a group has a complete block with this key."""
         return self._index.has(group, key)
 
     def kept_ends(
         self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
     ) -> list[bool]:
-        """Return, for each (tokens, key), whether the group stores the last block of a request.
+        """Return for each (length, key) whether a group stores the last block of a request.
 
-        `tokens` is the length of the request, and `key` identifies its last block.
+        `length` is the request's number of tokens, and `key` identifies its last block.
         """
         del whole  # lookups find only complete blocks
         with self._storage.using():
@@ -240,10 +240,10 @@ class Tier:
         return self._index.names()
 
     def names_since(self, mark: int = 0) -> tuple[list[tuple[int, bytes]], int]:
-        """Return names that were completed after a mark, oldest first, and the next mark.
+        """Return the (group, key) of blocks completed after a mark, and the next mark.
 
-        A call returns a limited number of names. Repeat it with the returned mark until the mark
-        does not change.
+        The oldest blocks come first, and their number is limited. Repeat the call with the returned
+        mark until the mark does not change.
         """
         return self._index.names_since(mark, _NAMES)
 

@@ -170,7 +170,10 @@ class TierEvents:
                 self._listener(news)
 
     def forget(self) -> None:
-        """Forget all blocks without an event. Call this if the listener was cleared."""
+        """Forget all reported blocks, without sending events.
+
+        Call this if the listener was cleared.
+        """
         with self._lock:
             self._noted.clear()
             self._told.clear()
@@ -178,7 +181,10 @@ class TierEvents:
     # -- inside -------------------------------------------------------------------------
 
     def _look_for(self, noted: _Noted, news: list[BlockEvent]) -> bool:
-        """Add events for newly found blocks of a request and return whether all are found."""
+        """Append events for newly found blocks of a request to `news`.
+
+        Return whether all are found.
+        """
         complete = True
         for number, group in enumerate(self._tier.plan.groups):
             ends = range(group.block, noted.stop + 1, group.block)
@@ -238,7 +244,7 @@ class TierEvents:
 
 
 def _stretches(stops: Sequence[int], block: int) -> Iterator[list[int]]:
-    """Yield groups of consecutive block ends."""
+    """Split ascending block ends, in tokens, into lists of consecutive blocks."""
     begun: list[int] = []
     for stop in stops:
         if begun and stop != begun[-1] + block:
@@ -250,7 +256,7 @@ def _stretches(stops: Sequence[int], block: int) -> Iterator[list[int]]:
 
 
 def block_hash(key: bytes) -> int:
-    """Return the hash of a block in events: the last 64 bits of its key.
+    """Return the hash that events contain for a block: the last 64 bits of its key.
 
     >>> block_hash(bytes(15) + b"A")
     65

@@ -13,7 +13,10 @@ CHECKPOINTS = ("every-block", "prompt-end", "branch-points", "vllm-default", "ev
 
 
 def checkpoint_policy(name: str) -> Checkpoints:
-    """Return the policy of this name. The suffix `-within-25` limits it to 25% of the memory.
+    """Return the policy of this name.
+
+    The suffix `-within-25` limits checkpoints to 25% of the memory.
+
 
     >>> checkpoint_policy("every-4096"), checkpoint_policy("prompt-end-within-25").share
     (EveryTokens(share=None, tokens=4096), 0.25)

@@ -50,10 +50,16 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         if self.share is not None and not 0 < self.share < 1:
-            problem = "The share of checkpoints must be greater than 0 and less than 1"
-            hint = "Pass a share such as 0.25, or a policy name with a suffix such as -within-25"
-            raise AtlasError(Code.BAD_SIZE, problem, got=f"a share of {self.share}", hint=hint)
+            raise AtlasError(
+                Code.BAD_SIZE,
+                "The share of checkpoints must be greater than 0 and less than 1",
+                got=f"share={self.share}",
+                hint="Pass for example share=0.25, or a policy name that ends with -within-25",
+            )
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Return the block ends at which to keep a checkpoint, ascending, in hit + 1 .. stop."""
+        """Return the numbers of leading blocks after which to keep a checkpoint.
+
+        They are ascending, greater than `prompt.hit` and at most `prompt.stop`.
+        """
         raise NotImplementedError

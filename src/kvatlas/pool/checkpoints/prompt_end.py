@@ -11,5 +11,5 @@ class PromptEnd(Checkpoints):
     """Keep a checkpoint at the last complete block of a prompt, where the next turn continues."""
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Return the end of the prompt, if it is computed."""
+        """Return the end of the prompt's last complete block, unless it is cached."""
         return np.arange(max(prompt.hit + 1, prompt.end), prompt.end + 1)

@@ -14,7 +14,7 @@ from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 
 
 class VllmDefault(Checkpoints):
-    """Keep checkpoints at the end of prompts, and where attention's prefix is longer than the hit.
+    """Keep a checkpoint at the end of prompts, and one where only full attention was cached.
 
     >>> VllmDefault().positions(Prompt(block=16, hit=2, seen=0, end=9, stop=9, attention=5))
     array([5, 9])
@@ -23,7 +23,10 @@ class VllmDefault(Checkpoints):
     asks_for_seen = True
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Return at most two positions. If `prompt.attention` is None, `prompt.seen` is used."""
+        """Return at most two block ends.
+
+        If `prompt.attention` is unknown, `prompt.seen` is used instead.
+        """
         shared = prompt.seen if prompt.attention is None else prompt.attention
         last = prompt.end if prompt.resend is None else min(prompt.end, prompt.resend)
         chosen = sorted({min(shared, last), last})

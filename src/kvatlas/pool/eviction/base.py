@@ -30,7 +30,7 @@ LAST_SERIAL = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Facts about entries when they are used. Each array has one element per entry."""
+    """Facts about a use of entries by a request. Each array has one element per entry."""
 
     now: int
     """The index of the current request."""
@@ -79,9 +79,9 @@ class Eviction:
         self._place[ids] = 0
 
     def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
-        """Remove and return the first entries in order, with at least `blocks` blocks in total.
+        """Remove and return the entries to evict first, with at least `blocks` blocks in total.
 
-        Pinned entries are skipped. If there are too few blocks, all other entries are returned.
+        Pinned entries are skipped. If the others have fewer blocks, all of them are returned.
         """
         found: list[Ids] = []
         aside = []
@@ -130,7 +130,7 @@ class Eviction:
         self._stored += len(segment)
 
     def _sweep(self) -> None:
-        """Remove stale places and renumber the segments."""
+        """Remove stale places from all segments and renumber the segments."""
         queued, self._heap, self._serial, self._stored = sorted(self._heap, key=_order), [], 0, 0
         for rank, serial, segment in queued:
             left = segment[self._place[segment] == serial]

@@ -11,5 +11,5 @@ class Fifo(Eviction):
     """Evict the oldest entry first."""
 
     def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
-        """Rank only new entries."""
+        """Rank new entries. Entries that are ranked already keep their rank."""
         yield (use.now,), ids[self._place[ids] == 0]

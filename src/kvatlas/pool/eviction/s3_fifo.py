@@ -44,13 +44,16 @@ class S3Fifo(Eviction):
                 (self._main if back else self._small)[entry] = 0
 
     def forget(self, ids: Ids) -> None:
-        """Remove entries without recording them as ghosts."""
+        """Remove entries, and do not remember them as recently evicted."""
         for entry in ids.tolist():
             self._small.pop(entry, None)
             self._main.pop(entry, None)
 
     def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
-        """Evict from the small queue while it exceeds its share, otherwise from the main queue."""
+        """Evict entries with at least `blocks` blocks in total, except pinned entries.
+
+        Entries of the small queue are evicted while it exceeds its share of all entries.
+        """
         found: list[int] = []
         aside: list[tuple[OrderedDict[int, int], int, int]] = []
         while blocks > 0 and (self._small or self._main):

@@ -1,4 +1,4 @@
-"""Least compute saved per byte first, with ageing: Marconi's idea with the GreedyDual algorithm."""
+"""Evict entries that save the least compute per byte, with ageing: Marconi with GreedyDual."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SavedCompute(Eviction):
     needs = ("saved",)
 
     def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
-        """Rank by level. If the saved compute is unknown, all entries have level 0."""
+        """Rank by the clock plus each entry's level, which is 0 if its saved compute is unknown."""
         worth = np.ones(len(ids)) if use.saved is None else use.saved
         levels = np.rint(LEVELS * np.log2(np.maximum(worth, 1.0)))
         for level, segment in by_value(ids, levels):

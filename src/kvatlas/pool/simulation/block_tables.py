@@ -15,7 +15,7 @@ from kvatlas.pool.simulation.layer_classes import LayerClass
 
 
 class SimulatedTable:
-    """The table of one layer class: a window, or recurrent states at every block."""
+    """The block table of one layer class: a window, or recurrent states at every block."""
 
     def __init__(self, one: LayerClass, step: int, places: Sequence[int], hit: int) -> None:
         self._one, self._step = one, step
@@ -132,7 +132,10 @@ class StateTable(SimulatedTable):
         return self._one.blocks
 
     def name(self, stop: int) -> slice:
-        """Name the state after `stop` tokens, if it is kept; return its index in `_places`."""
+        """Name the state after `stop` tokens, if it is kept.
+
+        Returns the indices in `_places` of the places that are named now.
+        """
         new = super().name(stop)
         for place in self._places[new]:
             self._loose.remove(place)

@@ -187,7 +187,10 @@ def _lower_tiers(
 
 @lru_cache(maxsize=2)
 def spans_of(trace: Trace, step: int) -> Spans:
-    """Return the spans of a trace. They are cached, because comparisons need them repeatedly."""
+    """Cut a trace into spans of `step` tokens.
+
+    Results are cached, because comparisons repeat calls.
+    """
     return Spans.of(trace, step)
 
 
@@ -209,7 +212,7 @@ def ceiling(trace: Trace) -> Ints:
 def _saved(
     model: PoolModel, cost: PrefillCost | None
 ) -> Callable[[LayerClass, Ints], NDArray[np.float64]]:
-    """Return a function that computes the FLOPs that a hit on each entry saves, per byte.
+    """Return a function that computes how many FLOPs per byte a hit on each entry saves.
 
     A block of full attention saves the FLOPs of its tokens, and a checkpoint those of all tokens
     before it.

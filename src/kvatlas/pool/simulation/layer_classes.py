@@ -30,7 +30,7 @@ class LayerClass:
     block_bytes: int = 1
 
     def first(self, ends: Ints, step: int) -> Ints:
-        """Return the first span that is needed to continue after each of `ends` spans."""
+        """Return, for each number of spans in `ends`, the first span needed to continue there."""
         if self.needs == "all":
             return ends * 0
         if self.needs == "state":
@@ -39,7 +39,7 @@ class LayerClass:
         return np.minimum(first, ends)
 
     def first_place(self, tokens: int, step: int) -> int:
-        """Return the first span that is needed to continue after `tokens` tokens.
+        """Return the index of the first span that is needed to continue after `tokens` tokens.
 
         >>> LayerClass("window", 0, 1, Visibility(window=33)).first_place(100, 16)
         4
@@ -63,7 +63,7 @@ class PoolModel:
 
     @classmethod
     def of(cls, plan: Plan, *, by_group: bool = False) -> PoolModel:
-        """Return the model of a plan. With `by_group`, each group is a separate class."""
+        """Return the properties of a plan. With `by_group`, each group is a separate class."""
         if not reuses_prefixes(plan):
             problem = "The plan must support prefix caching, because hits are simulated"
             got = f"a plan of {plan.model} with prefix_caching=False"

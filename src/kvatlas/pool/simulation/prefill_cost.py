@@ -26,7 +26,7 @@ _ACTIVE = re.compile(r"-A(\d+(?:\.\d+)?)B\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """The FLOPs of the tokens of a prompt.
+    """A cost model of prefill: how many FLOPs the tokens of a prompt take.
 
     >>> cost = PrefillCost(per_token=10.0, pairs=((None, 2.0), (4, 1.0)))
     >>> cost.flops(np.array([0, 10]), np.array([10, 12]))
@@ -40,7 +40,7 @@ class PrefillCost:
 
     @classmethod
     def of(cls, model: Model, active: int, *, tflops: float = TFLOPS) -> PrefillCost:
-        """Return the cost of a model with `active` active parameters."""
+        """Return the cost model of a model with `active` active parameters."""
         pairs: dict[int | None, float] = {}
         for layer in model.layers:
             seen = layer.spec.visibility
@@ -79,7 +79,7 @@ def active_parameters(weights: Weights) -> int | None:
 
 
 def _row(spec: Spec) -> int:
-    """Return the number of elements of a key plus those of a value, per query head."""
+    """Return how many elements a key and a value have together, for one query head."""
     if isinstance(spec, Attention):
         return 2 * spec.head_dim
     return int(getattr(spec, "latent", 0) * 2 + getattr(spec, "rope", 0))

@@ -25,7 +25,7 @@ def batched_tokens(plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class PrefillSteps:
-    """The division of prompts into steps."""
+    """How vLLM divides prompts into steps."""
 
     tokens: int
     """Maximum number of tokens per step."""

@@ -59,14 +59,14 @@ class Spans:
 
     @classmethod
     def of_ids(cls, trace: Trace) -> Spans:
-        """Return one span per id, including an incomplete last id, as for a plain block cache."""
+        """Use each id of a trace as one span, including the id of an incomplete last block."""
         counts = np.diff(trace.starts)
         return cls(
             trace.block, trace.ids, trace.starts, int(trace.ids.max(initial=-1)) + 1, counts, counts
         )
 
     def of_request(self, request: int) -> Ints:
-        """Return the spans of one request."""
+        """Return the span numbers of one request."""
         return self.numbers[self.starts[request] : self.starts[request + 1]]
 
     def next_uses(self) -> Ints:
@@ -84,7 +84,7 @@ class Spans:
 
 
 def check_step(step: int) -> None:
-    """Raise an error if spans would be too long for any hit."""
+    """Raise an error if spans of `step` tokens would be too long for any hit."""
     if step > 1 << 20:
         problem = f"The least common multiple of all block sizes must be at most {1 << 20:,} tokens"
         hint = "Plan with another block size"

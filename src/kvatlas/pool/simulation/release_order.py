@@ -14,10 +14,10 @@ Ordered = tuple[Ints, Ints]
 
 
 def along_the_request(entries: list[Ints], parts: list[Ints], *, head_first: bool) -> Ordered:
-    """Return the entries of all classes in descending order of place.
+    """Return the entries of all layer classes, from the end of the request to its beginning.
 
-    With `head_first`, the order is ascending. `entries` and `parts` hold the entries and the places
-    of each class.
+    With `head_first`, the order is reversed. `entries` and `parts` contain, for each class, its
+    entries and the index of each entry's span in the request.
     """
     if len(parts) == 1:
         entry, place = entries[0], parts[0]

@@ -52,7 +52,7 @@ class Replay(ReplayBase):
             self._in_flight[: len(in_flight)] = in_flight
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
-        """Make space for a request and add its entries; False if it can never fit."""
+        """Make space for a request and add its entries. Return False if it can never fit."""
         if self.policy.store:
             self._store(request, parts)
             return True
@@ -75,9 +75,9 @@ class Replay(ReplayBase):
     def _fitting(
         self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]
     ) -> list[Ints] | None:
-        """Return the places to keep, with fewer checkpoints if all do not fit into empty pools.
+        """Return the places to keep in each class, without early checkpoints if there are too many.
 
-        The last checkpoints are kept. None if the request does not fit without checkpoints.
+        Returns None if the request does not fit into empty pools even without checkpoints.
         """
         while self._too_much(request, parts):
             if not len(wanted):
@@ -95,7 +95,7 @@ class Replay(ReplayBase):
         return False
 
     def _store(self, request: int, parts: list[Ints]) -> None:
-        """Add a request's entries to a store, then evict, possibly even new entries.
+        """Add a request's entries to an external store, then evict, possibly even new entries.
 
         With `head_first`, entries are added one after the other, so an existing entry may be
         evicted before its turn and then added again.
@@ -119,7 +119,7 @@ class Replay(ReplayBase):
             self._evict(pool, self._used[pool] - self._blocks[pool])
 
     def _in_order(self, request: int, parts: list[Ints]) -> tuple[Ints, Ints]:
-        """Return entries and their places along the request, in order of eviction."""
+        """Return entries in order of eviction, and the index of each one's span in the request."""
         spans = self._of_request(request)
         entries = []
         for number, (one, part) in enumerate(zip(self.model.classes, parts, strict=True)):
@@ -157,7 +157,7 @@ class Replay(ReplayBase):
         return sizes
 
     def _room(self, entries: Ints) -> int:
-        """Return the total number of blocks of entries."""
+        """Return how many blocks all these entries have in total."""
         if self._alike:
             return len(entries) * int(self._sizes[0])
         return int(self._size(entries).sum())

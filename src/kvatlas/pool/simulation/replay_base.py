@@ -55,7 +55,7 @@ class Outcome:
 
 
 class ReplayBase:
-    """The content of the pools during a replay."""
+    """Base class of replays: the content of the pools, and the hits of requests."""
 
     def __init__(self, model: PoolModel, spans: Spans, policy: ReplayPolicy) -> None:
         self.model, self.spans, self.policy = model, spans, policy
@@ -104,7 +104,7 @@ class ReplayBase:
                         self._pools[place] = len(self._blocks) - 1
 
     def run(self, progress: Progress | None = None) -> Outcome:
-        """Replay all requests in order."""
+        """Replay all requests in order and return their hits."""
         requests = len(self.spans.starts) - 1
         for request in range(requests):
             self.serve(request)
@@ -127,7 +127,7 @@ class ReplayBase:
         return hit
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
-        """Make space for a request and add its entries; False if it can never fit."""
+        """Make space for a request and add its entries. Return False if it can never fit."""
         raise NotImplementedError
 
     def _of_request(self, request: int) -> Ints:
@@ -156,7 +156,7 @@ class ReplayBase:
         return there + bisect_left(rest, True, key=lambda place: not seen[spans[place]])
 
     def find(self, spans: Ints) -> tuple[int, int]:
-        """Return the longest prefix that all classes can serve, and the longest for attention."""
+        """Return how many leading spans all layer classes can serve, and how many attention can."""
         longest, others = len(spans), []
         for place, one in enumerate(self.model.classes):
             if one.needs == "all":
@@ -188,7 +188,10 @@ class ReplayBase:
     # -- entries of a request ---------------------------------------------------------
 
     def _entries(self, spans: Ints, hit: int, wanted: Ints) -> list[Ints]:
-        """Return the places that each class keeps: all, or those of the hit and the checkpoints."""
+        """Return the indices of the spans that each class keeps for a request.
+
+        Full attention keeps all. Others keep those that the hit and the checkpoints need.
+        """
         ends = np.concatenate([self._places[hit : hit + 1], wanted]) if hit else wanted
         parts: list[Ints] = []
         for one, first, like in zip(self.model.classes, self._first, self._like, strict=True):
@@ -203,7 +206,7 @@ class ReplayBase:
         return parts
 
     def _windows(self, ends: Ints, first: Ints) -> Ints:
-        """Return the distinct places of the windows that end at `ends`, ascending."""
+        """Return the indices of all spans in windows that end at `ends`, without duplicates."""
         # Ends and begins ascend, so a window adds only the places after the previous end.
         if len(ends) <= FEW_ENDS:
             pieces, before = [self._places[:0]], 0
@@ -223,7 +226,7 @@ class ReplayBase:
 
 
 def _leading_there(there: NDArray[np.bool_], spans: Ints) -> int:
-    """Return how many leading spans are cached. Fast if few are, as in most prompts."""
+    """Return how many leading spans are cached. This is fast if few are cached."""
     start, count = 0, 64
     while start < len(spans):
         part = there[spans[start : start + count]]

@@ -28,7 +28,7 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class LowerTier:
-    """A tier below the GPU."""
+    """A tier below the GPU: its size, and the bytes of an entry of each layer class."""
 
     name: str
     nbytes: int
@@ -39,12 +39,12 @@ class LowerTier:
 
     def __post_init__(self) -> None:
         if self.state_share is not None and not 0 < self.state_share < 1:
-            problem, hint = (
-                "`state_share` must be greater than 0 and less than 1",
-                "Pass a share such as state_share=0.25, or None to reserve nothing",
+            raise AtlasError(
+                Code.BAD_SIZE,
+                "The share of a tier for checkpoints must be greater than 0 and less than 1",
+                got=f"state_share={self.state_share}",
+                hint="Pass for example state_share=0.25, or state_share=None to reserve nothing",
             )
-            got = f"a share of {self.state_share}"
-            raise AtlasError(Code.BAD_SIZE, problem, got=got, hint=hint)
 
     @classmethod
     def of(
@@ -77,7 +77,7 @@ def _kind(one: LayerClass) -> tuple[str, Visibility]:
 
 
 class _Store:
-    """The content of a lower tier."""
+    """The entries that a lower tier contains."""
 
     def __init__(self, tier: LowerTier, kinds: Sequence[LayerClass], bits: int) -> None:
         self._sizes, self._bits = np.array(tier.sizes, np.int64), bits
@@ -129,7 +129,7 @@ class TieredReplay(Replay):
         """[tier, request]: number of cached spans, by the lowest tier that was needed."""
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
-        """Make space on the GPU for a request, and move the entries that it finds there.
+        """Make space on the GPU for a request, and move entries that it finds in lower tiers to it.
 
         Returns False if the request can never fit.
         """

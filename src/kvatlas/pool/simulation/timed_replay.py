@@ -31,7 +31,7 @@ class TimedReplay(Replay):
     """A replay in which requests overlap in time."""
 
     def start(self, trace: Trace, cost: PrefillCost | None) -> None:
-        """Set the arrival times and the cost of prompts."""
+        """Prepare a replay with the arrival times of `trace` and the cost of its prompts."""
         self._trace, self._cost = trace, cost
         self._pins = np.zeros(len(self._present), np.int32)
         self._held = [0] * len(self._blocks)
@@ -42,7 +42,7 @@ class TimedReplay(Replay):
         """Total seconds that requests waited for space."""
 
     def run(self, progress: Progress | None = None) -> Outcome:
-        """Replay all requests at their arrival times."""
+        """Replay all requests at their arrival times and return their hits."""
         times, requests = self._trace.times, len(self._trace)
         order = np.argsort(times, kind="stable")
         busy = 0.0
@@ -84,7 +84,10 @@ class TimedReplay(Replay):
             (self._prefilled if kind == _PREFILLED else self._done)(request)
 
     def _begin(self, request: int) -> int | None:
-        """Take blocks for a request and return its number of cached spans; None without space."""
+        """Take blocks for a request and return how many of its spans are cached.
+
+        Returns None if there is no space.
+        """
         spans = self.spans.of_request(request)
         prompt = self._prompt(request, spans)
         hit = prompt.hit
@@ -116,7 +119,7 @@ class TimedReplay(Replay):
         return hit
 
     def _prefilled(self, request: int) -> None:
-        """Publish a request's new blocks; free those that another request published meanwhile."""
+        """Publish a request's new blocks. Free those that another request published meanwhile."""
         new = self._running[request].new
         twice = new[self._present[new]]
         fresh = self._pins[twice] == 0

@@ -110,7 +110,7 @@ class VllmReplay(ReplayBase):
         return found
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
-        """Serve a request step by step; False if it does not fit even into empty pools."""
+        """Serve a request step by step. Return False if it does not fit even into empty pools."""
         step, length = self.model.step, self._lengths[request]
         kept = (wanted * step).tolist() if self._steps.ends_at_blocks else ()
         steps = list(self._steps.between(hit * step, length, kept))
@@ -132,7 +132,7 @@ class VllmReplay(ReplayBase):
         return True
 
     def _begin(self, spans: Ints, hit: int, parts: list[Ints]) -> list[Served]:
-        """Return the tables of a request with `hit` cached spans, one for all groups of a kind."""
+        """Return the block tables of a request with `hit` cached spans: one per kind of group."""
         served = []
         for some, table in zip(self._groups, self._tables(hit, parts), strict=True):
             mine = spans if some.keeps_all else spans[parts[some.first]]
@@ -168,7 +168,7 @@ class VllmReplay(ReplayBase):
         return True
 
     def _make_room(self, length: int, end: int, served: list[Served]) -> None:
-        """Evict enough blocks for all steps of a request in one call."""
+        """Evict blocks once, so that all steps of a request find enough free blocks."""
         needs = [0] * len(self._blocks)
         for some, table, ids in served:
             named = ids.shape[1]
@@ -187,7 +187,7 @@ class VllmReplay(ReplayBase):
                 self._used[some.pool] -= (before - table.unnamed) * some.number
 
     def _take(self, stop: int, end: int, served: list[Served]) -> None:
-        """Take blocks for the tokens up to `stop`; for full attention up to `end`.
+        """Take blocks for the tokens up to `stop`. Full attention takes blocks up to `end`.
 
         In the last step, `end` includes the answer. Windows and states need no blocks for it,
         because they reuse those that they free. Blocks of the answer are never named, because a
@@ -218,7 +218,10 @@ class VllmReplay(ReplayBase):
             self._queues[some.pool].put(named[:, ::-1], some.one.blocks)
 
     def _take_oldest(self, pool: int, found: Ints) -> None:
-        """Replace `found` entries by their oldest copies, and remove these from the queue."""
+        """Replace each entry in `found` by its oldest copy.
+
+        The copy is in use, so it is removed from the eviction queue.
+        """
         if not found.size:
             return
         ids = found.ravel()

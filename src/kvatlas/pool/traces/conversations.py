@@ -16,7 +16,6 @@ from kvatlas.pool.traces.trace import (
     check_block,
 )
 
-_HINT = "Use conversations in the format of kv-cache-tester"
 _BAD_JSON = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
@@ -61,9 +60,12 @@ def read_conversations(name: str, files: list[Path], progress: Progress | None) 
             check_block(found.block_size, path.name)
             builder = TraceBuilder(name, found.block_size, numbered=True)
         elif found.block_size != builder.block:
-            got = f"{found.block_size} tokens, after {builder.block} tokens in earlier files"
-            hint = "Use files with the same block_size"
-            raise bad_trace(path.name, "the block size changes", got, hint)
+            raise bad_trace(
+                path.name,
+                "the block size differs from earlier files",
+                f"{found.block_size} tokens, after {builder.block} tokens in earlier files",
+                "Use conversations with the same block_size",
+            )
         builder.begin(path.name)
         shift = first if found.hash_id_scope == "local" else 0
         first += _add_requests(builder, text, found.requests, shift) + 1
@@ -75,15 +77,23 @@ def read_conversations(name: str, files: list[Path], progress: Progress | None) 
 def _read_file(path: Path) -> tuple[bytes, _Conversation]:
     """Return the text of a file and its conversation, with requests that are not decoded yet."""
     if path.stat().st_size > LONGEST_LINE:
-        hint = "Write one conversation per file"
-        problem = f"the file is too long: the limit is {LONGEST_LINE:,} bytes"
-        raise bad_trace(path.name, problem, f"{path.stat().st_size:,} bytes", hint)
+        raise bad_trace(
+            path.name,
+            f"the file is too long: the limit is {LONGEST_LINE:,} bytes",
+            f"{path.stat().st_size:,} bytes",
+            "Write one conversation per file",
+        )
     text = path.read_bytes()
     try:
         return text, _CONVERSATION.decode(text)
     except _BAD_JSON as problem:
         where = _place_of(path, text, problem)
-        raise bad_trace(where, "this is not a valid conversation", problem, _HINT) from None
+        raise bad_trace(
+            where,
+            "this is not a valid conversation",
+            problem,
+            "Use a conversation in the format of kv-cache-tester",
+        ) from None
 
 
 def _add_requests(
@@ -100,10 +110,19 @@ def _add_requests(
         try:
             one = _REQUEST.decode(raw)
         except _BAD_JSON as problem:
-            raise bad_trace(where, "this is not a valid request", problem, _HINT) from None
+            raise bad_trace(
+                where,
+                "this is not a valid request",
+                problem,
+                "Use requests in the format of kv-cache-tester",
+            ) from None
         if min(one.hash_ids, default=0) < 0:
-            hint = "Use ids of at least 0 in hash_ids"
-            raise bad_trace(where, "an id is negative", f"id {min(one.hash_ids)}", hint)
+            raise bad_trace(
+                where,
+                "hash_ids contains a negative id",
+                f"id {min(one.hash_ids)}",
+                "Use only integers of at least 0 in hash_ids",
+            )
         greatest = max(greatest, max(one.hash_ids, default=-1))
         ids = [shift + each for each in one.hash_ids] if shift else one.hash_ids
         builder.add(line, ids, one.tokens, one.out, one.t)

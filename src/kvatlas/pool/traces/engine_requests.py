@@ -81,7 +81,10 @@ class EngineRequests:
             del self._open[request.last.name]
 
     def _going_on(self, event: BlockStored, added: Addition) -> tuple[InferredRequest, bool] | None:
-        """Return the open request that an event continues, and whether it continues the answer."""
+        """Return the open request that an event continues, and whether it continues the answer.
+
+        Returns None if the event continues no open request.
+        """
         if event.parent_block_hash is None:
             waiting = None if added.new else self._waiting_for_room(added.last)
             return None if waiting is None else (waiting, False)
@@ -97,7 +100,7 @@ class EngineRequests:
         return None if pieces is None else (pieces, self.now - pieces.stored > quick)
 
     def _waiting_for_room(self, last: StoredBlock) -> InferredRequest | None:
-        """Return the open request that reports its cached blocks, up to `last`, again.
+        """Return the open request that reports its cached blocks up to `last` again, or None.
 
         vLLM may report them in every step in which the request waits for space.
         """
@@ -109,7 +112,7 @@ class EngineRequests:
         return None
 
     def _in_pieces(self, before: StoredBlock) -> InferredRequest | None:
-        """Return the open request whose last stored block is an ancestor of `before`.
+        """Return the open request whose last stored block is an ancestor of `before`, or None.
 
         The blocks between them were cached. A `BlockPool` reports only new blocks, so it reports
         such a request in pieces.

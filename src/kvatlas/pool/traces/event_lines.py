@@ -21,7 +21,7 @@ _TAGS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
 class _Stamped(msgspec.Struct):
-    """The fields of a single event's line that belong to the batch."""
+    """The fields of a line's object that belong to the batch, not to an event."""
 
     ts: float = 0.0
     data_parallel_rank: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] | None = None
@@ -51,7 +51,7 @@ def is_event_line(line: bytes) -> bool:
 
 
 def batch_of_line(where: str, line: bytes) -> EventBatch:
-    """Return the batch of a line, after validation. `where` names the line in errors."""
+    """Decode and validate the batch in a line of JSON. `where` names the line in errors."""
     try:
         if _ARRAY.match(line):
             return _BATCH.decode(line)
@@ -59,5 +59,9 @@ def batch_of_line(where: str, line: bytes) -> EventBatch:
         events = _EVENTS.decode(found.events) if found.events else [_EVENT.decode(line)]
         return EventBatch(found.ts, events, found.data_parallel_rank)
     except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
-        hint = "Write batches, or single events with their type, in the format of vLLM 0.32"
-        raise bad_trace(where, "this is not a valid event", problem, hint) from None
+        raise bad_trace(
+            where,
+            "this is not a valid event",
+            problem,
+            "Write batches, or single events with their type, in the format of vLLM 0.32",
+        ) from None

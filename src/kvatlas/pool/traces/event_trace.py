@@ -28,7 +28,7 @@ MOST_OPEN = 100_000
 
 
 class EventTraceBuilder:
-    """Builds a trace from batches of events."""
+    """Builds a trace of requests from batches of an engine's KV events."""
 
     def __init__(self, name: str, file: str, *, block: int | None, unit: str) -> None:
         self._file, self._unit = file, unit
@@ -64,9 +64,12 @@ class EventTraceBuilder:
             got = "no stored blocks of full attention in GPU memory"
             if self._unseen.requests:
                 got = f"only {self._unseen.requests:,} requests that begin before the recording"
-            problem = "the recording contains no request with all of its blocks"
-            hint = "Start recording when the engine starts, or record longer"
-            raise bad_trace(self._file, problem, got, hint)
+            raise bad_trace(
+                self._file,
+                "the recording contains no request with all of its blocks",
+                got,
+                "Start recording when the engine starts, or record longer",
+            )
         unseen = replace(self._unseen, ranks=len(self._engines))
         return replace(self._builder.finish(), unseen=unseen)
 
@@ -84,7 +87,7 @@ class EventTraceBuilder:
             self._stored(line, where, engine, event)
 
     def _counts(self, where: str, event: BlockStored) -> bool:
-        """Return whether an event belongs to the group that is used and has complete blocks.
+        """Return whether to use an event: it has complete blocks of the first full-attention group.
 
         Raises an error if its block size contradicts earlier events.
         """
@@ -95,29 +98,47 @@ class EventTraceBuilder:
             return False
         block = self._builder.block = self._builder.block or event.block_size
         if event.block_size > block or block % event.block_size:
-            hint = f"Choose one block size with --trace-block, such as {event.block_size}"
-            got = f"{event.block_size} tokens, after {block} tokens in earlier events"
-            raise bad_trace(where, "the block size changes", got, hint)
+            raise bad_trace(
+                where,
+                "the block size differs from earlier events",
+                f"{event.block_size} tokens, after {block} tokens in earlier events",
+                f"Choose one block size with --trace-block, such as {event.block_size}",
+            )
         if event.block_size < block:
             return False  # a partial block, which vLLM can match by its first tokens
         if len(event.token_ids) > len(event.block_hashes) * event.block_size:
-            got = f"{len(event.token_ids)} tokens for {len(event.block_hashes)} blocks of {block}"
-            hint = "Record events that include kv_cache_spec_kind, as vLLM 0.32 sends them"
-            raise bad_trace(where, "the first group does not keep every token", got, hint)
+            raise bad_trace(
+                where,
+                "the event has more tokens than its blocks can hold",
+                f"{len(event.token_ids)} tokens for {len(event.block_hashes)} blocks of {block}",
+                "Record events that include kv_cache_spec_kind, as vLLM 0.32 sends them",
+            )
         return True
 
     def _stored(self, line: int, where: str, engine: EngineRequests, event: BlockStored) -> None:
         try:
             request = engine.store(line, event)
         except ContradictionError as problem:
-            hint = "Record one engine per file, or set the number of each data-parallel rank"
-            raise bad_trace(where, "the events contradict each other", problem, hint) from None
+            raise bad_trace(
+                where,
+                "the events contradict each other",
+                problem,
+                "Record one engine per file, or set the number of each data-parallel rank",
+            ) from None
         except TooManyBlocksError as problem:
-            hint = "Record BlockRemoved events too, and only one engine per file"
-            raise bad_trace(where, "the engine has too many blocks", problem, hint) from None
+            raise bad_trace(
+                where,
+                "the engine has stored too many blocks",
+                problem,
+                "Record BlockRemoved events too, and only one engine per file",
+            ) from None
         except OverflowError as problem:  # JSON numbers can have any size
-            hint = "Use numbers of at most 64 bits"
-            raise bad_trace(where, "this is not a valid event", problem, hint) from None
+            raise bad_trace(
+                where,
+                "this is not a valid event",
+                problem,
+                "Use numbers of at most 64 bits",
+            ) from None
         if request is not None:
             self._waiting.append(request)
 

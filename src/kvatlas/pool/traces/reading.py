@@ -32,8 +32,6 @@ from kvatlas.pool.traces.trace import (
 MOONCAKE_BLOCK = 512
 TOKEN_BLOCK = 16
 """Default number of tokens per block when prompts of plain token ids are compared."""
-_TOO_LARGE = "Use numbers of at most 64 bits"
-_UNLIKE = "Write an object with timestamp, input_length, output_length and hash_ids, or token_ids"
 
 
 class _Mooncake(msgspec.Struct, forbid_unknown_fields=True):
@@ -91,22 +89,32 @@ def _read_lines(path: Path, block: int | None, progress: Progress | None) -> Tra
         try:
             request = decoder.decode(line)
         except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
-            raise bad_trace(where, "this is not a valid request", problem, _UNLIKE) from None
+            raise bad_trace(
+                where,
+                "this is not a valid request",
+                problem,
+                "Write timestamp, input_length, output_length and hash_ids, or token_ids",
+            ) from None
         if isinstance(request, _TokenIds):
             if builder is None:
                 builder = _begin(path, block or TOKEN_BLOCK, where)
             try:
                 ids = ids_of(request.token_ids, builder.block)
             except OverflowError as problem:
-                raise bad_trace(where, "this is not a valid request", problem, _TOO_LARGE) from None
+                raise bad_trace(
+                    where, "this is not a valid request", problem, "Use numbers of at most 64 bits"
+                ) from None
             length = len(request.token_ids)
         else:
             if builder is None:
                 builder = _begin(path, block or request.block_size or MOONCAKE_BLOCK, where)
             if request.block_size not in (None, builder.block):
-                got = f"{request.block_size} tokens, expected {builder.block} tokens"
-                hint = "Write the same block_size in all requests"
-                raise bad_trace(where, "the block size changes", got, hint)
+                raise bad_trace(
+                    where,
+                    "the block size differs from earlier requests",
+                    f"block_size {request.block_size}, expected {builder.block}",
+                    "Write the same block_size in all requests",
+                )
             ids, length = request.hash_ids, request.input_length
         builder.add(number, ids, length, request.output_length, request.timestamp / 1000)
     return (builder or _begin(path, MOONCAKE_BLOCK, path.name)).finish()
@@ -147,9 +155,12 @@ def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, bytes]]
             number += 1
             done += len(line)
             if len(line) == LONGEST_LINE:
-                where, hint = f"{path.name}, line {number}", "Write one request per line"
-                problem = f"the line is too long: it must be shorter than {LONGEST_LINE:,} bytes"
-                raise bad_trace(where, problem, f"{len(line):,} bytes or more", hint)
+                raise bad_trace(
+                    f"{path.name}, line {number}",
+                    f"the line is too long: it must be shorter than {LONGEST_LINE:,} bytes",
+                    f"{len(line):,} bytes or more",
+                    "Write one request per line",
+                )
             if line.strip():
                 yield number, line
             if progress and not number % 256:

@@ -48,7 +48,7 @@ BEGINNING = StoredBlock(None, ROOT, None)
 
 
 class Addition(NamedTuple):
-    """The result of an event: the block before its blocks, and its last block."""
+    """The blocks of an event: the block before them and the last of them."""
 
     before: StoredBlock
     last: StoredBlock
@@ -57,11 +57,11 @@ class Addition(NamedTuple):
 
 
 class ContradictionError(ValueError):
-    """An engine's events contradict each other."""
+    """Raised if an engine's events contradict each other."""
 
 
 class TooManyBlocksError(ValueError):
-    """An engine has more blocks than the limit."""
+    """Raised if an engine has more than `MOST_BLOCKS` blocks."""
 
 
 class StoredBlocks:
@@ -73,7 +73,7 @@ class StoredBlocks:
         """Removed blocks, oldest removal first."""
 
     def _before(self, event: BlockStored) -> StoredBlock:
-        """Return the block before an event's blocks. If it was not seen, its content is None."""
+        """Return the block before an event's blocks. Its content is None if it was never stored."""
         name = event.parent_block_hash
         if name is None:
             return BEGINNING
@@ -84,7 +84,7 @@ class StoredBlocks:
         return found
 
     def _use(self, block: StoredBlock | None) -> None:
-        """Remember a removed block and its predecessors as long as if they were removed now."""
+        """Restart the time for which a removed block and its predecessors are remembered."""
         while block is not None and block.name is not None and block.name in self._removed:
             self._removed.move_to_end(block.name)
             block = block.before
@@ -106,7 +106,9 @@ class StoredBlocks:
             if known is None or known.content is None:
                 known = StoredBlock(name, content, block)
             elif content is not None and content != known.content:
-                raise ContradictionError(f"hash {name!r} with other tokens than before")
+                raise ContradictionError(
+                    f"block hash {name!r} with other tokens than in an earlier event"
+                )
             self._there[name] = block = known
         if len(self._there) > MOST_BLOCKS:
             raise TooManyBlocksError(f"more than {MOST_BLOCKS:,} blocks that were never removed")

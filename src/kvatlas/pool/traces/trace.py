@@ -38,8 +38,12 @@ def bad_trace(where: str, problem: str, got: object, hint: str) -> AtlasError:
 def check_block(block: int, where: str) -> None:
     """Raise an error if a block size is not in 1..2**20 tokens."""
     if not 0 < block <= 1 << 20:
-        problem = f"the block size must be 1 to {1 << 20:,} tokens"
-        raise bad_trace(where, problem, f"{block} tokens", "Use a block size such as 512")
+        raise bad_trace(
+            where,
+            f"the block size must be 1 to {1 << 20:,} tokens",
+            f"{block} tokens",
+            "Pass another block size, such as --trace-block 512",
+        )
 
 
 @dataclass(frozen=True)
@@ -141,11 +145,14 @@ class TraceBuilder:
         return len(self._lengths)
 
     def begin(self, file: str) -> None:
-        """Begin a new file."""
+        """Begin a new file. Errors name it for all requests that are added from now on."""
         self._where.append((len(self), file))
 
     def place(self, line: int, request: int | None = None) -> str:
-        """Return the file and line of a request for error messages; by default of the next one."""
+        """Return the file and line of a request for error messages.
+
+        By default, this is the request that is added next.
+        """
         first, file = self._where[-1]
         if request is None:
             request = len(self)
@@ -155,32 +162,46 @@ class TraceBuilder:
         return f"{file}, {self.unit} {line}{number}"
 
     def add(self, line: int, ids: Sequence[int], length: int, output: int, time: float) -> None:
-        """Add one request; `length` and `output` count tokens of the prompt and of the answer."""
+        """Add a request with `length` prompt tokens and `output` answer tokens."""
         where = self.place(line)
         if not (isfinite(time) and time >= 0):
-            problem = "the time of a request must be finite and at least 0"
-            raise bad_trace(where, problem, f"{time} seconds", "Correct the time")
+            raise bad_trace(
+                where,
+                "the time of a request must be finite and at least 0",
+                f"a time of {time} seconds",
+                "Correct the request's time",
+            )
         if not (0 <= length <= MOST_TOKENS and 0 <= output <= MOST_TOKENS):
-            got = f"a prompt of {length} tokens and an answer of {output} tokens"
-            problem = f"lengths must be 0 to {MOST_TOKENS:,} tokens"
-            raise bad_trace(where, problem, got, "Correct the lengths")
+            raise bad_trace(
+                where,
+                f"prompts and answers must have 0 to {MOST_TOKENS:,} tokens",
+                f"a prompt of {length} tokens and an answer of {output} tokens",
+                "Correct the lengths of the request's prompt and answer",
+            )
         whole, begun = length // self.block, -(-length // self.block)
         if len(ids) not in (whole, begun):
-            problem = (
-                f"the number of ids does not match the prompt in blocks of {self.block} tokens"
+            raise bad_trace(
+                where,
+                f"the number of ids does not match the prompt in blocks of {self.block} tokens",
+                f"{len(ids)} ids for {length} tokens",
+                f"Write {begun} ids, or pass the block size of the trace (--trace-block)",
             )
-            got = f"{len(ids)} ids for {length} tokens"
-            hint = f"Write {begun} ids, or pass the block size of the trace (--trace-block)"
-            raise bad_trace(where, problem, got, hint)
         if len(self._ids) + len(ids) > MOST_IDS:
-            problem = f"a trace can have at most {MOST_IDS:,} ids"
-            got = f"{len(self._ids) + len(ids):,} ids"
-            raise bad_trace(where, problem, got, "Split the trace, or use larger blocks")
+            raise bad_trace(
+                where,
+                f"a trace can have at most {MOST_IDS:,} ids",
+                f"{len(self._ids) + len(ids):,} ids",
+                "Split the trace into several files, or write ids of larger blocks",
+            )
         try:
             self._ids.extend(ids)
         except (OverflowError, TypeError):
-            problem, hint = "an id is not valid", "Use integers of at least 0 and below 2**63"
-            raise bad_trace(where, problem, f"ids {str(ids)[:60]}", hint) from None
+            raise bad_trace(
+                where,
+                "an id is not a valid integer",
+                f"ids {str(ids)[:60]}",
+                "Use integers of at least 0 and below 2**63",
+            ) from None
         self._starts.append(len(self._ids))
         self._lengths.append(length)
         self._outputs.append(output)
@@ -190,8 +211,12 @@ class TraceBuilder:
     def finish(self, *, by_time: bool = False) -> Trace:
         """Return the trace with renumbered ids, after a check that they form a tree."""
         if not len(self):
-            hint = "Write one request per line"
-            raise bad_trace(self.name, "the trace contains no requests", "an empty trace", hint)
+            raise bad_trace(
+                self.name,
+                "the trace contains no requests",
+                "an empty trace",
+                "Write one request per line",
+            )
         raw = np.frombuffer(self._ids, np.int64) if self._ids else np.empty(0, np.int64)
         ids = _numbered(raw)
         starts = np.frombuffer(self._starts, np.int64)
@@ -234,12 +259,19 @@ class TraceBuilder:
         self, facts: NDArray[np.int32], first: NDArray[np.int32], starts: Ints, problem: str,
         hint: str,
     ) -> None:  # fmt: skip
-        """Raise an error for the first id whose fact differs from that of its first occurrence."""
+        """Raise an error with this problem and hint unless equal ids have equal facts.
+
+        `first` contains, for each id, the index of its first occurrence.
+        """
         wrong = np.flatnonzero(facts != facts[first])
         if len(wrong):
             request = int(np.searchsorted(starts, wrong[0], side="right")) - 1
-            got = f"the id at index {int(wrong[0] - starts[request])} of the request"
-            raise bad_trace(self.place(self._lines[request], request), problem, got, hint)
+            raise bad_trace(
+                self.place(self._lines[request], request),
+                problem,
+                f"the id at index {int(wrong[0] - starts[request])} of the request",
+                hint,
+            )
 
 
 def _numbered(raw: Ints) -> Ints:

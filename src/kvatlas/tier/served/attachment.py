@@ -1,6 +1,6 @@
-"""`Attachment`: the connection of one client to one server of a tier.
+"""`Attachment`: the session of one client with the server of a tier.
 
-The first connection carries no messages after the handshake. While it is open, the server keeps
+Its first connection carries no messages after the handshake. While it is open, the server keeps
 the client's pins and the blocks that the client is filling. The client closes it only when no copy
 is in flight.
 """
@@ -75,11 +75,14 @@ class Attachment:
 
     @property
     def usable(self) -> bool:
-        """Whether the attachment can be used for further calls."""
+        """Whether the session is alive and all earlier requests were answered in time."""
         return self.alive and not self._doubtful
 
     def ask(self, kind: type[Message], **about: Any) -> Any:
-        """Send a request and return the server's reply, within the client's time limit."""
+        """Send a request of type `kind` with the fields `about`, and return the server's reply.
+
+        Raises an error if the reply does not arrive within the client's time limit.
+        """
         question = kind(session=self._session, **about)
         deadline = time.monotonic() + self._seconds
         try:
@@ -118,7 +121,7 @@ class Attachment:
 
 
 class ClientStorage(TierStorage):
-    """The blocks of a tier that another process serves. They can be used while it serves them."""
+    """The blocks of a tier that another process serves. They are usable while it serves them."""
 
     def __init__(
         self, pools: dict[int, Bytes], file: TierFile | None, attachment: Attachment
@@ -160,7 +163,7 @@ def _greet(anchor: Connection, path: Path, deadline: float) -> m.Attached:
 
 
 def _file(told: m.OwnedFile) -> TierFile:
-    """Open the server's file and check that it is the same file."""
+    """Open the file at the path that the server reported, and check that it has the reported id."""
     file = TierFile(Path(told.path), None, durable=False, shared=True)
     if file.identity != told.identity:
         file.close()
@@ -178,7 +181,10 @@ def _pools(told: m.OwnedMemory) -> tuple[Plan, dict[int, Bytes]]:
 
 
 def _which(path: Path) -> tuple[int, int, int] | None:
-    """Return the identity of the socket at a path. Each server creates a new socket."""
+    """Return (device, inode, time of change) of the socket at a path; None if there is none.
+
+    Each server creates a new socket, so the result changes when a server is replaced.
+    """
     try:
         state = path.stat()
     except OSError:

@@ -131,7 +131,7 @@ class TierClient:
         return _expected(answer, m.StoreBegun)
 
     def _told(self, plan: Plan) -> tuple[bytes, bytes]:
-        """Return a plan's encoding and its hash."""
+        """Return (encoded plan, its hash)."""
         if plan not in self._plans:
             if len(self._plans) >= PLANS:
                 self._plans = {}
@@ -165,7 +165,10 @@ class TierClient:
 
     @contextmanager
     def pin(self, keys: Keys, tokens: Any) -> Iterator[Hit]:
-        """Pin and verify the stored blocks of `tokens`; none if no process serves the tier."""
+        """Pin and verify the stored blocks of `tokens`.
+
+        If no process serves the tier, the hit has no tokens.
+        """
         about, hit = self._tokens(keys, tokens), None
         with self._gone_is_a_miss("pin"):
             at = self.find_server()
@@ -228,21 +231,25 @@ class TierClient:
         return int(_expected(self.find_server().ask(m.DropKeys, keys=rows), m.KeysDropped).blocks)
 
     def names_since(self, mark: int = 0) -> tuple[list[tuple[int, bytes]], int]:
-        """Return names that were completed after a mark, and the next mark, like `Tier`."""
+        """Return the (group, key) of blocks completed after `mark`, like `Tier.names_since`.
+
+        Also returns the next mark. If no process serves the tier, there are no names.
+        """
         with self._gone_is_a_miss("names"):
             listed = _expected(self.find_server().ask(m.ListNames, mark=mark), m.NamesListed)
             return list(listed.names), listed.mark
         return [], mark
 
     def has(self, key: bytes, group: int = 0) -> bool:
-        """Return whether a key of a group is stored completely."""
+        """Return whether a group has a complete block with this key."""
         return all(self._find((group, key)).whole)
 
     def kept_ends(
         self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
     ) -> list[bool]:
-        """Return which ends of requests a group stores, like `Tier.kept_ends`.
+        """Return for each (length, key) whether a group stores the last block of a request.
 
+        `length` is the request's number of tokens, and `key` identifies its last block.
         Raises an error if no process serves the tier.
         """
         del whole  # lookups find only complete blocks
@@ -252,12 +259,12 @@ class TierClient:
             answer = self.find_server().ask(m.FindNames, names=names)
             some = _expected(answer, m.NamesFound).whole
             if len(some) != len(names):
-                raise bad_handshake(f"{len(some)} results for {len(names)} names")
+                raise bad_handshake(f"NamesFound with {len(some)} results for {len(names)} names")
             found += some
         return found
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a key is stored completely in every group that can have it."""
+        """Return whether every group has a complete block with this key."""
         if not isinstance(key, bytes):
             return False
         return all(self._find(*((group, key) for group in range(len(self.plan.groups)))).whole)
@@ -318,8 +325,12 @@ class TierClient:
 
     def _attached_anew(self) -> Attachment:
         if self.closed:
-            problem, hint = "The tier is closed", "Open the tier again"
-            raise AtlasError(Code.UNREADABLE, problem, got="a call after close()", hint=hint)
+            raise AtlasError(
+                Code.UNREADABLE,
+                "The tier is closed",
+                got="a call after close()",
+                hint="Open the tier again",
+            )
         if self._attachment is not None and self._attachment.usable:
             return self._attachment
         if time.monotonic() < self._next_attempt:
@@ -332,7 +343,7 @@ class TierClient:
         return self._attachment
 
     def _found(self) -> Attachment:
-        """Find a server, waiting a moment for one that is starting."""
+        """Attach to a server. If there is none, try again for `patience` seconds."""
         until = time.monotonic() + self.patience
         while True:
             try:
@@ -356,7 +367,7 @@ class TierClient:
 
     @contextmanager
     def _gone_is_a_miss(self, question: str) -> Iterator[None]:
-        """Leave the `with` block if the tier cannot be reached, and count the miss."""
+        """Suppress the error if the tier cannot be reached, and count a miss of call `question`."""
         try:
             yield
         except AtlasError as refusal:

@@ -45,7 +45,7 @@ class Attach(Message, frozen=True, kw_only=True, tag="attach"):
 
 
 class OwnedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file of a tier."""
+    """The file in which a tier's blocks are stored."""
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
     identity: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -53,7 +53,7 @@ class OwnedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class OwnedMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shared memory of a tier."""
+    """The shared memory in which a tier's blocks are stored."""
 
     plan: Annotated[bytes, Meta(max_length=_MAX_PLAN)]
     published: Annotated[bytes, Meta(max_length=1 << 18)]
@@ -61,7 +61,7 @@ class OwnedMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Attached(Message, frozen=True, kw_only=True, tag="attached"):
-    """The new session and the location of the tier's blocks."""
+    """Reply to `Attach`: the new session and the location of the tier's blocks."""
 
     version: int
     session: Key
@@ -70,13 +70,13 @@ class Attached(Message, frozen=True, kw_only=True, tag="attached"):
 
 
 class SessionQuestion(Message, frozen=True, kw_only=True):
-    """A request within a session."""
+    """Base class of messages from a client in a session."""
 
     session: Key
 
 
 class KeysQuestion(SessionQuestion, frozen=True, kw_only=True):
-    """A request about the tokens of an inference request."""
+    """Base class of messages about tokens start .. stop - 1 of an inference request."""
 
     keys: KeyRows
     start: Token
@@ -84,17 +84,17 @@ class KeysQuestion(SessionQuestion, frozen=True, kw_only=True):
 
 
 class MatchKeys(KeysQuestion, frozen=True, kw_only=True, tag="match_keys"):
-    """Ask how many tokens can be fetched."""
+    """Ask how many tokens of a request can be fetched."""
 
 
 class KeysMatched(Message, frozen=True, kw_only=True, tag="keys_matched"):
-    """The number of tokens that can be fetched."""
+    """Reply to `MatchKeys`: the number of tokens that can be fetched."""
 
     tokens: Token
 
 
 class PinKeys(KeysQuestion, frozen=True, kw_only=True, tag="pin_keys"):
-    """Pin and verify the stored blocks, until they are unpinned or the session ends."""
+    """Pin and verify the stored blocks of a request, until `Unpin` or the end of the session."""
 
 
 class JoinPin(SessionQuestion, frozen=True, kw_only=True, tag="join_pin"):
@@ -104,7 +104,7 @@ class JoinPin(SessionQuestion, frozen=True, kw_only=True, tag="join_pin"):
 
 
 class KeysPinned(Message, frozen=True, kw_only=True, tag="keys_pinned"):
-    """The pinned tokens and their blocks in the tier."""
+    """Reply to `PinKeys` and `JoinPin`: the pinned tokens and their blocks in the tier."""
 
     pin: Key
     start: Token
@@ -119,13 +119,13 @@ class Unpin(SessionQuestion, frozen=True, kw_only=True, tag="unpin"):
 
 
 class LearnPlan(SessionQuestion, frozen=True, kw_only=True, tag="learn_plan"):
-    """Register a plan whose ranks are going to store."""
+    """Register the plan of ranks that are going to store blocks."""
 
     plan: Annotated[bytes, Meta(max_length=_MAX_PLAN)]
 
 
 class BeginStore(KeysQuestion, frozen=True, kw_only=True, tag="begin_store"):
-    """Ask which blocks a rank may fill. The reply is `SendPlan` if its plan is unknown."""
+    """Ask which blocks a rank may fill. If its plan is unknown, the reply is `SendPlan`."""
 
     plan: PlanHash
     rank: Number
@@ -134,7 +134,7 @@ class BeginStore(KeysQuestion, frozen=True, kw_only=True, tag="begin_store"):
 
 
 class StoreBegun(Message, frozen=True, kw_only=True, tag="store_begun"):
-    """The blocks to fill. They are reserved until the store or its session ends."""
+    """Reply to `BeginStore`: the blocks to fill, reserved until `EndStore` or the session's end."""
 
     store: Key
     fills: Annotated[bytes, Meta(max_length=_MAX_BLOCKS * 8)]
@@ -142,7 +142,7 @@ class StoreBegun(Message, frozen=True, kw_only=True, tag="store_begun"):
 
 
 class SummedPart(msgspec.Struct, frozen=True, array_like=True):
-    """The contribution of a rank's part to the checksum of a block."""
+    """The contribution of the bytes that a rank has written to the checksum of a block."""
 
     pool: Number
     block_id: Count
@@ -159,7 +159,7 @@ class EndStore(SessionQuestion, frozen=True, kw_only=True, tag="end_store"):
 
 
 class StoreEnded(Message, frozen=True, kw_only=True, tag="store_ended"):
-    """How many keys are complete, wait for other ranks, or found no space."""
+    """Reply to `EndStore`: how many keys are complete, wait for other ranks, or found no space."""
 
     whole: Count
     waiting: Count
@@ -167,38 +167,38 @@ class StoreEnded(Message, frozen=True, kw_only=True, tag="store_ended"):
 
 
 class DropKeys(SessionQuestion, frozen=True, kw_only=True, tag="drop_keys"):
-    """Remove keys."""
+    """Remove blocks by key."""
 
     keys: KeyRows
 
 
 class KeysDropped(Message, frozen=True, kw_only=True, tag="keys_dropped"):
-    """The number of blocks that were removed."""
+    """Reply to `DropKeys`: the number of blocks that were removed."""
 
     blocks: Count
 
 
 class ListNames(SessionQuestion, frozen=True, kw_only=True, tag="list_names"):
-    """Ask for the names that were completed since a mark."""
+    """Ask for the (group, key) of blocks completed after a mark, as `Tier.names_since` does."""
 
     mark: Mark
 
 
 class NamesListed(Message, frozen=True, kw_only=True, tag="names_listed"):
-    """The oldest of these names, up to a limit, and the next mark."""
+    """Reply to `ListNames`: the oldest such (group, key), up to a limit, and the next mark."""
 
     names: Annotated[tuple[BlockName, ...], Meta(max_length=1 << 16)]
     mark: Mark
 
 
 class FindNames(SessionQuestion, frozen=True, kw_only=True, tag="find_names"):
-    """Ask which of these names are stored completely."""
+    """Ask for which (group, key) the tier has a complete block."""
 
     names: Annotated[tuple[BlockName, ...], Meta(max_length=MOST_NAMES)]
 
 
 class NamesFound(Message, frozen=True, kw_only=True, tag="names_found"):
-    """Whether each name is complete, and the number of complete and of evicted blocks."""
+    """Reply to `FindNames`: whether each block exists, and how many exist or were evicted."""
 
     whole: Annotated[tuple[bool, ...], Meta(max_length=MOST_NAMES)]
     blocks: Count

@@ -264,9 +264,9 @@ class TierServer:
             if pin is None:
                 raise AtlasError(
                     Code.MISSING_BLOCKS,
-                    "The pin has been released by all clients",
-                    got="a request to join it",
-                    hint="Hold the first pin until all clients that join it have fetched",
+                    "No client holds the pin any longer",
+                    got=f"a request to join pin {question.pin.hex()}",
+                    hint="Keep the hit of pin() open until all clients have called join(hit.name)",
                 )
             pin.holders += 1
             session.pins[question.pin] = session.pins.get(question.pin, 0) + 1
@@ -331,7 +331,7 @@ class TierServer:
         with self._lock:
             begun = session.stores.pop(question.store, None)
         if begun is None:
-            raise bad_handshake("the end of a store that this session has not begun")
+            raise bad_handshake("an EndStore message without a BeginStore in this session")
         mine = {block.place for _, block in begun.store.claim.fills}
         sums = {(one.pool, one.block_id): PartSum(one.term, one.nbytes) for one in question.sums}
         others = sums.keys() - mine
@@ -340,7 +340,9 @@ class TierServer:
         with self._tier.in_use():
             result = self._tier.desk.end(begun.store, brought, sums if brought else None)
         if others:
-            raise bad_handshake("checksums of blocks that were not assigned to the client")
+            raise bad_handshake(
+                f"checksums of {len(others)} blocks that StoreBegun did not assign to this client"
+            )
         return m.StoreEnded(**result._asdict())
 
     # -- content --------------------------------------------------------------------------

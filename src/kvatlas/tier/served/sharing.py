@@ -58,7 +58,10 @@ def share_file(
 
 
 def share_memory(at: str | Path, plan: Plan, *, seconds: float = 10.0) -> TierClient:
-    """Open a tier in shared memory, found by a path. Its content is lost when its server ends."""
+    """Open a tier in shared memory, served at the socket path `at`.
+
+    Its content is lost when the process that serves it ends.
+    """
     at = Path(at).absolute()
     return _shared(at, _Host(lambda: _serve_memory(at, plan)), seconds)
 
@@ -88,7 +91,10 @@ class _Host:
 
 
 def _shared(at: Path, host: _Host, seconds: float) -> TierClient:
-    """Return a client, waiting for a server that another process may be starting."""
+    """Return a client of the tier at a socket path, and serve the tier if no process does.
+
+    The call waits for a server that another process may be starting.
+    """
     try:
         about: dict[str, Any] = {"before": host.serve, "closed": host.close}
         patience = max(seconds, _OPENING)
@@ -104,7 +110,7 @@ def _shared(at: Path, host: _Host, seconds: float) -> TierClient:
 
 
 def _watch(watched: weakref.ref[TierClient]) -> None:
-    """Keep a tier served even while this process makes no calls."""
+    """Take over serving the tier if its server ends, even while this process makes no calls."""
     while (client := watched()) is not None and not client.closed:
         with suppress(AtlasError):
             client.find_server()
@@ -113,7 +119,7 @@ def _watch(watched: weakref.ref[TierClient]) -> None:
 
 
 def _serve_file(path: Path, plan: Plan | None, *, durable: bool) -> ExitStack:
-    """Take ownership of a file and serve it."""
+    """Take ownership of a tier's file and serve it until the returned stack is closed."""
     with ExitStack() as serving:
         tier = serving.enter_context(_opened(path, plan, durable=durable))
         served = serving.enter_context(TierServer(tier))
@@ -133,7 +139,7 @@ def _opened(path: Path, plan: Plan | None, *, durable: bool) -> Tier:
 
 
 def _serve_memory(at: Path, plan: Plan) -> ExitStack:
-    """Create a tier in shared memory and serve it."""
+    """Create a tier in shared memory and serve it until the returned stack is closed."""
     with ExitStack() as serving:
         _own(at, serving)
         tier = Tier(plan, pools_for(plan, 0, make_transport("shm")))
@@ -143,7 +149,10 @@ def _serve_memory(at: Path, plan: Plan) -> ExitStack:
 
 
 def _own(at: Path, owning: ExitStack) -> None:
-    """Take the lock of a path's server. The system releases it when the process ends."""
+    """Lock a socket path, so that only this process serves a tier there.
+
+    The system releases the lock when the process ends.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     lock = at.with_name(f"{at.name}.lock")
     try:
@@ -161,7 +170,11 @@ def _own(at: Path, owning: ExitStack) -> None:
     except OSError:
         mine = False
     if not mine:
-        problem = "Another process already serves a tier at this path"
-        raise AtlasError(Code.TWICE, problem, got=at, hint="Use another path")
+        raise AtlasError(
+            Code.TWICE,
+            "Another process already serves a tier at this path",
+            got=at,
+            hint="Use another path, or connect to that process with TierClient(path)",
+        )
     owning.callback(lock.unlink)
     forget_path(at)

@@ -55,7 +55,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
-        """Read whole objects into memory and return the size of each, or `ABSENT`.
+        """Read whole objects into memory. Return the size of each in bytes, or `ABSENT`.
 
         If the size differs from that of the parts, the content of the parts is undefined.
         """
@@ -89,7 +89,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove unfinished objects of dead writers and return their bytes."""
+        """Remove unfinished objects of dead writers and return how many bytes they had."""
 
     @abstractmethod
     def capacity(self) -> StoreRoom:

@@ -87,7 +87,7 @@ class FolderStore(ObjectStore):
                 os.utime(file)
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
-        """Read whole objects and return the size of each, or `ABSENT`."""
+        """Read whole objects. Return the size of each in bytes, or `ABSENT`."""
         return [self._get(self._path(name), parts) for name, parts in objects]
 
     def _get(self, path: Path, parts: Parts) -> int:
@@ -144,7 +144,7 @@ class FolderStore(ObjectStore):
         """Do nothing: the store holds no resources."""
 
     def sweep(self) -> int:
-        """Remove unfinished files that have not been written to for a while. Return their bytes."""
+        """Remove unfinished files that no process has written to for a while. Return their size."""
         with _refusals(self._root):
             swept = sum(self._room.remove_all(self._room.abandoned(self._root)))
             self._room.forget_empty_tenants()
@@ -172,7 +172,7 @@ class FolderStore(ObjectStore):
 
 @contextmanager
 def _refusals(path: Path) -> Iterator[None]:
-    """Turn an `OSError` into an `AtlasError`."""
+    """Raise each `OSError` of the context as an `AtlasError` that contains the path."""
     try:
         yield
     except OSError as fault:

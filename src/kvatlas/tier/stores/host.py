@@ -85,7 +85,7 @@ class HostStore(ObjectStore):
             del self._tenants[tenant]
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
-        """Read whole objects and return the size of each, or `ABSENT`."""
+        """Read whole objects. Return the size of each in bytes, or `ABSENT`."""
         sizes = []
         for name, parts in objects:
             found = self._find(name)

@@ -115,7 +115,7 @@ class MooncakeStore(ObjectStore):
         return [self._answer("put", answer, _NOT_STORED, _KEPT) for answer in answers]
 
     def get(self, objects: Sequence[tuple[str, Parts]]) -> list[int]:
-        """Read whole objects and return the size of each, or `ABSENT`."""
+        """Read whole objects. Return the size of each in bytes, or `ABSENT`."""
         if not objects:
             return []
         answers = self._move(self._client.batch_get_into_multi_buffers, objects)
@@ -256,9 +256,12 @@ class MooncakeStore(ObjectStore):
     def _http_get(self, name: str) -> str:
         """Return the response of the master's metrics server to a request for `/name`."""
         if not self._metrics:
-            problem = "Listing and counting objects requires the address of the metrics server"
-            hint = f"Add it to the address: mooncake://{self.master}?metrics=host:9003"
-            raise AtlasError(Code.WIRE_FAILED, problem, got="no metrics= option", hint=hint)
+            raise AtlasError(
+                Code.WIRE_FAILED,
+                "Listing and counting objects requires the address of the metrics server",
+                got="no metrics= option",
+                hint=f"Add it to the address: mooncake://{self.master}?metrics=host:9003",
+            )
         try:
             with closing(HTTPConnection(self._metrics, timeout=_SECONDS)) as connection:
                 connection.request("GET", f"/{name}")

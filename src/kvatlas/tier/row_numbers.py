@@ -1,0 +1,57 @@
+"""`RowNumbers`: placeholder block ids for the rows that a request needs.
+
+A route is bound once, to these numbers instead of block ids. They have gaps, so that no run
+crosses from one row into the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvatlas.planning import Plan
+from kvatlas.tier.ingest import APART
+from kvatlas.tier.request_blocks import NeededBlock
+
+
+class RowNumbers:
+    """A number for each row that a request needs. Each pool counts separately."""
+
+    def __init__(self, plan: Plan, needs: Iterable[NeededBlock]) -> None:
+        self._groups = plan.groups
+        self._block_bytes = {pool.index: pool.block_bytes for pool in plan.pools}
+        self.numbers: dict[NeededBlock, int] = {}
+        counts = {pool.index: 0 for pool in plan.pools}
+        for need in needs:
+            pool = plan.groups[need.group].pool
+            self.numbers[need] = APART * counts[pool]
+            counts[pool] += 1
+        self._group = {self.place(need): need.group for need in self.numbers}
+
+    def entry(self, need: NeededBlock) -> int:
+        """Return the index of a row in its group's block table, which is 0 for recurrent states."""
+        return 0 if self._groups[need.group].kind == "recurrent" else need.entry
+
+    def place(self, need: NeededBlock) -> tuple[int, int]:
+        """Return the pool of a row, and its number in that pool."""
+        return self._groups[need.group].pool, self.numbers[need]
+
+    def group(self, pool: int, number: int) -> int:
+        """Return the group of the row that has this number in this pool."""
+        return self._group[pool, number]
+
+    def block_bytes(self, pool: int) -> int:
+        """Return the size in bytes of each row of a pool."""
+        return self._block_bytes[pool]
+
+    def tables(self) -> dict[int, list[int]]:
+        """Return a block table of numbers for each group.
+
+        Entries that the request does not need are -1, which routes reject.
+        """
+        tables = {group: [-1] for group in range(len(self._groups))}
+        for need, number in self.numbers.items():
+            entry = self.entry(need)
+            table = tables[need.group]
+            table += [-1] * (entry + 1 - len(table))
+            table[entry] = number
+        return tables
