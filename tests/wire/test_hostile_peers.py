@@ -235,7 +235,7 @@ def test_plans_and_routes_of_strangers_are_bounded(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvatlas.wire.server.node_state._MAX_ROUTES", 4)
-    monkeypatch.setattr("kvatlas.wire.peers._MAX_PLANS", 4)
+    monkeypatch.setattr("kvatlas.wire.handshake_checks._MAX_PLANS", 4)
     for number in range(8):
         made = plan_json(small("dense", tp=2))
         made["reasons"] = [f"plan {number}"]

@@ -152,7 +152,7 @@ def test_a_plan_with_more_pages_than_peers_check_is_refused_where_it_was_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = small("dense")
-    monkeypatch.setattr("kvatlas.wire.peers._MAX_PAGES", 1)
+    monkeypatch.setattr("kvatlas.wire.handshake_checks._MAX_PAGES", 1)
     with pytest.raises(AtlasError) as refusal:
         Node(made, memory=Buffers(made, 0).memory, transport=Local(), identity=OURS)
     assert refusal.value.code is Code.TOO_MANY

@@ -140,7 +140,7 @@ def test_no_peer_writes_to_what_another_reads(peers: Peers) -> None:
 
 @pytest.mark.parametrize("peers", SEGMENTS, indirect=True)
 def test_segments_end_with_their_sessions(peers: Peers) -> None:
-    segments = peers.source.node.lending._buffers
+    segments = peers.source.node.lending.buffers
     peers.source.offer("r0")
     peers.source.offer("r1")
     peers.pull(peers.reading, peers.reader, "r0")

@@ -143,7 +143,7 @@ class Channels:
                 answer = protocol.decode(connection.receive(deadline), self._answers)
                 usable = connection.quiet
                 if not usable:  # the peer closed it after the answer: monitors must notice
-                    self._count_lost(endpoint)
+                    self._lost(endpoint)
                 return answer
             except TimeoutError:
                 raise no_answer(endpoint) from None
@@ -198,14 +198,11 @@ class Channels:
         pool.opened -= len(ended)
         pool.lost += len(ended)
 
-    def _count_lost(self, endpoint: str) -> None:
+    def _lost(self, endpoint: str, problem: Exception | None = None) -> AtlasError:
+        """Count a connection that was lost or not accepted, and return the error for it."""
         with self._changed:
             self._pools[endpoint].lost += 1
-
-    def _lost(self, endpoint: str, problem: Exception) -> AtlasError:
-        """Count a connection that was lost or not accepted, and return the error for it."""
-        self._count_lost(endpoint)
-        return peer_lost(f"{str(problem) or 'a closed connection'} at {endpoint}")
+        return peer_lost(f"{str(problem or '') or 'a closed connection'} at {endpoint}")
 
     def _open(self, endpoint: str, pool: _Pool, deadline: float) -> Connection:
         """Open a connection with the first secret that the peer accepts."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -355,6 +356,11 @@ Question = (
 Answer = Welcome | SendPlan | Opened | Lent | LayerWritten | Ok | Checksums | Announced | Refusal
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+_NEWER: dict[Any, tuple[type, type]] = {
+    Question: (_HelloVersions, NewerHello),
+    Answer: (_WelcomeVersions, NewerWelcome),
+}
+"""For each union: the messages of newer versions, first decoded as far as their versions."""
 
 
 def encode(message: Message) -> bytes:
@@ -391,26 +397,23 @@ Run the same version of kvatlas at both ends. [bad_handshake]
         raise bad_handshake(got) from None
 
 
-def _newer(payload: bytes, kind: Any) -> NewerHello | NewerWelcome | None:
+def _newer(payload: bytes, kind: Any) -> Any:
     """Decode the hello or welcome of a newer version; None for anything else."""
-    if kind not in (Question, Answer):
+    if kind not in _NEWER:
         return None
-    try:
-        if kind == Question:
-            versions = msgspec.msgpack.decode(payload, type=_HelloVersions)
-        else:
-            versions = msgspec.msgpack.decode(payload, type=_WelcomeVersions).hello
-    except _UNREADABLE:
+    outline, newer = _NEWER[kind]
+    found = _readable(payload, outline)
+    if found is None:
         return None
+    versions = getattr(found, "hello", found)
     check_versions(versions.version, versions.oldest)
-    if versions.version <= VERSION:
-        return None
-    try:
-        if kind == Question:
-            return msgspec.msgpack.decode(payload, type=NewerHello)
-        return msgspec.msgpack.decode(payload, type=NewerWelcome)
-    except _UNREADABLE:
-        return None
+    return _readable(payload, newer) if versions.version > VERSION else None
+
+
+def _readable(payload: bytes, kind: type) -> Any:
+    with suppress(*_UNREADABLE):
+        return msgspec.msgpack.decode(payload, type=kind)
+    return None
 
 
 def check_versions(version: int, oldest: int | None) -> None:

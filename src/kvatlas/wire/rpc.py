@@ -49,10 +49,14 @@ class Caller:
 
     def __init__(self, connected: socket.socket) -> None:
         self.connection = Connection(connected)
-        self.identity = _whose(connected)
-        """The key for its quotas: its host, its certificate, or its process."""
-        self.host, self.on_this_host = _where(connected)
+        self.host, self.on_this_host = "127.0.0.1", True
         """The address that it connects from, and whether that is an address of this host."""
+        if connected.family == socket.AF_UNIX:
+            self.identity = f"process {check_user(connected)}"
+        else:
+            self.identity = self.host = str(connected.getpeername()[0])
+            self.on_this_host = self.host == connected.getsockname()[0]
+        # `identity` is the key for its quotas: its host, its certificate, or its process.
         self.names: frozenset[str] | None = None
         """The names that it has proved; None if it may call itself by any name."""
         self.known = self.answering = False
@@ -233,29 +237,22 @@ class Server(threading.Thread):
     def _answer_all(self, caller: Caller) -> None:
         while caller.open and not self._closing.is_set():
             until = None if caller.known else time.monotonic() + _STRANGER_SECONDS
-            question = None
+            question, stays = None, False
             try:
-                payload = self._receive(caller, until)
-                caller.answering = True
+                payload = caller.connection.receive(until)  # after invalid data, nothing is read
+                stays = caller.answering = True
                 question = protocol.decode(payload, self._questions)
                 if not caller.known and not self._admit(caller):
-                    caller.open = False
+                    stays = False
                     raise BusyError("the maximum number of connections", 1.0)
                 answer = self._answer(question, caller)
             except AtlasError as refusal:
                 answer = _refused(refusal, question, caller)
+                caller.open = caller.open and stays
             caller.connection.send(answer, time.monotonic() + FRAME_SECONDS)
             caller.answering = False
         if not caller.open:
             caller.connection.finish()
-
-    def _receive(self, caller: Caller, until: float | None) -> bytes:
-        """Return the next frame. After invalid data, the connection is closed."""
-        try:
-            return caller.connection.receive(until)
-        except AtlasError:
-            caller.open = False
-            raise
 
     def _answer(self, question: Any, caller: Caller) -> bytes:
         """Return the encoded answer to a question. Any exception becomes an `AtlasError`."""
@@ -279,20 +276,6 @@ class Server(threading.Thread):
                 self._idle()
             except Exception:
                 log.exception("housekeeping failed")
-
-
-def _whose(connected: socket.socket) -> str:
-    """Return the quota key of a connection: its host, or its process for a Unix socket."""
-    if connected.family == socket.AF_UNIX:
-        return f"process {check_user(connected)}"
-    return str(connected.getpeername()[0])
-
-
-def _where(connected: socket.socket) -> tuple[str, bool]:
-    if connected.family == socket.AF_UNIX:
-        return "127.0.0.1", True
-    host = str(connected.getpeername()[0])
-    return host, host == connected.getsockname()[0]
 
 
 def _join(thread: threading.Thread) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 from kvatlas.copying.memory import STAGING, Memory
 from kvatlas.routing import Costs
 from kvatlas.wire.client.warm_shapes import MakeStream, WarmShapes
-from kvatlas.wire.peers import Peer
+from kvatlas.wire.handshake_checks import Peer
 from kvatlas.wire.transports.base import Link, Transport
 
 _MAX_LENT = 16

@@ -23,7 +23,8 @@ from kvatlas.wire.client.peer_connection import PeerConnection
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest
 from kvatlas.wire.client.warm_shapes import StartedRead
-from kvatlas.wire.leases import Held, buffers_reclaimed
+from kvatlas.wire.leases import buffers_reclaimed
+from kvatlas.wire.offers import Offer
 from kvatlas.wire.piece_sums import mac_key, piece_sum
 from kvatlas.wire.protocol import Ok, Opened
 from kvatlas.wire.refusals import lease_expired
@@ -184,7 +185,7 @@ class RankLease:
         mine = {group: np.asarray(ids) for group, ids in (self.theirs or {}).items()}
         if mine:
             told = {group: np.where(ids == _NOT_NEEDED, -1, ids) for group, ids in told.items()}
-        held = Held(offer.request, told, offer.start, offer.stop)
+        held = Offer(offer.request, told, offer.start, offer.stop, expires=math.inf)
         held.check_asked(self.tokens, mine, self.connection.peer.plan)
 
     def _seconds_left(self, until: float = math.inf) -> float:

@@ -13,7 +13,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.channels import no_answer
 from kvatlas.wire.client.connections import PEER_GONE
 from kvatlas.wire.client.session import Session
-from kvatlas.wire.peers import Peer
+from kvatlas.wire.handshake_checks import Peer
 from kvatlas.wire.server.offering import OfferingNode
 
 _KEPT = 64

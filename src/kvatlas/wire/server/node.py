@@ -18,7 +18,7 @@ from kvatlas.routing import fingerprint, route
 from kvatlas.wire.arguments import checked_identity, text_list
 from kvatlas.wire.client.expected import Expected, ExpectedRequests
 from kvatlas.wire.connection import open_to_strangers
-from kvatlas.wire.peers import plan_hash
+from kvatlas.wire.handshake_checks import plan_hash
 from kvatlas.wire.rpc import Server
 from kvatlas.wire.server.answers import Answers
 from kvatlas.wire.server.offering import OfferingNode

@@ -1,4 +1,4 @@
-"""Peers: check a hello against the plan that it contains, before anything else uses it."""
+"""Checks of a peer's hello: its plan, memory and identity, before anything else uses them."""
 
 from __future__ import annotations
 
@@ -129,20 +129,23 @@ def conversion_terms(plan: Plan, convert: str | None, scales: Scales) -> Convers
     )
 
 
-def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
-    """Return the peer that a hello describes, or raise an error."""
+def checked_peer(
+    hello: Hello, plan: Plan, transport: str, names: frozenset[str] | None = None
+) -> Peer:
+    """Return the peer that a hello describes, or raise an error.
+
+    `names` are the names that the peer's connection has proved.
+    """
     if hello.transport != transport:
-        raise AtlasError(
-            Code.BAD_HANDSHAKE,
+        raise bad_handshake(
+            f"{transport!r}, and {hello.transport!r} at node {hello.name!r}",
             "The two ends use different transports",
-            got=f"{transport!r}, and {hello.transport!r} at node {hello.name!r}",
-            hint="Use the same transport in both nodes",
+            "Use the same transport in both nodes",
         )
     if hello.fingerprint != fingerprint(plan):
         raise bad_handshake("a fingerprint that does not match the plan")
     if hello.rank >= plan.ranks:
-        got = f"rank {hello.rank}, but the peer's plan has ranks 0..{plan.ranks - 1}"
-        raise bad_handshake(got)
+        raise bad_handshake(f"rank {hello.rank}, expected 0..{plan.ranks - 1}")
     memory = {one.index: one.memory for one in hello.memory}
     if len(memory) < len(hello.memory):
         raise bad_handshake("a region that is listed twice")
@@ -163,6 +166,7 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
         hello.conversion,
         hello.identity,
         hello.version,
+        names,
     )
 
 
@@ -200,12 +204,10 @@ def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
         given = sorted(set(memory) - {STAGING})
         raise bad_handshake(f"memory for pools {given}, expected pools {sorted(pools)}")
     for index, pool in pools.items():
-        if memory[index].nbytes < pool.nbytes:
-            nbytes = memory[index].nbytes
-            raise bad_handshake(
-                f"pool {index} of {nbytes:,} bytes, expected at least {pool.nbytes:,}"
-            )
-        address = memory[index].address
+        address, nbytes = memory[index].address, memory[index].nbytes
+        if nbytes < pool.nbytes:
+            expected = f"expected at least {pool.nbytes:,}"
+            raise bad_handshake(f"pool {index} of {nbytes:,} bytes, {expected}")
         if address % ALIGNMENT or not address:
             expected = f"expected a multiple of {ALIGNMENT} above 0"
             raise bad_handshake(f"pool {index} at address {address:#x}, {expected}")
