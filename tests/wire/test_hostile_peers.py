@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvatlas.wire import protocol
+from kvatlas.wire import encoding, protocol
 from tests.wire.attacked import BYTES, SECONDS, Attacked, code_of, opening
 from tests.wire.corpus.make import plan_json
 from tests.wire.helpers import small
@@ -272,7 +272,7 @@ def test_questions_wait_where_they_come_from(attacked: Attacked) -> None:
     gc.collect()
     before = resident()
     session = attacked.session()
-    large = framed(protocol.encode(opening(session, blocks={0: bytes(1 << 20)})))
+    large = framed(encoding.encode(opening(session, blocks={0: bytes(1 << 20)})))
     callers = [connected(attacked.node.endpoint) for _ in range(4)]
     sent = 0
     try:

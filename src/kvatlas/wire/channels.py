@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire import protocol
+from kvatlas.wire import encoding, protocol
 from kvatlas.wire.connection import Connection, seconds_left, split_endpoint, tune
 from kvatlas.wire.fork_safety import OwningProcess, close_in_children
 from kvatlas.wire.refusals import raise_refusal
@@ -80,7 +80,7 @@ class Channels:
         A busy peer is asked again after the delay that it requests, while there is time.
         """
         self._process.check()
-        payload = protocol.encode(message)
+        payload = encoding.encode(message)
         repeatable = isinstance(message, self._repeatable)
         while True:
             answer = self._answer(endpoint, payload, deadline, repeatable=repeatable)
@@ -140,7 +140,7 @@ class Channels:
             usable = False
             try:
                 connection.send(payload, deadline)
-                answer = protocol.decode(connection.receive(deadline), self._answers)
+                answer = encoding.decode(connection.receive(deadline), self._answers)
                 usable = connection.quiet
                 if not usable:  # the peer closed it after the answer: monitors must notice
                     self._lost(endpoint)

@@ -18,7 +18,8 @@ from kvatlas.planning import Plan
 from kvatlas.planning.plans import check_plan_version
 from kvatlas.routing import Scales, fingerprint
 from kvatlas.routing.conversion import parse_conversion, spell_conversion, tensor_scales
-from kvatlas.wire.protocol import VERSION, ConversionTerms, Hello, bad_handshake, check_versions
+from kvatlas.wire.encoding import check_versions
+from kvatlas.wire.protocol import VERSION, ConversionTerms, Hello, bad_handshake
 
 ALIGNMENT = 8
 """The required alignment of pool addresses in bytes: no element of any dtype is larger."""

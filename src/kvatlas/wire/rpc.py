@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire import protocol
+from kvatlas.wire import encoding, protocol
 from kvatlas.wire.connection import FRAME_SECONDS, Connection, listen_at, tune
 from kvatlas.wire.fork_safety import OwningProcess, close_in_children
 from kvatlas.wire.refusals import BusyError, refusal_of
@@ -241,7 +241,7 @@ class Server(threading.Thread):
             try:
                 payload = caller.connection.receive(until)  # after invalid data, nothing is read
                 stays = caller.answering = True
-                question = protocol.decode(payload, self._questions)
+                question = encoding.decode(payload, self._questions)
                 if not caller.known and not self._admit(caller):
                     stays = False
                     raise BusyError("the maximum number of connections", 1.0)
@@ -259,7 +259,7 @@ class Server(threading.Thread):
         if not self._turns.acquire(timeout=_BUSY_SECONDS):
             raise BusyError(f"{_MAX_ANSWERING} requests in progress", _BUSY_SECONDS)
         try:
-            return protocol.encode(self.answer(question, caller))
+            return encoding.encode(self.answer(question, caller))
         except AtlasError:
             raise
         except Exception as defect:
@@ -294,4 +294,4 @@ def _refused(refusal: AtlasError, question: Any, caller: Caller) -> bytes:
         "rejected message=%s request=%r peer=%s code=%s got=%r",
         kind, request, caller.identity, refusal.code, got,
     )  # fmt: skip
-    return protocol.encode(refusal_of(refusal))
+    return encoding.encode(refusal_of(refusal))

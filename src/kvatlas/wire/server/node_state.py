@@ -22,7 +22,7 @@ from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, Route, Scales, fingerprint, route
 from kvatlas.routing.block_tables import checked_rank
-from kvatlas.wire import protocol
+from kvatlas.wire import encoding, protocol
 from kvatlas.wire.arguments import check_node_name, checked_identity
 from kvatlas.wire.block_ledger import BlockLedger
 from kvatlas.wire.channels import Channels
@@ -147,7 +147,7 @@ class NodeState:
         try:
             check_plan_size(plan)
             hello = self.hello(with_plan=True)
-            protocol.encode(protocol.Welcome(hello=hello, session=self.incarnation))
+            encoding.encode(protocol.Welcome(hello=hello, session=self.incarnation))
         except AtlasError as refused:
             problem = "The plan is too large to send to peers"
             got = f"{len(plan):,} bytes as JSON: {refused.got}"
