@@ -48,7 +48,7 @@ def test_a_newer_server_that_says_more_is_understood() -> None:
 
         source.offer("r")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(protocol, "encode", newer)
+            patch.setattr(encoding, "encode", newer)
             session = Session(target.nodes[0], [node.endpoint])
         with session:
             assert [peer.version for peer in session.peers] == [VERSION + 1]

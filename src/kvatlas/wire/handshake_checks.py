@@ -216,10 +216,8 @@ def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
 
 
 def _check_places(memory: Mapping[int, Memory]) -> None:
-    """Raise an error for regions that overlap or exceed the address space."""
+    """Raise an error for regions that overlap."""
     placed = sorted(memory.values(), key=lambda region: (region.device, region.address))
     for one, two in pairwise(placed):
         if one.device == two.device and one.address + one.nbytes > two.address:
             raise bad_handshake(f"two regions that overlap at address {two.address:#x}")
-    if any(region.address + region.nbytes > 1 << 63 for region in placed):
-        raise bad_handshake("a region that ends above address 2**63")

@@ -101,9 +101,8 @@ class Answers:
         told = protocol.unpack_tables(question.peer_blocks or {})
         with node.lock:
             offer = node.offers.get(question.request)
-        if offer is None or offer.expires <= time.monotonic():
-            raise _not_offered(question)
-        if not offer.may_be_read_by(peer.name):
+        over = offer is None or offer.expires <= time.monotonic()
+        if offer is None or over or not offer.may_be_read_by(peer.name):
             raise _not_offered(question)
         tokens = question.start, question.stop
         offer.check_asked(tokens, told, node.plan)

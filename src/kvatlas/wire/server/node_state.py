@@ -210,19 +210,17 @@ class NodeState:
         """Register the memory with the transport, and prepare to move it."""
         self.transport.protect(self.security, self.authorise)
         self.transport.register(self.memory)
-        self.mover = self._mover()
-
-    def _mover(self) -> PoolMover:
-        """Return the mover for the pools, which depends on their device."""
         pools = {index: at for index, at in self.memory.items() if index != STAGING}
+        self.mover: PoolMover
         if pools_device(pools) == HOST:
-            return HostMover({index: as_bytes(at) for index, at in pools.items()})
+            self.mover = HostMover({index: as_bytes(at) for index, at in pools.items()})
+            return
 
         def count(metric: str, nbytes: int) -> None:
             self.metrics.add(**{metric: nbytes})
 
-        transport = self.transport
-        return GpuMover(transport.driver, transport.marks, pools, self.staging.memory, count)
+        driver, marks = self.transport.driver, self.transport.marks
+        self.mover = GpuMover(driver, marks, pools, self.staging.memory, count)
 
     def mark(self) -> int | None:
         """Record a mark on the caller's GPU stream; None if the pools are not on a GPU."""
