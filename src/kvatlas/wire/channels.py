@@ -44,8 +44,8 @@ class _Pool:
     """The connections to one endpoint."""
 
     idle: list[Connection] = field(default_factory=list)
-    opened: int = 0
-    """The number of connections, including idle ones."""
+    turns: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_PER_ENDPOINT))
+    """Acquired by each question, so that there are not too many connections."""
     lost: int = 0
     """How many connections the peer has ended so far."""
     choice: int = 0
@@ -70,7 +70,7 @@ class Channels:
     ) -> None:
         self._security, self._answers, self._repeatable = security, answers, repeatable
         self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._closed = False
         self._process = OwningProcess("node")
 
@@ -97,19 +97,19 @@ class Channels:
 
     def lost(self, endpoint: str) -> int:
         """Check idle connections, and return how many connections the peer has ended so far."""
-        with self._changed:
+        with self._lock:
             pool = self._pools[endpoint]
             self._drop_ended(pool)
             return pool.lost
 
     def proved_names(self, endpoint: str) -> frozenset[str] | None:
         """Return the names that the peer at an endpoint has proved; None for any name."""
-        with self._changed:
+        with self._lock:
             return self._pools[endpoint].names
 
     def sweep(self) -> None:
         """Close connections that peers have ended, including those to unused endpoints."""
-        with self._changed:
+        with self._lock:
             for pool in self._pools.values():
                 self._drop_ended(pool)
 
@@ -120,13 +120,12 @@ class Channels:
         """
         if self._process.forked:
             return
-        with self._changed:
+        with self._lock:
             self._closed = True
             for pool in self._pools.values():
                 for connection in pool.idle:
                     connection.close()
                 pool.idle.clear()
-            self._changed.notify_all()
 
     # -- inside ---------------------------------------------------------------------------
 
@@ -159,35 +158,30 @@ class Channels:
 
     def _take(self, endpoint: str, deadline: float) -> tuple[Connection, bool]:
         """Return a connection for one question, and whether it was used before."""
-        with self._changed:
+        with self._lock:
             pool = self._pools[endpoint]
-            while True:
+        if not pool.turns.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise no_answer(endpoint)
+        try:
+            with self._lock:
                 if self._closed:
                     raise closed("node")
                 self._drop_ended(pool)
                 if pool.idle:
                     return pool.idle.pop(), True
-                if pool.opened < _PER_ENDPOINT:
-                    pool.opened += 1
-                    break
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise no_answer(endpoint)
-        try:
             return self._open(endpoint, pool, deadline), False
         except BaseException:
-            self._give_back(endpoint, None, usable=False)
+            pool.turns.release()
             raise
 
-    def _give_back(self, endpoint: str, connection: Connection | None, *, usable: bool) -> None:
-        with self._changed:
+    def _give_back(self, endpoint: str, connection: Connection, *, usable: bool) -> None:
+        with self._lock:
             pool = self._pools[endpoint]
-            if connection is not None and usable and not self._closed:
+            if usable and not self._closed:
                 pool.idle.append(connection)
             else:
-                pool.opened -= 1
-                if connection is not None:
-                    connection.close()
-            self._changed.notify_all()
+                connection.close()
+        pool.turns.release()
 
     def _drop_ended(self, pool: _Pool) -> None:
         """Close idle connections that the peer has closed, or on which it sent unexpected data."""
@@ -195,12 +189,11 @@ class Channels:
         for connection in ended:
             pool.idle.remove(connection)
             connection.close()
-        pool.opened -= len(ended)
         pool.lost += len(ended)
 
     def _lost(self, endpoint: str, problem: Exception | None = None) -> AtlasError:
         """Count a connection that was lost or not accepted, and return the error for it."""
-        with self._changed:
+        with self._lock:
             self._pools[endpoint].lost += 1
         return peer_lost(f"{str(problem or '') or 'a closed connection'} at {endpoint}")
 

@@ -51,8 +51,7 @@ class Connection:
         arrive within `FRAME_SECONDS`.
         """
         arrived = self._arrived
-        missing = self._missing()
-        while missing > 0:
+        while (missing := self._missing()) > 0:
             self._socket.settimeout(None if deadline is None else seconds_left(deadline))
             chunk = self._socket.recv(min(missing, _CHUNK))
             if not chunk:
@@ -60,7 +59,6 @@ class Connection:
             arrived += chunk
             if deadline is None:
                 deadline = time.monotonic() + FRAME_SECONDS
-            missing = self._missing()
         end = _LENGTH.size + _LENGTH.unpack_from(arrived)[0]
         payload = bytes(arrived[_LENGTH.size : end])
         del arrived[:end]

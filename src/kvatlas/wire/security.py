@@ -83,12 +83,10 @@ class Security:
         self._tls, self._peers = tls, None if peers is None else dict(peers)
         if tls is not None:
             _check_contexts(tls, secret)
-        secrets = _checked_secrets(secret)
-        self._identities = tuple(SecretIdentity(one) for one in secrets)
         if self._peers is not None:
             self._identities = _peer_identities(self._peers, secret, tls)
-        for identity in self._identities:
-            identity.certificate  # noqa: B018  # made now, so that errors are raised here
+        else:
+            self._identities = tuple(SecretIdentity(one) for one in _checked_secrets(secret))
         self._accepting = self._make_accepting()
 
     @property
@@ -255,12 +253,13 @@ def _checked_secrets(secret: Secret) -> tuple[bytes, ...]:
             got = f"{len(one)} bytes" if isinstance(one, bytes) else f"a {type(one).__name__}"
             hint = "Make one with secrets.token_bytes(32), and give it to all nodes as bytes"
             raise _bad_secret("", got, hint)
-    if not 1 <= len(secrets) <= _MAX_SECRETS or len(set(secrets)) < len(secrets):
-        raise _bad_secret(
-            f"A node must have 1 to {_MAX_SECRETS} different secrets",
-            f"{len(secrets)} secrets, {len(set(secrets))} of them different",
-            "Pass one secret, or (new, old) during a rotation",
-        )
+    hint = "Pass one secret, or (new, old) during a rotation"
+    if not 1 <= len(secrets) <= _MAX_SECRETS:
+        problem = f"A node must have 1 to {_MAX_SECRETS} secrets"
+        raise _bad_secret(problem, f"{len(secrets)} secrets", hint)
+    if len(set(secrets)) < len(secrets):
+        problem = "The secrets of a node must be different"
+        raise _bad_secret(problem, "one secret several times", hint)
     return secrets
 
 

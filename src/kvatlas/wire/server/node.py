@@ -75,6 +75,8 @@ class Node(OfferingNode):
         self.register()
         self.check_plan_travels()
         self._expected = ExpectedRequests(self)
+        self.expected: dict[str, Expected] = self._expected.requests
+        """The requests that the node expects, by name."""
         self.answers = Answers(self, self._expected.announced)
         self.server = Server(
             self.listen, self.answers, security=self.security, unprotected=self.unprotected,
@@ -96,11 +98,6 @@ class Node(OfferingNode):
                 got=f"{reached}, which does not use the secret",
                 hint='Use the transport "tcp", or pass unprotected=True on a trusted network',
             )
-
-    @property
-    def expected(self) -> dict[str, Expected]:
-        """The requests that the node expects, by name."""
-        return self._expected.requests
 
     def expect(
         self,

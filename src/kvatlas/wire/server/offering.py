@@ -111,7 +111,9 @@ class OfferingNode(NodeState):
         with self.lock:
             offer = self.offers.get(request)
         if offer is None or offer.layers is None:
-            problem = "There is no layered offer of this name, or it has expired"
+            problem = "There is no offer of this name, or it has expired"
+            if offer is not None:
+                problem = "The offer is not layered"
             hint = "Call offer(..., layered=True) first, with a larger seconds= if it expired"
             raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request)[:300], hint=hint)
         offer.layers.add(layer, self.mark())
