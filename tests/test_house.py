@@ -88,7 +88,7 @@ INTERNAL: dict[str, str] = {
         copying.block_staging copying.checksum copying.cuda_driver copying.file_runs
         copying.gpu_offload copying.memory_copy copying.nested_copy copying.pool_bounds
         copying.run_bounds copying.stream_copy wire.channels wire.connection wire.encoding
-        wire.handshake_checks wire.protocol wire.refusals wire.rpc wire.shared_pools
+        wire.handshake_checks wire.protocol wire.rpc wire.shared_pools
         wire.unix_sockets
     """,
     "maps": """

@@ -14,7 +14,7 @@ from kvatlas import AtlasError
 from kvatlas.errors import Code, MissingExtraError
 from kvatlas.wire import encoding, protocol
 from kvatlas.wire.channels import Channels
-from kvatlas.wire.refusals import raise_refusal, refusal_of
+from kvatlas.wire.encoding import raise_refusal, refusal_of
 from kvatlas.wire.security import Security
 
 KEY = bytes(range(16))

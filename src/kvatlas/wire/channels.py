@@ -20,7 +20,6 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import encoding, protocol
 from kvatlas.wire.connection import Connection, seconds_left, split_endpoint, tune
 from kvatlas.wire.fork_safety import OwningProcess, close_in_children
-from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.security import Security, not_the_secret
 from kvatlas.wire.transports.errors import closed, failed, own_limit, peer_lost
 from kvatlas.wire.unix_sockets import connect_to_path, unix_path
@@ -88,7 +87,7 @@ class Channels:
                 return answer
             pause = answer.retry * random.uniform(1.0, 1.5)  # noqa: S311  # not all at once
             if answer.code != Code.BUSY or time.monotonic() + pause >= deadline:
-                raise_refusal(answer)
+                encoding.raise_refusal(answer)
             time.sleep(pause)
 
     def monitor(self, endpoint: str) -> PeerMonitor:

@@ -1,13 +1,14 @@
-"""The encoding of messages, and what a peer of another protocol version may send.
+"""The encoding of messages and errors, and what a peer of another protocol version may send.
 
 The hello and the welcome of a newer version may contain unknown fields. All other messages must
-match the types of this version exactly.
+match the types of this version exactly. A node sends an error to the peer whose request failed,
+which raises it.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -20,6 +21,7 @@ from kvatlas.wire.protocol import (
     Hello,
     Message,
     Question,
+    Refusal,
     Welcome,
     bad_handshake,
 )
@@ -124,6 +126,28 @@ def unlike_versions(version: int, oldest: int) -> AtlasError:
         got=f"versions {oldest} to {version} at the peer, {OLDEST_VERSION} to {VERSION} here",
         hint=f"Upgrade kvatlas at the end with version {min(version, VERSION)}",
     )
+
+
+class BusyError(AtlasError):
+    """The node is busy. The peer may send its request again after `retry` seconds."""
+
+    def __init__(self, got: str, retry: float) -> None:
+        super().__init__(Code.BUSY, got=got, hint=f"Retry after {retry:g} s")
+        self.retry = retry
+
+
+def refusal_of(error: AtlasError) -> Refusal:
+    """Return an error as a message to the peer whose request failed."""
+    texts = [str(text)[:4096] for text in (error.problem, error.got, error.hint)]
+    retry = error.retry if isinstance(error, BusyError) else 0.0
+    return Refusal(code=str(error.code), problem=texts[0], got=texts[1], hint=texts[2], retry=retry)
+
+
+def raise_refusal(refusal: Refusal) -> NoReturn:
+    """Raise an error that a peer sent. An unknown code becomes `wire_failed`."""
+    code = {str(code): code for code in Code}.get(refusal.code, Code.WIRE_FAILED)
+    got = f"{refusal.got} (reported by the peer)"
+    raise AtlasError(code, refusal.problem, got=got, hint=refusal.hint)
 
 
 # msgspec crashes if two threads decode a type for the first time at once, so it is done here.

@@ -19,9 +19,9 @@ from kvatlas.copying.memory import STAGING
 from kvatlas.copying.stream_copy import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.byte_ranges import ByteRanges, source_ranges
+from kvatlas.wire.encoding import BusyError
 from kvatlas.wire.offers import Offer
 from kvatlas.wire.protocol import bad_handshake, new_key
-from kvatlas.wire.refusals import BusyError, lease_expired
 from kvatlas.wire.staging import Loan
 from kvatlas.wire.transports.access import SESSION_BYTES, AskedRead
 
@@ -194,6 +194,15 @@ class Lease:
             )
 
 
+def lease_expired() -> AtlasError:
+    """Return the error for a lease that has ended or never existed."""
+    return AtlasError(
+        Code.LEASE_EXPIRED,
+        got="a lease that is not open",
+        hint="Retry with a longer time limit",
+    )
+
+
 def buffers_reclaimed() -> AtlasError:
     """Return the error for a transfer whose staging buffers were given to another peer."""
     return AtlasError(
@@ -258,7 +267,8 @@ class Leases:
 
     def _count(self, lease: Lease, step: int) -> None:
         """Count a lease (1), or stop counting it (-1), for all peers, its peer and its host."""
-        for whose in (None, lease.peer, lease.peer[0]):
+        everyone: tuple[PeerKey | str | None, ...] = (None, lease.peer, lease.peer[0])
+        for whose in everyone:
             count, entries = self._counts.get(whose, _NONE)
             self._counts[whose] = count + step, entries + step * lease.entries
             if not self._counts[whose][0]:

@@ -22,7 +22,6 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import encoding, protocol
 from kvatlas.wire.connection import FRAME_SECONDS, Connection, listen_at, tune
 from kvatlas.wire.fork_safety import OwningProcess, close_in_children
-from kvatlas.wire.refusals import BusyError, refusal_of
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports.errors import failed, own_limit
 from kvatlas.wire.unix_sockets import check_user, listen_at_path, unix_path
@@ -244,7 +243,7 @@ class Server(threading.Thread):
                 question = encoding.decode(payload, self._questions)
                 if not caller.known and not self._admit(caller):
                     stays = False
-                    raise BusyError("the maximum number of connections", 1.0)
+                    raise encoding.BusyError("the maximum number of connections", 1.0)
                 answer = self._answer(question, caller)
             except AtlasError as refusal:
                 answer = _refused(refusal, question, caller)
@@ -257,7 +256,7 @@ class Server(threading.Thread):
     def _answer(self, question: Any, caller: Caller) -> bytes:
         """Return the encoded answer to a question. Any exception becomes an `AtlasError`."""
         if not self._turns.acquire(timeout=_BUSY_SECONDS):
-            raise BusyError(f"{_MAX_ANSWERING} requests in progress", _BUSY_SECONDS)
+            raise encoding.BusyError(f"{_MAX_ANSWERING} requests in progress", _BUSY_SECONDS)
         try:
             return encoding.encode(self.answer(question, caller))
         except AtlasError:
@@ -294,4 +293,4 @@ def _refused(refusal: AtlasError, question: Any, caller: Caller) -> bytes:
         "rejected message=%s request=%r peer=%s code=%s got=%r",
         kind, request, caller.identity, refusal.code, got,
     )  # fmt: skip
-    return encoding.encode(refusal_of(refusal))
+    return encoding.encode(encoding.refusal_of(refusal))

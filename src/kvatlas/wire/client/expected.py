@@ -34,8 +34,9 @@ from kvatlas.wire.client.announced_endpoint import announced_endpoint
 from kvatlas.wire.client.source_sessions import SourceSessions
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest
+from kvatlas.wire.encoding import BusyError
 from kvatlas.wire.handshake_checks import Peer
-from kvatlas.wire.refusals import BusyError, lease_expired
+from kvatlas.wire.leases import lease_expired
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.offering import OfferingNode
 from kvatlas.wire.transports.errors import failed

@@ -23,11 +23,10 @@ from kvatlas.wire.client.peer_connection import PeerConnection
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest
 from kvatlas.wire.client.warm_shapes import StartedRead
-from kvatlas.wire.leases import buffers_reclaimed
+from kvatlas.wire.leases import buffers_reclaimed, lease_expired
 from kvatlas.wire.offers import Offer
 from kvatlas.wire.piece_sums import mac_key, piece_sum
 from kvatlas.wire.protocol import Ok, Opened
-from kvatlas.wire.refusals import lease_expired
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.base import Handle

@@ -30,7 +30,6 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire import encoding
 from kvatlas.wire.fork_safety import close_in_children
-from kvatlas.wire.refusals import refusal_of
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports.access import LEASE_BYTES, AskedRead, Authorise
 from kvatlas.wire.transports.tcp_admission import TOKEN_BYTES, WELCOME, Admission, Admitted
@@ -157,7 +156,7 @@ class RegionServer:
                 _send_runs(one, as_bytes(regions[pool]), starts, length)
         except AtlasError as refusal:
             log.warning("rejected a read of region %d: %s", pool, refusal)
-            payload = encoding.encode(refusal_of(refusal))[:LONGEST_REFUSAL]
+            payload = encoding.encode(encoding.refusal_of(refusal))[:LONGEST_REFUSAL]
             one.sendall(REFUSED + REFUSAL.pack(len(payload)) + payload)
 
 
