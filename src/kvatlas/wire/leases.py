@@ -267,8 +267,8 @@ class Leases:
 
     def _count(self, lease: Lease, step: int) -> None:
         """Count a lease (1), or stop counting it (-1), for all peers, its peer and its host."""
-        everyone: tuple[PeerKey | str | None, ...] = (None, lease.peer, lease.peer[0])
-        for whose in everyone:
+        scopes: tuple[PeerKey | str | None, ...] = (None, lease.peer, lease.peer[0])
+        for whose in scopes:
             count, entries = self._counts.get(whose, _NONE)
             self._counts[whose] = count + step, entries + step * lease.entries
             if not self._counts[whose][0]:
