@@ -18,7 +18,7 @@ from kvatlas.copying.memory import Memory
 from kvatlas.wire.leases import Lease, Leases
 from kvatlas.wire.server import lending as rules
 from kvatlas.wire.server.lending import Lending
-from kvatlas.wire.staging import Loan, PeerSegments, SharedBuffers, StagingBuffers
+from kvatlas.wire.staging import Loan, PeerSegments, StagingBuffers
 from kvatlas.wire.transports.base import OnePeerMemory
 
 PIECE = 4096
@@ -40,8 +40,8 @@ class Buffers:
 
     def __init__(self, count: int, *, wiped: bool = False) -> None:
         staging = np.zeros(2 * count * PIECE, np.uint8)
-        self.staging = StagingBuffers(staging, PIECE)
-        self.lending = Lending(SharedBuffers(self.staging, wiped=wiped))
+        self.staging = StagingBuffers(staging, PIECE, wiped=wiped)
+        self.lending = Lending(self.staging, count)
         self.leases: list[Lease] = []
 
     @property
@@ -239,7 +239,7 @@ def test_a_segment_belongs_to_one_session_until_it_ends() -> None:
 def test_a_segment_that_cannot_be_made_counts_for_nothing() -> None:
     segments = Segments(2)
     segments.fails = True
-    lending, lease = Lending(segments), lease_of("a")
+    lending, lease = Lending(segments, 2), lease_of("a")
     with pytest.raises(MemoryError):
         lending.lend(lease, 2, 0.0)
     assert (lending.lent, segments.exist) == (0, 0)

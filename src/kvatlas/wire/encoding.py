@@ -13,18 +13,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire.protocol import (
-    MAX_MESSAGE_BYTES,
-    OLDEST_VERSION,
-    VERSION,
-    Answer,
-    Hello,
-    Message,
-    Question,
-    Refusal,
-    Welcome,
-    bad_handshake,
-)
+from kvatlas.wire import protocol
+from kvatlas.wire.protocol import Answer, Hello, Message, Question, Refusal, Welcome, bad_handshake
 
 
 class NewerHello(Hello, frozen=True, kw_only=True, forbid_unknown_fields=False, tag="hello"):
@@ -61,10 +51,10 @@ _NEWER: dict[Any, tuple[type, type]] = {
 def encode(message: Message) -> bytes:
     """Encode a message as the payload of a frame."""
     payload = msgspec.msgpack.encode(message)
-    if len(payload) > MAX_MESSAGE_BYTES:
+    if len(payload) > protocol.MAX_MESSAGE_BYTES:
         raise AtlasError(
             Code.TOO_MANY,
-            f"A message must not exceed {MAX_MESSAGE_BYTES:,} bytes",
+            f"A message must not exceed {protocol.MAX_MESSAGE_BYTES:,} bytes",
             got=f"{type(message).__name__} of {len(payload):,} bytes",
             hint="Request fewer tokens, layers or checksums at once",
         )
@@ -103,7 +93,7 @@ def _newer(payload: bytes, kind: Any) -> Any:
         return None
     versions = getattr(found, "hello", found)
     check_versions(versions.version, versions.oldest)
-    return _readable(payload, newer) if versions.version > VERSION else None
+    return _readable(payload, newer) if versions.version > protocol.VERSION else None
 
 
 def _readable(payload: bytes, kind: type) -> Any:
@@ -115,7 +105,7 @@ def _readable(payload: bytes, kind: type) -> Any:
 def check_versions(version: int, oldest: int | None) -> None:
     """Raise `unlike_versions` if this end and the peer have no protocol version in common."""
     oldest = version if oldest is None else oldest
-    if min(version, VERSION) < max(oldest, OLDEST_VERSION):
+    if min(version, protocol.VERSION) < max(oldest, protocol.OLDEST_VERSION):
         raise unlike_versions(version, oldest)
 
 
@@ -123,8 +113,8 @@ def unlike_versions(version: int, oldest: int) -> AtlasError:
     """The error for a peer whose protocol versions are all different from this end's."""
     return AtlasError(
         Code.UNLIKE_VERSIONS,
-        got=f"versions {oldest} to {version} at the peer, {OLDEST_VERSION} to {VERSION} here",
-        hint=f"Upgrade kvatlas at the end with version {min(version, VERSION)}",
+        got=f"versions {oldest} to {version} at the peer, {protocol.OLDEST_VERSION} to {protocol.VERSION} here",
+        hint=f"Upgrade kvatlas at the end with version {min(version, protocol.VERSION)}",
     )
 
 

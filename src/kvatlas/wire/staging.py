@@ -1,7 +1,7 @@
 """Staging buffers of a node: for its own transfers, and to lend to its peers.
 
 If a transport shares the pools anyway (`shared="all"`), or authorises every read by its lease, all
-peers use buffers of the node's one staging memory (`SharedBuffers`). Otherwise every peer gets
+peers use buffers of the node's one staging memory (`StagingBuffers`). Otherwise every peer gets
 segments that no other process can read or write (`PeerSegments`). A segment belongs to one session:
 it is kept for the session's next transfer, and freed when the session ends or another peer needs
 the room. So bytes of one peer are never in memory that another peer can access, however late a
@@ -28,11 +28,27 @@ def staging_memory(transport: Transport, device: str, nbytes: int) -> Any:
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
+@dataclass(frozen=True, eq=False)
+class Loan:
+    """Staging buffers that are lent to one lease, as indices into a memory."""
+
+    memory: Any
+    piece: int
+    buffers: tuple[int, ...]
+    segment: OnePeerMemory | None = None
+    """The segment that is the memory; None if all peers share the memory."""
+
+    def view(self, buffer: int, nbytes: int) -> Any:
+        """View the first bytes of a buffer: an array on the host, or a tensor on a GPU."""
+        return self.memory[buffer * self.piece :][:nbytes]
+
+
 class StagingBuffers:
     """A registered memory of several buffers, lent one by one.
 
     Half of the buffers are for transfers of this node, half for its peers. Otherwise two nodes that
-    read from each other could each wait for a buffer that the other holds.
+    read from each other could each wait for a buffer that the other holds. With `wiped`, a buffer
+    is set to zero when a peer gives it back.
 
     >>> import numpy as np
     >>> staging = StagingBuffers(np.zeros(4 * 4096, np.uint8), 4096)
@@ -44,8 +60,9 @@ class StagingBuffers:
     4
     """
 
-    def __init__(self, memory: Any, piece: int) -> None:
+    def __init__(self, memory: Any, piece: int, *, wiped: bool = False) -> None:
         self.memory, self.piece, self.count = memory, piece, int(memory.nbytes) // piece
+        self._wiped = wiped
         self._own = -(-self.count // 2)
         self._free = {False: list(range(self._own)), True: list(range(self._own, self.count))}
         self._changed = threading.Condition()
@@ -79,46 +96,18 @@ class StagingBuffers:
         """View the first bytes of a buffer: an array on the host, or a tensor on a GPU."""
         return self.memory[buffer * self.piece :][:nbytes]
 
-
-@dataclass(frozen=True, eq=False)
-class Loan:
-    """Staging buffers that are lent to one lease, as indices into a memory."""
-
-    memory: Any
-    piece: int
-    buffers: tuple[int, ...]
-    segment: OnePeerMemory | None = None
-    """The segment that is the memory; None if all peers share the memory."""
-
-    def view(self, buffer: int, nbytes: int) -> Any:
-        """View the first bytes of a buffer: an array on the host, or a tensor on a GPU."""
-        return self.memory[buffer * self.piece :][:nbytes]
-
-
-class SharedBuffers:
-    """Buffers of the node's one staging memory, for its peers.
-
-    With `wiped`, a buffer is set to zero when it is taken back.
-    """
-
-    def __init__(self, staging: StagingBuffers, *, wiped: bool = False) -> None:
-        self._staging, self._wiped = staging, wiped
-        self.count = staging.most(for_peer=True)
-
     def lend(self, session: bytes, count: int) -> Loan:
-        """Return free buffers. The caller has checked that `count` are free."""
+        """Lend buffers to a peer. The caller has checked that `count` are free."""
         del session
-        staging = self._staging
-        buffers = tuple(staging.acquire(count, for_peer=True))
-        return Loan(staging.memory, staging.piece, buffers)
+        return Loan(self.memory, self.piece, tuple(self.acquire(count, for_peer=True)))
 
     def take_back(self, session: bytes, loan: Loan, *, keep: bool) -> None:
-        """Take buffers back."""
+        """Take buffers back from a peer."""
         del session, keep
         if self._wiped:
             for buffer in loan.buffers:
-                loan.view(buffer, loan.piece)[:] = 0
-        self._staging.give_back(loan.buffers)
+                self.view(buffer, self.piece)[:] = 0
+        self.give_back(loan.buffers)
 
     def end_sessions(self, sessions: set[bytes]) -> None:
         """Do nothing: shared buffers are not kept for a session."""

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from kvatlas.wire.leases import Lease, PeerKey
 from kvatlas.wire.rpc import log
-from kvatlas.wire.staging import Loan, PeerSegments, SharedBuffers
+from kvatlas.wire.staging import Loan, PeerSegments, StagingBuffers
 
 _SILENT_SECONDS = 2.0
 """A lease is overdue if its peer sends no request for this time. Readers send one per second."""
@@ -58,11 +58,10 @@ class _Wish(NamedTuple):
 
 
 class Lending:
-    """The staging buffers of a node for its peers. Any thread may use it."""
+    """The staging buffers of a node for its peers, `count` at once. Any thread may use it."""
 
-    def __init__(self, buffers: SharedBuffers | PeerSegments) -> None:
-        self.buffers = buffers
-        self.count = buffers.count
+    def __init__(self, buffers: StagingBuffers | PeerSegments, count: int) -> None:
+        self.buffers, self.count = buffers, count
         self._held: dict[Lease, int] = {}
         """Leases with buffers, and how many each has."""
         self._wishes: dict[PeerKey, _Wish] = {}

@@ -41,7 +41,7 @@ from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.quarantine import Quarantine
 from kvatlas.wire.security import PeerAccess, Secret, Security, TlsContexts
 from kvatlas.wire.server.lending import Lending
-from kvatlas.wire.staging import PeerSegments, SharedBuffers, StagingBuffers, staging_memory
+from kvatlas.wire.staging import PeerSegments, StagingBuffers, staging_memory
 from kvatlas.wire.transports.access import AskedRead
 from kvatlas.wire.transports.base import Transport
 
@@ -86,14 +86,13 @@ class NodeState:
             nbytes = self.piece * self.buffers
             staging = staging_memory(self.transport, self.staging_device, nbytes)
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
-        self.staging = StagingBuffers(staging, self.piece)
-        buffers: SharedBuffers | PeerSegments
+        wiped = self.transport.shared == "staging"
+        self.staging = StagingBuffers(staging, self.piece, wiped=wiped)
+        for_peers: StagingBuffers | PeerSegments = self.staging
+        most = self.staging.most(for_peer=True)
         if self.transport.lends_segments:
-            most = self.staging.most(for_peer=True)
-            buffers = PeerSegments(self.transport.lend_to_one, self.piece, most)
-        else:
-            buffers = SharedBuffers(self.staging, wiped=self.transport.shared == "staging")
-        self.lending = Lending(buffers)
+            for_peers = PeerSegments(self.transport.lend_to_one, self.piece, most)
+        self.lending = Lending(for_peers, most)
         """The staging buffers that peers borrow."""
         self.landing_threads = 2
         """Threads that scatter a request, one while another reads. May change at any time.
