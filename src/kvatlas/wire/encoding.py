@@ -111,11 +111,10 @@ def check_versions(version: int, oldest: int | None) -> None:
 
 def unlike_versions(version: int, oldest: int) -> AtlasError:
     """The error for a peer whose protocol versions are all different from this end's."""
-    return AtlasError(
-        Code.UNLIKE_VERSIONS,
-        got=f"versions {oldest} to {version} at the peer, {protocol.OLDEST_VERSION} to {protocol.VERSION} here",
-        hint=f"Upgrade kvatlas at the end with version {min(version, protocol.VERSION)}",
-    )
+    here = f"{protocol.OLDEST_VERSION} to {protocol.VERSION} here"
+    got = f"versions {oldest} to {version} at the peer, {here}"
+    hint = f"Upgrade kvatlas at the end with version {min(version, protocol.VERSION)}"
+    return AtlasError(Code.UNLIKE_VERSIONS, got=got, hint=hint)
 
 
 class BusyError(AtlasError):
