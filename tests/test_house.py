@@ -87,8 +87,9 @@ INTERNAL: dict[str, str] = {
         routing.converted_stream routing.token_ranges specs.cell_formats specs.identity
         copying.block_staging copying.checksum copying.cuda_driver copying.file_runs
         copying.gpu_offload copying.memory_copy copying.nested_copy copying.pool_bounds
-        copying.run_bounds copying.stream_pieces wire.channels wire.connection wire.peers
-        wire.protocol wire.refusals wire.rpc wire.shared_pools wire.unix_sockets
+        copying.run_bounds copying.stream_pieces wire.channels wire.connection wire.encoding
+        wire.handshake_checks wire.protocol wire.rpc wire.shared_pools
+        wire.unix_sockets
     """,
     "maps": """
         geometry.address_arrays geometry.byte_sizes planning.plans

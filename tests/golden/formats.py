@@ -36,7 +36,7 @@ from kvatlas.tier import format as tier_format
 from kvatlas.tier.index import TierBlock
 from kvatlas.tier.request_blocks import Cover
 from kvatlas.tier.served import messages as served
-from kvatlas.wire import protocol
+from kvatlas.wire import encoding, protocol
 from tests.cli.helpers import kvatlas
 
 RECORDED = Path(__file__).parent / "recorded.json"
@@ -124,7 +124,7 @@ def messages() -> dict[str, list[str]]:
     for kind in kinds:
         about = inspect.type_info(kind)
         assert isinstance(about, inspect.StructType)
-        encoded = [digest(protocol.encode(sample(about, every=every))) for every in (True, False)]
+        encoded = [digest(encoding.encode(sample(about, every=every))) for every in (True, False)]
         found[str(about.tag)] = [" ".join(field.encode_name for field in about.fields), *encoded]
     return found
 

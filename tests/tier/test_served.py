@@ -31,7 +31,8 @@ from kvatlas.tier.served import messages as m
 from kvatlas.tier.served import server as server_
 from kvatlas.wire import make_transport, pools_for
 from kvatlas.wire.connection import Connection
-from kvatlas.wire.protocol import Refusal, SendPlan, decode, encode
+from kvatlas.wire.encoding import decode, encode
+from kvatlas.wire.protocol import Refusal, SendPlan
 from kvatlas.wire.unix_sockets import connect_to_path
 from tests.planning.models import SMALL
 from tests.profiles import DEEP

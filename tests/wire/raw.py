@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from kvatlas.wire import protocol
+from kvatlas.wire import encoding, protocol
 from kvatlas.wire.connection import Connection, split_endpoint
 from kvatlas.wire.security import Security
 
@@ -50,7 +50,7 @@ class Raw:
             payload = self._connection.receive(time.monotonic() + seconds)
         except (OSError, EOFError):
             return None
-        return protocol.decode(payload, protocol.Answer)
+        return encoding.decode(payload, protocol.Answer)
 
     def tell(self, some: bytes, seconds: float = 10.0) -> Any:
         self.send(some)
@@ -58,7 +58,7 @@ class Raw:
 
     def ask(self, message: protocol.Message) -> Any:
         """An answer, or a refusal as it travels."""
-        said = self.tell(framed(protocol.encode(message)))
+        said = self.tell(framed(encoding.encode(message)))
         assert said is not None, f"no answer to {type(message).__name__}"
         return said
 

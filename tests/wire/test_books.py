@@ -12,7 +12,8 @@ import pytest
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.wire import Metrics, Transfer
-from kvatlas.wire.leases import Leases, Offer
+from kvatlas.wire.leases import Leases
+from kvatlas.wire.offers import Offer
 from kvatlas.wire.transports.base import Done, Handle
 
 KEY = bytes(range(16))

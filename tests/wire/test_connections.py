@@ -21,7 +21,7 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.wire import Session, protocol
+from kvatlas.wire import Session, encoding, protocol
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.connection import Connection
 from kvatlas.wire.rpc import Caller, Server
@@ -172,7 +172,7 @@ def test_a_question_that_may_have_been_carried_out_is_not_asked_twice() -> None:
                                 break
                             asked.append(number)
                             if number == 0:
-                                caller.sendall(framed(protocol.encode(OK)))
+                                caller.sendall(framed(encoding.encode(OK)))
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -339,7 +339,7 @@ def resident(pid: int) -> int:
 
 def test_who_speaks_too_slowly_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then: in the first question, in a later one, in a handshake."""
-    question = framed(protocol.encode(RENEW))
+    question = framed(encoding.encode(RENEW))
     for secret, said in ((None, b""), (None, question), (SECRET, b"")):
         with server(secret=secret) as made, channels(secret) as asks, ExitStack() as stack:
             with monkeypatch.context() as patch:

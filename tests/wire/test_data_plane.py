@@ -18,8 +18,9 @@ from kvatlas.copying.memory import STAGING
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire import PeerAccess, Session, protocol
 from kvatlas.wire.byte_ranges import source_ranges
-from kvatlas.wire.read_grants import ReadGrant, session_id
+from kvatlas.wire.leases import Leases, session_id
 from kvatlas.wire.security import Security
+from kvatlas.wire.staging import Loan
 from kvatlas.wire.transports.access import Access, AskedRead
 from kvatlas.wire.transports.tcp import TcpTransport
 from kvatlas.wire.transports.tcp_server import GRANTED, QUESTION, REFUSED
@@ -228,28 +229,30 @@ def test_a_lease_that_ends_stops_what_is_being_sent() -> None:
 
 
 def test_a_held_lease_ends_only_after_its_last_byte_is_sent() -> None:
-    """`end` waits for a send in progress, and ends connections that do not take their bytes."""
+    """`drop` waits for a send in progress, and ends connections that do not take their bytes."""
     near, far = socket.socketpair()
-    grant = ReadGrant(bytes(16), None, lambda: [0], 4096)
+    leases = Leases(lambda _: None)
+    about: Any = {"request": "r", "complete": True, "stream": None, "entries": 0}
+    lease = leases.grant(60.0, session=bytes(16), loan=Loan(None, 4096, (0,)), **about)
     at = np.array([0]), np.array([4096])
     asked = AskedRead(session_id(bytes(16)), None, b"", STAGING, *at, lambda: near.shutdown(2))
     sent: list[str] = []
 
     def send() -> None:
-        with grant.reading(asked), suppress(OSError):
+        with lease.reading(asked), suppress(OSError):
             while True:
                 near.sendall(bytes(1 << 16))
         sent.append("over")
 
     thread = threading.Thread(target=send)
     thread.start()
-    while not grant._sends:
+    while not lease._sends:
         time.sleep(0.001)
-    grant.end()
-    assert not grant._sends
+    leases.drop(lease)
+    assert not lease._sends
     thread.join(10)
     assert sent == ["over"]
-    with pytest.raises(AtlasError) as refusal, grant.reading(asked):
+    with pytest.raises(AtlasError) as refusal, lease.reading(asked):
         pass
     assert refusal.value.code is Code.LEASE_EXPIRED
     far.close()

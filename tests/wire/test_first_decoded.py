@@ -10,7 +10,7 @@ import contextlib, sys, threading
 import msgspec
 from kvatlas.planning import Plan
 from kvatlas.wire import protocol
-from kvatlas.wire.peers import check_plan_size
+from kvatlas.wire.handshake_checks import check_plan_size
 from kvatlas.wire.transports.errors import read_metadata
 from tests.wire.helpers import small
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvatlas.wire import protocol
+from kvatlas.wire import encoding, protocol
 from tests.wire.attacked import BYTES, SECONDS, Attacked, code_of, opening
 from tests.wire.corpus.make import plan_json
 from tests.wire.helpers import small
@@ -235,7 +235,7 @@ def test_plans_and_routes_of_strangers_are_bounded(
     attacked: Attacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvatlas.wire.server.node_state._MAX_ROUTES", 4)
-    monkeypatch.setattr("kvatlas.wire.peers._MAX_PLANS", 4)
+    monkeypatch.setattr("kvatlas.wire.handshake_checks._MAX_PLANS", 4)
     for number in range(8):
         made = plan_json(small("dense", tp=2))
         made["reasons"] = [f"plan {number}"]
@@ -272,7 +272,7 @@ def test_questions_wait_where_they_come_from(attacked: Attacked) -> None:
     gc.collect()
     before = resident()
     session = attacked.session()
-    large = framed(protocol.encode(opening(session, blocks={0: bytes(1 << 20)})))
+    large = framed(encoding.encode(opening(session, blocks={0: bytes(1 << 20)})))
     callers = [connected(attacked.node.endpoint) for _ in range(4)]
     sent = 0
     try:

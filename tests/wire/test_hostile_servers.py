@@ -14,7 +14,7 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.wire import Session, protocol
+from kvatlas.wire import Session, encoding, protocol
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.rpc import Server
 from kvatlas.wire.security import Security
@@ -244,7 +244,7 @@ def test_garbage_is_refused_at_once() -> None:
         (framed(b"\xdd\xff\xff\xff\xff"), Code.BAD_HANDSHAKE),
         (framed(b"\x91" * 100_000), Code.BAD_HANDSHAKE),
         (framed(b"\x81\xa3say\xa4tell"), Code.BAD_HANDSHAKE),
-        (framed(protocol.encode(QUESTION)), Code.BAD_HANDSHAKE),
+        (framed(encoding.encode(QUESTION)), Code.BAD_HANDSHAKE),
         (bytes(4), Code.BAD_HANDSHAKE),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", Code.BAD_HANDSHAKE),
         (framed(bytes(8 << 20))[:100], Code.BAD_HANDSHAKE),
@@ -258,7 +258,7 @@ def test_garbage_is_refused_at_once() -> None:
 
 
 def test_no_answer_is_a_deadline_and_no_longer() -> None:
-    whole = framed(protocol.encode(FINE))
+    whole = framed(encoding.encode(FINE))
     for answer in (b"", whole[:2], whole[:-1]):
         with told(lambda _, answer=answer: answer) as endpoint:  # type: ignore[misc]
             begun = time.monotonic()
@@ -278,7 +278,7 @@ def test_a_late_answer_is_nobodys() -> None:
         number = float(len(asked))
         if number == 1:
             assert first.wait(10)
-        return framed(protocol.encode(protocol.Ok(seconds=number)))
+        return framed(encoding.encode(protocol.Ok(seconds=number)))
 
     channels = Channels(Security())
     with told(answer) as endpoint:
@@ -294,8 +294,8 @@ def test_an_answer_that_nobody_asked_for_is_nobodys() -> None:
 
     def answer(heard: bytes) -> bytes:
         asked.append(heard)
-        said = framed(protocol.encode(protocol.Ok(seconds=float(len(asked)))))
-        return said + framed(protocol.encode(protocol.Ok(seconds=99.0)))
+        said = framed(encoding.encode(protocol.Ok(seconds=float(len(asked)))))
+        return said + framed(encoding.encode(protocol.Ok(seconds=99.0)))
 
     channels = Channels(Security())
     with told(answer) as endpoint:
@@ -314,7 +314,7 @@ def test_a_peer_that_hangs_up_is_lost_at_once() -> None:
 
 def test_a_server_without_the_secret_is_refused() -> None:
     """Whoever answers proves itself too."""
-    said = framed(protocol.encode(FINE))
+    said = framed(encoding.encode(FINE))
     with told(lambda _: said) as endpoint, pytest.raises(AtlasError) as refusal:
         ask(endpoint, 10, Channels(Security(bytes(32))))
     assert refusal.value.code is Code.BAD_SIGNATURE

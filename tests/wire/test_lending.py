@@ -16,10 +16,9 @@ import pytest
 from kvatlas import AtlasError, Code
 from kvatlas.copying.memory import Memory
 from kvatlas.wire.leases import Lease, Leases
-from kvatlas.wire.peer_buffers import Loan, PeerSegments, SharedBuffers
 from kvatlas.wire.server import lending as rules
 from kvatlas.wire.server.lending import Lending
-from kvatlas.wire.staging import StagingBuffers
+from kvatlas.wire.staging import Loan, PeerSegments, StagingBuffers
 from kvatlas.wire.transports.base import OnePeerMemory
 
 PIECE = 4096
@@ -41,26 +40,27 @@ class Buffers:
 
     def __init__(self, count: int, *, wiped: bool = False) -> None:
         staging = np.zeros(2 * count * PIECE, np.uint8)
-        self.staging = StagingBuffers(staging, PIECE)
-        self.lending = Lending(SharedBuffers(self.staging, wiped=wiped))
-        self.reclaimed: list[Lease] = []
+        self.staging = StagingBuffers(staging, PIECE, wiped=wiped)
+        self.lending = Lending(self.staging, count)
+        self.leases: list[Lease] = []
+
+    @property
+    def reclaimed(self) -> list[Lease]:
+        return [lease for lease in self.leases if lease.reclaimed]
 
     def lend(self, lease: Lease, seconds: float = 0.0, count: int = 2) -> bool:
-        loan = self.lending.lend(lease, count, seconds, self.reclaim)
+        self.leases.append(lease)
+        loan = self.lending.lend(lease, count, seconds)
         if loan is not None:
             assert len(loan.buffers) == count
-            lease.keep_loan(loan)
+            assert lease.loan is loan
             lease.asked_at = lease.lent_at
         return loan is not None
 
     def give_back(self, lease: Lease) -> None:
-        loan, lease.loan = lease.loan, None
-        assert loan is not None
-        self.lending.take_back(lease, loan)
-
-    def reclaim(self, lease: Lease) -> None:
-        self.reclaimed.append(lease)
-        self.give_back(lease)
+        assert lease.loan is not None
+        lease.over = True
+        self.lending.end(lease)
 
 
 def test_a_peer_alone_uses_all_buffers_and_no_lease_more_than_half() -> None:
@@ -70,7 +70,7 @@ def test_a_peer_alone_uses_all_buffers_and_no_lease_more_than_half() -> None:
     assert buffers.lending.lent == 4
     assert not buffers.lend(three)
     buffers.give_back(one)
-    loan = buffers.lending.lend(three, 16, 0.0, buffers.reclaim)
+    loan = buffers.lending.lend(three, 16, 0.0)
     assert loan is not None
     assert len(loan.buffers) == 2
     assert not buffers.reclaimed
@@ -239,12 +239,12 @@ def test_a_segment_belongs_to_one_session_until_it_ends() -> None:
 def test_a_segment_that_cannot_be_made_counts_for_nothing() -> None:
     segments = Segments(2)
     segments.fails = True
-    lending, lease = Lending(segments), lease_of("a")
+    lending, lease = Lending(segments, 2), lease_of("a")
     with pytest.raises(MemoryError):
-        lending.lend(lease, 2, 0.0, lambda _: None)
+        lending.lend(lease, 2, 0.0)
     assert (lending.lent, segments.exist) == (0, 0)
     segments.fails = False
-    assert lending.lend(lease, 2, 0.0, lambda _: None) is not None
+    assert lending.lend(lease, 2, 0.0) is not None
 
 
 # -- leases -------------------------------------------------------------------------------
@@ -273,9 +273,7 @@ def test_leases_are_bounded_for_each_peer(monkeypatch: pytest.MonkeyPatch) -> No
     held.append(grant("two", "a"))
     for lease in held:
         leases.drop(lease)
-    assert not leases._of_peer
-    assert not leases._of_host
-    assert not leases._entries_of_peer
+    assert not leases._counts
     grant("one", "a", 50)
     with pytest.raises(AtlasError) as refusal:  # half of all block table entries
         grant("one", "a")

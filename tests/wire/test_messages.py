@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code, MissingExtraError
-from kvatlas.wire import protocol
+from kvatlas.wire import encoding, protocol
 from kvatlas.wire.channels import Channels
-from kvatlas.wire.refusals import raise_refusal, refusal_of
+from kvatlas.wire.encoding import raise_refusal, refusal_of
 from kvatlas.wire.security import Security
 
 KEY = bytes(range(16))
@@ -31,24 +31,24 @@ SOME: list[protocol.Message] = [
 
 @pytest.mark.parametrize("message", SOME, ids=lambda m: type(m).__name__)
 def test_a_message_arrives_as_it_was_said(message: protocol.Message) -> None:
-    assert protocol.decode(protocol.encode(message), protocol.Question) == message
+    assert encoding.decode(encoding.encode(message), protocol.Question) == message
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_a_coded_refusal(payload: bytes) -> None:
     for kind in (protocol.Question, protocol.Answer):
         with pytest.raises(AtlasError) as refusal:
-            protocol.decode(payload, kind)
+            encoding.decode(payload, kind)
         assert refusal.value.code is Code.BAD_HANDSHAKE
 
 
 @given(st.integers(0, 4), st.data())
 def test_a_changed_message_is_another_or_a_coded_refusal(n: int, data: st.DataObject) -> None:
-    payload = bytearray(protocol.encode(SOME[n]))
+    payload = bytearray(encoding.encode(SOME[n]))
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     try:
-        said = protocol.decode(bytes(payload), protocol.Question)
+        said = encoding.decode(bytes(payload), protocol.Question)
     except AtlasError as refused:
         assert refused.code is Code.BAD_HANDSHAKE
     else:
@@ -57,7 +57,7 @@ def test_a_changed_message_is_another_or_a_coded_refusal(n: int, data: st.DataOb
 
 def test_a_message_that_is_too_large_is_not_sent() -> None:
     with pytest.raises(AtlasError) as refusal:
-        protocol.encode(protocol.Checksums(sums=bytes(protocol.MAX_MESSAGE_BYTES)))
+        encoding.encode(protocol.Checksums(sums=bytes(protocol.MAX_MESSAGE_BYTES)))
     assert refusal.value.code is Code.TOO_MANY
 
 
@@ -77,7 +77,7 @@ def test_a_block_table_is_whole_numbers(nbytes: int) -> None:
 @pytest.mark.parametrize("code", list(Code))
 def test_every_refusal_reaches_the_peer_with_its_code(code: Code) -> None:
     said = refusal_of(AtlasError(code, "rule" * 2000, got={1: 2}, hint="hint"))
-    back = protocol.decode(protocol.encode(said), protocol.Answer)
+    back = encoding.decode(encoding.encode(said), protocol.Answer)
     with pytest.raises(AtlasError) as refusal:
         raise_refusal(back)
     assert refusal.value.code is code
@@ -99,14 +99,14 @@ def test_questions_and_answers_are_never_taken_for_each_other() -> None:
     assert not tags[0] & tags[1]
     for message in SOME:
         with pytest.raises(AtlasError):
-            protocol.decode(protocol.encode(message), protocol.Answer)
+            encoding.decode(encoding.encode(message), protocol.Answer)
 
 
 def test_a_message_holds_no_more_than_its_bytes() -> None:
     """No field allocates what a length in it claims: lengths are those of the message."""
     hollow = msgspec.msgpack.encode({"type": "renew"})[:-5] + b"\xdd\xff\xff\xff\xff"
     with pytest.raises(AtlasError) as refusal:
-        protocol.decode(hollow, protocol.Question)
+        encoding.decode(hollow, protocol.Question)
     assert refusal.value.code is Code.BAD_HANDSHAKE
 
 

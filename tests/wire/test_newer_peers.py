@@ -9,7 +9,7 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.wire import Session, protocol
+from kvatlas.wire import Session, encoding, protocol
 from kvatlas.wire.protocol import VERSION
 from tests.wire.helpers import End, assert_arrived, ends, small
 from tests.wire.test_hostile_servers import told
@@ -20,14 +20,14 @@ Json = dict[str, Any]
 def welcome(node: Any, **more: Any) -> Json:
     """The welcome of a node, as a mapping, with more in its hello."""
     said = protocol.Welcome(hello=node.hello(with_plan=True), session=bytes(16))
-    known: Json = msgspec.msgpack.decode(protocol.encode(said))
+    known: Json = msgspec.msgpack.decode(encoding.encode(said))
     known["hello"] |= more
     return known
 
 
 def code_of(said: Json) -> Code:
     with pytest.raises(AtlasError) as refused:
-        protocol.decode(msgspec.msgpack.encode(said), protocol.Answer)
+        encoding.decode(msgspec.msgpack.encode(said), protocol.Answer)
     return refused.value.code
 
 
@@ -36,7 +36,7 @@ def test_a_newer_server_that_says_more_is_understood() -> None:
     source = End(small("dense", layout="BLHNC"), 50, seed=1)
     target = End(small("dense"), 50, seed=2)
     with ends(source, target):
-        node, real = source.nodes[0], protocol.encode
+        node, real = source.nodes[0], encoding.encode
 
         def newer(message: protocol.Message) -> bytes:
             payload = real(message)
@@ -48,7 +48,7 @@ def test_a_newer_server_that_says_more_is_understood() -> None:
 
         source.offer("r")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(protocol, "encode", newer)
+            patch.setattr(encoding, "encode", newer)
             session = Session(target.nodes[0], [node.endpoint])
         with session:
             assert [peer.version for peer in session.peers] == [VERSION + 1]
@@ -60,7 +60,7 @@ def test_unknown_fields_are_those_of_newer_versions_alone() -> None:
     end = End(small("dense"), 50)
     with ends(end):
         node = end.nodes[0]
-        decoded = protocol.decode(
+        decoded = encoding.decode(
             msgspec.msgpack.encode(welcome(node, version=VERSION + 1, more=1) | {"more": 1}),
             protocol.Answer,
         )

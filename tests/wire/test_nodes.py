@@ -15,7 +15,7 @@ from kvatlas.copying.movers import pools_device
 from kvatlas.errors import Code
 from kvatlas.planning import plan
 from kvatlas.routing import scattered
-from kvatlas.wire import Memory, Node, Session, make_transport, protocol
+from kvatlas.wire import Memory, Node, Session, encoding, make_transport, protocol
 from kvatlas.wire.protocol import RegisteredMemory
 from tests.identities import OURS
 from tests.planning.models import SMALL
@@ -136,7 +136,7 @@ def test_a_plan_too_large_for_a_message_is_refused_where_it_was_made(
     made = small("dense")
     with ends(End(made, 50)) as (end,):
         hello = end.nodes[0].hello(with_plan=True)
-    told = protocol.encode(protocol.Welcome(hello=hello, session=hello.incarnation))
+    told = encoding.encode(protocol.Welcome(hello=hello, session=hello.incarnation))
     monkeypatch.setattr(protocol, "MAX_MESSAGE_BYTES", len(told))
     with ends(End(made, 50, seed=1), End(made, 50, seed=2)) as (source, target):
         source.offer("r")
@@ -152,7 +152,7 @@ def test_a_plan_with_more_pages_than_peers_check_is_refused_where_it_was_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = small("dense")
-    monkeypatch.setattr("kvatlas.wire.peers._MAX_PAGES", 1)
+    monkeypatch.setattr("kvatlas.wire.handshake_checks._MAX_PAGES", 1)
     with pytest.raises(AtlasError) as refusal:
         Node(made, memory=Buffers(made, 0).memory, transport=Local(), identity=OURS)
     assert refusal.value.code is Code.TOO_MANY

@@ -24,7 +24,7 @@ from kvatlas.wire.block_ledger import BlockClaim, BlockLedger
 from kvatlas.wire.client import expected as expected_module
 from kvatlas.wire.client.expected import Announcement, Expected, ExpectedRequests
 from kvatlas.wire.client.rank_lease import RankLease
-from kvatlas.wire.peers import Peer
+from kvatlas.wire.handshake_checks import Peer
 from tests.wire.model_driver import Driver, Nodes, piece_bytes
 from tests.wire.protocol_model import (
     BLOCKS,

@@ -14,7 +14,7 @@ import pytest
 
 from kvatlas import AtlasError
 from kvatlas.errors import Code
-from kvatlas.wire import Session, TlsContexts, protocol
+from kvatlas.wire import Session, TlsContexts, encoding, protocol
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.connection import split_endpoint
 from kvatlas.wire.rpc import Server
@@ -132,7 +132,7 @@ def test_an_answer_that_nobody_asked_for_is_nobodys_inside_tls_either() -> None:
         with security.wrap(accepted) as caller:
             security.identify(caller)
             while caller.recv(1 << 16):
-                caller.sendall(b"".join(framed(protocol.encode(one)) for one in (first, unasked)))
+                caller.sendall(b"".join(framed(encoding.encode(one)) for one in (first, unasked)))
 
     def run() -> None:
         with suppress(OSError):

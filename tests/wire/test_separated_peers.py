@@ -140,17 +140,17 @@ def test_no_peer_writes_to_what_another_reads(peers: Peers) -> None:
 
 @pytest.mark.parametrize("peers", SEGMENTS, indirect=True)
 def test_segments_end_with_their_sessions(peers: Peers) -> None:
-    segments = peers.source.node.lending._buffers
+    segments = peers.source.node.lending.buffers
     peers.source.offer("r0")
     peers.source.offer("r1")
     peers.pull(peers.reading, peers.reader, "r0")
     peers.pull(peers.snooping, peers.snoop, "r1")
-    assert segments.exist == 2  # type: ignore[attr-defined]  # all that there may be
+    assert segments.exist == 2  # type: ignore[union-attr]  # all that there may be
     peers.reading.close()
     peers.snooping.close()
     peers.reader.node.channels.close()
     peers.snoop.node.channels.close()
-    until(lambda: segments.exist == 0, 10)  # type: ignore[attr-defined]
+    until(lambda: segments.exist == 0, 10)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("peers", SEGMENTS, indirect=True)

@@ -12,7 +12,7 @@ import pytest
 from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.wire import Session, protocol
-from kvatlas.wire.refusals import BusyError
+from kvatlas.wire.encoding import BusyError
 from tests.wire.attacked import Attacked, code_of, greeting, opening
 from tests.wire.faulty import failure, pair, pull
 from tests.wire.helpers import ends, until

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.tier.format import LONGEST_PLAN, MAGIC, PAGE, VERSION, Extent, header, read_header
-from kvatlas.wire.peers import check_plan_size
+from kvatlas.wire.handshake_checks import check_plan_size
 
 _REMOVE = "Check the path. A damaged file can be deleted: its content can be recomputed"
 _CHECK = "Check the path, the permissions and the disk"

@@ -19,18 +19,21 @@ def check_node_name(name: Any) -> None:
     kvatlas.errors.AtlasError: A node name must be a string of 1 to 256 characters. \
 Got a string of 257 characters. Use the host's name and the rank's number. [bad_config]
     """
-    if not _is_name(name):
-        problem = f"A node name must be a string of 1 to {LONGEST_NAME} characters"
-        hint = "Use the host's name and the rank's number"
-        raise AtlasError(Code.BAD_CONFIG, problem, got=_shown(name), hint=hint)
+    _check_name(name, "node", Code.BAD_CONFIG, "Use the host's name and the rank's number")
 
 
 def check_request_name(request: Any) -> None:
     """Raise `unknown_request` for a request name that peers would not accept."""
-    if not _is_name(request):
-        problem = f"A request name must be a string of 1 to {LONGEST_NAME} characters"
-        hint = "Use the engine's request id"
-        raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=_shown(request), hint=hint)
+    _check_name(request, "request", Code.UNKNOWN_REQUEST, "Use the engine's request id")
+
+
+def _check_name(name: Any, what: str, code: Code, hint: str) -> None:
+    is_text = isinstance(name, str)
+    # The protocol limits characters, not bytes.
+    if not is_text or not 1 <= len(name) <= LONGEST_NAME:
+        problem = f"A {what} name must be a string of 1 to {LONGEST_NAME} characters"
+        got = f"a string of {len(name)} characters" if is_text else repr(name)[:100]
+        raise AtlasError(code, problem, got=got, hint=hint)
 
 
 def checked_identity(identity: Any) -> CacheIdentity:
@@ -44,11 +47,10 @@ identity=CacheIdentity(weights=...), or check_identity=False to exchange caches 
     """
     if isinstance(identity, CacheIdentity):
         return identity
-    got = "no identity" if identity is None else repr(identity)[:100]
     raise AtlasError(
         Code.BAD_CONFIG,
         "A node needs the identity of its caches",
-        got=got,
+        got="no identity" if identity is None else repr(identity)[:100],
         hint="Pass identity=CacheIdentity(weights=...), or check_identity=False to exchange "
         "caches with any peer",
     )
@@ -77,12 +79,3 @@ def text_list(given: Iterable[str], what: str) -> tuple[str, ...]:
         hint = "Pass a list of strings, even for one"
         raise AtlasError(Code.BAD_CONFIG, problem, got=repr(given)[:100], hint=hint)
     return tuple(dict.fromkeys(named))
-
-
-def _is_name(name: Any) -> bool:
-    # The protocol limits characters, not bytes.
-    return isinstance(name, str) and 1 <= len(name) <= LONGEST_NAME
-
-
-def _shown(name: Any) -> str:
-    return f"a string of {len(name)} characters" if isinstance(name, str) else repr(name)[:100]

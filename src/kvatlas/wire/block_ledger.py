@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -37,26 +38,21 @@ _HINTS: dict[Use, str] = {
 }
 
 
+@dataclass(eq=False, slots=True)
 class BlockClaim:
     """The right to use blocks until `release`. Made by `BlockLedger.claim`."""
 
-    __slots__ = ("_ledger", "blocks", "generation", "request", "shared", "use")
+    _ledger: BlockLedger
+    generation: int
+    use: Use
+    request: str
+    blocks: Mapping[int, Int64s]
+    """Block ids by pool."""
 
-    def __init__(
-        self,
-        ledger: BlockLedger,
-        generation: int,
-        use: Use,
-        request: str,
-        blocks: Mapping[int, Int64s],
-    ) -> None:
-        self._ledger = ledger
-        self.generation = generation
-        self.use = use
-        self.shared = use == "offered"
-        self.request = request
-        self.blocks = blocks
-        """Block ids by pool."""
+    @property
+    def shared(self) -> bool:
+        """Whether other offers may use the same blocks."""
+        return self.use == "offered"
 
     def quarantine(self) -> None:
         """Keep the blocks until `release`, because a transport may still write to them."""
@@ -117,12 +113,14 @@ class BlockLedger:
         with self._lock:
             self._generation += 1
             claim = BlockClaim(self, self._generation, use, request, blocks)
-            if self._claims:
-                self._mark_first()
+            if not self._claims:
+                self._unmarked = claim
+            else:
+                if self._unmarked is not None:
+                    self._mark(self._unmarked)
+                    self._unmarked = None
                 self._check(claim)
                 self._mark(claim)
-            else:
-                self._unmarked = claim
             self._claims[claim.generation] = claim
         return claim
 
@@ -144,11 +142,6 @@ class BlockLedger:
         """Return the number of claims by use."""
         with self._lock:
             return Counter(claim.use for claim in self._claims.values())
-
-    def _mark_first(self) -> None:
-        if self._unmarked is not None:
-            self._mark(self._unmarked)
-            self._unmarked = None
 
     def _mark(self, claim: BlockClaim) -> None:
         """Enter a claim in `_state`, so that later claims are checked against it."""

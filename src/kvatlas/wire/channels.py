@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire import protocol
+from kvatlas.wire import encoding, protocol
 from kvatlas.wire.connection import Connection, seconds_left, split_endpoint, tune
 from kvatlas.wire.fork_safety import OwningProcess, close_in_children
-from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.security import Security, not_the_secret
 from kvatlas.wire.transports.errors import closed, failed, own_limit, peer_lost
 from kvatlas.wire.unix_sockets import connect_to_path, unix_path
@@ -45,8 +44,8 @@ class _Pool:
     """The connections to one endpoint."""
 
     idle: list[Connection] = field(default_factory=list)
-    opened: int = 0
-    """The number of connections, including idle ones."""
+    turns: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_PER_ENDPOINT))
+    """Acquired by each question, so that there are not too many connections."""
     lost: int = 0
     """How many connections the peer has ended so far."""
     choice: int = 0
@@ -71,7 +70,7 @@ class Channels:
     ) -> None:
         self._security, self._answers, self._repeatable = security, answers, repeatable
         self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._closed = False
         self._process = OwningProcess("node")
 
@@ -89,7 +88,7 @@ class Channels:
         called while the answer is awaited, and ends the wait if it raises an error.
         """
         self._process.check()
-        payload = protocol.encode(message)
+        payload = encoding.encode(message)
         repeatable = isinstance(message, self._repeatable)
         while True:
             answer = self._answer(endpoint, payload, deadline, check, repeatable=repeatable)
@@ -97,7 +96,7 @@ class Channels:
                 return answer
             pause = answer.retry * random.uniform(1.0, 1.5)  # noqa: S311  # not all at once
             if answer.code != Code.BUSY or time.monotonic() + pause >= deadline:
-                raise_refusal(answer)
+                encoding.raise_refusal(answer)
             time.sleep(pause)
 
     def monitor(self, endpoint: str) -> PeerMonitor:
@@ -106,24 +105,24 @@ class Channels:
 
     def lost(self, endpoint: str) -> int:
         """Check idle connections, and return how many connections the peer has ended so far."""
-        with self._changed:
+        with self._lock:
             pool = self._pools[endpoint]
             self._drop_ended(pool)
             return pool.lost
 
     def are_open(self, endpoint: str) -> bool:
         """Whether there are connections to an endpoint, by which the peer's death is noticed."""
-        with self._changed:
+        with self._lock:
             return self._pools[endpoint].opened > 0
 
     def proved_names(self, endpoint: str) -> frozenset[str] | None:
         """Return the names that the peer at an endpoint has proved; None for any name."""
-        with self._changed:
+        with self._lock:
             return self._pools[endpoint].names
 
     def sweep(self) -> None:
         """Close connections that peers have ended, including those to unused endpoints."""
-        with self._changed:
+        with self._lock:
             for pool in self._pools.values():
                 self._drop_ended(pool)
 
@@ -134,13 +133,12 @@ class Channels:
         """
         if self._process.forked:
             return
-        with self._changed:
+        with self._lock:
             self._closed = True
             for pool in self._pools.values():
                 for connection in pool.idle:
                     connection.close()
                 pool.idle.clear()
-            self._changed.notify_all()
 
     # -- inside ---------------------------------------------------------------------------
 
@@ -162,10 +160,10 @@ class Channels:
             usable = False
             try:
                 connection.send(payload, deadline)
-                answer = protocol.decode(connection.receive(deadline, check), self._answers)
+                answer = encoding.decode(connection.receive(deadline, check), self._answers)
                 usable = connection.quiet
                 if not usable:  # the peer closed it after the answer: monitors must notice
-                    self._count_lost(endpoint)
+                    self._lost(endpoint)
                 return answer
             except TimeoutError:
                 raise no_answer(endpoint) from None
@@ -181,35 +179,30 @@ class Channels:
 
     def _take(self, endpoint: str, deadline: float) -> tuple[Connection, bool]:
         """Return a connection for one question, and whether it was used before."""
-        with self._changed:
+        with self._lock:
             pool = self._pools[endpoint]
-            while True:
+        if not pool.turns.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise no_answer(endpoint)
+        try:
+            with self._lock:
                 if self._closed:
                     raise closed("node")
                 self._drop_ended(pool)
                 if pool.idle:
                     return pool.idle.pop(), True
-                if pool.opened < _PER_ENDPOINT:
-                    pool.opened += 1
-                    break
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise no_answer(endpoint)
-        try:
             return self._open(endpoint, pool, deadline), False
         except BaseException:
-            self._give_back(endpoint, None, usable=False)
+            pool.turns.release()
             raise
 
-    def _give_back(self, endpoint: str, connection: Connection | None, *, usable: bool) -> None:
-        with self._changed:
+    def _give_back(self, endpoint: str, connection: Connection, *, usable: bool) -> None:
+        with self._lock:
             pool = self._pools[endpoint]
-            if connection is not None and usable and not self._closed:
+            if usable and not self._closed:
                 pool.idle.append(connection)
             else:
-                pool.opened -= 1
-                if connection is not None:
-                    connection.close()
-            self._changed.notify_all()
+                connection.close()
+        pool.turns.release()
 
     def _drop_ended(self, pool: _Pool) -> None:
         """Close idle connections that the peer has closed, or on which it sent unexpected data."""
@@ -217,17 +210,13 @@ class Channels:
         for connection in ended:
             pool.idle.remove(connection)
             connection.close()
-        pool.opened -= len(ended)
         pool.lost += len(ended)
 
-    def _count_lost(self, endpoint: str) -> None:
-        with self._changed:
-            self._pools[endpoint].lost += 1
-
-    def _lost(self, endpoint: str, problem: Exception) -> AtlasError:
+    def _lost(self, endpoint: str, problem: Exception | None = None) -> AtlasError:
         """Count a connection that was lost or not accepted, and return the error for it."""
-        self._count_lost(endpoint)
-        return peer_lost(f"{str(problem) or 'a closed connection'} at {endpoint}")
+        with self._lock:
+            self._pools[endpoint].lost += 1
+        return peer_lost(f"{str(problem or '') or 'a closed connection'} at {endpoint}")
 
     def _open(self, endpoint: str, pool: _Pool, deadline: float) -> Connection:
         """Open a connection with the first secret that the peer accepts."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire import protocol
+from kvatlas.wire import encoding, protocol
 from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.security import not_the_secret
 from kvatlas.wire.transports.errors import failed, own_limit
@@ -56,15 +56,13 @@ class Connection:
         arrive within `FRAME_SECONDS`. `check` is called while nothing arrives, and may raise.
         """
         arrived = self._arrived
-        missing = self._missing()
-        while missing > 0:
+        while (missing := self._missing()) > 0:
             chunk = self._receive_some(min(missing, _CHUNK), deadline, check)
             if not chunk:
                 raise EOFError
             arrived += chunk
             if deadline is None:
                 deadline = time.monotonic() + FRAME_SECONDS
-            missing = self._missing()
         end = _LENGTH.size + _LENGTH.unpack_from(arrived)[0]
         payload = bytes(arrived[_LENGTH.size : end])
         del arrived[:end]
@@ -146,7 +144,7 @@ def _no_frame(arrived: bytearray, nbytes: int) -> AtlasError:
     if arrived[0] in _TLS_RECORDS and arrived[1] == 3:
         return not_the_secret("a TLS connection, but this node has no secret")
     if arrived[0] == _ZEROMQ:
-        return protocol.unlike_versions(1, 1)
+        return encoding.unlike_versions(1, 1)
     return protocol.bad_handshake(
         f"a frame length of {nbytes:,} bytes, expected 1 to {protocol.MAX_MESSAGE_BYTES:,}",
         problem="The peer sent data that is not a message of kvatlas",

@@ -1,31 +1,29 @@
-"""Offers and leases: which peers may read which blocks, and until when."""
+"""Leases: which peers may read which bytes, and until when."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
+from kvatlas.copying.memory import STAGING
 from kvatlas.copying.stream_pieces import AnyStream
 from kvatlas.errors import AtlasError, Code
-from kvatlas.geometry.address_arrays import Int64s
-from kvatlas.models import CacheIdentity
-from kvatlas.planning import Plan
-from kvatlas.wire.block_ledger import BlockClaim
-from kvatlas.wire.peer_buffers import Loan
-from kvatlas.wire.protocol import new_key
-from kvatlas.wire.read_grants import ReadGrant
-from kvatlas.wire.refusals import BusyError, lease_expired
-
-T = TypeVar("T")
-
-Released = Callable[[str, str], None]
-"""Called with a request and a reason: `read`, `let_go`, `expired`, `withdrawn` or `closed`."""
+from kvatlas.wire.byte_ranges import ByteRanges, source_ranges
+from kvatlas.wire.encoding import BusyError
+from kvatlas.wire.offers import Offer
+from kvatlas.wire.protocol import bad_handshake, new_key
+from kvatlas.wire.staging import Loan
+from kvatlas.wire.transports.access import SESSION_BYTES, AskedRead
 
 _MAX_LEASES = 1 << 16
 """The maximum number of open leases, so that peers cannot exhaust this process's memory."""
@@ -39,111 +37,21 @@ _MAX_LEASES_OF_PEER = 1 << 10
 _BUSY_SECONDS = 0.25
 """Seconds after which a peer with too many leases may ask again."""
 
+_FINISHING = 0.05
+"""Seconds that a send may take to end by itself when its lease ends."""
+
+_NONE = 0, 0
+
 PeerKey = tuple[str, str]
 """A peer as quotas count it: its host, certificate or process, and its name."""
 
 
-@dataclass
-class Held:
-    """Blocks of a request's tokens that peers may read."""
-
-    request: str
-    blocks: Mapping[int, Int64s]
-    start: int
-    stop: int
-    claim: BlockClaim | None = field(default=None, kw_only=True)
-    """The claim on the blocks in the node's ledger; None for an offer of a peer."""
-    identity: CacheIdentity | None = field(default=None, kw_only=True)
-    """The identity of the cache; None if the node compares no identities."""
-
-    def release_blocks(self) -> None:
-        """Release the claim, so that other operations of the node can use the blocks."""
-        if self.claim is not None:
-            self.claim.release()
-
-    def check_asked(self, tokens: tuple[int, int], told: Mapping[int, Int64s], plan: Plan) -> None:
-        """Raise an error if the tokens are not held, or the peer names other blocks for them."""
-        for group, ids in told.items():
-            mine = self.blocks.get(group)
-            kept = mine >= 0 if mine is not None and len(ids) == len(mine) else None
-            if mine is None or kept is None or not np.array_equal(ids[kept], mine[kept]):
-                raise AtlasError(
-                    Code.UNKNOWN_REQUEST,
-                    "The given source blocks are not the blocks of the offer",
-                    got=f"different block ids for group {group}",
-                    hint="Omit src_blocks= to use the blocks of the offer",
-                )
-        # A lone recurrent state is the one after the last token.
-        alone = any(
-            group.kind == "recurrent" and len(self.blocks.get(index, ())) == 1
-            for index, group in enumerate(plan.groups)
-        )
-        start, stop = tokens
-        if not self.start <= start <= stop <= self.stop:
-            problem = f"The tokens must be within those of the offer, {self.start}..{self.stop}"
-            hint = "Request only tokens that the source offers"
-            raise AtlasError(Code.BAD_TOKENS, problem, got=(start, stop), hint=hint)
-        if alone and stop != self.stop:
-            problem = (
-                f"The tokens must end at {self.stop}: the offer has the recurrent state after its "
-                "last token only"
-            )
-            hint = f"Pass tokens=({start}, {self.stop})"
-            raise AtlasError(Code.BAD_TOKENS, problem, got=(start, stop), hint=hint)
+def session_id(key: bytes) -> bytes:
+    """Return the id that data connections send instead of the secret key of their session."""
+    return hashlib.blake2b(key, digest_size=SESSION_BYTES, person=b"kvatlas session").digest()
 
 
-class WrittenLayers:
-    """The layers of an offer that are written, each with its mark."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = frozenset(names)
-        self._written: dict[str, int | None] = {}
-        self._changed = threading.Condition()
-
-    def add(self, layer: str, mark: int | None) -> None:
-        """Record that a layer is written once its mark completes."""
-        with self._changed:
-            problem = ""
-            if layer not in self._names:
-                problem = "The node's plan has no such layer"
-            elif layer in self._written:
-                problem = "The layer was already marked as written"
-            if problem:
-                hint = "Call layer_written once per layer of the node's plan"
-                raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(layer)[:300], hint=hint)
-            self._written[layer] = mark
-            self._changed.notify_all()
-
-    def wait(self, layer: str, seconds: float) -> tuple[bool, int | None]:
-        """Wait up to `seconds` for a layer. Return whether it is written, and its mark."""
-        with self._changed:
-            written = self._changed.wait_for(lambda: layer in self._written, seconds)
-            return written, self._written.get(layer)
-
-
-@dataclass
-class Offer(Held):
-    """Blocks of a finished request, kept unchanged until they are read or the offer expires."""
-
-    expires: float
-    released: Released | None = None
-    readers: frozenset[str] | None = None
-    """Names of the nodes that may read it; None for any."""
-    read_by: set[tuple[bytes, int]] = field(default_factory=set)
-    """Destinations that have finished reading it, each as the hash of a plan and a rank."""
-    let_go_by: set[tuple[bytes, int]] = field(default_factory=set)
-    """Destinations in `read_by` that are not known to have read all of it."""
-    mark: int | None = None
-    """The mark after which the blocks hold their content, if they are on a GPU."""
-    layers: WrittenLayers | None = None
-    """The layers that are written; None if all of them are."""
-
-    def may_be_read_by(self, name: str) -> bool:
-        """Whether a node of this name may read the offer."""
-        return self.readers is None or name in self.readers
-
-
-@dataclass
+@dataclass(eq=False)
 class Lease:
     """One transfer's right to use the blocks of one request."""
 
@@ -157,6 +65,10 @@ class Lease:
     """The number of block table entries that it keeps."""
     expires: float
     peer: PeerKey = ("", "")
+    names: frozenset[str] | None = None
+    """The names that the peer has proved; None if it may call itself by any name."""
+    part_of: Offer | None = None
+    """The offer that it was granted for. A later offer may have the same name."""
     loan: Loan | None = None
     """Staging buffers of this process that are lent to the lease."""
     borrowing: bool = False
@@ -172,13 +84,12 @@ class Lease:
     """Whether any piece was gathered into the buffers."""
     gathered: int = 0
     """Leading bytes of a pulled stream that this process has gathered for the reader."""
-    grant: ReadGrant | None = None
-    """The bytes that the peer may read, for transports that authorise each read."""
-    part_of: Offer | None = None
-    """The offer that it was granted for. A later offer may have the same name."""
     over: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
     """Held while this process accesses blocks or buffers for the lease, which cannot end then."""
+    _sends: dict[object, Callable[[], None]] = field(default_factory=dict)
+    """For each send of a transport in progress, the function that ends its connection."""
+    _sends_changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
     def buffers(self) -> tuple[int, ...]:
@@ -200,30 +111,96 @@ class Lease:
         if not self.held:
             raise lease_expired()
 
-    def buffers_lent(self) -> tuple[int, ...]:
-        """Return the buffers that the peer may read, or raise an error if they were reclaimed."""
-        if self.reclaimed:
-            raise buffers_reclaimed()
-        return self.buffers
-
     def keep_loan(self, loan: Loan) -> None:
         """Record the buffers that are lent to it from now on."""
-        self.loan, self.lent_at = loan, time.monotonic()
-        self.moved_at = self.lent_at
+        self.loan = loan
+        self.lent_at = self.moved_at = time.monotonic()
 
     def check_lent(self) -> Loan:
         """Return its buffers. Raise an error if they were reclaimed or never borrowed."""
+        if self.reclaimed:
+            raise buffers_reclaimed()
         if self.loan is None:
-            raise buffers_reclaimed() if self.reclaimed else _nothing_borrowed()
+            problem = "The peer uses a staging buffer that it has not borrowed"
+            raise bad_handshake("a lease without buffers", problem)
         return self.loan
 
     def check_all_gathered(self) -> None:
         """Raise an error if this process has gathered fewer bytes than the stream has."""
         if self.gathered != self.stream.nbytes:
-            problem = "The peer closed a pull as complete before all its bytes were gathered"
-            got = f"{self.gathered:,} of {self.stream.nbytes:,} bytes"
-            hint = "Send Gather for every piece before Close(complete=True)"
-            raise AtlasError(Code.BAD_HANDSHAKE, problem, got=got, hint=hint)
+            raise bad_handshake(
+                f"{self.gathered:,} of {self.stream.nbytes:,} bytes",
+                "The peer closed a pull as complete before all its bytes were gathered",
+                "Send Gather for every piece before Close(complete=True)",
+            )
+
+    # -- reads that a transport authorises ------------------------------------------------
+
+    @contextmanager
+    def reading(self, asked: AskedRead) -> Iterator[None]:
+        """Allow the peer to read bytes while the context lasts, or raise an error."""
+        same_session = hmac.compare_digest(asked.session, session_id(self.session))
+        if not same_session or (self.names is not None and asked.names != self.names):
+            raise lease_expired()
+        send = object()
+        with self._sends_changed:
+            self.check()
+            self._sends[send] = asked.hang_up
+        try:
+            # Recorded before the check: if the buffers are reclaimed now, that waits for this send.
+            self._check_covered(asked)
+            yield
+        finally:
+            with self._sends_changed:
+                del self._sends[send]
+                self._sends_changed.notify_all()
+
+    def end_sends(self) -> None:
+        """End the sends in progress. When this returns, each later read is checked anew.
+
+        If a peer does not receive the bytes of a send, its connection is closed.
+        """
+        with self._sends_changed:
+            if self._sends_changed.wait_for(lambda: not self._sends, _FINISHING):
+                return
+            for hang_up in self._sends.values():
+                hang_up()
+            self._sends_changed.wait_for(lambda: not self._sends)
+
+    @cached_property
+    def _stream_ranges(self) -> dict[int, ByteRanges]:
+        return source_ranges(self.stream)
+
+    def _readable(self, region: int) -> ByteRanges | None:
+        """Return the byte ranges of a region that the peer may read, if any."""
+        if region != STAGING:
+            return self._stream_ranges.get(region)
+        if self.reclaimed:
+            raise buffers_reclaimed()
+        if (loan := self.loan) is None:
+            return None
+        at = np.array(loan.buffers, dtype=np.int64) * loan.piece
+        return ByteRanges.of(at, at + loan.piece)
+
+    def _check_covered(self, asked: AskedRead) -> None:
+        ranges = self._readable(asked.region)
+        if ranges is None or not ranges.cover(asked.starts, asked.lengths):
+            raise AtlasError(
+                Code.FORBIDDEN,
+                "The lease does not cover these bytes",
+                got=f"{len(asked.starts)} runs of region {asked.region}, "
+                f"the first at byte {int(asked.starts.min()):,}",
+                hint="Read only blocks of the request, and buffers that are lent to the lease",
+            )
+
+
+def lease_expired() -> AtlasError:
+    """Return the error for a lease that has ended or never existed."""
+    return AtlasError(
+        Code.LEASE_EXPIRED,
+        got="a lease that is not open",
+        hint="Retry with a longer time limit",
+    )
 
 
 def buffers_reclaimed() -> AtlasError:
@@ -232,15 +209,6 @@ def buffers_reclaimed() -> AtlasError:
         Code.BUFFERS_RECLAIMED,
         got="a transfer that made no progress while other peers waited for buffers",
         hint="Retry the transfer, or pass a larger buffers= to the source node",
-    )
-
-
-def _nothing_borrowed() -> AtlasError:
-    return AtlasError(
-        Code.BAD_HANDSHAKE,
-        "The peer uses a staging buffer that it has not borrowed",
-        got="a lease without buffers",
-        hint="Run the same version of kvatlas at both ends",
     )
 
 
@@ -254,10 +222,8 @@ class Leases:
 
     def __init__(self, ended: Callable[[Lease], None]) -> None:
         self._open: dict[bytes, Lease] = {}
-        self._of_peer: Counter[PeerKey] = Counter()
-        self._of_host: Counter[str] = Counter()
-        self._entries_of_peer: Counter[PeerKey] = Counter()
-        self._entries = 0
+        self._counts: dict[PeerKey | str | None, tuple[int, int]] = {}
+        """Leases and block table entries of each peer, of each host, and of all (None)."""
         self._ended = ended
         self._lock = threading.Lock()
 
@@ -269,62 +235,57 @@ class Leases:
         """Grant a new lease for `seconds`."""
         lease = Lease(key=new_key(), expires=time.monotonic() + seconds, **fields)
         with self._lock:
-            hint = "Wait until other transfers from this node have ended"
-            if len(self._open) >= _MAX_LEASES:
-                problem = f"A node must not have more than {_MAX_LEASES:,} open leases"
-                raise AtlasError(Code.TOO_MANY, problem, got="one more lease", hint=hint)
-            if self._entries + lease.entries > _MAX_ENTRIES:
-                problem = (
-                    f"The open leases of a node must not have more than {_MAX_ENTRIES:,} block "
-                    "table entries in total"
-                )
-                got = f"{self._entries:,} entries, and a new lease with {lease.entries:,}"
-                raise AtlasError(Code.TOO_MANY, problem, got=got, hint=hint)
-            self._check_quota(lease.peer, lease.entries)
+            self._check_quotas(lease)
             self._open[lease.key] = lease
             self._count(lease, 1)
         return lease
 
-    def _check_quota(self, peer: PeerKey, entries: int) -> None:
-        """Raise `busy` if a peer, or all peers of its host together, use up their share."""
-        of_peer, of_host = self._of_peer[peer], self._of_host[peer[0]]
-        if of_peer >= _MAX_LEASES_OF_PEER or of_host >= _MAX_LEASES // 2:
-            got = (
-                f"{of_peer:,} open transfers of this peer (limit {_MAX_LEASES_OF_PEER:,}), "
-                f"{of_host:,} of its host (limit {_MAX_LEASES // 2:,})"
+    def _check_quotas(self, new: Lease) -> None:
+        """Raise an error if all peers together have too many leases.
+
+        Raise `busy` if a peer, or all peers of its host together, use up their share.
+        """
+        count, entries = self._counts.get(None, _NONE)
+        if count >= _MAX_LEASES or entries + new.entries > _MAX_ENTRIES:
+            raise AtlasError(
+                Code.TOO_MANY,
+                f"A node must not have more than {_MAX_LEASES:,} open leases, or {_MAX_ENTRIES:,} "
+                "block table entries in them",
+                got=f"{count:,} leases with {entries:,} entries, and one with {new.entries:,}",
+                hint="Wait until other transfers from this node have ended",
             )
-            raise BusyError(got, _BUSY_SECONDS)
-        held = self._entries_of_peer[peer]
-        if held and held + entries > _MAX_ENTRIES // 2:
-            got = (
-                f"{held:,} + {entries:,} block table entries of this peer "
-                f"(limit {_MAX_ENTRIES // 2:,})"
+        of_peer, kept = self._counts.get(new.peer, _NONE)
+        of_host, _ = self._counts.get(new.peer[0], _NONE)
+        full = of_peer >= _MAX_LEASES_OF_PEER or of_host >= _MAX_LEASES // 2
+        if full or (kept and kept + new.entries > _MAX_ENTRIES // 2):
+            raise BusyError(
+                f"{of_peer:,} open transfers of this peer (limit {_MAX_LEASES_OF_PEER:,}) with "
+                f"{kept:,} block table entries (limit {_MAX_ENTRIES // 2:,}), "
+                f"{of_host:,} of its host (limit {_MAX_LEASES // 2:,})",
+                _BUSY_SECONDS,
             )
-            raise BusyError(got, _BUSY_SECONDS)
 
     def _count(self, lease: Lease, step: int) -> None:
-        self._entries += step * lease.entries
-        _add(self._entries_of_peer, lease.peer, step * lease.entries)
-        _add(self._of_peer, lease.peer, step)
-        _add(self._of_host, lease.peer[0], step)
+        """Count a lease (1), or stop counting it (-1), for all peers, its peer and its host."""
+        scopes: tuple[PeerKey | str | None, ...] = (None, lease.peer, lease.peer[0])
+        for whose in scopes:
+            count, entries = self._counts.get(whose, _NONE)
+            self._counts[whose] = count + step, entries + step * lease.entries
+            if not self._counts[whose][0]:
+                del self._counts[whose]  # so that gone peers take no memory
 
-    def find(self, key: bytes, session: bytes) -> Lease:
-        """Return a lease of this session, or raise `lease_expired`."""
+    def find(self, key: bytes, session: bytes | None = None) -> Lease:
+        """Return an open lease, of the given session if any, or raise `lease_expired`."""
         with self._lock:
             lease = self._open.get(key)
-        if lease is None or lease.session != session or not lease.held:
+        if lease is None or session not in (None, lease.session) or not lease.held:
             raise lease_expired()
         return lease
 
-    def read_grant(self, key: bytes) -> ReadGrant | None:
-        """Return what a peer may read with the lease of this key; None if it has ended."""
-        with self._lock:
-            lease = self._open.get(key)
-        return lease.grant if lease is not None and lease.held else None
-
     def renew(self, lease: Lease, seconds: float) -> None:
-        """Extend a lease to at least `seconds` from now."""
-        lease.expires = max(lease.expires, time.monotonic() + seconds)
+        """Extend a lease to at least `seconds` from now, as long as its offer lasts."""
+        latest = math.inf if lease.part_of is None else lease.part_of.expires
+        lease.expires = max(lease.expires, min(time.monotonic() + seconds, latest))
 
     def drop(self, lease: Lease) -> None:
         """End a lease. When this returns, no copy and no send is in progress for it.
@@ -334,8 +295,7 @@ class Leases:
         """
         lease.over = True
         with lease.guard:
-            if lease.grant is not None:
-                lease.grant.end()
+            lease.end_sends()
             with self._lock:
                 if self._open.pop(lease.key, None) is None:
                     return
@@ -359,10 +319,3 @@ class Leases:
             leases = [lease for lease in self._open.values() if chosen(lease)]
         for lease in leases:
             self.drop(lease)
-
-
-def _add(counts: Counter[T], key: T, step: int) -> None:
-    """Add `step` to a count. Delete counts of zero, so that gone peers take no memory."""
-    counts[key] += step
-    if not counts[key]:
-        del counts[key]

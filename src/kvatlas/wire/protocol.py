@@ -1,4 +1,4 @@
-"""The messages of the side channel, their encoding and their limits.
+"""The messages of the side channel, and their limits.
 
 Messages are tagged msgspec structs in msgpack, with a limit on every length and number. Block
 tables are packed integers, so a few bytes never decode into many. The connection, not this module,
@@ -134,34 +134,11 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
     """The identity of the sender's caches; None if it compares none, or before version 3."""
 
 
-class NewerHello(Hello, frozen=True, kw_only=True, forbid_unknown_fields=False, tag="hello"):
-    """A hello of a newer version, which may contain unknown fields."""
-
-
-class _HelloVersions(msgspec.Struct, frozen=True, tag_field="type", tag="hello"):
-    """A hello, decoded only as far as the versions of its sender."""
-
-    version: int
-    oldest: int | None = None
-
-
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """The answer to a hello: the receiver's own hello, and the key of the new session."""
 
     hello: Hello
     session: Key
-
-
-class NewerWelcome(Welcome, frozen=True, kw_only=True, forbid_unknown_fields=False, tag="welcome"):
-    """A welcome of a newer version, which may contain unknown fields."""
-
-    hello: NewerHello
-
-
-class _WelcomeVersions(msgspec.Struct, frozen=True, tag_field="type", tag="welcome"):
-    """A welcome, decoded only as far as the versions of its sender."""
-
-    hello: _HelloVersions
 
 
 class SendPlan(Message, frozen=True, kw_only=True, tag="send_plan"):
@@ -354,80 +331,6 @@ Question = (
 )
 Answer = Welcome | SendPlan | Opened | Lent | LayerWritten | Ok | Checksums | Announced | Refusal
 
-_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-
-
-def encode(message: Message) -> bytes:
-    """Encode a message as the payload of a frame."""
-    payload = msgspec.msgpack.encode(message)
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise AtlasError(
-            Code.TOO_MANY,
-            f"A message must not exceed {MAX_MESSAGE_BYTES:,} bytes",
-            got=f"{type(message).__name__} of {len(payload):,} bytes",
-            hint="Request fewer tokens, layers or checksums at once",
-        )
-    return payload
-
-
-def decode(payload: bytes, kind: Any) -> Any:
-    """Decode the message in a frame from a peer, or raise `bad_handshake`.
-
-    >>> decode(encode(Ok(seconds=2.0)), Answer)
-    Ok(seconds=2.0)
-    >>> decode(b"what?", Answer)
-    Traceback (most recent call last):
-    kvatlas.errors.AtlasError: The peer sent a malformed or contradictory message. \
-Got 5 bytes that cannot be decoded: Expected `object`, got `int`. \
-Run the same version of kvatlas at both ends. [bad_handshake]
-    """
-    try:
-        return msgspec.msgpack.decode(payload, type=kind)
-    except _UNREADABLE as problem:
-        newer = _newer(payload, kind)
-        if newer is not None:
-            return newer
-        got = f"{len(payload):,} bytes that cannot be decoded: {str(problem)[:200]}"
-        raise bad_handshake(got) from None
-
-
-def _newer(payload: bytes, kind: Any) -> NewerHello | NewerWelcome | None:
-    """Decode the hello or welcome of a newer version; None for anything else."""
-    if kind not in (Question, Answer):
-        return None
-    try:
-        if kind == Question:
-            versions = msgspec.msgpack.decode(payload, type=_HelloVersions)
-        else:
-            versions = msgspec.msgpack.decode(payload, type=_WelcomeVersions).hello
-    except _UNREADABLE:
-        return None
-    check_versions(versions.version, versions.oldest)
-    if versions.version <= VERSION:
-        return None
-    try:
-        if kind == Question:
-            return msgspec.msgpack.decode(payload, type=NewerHello)
-        return msgspec.msgpack.decode(payload, type=NewerWelcome)
-    except _UNREADABLE:
-        return None
-
-
-def check_versions(version: int, oldest: int | None) -> None:
-    """Raise `unlike_versions` if this end and the peer have no protocol version in common."""
-    oldest = version if oldest is None else oldest
-    if min(version, VERSION) < max(oldest, OLDEST_VERSION):
-        raise unlike_versions(version, oldest)
-
-
-def unlike_versions(version: int, oldest: int) -> AtlasError:
-    """The error for a peer whose protocol versions are all different from this end's."""
-    return AtlasError(
-        Code.UNLIKE_VERSIONS,
-        got=f"versions {oldest} to {version} at the peer, {OLDEST_VERSION} to {VERSION} here",
-        hint=f"Upgrade kvatlas at the end with version {min(version, VERSION)}",
-    )
-
 
 def new_key() -> bytes:
     """Return an unguessable key for a session or a lease."""
@@ -467,8 +370,3 @@ def bad_handshake(
 def wrong_answer(answer: Message, expected: type[Message]) -> AtlasError:
     """Return the error for an answer whose type does not match the question."""
     return bad_handshake(f"a message {type(answer).__name__}, expected {expected.__name__}")
-
-
-# msgspec crashes if two threads decode a type for the first time at once, so it is done here.
-for _kind in (Question, Answer, NewerHello, NewerWelcome, _HelloVersions, _WelcomeVersions):
-    msgspec.msgpack.Decoder(_kind)

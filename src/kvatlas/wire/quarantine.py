@@ -34,7 +34,7 @@ Severing is expensive: a severed NIXL link may keep its resources for good.
 """
 
 
-@dataclass
+@dataclass(eq=False)
 class _Kept:
     handles: list[Settling]
     then: Callable[[], None]
@@ -55,8 +55,8 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
+        """While there are some, one thread watches them."""
         self._lock = threading.Lock()
-        self._watching = False
 
     def __len__(self) -> int:
         with self._lock:
@@ -78,35 +78,34 @@ class Quarantine:
             then()
             return
         with self._lock:
+            first = not self._kept
             self._kept.append(_Kept(left, then, sever, time.monotonic() + _PATIENCE))
-            start, self._watching = not self._watching, True
-        if start:
+        if first:
             threading.Thread(target=self._watch, name="kvatlas-quarantine", daemon=True).start()
 
-    def sweep(self) -> None:
-        """Run the callbacks of operations that are over, and sever links that take too long."""
+    def _sweep(self) -> bool:
+        """Run the callbacks of operations that are over, and sever links that take too long.
+
+        Return whether operations are left.
+        """
         with self._lock:
-            kept, self._kept = self._kept, []
+            kept = list(self._kept)
         for one in kept:
             one.handles = [handle for handle in one.handles if not handle.settle()]
             if one.handles and time.monotonic() > one.sever_at:
                 one.sever_at = float("inf")
                 _carefully(one.sever)
+        over = [one for one in kept if not one.handles]
         with self._lock:
-            self._kept += [one for one in kept if one.handles]
-        for one in kept:
-            if not one.handles:
-                _carefully(one.then)
+            self._kept = [one for one in self._kept if one not in over]
+            left = bool(self._kept)
+        for one in over:
+            _carefully(one.then)
+        return left
 
     def _watch(self) -> None:
-        pause = threading.Event()
-        while True:
-            self.sweep()
-            with self._lock:
-                if not self._kept:
-                    self._watching = False
-                    return
-            pause.wait(_EVERY)
+        while self._sweep():
+            time.sleep(_EVERY)
 
 
 def _carefully(act: Callable[[], None]) -> None:

@@ -19,10 +19,9 @@ from contextlib import suppress
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire import protocol
+from kvatlas.wire import encoding, protocol
 from kvatlas.wire.connection import FRAME_SECONDS, Connection, listen_at, tune
 from kvatlas.wire.fork_safety import OwningProcess, close_in_children
-from kvatlas.wire.refusals import BusyError, refusal_of
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports.errors import failed, own_limit
 from kvatlas.wire.unix_sockets import check_user, listen_at_path, unix_path
@@ -49,10 +48,14 @@ class Caller:
 
     def __init__(self, connected: socket.socket) -> None:
         self.connection = Connection(connected)
-        self.identity = _whose(connected)
-        """The key for its quotas: its host, its certificate, or its process."""
-        self.host, self.on_this_host = _where(connected)
+        self.host, self.on_this_host = "127.0.0.1", True
         """The address that it connects from, and whether that is an address of this host."""
+        if connected.family == socket.AF_UNIX:
+            self.identity = f"process {check_user(connected)}"
+        else:
+            self.identity = self.host = str(connected.getpeername()[0])
+            self.on_this_host = self.host == connected.getsockname()[0]
+        # `identity` is the key for its quotas: its host, its certificate, or its process.
         self.names: frozenset[str] | None = None
         """The names that it has proved; None if it may call itself by any name."""
         self.known = self.answering = False
@@ -233,36 +236,29 @@ class Server(threading.Thread):
     def _answer_all(self, caller: Caller) -> None:
         while caller.open and not self._closing.is_set():
             until = None if caller.known else time.monotonic() + _STRANGER_SECONDS
-            question = None
+            question, stays = None, False
             try:
-                payload = self._receive(caller, until)
-                caller.answering = True
-                question = protocol.decode(payload, self._questions)
+                payload = caller.connection.receive(until)  # after invalid data, nothing is read
+                stays = caller.answering = True
+                question = encoding.decode(payload, self._questions)
                 if not caller.known and not self._admit(caller):
-                    caller.open = False
-                    raise BusyError("the maximum number of connections", 1.0)
+                    stays = False
+                    raise encoding.BusyError("the maximum number of connections", 1.0)
                 answer = self._answer(question, caller)
             except AtlasError as refusal:
                 answer = _refused(refusal, question, caller)
+                caller.open = caller.open and stays
             caller.connection.send(answer, time.monotonic() + FRAME_SECONDS)
             caller.answering = False
         if not caller.open:
             caller.connection.finish()
 
-    def _receive(self, caller: Caller, until: float | None) -> bytes:
-        """Return the next frame. After invalid data, the connection is closed."""
-        try:
-            return caller.connection.receive(until)
-        except AtlasError:
-            caller.open = False
-            raise
-
     def _answer(self, question: Any, caller: Caller) -> bytes:
         """Return the encoded answer to a question. Any exception becomes an `AtlasError`."""
         if not self._turns.acquire(timeout=_BUSY_SECONDS):
-            raise BusyError(f"{_MAX_ANSWERING} requests in progress", _BUSY_SECONDS)
+            raise encoding.BusyError(f"{_MAX_ANSWERING} requests in progress", _BUSY_SECONDS)
         try:
-            return protocol.encode(self.answer(question, caller))
+            return encoding.encode(self.answer(question, caller))
         except AtlasError:
             raise
         except Exception as defect:
@@ -281,20 +277,6 @@ class Server(threading.Thread):
                 log.exception("housekeeping failed")
 
 
-def _whose(connected: socket.socket) -> str:
-    """Return the quota key of a connection: its host, or its process for a Unix socket."""
-    if connected.family == socket.AF_UNIX:
-        return f"process {check_user(connected)}"
-    return str(connected.getpeername()[0])
-
-
-def _where(connected: socket.socket) -> tuple[str, bool]:
-    if connected.family == socket.AF_UNIX:
-        return "127.0.0.1", True
-    host = str(connected.getpeername()[0])
-    return host, host == connected.getsockname()[0]
-
-
 def _join(thread: threading.Thread) -> None:
     if thread is not threading.current_thread():
         thread.join()
@@ -311,4 +293,4 @@ def _refused(refusal: AtlasError, question: Any, caller: Caller) -> bytes:
         "rejected message=%s request=%r peer=%s code=%s got=%r",
         kind, request, caller.identity, refusal.code, got,
     )  # fmt: skip
-    return protocol.encode(refusal_of(refusal))
+    return encoding.encode(encoding.refusal_of(refusal))

@@ -25,23 +25,17 @@ class SecretIdentity:
     """The key and certificate that are derived from one secret, and TLS contexts with them."""
 
     def __init__(self, secret: bytes, owner: str | None = None) -> None:
-        self._secret, self._owner = secret, owner
+        self._owner = owner
+        self.certificate, self._key = _certificate(secret)
+        """The certificate, in DER, and the private key; equal at all ends."""
+        self.name = hashlib.sha256(b"kvatlas name" + self.certificate).hexdigest()[:32]
+        """The name by which clients select the secret: a hash of its public certificate."""
 
     def peer(self, host: str) -> PeerIdentity:
         """Return the identity of a peer that has proved that it has the secret."""
         if self._owner is None:
             return PeerIdentity(host)
         return PeerIdentity(f"peer {self._owner}", frozenset([self._owner]))
-
-    @cached_property
-    def name(self) -> str:
-        """The name by which clients select the secret: a hash of its public certificate."""
-        return hashlib.sha256(b"kvatlas name" + self.certificate).hexdigest()[:32]
-
-    @property
-    def certificate(self) -> bytes:
-        """The certificate, in DER; equal at all ends."""
-        return self._made[0]
 
     @cached_property
     def server(self) -> ssl.SSLContext:
@@ -53,17 +47,13 @@ class SecretIdentity:
         """The TLS context that opens connections with this secret."""
         return self._trusting(ssl.PROTOCOL_TLS_CLIENT)
 
-    @cached_property
-    def _made(self) -> tuple[bytes, bytes]:
-        return _certificate(self._secret)
-
     def _trusting(self, protocol: int) -> ssl.SSLContext:
         context = tls_context(protocol)
         context.load_verify_locations(cadata=self.certificate)
         # `load_cert_chain` needs a path. An anonymous memory file keeps the key off the disk.
         fd = os.memfd_create("kvatlas-key")
         try:
-            os.write(fd, self._made[1] + ssl.DER_cert_to_PEM_cert(self.certificate).encode())
+            os.write(fd, self._key + ssl.DER_cert_to_PEM_cert(self.certificate).encode())
             context.load_cert_chain(f"/proc/self/fd/{fd}")
         finally:
             os.close(fd)

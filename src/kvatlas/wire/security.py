@@ -83,12 +83,10 @@ class Security:
         self._tls, self._peers = tls, None if peers is None else dict(peers)
         if tls is not None:
             _check_contexts(tls, secret)
-        secrets = _checked_secrets(secret)
-        self._identities = tuple(SecretIdentity(one) for one in secrets)
         if self._peers is not None:
             self._identities = _peer_identities(self._peers, secret, tls)
-        for identity in self._identities:
-            identity.certificate  # noqa: B018  # made now, so that errors are raised here
+        else:
+            self._identities = tuple(SecretIdentity(one) for one in _checked_secrets(secret))
         self._accepting = self._make_accepting()
 
     @property
@@ -115,9 +113,8 @@ class Security:
         All holders of one secret have the same certificate, so they are distinguished by host. On a
         non-blocking socket, `ssl.SSLWantReadError` or `ssl.SSLWantWriteError` means: call again.
         """
-        host = str(accepted.getpeername()[0])
         if not isinstance(accepted, ssl.SSLSocket):
-            return PeerIdentity(host)
+            return self._proved(accepted, None)
         try:
             accepted.do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -126,12 +123,8 @@ class Security:
             _send_tls_alert(accepted)
             unknown = problem.reason == "CALLBACK_FAILED"  # `choose` knows no such name
             raise not_the_secret("a different secret" if unknown else problem.reason) from None
-        if self._tls is not None:
-            return _certified(accepted)
-        chosen = [one for one in self._identities if one.server is accepted.context]
-        if not chosen or chosen[0].certificate != accepted.getpeercert(binary_form=True):
-            raise not_the_secret("a certificate that does not match the secret")
-        return chosen[0].peer(host)
+        chosen = (one for one in self._identities if one.server is accepted.context)
+        return self._proved(accepted, next(chosen, None))
 
     def open(self, connection: socket.socket, host: str, choice: int) -> socket.socket:
         """Open a protected connection with the chosen secret or context."""
@@ -149,7 +142,10 @@ class Security:
         """Wrap a new connection for its TLS handshake with the chosen secret or context."""
         if not self.protected:
             return connection
-        context, name = self._opening(host, choice)
+        if self._tls is not None:
+            context, name = self._tls.client, host
+        else:
+            context, name = self._identities[choice].client, self._identities[choice].name
         # Wrapped before the handshake: a child that is forked during it closes its copy too.
         return close_in_children(
             context.wrap_socket(connection, server_hostname=name, do_handshake_on_connect=False)
@@ -157,14 +153,18 @@ class Security:
 
     def verify(self, opened: socket.socket, choice: int) -> PeerIdentity:
         """Return the identity of the other end, after the handshake of an opened connection."""
-        host = str(opened.getpeername()[0])
-        if not isinstance(opened, ssl.SSLSocket):
+        by_secret = isinstance(opened, ssl.SSLSocket) and self._tls is None
+        return self._proved(opened, self._identities[choice] if by_secret else None)
+
+    def _proved(self, connected: socket.socket, identity: SecretIdentity | None) -> PeerIdentity:
+        """Return what the other end has proved: by its certificate, or by the secret `identity`."""
+        host = str(connected.getpeername()[0])
+        if not isinstance(connected, ssl.SSLSocket):
             return PeerIdentity(host)
+        binary = connected.getpeercert(binary_form=True) or b""
         if self._tls is not None:
-            return _certified(opened)
-        identity = self._identities[choice]
-        if opened.getpeercert(binary_form=True) != identity.certificate:
-            opened.close()
+            return PeerIdentity(hashlib.sha256(binary).hexdigest(), certified_names(connected))
+        if identity is None or binary != identity.certificate:
             raise not_the_secret("a certificate that does not match the secret")
         return identity.peer(host)
 
@@ -192,13 +192,6 @@ class Security:
                 hint=f"Pass peers={{{name!r}: PeerAccess(..., {role}=True)}} to the refusing node",
             )
 
-    def _opening(self, host: str, choice: int) -> tuple[ssl.SSLContext, str]:
-        """Return the context of a choice, and the server name for the handshake."""
-        if self._tls is not None:
-            return self._tls.client, host
-        identity = self._identities[choice]
-        return identity.client, identity.name
-
     def _make_accepting(self) -> ssl.SSLContext | None:
         if self._tls is not None:
             # Session tickets would make an idle connection readable, as if the peer had closed it.
@@ -219,12 +212,6 @@ class Security:
             accepting.load_verify_locations(cadata=identity.certificate)
         accepting.sni_callback = choose
         return accepting
-
-
-def _certified(connected: ssl.SSLSocket) -> PeerIdentity:
-    """Return the identity in a certificate that the TLS context has verified."""
-    binary = connected.getpeercert(binary_form=True) or b""
-    return PeerIdentity(hashlib.sha256(binary).hexdigest(), certified_names(connected))
 
 
 def certified_names(connected: ssl.SSLSocket) -> frozenset[str]:
@@ -252,6 +239,10 @@ def not_the_secret(got: object) -> AtlasError:
     return AtlasError(Code.BAD_SIGNATURE, got=got, hint=hint)
 
 
+def _bad_secret(problem: str, got: str, hint: str) -> AtlasError:
+    return AtlasError(Code.BAD_SECRET, problem, got=got, hint=hint)
+
+
 def _checked_secrets(secret: Secret) -> tuple[bytes, ...]:
     """Return the secrets as a tuple, or raise an error, which never contains a secret."""
     if secret is None:
@@ -260,18 +251,15 @@ def _checked_secrets(secret: Secret) -> tuple[bytes, ...]:
     for one in secrets:
         if not isinstance(one, bytes) or len(one) < MIN_SECRET_BYTES:
             got = f"{len(one)} bytes" if isinstance(one, bytes) else f"a {type(one).__name__}"
-            raise AtlasError(
-                Code.BAD_SECRET,
-                got=got,
-                hint="Make one with secrets.token_bytes(32), and give it to all nodes as bytes",
-            )
+            hint = "Make one with secrets.token_bytes(32), and give it to all nodes as bytes"
+            raise _bad_secret("", got, hint)
     hint = "Pass one secret, or (new, old) during a rotation"
     if not 1 <= len(secrets) <= _MAX_SECRETS:
         problem = f"A node must have 1 to {_MAX_SECRETS} secrets"
-        raise AtlasError(Code.BAD_SECRET, problem, got=f"{len(secrets)} secrets", hint=hint)
+        raise _bad_secret(problem, f"{len(secrets)} secrets", hint)
     if len(set(secrets)) < len(secrets):
-        problem, got = "The secrets of a node must be different", "one secret several times"
-        raise AtlasError(Code.BAD_SECRET, problem, got=got, hint=hint)
+        problem = "The secrets of a node must be different"
+        raise _bad_secret(problem, "one secret several times", hint)
     return secrets
 
 
@@ -281,25 +269,21 @@ def _peer_identities(
     """Return the identities of peers with secrets; none if certificates prove their names."""
     hint = "Give each peer a different secret: peers={name: PeerAccess(secret)}"
     if secret is not None:
-        problem, got = "A node cannot have both secret= and peers=", "peers= and secret="
-        raise AtlasError(Code.BAD_SECRET, problem, got=got, hint=hint)
+        raise _bad_secret("A node cannot have both secret= and peers=", "peers= and secret=", hint)
     if not 1 <= len(peers) <= _MAX_PEERS:
         problem = f"peers= must have 1 to {_MAX_PEERS:,} peers"
-        raise AtlasError(Code.BAD_SECRET, problem, got=f"{len(peers):,} peers", hint=hint)
+        raise _bad_secret(problem, f"{len(peers):,} peers", hint)
     owned = [(one, name) for name, own in peers.items() for one in _checked_secrets(own.secret)]
     if tls is not None and owned:
-        problem, got = (
-            "Peers cannot have secrets if the node has tls=",
-            "secrets in peers= and tls=",
-        )
-        raise AtlasError(Code.BAD_SECRET, problem, got=got, hint="Pass PeerAccess() without secret")
+        problem = "Peers cannot have secrets if the node has tls="
+        raise _bad_secret(problem, "secrets in peers= and tls=", "Pass PeerAccess() without secret")
     missing = [name for name, own in peers.items() if own.secret is None]
     if tls is None and missing:
-        problem, got = "Each peer must have a secret", f"no secret for {missing[:8]}"
-        raise AtlasError(Code.BAD_SECRET, problem, got=got, hint=f"{hint}, or pass tls=")
+        got = f"no secret for {missing[:8]}"
+        raise _bad_secret("Each peer must have a secret", got, f"{hint}, or pass tls=")
     if len({one for one, _ in owned}) < len(owned):
-        problem, got = "Each peer must have a different secret", "one secret for several peers"
-        raise AtlasError(Code.BAD_SECRET, problem, got=got, hint=hint)
+        problem = "Each peer must have a different secret"
+        raise _bad_secret(problem, "one secret for several peers", hint)
     return tuple(SecretIdentity(one, name) for one, name in owned)
 
 
@@ -307,13 +291,12 @@ def _check_contexts(tls: TlsContexts, secret: Secret) -> None:
     """Raise an error for TLS contexts without verification, or together with a secret."""
     if not isinstance(tls, TlsContexts):
         problem, hint = "tls= must be a TlsContexts object", "Pass TlsContexts(server, client)"
-        raise AtlasError(Code.BAD_SECRET, problem, got=f"a {type(tls).__name__}", hint=hint)
+        raise _bad_secret(problem, f"a {type(tls).__name__}", hint)
     if secret is not None:
         problem, hint = "A node cannot have both secret= and tls=", "Omit secret= or tls="
-        raise AtlasError(Code.BAD_SECRET, problem, got="tls= and secret=", hint=hint)
+        raise _bad_secret(problem, "tls= and secret=", hint)
     for end, context in (("server", tls.server), ("client", tls.client)):
         if context.verify_mode != ssl.CERT_REQUIRED:
             problem = "Both TLS contexts must verify the certificate of the other end"
             got = f"the {end} context with verify_mode {context.verify_mode.name}"
-            hint = f"Set tls.{end}.verify_mode = ssl.CERT_REQUIRED"
-            raise AtlasError(Code.BAD_SECRET, problem, got=got, hint=hint)
+            raise _bad_secret(problem, got, f"Set tls.{end}.verify_mode = ssl.CERT_REQUIRED")

@@ -1,13 +1,22 @@
-"""The staging buffers of a node, lent to its own transfers and to its peers."""
+"""Staging buffers of a node: for its own transfers, and to lend to its peers.
+
+If a transport shares the pools anyway (`shared="all"`), or authorises every read by its lease, all
+peers use buffers of the node's one staging memory (`StagingBuffers`). Otherwise every peer gets
+segments that no other process can read or write (`PeerSegments`). A segment belongs to one session:
+it is kept for the session's next transfer, and freed when the session ends or another peer needs
+the room. So bytes of one peer are never in memory that another peer can access, however late a
+stopped peer continues to read.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from kvatlas.copying.memory import HOST
-from kvatlas.wire.transports.base import Transport
+from kvatlas.wire.transports.base import OnePeerMemory, Transport
 
 
 def staging_memory(transport: Transport, device: str, nbytes: int) -> Any:
@@ -19,11 +28,27 @@ def staging_memory(transport: Transport, device: str, nbytes: int) -> Any:
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
+@dataclass(frozen=True, eq=False)
+class Loan:
+    """Staging buffers that are lent to one lease, as indices into a memory."""
+
+    memory: Any
+    piece: int
+    buffers: tuple[int, ...]
+    segment: OnePeerMemory | None = None
+    """The segment that is the memory; None if all peers share the memory."""
+
+    def view(self, buffer: int, nbytes: int) -> Any:
+        """View the first bytes of a buffer: an array on the host, or a tensor on a GPU."""
+        return self.memory[buffer * self.piece :][:nbytes]
+
+
 class StagingBuffers:
     """A registered memory of several buffers, lent one by one.
 
     Half of the buffers are for transfers of this node, half for its peers. Otherwise two nodes that
-    read from each other could each wait for a buffer that the other holds.
+    read from each other could each wait for a buffer that the other holds. With `wiped`, a buffer
+    is set to zero when a peer gives it back.
 
     >>> import numpy as np
     >>> staging = StagingBuffers(np.zeros(4 * 4096, np.uint8), 4096)
@@ -35,11 +60,11 @@ class StagingBuffers:
     4
     """
 
-    def __init__(self, memory: Any, piece: int) -> None:
+    def __init__(self, memory: Any, piece: int, *, wiped: bool = False) -> None:
         self.memory, self.piece, self.count = memory, piece, int(memory.nbytes) // piece
-        own = -(-self.count // 2)
-        self._free = {False: list(range(own)), True: list(range(own, self.count))}
-        self._own = own
+        self._wiped = wiped
+        self._own = -(-self.count // 2)
+        self._free = {False: list(range(self._own)), True: list(range(self._own, self.count))}
         self._changed = threading.Condition()
 
     @property
@@ -70,3 +95,82 @@ class StagingBuffers:
     def view(self, buffer: int, nbytes: int) -> Any:
         """View the first bytes of a buffer: an array on the host, or a tensor on a GPU."""
         return self.memory[buffer * self.piece :][:nbytes]
+
+    def lend(self, session: bytes, count: int) -> Loan:
+        """Lend buffers to a peer. The caller has checked that `count` are free."""
+        del session
+        return Loan(self.memory, self.piece, tuple(self.acquire(count, for_peer=True)))
+
+    def take_back(self, session: bytes, loan: Loan, *, keep: bool) -> None:
+        """Take buffers back from a peer."""
+        del session, keep
+        if self._wiped:
+            for buffer in loan.buffers:
+                self.view(buffer, self.piece)[:] = 0
+        self.give_back(loan.buffers)
+
+    def end_sessions(self, sessions: set[bytes]) -> None:
+        """Do nothing: shared buffers are not kept for a session."""
+
+
+class PeerSegments:
+    """Segments of staging memory, each readable by the peer of one session only.
+
+    `make` creates a segment with a given number of bytes. All segments together have at most
+    `count` buffers of `piece` bytes.
+    """
+
+    def __init__(self, make: Callable[[int], OnePeerMemory], piece: int, count: int) -> None:
+        self._make, self._piece, self.count = make, piece, count
+        self._idle: list[tuple[bytes, Loan]] = []
+        """Segments that are not lent, with their sessions; the least recently used first."""
+        self.exist = 0
+        """The number of buffers in all segments, lent or kept for their session."""
+        self._lock = threading.Lock()
+
+    def lend(self, session: bytes, count: int) -> Loan:
+        """Return the session's idle segment, or a new one.
+
+        If there is no room for a new segment, idle segments are freed, the oldest first.
+        """
+        with self._lock:
+            own = [one for one in self._idle if one[0] == session and len(one[1].buffers) == count]
+            if own:
+                self._idle.remove(own[-1])
+                return own[-1][1]
+            ended = []
+            while self._idle and self.exist + count > self.count:
+                ended.append(self._idle.pop(0)[1])
+                self.exist -= len(ended[-1].buffers)
+            self.exist += count
+        try:
+            _end(ended)
+            segment = self._make(count * self._piece)
+        except BaseException:
+            with self._lock:
+                self.exist -= count
+            raise
+        return Loan(segment.view, self._piece, tuple(range(count)), segment)
+
+    def take_back(self, session: bytes, loan: Loan, *, keep: bool) -> None:
+        """Keep a segment for its session, or free it."""
+        with self._lock:
+            if keep:
+                self._idle.append((session, loan))
+                return
+            self.exist -= len(loan.buffers)
+        _end([loan])
+
+    def end_sessions(self, sessions: set[bytes]) -> None:
+        """Free the idle segments of the given sessions."""
+        with self._lock:
+            ended = [loan for session, loan in self._idle if session in sessions]
+            self._idle = [one for one in self._idle if one[0] not in sessions]
+            self.exist -= sum(len(loan.buffers) for loan in ended)
+        _end(ended)
+
+
+def _end(loans: Iterable[Loan]) -> None:
+    for loan in loans:
+        if loan.segment is not None:
+            loan.segment.end()

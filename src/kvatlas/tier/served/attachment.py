@@ -23,9 +23,9 @@ from kvatlas.tier.storage import TierStorage
 from kvatlas.wire import Metrics, Security
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.connection import Connection
-from kvatlas.wire.peers import check_plan_size
-from kvatlas.wire.protocol import Message, Refusal, bad_handshake, decode, encode
-from kvatlas.wire.refusals import raise_refusal
+from kvatlas.wire.encoding import decode, encode, raise_refusal
+from kvatlas.wire.handshake_checks import check_plan_size
+from kvatlas.wire.protocol import Message, Refusal, bad_handshake
 from kvatlas.wire.shared_pools import map_pools
 from kvatlas.wire.unix_sockets import connect_to_path, unix_endpoint
 

@@ -30,7 +30,7 @@ from kvatlas.tier.request_blocks import keys_by_group
 from kvatlas.tier.served import messages as m
 from kvatlas.tier.storing import OpenStore
 from kvatlas.tier.tier import Tier
-from kvatlas.wire.peers import check_plan_size
+from kvatlas.wire.handshake_checks import check_plan_size
 from kvatlas.wire.protocol import (
     Key,
     Message,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -19,9 +19,9 @@ from kvatlas.routing import Costs
 from kvatlas.wire.channels import PeerMonitor, no_answer
 from kvatlas.wire.client.prepared_shapes import MakeStream, PreparedShapes
 from kvatlas.wire.connection import endpoint_host
-from kvatlas.wire.peers import Peer, checked_peer
+from kvatlas.wire.handshake_checks import Peer, checked_peer
+from kvatlas.wire.leases import session_id
 from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake, wrong_answer
-from kvatlas.wire.read_grants import session_id
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.access import Access
 from kvatlas.wire.transports.base import Link, Transport
@@ -203,11 +203,9 @@ class Connections:
             if plan is None:
                 raise bad_handshake("a welcome without a plan")
             proved = node.channels.proved_names(endpoint)
-            peer = replace(checked_peer(answer.hello, plan, node.transport.name), names=proved)
-            node.check_peer(peer)
+            peer = checked_peer(answer.hello, plan, node.transport.name, proved)
             self._check_same_plan(endpoint, peer)
-            node.check_route(peer)
-            node.check_peer_identity(peer)
+            node.check_peer(peer)
             access = Access(session_id(answer.session), endpoint_host(endpoint))
             link = node.transport.connect(peer.metadata, peer.memory, access)
         stream = partial(node.stream, peer, layers=None, incoming=True)

@@ -36,8 +36,9 @@ from kvatlas.wire.client.connections import Connections
 from kvatlas.wire.client.rank_pull import ANSWER_SECONDS, RankReader
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest
-from kvatlas.wire.peers import Peer
-from kvatlas.wire.refusals import BusyError, lease_expired
+from kvatlas.wire.encoding import BusyError
+from kvatlas.wire.handshake_checks import Peer
+from kvatlas.wire.leases import lease_expired
 from kvatlas.wire.rpc import Caller, log
 from kvatlas.wire.server.offering import OfferingNode
 from kvatlas.wire.transports.errors import failed

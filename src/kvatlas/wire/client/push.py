@@ -14,7 +14,7 @@ from kvatlas.wire import protocol
 from kvatlas.wire.client.connections import PEER_GONE, Connections
 from kvatlas.wire.client.rank_pull import ANSWER_SECONDS
 from kvatlas.wire.client.transfer import Transfer
-from kvatlas.wire.peers import Peer
+from kvatlas.wire.handshake_checks import Peer
 from kvatlas.wire.protocol import Announced, How
 from kvatlas.wire.server.offering import OfferingNode
 

@@ -21,10 +21,10 @@ from kvatlas.wire import protocol
 from kvatlas.wire.client.connections import PeerConnection
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest
-from kvatlas.wire.leases import Held, buffers_reclaimed
+from kvatlas.wire.leases import buffers_reclaimed, lease_expired
+from kvatlas.wire.offers import Offer
 from kvatlas.wire.piece_sums import mac_key
 from kvatlas.wire.protocol import Ok, Opened
-from kvatlas.wire.refusals import lease_expired
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.errors import peer_lost
@@ -171,7 +171,7 @@ class RankLease:
         mine = {group: np.asarray(ids) for group, ids in (self.theirs or {}).items()}
         if mine:
             told = {group: np.where(ids == _NOT_NEEDED, -1, ids) for group, ids in told.items()}
-        held = Held(offer.request, told, offer.start, offer.stop)
+        held = Offer(offer.request, told, offer.start, offer.stop, expires=math.inf)
         held.check_asked(self.tokens, mine, self.connection.peer.plan)
 
     def seconds_left(self, until: float = math.inf) -> float:

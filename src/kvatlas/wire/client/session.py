@@ -34,7 +34,7 @@ from kvatlas.wire.client.rank_pull import ANSWER_SECONDS, RankPull, RankReader
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest, check_how
 from kvatlas.wire.fork_safety import OwningProcess
-from kvatlas.wire.peers import Peer
+from kvatlas.wire.handshake_checks import Peer
 from kvatlas.wire.protocol import How, Ok, Release, wrong_answer
 from kvatlas.wire.server.offering import OfferingNode
 from kvatlas.wire.transports.base import Link

@@ -27,11 +27,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import NamedTuple
 
 from kvatlas.wire.leases import Lease, PeerKey
-from kvatlas.wire.peer_buffers import Loan, PeerBuffers
+from kvatlas.wire.rpc import log
+from kvatlas.wire.staging import Loan, PeerSegments, StagingBuffers
 
 _SILENT_SECONDS = 2.0
 """A lease is overdue if its peer sends no request for this time. Readers send one per second."""
@@ -58,13 +58,12 @@ class _Wish(NamedTuple):
 
 
 class Lending:
-    """The staging buffers of a node for its peers. Any thread may use it."""
+    """The staging buffers of a node for its peers, `count` at once. Any thread may use it."""
 
-    def __init__(self, buffers: PeerBuffers) -> None:
-        self._buffers = buffers
-        self.count = buffers.count
-        self._held: dict[bytes, tuple[Lease, int]] = {}
-        """Leases with buffers, by key, and how many each has."""
+    def __init__(self, buffers: StagingBuffers | PeerSegments, count: int) -> None:
+        self.buffers, self.count = buffers, count
+        self._held: dict[Lease, int] = {}
+        """Leases with buffers, and how many each has."""
         self._wishes: dict[PeerKey, _Wish] = {}
         self._changed = threading.Condition()
 
@@ -72,23 +71,58 @@ class Lending:
     def lent(self) -> int:
         """The number of buffers that are lent."""
         with self._changed:
-            return sum(count for _, count in self._held.values())
+            return sum(self._held.values())
 
-    def lend(
-        self, lease: Lease, count: int, seconds: float, reclaim: Callable[[Lease], None]
-    ) -> Loan | None:
-        """Wait up to `seconds` for buffers. Return None if none became free.
+    def lend(self, lease: Lease, count: int, seconds: float) -> Loan | None:
+        """Lend buffers to a lease for the rest of its time, and return them.
 
-        `reclaim` is called with a lease that must give up its buffers.
+        Wait up to `seconds` for them. Return None if none became free, or if another request of
+        the lease is waiting.
         """
+        with lease.guard:
+            if lease.loan is not None or lease.reclaimed:
+                return lease.check_lent()
+            if lease.borrowing or not self.count:
+                return None
+            lease.borrowing = True
+        try:
+            loan = self._wait_for(lease, count, seconds)
+            with lease.guard:
+                if loan is not None and lease.held:
+                    lease.keep_loan(loan)
+                    return loan
+        finally:
+            lease.borrowing = False
+        if loan is not None:
+            self._take_back(lease, loan, keep=False)
+        lease.check()
+        return None
+
+    def end(self, lease: Lease) -> None:
+        """Take back the buffers of a lease that has ended, for the next lease of its session."""
+        if lease.loan is not None:
+            self._take_back(lease, lease.loan, keep=True)
+
+    def reclaim(self, lease: Lease) -> None:
+        """Take the staging buffers of a lease for another peer."""
+        with lease.guard:
+            if lease.over or lease.loan is None:
+                return
+            loan, lease.loan, lease.reclaimed = lease.loan, None, True
+        lease.end_sends()
+        log.warning("buffers reclaimed request=%r name=%r", lease.request, lease.peer[1])
+        self._take_back(lease, loan, keep=False)
+
+    def _wait_for(self, lease: Lease, count: int, seconds: float) -> Loan | None:
+        """Wait up to `seconds` for buffers. Return None if none became free."""
         count = min(count, max(_PER_LEASE, self.count // 2), self.count)
         until = time.monotonic() + seconds
         while True:
             with self._changed:
                 now = time.monotonic()
                 self._note_wish(lease.peer, now)
-                if self._may_take(lease.peer, count, now):
-                    self._held[lease.key] = (lease, count)
+                if self._may_take(lease.peer, count):
+                    self._held[lease] = count
                     del self._wishes[lease.peer]
                     break
                 if now >= until:
@@ -97,56 +131,46 @@ class Lending:
                 if late is None:
                     self._changed.wait(min(until - now, _LOOK_SECONDS))
             if late is not None:
-                reclaim(late)
+                self.reclaim(late)
         try:
-            return self._buffers.lend(lease.session, count)
+            return self.buffers.lend(lease.session, count)
         except BaseException:
             self._returned(lease)
             raise
 
-    def take_back(self, lease: Lease, loan: Loan, *, keep: bool = True) -> None:
-        """Take back the buffers of a lease, for the next lease of its session if `keep` is set."""
-        self._buffers.take_back(lease.session, loan, keep=keep)
+    def _take_back(self, lease: Lease, loan: Loan, *, keep: bool) -> None:
+        self.buffers.take_back(lease.session, loan, keep=keep)
         self._returned(lease)
-
-    def end_sessions(self, sessions: set[bytes]) -> None:
-        """Free memory that was kept for sessions whose leases have ended."""
-        self._buffers.end_sessions(sessions)
 
     def _returned(self, lease: Lease) -> None:
         with self._changed:
-            self._held.pop(lease.key, None)
+            self._held.pop(lease, None)
             self._changed.notify_all()
 
     # -- under the lock -------------------------------------------------------------------
 
     def _note_wish(self, peer: PeerKey, now: float) -> None:
-        before = self._wishes.get(peer)
-        since = before.since if before is not None and now - before.last < _FRESH else now
-        self._wishes = {who: one for who, one in self._wishes.items() if now - one.last < _FRESH}
-        self._wishes[peer] = _Wish(since, now)
+        fresh = {who: one for who, one in self._wishes.items() if now - one.last < _FRESH}
+        since = fresh[peer].since if peer in fresh else now
+        self._wishes = {**fresh, peer: _Wish(since, now)}
 
     def _held_by_peer(self) -> Counter[PeerKey]:
         counts: Counter[PeerKey] = Counter()
-        for lease, count in self._held.values():
+        for lease, count in self._held.items():
             counts[lease.peer] += count
         return counts
 
-    def _may_take(self, peer: PeerKey, count: int, now: float) -> bool:
+    def _may_take(self, peer: PeerKey, count: int) -> bool:
         """Whether `count` buffers are free, besides those that peers with priority wait for."""
         held = self._held_by_peer()
         free = self.count - sum(held.values())
         own = held[peer], self._wishes[peer].since
-        first = [
-            who
-            for who, wish in self._wishes.items()
-            if who != peer and now - wish.last < _FRESH and (held[who], wish.since) < own
-        ]
-        return free >= count + min(_PER_LEASE, self.count) * len(first)
+        first = sum((held[who], wish.since) < own for who, wish in self._wishes.items())
+        return free >= count + min(_PER_LEASE, self.count) * first
 
     def _overdue(self, wanting: PeerKey, now: float) -> Lease | None:
         """Return the lease that loses its buffers to a waiting peer, if any."""
-        leases = [lease for lease, _ in self._held.values() if lease.loan is not None]
+        leases = [lease for lease in self._held if lease.loan is not None]
         late = [lease for lease in leases if _is_overdue(lease, now)]
         if late:
             return min(late, key=lambda lease: lease.asked_at)

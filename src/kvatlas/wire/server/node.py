@@ -18,7 +18,7 @@ from kvatlas.routing import fingerprint, route
 from kvatlas.wire.arguments import checked_identity, text_list
 from kvatlas.wire.client.expected import Expected, ExpectedRequests
 from kvatlas.wire.connection import open_to_strangers
-from kvatlas.wire.peers import plan_hash
+from kvatlas.wire.handshake_checks import plan_hash
 from kvatlas.wire.rpc import Server
 from kvatlas.wire.server.answers import Answers
 from kvatlas.wire.server.offering import OfferingNode
@@ -75,6 +75,8 @@ class Node(OfferingNode):
         self.register()
         self.check_plan_travels()
         self._expected = ExpectedRequests(self)
+        self.expected: dict[str, Expected] = self._expected.requests
+        """The requests that the node expects, by name."""
         self.answers = Answers(self, self._expected.announced)
         self.server = Server(
             self.listen, self.answers, security=self.security, unprotected=self.unprotected,
@@ -100,11 +102,6 @@ class Node(OfferingNode):
                 got=f"{reached}, which does not use the secret",
                 hint='Use the transport "tcp", or pass unprotected=True on a trusted network',
             )
-
-    @property
-    def expected(self) -> dict[str, Expected]:
-        """The requests that the node expects, by name."""
-        return self._expected.requests
 
     def expect(
         self,

@@ -1,9 +1,8 @@
-"""A node's state: its rank's memory, offers, leases and routes. `answers` serves the peers."""
+"""A node's state: its rank's memory, its leases, and its routes to and from peers."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,14 +22,12 @@ from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy, Route, Scales, fingerprint, route
 from kvatlas.routing.block_tables import checked_rank
+from kvatlas.wire import encoding, protocol
 from kvatlas.wire.arguments import check_node_name, checked_identity
 from kvatlas.wire.block_ledger import BlockLedger
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.fork_safety import OwningProcess
-from kvatlas.wire.leases import Lease, Leases, Offer
-from kvatlas.wire.metrics import Metrics
-from kvatlas.wire.peer_buffers import PeerSegments, SharedBuffers
-from kvatlas.wire.peers import (
+from kvatlas.wire.handshake_checks import (
     Peer,
     PeerPlans,
     check_memory,
@@ -39,39 +36,21 @@ from kvatlas.wire.peers import (
     conversion_terms,
     plan_hash,
 )
-from kvatlas.wire.protocol import (
-    IDENTITY_VERSION,
-    MIN_PIECE_BYTES,
-    OLDEST_VERSION,
-    VERSION,
-    Hello,
-    RegisteredMemory,
-    Welcome,
-    encode,
-    new_key,
-    pack_tables,
-)
+from kvatlas.wire.leases import Leases
+from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.quarantine import Quarantine
-from kvatlas.wire.refusals import lease_expired
-from kvatlas.wire.rpc import log
 from kvatlas.wire.security import PeerAccess, Secret, Security, TlsContexts
 from kvatlas.wire.server.lending import Lending
-from kvatlas.wire.staging import StagingBuffers, staging_memory
+from kvatlas.wire.staging import PeerSegments, StagingBuffers, staging_memory
 from kvatlas.wire.transports.access import AskedRead
 from kvatlas.wire.transports.base import Transport
-from kvatlas.wire.transports.offer_board import PostedOffer, Posting
 
 _MAX_ROUTES = 128
-_CHANNELS_SECONDS = 1.0
-"""Seconds between checks of connections to peers that may be gone."""
 
 
 @dataclass(eq=False, repr=False)
 class NodeState:
-    """One rank's memory, and the offers and leases on it.
-
-    `lock` guards offers. `Leases` documents the lock order.
-    """
+    """One rank's memory, the leases on it, and the routes to and from its peers."""
 
     plan: Plan
     _: KW_ONLY
@@ -93,15 +72,12 @@ class NodeState:
 
     def __post_init__(self) -> None:
         self.plan_hash = plan_hash(self.plan)
-        self.incarnation = new_key()
+        self.incarnation = protocol.new_key()
         self.process = OwningProcess("node")
         self.name = self.name or f"kvatlas-{self.incarnation.hex()[:12]}"
-        self.lock = threading.Lock()
         self.metrics = Metrics()
         self.channels = Channels(self.security)
-        self._channels_swept = time.monotonic()
         self.peer_plans = PeerPlans()
-        self.offers: dict[str, Offer] = {}
         self.routes: OrderedDict[tuple[object, ...], Route] = OrderedDict()
         self._routes_lock = threading.Lock()
         self.quarantine = Quarantine()
@@ -110,20 +86,20 @@ class NodeState:
             nbytes = self.piece * self.buffers
             staging = staging_memory(self.transport, self.staging_device, nbytes)
             self.memory = {**self.memory, **memory_of({STAGING: staging})}
-        self.staging = StagingBuffers(staging, self.piece)
-        own = self.transport.shared == "staging"
-        self.lending = Lending(SharedBuffers(self.staging, wiped=own))
-        """The staging buffers that peers borrow."""
+        wiped = self.transport.shared == "staging"
+        self.staging = StagingBuffers(staging, self.piece, wiped=wiped)
+        for_peers: StagingBuffers | PeerSegments = self.staging
+        most = self.staging.most(for_peer=True)
         if self.transport.lends_segments:
-            most = self.staging.most(for_peer=True)
-            segments = PeerSegments(self.transport.lend_to_one, self.piece, most)
-            self.lending = Lending(segments)
+            for_peers = PeerSegments(self.transport.lend_to_one, self.piece, most)
+        self.lending = Lending(for_peers, most)
+        """The staging buffers that peers borrow."""
         self.landing_threads = 2
         """Threads that scatter a request, one while another reads. May change at any time.
 
         Set to 1 if other work needs the cores.
         """
-        self.leases = Leases(self._lease_ended)
+        self.leases = Leases(self.lending.end)
         self.ledger = BlockLedger(self.plan, self.rank)
         """The blocks that offers, pulls, pushes and expectations of this node use."""
         self.pools = {i: as_bytes(at) for i, at in self.memory.items() if at.device == HOST}
@@ -150,20 +126,13 @@ class NodeState:
             raise AtlasError(error.code, problem, got=error.got, hint=hint) from None
         self.buffers = natural(self.buffers, "the number of staging buffers")
         self.piece = natural(self.piece, "the size of a staging buffer")
-        if self.buffers and self.piece < MIN_PIECE_BYTES:
-            raise AtlasError(
-                Code.BAD_SIZE,
-                f"A staging buffer must have at least {MIN_PIECE_BYTES} bytes",
-                got=f"piece={self.piece}",
-                hint="Omit piece=, or pass buffers=0 for no staging",
-            )
-        if not self.buffers:
-            self._check_pools_are_shared(device)
-
-    def _check_pools_are_shared(self, device: str) -> None:
-        """Raise an error if peers could access neither the pools nor staging buffers."""
+        if self.buffers and self.piece < protocol.MIN_PIECE_BYTES:
+            problem = f"A staging buffer must have at least {protocol.MIN_PIECE_BYTES} bytes"
+            hint = "Omit piece=, or pass buffers=0 for no staging"
+            raise AtlasError(Code.BAD_SIZE, problem, got=f"piece={self.piece}", hint=hint)
         transport = self.transport
-        if transport.shared == "staging" or not transport.takes(device):
+        private = transport.shared == "staging" or not transport.takes(device)
+        if not self.buffers and private:
             raise AtlasError(
                 Code.CONTRADICTORY,
                 "Peers could access neither the pools of this node nor staging buffers",
@@ -176,76 +145,81 @@ class NodeState:
         plan = self.plan.without_notes().to_json()
         try:
             check_plan_size(plan)
-            encode(Welcome(hello=self.hello(with_plan=True), session=self.incarnation))
+            hello = self.hello(with_plan=True)
+            encoding.encode(protocol.Welcome(hello=hello, session=self.incarnation))
         except AtlasError as refused:
             problem = "The plan is too large to send to peers"
             got = f"{len(plan):,} bytes as JSON: {refused.got}"
             hint = "Plan fewer layers or pools, or give layers shorter names"
             raise AtlasError(Code.TOO_MANY, problem, got=got, hint=hint) from None
 
-    def hello(self, *, with_plan: bool, version: int = VERSION) -> Hello:
+    def hello(self, *, with_plan: bool, version: int = protocol.VERSION) -> protocol.Hello:
         """Return the hello of this node for a peer with the given protocol version."""
         memory = self.transport.reachable
         if self.transport.lends_segments:
             memory = {STAGING: Memory(0, 0)}
-        return Hello(
-            version=VERSION,
-            oldest=OLDEST_VERSION,
+        return protocol.Hello(
+            version=protocol.VERSION,
+            oldest=protocol.OLDEST_VERSION,
             name=self.name,
             incarnation=self.incarnation,
             fingerprint=fingerprint(self.plan),
             plan_hash=self.plan_hash,
             plan=self.plan.without_notes().to_json() if with_plan else None,
             rank=self.rank,
-            memory=tuple(RegisteredMemory.of(*one) for one in memory.items()),
+            memory=tuple(protocol.RegisteredMemory.of(*one) for one in memory.items()),
             transport=self.transport.name,
             metadata=self.transport.publish(),
             conversion=self.conversion,
-            identity=self.identity if version >= IDENTITY_VERSION else None,
+            identity=self.identity if version >= protocol.IDENTITY_VERSION else None,
         )
 
-    def check_peer_identity(self, peer: Peer) -> None:
-        """Raise `different_identity` if the peer's caches use other weights or settings."""
-        if self.check_identity:
-            check_same_identity(self.identity, peer.identity, nodes=(self.name, peer.name))
-
     def check_peer(self, peer: Peer) -> None:
-        """Raise an error for a name that the peer has not proved, or a version that is too old."""
+        """Raise an error for a peer that this node cannot exchange caches with.
+
+        The peer may use a name that it has not proved, a version that is too old, a plan or a
+        conversion without a route, or caches of other weights or settings.
+        """
         self.security.check_name(peer.name, peer.names)
         if peer.version < self.transport.oldest_version:
             needed = f"protocol version {self.transport.oldest_version} or newer at both ends"
             problem = f"The transport {self.transport.name!r} needs {needed}"
             got, hint = f"version {peer.version} at {peer.name!r}", "Upgrade kvatlas there"
             raise AtlasError(Code.UNLIKE_VERSIONS, problem, got=got, hint=hint)
+        try:
+            self.route_to(peer)
+        except AtlasError as refused:
+            # A conversion needs the agreement of both ends, and works in one direction.
+            if refused.code is not Code.BAD_CONVERSION:
+                raise
+            self.route_from(peer)
+        if self.check_identity:
+            check_same_identity(self.identity, peer.identity, nodes=(self.name, peer.name))
 
     def authorise(self, asked: AskedRead) -> AbstractContextManager[None]:
         """Allow a peer to read bytes that its lease covers, or raise an error."""
-        grant = self.leases.read_grant(asked.lease)
-        if grant is None:
-            raise lease_expired()
-        return grant.reading(asked)
+        return self.leases.find(asked.lease).reading(asked)
 
-    def request_identity(self, given: CacheIdentity | None) -> CacheIdentity | None:
-        """Return the identity of a request: the given one, or the node's."""
-        return self.identity if given is None else checked_identity(given)
+    @property
+    def shares_pools(self) -> bool:
+        """Whether peers can read the pools, and not only staging buffers."""
+        return all(map(self.transport.shares, self.plan.rank_pools(self.rank)))
 
     def register(self) -> None:
         """Register the memory with the transport, and prepare to move it."""
         self.transport.protect(self.security, self.authorise)
         self.transport.register(self.memory)
-        self.mover = self._mover()
-
-    def _mover(self) -> PoolMover:
-        """Return the mover for the pools, which depends on their device."""
         pools = {index: at for index, at in self.memory.items() if index != STAGING}
+        self.mover: PoolMover
         if pools_device(pools) == HOST:
-            return HostMover({index: as_bytes(at) for index, at in pools.items()})
+            self.mover = HostMover({index: as_bytes(at) for index, at in pools.items()})
+            return
 
         def count(metric: str, nbytes: int) -> None:
             self.metrics.add(**{metric: nbytes})
 
-        transport = self.transport
-        return GpuMover(transport.driver, transport.marks, pools, self.staging.memory, count)
+        driver, marks = self.transport.driver, self.transport.marks
+        self.mover = GpuMover(driver, marks, pools, self.staging.memory, count)
 
     def mark(self) -> int | None:
         """Record a mark on the caller's GPU stream; None if the pools are not on a GPU."""
@@ -258,18 +232,6 @@ class NodeState:
     def route_to(self, peer: Peer) -> Route:
         """Return the route from this node to a peer."""
         return self._route(peer, "to", self.plan, peer.plan)
-
-    def check_route(self, peer: Peer) -> None:
-        """Raise an error for a peer that this node can neither read from nor write to.
-
-        A conversion needs the agreement of both ends, and works in one direction.
-        """
-        try:
-            self.route_to(peer)
-        except AtlasError as refused:
-            if refused.code is not Code.BAD_CONVERSION:
-                raise
-            self.route_from(peer)
 
     def _route(self, peer: Peer, way: str, src: Plan, dst: Plan) -> Route:
         terms = b"" if peer.conversion is None else msgspec.json.encode(peer.conversion)
@@ -334,66 +296,3 @@ class NodeState:
         """Scatter a converted piece, after waiting for the GPU work that converts it."""
         self.mover.wait_for_caller()
         return self.mover.scatter(copies, stream)
-
-    def post(self, offer: Offer) -> None:
-        """Post an offer on the board, where peers on this host find it without a request.
-
-        Offers that are restricted to some readers, that are written layer by layer, or that have
-        another identity than this node, are not posted.
-        """
-        board = self.transport.board
-        own = offer.identity == self.identity
-        if board is not None and offer.readers is None and offer.layers is None and own:
-            tables = pack_tables(offer.blocks)
-            board.post(PostedOffer(offer.request, tables, offer.start, offer.stop, offer.mark))
-
-    def posting(self, request: str) -> Posting | None:
-        """Return the posting of an offer on the board; None if it is not posted."""
-        board = self.transport.board
-        return None if board is None else board.posting(request)
-
-    def release(self, request: str, why: str, only: Offer | None = None) -> None:
-        """End an offer and its leases, and notify its owner. With `only`, end just that offer."""
-        with self.lock:
-            if only is not None and self.offers.get(request) is not only:
-                return  # it has ended; a newer offer has its name
-            offer = self.offers.pop(request, None)
-            if self.transport.board is not None:
-                self.transport.board.take_down(request)
-        if offer is None:
-            return
-        self.leases.drop_part(offer)
-        offer.release_blocks()
-        if offer.released is not None:
-            try:
-                offer.released(request, why)
-            except Exception:
-                # An error of the callback must not affect peers or other requests.
-                log.exception("released callback failed request=%r why=%s", request, why)
-
-    def _lease_ended(self, lease: Lease) -> None:
-        """Return the lease's buffers. A peer that still reads them gets no confirmation."""
-        if lease.loan is not None:
-            self.lending.take_back(lease, lease.loan)
-
-    def reclaim_buffers(self, lease: Lease) -> None:
-        """Take the staging buffers of a lease for another peer. See `lending` for the rules."""
-        with lease.guard:
-            if lease.over or lease.loan is None:
-                return
-            loan, lease.loan, lease.reclaimed = lease.loan, None, True
-        if lease.grant is not None:
-            lease.grant.interrupt()
-        log.warning("buffers reclaimed request=%r name=%r", lease.request, lease.peer[1])
-        self.lending.take_back(lease, loan, keep=False)
-
-    def sweep(self) -> None:
-        """End expired offers and leases, and connections that peers have ended."""
-        self.leases.sweep()
-        now = time.monotonic()
-        if now >= self._channels_swept + _CHANNELS_SECONDS:
-            self._channels_swept = now
-            self.channels.sweep()
-        for offer in [one for one in list(self.offers.values()) if one.expires <= now]:
-            log.warning("offer expired request=%r", offer.request)
-            self.release(offer.request, "expired", offer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Collection
 from typing import Any
@@ -13,18 +14,31 @@ from kvatlas.geometry.integers import duration
 from kvatlas.models import CacheIdentity
 from kvatlas.routing import check_tables
 from kvatlas.routing.token_ranges import token_range
-from kvatlas.wire.arguments import check_new_request, text_list
-from kvatlas.wire.leases import Offer, Released, WrittenLayers
-from kvatlas.wire.rpc import Server
+from kvatlas.wire.arguments import check_new_request, checked_identity, text_list
+from kvatlas.wire.offers import Offer, Released, WrittenLayers
+from kvatlas.wire.protocol import pack_tables
+from kvatlas.wire.rpc import Server, log
 from kvatlas.wire.server.node_state import NodeState
+from kvatlas.wire.transports.offer_board import PostedOffer, Posting
 
 _LONGEST_OFFER = 3600.0
+_CHANNELS_SECONDS = 1.0
+"""Seconds between checks of connections to peers that may be gone."""
 
 
 class OfferingNode(NodeState):
-    """A node that offers requests at its endpoint: the part of `Node` that sessions use."""
+    """A node that offers requests at its endpoint: the part of `Node` that sessions use.
+
+    `lock` guards offers. `Leases` documents the lock order.
+    """
 
     server: Server
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.lock = threading.Lock()
+        self.offers: dict[str, Offer] = {}
+        self._channels_swept = time.monotonic()
 
     @property
     def endpoint(self) -> str:
@@ -63,39 +77,82 @@ class OfferingNode(NodeState):
         held = self.checked_tables(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(text_list(readers, "readers"))
         lasting = min(duration(seconds, math.inf), _LONGEST_OFFER)
-        whose = self.request_identity(identity)
+        whose = self.identity if identity is None else checked_identity(identity)
         with self.lock:
             check_new_request(request, self.offers)
             until = time.monotonic() + lasting
             layers = WrittenLayers(self.plan.layers) if layered else None
             mark = None if layered else self.mark()
             claim = self.ledger.claim("offered", request, self.ledger.by_pool(held[0]))
-            offer = Offer(
-                request, *held, until, released, names, mark=mark, layers=layers, claim=claim,
-                identity=whose,
-            )  # fmt: skip
+            offer = Offer(request, *held, until, released, names, mark, layers, claim, whose)
             self.offers[request] = offer
-            self.post(offer)
+            self._post(offer)
+
+    def _post(self, offer: Offer) -> None:
+        """Post an offer on the board, where peers on this host find it without a request.
+
+        Offers that are restricted to some readers, that are written layer by layer, or that have
+        another identity than this node, are not posted.
+        """
+        board = self.transport.board
+        own = offer.identity == self.identity
+        if board is not None and offer.readers is None and offer.layers is None and own:
+            tables = pack_tables(offer.blocks)
+            board.post(PostedOffer(offer.request, tables, offer.start, offer.stop, offer.mark))
+
+    def posting(self, request: str) -> Posting | None:
+        """Return the posting of an offer on the board; None if it is not posted."""
+        board = self.transport.board
+        return None if board is None else board.posting(request)
 
     def layer_written(self, request: str, layer: str) -> None:
         """Mark a layer of a layered offer as written, once the caller's stream has finished it."""
         self.process.check()
         with self.lock:
             offer = self.offers.get(request)
-        got = repr(request)[:300]
-        if offer is None:
+        if offer is None or offer.layers is None:
             problem = "There is no offer of this name, or it has expired"
+            if offer is not None:
+                problem = "The offer is not layered"
             hint = "Call offer(..., layered=True) first, with a larger seconds= if it expired"
-            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=got, hint=hint)
-        if offer.layers is None:
-            problem, hint = "The offer is not layered", "Call offer(..., layered=True)"
-            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=got, hint=hint)
+            raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request)[:300], hint=hint)
         offer.layers.add(layer, self.mark())
 
     def withdraw(self, request: str) -> None:
         """End an offer early. Transfers in flight fail."""
         self.process.check()
         self.release(request, "withdrawn")
+
+    def release(self, request: str, why: str, only: Offer | None = None) -> None:
+        """End an offer and its leases, and notify its owner. With `only`, end just that offer."""
+        with self.lock:
+            if only is not None and self.offers.get(request) is not only:
+                return  # it has ended; a newer offer has its name
+            offer = self.offers.pop(request, None)
+            if self.transport.board is not None:
+                self.transport.board.take_down(request)
+        if offer is None:
+            return
+        self.leases.drop_part(offer)
+        if offer.claim is not None:
+            offer.claim.release()
+        if offer.released is not None:
+            try:
+                offer.released(request, why)
+            except Exception:
+                # An error of the callback must not affect peers or other requests.
+                log.exception("released callback failed request=%r why=%s", request, why)
+
+    def sweep(self) -> None:
+        """End expired offers and leases, and connections that peers have ended."""
+        self.leases.sweep()
+        now = time.monotonic()
+        if now >= self._channels_swept + _CHANNELS_SECONDS:
+            self._channels_swept = now
+            self.channels.sweep()
+        for offer in [one for one in list(self.offers.values()) if one.expires <= now]:
+            log.warning("offer expired request=%r", offer.request)
+            self.release(offer.request, "expired", offer)
 
     def checked_tables(
         self, blocks: Any, tokens: Any, end: str, *, recompute: int = 0

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire.peers import Peer
+from kvatlas.wire.encoding import BusyError
+from kvatlas.wire.handshake_checks import Peer
 from kvatlas.wire.protocol import Hello, new_key
-from kvatlas.wire.refusals import BusyError
 from kvatlas.wire.rpc import Caller
 
 _MAX_SESSIONS = 4096

@@ -24,10 +24,9 @@ from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
-from kvatlas.wire import protocol
+from kvatlas.wire import encoding, protocol
 from kvatlas.wire.connection import tune
 from kvatlas.wire.fork_safety import close_in_children
-from kvatlas.wire.refusals import raise_refusal
 from kvatlas.wire.security import Security, not_the_secret
 from kvatlas.wire.transports import errors, tcp_admission, tcp_server
 from kvatlas.wire.transports.access import Access
@@ -304,7 +303,7 @@ class _Read(Stepwise):
         (nbytes,) = tcp_server.REFUSAL.unpack(head)
         payload = bytearray(min(nbytes, tcp_server.LONGEST_REFUSAL))
         yield from self._fill(memoryview(payload))
-        raise_refusal(protocol.decode(bytes(payload), protocol.Refusal))
+        encoding.raise_refusal(encoding.decode(bytes(payload), protocol.Refusal))
 
     def _fill(self, view: memoryview) -> Iterator[None]:
         """Receive bytes until `view` is full, a step at a time."""

@@ -28,9 +28,8 @@ from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
-from kvatlas.wire import protocol
+from kvatlas.wire import encoding
 from kvatlas.wire.fork_safety import close_in_children
-from kvatlas.wire.refusals import refusal_of
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports.access import LEASE_BYTES, AskedRead, Authorise
 from kvatlas.wire.transports.tcp_admission import TOKEN_BYTES, WELCOME, Admission, Admitted
@@ -157,7 +156,7 @@ class RegionServer:
                 _send_runs(one, as_bytes(regions[pool]), starts, length)
         except AtlasError as refusal:
             log.warning("rejected a read of region %d: %s", pool, refusal)
-            payload = protocol.encode(refusal_of(refusal))[:LONGEST_REFUSAL]
+            payload = encoding.encode(encoding.refusal_of(refusal))[:LONGEST_REFUSAL]
             one.sendall(REFUSED + REFUSAL.pack(len(payload)) + payload)
 
 

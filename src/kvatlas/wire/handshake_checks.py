@@ -1,4 +1,4 @@
-"""Peers: check a hello against the plan that it contains, before anything else uses it."""
+"""Checks of a peer's hello: its plan, memory and identity, before anything else uses them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from kvatlas.planning import Plan
 from kvatlas.planning.plans import check_plan_version
 from kvatlas.routing import Scales, fingerprint
 from kvatlas.routing.conversion import parse_conversion, spell_conversion, tensor_scales
-from kvatlas.wire.protocol import VERSION, ConversionTerms, Hello, bad_handshake, check_versions
+from kvatlas.wire.encoding import check_versions
+from kvatlas.wire.protocol import VERSION, ConversionTerms, Hello, bad_handshake
 
 ALIGNMENT = 8
 """The required alignment of pool addresses in bytes: no element of any dtype is larger."""
@@ -129,20 +130,23 @@ def conversion_terms(plan: Plan, convert: str | None, scales: Scales) -> Convers
     )
 
 
-def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
-    """Return the peer that a hello describes, or raise an error."""
+def checked_peer(
+    hello: Hello, plan: Plan, transport: str, names: frozenset[str] | None = None
+) -> Peer:
+    """Return the peer that a hello describes, or raise an error.
+
+    `names` are the names that the peer's connection has proved.
+    """
     if hello.transport != transport:
-        raise AtlasError(
-            Code.BAD_HANDSHAKE,
+        raise bad_handshake(
+            f"{transport!r}, and {hello.transport!r} at node {hello.name!r}",
             "The two ends use different transports",
-            got=f"{transport!r}, and {hello.transport!r} at node {hello.name!r}",
-            hint="Use the same transport in both nodes",
+            "Use the same transport in both nodes",
         )
     if hello.fingerprint != fingerprint(plan):
         raise bad_handshake("a fingerprint that does not match the plan")
     if hello.rank >= plan.ranks:
-        got = f"rank {hello.rank}, but the peer's plan has ranks 0..{plan.ranks - 1}"
-        raise bad_handshake(got)
+        raise bad_handshake(f"rank {hello.rank}, expected 0..{plan.ranks - 1}")
     memory = {one.index: one.memory for one in hello.memory}
     if len(memory) < len(hello.memory):
         raise bad_handshake("a region that is listed twice")
@@ -163,6 +167,7 @@ def checked_peer(hello: Hello, plan: Plan, transport: str) -> Peer:
         hello.conversion,
         hello.identity,
         hello.version,
+        names,
     )
 
 
@@ -200,12 +205,10 @@ def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
         given = sorted(set(memory) - {STAGING})
         raise bad_handshake(f"memory for pools {given}, expected pools {sorted(pools)}")
     for index, pool in pools.items():
-        if memory[index].nbytes < pool.nbytes:
-            nbytes = memory[index].nbytes
-            raise bad_handshake(
-                f"pool {index} of {nbytes:,} bytes, expected at least {pool.nbytes:,}"
-            )
-        address = memory[index].address
+        address, nbytes = memory[index].address, memory[index].nbytes
+        if nbytes < pool.nbytes:
+            expected = f"expected at least {pool.nbytes:,}"
+            raise bad_handshake(f"pool {index} of {nbytes:,} bytes, {expected}")
         if address % ALIGNMENT or not address:
             expected = f"expected a multiple of {ALIGNMENT} above 0"
             raise bad_handshake(f"pool {index} at address {address:#x}, {expected}")
@@ -213,10 +216,8 @@ def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
 
 
 def _check_places(memory: Mapping[int, Memory]) -> None:
-    """Raise an error for regions that overlap or exceed the address space."""
+    """Raise an error for regions that overlap."""
     placed = sorted(memory.values(), key=lambda region: (region.device, region.address))
     for one, two in pairwise(placed):
         if one.device == two.device and one.address + one.nbytes > two.address:
             raise bad_handshake(f"two regions that overlap at address {two.address:#x}")
-    if any(region.address + region.nbytes > 1 << 63 for region in placed):
-        raise bad_handshake("a region that ends above address 2**63")

@@ -1,0 +1,123 @@
+"""Offers: the blocks of a request that peers may read, and which of its layers are written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from kvatlas.errors import AtlasError, Code
+from kvatlas.geometry.address_arrays import Int64s
+from kvatlas.models import CacheIdentity
+from kvatlas.planning import Plan
+from kvatlas.wire.block_ledger import BlockClaim
+
+Released = Callable[[str, str], None]
+"""Called with a request and a reason: `read`, `let_go`, `expired`, `withdrawn` or `closed`."""
+
+Destination = tuple[bytes, int]
+"""A rank that reads an offer: the hash of its plan, and its number."""
+
+
+class WrittenLayers:
+    """The layers of an offer that are written, each with its mark."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(names)
+        self._written: dict[str, int | None] = {}
+        self._changed = threading.Condition()
+
+    def add(self, layer: str, mark: int | None) -> None:
+        """Record that a layer is written once its mark completes."""
+        with self._changed:
+            problem = ""
+            if layer not in self._names:
+                problem = "The node's plan has no such layer"
+            elif layer in self._written:
+                problem = "The layer was already marked as written"
+            if problem:
+                hint = "Call layer_written once per layer of the node's plan"
+                raise AtlasError(Code.UNKNOWN_LAYER, problem, got=repr(layer)[:300], hint=hint)
+            self._written[layer] = mark
+            self._changed.notify_all()
+
+    def wait(self, layer: str, seconds: float) -> tuple[bool, int | None]:
+        """Wait up to `seconds` for a layer. Return whether it is written, and its mark."""
+        with self._changed:
+            written = self._changed.wait_for(lambda: layer in self._written, seconds)
+            return written, self._written.get(layer)
+
+
+@dataclass
+class Offer:
+    """Blocks of a request's tokens, kept unchanged until they are read or the offer expires."""
+
+    request: str
+    blocks: Mapping[int, Int64s]
+    start: int
+    stop: int
+    expires: float
+    released: Released | None = None
+    readers: frozenset[str] | None = None
+    """Names of the nodes that may read it; None for any."""
+    mark: int | None = None
+    """The mark after which the blocks hold their content, if they are on a GPU."""
+    layers: WrittenLayers | None = None
+    """The layers that are written; None if all of them are."""
+    claim: BlockClaim | None = None
+    """The claim on the blocks in the node's ledger; None for an offer of a peer."""
+    identity: CacheIdentity | None = None
+    """The identity of the cache; None if the node compares no identities."""
+    read_by: set[Destination] = field(default_factory=set)
+    """Destinations that have finished reading it."""
+    let_go_by: set[Destination] = field(default_factory=set)
+    """Destinations in `read_by` that are not known to have read all of it."""
+
+    def may_be_read_by(self, name: str) -> bool:
+        """Whether a node of this name may read the offer."""
+        return self.readers is None or name in self.readers
+
+    def finished(self, own: Destination, others: set[Destination], *, read: bool) -> str:
+        """Record that a destination has finished, and `read` everything or not.
+
+        Return why the offer ends, `read` or `let_go`, or an empty string if not all of the `others`
+        that read it have finished.
+        """
+        if read:
+            self.let_go_by.discard(own)
+        elif own not in self.read_by:
+            self.let_go_by.add(own)
+        self.read_by.add(own)
+        if not others <= self.read_by:
+            return ""
+        return "let_go" if self.let_go_by & {own, *others} else "read"
+
+    def check_asked(self, tokens: tuple[int, int], told: Mapping[int, Int64s], plan: Plan) -> None:
+        """Raise an error if the tokens are not offered, or the peer names other blocks for them."""
+        for group, ids in told.items():
+            mine = self.blocks.get(group)
+            if mine is None or len(ids) != len(mine) or (ids != mine)[mine >= 0].any():
+                raise AtlasError(
+                    Code.UNKNOWN_REQUEST,
+                    "The given source blocks are not the blocks of the offer",
+                    got=f"different block ids for group {group}",
+                    hint="Omit src_blocks= to use the blocks of the offer",
+                )
+        # A lone recurrent state is the one after the last token.
+        alone = any(
+            group.kind == "recurrent" and len(self.blocks.get(index, ())) == 1
+            for index, group in enumerate(plan.groups)
+        )
+        start, stop = tokens
+        if not self.start <= start <= stop <= self.stop:
+            problem = f"The tokens must be within those of the offer, {self.start}..{self.stop}"
+            hint = "Request only tokens that the source offers"
+        elif alone and stop != self.stop:
+            problem = (
+                f"The tokens must end at {self.stop}: the offer has the recurrent state after its "
+                "last token only"
+            )
+            hint = f"Pass tokens=({start}, {self.stop})"
+        else:
+            return
+        raise AtlasError(Code.BAD_TOKENS, problem, got=(start, stop), hint=hint)
