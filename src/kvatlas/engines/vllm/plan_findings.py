@@ -22,7 +22,7 @@ def plan_findings(ends: Ends, tokens: int) -> tuple[list[Finding], Check | None]
     assert dst is not None  # noqa: S101
     moves = check(src, dst, tokens=min(tokens, src.max_len, dst.max_len))
     unlike = {reason.code: reason.got for reason in moves.reasons}
-    dtypes = "both engines need the same dtype" if unlike.pop(Code.UNLIKE_DTYPES, "") else ""
+    dtypes = "must be the same in both" if unlike.pop(Code.UNLIKE_DTYPES, "") else ""
     findings = [
         _model(src, dst, moves, "; ".join(unlike.values())),
         Finding("cache dtype", dtypes_of(src), dtypes_of(dst), "no" if dtypes else "ok", dtypes),
