@@ -40,7 +40,8 @@ PY := $(BIN)/python
 endif
 
 # Expanded when a recipe runs, so after its environment exists. There is one worker more than there
-# are cores, because some tests mostly wait, for example for peers that stand still.
+# are cores, because some tests mostly wait, for example for peers that stand still. With worksteal
+# neighbouring tests run in one worker, so that most modules set up their fixtures once.
 PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist worksteal -n', os.cpu_count() + 1)" 2>/dev/null)
 
 .PHONY: demo tour ci test test-fast test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
