@@ -79,8 +79,8 @@ def test_interrupt_is_quiet() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts(shell: str) -> None:
-    result = process(_KVATLAS_COMPLETE=f"source_{shell}")
-    assert result.returncode == 0
+    result = kvatlas_here(_KVATLAS_COMPLETE=f"source_{shell}")
+    assert result.exit_code == 0
     assert "_KVATLAS_COMPLETE" in result.stdout
 
 
