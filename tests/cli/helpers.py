@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from kvatlas.cli.commands import app
 
 # Typer builds all commands again for each call, which takes longer than most commands run.
-testing._get_command = cache(testing._get_command)
+testing._get_command = cache(testing._get_command)  # type: ignore[attr-defined]
 
 # Terminals and CI services set these; the tests want what a pipe gets.
 PLAIN: dict[str, str | None] = {
