@@ -40,8 +40,9 @@ PY := $(BIN)/python
 endif
 
 # Expanded when a recipe runs, so after its environment exists. There is one worker more than there
-# are cores, because some tests mostly wait, for example for peers that stand still.
-PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist loadgroup -n', os.cpu_count() + 1)" 2>/dev/null)
+# are cores, because some tests mostly wait, for example for peers that stand still. With worksteal
+# neighbouring tests run in one worker, so that most modules set up their fixtures once.
+PARALLEL = $(shell $(PY) -c "import os, xdist; print('--dist worksteal -n', os.cpu_count() + 1)" 2>/dev/null)
 
 .PHONY: demo tour ci test test-fast test-deep test-pool test-stream test-gpu test-lowest test-lowest-triton test-transformers test-vllm test-vllm-deep test-vllm-lifecycle \
 	bench-vllm demo-vllm test-page map-gallery map-figures map-pictures \

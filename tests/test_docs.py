@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.helpers import kvatlas
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REPOSITORY = re.compile(r"https://github\.com/kvatlas/kvatlas/(?:blob|tree)/main/")
@@ -39,20 +41,28 @@ def test_code_in_docs_runs(page: Path) -> None:
 
 def _printed(command: str, folder: Path) -> list[str]:
     """The lines that commands print on a terminal of 80 columns, without repeated blanks."""
+    program, *words = shlex.split(command)
+    printed = (
+        kvatlas(*words).stdout if program == "kvatlas" else _printed_by_processes(command, folder)
+    )
+    return [" ".join(line.split()) for line in printed.splitlines()]
+
+
+def _printed_by_processes(command: str, folder: Path) -> str:
     paths = f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     started = []
     for one in command.split(" & "):
         program, *words = shlex.split(one)
+        assert program == "python", command
         process = subprocess.Popen(
-            [sys.executable, *(("-m", "kvatlas") if program == "kvatlas" else ()), *words],
+            [sys.executable, *words],
             cwd=folder,
-            env=os.environ | {"COLUMNS": "80", "PYTHONPATH": paths},
+            env=os.environ | {"PYTHONPATH": paths},
             stdout=subprocess.PIPE,
             text=True,
         )
         started.append(process)
-    printed = "".join(process.communicate(timeout=120)[0] for process in started)
-    return [" ".join(line.split()) for line in printed.splitlines()]
+    return "".join(process.communicate(timeout=120)[0] for process in started)
 
 
 @pytest.mark.parametrize(

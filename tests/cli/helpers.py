@@ -6,11 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
+from typer import testing
 from typer.testing import CliRunner, Result
 
 from kvatlas.cli.commands import app
+
+# Typer builds all commands again for each call, which takes longer than most commands run.
+testing._get_command = cache(testing._get_command)  # type: ignore[attr-defined]
 
 # Terminals and CI services set these; the tests want what a pipe gets.
 PLAIN: dict[str, str | None] = {
@@ -19,8 +24,8 @@ PLAIN: dict[str, str | None] = {
 }  # fmt: skip
 
 
-def kvatlas(*args: str) -> Result:
-    return CliRunner(env=PLAIN).invoke(app, list(args))
+def kvatlas(*args: str, **environment: str) -> Result:
+    return CliRunner(env=PLAIN | environment).invoke(app, list(args), prog_name="kvatlas")
 
 
 def shown(*args: str) -> str:

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import kvatlas
+from tests.cli.helpers import kvatlas as kvatlas_here
 from tests.cli.helpers import process
 
 
@@ -76,8 +79,8 @@ def test_interrupt_is_quiet() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts(shell: str) -> None:
-    result = process(_KVATLAS_COMPLETE=f"source_{shell}")
-    assert result.returncode == 0
+    result = kvatlas_here(_KVATLAS_COMPLETE=f"source_{shell}")
+    assert result.exit_code == 0
     assert "_KVATLAS_COMPLETE" in result.stdout
 
 
@@ -95,9 +98,17 @@ def test_completion_scripts(shell: str) -> None:
     ],
 )
 def test_completion_knows_names(words: str, expected: str) -> None:
+    assert expected in completions(kvatlas_here, words).split()
+
+
+def test_completion_in_a_process() -> None:
+    assert "plan" in completions(process, "kvatlas pl").split()
+
+
+def completions(run: Callable[..., Any], words: str) -> str:
     last = str(len(words.split()) - 1)
-    result = process(_KVATLAS_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=last)
-    assert expected in result.stdout.split()
+    result = run(_KVATLAS_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=last)
+    return str(result.stdout)
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -25,9 +25,6 @@ from tests.handover.prefill import MARK
 from tests.handover.tiny import LONGEST, MODELS, NEW, PROMPT, model_of, prompt
 from tests.profiles import DEEP
 
-# One worker, so that the other process, which imports transformers, is started once.
-pytestmark = pytest.mark.xdist_group("handover")
-
 ROOT = Path(__file__).parents[2]
 
 TOPOLOGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

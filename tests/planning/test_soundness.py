@@ -17,6 +17,7 @@ from kvatlas import AtlasError, Code
 from kvatlas.planning import Plan, plan
 from kvatlas.specs import FullAttention
 from tests.planning.models import SMALL
+from tests.profiles import DEEP
 
 POLICIES: tuple[Any, ...] = ("vllm", "atlas")
 MEMORY = {"compressed": "20MiB"}
@@ -67,8 +68,12 @@ def stretches(made: Plan, layer: str, part: int, block: int) -> list[tuple[int, 
 @pytest.mark.parametrize("name", list(SMALL))
 @pytest.mark.parametrize("policy", ["vllm", "atlas", "uniform"])
 def test_every_byte_has_one_owner(name: str, policy: Any) -> None:
-    """Refusals are fine for vllm and uniform; atlas plans every order that backends take."""
-    for order, tp in product(ORDERS, (1, 4)):
+    """Refusals are fine for vllm and uniform; atlas plans every order that backends take.
+
+    Each order has one of two sizes, by turns; in the deep profile it has both.
+    """
+    by_turns = zip(ORDERS, (1, 4, 1, 4, 1, 4, 1)[list(SMALL).index(name) % 2 :], strict=False)
+    for order, tp in product(ORDERS, (1, 4)) if DEEP else by_turns:
         try:
             made = plan(
                 SMALL[name], memory=MEMORY.get(name, "4MiB"), tp=tp, layout=order, policy=policy,

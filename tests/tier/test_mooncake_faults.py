@@ -28,10 +28,7 @@ TIMES = 100
 ROWS = 7
 SECONDS = 0.5
 WHY = missing() or ("" if DEEP else "run by make test-fleet")
-pytestmark = [
-    pytest.mark.skipif(bool(WHY), reason=WHY),
-    pytest.mark.xdist_group("mooncake store"),
-]
+pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
 DENSE, SRC = model_of("dense"), small(model_of("dense"), tp=2, layout="LBNHC")
 DST = small(DENSE, block_size=32)
 

@@ -17,10 +17,7 @@ from tests.tier.world import small
 
 TIMES = 100 if DEEP else 1
 WHY = missing()
-pytestmark = [
-    pytest.mark.skipif(bool(WHY), reason=WHY),
-    pytest.mark.xdist_group("mooncake store"),
-]
+pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
 deep = pytest.mark.skipif(not DEEP, reason="run by make test-fleet")
 FIVE = ("dense", "sliding", "latent", "delta hybrid", "compressed")
 

@@ -21,6 +21,7 @@ from kvatlas.routing import Copy
 from kvatlas.wire import Node, Session, make_transport, memory_of, pools_for
 from kvatlas.wire.fork_safety import fresh_in_children
 from tests.identities import OURS
+from tests.profiles import DEEP
 from tests.wire.child import TOKENS, Child, Rank
 from tests.wire.helpers import until, waited
 from tests.wire.processes import SOURCE, TARGET
@@ -197,7 +198,7 @@ def test_forks_while_connections_come_and_go() -> None:
     for thread in threads:
         thread.start()
     try:
-        for _ in range(30):
+        for _ in range(30 if DEEP else 10):
             assert outcome_in_child(lambda: None) == 0
     finally:
         stop.set()

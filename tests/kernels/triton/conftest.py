@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,3 +46,24 @@ def patched_once_a_launch() -> Iterator[None]:
     interpreter._patch_lang = patch_what_is_new
     yield
     interpreter._patch_lang = patch_language
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_unused_checks() -> None:
+    """Skip checks whose results the interpreter ignores, and look up each dtype once.
+
+    Without `debug`, the interpreter computes whether each sum and product of integers overflows,
+    but asserts nothing: this took more than two fifths of the time of these tests.
+    """
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    look_up, found = interpreter._get_np_dtype, dict[str, Any]()
+
+    def look_up_once(dtype: Any) -> Any:
+        if dtype.name not in found:
+            found[dtype.name] = look_up(dtype)
+        return found[dtype.name]
+
+    interpreter._get_np_dtype = look_up_once

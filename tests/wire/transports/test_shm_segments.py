@@ -34,6 +34,13 @@ from tests.wire.transports.ends import eventually, soon
 RUNS = [Copy(0, 0, np.array([0]), np.array([8]), np.array([3]))]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _little_garbage() -> None:
+    """Exclude the objects of other tests from garbage collection, which runs often here."""
+    gc.collect()
+    gc.freeze()
+
+
 def code_of(act: Any, *arguments: Any) -> Code:
     with pytest.raises(AtlasError) as refusal:
         act(*arguments)
