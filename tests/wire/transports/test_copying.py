@@ -158,6 +158,6 @@ def test_a_library_that_does_not_load_is_not_called_missing() -> None:
 
 
 def test_names_are_in_the_order_of_preference() -> None:
-    assert TRANSPORT_NAMES == ("cuda", "nixl", "mooncake", "tcp", "shm", "memory", "file")
+    assert TRANSPORT_NAMES == ("cuda", "nixl", "mooncake", "tcp", "shm", "memory")
     with pytest.raises(AtlasError):
         make_transport("carrier pigeon")
