@@ -24,7 +24,7 @@ from kvatlas.routing import Copy
 from kvatlas.wire import Link, Memory, Transport, make_transport
 from kvatlas.wire.transports.mooncake import make_engine
 from kvatlas.wire.transports.nixl_strided import describe
-from kvatlas.wire.transports.shm_segments import create_segment
+from kvatlas.wire.transports.shared_memory import create_segment
 
 POOL = 128 << 20
 RUNS = (64, 4 << 10, 64 << 10, 1 << 20)

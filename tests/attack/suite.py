@@ -142,8 +142,8 @@ CLAIMS: dict[str, Row] = {
     "nothing listens beyond the loopback unasked": Row(
         holds_in(
             "tests/wire/test_security.py::test_listening_beyond_this_host_takes_a_secret",
-            "tests/wire/transports/test_listening.py::test_nothing_listens_beyond_the_loopback",
-            "tests/wire/transports/test_listening.py::"
+            "tests/wire/transports/test_socket_filter.py::test_nothing_listens_beyond_the_loopback",
+            "tests/wire/transports/test_socket_filter.py::"
             "test_a_transport_beyond_this_host_takes_a_secret",
         ),
         _SIDE,

@@ -74,9 +74,9 @@ def test_long_runs_and_calls_that_do_less(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(100))
     pool, start = np.zeros(SIZE, np.uint8), np.zeros(1, np.int64)
+    runs = start + pool.ctypes.data, start, np.full(1, 4096)
     with (tmp_path / "file").open("rb") as file, pytest.raises(OSError, match=r"."):
-        near = start + pool.ctypes.data
-        list(copy_file_runs(file.fileno, near, start, np.full(1, 4096), write=False))
+        list(copy_file_runs(file.fileno, *runs, write=False))
 
 
 def test_a_file_that_is_closed_in_mid_step_writes_to_no_other_file(

@@ -45,6 +45,7 @@ def near_options() -> dict[str, Any]:
 def other_end(
     kind: Kind, options: dict[str, Any], name: str, sizes: dict[int, int] | None = None
 ) -> Far:
+    del name  # all transports have the same options at all ends
     return Peer(kind, options, sizes) if kind.remote else Here(kind, options)
 
 

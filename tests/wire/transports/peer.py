@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvatlas.copying.memory import STAGING
 from kvatlas.wire import Memory, Transport, make_transport
-from kvatlas.wire.transports.shm_segments import create_segment
+from kvatlas.wire.transports.shared_memory import create_segment
 
 GUARD = 4099
 SIZES = {0: 300_007, 1: 65_536, STAGING: 20_001}

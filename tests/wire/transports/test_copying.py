@@ -16,8 +16,8 @@ from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.routing import Copy
 from kvatlas.wire import TRANSPORT_NAMES, Memory, make_transport
 from kvatlas.wire.transports.errors import cannot_import
+from kvatlas.wire.transports.handles import Stepwise
 from kvatlas.wire.transports.nixl_strided import describe
-from kvatlas.wire.transports.polled_copy import Stepwise
 
 
 def carried_out(src: np.ndarray, dst: np.ndarray, copy: Copy) -> int:

@@ -125,7 +125,8 @@ class Connections:
             node.check_route(peer)
             node.check_peer_identity(peer)
             access = Access(session_id(answer.session), endpoint_host(endpoint))
-            link = node.transport.connect(peer.metadata, peer.memory, access)
+            about = (peer.metadata, peer.memory, access)
+            link = node.transport.connect(*about, deadline=deadline)
         stream = partial(node.stream, peer, layers=None, incoming=True)
         return PeerConnection(endpoint, peer, answer.session, link, stream, self._beside)
 

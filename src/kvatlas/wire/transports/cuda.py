@@ -19,26 +19,27 @@ import socket
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from kvatlas.copying.cuda_driver import CudaDriver, DriverError, load_driver
 from kvatlas.copying.device_marks import DeviceMarks
-from kvatlas.copying.memory import HOST, STAGING, Memory
+from kvatlas.copying.memory import HOST, Memory
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.access import Guarantees
 from kvatlas.wire.transports.base import Link, OnePeerMemory, Separation, Shared, Transport
+from kvatlas.wire.transports.cuda_copy import CopyPace
 from kvatlas.wire.transports.cuda_link import CudaEnd, CudaLink
 from kvatlas.wire.transports.cuda_published import (
     PublishedAllocation,
     PublishedMemory,
     PublishedRegion,
-    check_form,
+    check_regions,
 )
 from kvatlas.wire.transports.offer_board import OfferBoard
 from kvatlas.wire.transports.opened_memory import OpenedMemory
-from kvatlas.wire.transports.pace import CopyPace
 
 _SHARE = 0.08
 """The default share of GPU time for copies. It slows memory-bound kernels by less than 5%."""
@@ -173,15 +174,9 @@ class CudaTransport(Transport):
         region = Memory(address, nbytes, f"cuda:{device}")
         alone = _OnePeerCuda(shared="staging", driver=driver)
         alone.marks = self.marks
-        alone.register({STAGING: region})
-
-        def end() -> None:
-            alone.marks = None  # they belong to this transport
-            alone.close()
-            driver.end_memory(device, address, nbytes)
-
         view = torch.as_tensor(_DeviceBytes(address, nbytes), device=region.device)
-        return OnePeerMemory(view, region, alone.publish(), end)
+        wipe = partial(driver.end_memory, device, address, nbytes)
+        return OnePeerMemory.of(alone, view, region, wipe)
 
     def publish(self) -> bytes:
         """Return handles of the allocations and events, and the offsets of the regions."""
@@ -201,10 +196,11 @@ class CudaTransport(Transport):
             )
         )
 
-    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory], deadline: float) -> Link:
         """Return a link with the peer's allocations mapped."""
+        del deadline
         published = errors.read_metadata(metadata, PublishedMemory)
-        check_form(published, memory)
+        check_regions(published, memory)
         if published.host != _host() or published.device not in self._driver.devices():
             other = published.host != _host()
             raise AtlasError(
@@ -247,6 +243,10 @@ class _OnePeerCuda(CudaTransport):
     """A transport for memory that is lent to one peer. All of its regions are shared."""
 
     separation: ClassVar[Separation] = "leases"
+
+    def _close(self) -> None:
+        super()._close()
+        self.marks = None  # they belong to the transport that lends the memory
 
 
 class _DeviceBytes:

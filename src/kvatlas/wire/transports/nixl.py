@@ -95,8 +95,9 @@ class NixlTransport(Transport):
         published.board = None if self.board is None else self.board.place
         return errors.write_metadata(published)
 
-    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory], deadline: float) -> Link:
         """Return a link to a peer's agent, after checking that it has registered these regions."""
+        del deadline
         published = errors.read_metadata(metadata, nixl_metadata.Published)
         nixl_metadata.check(published, self.backend, not_empty(memory))
         about = (self, self._agents, published, memory, self._link_ended)
@@ -123,9 +124,7 @@ class NixlTransport(Transport):
             self.retired += link.retired
 
     def _close(self) -> None:
-        """Close all links, wait for operations in flight, then destroy or retire all agents."""
-        for link in list(self.links):
-            link.close()
+        """Wait for operations in flight of closed links, then destroy or retire all agents."""
         deadline = time.monotonic() + _CLOSING
         while self.links and time.monotonic() < deadline:
             time.sleep(BETWEEN_LOOKS)

@@ -29,7 +29,8 @@ from kvatlas.copying.memory import Memory
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors, nixl_metadata
-from kvatlas.wire.transports.base import Handle, Link, Transport
+from kvatlas.wire.transports.base import Link, Transport
+from kvatlas.wire.transports.handles import Handle
 from kvatlas.wire.transports.nixl_agents import PEER_LOST, Agents, not_empty, rows_of, translated
 from kvatlas.wire.transports.nixl_strided import describe
 from kvatlas.wire.transports.offer_board import SeenOffer, open_board

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvatlas.errors import AtlasError
 from kvatlas.routing import Copy
-from kvatlas.wire.transports.base import Done, Handle
+from kvatlas.wire.transports.handles import Done, Handle
 from kvatlas.wire.transports.nixl_link import NixlLink
 
 log = logging.getLogger("kvatlas.wire")

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError
-from kvatlas.wire.transports.sealed_memory import make_sealed, map_sealed, watch_sealed
+from kvatlas.wire.transports.shared_memory import make_sealed, map_sealed, watch_sealed
 from kvatlas.wire.transports.watched_process import WatchedProcess
 
 _SLOTS = 128
