@@ -68,7 +68,7 @@ CLAIMS: dict[str, Row] = {
     "offered and expected blocks are not pulled into": Row(owned_blocks),
     "quarantined blocks have no new owner": Row(quarantined_blocks, _ALL),
     "stopped readers keep no buffers from others": Row(stopped_readers),
-    "shared staging: a peer sees and changes no other's bytes": Row(separate_peers, ("shm",)),
+    "shared staging: a peer sees and changes no other's bytes": Row(separate_peers, ("shm", "tcp")),
     "forged messages change nothing": Row(forged_messages),
     "a peer reads the bytes of its lease alone": Row(hostile_readers, ("tcp",)),
     "attackers on the network read and change nothing": Row(

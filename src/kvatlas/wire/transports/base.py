@@ -356,12 +356,12 @@ class Transport(ABC):
         self.check()
         with errors.coded_limits():
             link = self._connect(metadata, memory, deadline)
+            self._links.add(link)
             try:
                 link.sign_in(access or Access(), deadline)
             except BaseException:
                 link.close()
                 raise
-        self._links.add(link)
         return link
 
     @abstractmethod

@@ -19,7 +19,7 @@ import socket
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -88,20 +88,25 @@ class CudaTransport(Transport):
         """The index of the GPU with the regions; -1 before any is registered."""
         self._allocations: dict[int, PublishedAllocation] = {}
         self._regions: dict[int, PublishedRegion] = {}
-        self._opened: OpenedMemory | None = None
 
     @property
     def driver(self) -> CudaDriver:
         """The CUDA driver."""
         return self._driver
 
-    @property
+    @cached_property
     def opened(self) -> OpenedMemory:
         """The mapped allocations of peers."""
-        if self._opened is None:
+        self._own_marks()
+        return OpenedMemory(self._driver, self.device)
+
+    def _own_marks(self) -> DeviceMarks:
+        """Return the marks of this end, or raise an error before any memory is registered."""
+        if self.marks is None:
             problem = "The transport has no registered memory"
-            raise errors.failed("no regions", "Register memory before connecting", problem)
-        return self._opened
+            hint = "Register memory before publishing and connecting"
+            raise errors.failed("no regions", hint, problem)
+        return self.marks
 
     def takes(self, device: str) -> bool:
         """Whether the device is a GPU: the transport does not move host memory."""
@@ -131,13 +136,11 @@ class CudaTransport(Transport):
         super().register(memory)
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
-        if self._opened is None:
-            self._opened = OpenedMemory(self._driver, self.device)
-            if self.shared == "all":
-                with suppress(AtlasError):  # no memory for a board: peers ask by message
-                    self.board = OfferBoard()
-                    if self.marks is not None:
-                        self.marks.board = self.board
+        if self.board is None and self.shared == "all":
+            with suppress(AtlasError):  # no memory for a board: peers ask by message
+                self.board = OfferBoard()
+                if self.marks is not None:
+                    self.marks.board = self.board
         for pool, region in memory.items():
             if self.shares(pool):
                 self._regions[pool] = self._located(region)
@@ -181,9 +184,7 @@ class CudaTransport(Transport):
     def publish(self) -> bytes:
         """Return handles of the allocations and events, and the offsets of the regions."""
         self.check()
-        if self.marks is None:
-            problem = "The transport has no registered memory"
-            raise errors.failed("no regions", "Register memory before publishing", problem)
+        events = list(self._own_marks().export())
         return errors.write_metadata(
             PublishedMemory(
                 _host(),
@@ -191,7 +192,7 @@ class CudaTransport(Transport):
                 self._driver.devices()[self.device],
                 list(self._allocations.values()),
                 self._regions,
-                list(self.marks.export()),
+                events,
                 None if self.board is None else self.board.place,
             )
         )
