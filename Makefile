@@ -83,12 +83,13 @@ GIGABYTES ?= 10
 test-stream: $(READY)  ## Traces of GIGABYTES=10 out of a pipe: in how much memory they are read
 	$(PY) -m tests.pool.long_stream --gigabytes $(GIGABYTES)
 
-# SIZE is how often each claim is tried, over each transport: 100 for all that is promised.
+# SIZE is how often each claim is tried, over each transport: 100 for all that is promised. Attacks
+# wait most of the time: JOBS=6 tries six claims concurrently.
 SIZE ?= 6
 SECONDS ?= 3600
 
 test-attack: $(READY)  ## Peers that stop, die, lie and crowd, over every transport: what held
-	$(PY) -m tests.attack --tries $(SIZE)
+	$(PY) -m tests.attack --tries $(SIZE) $(if $(JOBS),--jobs $(JOBS))
 
 # Hosts are network namespaces, so this needs root, and iproute2. Most cases wait for something, so
 # there are more workers than cores. Elsewhere the tests are skipped; with CI=true that is a failure.

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
@@ -30,12 +31,17 @@ def main() -> int:
     options = _options()
     rows: list[Json] = []
     console = Console(stderr=bool(options.json))
-    with Live(_table(rows), console=console, refresh_per_second=2) as live:
-        for label, claim in _chosen(options):
-            rows.append({"claim": claim, "transport": label})
-            live.update(_table(rows))
-            rows[-1] |= _in_processes(label, claim, options)
-            live.update(_table(rows))
+
+    def attack(row: Json) -> None:
+        rows.append(row)
+        row |= _in_processes(row["transport"], row["claim"], options)
+
+    chosen = [{"claim": claim, "transport": label} for label, claim in _chosen(options)]
+    with (
+        Live(get_renderable=lambda: _table(rows), console=console, refresh_per_second=2),
+        ThreadPoolExecutor(options.jobs) as jobs,
+    ):
+        list(jobs.map(attack, chosen))
     if options.json:
         print(json.dumps(rows, indent=2))
     return 0 if rows and all(row["ok"] for row in rows) else 1
@@ -48,6 +54,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     parser.add_argument("--transports", nargs="*", choices=LABELS, default=LABELS)
     parser.add_argument("--claims", nargs="*", default=[""], help="parts of their names")
+    parser.add_argument("--jobs", type=int, default=1, help="claims that are tried concurrently")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args()
 
@@ -126,7 +133,7 @@ def _table(rows: list[Json]) -> Table:
     table = Table(title="Attacks on the wire")
     for name in ("claim", "transport", "tries", "held", "in flight", "seconds", "what was found"):
         table.add_column(name, justify="left" if name in ("claim", "transport") else "right")
-    for row in rows:
+    for row in list(rows):
         if "ok" not in row:
             table.add_row(row["claim"], row["transport"], "...")
             continue

@@ -46,7 +46,7 @@ class RequestTables:
             raise AtlasError(Code.MISSING_BLOCKS, problem, got=got, hint=hint)
         entries = states.entry_slice(end)
         ids = table[entries]
-        low, high = int(ids.min()), int(ids.max())
+        low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
         blocks = self.plan.pool(self.rank, group).blocks
         if low < 0 or high >= blocks:
             problem = f"Block ids of group {group} at the {self.end} must be in 0..{blocks - 1}"
@@ -77,6 +77,8 @@ class RequestTables:
             pool = self.plan.groups[group].pool
             by_pool.setdefault(pool, []).append(self._table(group)[used])
         for pool, tables in by_pool.items():
+            if sum(map(len, tables)) < 2:
+                continue
             ids = np.sort(np.concatenate(tables))
             again = ids[1:][ids[1:] == ids[:-1]]
             if len(again):
