@@ -469,9 +469,9 @@ def test_a_server_that_says_what_it_should_not(near: ShmTransport) -> None:
     other.register({0: pool.memory})
     link = near.connect(other.publish(), other.memory)
     link.check()
-    waited(lambda: bool(other._server._connected), 10)  # by a thread of its own
-    (there,) = other._server._connected
-    there.send(b"boo")
+    waited(lambda: other._server.links.total() == 1, 10)  # by a thread of its own
+    (there,) = other._server._admission._newcomers.values()
+    there.connection.send(b"boo")
     assert code_of(link.check) == Code.PEER_LOST
     link.close()
     other.close()
