@@ -90,8 +90,8 @@ class Admission(threading.Thread):
             for key, _ in self._waiting.select(_LOOK if unproven else None):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif key.fd in self._newcomers:  # else it was dropped for a new one
-                    self._advance(self._newcomers[key.fd])
+                elif self._newcomers.get(key.fd) is key.data:  # else it was dropped for a new one
+                    self._advance(key.data)
             now = time.monotonic()
             for late in [one for one in self._newcomers.values() if one.until < now]:
                 self._drop(late)
@@ -127,7 +127,7 @@ class Admission(threading.Thread):
             one = Newcomer(connection, source, connection.fileno())
             one.steps = self._handshake(one)
             self._newcomers[one.fd] = one
-            self._waiting.register(one.fd, selectors.EVENT_READ)
+            self._waiting.register(one.fd, selectors.EVENT_READ, one)
             self._advance(one)
 
     def _make_room(self, most: int) -> None:
@@ -142,7 +142,7 @@ class Admission(threading.Thread):
     def _advance(self, one: Newcomer) -> None:
         """Continue the handshake of a connection as far as possible now."""
         try:
-            self._waiting.modify(one.fd, next(one.steps))
+            self._waiting.modify(one.fd, next(one.steps), one)
         except StopIteration:
             self._forget(one)
         except AtlasError as refusal:
