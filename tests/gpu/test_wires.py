@@ -153,7 +153,7 @@ def test_requests_of_one_shape_again_and_again(peer: Peer) -> None:
                         assert transfer.wait(30).ready
                         time.sleep(0.03)  # what is prepared is so beside everything else
                     found = [session._connections.find(one) for one in served["endpoints"]]
-                    warm = [any(one.warm._kept.values()) for one in found if one is not None]
+                    warm = [any(one.shapes._kept.values()) for one in found if one is not None]
                     assert any(warm), (name, source, target)
             assert ranks.wrong(right_of(move, poison)) == 0, (name, source, target)
         peer.ask("close")

@@ -23,7 +23,7 @@ from kvatlas import AtlasError
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Session, Transfer
-from kvatlas.wire.client import direct
+from kvatlas.wire.client import pull_pipeline
 from kvatlas.wire.transports import offer_board
 from tests.hosts import namespaces
 from tests.hosts.networks import DEVICE
@@ -208,7 +208,7 @@ def _main(told: Connection, namespace: str) -> None:
     os.environ.update(_SETTINGS)
     # Boards of offers are for processes of one host, which is a network namespace here.
     offer_board._namespace = lambda: Path("/proc/self/ns/net").stat().st_ino
-    direct._BATCH = _BATCH
+    pull_pipeline._BATCH = _BATCH
     orders = _Orders()
     with suppress(EOFError, OSError):
         while True:

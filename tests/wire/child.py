@@ -25,7 +25,7 @@ from kvatlas.models import CacheIdentity
 from kvatlas.planning import Plan
 from kvatlas.routing import scattered
 from kvatlas.wire import Handle, Node, Session, make_transport, memory_of
-from kvatlas.wire.client import direct
+from kvatlas.wire.client import pull_pipeline
 from kvatlas.wire.sample_server import random_bytes
 from tests.identities import OURS
 from tests.wire.forking import forked, forked_idler, until_stopped
@@ -205,7 +205,7 @@ def main(told: Connection) -> None:
     except (EOFError, OSError):
         return None
     os.environ.update(order.pop("settings", {}))
-    direct._BATCH = order.pop("batch", direct._BATCH)
+    pull_pipeline._BATCH = order.pop("batch", pull_pipeline._BATCH)
     _slow_down(order.pop("slow", 0.0))
     _fork_on_signal(order.pop("fork_note"))
     if "secret" in order:

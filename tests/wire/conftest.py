@@ -26,7 +26,7 @@ def attacked() -> Iterator[Attacked]:
 def small_batches() -> Iterator[None]:
     """Many operations a transfer, so that there is something to interrupt."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvatlas.wire.client.direct._BATCH", SMALL_BATCH)
+        patch.setattr("kvatlas.wire.client.pull_pipeline._BATCH", SMALL_BATCH)
         yield
 
 

@@ -17,7 +17,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Copy
 from kvatlas.wire import Session, protocol
-from kvatlas.wire.client.peer_connection import PeerConnection
+from kvatlas.wire.client.connections import PeerConnection
 from kvatlas.wire.read_grants import session_id
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports.tcp_server import CHALLENGE_BYTES, WELCOME, proof

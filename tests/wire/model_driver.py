@@ -25,7 +25,6 @@ from kvatlas.routing import Copy, Stream, route
 from kvatlas.wire import Handle, Node, Session, Transfer, protocol
 from kvatlas.wire.channels import Channels
 from kvatlas.wire.client.expected import Announcement, Expected
-from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.transports.errors import peer_lost
 from tests.wire import protocol_model as model
 from tests.wire.faulty import Act
@@ -100,14 +99,9 @@ class PushProcess:
     pushes: list[Push] = field(default_factory=list)
 
 
-def pull_in_pieces(lease: RankLease, stream: Stream, behind: int | None) -> None:
-    """Read a stream into its blocks, in as many pieces as in the model."""
-    del behind
-    size = stream.nbytes // model.PIECES
-    for start in range(0, stream.nbytes, size):
-        lease.transfer.check_cancelled()
-        lease.read(stream.copies(start, start + size), "blocks")
-        lease.transfer.add(lease.rank, size)
+def piece_bytes(stream: Stream) -> int:
+    """Return the bytes of a direct piece: a stream has as many pieces as in the model."""
+    return stream.nbytes // model.PIECES
 
 
 class Nodes:

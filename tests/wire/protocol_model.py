@@ -6,7 +6,9 @@ block of its own; its engine uses blocks that have no claim. `Model.step` define
 does and which error it gets. Bytes are tags: which announcement or which pull wrote a piece.
 
 A push is a pull that its source announces. The node reads the part of each rank from the process
-that announced it last. All reads go straight to the blocks, and may land after they were given up.
+that announced it last. Its reads go straight to the blocks, and may land after they were given up.
+So do those of a direct pull. A staged pull reads each piece into the node's buffer, and a worker
+then puts it in place; coalesced pulls do the same.
 
 Who causes which event:
 
@@ -19,6 +21,7 @@ Who causes which event:
 | `pull`, `cancel` | the node | claim and fill blocks; give up |
 | `confirm` | the node | have the source confirm that it held its blocks |
 | `land`, `sever` | the transport | a posted read writes its piece, also late; it never will |
+| `place`, `placed` | a worker | begin to copy the buffer into the blocks; the copy is done |
 | `offer`, `withdraw`, `rewrite` | a source, the node | let blocks be read; end that; reuse them |
 | `use` | the engine | write to every block that has no claim |
 
@@ -67,6 +70,10 @@ class Rules:
     """A failed pull keeps its blocks until its posted read cannot write to them."""
     confirm: bool = True
     """A pull is ready only if the source has held the blocks until the last byte was read."""
+    buffers: bool = True
+    """A failed pull keeps its buffer until its posted read cannot write to it."""
+    busy: bool = True
+    """A failed pull keeps its blocks while a worker puts a piece in place."""
 
 
 class Pusher(NamedTuple):
@@ -90,6 +97,8 @@ class World:
 
     pushers: tuple[Pusher, ...] = ()
     pulls: tuple[str, ...] = ()
+    staged: bool = False
+    """Whether the pulls read through the node's buffer."""
     offers: bool = False
     """Whether the node offers a block of its own."""
     attempts: int = 1
@@ -131,7 +140,10 @@ class Part(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """A pull of the node. While it runs, a read is posted, or all pieces have landed."""
+    """A pull of the node.
+
+    While it runs, a read is posted, a piece is in the buffer, or all pieces are in the blocks.
+    """
 
     status: str = "none"
     landed: int = 0
@@ -141,6 +153,8 @@ class Pull(NamedTuple):
     version: int = 0
     """The content of the source's blocks when the lease was opened."""
     tries: int = 0
+    placing: str = ""
+    """The content that a worker copies from the buffer into the blocks; empty if none does."""
 
 
 class State(NamedTuple):
@@ -170,6 +184,10 @@ class State(NamedTuple):
     source: str = "running"
     offered: bool = True
     version: int = 0
+    buffer: str = ""
+    """The tag in the node's buffer."""
+    buffer_of: str = ""
+    """The pull that has the buffer; empty if it is free."""
     used: bool = False
     late_write: str = ""
     """The owner that wrote after its right had ended; empty if none has."""
@@ -288,16 +306,22 @@ class Model:
             yield "confirm"
 
     def _pull_actions(self, state: State, pull: Pull) -> Iterator[str]:
-        over = pull.status in ("none", "ready", "failed") and not pull.posted
-        if over and pull.tries < self.world.attempts and state.source == "running":
+        running, complete = pull.status == "running", pull.landed == PIECES
+        over = not running and not pull.posted and not pull.placing
+        waits = self.world.staged and state.buffer_of != ""
+        if over and not waits and pull.tries < self.world.attempts and state.source == "running":
             yield "pull"
-        if pull.status == "running":
+        if running:
             yield "cancel"
         if pull.posted and state.source == "running":
             yield "land"
-        if pull.posted and pull.status == "failed":
+        if pull.posted and not running:
             yield "sever"
-        if pull.status == "running" and pull.landed == PIECES:
+        if pull.placing:
+            yield "placed"
+        elif running and self.world.staged and not pull.posted and not complete:
+            yield "place"
+        if running and complete:
             yield "confirm"
 
     def _source_events(self, state: State) -> Iterator[Event]:
@@ -447,7 +471,7 @@ class Model:
         if not state.offered:
             return self._with_pull(state, at, Pull("failed", tries=tries)), UNKNOWN
         begun = Pull("running", 0, posted=True, leased=True, version=state.version, tries=tries)
-        return self._with_pull(claimed, at, begun), OK
+        return self._with_buffer(self._with_pull(claimed, at, begun), who), OK
 
     def _land(self, state: State, who: str) -> Step:
         """A posted read writes its piece, with the bytes that the source has now."""
@@ -456,6 +480,8 @@ class Model:
         at = self.index[who]
         pull = state.pulls[at]
         tag = f"{who}{pull.tries} v{state.version}"
+        if self.world.staged:
+            return self._land_in_buffer(state._replace(buffer=tag), who), OK
         cells = written(state.cells, cells_of(who, None, pull.landed), tag)
         running = pull.status == "running"
         landed = pull.landed + 1
@@ -467,19 +493,46 @@ class Model:
             return state._replace(late_write=who), OK
         return self._released(state, who), OK
 
+    def _land_in_buffer(self, state: State, who: str) -> State:
+        """A read has filled the buffer. A failed pull then has no more use for the buffer."""
+        at = self.index[who]
+        state = self._with_pull(state, at, state.pulls[at]._replace(posted=False))
+        return state if state.pulls[at].status == "running" else self._without_buffer(state, who)
+
+    def _place(self, state: State, who: str) -> Step:
+        at = self.index[who]
+        return self._with_pull(state, at, state.pulls[at]._replace(placing=state.buffer)), OK
+
+    def _placed(self, state: State, who: str) -> Step:
+        """A worker has copied a piece into the blocks, and reads the next one."""
+        at = self.index[who]
+        pull = state.pulls[at]
+        cells = written(state.cells, cells_of(who, None, pull.landed), pull.placing)
+        running, landed = pull.status == "running", pull.landed + 1
+        now = pull._replace(landed=landed, posted=running and landed < PIECES, placing="")
+        state = self._with_pull(state, at, now)._replace(cells=cells)
+        if running:
+            return state, OK
+        if not self.rules.busy:
+            return state._replace(late_write=who), OK
+        return self._without_buffer(self._released(state, who), who), OK
+
     def _cancel(self, state: State, who: str) -> Step:
         at = self.index[who]
         pull = state.pulls[at]._replace(status="failed", leased=False)
         state = self._released(self._with_pull(state, at, pull), who)
-        if pull.posted and self.rules.quarantine:
+        late = pull.posted and not self.world.staged and self.rules.quarantine
+        if late or (pull.placing and self.rules.busy):
             state = state._replace(claims=state.claims | {("quarantined", who)})
-        return state, OK
+        keeps = (pull.posted and self.rules.buffers) or (pull.placing and self.rules.busy)
+        return (state if keeps else self._without_buffer(state, who)), OK
 
     def _sever(self, state: State, who: str) -> Step:
         if who not in self.world.pulls:
             return self._sever_part(state, who)
         at = self.index[who]
         state = self._with_pull(state, at, state.pulls[at]._replace(posted=False))
+        state = self._without_buffer(state, who)
         return (self._released(state, who) if self.rules.quarantine else state), OK
 
     def _confirm(self, state: State, who: str) -> Step:
@@ -487,7 +540,7 @@ class Model:
             return self._confirm_part(state, who)
         at = self.index[who]
         pull = state.pulls[at]
-        state = self._released(state, who)
+        state = self._without_buffer(self._released(state, who), who)
         if not pull.leased and self.rules.confirm:
             return self._with_pull(state, at, pull._replace(status="failed")), EXPIRED
         right = f"{who}{pull.tries} v{pull.version}"
@@ -534,6 +587,12 @@ class Model:
 
     def _released(self, state: State, owner: str) -> State:
         return state._replace(claims=frozenset(c for c in state.claims if c[1] != owner))
+
+    def _with_buffer(self, state: State, who: str) -> State:
+        return state._replace(buffer_of=who) if self.world.staged else state
+
+    def _without_buffer(self, state: State, who: str) -> State:
+        return state._replace(buffer_of="") if state.buffer_of == who else state
 
     def _ended(self, state: State, parts: Iterable[Part]) -> State:
         """End pulls of parts. A read that is posted may still land; `_settled` waits for it."""

@@ -55,7 +55,7 @@ def test_layers_count_only_while_the_lease_is_held() -> None:
 
 def test_a_long_transfer_renews_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """The offer lasts; the lease is asked for again while bytes are still on their way."""
-    monkeypatch.setattr("kvatlas.wire.client.direct._BATCH", 1000)
+    monkeypatch.setattr("kvatlas.wire.client.pull_pipeline._BATCH", 1000)
     with ends(*pair()) as (source, target):
         source.offer("r")
         (node,) = source.nodes

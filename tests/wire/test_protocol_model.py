@@ -34,12 +34,14 @@ PUSHES = World(
 REPLACED = replace(PUSHES, faults=frozenset({"stop old"}))
 STRANGERS = World(pushers=(OLD, STRANGER, ONE), engine=False, attempts=2)
 PULLS = World(pulls=("a", "b"), offers=True, faults=frozenset({"stop source"}))
+STAGED = World(pulls=("a", "b"), staged=True, faults=frozenset({"stop source"}))
 WORLDS = {
     "pushes": PUSHES,
     "replaced": replace(REPLACED, attempts=2),
     "strangers": STRANGERS,
     "expected twice": World(pushers=(OLD, ONE), expectations=2, faults=frozenset({"expire old"})),
     "pulls": PULLS,
+    "staged pulls": STAGED,
     "pushes and pulls": World(pushers=(OLD, ONE), pulls=("b",), rewrites=0),
 }
 DEEP_WORLDS = {
@@ -57,6 +59,7 @@ DEEP_WORLDS = {
     "replaced twice": replace(REPLACED, attempts=2, expectations=2),
     "engine in between": replace(REPLACED, attempts=2, expectations=2, engine=True),
     "second pulls": replace(PULLS, attempts=2, rewrites=2),
+    "second staged pulls": replace(STAGED, attempts=2, rewrites=2, offers=True),
     "everything": World(pushers=(OLD, ONE), pulls=("b",), offers=True),
 }
 
@@ -177,6 +180,24 @@ def test_without_confirmation_a_pull_is_ready_with_reused_blocks() -> None:
     assert found.violation == "wrong bytes"
     assert trace.index("withdraw source") < trace.index("rewrite source")
     assert trace[-1].startswith("confirm")
+
+
+def test_without_quarantined_buffers_a_late_read_reaches_another_pull() -> None:
+    world = replace(STAGED, attempts=2)
+    found = search(Model(world, Rules(buffers=False)), {"wrong bytes"})
+    trace = shown(found)
+    assert found.violation == "wrong bytes"
+    first = next(event.split()[1] for event in trace if event.startswith("cancel"))
+    assert trace.index(f"cancel {first}") < trace.index(f"land {first}")
+    assert trace[-1].startswith("confirm")
+
+
+def test_a_caller_that_does_not_wait_for_its_workers_frees_blocks_too_early() -> None:
+    found = search(Model(STAGED, Rules(busy=False)), {"wrong bytes"})
+    trace = shown(found)
+    assert found.violation == "wrong bytes"
+    acts = [event.split()[0] for event in trace]
+    assert acts == ["pull", "land", "place", "cancel", "use", "placed"]
 
 
 @pytest.mark.parametrize("broken", ["late write", "wrong bytes"])

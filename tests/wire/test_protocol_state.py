@@ -25,7 +25,7 @@ from kvatlas.wire.client import expected as expected_module
 from kvatlas.wire.client.expected import Announcement, Expected, ExpectedRequests
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.peers import Peer
-from tests.wire.model_driver import Driver, Nodes, pull_in_pieces
+from tests.wire.model_driver import Driver, Nodes, piece_bytes
 from tests.wire.protocol_model import (
     BLOCKS,
     BLOCKS_OF,
@@ -156,7 +156,7 @@ class Protocol(RuleBasedStateMachine):
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Protocol]]:
-    monkeypatch.setattr("kvatlas.wire.client.rank_transfer.pull_direct", pull_in_pieces)
+    monkeypatch.setattr("kvatlas.wire.client.pull_pipeline.piece_bytes", piece_bytes)
     monkeypatch.setattr("kvatlas.wire.client.expected._LONGEST_WAIT", 0.0)
     made: type[Protocol] = type("Protocol", (Protocol,), {"reached": Counter()})
     yield made

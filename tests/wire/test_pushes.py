@@ -321,14 +321,14 @@ def test_too_many_announcements_of_one_rank_must_wait(monkeypatch: pytest.Monkey
     release = threading.Event()
     with ends(*pair()) as (source, target):
         expect(source, target)
-        sources = target.nodes[0]._expected._sources
-        use = sources.use
+        connections = target.nodes[0]._expected._connections
+        use = connections.use
 
         def slowly(*given: Any) -> Any:
             assert release.wait(20)
             return use(*given)
 
-        monkeypatch.setattr(sources, "use", slowly)
+        monkeypatch.setattr(connections, "use", slowly)
         with announcing(source.nodes[0], target) as one:
             said = [code_of(one.announce(offer=f"{n}")) for n in range(5)]
         release.set()

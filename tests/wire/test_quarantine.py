@@ -55,7 +55,7 @@ def test_blocks_of_a_direct_read_are_not_released_before_it_is_over(end: str) ->
 
 
 def test_a_transfer_that_has_ended_posts_no_further_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvatlas.wire.client.direct._BATCH", 8192)
+    monkeypatch.setattr("kvatlas.wire.client.pull_pipeline._BATCH", 8192)
     gate, posted = Gate(), []
 
     def around(act: Act, copies: Sequence[Copy]) -> Handle:

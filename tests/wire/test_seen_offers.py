@@ -29,7 +29,7 @@ def seeing(source: Any, target: Any) -> Iterator[tuple[End, End, Session, list[s
         asked: list[str] = []
         with Session(dst.nodes[0], src.endpoints) as session:
             link: Any = session.link(0)
-            link.find_offer = PeerBoard(board.memory, None).find
+            link.board = PeerBoard(board.memory, None)
             channels: Any = dst.nodes[0].channels
             ask = channels.ask
 
@@ -46,7 +46,7 @@ def seeing(source: Any, target: Any) -> Iterator[tuple[End, End, Session, list[s
 def once_seen(session: Session, src: End, offer_anew: Callable[[], object]) -> None:
     """Have an offer withdrawn right after it was seen, and made anew."""
     link: Any = session.link(0)
-    found = link.find_offer
+    found = link.board.find
 
     def finding(request: str) -> SeenOffer | None:
         seen: SeenOffer | None = found(request)
@@ -54,7 +54,7 @@ def once_seen(session: Session, src: End, offer_anew: Callable[[], object]) -> N
         offer_anew()
         return seen
 
-    link.find_offer = finding
+    link.board.find = finding
 
 
 def test_a_request_that_is_seen_is_read_without_a_word_before_it() -> None:
@@ -125,8 +125,8 @@ def test_processes_of_one_host_see_what_is_offered_over_nixl() -> None:
     near, far = ends_of_it
     assert far.board is not None
     link = near.connect(far.publish(), far.memory)
-    assert link.sees_offers
-    assert link.find_offer("r") is None
+    assert link.board is not None
+    assert link.board.find("r") is None
     link.close()
     for transport in ends_of_it:
         transport.close()

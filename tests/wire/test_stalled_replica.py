@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvatlas.wire import Session
-from kvatlas.wire.client.rank_lease import RankLease
+from kvatlas.wire.client.rank_reads import RankReads
 from tests.profiles import DEEP
 from tests.wire.child import TOKENS, Child, Rank, contents
 from tests.wire.forking import HAS_NIXL
@@ -61,12 +61,12 @@ def test_another_replica_takes_over_a_direct_read(
 
 def stop_at_first_read(monkeypatch: pytest.MonkeyPatch, child: Child) -> None:
     """Stop a process once this one has its lease, before it reads."""
-    read, stopped = RankLease.read, list[Child]()
+    read, stopped = RankReads.read, list[Child]()
 
-    def stopping(lease: RankLease, *given: Any) -> None:
+    def stopping(reads: RankReads, *given: Any, **about: Any) -> None:
         if not stopped:
             stopped.append(child)
             child.stop()
-        read(lease, *given)
+        read(reads, *given, **about)
 
-    monkeypatch.setattr(RankLease, "read", stopping)
+    monkeypatch.setattr(RankReads, "read", stopping)

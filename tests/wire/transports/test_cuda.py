@@ -276,8 +276,8 @@ def test_what_is_seen_is_refused_as_what_is_asked_for() -> None:
                 assert code_of(transfer.wait) is code, lie
         with Session(there[0], [source.endpoint]) as session:
             link = session.link(0)
-            assert link.find_offer("r") is not None
-            assert link.find_offer("some") is None, "not for everybody to see"
+            assert link.board.find("r") is not None
+            assert link.board.find("some") is None, "not for everybody to see"
             right: dict[str, Any] = {
                 "dst_blocks": scattered(made, tokens),
                 "src_blocks": scattered(made, tokens),

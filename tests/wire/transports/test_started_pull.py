@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvatlas.wire.client import started_pull
-from kvatlas.wire.client.started_pull import StartedPull
+from kvatlas.wire.client import fast_path
+from kvatlas.wire.client.fast_path import LaunchedPull
 from kvatlas.wire.transports import cuda_copy
 from kvatlas.wire.transports.cuda_copy import CopyPace, CudaCopy
 
@@ -25,9 +25,9 @@ def test_who_waits_keeps_the_interpreter_only_while_its_copy_should_end(
         return now[0] > BEGUN + 9e-4
 
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr(started_pull, "time", clock)
+    monkeypatch.setattr(fast_path, "time", clock)
     monkeypatch.setattr(cuda_copy, "time", clock)
-    monkeypatch.setattr(started_pull, "_let_others_run", lambda: let_run.append(now[0] - BEGUN))
+    monkeypatch.setattr(fast_path, "_let_others_run", lambda: let_run.append(now[0] - BEGUN))
     seen: Any = SimpleNamespace(confirmed=True, held=True)
     transfer: Any = SimpleNamespace(done=False)
     posted: Any = SimpleNamespace(done=is_over)
@@ -39,7 +39,7 @@ def test_who_waits_keeps_the_interpreter_only_while_its_copy_should_end(
             pace.took(BEGUN, BEGUN + 5e-4, 1000)
         handle = CudaCopy.launched(posted, lambda: None, lambda: None, pace, 1000)
         read: Any = SimpleNamespace(handle=handle, seen=seen)
-        assert StartedPull(read, read, read)._is_soon_over(transfer)
+        assert LaunchedPull(read, read, read)._is_soon_over(transfer)
         around_the_end = [late for late in let_run if 4.05e-4 < late < 5.95e-4]
         assert bool(around_the_end) is not foreseen
         assert min(let_run) < 1e-4

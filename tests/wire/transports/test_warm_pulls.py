@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,10 +15,9 @@ from kvatlas import AtlasError, Code
 from kvatlas.routing import scattered
 from kvatlas.wire import Session
 from kvatlas.wire.channels import no_answer
-from kvatlas.wire.client import follow_ups, warm_shapes
+from kvatlas.wire.client import fast_path, prepared_shapes
 from kvatlas.wire.client import session as session_
-from kvatlas.wire.client.transfer import Transfer, TransferPart
-from kvatlas.wire.client.warm_shapes import WarmShapes
+from kvatlas.wire.client.prepared_shapes import PreparedShapes
 from kvatlas.wire.transports.offer_board import PostedOffer
 from tests.routing import oracle
 from tests.wire.helpers import small
@@ -29,7 +27,7 @@ from tests.wire.transports.fake_cuda import FakeMachine, node_of
 TOKENS = 61
 
 
-def has_learnt(warm: WarmShapes, pulls: int) -> bool:
+def has_learnt(warm: PreparedShapes, pulls: int) -> bool:
     """Whether so many pulls that went their whole way are learnt from, at last."""
     return bool(eventually(lambda: warm._pulled >= pulls))
 
@@ -51,10 +49,10 @@ class WarmEnds:
         self.driver.log.clear()
 
     @property
-    def warm(self) -> WarmShapes:
+    def warm(self) -> PreparedShapes:
         connection = self.session._connections.find(self.source.endpoint)
         assert connection is not None
-        return connection.warm
+        return connection.shapes
 
     def offer(self, request: str, blocks: Any = None, tokens: int = TOKENS) -> None:
         blocks = scattered(self.source.plan, tokens) if blocks is None else blocks
@@ -155,8 +153,8 @@ def test_ranks_are_warm_one_by_one_and_make_up_a_request_together() -> None:
 
         for turn in range(2):
             assert pull(f"cold {turn}", 0, 1)[0].wait(20).ready
-            assert all(one and has_learnt(one.warm, turn + 1) for one in connections)
-        assert eventually(lambda: all(one and one.warm._kept for one in connections))
+            assert all(one and has_learnt(one.shapes, turn + 1) for one in connections)
+        assert eventually(lambda: all(one and one.shapes._kept for one in connections))
         transfer, begun = pull("warm", 0, 1)
         assert begun == 2
         assert transfer.wait(20).moved == transfer.total
@@ -181,7 +179,7 @@ class WarmRanks:
         self.session = Session(target, [node.endpoint for node in self.nodes])
         self.blocks = scattered(self.dst, TOKENS)
         self.released: list[tuple[int, str]] = []
-        warm = self.session._connections.find(self.nodes[0].endpoint).warm  # type: ignore[union-attr]
+        warm = self.session._connections.find(self.nodes[0].endpoint).shapes  # type: ignore[union-attr]
         for turn in range(2):
             self.pull(f"cold {turn}").wait(20)
             assert has_learnt(warm, turn + 1)
@@ -209,8 +207,7 @@ def test_a_block_that_only_another_rank_would_fill_fails_the_pull_and_holds_up_n
 ) -> None:
     with ExitStack() as stack:
         ends = WarmRanks(stack, "conv hybrid", pp=2)
-        assert eventually(lambda: not ends.session._follow_ups._looking)
-        monkeypatch.setattr(follow_ups, "_EVERY", 0.1)  # finished by the end of the session
+        monkeypatch.setattr(fast_path, "_UNWATCHED", 0.1)  # finished by the end of the session
         transfer = ends.pull("bad", ends.blocks | {1: [10**6] * len(ends.blocks[1])})
         assert ends.begun == 1, "the second rank's blocks alone are wrong"
         closing = threading.Thread(target=ends.session.close, daemon=True)
@@ -337,7 +334,7 @@ def test_an_interrupt_of_who_waits_does_not_let_go_of_what_is_written() -> None:
 def test_shapes_in_use_are_kept_and_those_that_were_used_longest_ago_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(warm_shapes, "_KEPT", 3)
+    monkeypatch.setattr(prepared_shapes, "_KEPT", 3)
     with warm_ends() as ends:
         (in_use,) = ends.warm._kept
         for tokens in range(1, 9):
@@ -416,8 +413,8 @@ def test_a_source_that_stalls_once_it_was_read_holds_up_one_end_of_a_session_and
         time.sleep(max(0.0, deadline - time.monotonic()))
         raise no_answer(endpoint)
 
-    monkeypatch.setattr(session_, "_ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(follow_ups, "_TOGETHER", 60.0)  # all in a row
+    monkeypatch.setattr(session_, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(fast_path, "_LATER", 0.5)  # after the last pull
     with warm_ends() as ends:
         monkeypatch.setattr(ends.target.channels, "ask", stalled)
         for number in range(20):
@@ -441,24 +438,6 @@ class GoneProcess:
 def test_a_source_that_has_gone_confirms_no_warm_pull() -> None:
     with warm_ends() as ends:
         ends.offer("r")
-        board = ends.session.link(0)._board  # type: ignore[attr-defined]
+        board: Any = ends.session.link(0).board
         board._process = GoneProcess()
         assert code_of(ends.pull("r").wait) is Code.PEER_LOST
-
-
-def test_pulls_are_followed_up_as_the_process_ends_and_has_no_more_threads() -> None:
-    """A session that is closed at exit waits for whoever looks after its pulls."""
-    workers, beside = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-    follow, done = follow_ups.FollowUps(workers, beside), list[str]()
-    transfer = Transfer("r", [], 0, 20)
-    for _ in range(2):
-        part = TransferPart(lambda: done.append("read"))
-        follow.add(transfer, part, lambda: done.append("told"))
-        workers.shutdown()
-        beside.shutdown(wait=False)
-        assert eventually(lambda: done == ["read", "told"])
-        closing = threading.Thread(target=follow.close, daemon=True)
-        closing.start()
-        closing.join(5)
-        assert not closing.is_alive()
-        done.clear()

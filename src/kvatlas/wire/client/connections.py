@@ -1,48 +1,104 @@
-"""A session's connections: exchange hellos, check peers, and keep links open while in use."""
+"""Connections to peers: exchange hellos, check peers, and keep links open while in use."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
+from weakref import WeakValueDictionary
 
+from kvatlas.copying.memory import STAGING, Memory
 from kvatlas.errors import AtlasError, Code
+from kvatlas.routing import Costs
 from kvatlas.wire.channels import no_answer
-from kvatlas.wire.client.peer_connection import PeerConnection
+from kvatlas.wire.client.prepared_shapes import MakeStream, PreparedShapes
 from kvatlas.wire.connection import endpoint_host
 from kvatlas.wire.peers import Peer, checked_peer
 from kvatlas.wire.protocol import SendPlan, Welcome, bad_handshake, wrong_answer
 from kvatlas.wire.read_grants import session_id
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.access import Access
+from kvatlas.wire.transports.base import Link, Transport
 
 PEER_GONE = {Code.PEER_LOST, Code.UNKNOWN_SESSION, Code.DEADLINE, Code.WIRE_FAILED}
 """Error codes after which a peer must be connected again: it may have exited or restarted."""
 
 
+_MAX_LENT = 16
+"""The maximum number of links to staging segments that a peer has for this node alone."""
+
+Way = Literal["direct", "staged", "coalesced"]
+
+
+@dataclass(eq=False)
+class PeerConnection:
+    """A connected peer: the session with it, and the link to its memory."""
+
+    endpoint: str
+    peer: Peer
+    session: bytes
+    link: Link
+    stream: InitVar[MakeStream]
+    beside: ThreadPoolExecutor
+    """Runs questions in the background during a transfer."""
+    costs: Costs | None = None
+    """The measured costs of the link."""
+    ways: dict[tuple[int, int], Way] = field(default_factory=dict)
+    """The fastest way for a given number of runs and bytes."""
+    question_seconds: float = 0.0
+    """How many seconds the peer takes to answer a question."""
+    users: int = 0
+    """The number of transfers that use it. The link is closed after the last one."""
+    gone: bool = False
+
+    def __post_init__(self, stream: MakeStream) -> None:
+        self.shapes = PreparedShapes(self.link, stream)
+        """The shapes that were pulled over this link, for the fast path."""
+        self._lent: dict[bytes, Link] = {}
+        """Links to staging memory that the peer has for this node alone, by metadata."""
+        self._lent_lock = threading.Lock()
+
+    def link_to_lent(self, transport: Transport, memory: Memory, metadata: bytes) -> Link:
+        """Return the link to staging memory that the peer has for this node alone."""
+        with self._lent_lock:
+            link = self._lent.get(metadata)
+            if link is None:
+                while len(self._lent) >= _MAX_LENT:  # the peer has most likely freed it
+                    self._lent.pop(next(iter(self._lent))).close()
+                link = transport.connect(metadata, {STAGING: memory})
+                self._lent[metadata] = link
+            return link
+
+    def close(self) -> None:
+        """Close all links to the peer."""
+        with self._lent_lock:
+            lent, self._lent = list(self._lent.values()), {}
+        for link in (self.link, *lent):
+            link.close()
+
+
 class Connections:
-    """Connections of a node to the endpoints of a session. Any thread may use them."""
+    """Connections of a node to several endpoints. Any thread may use them.
+
+    At most `most_idle` connections stay open while no transfer uses them.
+    """
 
     def __init__(
-        self, node: NodeState, endpoints: Sequence[str], beside: ThreadPoolExecutor
+        self, node: NodeState, beside: ThreadPoolExecutor, most_idle: int = sys.maxsize
     ) -> None:
-        self._node, self._beside = node, beside
+        self._node, self._beside, self._most_idle = node, beside, most_idle
         self._open: dict[str, PeerConnection] = {}
-        self._connecting = {endpoint: threading.Lock() for endpoint in endpoints}
+        """Those that were used last are at the end."""
+        self._connecting: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._lock = threading.Lock()
         self.known: dict[str, Peer] = {}
-        """The peers as they were at the first connection."""
-
-    def connect(self, endpoint: str, deadline: float) -> Peer:
-        """Connect to a peer for the first time."""
-        connection = self._open[endpoint] = self._connect(endpoint, deadline)
-        self.known[endpoint] = connection.peer
-        return connection.peer
+        """The peers of a session, as they were at the first connection."""
 
     def find(self, endpoint: str) -> PeerConnection | None:
         """Return the current connection to an endpoint, or None."""
@@ -57,12 +113,15 @@ class Connections:
     @contextmanager
     def use(self, endpoint: str, deadline: float) -> Iterator[PeerConnection]:
         """Connect to a peer for one transfer. Its link stays open while any transfer uses it."""
-        connecting = self._connecting[endpoint]
+        with self._lock:
+            connecting = self._connecting.setdefault(endpoint, threading.Lock())
         if not connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise no_answer(endpoint)
         try:
             connection = self.take(endpoint)
             if connection is None:
+                if (severed := self.find(endpoint)) is not None:
+                    self.drop(severed)
                 connection = self._connect(endpoint, deadline)
                 connection.users = 1
                 with self._lock:
@@ -79,21 +138,30 @@ class Connections:
             yield
         except AtlasError as refused:
             if refused.code in PEER_GONE:
-                with self._lock:
-                    connection.gone = True
-                    if self._open.get(connection.endpoint) is connection:
-                        del self._open[connection.endpoint]
+                self.drop(connection)
             raise
         finally:
             self.give_back(connection)
+
+    def drop(self, connection: PeerConnection) -> None:
+        """Use a connection no longer. It is closed once no transfer uses it."""
+        with self._lock:
+            connection.gone = True
+            if self._open.get(connection.endpoint) is connection:
+                del self._open[connection.endpoint]
+            unused = not connection.users
+        if unused:
+            connection.close()
 
     def give_back(self, connection: PeerConnection) -> None:
         """Return a connection that was taken."""
         with self._lock:
             connection.users -= 1
-            unused = connection.gone and not connection.users
-        if unused:
-            connection.close()
+            unused = [connection] if connection.gone and not connection.users else []
+            idle = [one for one in self._open.values() if not one.users]
+            unused += [self._open.pop(one.endpoint) for one in idle[: -self._most_idle]]
+        for one in unused:
+            one.close()
 
     def take(self, endpoint: str) -> PeerConnection | None:
         """Take the connection to an endpoint, if any, and keep it open until it is returned."""
@@ -102,6 +170,7 @@ class Connections:
             if connection is None or not connection.link.open:  # it was severed
                 return None
             connection.users += 1
+            self._open[endpoint] = self._open.pop(endpoint)
             return connection
 
     def _connect(self, endpoint: str, deadline: float) -> PeerConnection:

@@ -18,10 +18,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
@@ -31,7 +32,8 @@ from kvatlas.wire import protocol
 from kvatlas.wire.arguments import check_new_request
 from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.client.announced_endpoint import announced_endpoint
-from kvatlas.wire.client.source_sessions import SourceSessions
+from kvatlas.wire.client.connections import Connections
+from kvatlas.wire.client.rank_pull import ANSWER_SECONDS, RankReader
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest
 from kvatlas.wire.peers import Peer
@@ -44,6 +46,8 @@ _AT_ONCE = 64
 """The maximum number of announcements that are read at once; others wait for one to end."""
 _MAX_CONNECTING = 4
 """The maximum number of announcements of one rank that this node connects to at once."""
+_MAX_IDLE = 64
+"""The maximum number of idle connections to sources that are kept."""
 _KEPT = 1024
 """Announcements whose outcome is kept, for sources that ask again."""
 _LONGEST_WAIT, _MAX_WAITING = 0.2, 16
@@ -125,10 +129,12 @@ class ExpectedRequests:
         self._node = node
         self.requests: dict[str, Expected] = {}
         self._known: OrderedDict[tuple[str, bytes, str], Announcement] = OrderedDict()
-        self._sources = SourceSessions(node)
         self._lock = threading.Lock()
         self._waiting = threading.Semaphore(_MAX_WAITING)
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-expected")
+        self._beside = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="kvatlas-beside")
+        self._connections = Connections(node, self._beside, _MAX_IDLE)
+        self._reader = RankReader(node, self._connections)
 
     # -- the node ---------------------------------------------------------------------------
 
@@ -155,9 +161,7 @@ class ExpectedRequests:
                 one.end()
         if not _all_released(reading, time.monotonic() + _SETTLE_SECONDS):
             expected.claim.quarantine()
-            self._node.quarantine.hold(
-                [_Settling(one.transfer) for one in reading], expected.claim.release
-            )
+            self._node.quarantine.hold([one.transfer for one in reading], expected.claim.release)
             problem = "The request is forgotten, but a read may still write to its blocks"
             hint = "Use other blocks; these are quarantined until the transport is done"
             raise AtlasError(Code.DEADLINE, problem, got=f"request {request!r}", hint=hint)
@@ -169,7 +173,8 @@ class ExpectedRequests:
             with suppress(AtlasError):
                 self.forget(request)
         self._workers.shutdown(wait=True)
-        self._sources.close()
+        self._beside.shutdown(wait=True)
+        self._connections.close()
 
     # -- what peers announce ------------------------------------------------------------------
 
@@ -221,28 +226,38 @@ class ExpectedRequests:
 
     def _read(self, expected: Expected, one: Announcement) -> None:
         """Read an announced part, and record the outcome."""
-        rank, code = one.peer.rank, "ok"
-        try:
-            with self._sources.use(one.peer, one.endpoint, one.transfer.deadline) as session:
+        rank, transfer = one.peer.rank, one.transfer
+
+        def read() -> None:
+            endpoint = one.endpoint
+            with self._connected(one.peer, endpoint, transfer.deadline):
                 needed = self._needed(expected, one.peer)
                 self._replace_older(expected, one)
-                session.read_rank(one.transfer, self._wanted(expected, one), rank)
+                wanted = self._wanted(expected, one)
+                self._reader.read(transfer, wanted, rank, [endpoint])
             self._count(expected, one, needed)
-            one.transfer.finished(rank)
-        except AtlasError as refused:
-            code = str(refused.code)
-            one.transfer.failed(rank, refused)
-        except Exception as defect:
-            log.exception("reading a push failed request=%r rank=%d", expected.request, rank)
-            got = f"{type(defect).__name__}: {defect}"
-            one.transfer.failed(rank, failed(got, hint="See the traceback in the log"))
-            code = str(Code.WIRE_FAILED)
+
+        try:
+            transfer.run_rank(rank, read, partial(self._node.metrics.ended, "pull"))
         finally:
             with self._lock:
                 if one in expected.connecting:
                     expected.connecting.remove(one)
-        self._node.metrics.ended("pull", code)
-        log.info("push ended request=%r rank=%d code=%s", expected.request, rank, code)
+        log.info("push ended %r", transfer)
+
+    @contextmanager
+    def _connected(self, peer: Peer, endpoint: str, deadline: float) -> Iterator[None]:
+        """Connect to an endpoint. Raise an error unless `peer` is the process that answers there.
+
+        The connection is kept for the next push of the process.
+        """
+        before = self._connections.find(endpoint)
+        if before is not None and before.peer.incarnation != peer.incarnation:
+            self._connections.drop(before)  # most likely that process has ended
+        until = min(deadline, time.monotonic() + ANSWER_SECONDS)
+        with self._connections.use(endpoint, until) as connection:
+            _check_same_process(peer, connection.peer, endpoint)
+            yield
 
     def _wanted(self, expected: Expected, one: Announcement) -> TransferRequest:
         asked = one.question
@@ -298,17 +313,6 @@ class ExpectedRequests:
                 expected.ready.set()
 
 
-class _Settling:
-    """A transfer in quarantine."""
-
-    def __init__(self, transfer: Transfer) -> None:
-        self._transfer = transfer
-
-    def settle(self) -> bool:
-        """Whether nothing can write to the transfer's blocks any longer."""
-        return self._transfer.released
-
-
 def _all_released(announced: list[Announcement], deadline: float) -> bool:
     """Wait until no pull of these announcements can write to the blocks.
 
@@ -317,6 +321,26 @@ def _all_released(announced: list[Announcement], deadline: float) -> bool:
     return all(
         one.transfer.wait_released(max(0.0, deadline - time.monotonic())) for one in announced
     )
+
+
+def _check_same_process(announced: Peer, reached: Peer, endpoint: str) -> None:
+    """Raise an error unless the process at an endpoint is the one that announced it."""
+    same = all(
+        getattr(announced, name) == getattr(reached, name)
+        for name in ("name", "incarnation", "rank", "plan_hash")
+    )
+    if not same:
+        raise AtlasError(
+            Code.BAD_HANDSHAKE,
+            "The process at the announced endpoint is not the one that announced the push",
+            got=f"{_process(reached)} at {endpoint}, expected {_process(announced)}",
+            hint="Push from a node whose endpoint the destination can connect to",
+        )
+
+
+def _process(peer: Peer) -> str:
+    process, plan = peer.incarnation.hex()[:8], peer.plan_hash.hex()[:8]
+    return f"node {peer.name!r} (rank {peer.rank}, process {process}, plan {plan})"
 
 
 def _check_tokens(expected: Expected, question: protocol.Announce) -> None:

@@ -14,8 +14,9 @@ from kvatlas.copying.stream_copy import AnyStream
 from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.routing import ConvertedStream, Copy, Costs, Stream
-from kvatlas.wire.client.peer_connection import Way
-from kvatlas.wire.client.rank_lease import BUFFERS, RankLease
+from kvatlas.wire.client.connections import Way
+from kvatlas.wire.client.rank_lease import RankLease
+from kvatlas.wire.client.rank_reads import BUFFERS, RankReads
 from kvatlas.wire.transports.errors import failed
 
 _LONG_RUN = 128 << 10
@@ -33,9 +34,9 @@ _LEFT_FOR_DIRECT = 2
 """The multiple of a direct transfer's time to reserve for it while waiting for buffers."""
 
 
-def choose_way(lease: RankLease, stream: AnyStream) -> Way:
+def choose_way(reads: RankReads, stream: AnyStream) -> Way:
     """Return the way a stream moves: the requested one, or the cheapest by measured cost."""
-    wanted = lease.wanted
+    lease, wanted = reads.lease, reads.lease.wanted
     if isinstance(stream, ConvertedStream):
         if converts_on_the_way(lease, stream):
             return "direct"
@@ -57,15 +58,15 @@ def choose_way(lease: RankLease, stream: AnyStream) -> Way:
         problem = "The transport cannot access the pools of one of the nodes"
         raise failed(f"how={wanted.how!r}", hint, problem)
     if wanted.how != "auto":
-        if wanted.how == "coalesced" and not _can_land(lease):
+        if wanted.how == "coalesced" and not _can_coalesce(lease):
             problem = 'how="coalesced" needs staging buffers and pools in host memory at this node'
             got = "pools on a GPU" if lease.node.staging.most() else "no staging buffers"
             raise failed(got, 'Use how="auto"', problem)
-        return "coalesced" if must_land(lease) else wanted.how
-    return _cheapest_way(lease, stream)
+        return "coalesced" if must_coalesce(lease) else wanted.how
+    return _cheapest_way(reads, stream)
 
 
-def must_land(lease: RankLease) -> bool:
+def must_coalesce(lease: RankLease) -> bool:
     """Whether a direct pull reads into staging buffers of this node instead of its blocks.
 
     If the read stalls, another replica fills the blocks. They must not wait for a link that cannot
@@ -77,7 +78,7 @@ def must_land(lease: RankLease) -> bool:
         stalls = not link.prompt and not link.adds
     elif not lease.others:
         stalls = False
-    return stalls and _can_land(lease)
+    return stalls and _can_coalesce(lease)
 
 
 def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
@@ -92,15 +93,16 @@ def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
     return grids is not None and link.converts(grids)
 
 
-def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
+def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
     """Return the way expected to be fastest, with less source work if two are close."""
+    lease = reads.lease
     wanted, connection = lease.wanted, lease.connection
     if connection.link.adds or not lease.node.staging.most() or not _may_stage(lease):
         return "direct"
     if not lease.may_fill_blocks():
         return "staged"  # so a read that stalls never writes to the blocks
     if wanted.costs is not None:
-        return _with_buffers(lease, stream, _weighed(lease, stream, wanted.costs), wanted.costs)
+        return _with_buffers(reads, stream, _weighed(lease, stream, wanted.costs), wanted.costs)
     runs = stream.runs_apart  # requests with equal runs and bytes are weighed once
     if stream.nbytes >= _LONG_RUN * runs:
         return "direct"
@@ -108,21 +110,19 @@ def _cheapest_way(lease: RankLease, stream: Stream) -> Way:
         lease.ask_after_all()
         if not _may_stage(lease):
             return "direct"
-    costs, alike = connection.costs or _measured(lease), (runs, stream.nbytes)
+    costs, alike = connection.costs or _measured(reads), (runs, stream.nbytes)
     found = connection.ways.get(alike)
     if found is None:
         found = _weighed(lease, stream, costs)
         if connection.costs is not None:  # else there was no buffer to measure with
-            kept = list(connection.ways.items())[-_KEPT_WAYS:]
-            connection.ways = {
-                **dict(kept),
-                alike: found,
-            }  # replaced as a whole: other threads read it
-    return _with_buffers(lease, stream, found, costs)
+            # Replaced as a whole, because other threads read it.
+            connection.ways = dict([*connection.ways.items(), (alike, found)][-_KEPT_WAYS:])
+    return _with_buffers(reads, stream, found, costs)
 
 
-def _with_buffers(lease: RankLease, stream: Stream, way: Way, costs: Costs) -> Way:
+def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> Way:
     """Return the way once its buffers are acquired; `direct` if that fails or takes too long."""
+    lease = reads.lease
     if way == "staged":
         lease.ask_after_all()
         if not _may_stage(lease):
@@ -133,9 +133,8 @@ def _with_buffers(lease: RankLease, stream: Stream, way: Way, costs: Costs) -> W
     worth, left = _WORTH_WAITING * alone, lease.deadline - time.monotonic()
     if left > alone:  # else only a transfer with buffers can be in time
         worth = min(worth, left - _LEFT_FOR_DIRECT * alone)
-    return (
-        way if lease.borrow_in_time(max(_SHORTEST_WAIT, worth), both=way == "staged") else "direct"
-    )
+    until = time.monotonic() + max(_SHORTEST_WAIT, worth)
+    return way if reads.borrow(both=way == "staged", until=until) else "direct"
 
 
 def _may_stage(lease: RankLease) -> bool:
@@ -152,7 +151,7 @@ def _weighed(lease: RankLease, stream: Stream, costs: Costs) -> Way:
     staged = asking + costs.staged(nbytes)
     if min(staged, nbytes / costs.wire + nbytes / costs.copy) >= direct:
         return "direct"
-    if _can_land(lease):
+    if _can_coalesce(lease):
         pieces = ceil_div(nbytes, costs.piece)
         gathering = nbytes / costs.copy + pieces * connection.question_seconds
         reads, nbytes = expected_reads(stream.grids(), lease.node.staging.piece)
@@ -161,41 +160,40 @@ def _weighed(lease: RankLease, stream: Stream, costs: Costs) -> Way:
     return "staged" if staged < direct else "direct"
 
 
-def _can_land(lease: RankLease) -> bool:
+def _can_coalesce(lease: RankLease) -> bool:
     """Whether this process can scatter from its own staging buffers into its pools."""
     node = lease.node
     here = {STAGING, *node.plan.rank_pools(node.rank)} <= set(node.pools)
     return here and node.staging.most() > 0
 
 
-def _measured(lease: RankLease) -> Costs:
+def _measured(reads: RankReads) -> Costs:
     """Return the measured costs of the link, or default costs if no buffers are free now."""
-    staging, connection = lease.node.staging, lease.connection
-    lease.buffers = staging.acquire(min(BUFFERS, staging.most()))
-    if not lease.buffers:
+    staging, connection = reads.node.staging, reads.lease.connection
+    reads.buffers = staging.acquire(min(BUFFERS, staging.most()))
+    until = time.monotonic() + _SHORTEST_WAIT
+    if not reads.buffers or not reads.borrow(both=True, until=until):
         return Costs()
-    if not lease.borrow_in_time(_SHORTEST_WAIT, both=True):
-        return Costs()
-    with lease.node.metrics.phase("measure"):
-        connection.question_seconds = _quickest(lease.renew)
-        connection.costs = _measure(lease)
+    with reads.node.metrics.phase("measure"):
+        connection.question_seconds = _quickest(reads.lease.renew)
+        connection.costs = _measure(reads)
     return connection.costs
 
 
-def _measure(lease: RankLease) -> Costs:
+def _measure(reads: RankReads) -> Costs:
     """Measure many short runs and one long run, between staging buffers. Return the costs."""
-    staging = lease.node.staging
-    piece = min(lease.opened.piece, staging.piece)
+    staging = reads.node.staging
+    piece = min(reads.lease.opened.piece, staging.piece)
     short, count = 4096, max(1, min(64, piece // 8192))
     at = np.arange(count) * 2 * short
-    runs = lease.staging_copy(0, short, at, at[::-1])
-    many = _quickest(partial(lease.read_lent, [runs]))
-    alone = _quickest(partial(lease.read_lent, [lease.staging_copy(0, short)]))
-    one = _quickest(partial(lease.read_lent, [lease.staging_copy(0, piece)]))
+    runs = reads.staging_copy(0, short, at, at[::-1])
+    many = _quickest(partial(reads.read_lent, [runs]))
+    alone = _quickest(partial(reads.read_lent, [reads.staging_copy(0, short)]))
+    one = _quickest(partial(reads.read_lent, [reads.staging_copy(0, piece)]))
     # Scatter short runs into scratch memory, like the last step of a staged transfer.
     spread = Copy(STAGING, 0, at, at[::-1], np.full(count, short))
-    stream = staging.view(lease.buffers[0], count * short)
-    rehearse = lease.node.mover.rehearsal([spread], stream, 2 * count * short)
+    stream = staging.view(reads.buffers[0], count * short)
+    rehearse = reads.node.mover.rehearsal([spread], stream, 2 * count * short)
     copying = _quickest(rehearse)
     # `alone` is the fixed cost of a read, which belongs neither to its bytes nor to its runs.
     wire = piece / max(one - alone, one / 2)

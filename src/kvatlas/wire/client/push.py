@@ -5,21 +5,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.models import CacheIdentity
 from kvatlas.wire import protocol
 from kvatlas.wire.client.connections import PEER_GONE, Connections
+from kvatlas.wire.client.rank_pull import ANSWER_SECONDS
 from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.peers import Peer
 from kvatlas.wire.protocol import Announced, How
-from kvatlas.wire.rpc import log
 from kvatlas.wire.server.offering import OfferingNode
-from kvatlas.wire.transports.errors import failed
 
-_ANSWER_SECONDS = 5.0
-"""Seconds that a destination has to answer, within the transfer's deadline."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 """Seconds between two polls of a rank that has not read its part yet; doubled each time."""
 
@@ -68,28 +66,20 @@ class OfferedPush:
 
     def run(self, rank: int, endpoints: Sequence[str]) -> None:
         """Have one rank read its part from this node, and record the outcome."""
-        transfer, code = self._transfer, "ok"
-        try:
-            transfer.add(rank, self._try_replicas(endpoints))
-            transfer.finished(rank)
-        except AtlasError as refused:
-            code = str(refused.code)
-            self._fail(rank, refused)
-            log.warning("push failed request=%r rank=%d code=%s", transfer.request, rank, code)
-        except Exception as defect:
-            code = str(Code.WIRE_FAILED)
-            log.exception("push failed request=%r rank=%d", transfer.request, rank)
-            got = f"{type(defect).__name__}: {defect}"
-            self._fail(rank, failed(got, hint="See the traceback in the log"))
-        finally:
-            if transfer.done:  # also if it was cancelled, or its time is up
-                self.withdraw()
-            transfer.leave()
-            self._node.metrics.ended("push", code)
+        transfer = self._transfer
 
-    def _fail(self, rank: int, problem: AtlasError) -> None:
-        self.withdraw()
-        self._transfer.failed(rank, problem)
+        def push() -> None:
+            try:
+                transfer.add(rank, self._try_replicas(endpoints))
+            except BaseException:
+                self.withdraw()
+                raise
+            finally:
+                transfer.leave()
+
+        transfer.run_rank(rank, push, partial(self._node.metrics.ended, "push"))
+        if transfer.done:  # also if it was cancelled, or its time is up
+            self.withdraw()
 
     def _try_replicas(self, endpoints: Sequence[str]) -> int:
         """Announce to the replicas in turn until one has read. Return the number of bytes."""
@@ -123,7 +113,7 @@ class OfferedPush:
     def _ask(self, endpoint: str) -> Announced:
         node, transfer = self._node, self._transfer
         left = max(0.001, transfer.deadline - time.monotonic())
-        deadline = time.monotonic() + min(_ANSWER_SECONDS, left)
+        deadline = time.monotonic() + min(ANSWER_SECONDS, left)
         with self._connections.use(endpoint, deadline) as connection:
             question = protocol.Announce(
                 session=connection.session,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.block_ledger import BlockClaim
-from kvatlas.wire.transports.errors import failed
+from kvatlas.wire.rpc import log
+from kvatlas.wire.transports.errors import failed, own_limit
 
 _LOOK_SECONDS = 0.002
 """Seconds within which a thread that waits for layers notices the end of the transfer."""
@@ -19,8 +19,9 @@ _LOOK_SECONDS = 0.002
 class TransferPart:
     """A part of a transfer that runs once, in a worker thread or in the waiting thread."""
 
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
+    def __init__(self, act: Callable[[], None], *, quick: bool = False) -> None:
+        """A `quick` part may also run in the thread that waits for the transfer."""
+        self._act, self.quick = act, quick
         self._claim, self._under_way = threading.Lock(), threading.Lock()
         self._under_way.acquire()
         self.over = False
@@ -80,7 +81,6 @@ class Transfer:
         self._waiting = set(ranks)
         self._users = 0
         self._parts: list[TransferPart] = []
-        self._helpful: list[TransferPart] = []
         self._lock = threading.Lock()
         self._layer_came = threading.Condition(self._lock)
         self._over = threading.Event()
@@ -107,11 +107,6 @@ class Transfer:
         if callable(total):  # concurrent threads compute the same number
             total = self._total = total()
         return total
-
-    def find_total_beside(self, beside: Executor) -> None:
-        """Compute `total` in another thread, if it is not known yet, while bytes move."""
-        if callable(self._total):
-            beside.submit(lambda: self.total)  # an error is raised again for the caller
 
     @property
     def moved(self) -> int:
@@ -219,16 +214,35 @@ class Transfer:
 
     # -- for the threads that carry it out --------------------------------------------------
 
-    def add_part(self, act: Callable[[], None], *, quick: bool) -> TransferPart:
-        """Add a part. A `quick` part may also run in the thread that waits for the transfer.
-
-        Waking a thread for it would cost a tenth of the time that such a part takes.
-        """
-        part = TransferPart(act)
+    def add_part(self, act: Callable[[], None], *, quick: bool = False) -> TransferPart:
+        """Add a part. Waking a thread for a `quick` one would cost a tenth of the time it takes."""
+        part = TransferPart(act, quick=quick)
         self._parts.append(part)
-        if quick:
-            self._helpful.append(part)
         return part
+
+    def run_rank(
+        self, rank: int, act: Callable[[], None], ended: Callable[[str], None] = lambda _: None
+    ) -> bool:
+        """Run one rank's part, and record its outcome. Return whether it has succeeded.
+
+        `ended` is called with the error code of the transfer, or with "ok".
+        """
+        try:
+            act()
+            self.finished(rank)
+        except AtlasError as refused:
+            error = refused
+        except Exception as defect:
+            log.exception("transfer failed request=%r rank=%d", self.request, rank)
+            got, hint = f"{type(defect).__name__}: {defect}", "See the traceback in the log"
+            error = own_limit(defect) or failed(got, hint)
+        else:
+            ended("ok")
+            return True
+        self.failed(rank, error)
+        ended(str(error.code if self.error is None else self.error.code))
+        log.warning("transfer failed request=%r rank=%d code=%s", self.request, rank, error.code)
+        return False
 
     def join(self) -> None:
         """Wait until no thread works on the transfer."""
@@ -237,8 +251,9 @@ class Transfer:
 
     def _help(self) -> None:
         try:
-            for part in self._helpful:
-                part()
+            for part in self._parts:
+                if part.quick:
+                    part()
         except BaseException:  # such as KeyboardInterrupt: no other thread runs the part
             self.cancel()
             raise
@@ -276,6 +291,10 @@ class Transfer:
             self._users -= 1
             if not self._users and self._over.is_set():
                 self._release()
+
+    def settle(self) -> bool:
+        """Whether nothing can write to the blocks any longer: for `Quarantine`."""
+        return self.released
 
     def finished(self, rank: int) -> None:
         """Record that a rank has delivered and its source has confirmed."""

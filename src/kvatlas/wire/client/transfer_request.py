@@ -6,10 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from kvatlas.geometry.integers import duration
 from kvatlas.models import CacheIdentity
 from kvatlas.routing import Costs
-from kvatlas.wire.arguments import check_request_name, checked_identity
+from kvatlas.wire.arguments import checked_identity
 from kvatlas.wire.protocol import How
 from kvatlas.wire.transports.errors import failed
 
@@ -41,11 +40,8 @@ class TransferRequest:
     """The mark after which this node's blocks may be read or written, if they are on a GPU."""
 
     def __post_init__(self) -> None:
-        check_request_name(self.request)
         if self.identity is not None:
             checked_identity(self.identity)
-        duration(self.seconds)
-        duration(self.wait_for_offer)
         check_how(self.how)
 
 

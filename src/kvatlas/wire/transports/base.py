@@ -31,7 +31,7 @@ from kvatlas.wire.security import Security
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.access import Access, Authorise, Guarantees
 from kvatlas.wire.transports.handles import Done, Handle
-from kvatlas.wire.transports.offer_board import OfferBoard, SeenOffer
+from kvatlas.wire.transports.offer_board import OfferBoard, PeerBoard
 
 Shared = Literal["all", "staging"]
 """The registered memory that peers may access: all of it, or only buffers that are lent to them."""
@@ -103,8 +103,8 @@ class Link(ABC):
     """Whether `read` computes the runs of a copy on the device, so that staging is never faster."""
     exact: ClassVar[bool] = False
     """Whether the peer serves only the exact bytes of a lease, so that gaps cannot be read."""
-    sees_offers: bool = False
-    """Whether `find_offer` may find an offer."""
+    board: PeerBoard | None = None
+    """The board on which the peer posts its offers; None if it must be asked by message."""
 
     def __init__(self, owner: Transport, theirs: Mapping[int, Memory]) -> None:
         self.owner, self.mine, self.theirs = owner, owner.memory, dict(theirs)
@@ -144,21 +144,12 @@ class Link(ABC):
         return all(copy.cast is None for copy in copies)
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
-        """Prepare to read requests of one shape. Return None if the link prepares nothing."""
+        """Prepare the fast path: reads of requests of one shape, which start in microseconds.
+
+        Return None if the link has no fast path.
+        """
         del shape
         return None
-
-    def find_offer(self, request: str) -> SeenOffer | None:
-        """Return the peer's offer of a request from its board.
-
-        None if it is not on the board, and the peer must be asked by message.
-        """
-        del request
-        return None
-
-    def glimpse_offer(self, request: str) -> SeenOffer | None:
-        """Like `find_offer`, but faster: the caller checks later that the offer is valid."""
-        return self.find_offer(request)
 
     def follow(self, mark: int | None) -> None:
         """Make later operations wait for a mark of this process, if there is one.

@@ -23,7 +23,7 @@ from kvatlas.wire.transports.base import Link, PreparedRead, Transport
 from kvatlas.wire.transports.cuda_copy import CopyPace, CudaCopy, CudaPreparedRead
 from kvatlas.wire.transports.cuda_published import PublishedMemory
 from kvatlas.wire.transports.handles import Handle
-from kvatlas.wire.transports.offer_board import PeerBoard, SeenOffer, open_board
+from kvatlas.wire.transports.offer_board import PeerBoard, open_board
 from kvatlas.wire.transports.opened_memory import (
     ForeignAllocation,
     MappedAllocation,
@@ -114,21 +114,12 @@ class CudaLink(Link):
             ForeignAllocation(published.token, one.handle, one.nbytes)
             for one in published.allocations
         ]
-        self._board = None if published.board is None else open_board(published.board)
-        self._marks = _PeerMarks(end, published.events, self._board)
-        self.sees_offers = self._board is not None
+        self.board = None if published.board is None else open_board(published.board)
+        self._marks = _PeerMarks(end, published.events, self.board)
         if end.marks_here() is None:
             # Map everything once, so that a stale handle raises an error here, not during a copy.
             for one in self._allocations:
                 end.opened.release([end.opened.map(one)])
-
-    def find_offer(self, request: str) -> SeenOffer | None:
-        """Return an offer from the peer's board, if this process can access the board."""
-        return None if self._board is None else self._board.find(request)
-
-    def glimpse_offer(self, request: str) -> SeenOffer | None:
-        """Return an offer without checking that it is valid and the peer's process is alive."""
-        return None if self._board is None else self._board.glimpse(request)
 
     def follow(self, mark: int | None) -> None:
         """Make the queue wait for the mark on the device, without blocking the host."""
@@ -180,7 +171,7 @@ class CudaLink(Link):
 
     def _prepared(self, shape: RequestShape) -> PreparedRead | None:
         end = self._end
-        if self._board is None or end.marks_here() is not None:
+        if self.board is None or end.marks_here() is not None:
             return None  # without a board, or in one process, waiting for marks is slow
         self._marks.warm_up()
         pools = {pattern.pools[0] for pattern in shape.patterns}
@@ -257,8 +248,8 @@ class CudaLink(Link):
         """Unmap the peer's memory once no copy reads it."""
         self._queue.close()
         self._end.opened.forget(self._token)
-        if self._board is not None:
-            self._board.close()
+        if self.board is not None:
+            self.board.close()
         self._marks.close()
 
 

@@ -34,7 +34,7 @@ from kvatlas.wire.transports.base import Link, Transport
 from kvatlas.wire.transports.handles import Handle
 from kvatlas.wire.transports.nixl_agents import PEER_LOST, Agents, not_empty, rows_of, translated
 from kvatlas.wire.transports.nixl_strided import describe
-from kvatlas.wire.transports.offer_board import SeenOffer, open_board
+from kvatlas.wire.transports.offer_board import open_board
 
 log = logging.getLogger("kvatlas.wire")
 
@@ -71,8 +71,7 @@ class NixlLink(Link):
         self._broken: set[NixlHandle] = set()
         """Operations that ended when the connection broke; released together with the agent."""
         self._registered: set[int] = set()
-        self._board = None if published.board is None else open_board(published.board)
-        self.sees_offers = self._board is not None
+        self.board = None if published.board is None else open_board(published.board)
 
     def sign_in(self, access: Access, deadline: float) -> None:
         """Introduce the peer to the agent, and let both set up their connections."""
@@ -95,15 +94,6 @@ class NixlLink(Link):
             # The metadata was checked before, so an error of the backend means: no connection.
             unreachable = type(problem).__name__ in (PEER_LOST, "nixlBackendError")
             raise (errors.peer_lost if unreachable else errors.bad_metadata)(got) from problem
-
-    def find_offer(self, request: str) -> SeenOffer | None:
-        """Return an offer from the board of a peer on this host.
-
-        Offers that must wait for a GPU (with a mark) are left out.
-        """
-        board = self._board
-        seen = None if board is None else board.find(request)
-        return seen if seen is not None and seen.offer.mark is None else None
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         with self.lock:
@@ -213,7 +203,7 @@ class NixlLink(Link):
                     handle.drop()
             self.posted.clear()
             self._broken.clear()
-            board, self._board = self._board, None
+            board, self.board = self.board, None
             if board is not None:
                 board.close()
             del agent, board

@@ -1,13 +1,13 @@
-"""Fast path: a pull whose shape was seen before is launched in the calling thread.
+"""Fast path: reads that were prepared for the shapes of earlier requests.
 
 A pull computes, from two plans, the tokens and the block tables, which bytes to read from where.
 For the next request with the same tokens and the same number of blocks, only the block ids are new,
-and the transport may have prepared the launches. Such a pull starts at once: it finds the offer on
-the peer's board, checks that the caller's blocks are inside their pools, and launches the copy. All
-other work of the pull happens while the copy runs. If the offer then proves not to be genuine, or
-names blocks that do not exist or one block twice, the result is discarded and the pull takes the
-normal path. For a new shape, the fast path first computes the runs, which takes some tenths of a
-millisecond, and caches them.
+and the link may have prepared the launches (`Link.prepare`). Such a pull starts at once, in the
+calling thread: it finds the offer on the peer's board, checks that the caller's blocks are inside
+their pools, and launches the copy. All other work of the pull happens while the copy runs. If the
+offer then proves not to be genuine, or names blocks that do not exist or one block twice, the
+result is discarded and the pull takes the normal path. For a new shape, the fast path first
+computes the runs, which takes some tenths of a millisecond, and caches them.
 
 Unusual requests do not take this path. The normal path reports their errors and waits where that is
 necessary.
@@ -30,7 +30,8 @@ from kvatlas.routing.block_tables import block_table
 from kvatlas.routing.request_shape import Lengths, table_lengths
 from kvatlas.routing.run_grids import BlockIds
 from kvatlas.wire.rpc import log
-from kvatlas.wire.transports.base import Handle, Link, PreparedRead
+from kvatlas.wire.transports.base import Link, PreparedRead
+from kvatlas.wire.transports.handles import Handle
 from kvatlas.wire.transports.offer_board import SeenOffer
 
 _KEPT = 128
@@ -47,18 +48,17 @@ _WHOLE = np.dtype(np.int64)
 _Key = tuple[tuple[int, int], Lengths, Lengths]
 """The tokens, and the lengths of the source's and the destination's block tables."""
 
+MakeStream = Callable[[Mapping[int, Int64s], Mapping[int, Int64s], tuple[int, int]], AnyStream]
+"""Returns the stream of a token range, given the blocks of this node and of the peer."""
 
-class WarmShape(NamedTuple):
-    """The shape of a request, and what a transport has prepared for it."""
+
+class PreparedShape(NamedTuple):
+    """The shape of a request, and what a link has prepared for it."""
 
     shape: RequestShape
     read: PreparedRead
     total: int | None
     """The bytes that must arrive at this node from all ranks; None before they are counted."""
-
-
-MakeStream = Callable[[Mapping[int, Int64s], Mapping[int, Int64s], tuple[int, int]], AnyStream]
-"""Returns the stream of a token range, given the blocks of this node and of the peer."""
 
 
 class StartedRead(NamedTuple):
@@ -67,7 +67,7 @@ class StartedRead(NamedTuple):
     key: _Key
     seen: SeenOffer
     handle: Handle
-    warm: WarmShape
+    prepared: PreparedShape
     tables: tuple[Mapping[int, BlockIds], Mapping[int, BlockIds]]
     """Block ids at the source and at this node."""
 
@@ -77,17 +77,17 @@ class StartedRead(NamedTuple):
 
         This is checked during the read: an unsound read touches no other memory either.
         """
-        (src, dst), shape = self.tables, self.warm.shape
+        (src, dst), shape = self.tables, self.prepared.shape
         distinct = shape.src.distinct(src) and shape.dst.distinct(dst)
         return self.seen.genuine and shape.src.in_range(src) and distinct
 
 
-class WarmShapes:
+class PreparedShapes:
     """A thread-safe cache of the shapes of requests that were pulled over one link."""
 
     def __init__(self, link: Link, stream: MakeStream) -> None:
         self._link, self._stream = link, stream
-        self._kept: OrderedDict[_Key, WarmShape] = OrderedDict()
+        self._kept: OrderedDict[_Key, PreparedShape] = OrderedDict()
         self._pulled = 0
         self._lock = threading.Lock()
 
@@ -119,10 +119,10 @@ class WarmShapes:
             return None
 
     def _start(self, request: str, tokens: Any, mine: Mapping[int, Int64s]) -> StartedRead | None:
-        span = (0, tokens) if type(tokens) is int else tokens
+        board, span = self._link.board, (0, tokens) if type(tokens) is int else tokens
         if type(span) is not tuple or len(span) != 2 or type(span[0]) is not int:
             return None
-        seen = self._link.glimpse_offer(request)
+        seen = None if board is None else board.glimpse(request)
         if seen is None:
             return None
         offer = seen.offer
@@ -130,16 +130,16 @@ class WarmShapes:
             return None
         theirs = {group: np.frombuffer(ids, _TOLD) for group, ids in offer.blocks.items()}
         key = (span, table_lengths(theirs), table_lengths(mine))
-        warm = self._kept.get(key)
-        if warm is None:
-            warm = self._foreseen(key, theirs, mine)
-        elif not warm.shape.dst.in_range(mine):
+        prepared = self._kept.get(key)
+        if prepared is None:
+            prepared = self._foreseen(key, theirs, mine)
+        elif not prepared.shape.dst.in_range(mine):
             return None
-        if warm is None:
+        if prepared is None:
             return None
-        handle = warm.read.begin(theirs, mine, offer.mark)
+        handle = prepared.read.begin(theirs, mine, offer.mark)
         with self._lock:
-            if handle is None and warm.read.stale:
+            if handle is None and prepared.read.stale:
                 self._kept.pop(key, None)
             elif key in self._kept:
                 self._kept.move_to_end(key)
@@ -147,11 +147,11 @@ class WarmShapes:
             return None
         # Copied, because the caller may reuse its arrays after this returns.
         copied = {group: table.copy() for group, table in mine.items()}
-        return StartedRead(key, seen, handle, warm, (theirs, copied))
+        return StartedRead(key, seen, handle, prepared, (theirs, copied))
 
     def _foreseen(
         self, key: _Key, theirs: Mapping[int, BlockIds], mine: Mapping[int, Int64s]
-    ) -> WarmShape | None:
+    ) -> PreparedShape | None:
         """Prepare the first request of a shape, and check its tables."""
         if max(map(len, theirs.values()), default=0) > _MOST_SPANS:
             return None
@@ -159,14 +159,14 @@ class WarmShapes:
         stream = self._stream(mine, wide, key[0])
         return self._prepare(key, stream, None) if isinstance(stream, Stream) else None
 
-    def _prepare(self, key: _Key, stream: Stream, total: int | None) -> WarmShape | None:
+    def _prepare(self, key: _Key, stream: Stream, total: int | None) -> PreparedShape | None:
         if not stream.nbytes:
             return None
         shape = stream.shape()
         read = self._link.prepare(shape) if shape.spans <= _MOST_SPANS else None
         if read is None:
             return None
-        made = WarmShape(shape, read, total)
+        made = PreparedShape(shape, read, total)
         with self._lock:
             self._kept[key] = made
             while len(self._kept) > _KEPT:

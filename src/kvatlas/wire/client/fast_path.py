@@ -1,19 +1,25 @@
-"""One rank's part of a pull that the calling thread starts and the waiting thread finishes."""
+"""Fast path: a pull that the calling thread launches and the waiting thread finishes.
+
+`LaunchedPull` is one rank's part of such a pull. Another thread finishes it if no thread waits for
+it. Cleanup, and the notification of the source, happen a little later: a thread that does this at
+once would take the interpreter lock from the caller just as it continues.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from select import select
 from typing import Any
 
-from kvatlas.wire.client.connections import Connections
-from kvatlas.wire.client.peer_connection import PeerConnection
+from kvatlas.wire.client.connections import Connections, PeerConnection
+from kvatlas.wire.client.prepared_shapes import StartedRead
 from kvatlas.wire.client.rank_lease import RankLease
-from kvatlas.wire.client.rank_transfer import RankTransfer
-from kvatlas.wire.client.transfer import Transfer
+from kvatlas.wire.client.rank_reads import RankReads
+from kvatlas.wire.client.transfer import Transfer, TransferPart
 from kvatlas.wire.client.transfer_request import TransferRequest
-from kvatlas.wire.client.warm_shapes import StartedRead
+from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 
 _SOON = 2e-3
@@ -25,12 +31,18 @@ _NEARLY = 1e-4
 Getting the lock back from another thread takes up to this long.
 """
 
-_EVERY = 1e-4
+_SETTLING = 1e-4
 """Seconds between polls of a read that was abandoned."""
+
+_UNWATCHED = 2e-3
+"""Seconds after which another thread finishes a pull that no thread waits for."""
+
+_LATER = 4e-3
+"""Further seconds until cleanup, so that it does not interrupt consecutive pulls."""
 
 
 @dataclass
-class StartedPull:
+class LaunchedPull:
     """A read in flight, over a connection that was taken for it."""
 
     connections: Connections
@@ -41,16 +53,16 @@ class StartedPull:
     _untidy: bool = True
 
     @classmethod
-    def begin(
+    def launch(
         cls, connections: Connections, endpoint: str, request: str, tokens: Any, blocks: Any
-    ) -> StartedPull | None:
+    ) -> LaunchedPull | None:
         """Start reading if a peer is connected and this shape was pulled from it before."""
         connection = connections.take(endpoint)
         if connection is None:
             return None
         read: StartedRead | None = None
         try:
-            read = connection.warm.start(request, tokens, blocks)
+            read = connection.shapes.start(request, tokens, blocks)
         finally:
             if read is None:
                 connections.give_back(connection)
@@ -59,17 +71,7 @@ class StartedPull:
     @property
     def total(self) -> int | None:
         """The bytes that must arrive from all ranks; None if not counted yet."""
-        return self.read.warm.total
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that arrive from this rank."""
-        return self.read.warm.shape.nbytes
-
-    @property
-    def runs(self) -> int:
-        """The number of runs from this rank."""
-        return self.read.warm.shape.runs
+        return self.read.prepared.total
 
     def finish(
         self, node: NodeState, wanted: TransferRequest, transfer: Transfer, patience: float
@@ -78,10 +80,10 @@ class StartedPull:
 
         Returns False if the read is over but invalid: the offer it read was not genuine.
         """
-        rank, nbytes = self.connection.peer.rank, self.nbytes
+        read, nbytes = self.read, self.read.prepared.shape.nbytes
         try:
             _ = transfer.total  # raises an error for wrong blocks before this rank counts
-            sound = self.read.sound
+            sound = read.sound
             soon = sound and self._is_soon_over(transfer)
         except BaseException:  # such as KeyboardInterrupt: the copy still writes
             self._hold(node, transfer)
@@ -90,12 +92,15 @@ class StartedPull:
             self.abandon()
             return False
         if soon:
-            transfer.add(rank, nbytes)
+            transfer.add(self.connection.peer.rank, nbytes)
         else:
             self._untidy = False
-            with self.connections.using(self.connection):
-                lease = RankLease(node, self.connection, wanted, transfer, patience)
-                RankTransfer(lease).finish(self.read)
+            lease = RankLease(node, self.connection, wanted, transfer, patience, seen=read.seen)
+            with self.connections.using(self.connection), RankReads(lease) as reads:
+                reads.use_blocks()
+                reads.finish(read.handle, "blocks", renewing=False)
+                transfer.add(lease.rank, nbytes)
+                lease.close(complete=True)
         self._arrived = True
         return True
 
@@ -143,18 +148,30 @@ class StartedPull:
         if not self._arrived:
             return None
         if self.total is None and transfer.total is not None:
-            self.connection.warm.count(self.read.key, transfer.total)
-        lease = RankLease(node, self.connection, wanted, transfer, patience)
-        lease.seen = self.read.seen
-        return lease
+            self.connection.shapes.count(self.read.key, transfer.total)
+        shape = self.read.prepared.shape
+        node.metrics.add(bytes=shape.nbytes, descriptors=shape.runs)
+        return RankLease(node, self.connection, wanted, transfer, patience, seen=self.read.seen)
 
     def abandon(self) -> None:
         """Wait until an invalid read can no longer write to memory."""
         self._untidy = False
         self.read.handle.release()
         while not self.read.handle.settle():
-            time.sleep(_EVERY)
+            time.sleep(_SETTLING)
         self.connections.give_back(self.connection)
+
+
+def finish_later(part: TransferPart, then: Callable[[], None]) -> None:
+    """Finish a part that no thread waits for, and call `then` a little later."""
+    try:
+        time.sleep(_UNWATCHED)
+        part()
+        time.sleep(_LATER)
+        part.join()
+        then()
+    except Exception:  # it must not affect other pulls
+        log.exception("the work after a pull failed")
 
 
 def _let_others_run() -> None:
