@@ -13,7 +13,7 @@ from kvatlas import AtlasError
 from kvatlas.errors import Code
 from kvatlas.wire import Metrics, Transfer
 from kvatlas.wire.leases import Leases, Offer
-from kvatlas.wire.transports.base import Done, Handle
+from kvatlas.wire.transports.handles import Done, Handle
 
 KEY = bytes(range(16))
 REFUSAL = AtlasError(Code.PEER_LOST, "rule", got="got", hint="hint")
