@@ -88,10 +88,11 @@ class Admission(threading.Thread):
         while not self._closed:
             unproven = self._unproven()
             for key, _ in self._waiting.select(_LOOK if unproven else None):
+                one = self._newcomers.get(key.fd)
                 if key.fileobj is self._listener:
                     self._accept()
-                elif self._newcomers.get(key.fd) is key.data:  # else it was dropped for a new one
-                    self._advance(key.data)
+                elif one is not None and one is key.data:  # else it was dropped for a new one
+                    self._advance(one)
             now = time.monotonic()
             for late in [one for one in self._newcomers.values() if one.until < now]:
                 self._drop(late)

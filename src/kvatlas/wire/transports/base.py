@@ -111,7 +111,10 @@ class Link(ABC):
         self.open = True
 
     def sign_in(self, access: Access, deadline: float) -> None:  # noqa: B027
-        """Authenticate at the peer, if the transport needs that before it reads."""
+        """Connect to the peer and authenticate, if the transport needs that before it reads.
+
+        Raise an error if the peer has not replied by `deadline` (monotonic clock).
+        """
 
     def read(
         self, copies: Sequence[Copy], after: int | None = None, *, lease: bytes = b""
@@ -346,7 +349,7 @@ class Transport(ABC):
         """
         self.check()
         with errors.coded_limits():
-            link = self._connect(metadata, memory, deadline)
+            link = self._connect(metadata, memory)
             self._links.add(link)
             try:
                 link.sign_in(access or Access(), deadline)
@@ -356,7 +359,8 @@ class Transport(ABC):
         return link
 
     @abstractmethod
-    def _connect(self, metadata: bytes, memory: Mapping[int, Memory], deadline: float) -> Link: ...
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+        """Check the metadata, and return a link. `Link.sign_in` then connects to the peer."""
 
     def check(self) -> None:
         """Raise an error if the transport is closed, or belongs to the parent of this process."""

@@ -197,9 +197,8 @@ class CudaTransport(Transport):
             )
         )
 
-    def _connect(self, metadata: bytes, memory: Mapping[int, Memory], deadline: float) -> Link:
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """Return a link with the peer's allocations mapped."""
-        del deadline
         published = errors.read_metadata(metadata, PublishedMemory)
         check_regions(published, memory)
         if published.host != _host() or published.device not in self._driver.devices():

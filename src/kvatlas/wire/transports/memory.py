@@ -60,8 +60,7 @@ class MemoryTransport(Transport):
         region = Memory(view.ctypes.data, nbytes, owner=view)
         return OnePeerMemory.of(MemoryTransport(), view, region, lambda: view.fill(0))
 
-    def _connect(self, metadata: bytes, memory: Mapping[int, Memory], deadline: float) -> Link:
-        del deadline
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         token = errors.read_metadata(metadata, _Published).name
         peer = _open.get(token)
         if peer is None:

@@ -42,6 +42,7 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.fork_safety import fresh_in_children
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.access import Access
 from kvatlas.wire.transports.base import Link, Separation, Shared, Transport
 from kvatlas.wire.transports.handles import Handle
 from kvatlas.wire.transports.host_addresses import is_loopback, own_addresses
@@ -118,12 +119,8 @@ class MooncakeTransport(Transport):
         self.check()
         return errors.write_metadata(_Published(self.host, self._engine.get_rpc_port()))
 
-    def _connect(self, metadata: bytes, memory: Mapping[int, Memory], deadline: float) -> Link:
-        """Return a link to a peer's engine, if something listens at its address."""
-        published = errors.read_metadata(metadata, _Published)
-        if not answers(published, deadline):
-            raise errors.peer_lost(f"no listening engine at {published.session}")
-        return MooncakeLink(self, published, memory)
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+        return MooncakeLink(self, errors.read_metadata(metadata, _Published), memory)
 
     def _close(self) -> None:
         """Destroy the engine that serves peers."""
@@ -211,6 +208,12 @@ class MooncakeLink(Link):
         self._first = np.zeros(1, dtype=np.uint8)
         """The destination of the first byte that an engine reads."""
         self._working = False
+
+    def sign_in(self, access: Access, deadline: float) -> None:
+        """Check that something listens at the peer's address."""
+        del access
+        if not answers(self.peer, deadline):
+            raise errors.peer_lost(f"no listening engine at {self.peer.session}")
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         handle = MooncakeHandle(*self._addresses(copies, write=write), write=write)

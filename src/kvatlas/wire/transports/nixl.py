@@ -91,9 +91,8 @@ class NixlTransport(Transport):
         published.board = None if self.board is None else self.board.place
         return errors.write_metadata(published)
 
-    def _connect(self, metadata: bytes, memory: Mapping[int, Memory], deadline: float) -> Link:
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """Return a link to a peer's agent, after checking that it has registered these regions."""
-        del deadline
         published = errors.read_metadata(metadata, nixl_metadata.Published)
         nixl_metadata.check(published, self.backend, not_empty(memory))
         make = PairedNixlLink if self._agents.by_cpu else NixlLink

@@ -24,7 +24,7 @@ from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.access import Guarantees
+from kvatlas.wire.transports.access import Access, Guarantees
 from kvatlas.wire.transports.base import Link, OnePeerMemory, Separation, Shared, Transport
 from kvatlas.wire.transports.handles import Handle, Stepwise, copy_steps
 from kvatlas.wire.transports.nonblocking_sockets import hang_up
@@ -120,10 +120,8 @@ class ShmTransport(Transport):
         server = self._server
         return errors.write_metadata(_Published(server.name, server.token, self._regions))
 
-    def _connect(self, metadata: bytes, memory: Mapping[int, Memory], deadline: float) -> Link:
-        """Return a link with the peer's regions mapped, except regions outside shared memory."""
-        sizes = {pool: region.nbytes for pool, region in memory.items()}
-        return _ShmLink(self, memory, *map_published(metadata, sizes, deadline))
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+        return _ShmLink(self, metadata, memory)
 
     def _close(self) -> None:
         """Disconnect all peers. Segments stay open until their owners close them."""
@@ -179,21 +177,23 @@ def _mapped(regions: Mapping[int, _Region], descriptors: Sequence[int]) -> dict[
 class _ShmLink(Link):
     prompt: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        owner: ShmTransport,
-        theirs: Mapping[int, Memory],
-        connection: socket.socket,
-        mapped: dict[int, Bytes],
-    ) -> None:
+    def __init__(self, owner: ShmTransport, metadata: bytes, theirs: Mapping[int, Memory]) -> None:
         super().__init__(owner, theirs)
-        self._connection, self.mapped = connection, mapped
-        self._hang_up = weakref.finalize(self, hang_up, connection)
+        self._metadata = metadata
+        self._connection: socket.socket | None = None
+        self.mapped: dict[int, Bytes] = {}
+
+    def sign_in(self, access: Access, deadline: float) -> None:
+        """Connect to the peer and map its regions, except regions outside shared memory."""
+        del access
+        sizes = {pool: region.nbytes for pool, region in self.theirs.items()}
+        self._connection, self.mapped = map_published(self._metadata, sizes, deadline)
+        weakref.finalize(self, hang_up, self._connection)
 
     def check(self) -> None:
         """Raise an error if the link is closed or the peer is gone."""
         super().check()
-        if not is_connected(self._connection):
+        if self._connection is None or not is_connected(self._connection):
             raise errors.peer_lost("a peer that has exited or closed its transport")
 
     def reaches(self, pool: int) -> bool:
@@ -219,5 +219,6 @@ class _ShmLink(Link):
 
     def _close(self) -> None:
         """Disconnect from the peer, and unmap its pools."""
-        self._hang_up()
+        if self._connection is not None:
+            hang_up(self._connection)
         self.mapped.clear()

@@ -72,9 +72,8 @@ class TcpTransport(Transport):
         published = TcpPublished(self.address, server.port, server.token, regions)
         return errors.write_metadata(published)
 
-    def _connect(self, metadata: bytes, memory: Mapping[int, Memory], deadline: float) -> Link:
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """Return a link to a peer that has these regions. `sign_in` opens its first connection."""
-        del deadline
         published = errors.read_metadata(metadata, TcpPublished)
         try:
             ipaddress.ip_address(published.address)
