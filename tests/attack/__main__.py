@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 from rich.console import Console
 from rich.live import Live
@@ -22,6 +26,10 @@ from tests.attack.plans import Wire, installed
 from tests.attack.suite import CLAIMS, LABELS, MARK, wire_of
 from tests.wire.child import Json
 
+_HANGS = -1000
+"""The exit code of a process that was killed because it did not end."""
+_LOG_LINE = re.compile(r"[IWE]\d{4} ")
+"""How lines begin that Mooncake logs."""
 _HIT = 0.5
 """The least share of strikes that must meet a transfer under way."""
 
@@ -95,14 +103,23 @@ def _in_a_process(
     """What a process has said of its tries, and whether the transport's library aborted it."""
     numbers = [str(number) for number in (tries, options.tokens, seed)]
     command = [sys.executable, "-m", "tests.attack.suite", wire.label, claim, *numbers]
-    try:
-        ended = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=120 + 30 * tries,
-            env=os.environ | wire.settings, cwd=Path(__file__).parents[2],
-        )  # fmt: skip
-        stdout, stderr, code = ended.stdout, ended.stderr, ended.returncode
-    except subprocess.TimeoutExpired:
-        stdout, stderr, code = "", "it hangs", -1
+    root, timeout = Path(__file__).parents[2], 120 + 30 * tries
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        # Files and a session of its own: what it leaves running holds up nothing, and is killed.
+        with subprocess.Popen(
+            command, stdout=out, stderr=err, env=os.environ | wire.settings, cwd=root,
+            start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = _HANGS
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = (_content(file) for file in (out, err))
+    if code == _HANGS:
+        stdout, stderr = "", "it hangs"
     said = [line for line in stdout.splitlines() if line.startswith(MARK)]
     outcome: Json = {"tries": 0, "held": 0, "hits": None, "faults": {}, "aborts": 0, "over": False}
     if said:
@@ -111,6 +128,11 @@ def _in_a_process(
     if (code or not outcome.pop("over")) and not aborted:
         outcome["faults"][f"exit code {code}: {_reason(stderr)}"] = 1
     return outcome, aborted
+
+
+def _content(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def _together(outcomes: list[Json]) -> Json:
@@ -125,7 +147,8 @@ def _together(outcomes: list[Json]) -> Json:
 
 def _reason(stderr: str) -> str:
     """What a process said last, or how it crashed."""
-    lines = stderr.strip().splitlines() or [""]
+    lines = stderr.strip().splitlines()
+    lines = [line for line in lines if not _LOG_LINE.match(line)] or [""]
     return next((line for line in lines if line.startswith("Fatal")), lines[-1])[:200]
 
 

@@ -7,7 +7,7 @@ import time
 
 from kvatlas.wire import Session
 from tests.attack.claims import SLACK, Attack, Outcome, Scene, code_of
-from tests.attack.left_open import Open, open_things, unused_segments
+from tests.attack.left_open import Open, RetiredAgents, open_things, unused_segments
 from tests.wire.helpers import waited
 
 _SECONDS = 6.0
@@ -35,7 +35,9 @@ def killed_peers(attack: Attack) -> Outcome:
             outcome.add(faults + scene.refill() + scene.nothing_left(), hit=hit)
             opened.append(open_things())
     finally:
-        leaks = _leaks(opened, unused)
+        retired = scene.here.transport.retired
+        explained = RetiredAgents(scene.wire).hold(retired) if retired else {}
+        leaks = _leaks(opened, unused, explained)
         leaks += scene.close()
         outcome.aborts += scene.aborts
     if leaks:
@@ -91,13 +93,13 @@ def _killed(scene: Scene) -> tuple[list[str], bool]:
     return faults + scene.holds(7, "an offer's blocks have changed"), not read
 
 
-def _leaks(opened: list[Open], unused: set[str]) -> list[str]:
-    """What more is open at the end than after the first few tries."""
+def _leaks(opened: list[Open], unused: set[str], explained: Open) -> list[str]:
+    """What more is open at the end than after the first few tries, and than is explained."""
     faults = []
     settled = opened[_WARM:]
     for what in opened[0] if len(settled) > 2 * _WARM else ():
         before = max(one[what] for one in settled[:_WARM])
-        more = min(one[what] for one in settled[-_WARM:]) - before
+        more = min(one[what] for one in settled[-_WARM:]) - before - explained.get(what, 0)
         if more > _NOISE + len(settled) // 10:
             faults.append(f"{more} {what} leaked in {len(settled)} tries")
     # Only those that stay unused: other processes of this host create and map segments meanwhile.

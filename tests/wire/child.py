@@ -187,10 +187,15 @@ def _slow_down(seconds: float) -> None:
 def _fork_on_signal(note: str) -> None:
     """On SIGUSR1, fork a process that does nothing, and write its number to a file."""
 
+    forking = False
+
     def fork(*_: object) -> None:
-        if Path(note).exists():
+        nonlocal forking
+        if forking or Path(note).exists():  # the signal is sent again while this runs
             return
+        forking = True
         Path(note).write_text(str(forked_idler()))
+        forking = False
 
     signal.signal(signal.SIGUSR1, fork)
 
