@@ -275,9 +275,10 @@ def test_what_is_seen_is_refused_as_what_is_asked_for() -> None:
             with session:
                 assert code_of(transfer.wait) is code, lie
         with Session(there[0], [source.endpoint]) as session:
-            link = session.link(0)
-            assert link.board.find("r") is not None
-            assert link.board.find("some") is None, "not for everybody to see"
+            board = session.link(0).board
+            assert board is not None
+            assert board.find("r") is not None
+            assert board.find("some") is None, "not for everybody to see"
             right: dict[str, Any] = {
                 "dst_blocks": scattered(made, tokens),
                 "src_blocks": scattered(made, tokens),
