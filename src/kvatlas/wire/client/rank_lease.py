@@ -28,7 +28,6 @@ from kvatlas.wire.refusals import lease_expired
 from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 from kvatlas.wire.transports.errors import peer_lost
-from kvatlas.wire.transports.handles import Handle
 from kvatlas.wire.transports.offer_board import PostedOffer, SeenOffer
 
 A = TypeVar("A", bound=protocol.Message)
