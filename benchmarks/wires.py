@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from kvatlas.routing import Copy
 from kvatlas.wire import Link, Memory, Transport, make_transport
 from kvatlas.wire.transports.mooncake import make_engine
 from kvatlas.wire.transports.nixl_strided import describe
-from kvatlas.wire.transports.shm_segments import create_segment
+from kvatlas.wire.transports.shared_memory import create_segment
 
 POOL = 128 << 20
 RUNS = (64, 4 << 10, 64 << 10, 1 << 20)
@@ -33,7 +32,7 @@ MOVED = {64: 4 << 20, 4 << 10: 64 << 20, 64 << 10: 64 << 20, 1 << 20: 64 << 20}
 """Bytes by length of run; Mooncake is slower by so much that it moves less."""
 MOVED_BY_MOONCAKE = {64: 64 << 10, 4 << 10: 4 << 20, 64 << 10: 32 << 20, 1 << 20: 64 << 20}
 TURNS = 11
-NAMES = ("memory", "shm", "file", "nixl", "mooncake")
+NAMES = ("memory", "shm", "nixl", "mooncake")
 Act = Callable[[], Any]
 
 
@@ -45,15 +44,13 @@ def _memory(name: str) -> tuple[Any, int]:
     return pool, seen.ctypes.data
 
 
-def serve(name: str, folder: str) -> None:
+def serve(name: str) -> None:
     """The peer's process: registers a pool, says where, and waits."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    transport = make_transport(
-        name, **({"folder": folder, "name": "pool"} if name == "file" else {})
-    )
+    transport = make_transport(name)
     _pool, address = _memory(name)
-    transport.register({0: Memory(0 if name == "file" else address, POOL)})
+    transport.register({0: Memory(address, POOL)})
     said = [base64.b64encode(transport.publish()).decode(), transport.memory[0].address]
     out.write(json.dumps(said) + "\n")
     out.flush()
@@ -62,9 +59,9 @@ def serve(name: str, folder: str) -> None:
 
 
 @contextmanager
-def peer(name: str, folder: str) -> Iterator[tuple[bytes, int]]:
+def peer(name: str) -> Iterator[tuple[bytes, int]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.wires", "--serve", name, folder],
+        [sys.executable, "-m", "benchmarks.wires", "--serve", name],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -119,18 +116,6 @@ def memcpy(src: int, dst: int, copy: Copy) -> Act:
     return act
 
 
-def pread(folder: str, pool: Any, copy: Copy) -> Act:
-    size, seen = int(copy.length[0]), memoryview(pool)
-    ends = list(zip(copy.dst.tolist(), copy.src.tolist(), strict=True))
-    file = os.open(f"{folder}/pool", os.O_RDONLY)
-
-    def act() -> None:
-        for to, start in ends:
-            os.preadv(file, [seen[to : to + size]], start)
-
-    return act
-
-
 def nixl_rows(starts: Any, base: int, size: Any) -> Any:
     rows = np.zeros((len(starts), 3), np.uint64)
     rows[:, 0] = starts + base
@@ -170,7 +155,7 @@ def raw_mooncake(engine: Any, session: str, src: int, dst: int, copy: Copy) -> A
     return act
 
 
-def raw(name: str, end: Transport, link: Any, pool: Any, folder: str) -> Any:
+def raw(name: str, end: Transport, link: Any) -> Any:
     """Makes the raw counterpart of a copy."""
     near = end.memory[0].address
     far = link.theirs[0].address
@@ -179,41 +164,36 @@ def raw(name: str, end: Transport, link: Any, pool: Any, folder: str) -> Any:
     if name == "mooncake":
         engine, session = make_engine(link.owner.host), link.peer.session
         return lambda copy: raw_mooncake(engine, session, far, near, copy)
-    if name == "file":
-        return lambda copy: pread(folder, pool, copy)
     if name == "shm":
         return lambda copy: memcpy(link.mapped[0].ctypes.data, near, copy)
     return lambda copy: memcpy(far, near, copy)
 
 
 def measure(name: str) -> list[list[str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            end = make_transport(name, **({"folder": folder} if name == "file" else {}))
-        except AtlasError as refusal:
-            if refusal.code is not Code.MISSING_EXTRA:
-                raise
-            return [[f"{name} (not installed here)", *["-"] * 4]]
-        pool, address = _memory(name)
-        end.register({0: Memory(address, POOL)})
-        if name == "memory":
-            other = make_transport("memory")
-            _, theirs = held = _memory(name)
-            other.register({0: Memory(theirs, POOL)})
-            rows = _rows(name, end, other.publish(), theirs, pool, folder)
-            del held
-        else:
-            with peer(name, folder) as (metadata, theirs):
-                rows = _rows(name, end, metadata, theirs, pool, folder)
-        end.close()
-        return rows
+    try:
+        end = make_transport(name)
+    except AtlasError as refusal:
+        if refusal.code is not Code.MISSING_EXTRA:
+            raise
+        return [[f"{name} (not installed here)", *["-"] * 4]]
+    _pool, address = _memory(name)
+    end.register({0: Memory(address, POOL)})
+    if name == "memory":
+        other = make_transport("memory")
+        _, theirs = held = _memory(name)
+        other.register({0: Memory(theirs, POOL)})
+        rows = _rows(name, end, other.publish(), theirs)
+        del held
+    else:
+        with peer(name) as (metadata, theirs):
+            rows = _rows(name, end, metadata, theirs)
+    end.close()
+    return rows
 
 
-def _rows(
-    name: str, end: Transport, metadata: bytes, far: int, pool: Any, folder: str
-) -> list[list[str]]:
+def _rows(name: str, end: Transport, metadata: bytes, far: int) -> list[list[str]]:
     link = end.connect(metadata, {0: Memory(far, POOL)})
-    beside = raw(name, end, link, pool, folder)
+    beside = raw(name, end, link)
     rows = []
     for size in RUNS:
         moved = (MOVED_BY_MOONCAKE if name == "mooncake" else MOVED)[size]
@@ -274,7 +254,7 @@ def main() -> None:
     whole = [np.ones(POOL, np.uint8) for _ in range(2)]
     ends = [one.ctypes.data for one in whole]
     speed = POOL / median_ms(lambda: ctypes.memmove(ends[0], ends[1], POOL), 7) / 1e6
-    print("Raw: for memory and shm one memcpy for each run, for file one preadv.")
+    print("Raw: for memory and shm one memcpy for each run.")
     print(f"One memcpy of {POOL >> 20} MiB in this run: {speed:.1f} GB/s.")
     print("The bar: at least 0.90 of raw for 64 KiB and more.\n")
 

@@ -83,7 +83,7 @@ INTERNAL: dict[str, str] = {
         routing.converted_stream routing.run_grids specs.cell_formats
     """,
     "wire": """
-        copying.cuda_driver copying.device_marks copying.device_queue copying.file_runs
+        copying.cuda_driver copying.device_marks copying.device_queue
         copying.gather_scatter copying.memory copying.memory_copy copying.movers
         copying.pool_bounds copying.read_coalescing copying.run_bounds copying.stream_pieces
         geometry.address_arrays geometry.integers planning.plans routing.block_tables

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvatlas.routing import Copy
 from kvatlas.wire import Handle, Link, Memory, Transport
-from kvatlas.wire.transports.base import Done
+from kvatlas.wire.transports.handles import Done
 from tests.routing.oracle import Ints, Move, Side, held, states
 
 _STATES, _ELEMENTS = 4, 24

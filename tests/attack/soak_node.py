@@ -30,7 +30,7 @@ from kvatlas.planning import Plan
 from kvatlas.routing import route
 from kvatlas.tier import Tier
 from kvatlas.wire import Session, make_transport
-from kvatlas.wire.transports.shm_segments import create_segment
+from kvatlas.wire.transports.shared_memory import create_segment
 from tests.attack.left_open import Open, open_things, opened_since
 from tests.attack.plans import NODE, Wire, made
 from tests.wire.child import Json, Rank, contents

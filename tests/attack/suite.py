@@ -70,7 +70,7 @@ CLAIMS: dict[str, Row] = {
     "offered and expected blocks are not pulled into": Row(owned_blocks),
     "quarantined blocks have no new owner": Row(quarantined_blocks, _ALL),
     "stopped readers keep no buffers from others": Row(stopped_readers),
-    "shared staging: a peer sees and changes no other's bytes": Row(separate_peers, ("shm",)),
+    "shared staging: a peer sees and changes no other's bytes": Row(separate_peers, ("shm", "tcp")),
     "forged messages change nothing": Row(forged_messages),
     "a peer reads the bytes of its lease alone": Row(hostile_readers, ("tcp",)),
     "attackers on the network read and change nothing": Row(
@@ -144,8 +144,8 @@ CLAIMS: dict[str, Row] = {
     "nothing listens beyond the loopback unasked": Row(
         holds_in(
             "tests/wire/test_security.py::test_listening_beyond_this_host_takes_a_secret",
-            "tests/wire/transports/test_listening.py::test_nothing_listens_beyond_the_loopback",
-            "tests/wire/transports/test_listening.py::"
+            "tests/wire/transports/test_socket_filter.py::test_nothing_listens_beyond_the_loopback",
+            "tests/wire/transports/test_socket_filter.py::"
             "test_a_transport_beyond_this_host_takes_a_secret",
         ),
         _SIDE,

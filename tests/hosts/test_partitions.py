@@ -125,10 +125,6 @@ def test_apart_after_a_slow_connect(place: MakeSite, way: Way, note: Note) -> No
     site.works(target, sources)
 
 
-@pytest.mark.xfail(
-    reason="Transport.connect takes no deadline: a link waits 5 s for the data port, whatever the "
-    "session's seconds are"
-)
 @over(TCP)
 def test_a_firewall_drops_the_data_port(place: MakeSite, way: Way, note: Note) -> None:
     """Messages arrive and data does not: the session ends in time, and names the cause."""

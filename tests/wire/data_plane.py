@@ -20,7 +20,7 @@ from kvatlas.wire import Session, protocol
 from kvatlas.wire.client.connections import PeerConnection
 from kvatlas.wire.leases import session_id
 from kvatlas.wire.security import Security
-from kvatlas.wire.transports.tcp_admission import CHALLENGE_BYTES, WELCOME, proof
+from kvatlas.wire.transports.tcp_server import CHALLENGE_BYTES, WELCOME, proof
 from tests.attack.plans import after, source_plan, target_plan
 from tests.wire.child import Rank
 

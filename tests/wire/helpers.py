@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvatlas.planning import Plan, plan
 from kvatlas.routing import Copy, route, scattered
 from kvatlas.wire import Handle, Link, Memory, Node, Session, Transport
-from kvatlas.wire.transports.base import Done
+from kvatlas.wire.transports.handles import Done
 from tests.identities import OURS
 from tests.planning.models import SMALL
 from tests.routing import oracle

@@ -14,7 +14,7 @@ from kvatlas.errors import Code
 from kvatlas.wire import Metrics, Transfer
 from kvatlas.wire.leases import Leases
 from kvatlas.wire.offers import Offer
-from kvatlas.wire.transports.base import Done, Handle
+from kvatlas.wire.transports.handles import Done, Handle
 
 KEY = bytes(range(16))
 REFUSAL = AtlasError(Code.PEER_LOST, "rule", got="got", hint="hint")

@@ -10,7 +10,8 @@ from kvatlas.wire.metrics import Metrics
 from kvatlas.wire.protocol import How
 from kvatlas.wire.security import PeerAccess, Security, TlsContexts
 from kvatlas.wire.server.node import Node, pools_for
-from kvatlas.wire.transports.base import Handle, Link, Transport
+from kvatlas.wire.transports.base import Link, Transport
+from kvatlas.wire.transports.handles import Handle
 from kvatlas.wire.transports.registry import TRANSPORT_NAMES, make_transport
 
 __all__ = [

@@ -110,10 +110,10 @@ class Channels:
             self._drop_ended(pool)
             return pool.lost
 
-    def are_open(self, endpoint: str) -> bool:
-        """Whether there are connections to an endpoint, by which the peer's death is noticed."""
+    def has_idle(self, endpoint: str) -> bool:
+        """Whether an idle connection to the endpoint is kept, which shows if the peer exits."""
         with self._lock:
-            return self._pools[endpoint].opened > 0
+            return bool(self._pools[endpoint].idle)
 
     def proved_names(self, endpoint: str) -> frozenset[str] | None:
         """Return the names that the peer at an endpoint has proved; None for any name."""

@@ -19,7 +19,7 @@ from kvatlas.wire import encoding, protocol
 from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.security import not_the_secret
 from kvatlas.wire.transports.errors import failed, own_limit
-from kvatlas.wire.transports.listening import is_loopback
+from kvatlas.wire.transports.host_addresses import is_loopback
 
 FRAME_SECONDS = 10.0
 """Seconds that a frame may take from its first byte to its last."""

@@ -45,7 +45,7 @@ class _Kept:
 class Quarantine:
     """Abandoned operations, and callbacks for when they can no longer access memory.
 
-    >>> from kvatlas.wire.transports.base import Done
+    >>> from kvatlas.wire.transports.handles import Done
     >>> quarantine = Quarantine()
     >>> quarantine.hold([Done()], lambda: print("may be reused"))
     may be reused

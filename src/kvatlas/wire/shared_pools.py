@@ -8,8 +8,8 @@ from kvatlas.copying.memory import Memory
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.transports.errors import bad_metadata
+from kvatlas.wire.transports.nonblocking_sockets import hang_up
 from kvatlas.wire.transports.shm import ShmTransport, map_published
-from kvatlas.wire.transports.shm_sockets import hang_up
 
 
 class SharedPools:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.transports.errors import coded_limits, failed, own_limit, peer_lost
-from kvatlas.wire.transports.shm_sockets import other_end
 
 _SCHEME = "unix://"
 _LONGEST_PATH = 100
@@ -84,12 +84,20 @@ def connect_to_path(path: Path, seconds: float) -> socket.socket:
 
 def check_user(connected: socket.socket) -> int:
     """Return the pid at the other end, or raise `peer_lost` if it belongs to another user."""
-    process, user = other_end(connected)
+    process, user = _other_end(connected)
     if user != os.geteuid():
         hint = "Run both processes as the same user"
         problem = "The process at the other end belongs to another user"
         raise peer_lost(f"user {user}, expected {os.geteuid()}", hint, problem)
     return process
+
+
+def _other_end(connected: socket.socket) -> tuple[int, int]:
+    """Return the pid and user at the other end. The pid is 0 in another pid namespace."""
+    credentials = struct.Struct("iii")
+    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    process, user, _ = credentials.unpack(packed)
+    return process, user
 
 
 def forget_path(path: Path) -> None:

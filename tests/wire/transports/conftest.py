@@ -16,8 +16,6 @@ Far = Peer | Here
 
 def skip_without(kind: Kind) -> None:
     """Skip, with the reason, where a transport's library is missing or broken."""
-    if kind.name == "file":
-        return  # needs nothing but a folder
     try:
         make_transport(kind.name, **kind.options).close()
     except AtlasError as problem:
@@ -40,15 +38,15 @@ def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
 
 
 @pytest.fixture(scope="module")
-def near_options(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return {"folder": str(tmp_path_factory.mktemp("tier"))} if kind.name == "file" else {}
+def near_options() -> dict[str, Any]:
+    return {}
 
 
 def other_end(
     kind: Kind, options: dict[str, Any], name: str, sizes: dict[int, int] | None = None
 ) -> Far:
-    given = {**options, "name": name} if kind.name == "file" else options
-    return Peer(kind, given, sizes) if kind.remote else Here(kind, given)
+    del name  # all transports have the same options at all ends
+    return Peer(kind, options, sizes) if kind.remote else Here(kind, options)
 
 
 @pytest.fixture(scope="module")

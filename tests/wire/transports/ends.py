@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,8 +28,6 @@ class Kind:
     options: Mapping[str, Any] = field(default_factory=dict)
     remote: bool = True
     """Its peers are other processes, which can be killed."""
-    outlives: bool = False
-    """What was published can be reached after its publisher has ended."""
     needs_peer: bool = False
     """The peer's processor takes part, so that one that stands still stops everything."""
     reads_only: bool = False
@@ -44,7 +41,6 @@ _NO_IB = {"UCX_MODULES": "^ib"}
 KINDS = [
     Kind("memory", "memory", remote=False),
     Kind("shm", "shm"),
-    Kind("file", "file", outlives=True),
     Kind("nixl", "nixl", _NO_IB),
     Kind("mooncake", "mooncake", needs_peer=True),
     Kind("tcp", "tcp", needs_peer=True, reads_only=True),
@@ -76,22 +72,12 @@ class Peer:
         self._pipe.send(words)
         return self.hear()
 
-    def _file(self) -> Path | None:
-        return Path(self.options["folder"], self.options["name"]) if self.kind.outlives else None
-
     def fill(self, seed: int) -> NDArray[np.uint8]:
-        path = self._file()
-        if path is None:
-            self.ask("fill", seed)
-        else:
-            size = path.stat().st_size
-            with path.open("r+b") as file:
-                file.write(np.random.default_rng(seed).integers(0, 256, size, np.uint8).tobytes())
+        self.ask("fill", seed)
         return self.held()
 
     def held(self) -> NDArray[np.uint8]:
-        path = self._file()
-        return np.frombuffer(path.read_bytes() if path else self.ask("bytes"), np.uint8).copy()
+        return np.frombuffer(self.ask("bytes"), np.uint8).copy()
 
     def close(self) -> int:
         return int(self.ask("close"))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvatlas.copying.memory import STAGING
 from kvatlas.wire import Memory, Transport, make_transport
-from kvatlas.wire.transports.shm_segments import create_segment
+from kvatlas.wire.transports.shared_memory import create_segment
 
 GUARD = 4099
 SIZES = {0: 300_007, 1: 65_536, STAGING: 20_001}
@@ -22,7 +22,6 @@ class End:
 
     def __init__(self, name: str, options: dict[str, Any], sizes: dict[int, int]) -> None:
         self.transport: Transport = make_transport(name, **options)
-        self.in_file = name == "file" and "name" in options
         self.offsets: dict[int, int] = {}
         stop = GUARD
         for pool, size in sizes.items():
@@ -33,7 +32,7 @@ class End:
         self.bytes: NDArray[np.uint8] = (
             np.frombuffer(self.segment, np.uint8) if self.segment else np.zeros(stop, np.uint8)
         )
-        base = 0 if self.in_file else self.bytes.ctypes.data
+        base = self.bytes.ctypes.data
         self.regions = {
             pool: Memory(base + start, sizes[pool]) for pool, start in self.offsets.items()
         }

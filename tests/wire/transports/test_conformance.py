@@ -238,8 +238,7 @@ def test_a_peer_that_closed_holds_nothing(
     gone.end()
     if isinstance(gone, Peer):
         assert gone.process.exitcode == 0
-    if not kind.outlives:
-        with pytest.raises(AtlasError) as refusal:
-            link.read([one(0, 0, 64)]).wait(soon())
-        assert refusal.value.code in (Code.PEER_LOST, Code.WIRE_FAILED)
+    with pytest.raises(AtlasError) as refusal:
+        link.read([one(0, 0, 64)]).wait(soon())
+    assert refusal.value.code in (Code.PEER_LOST, Code.WIRE_FAILED)
     link.close()

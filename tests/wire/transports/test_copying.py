@@ -16,8 +16,8 @@ from kvatlas.errors import AtlasError, Code, MissingExtraError
 from kvatlas.routing import Copy
 from kvatlas.wire import TRANSPORT_NAMES, Memory, make_transport
 from kvatlas.wire.transports.errors import cannot_import
+from kvatlas.wire.transports.handles import Stepwise
 from kvatlas.wire.transports.nixl_strided import describe
-from kvatlas.wire.transports.polled_copy import Stepwise
 
 
 def carried_out(src: np.ndarray, dst: np.ndarray, copy: Copy) -> int:
@@ -158,6 +158,6 @@ def test_a_library_that_does_not_load_is_not_called_missing() -> None:
 
 
 def test_names_are_in_the_order_of_preference() -> None:
-    assert TRANSPORT_NAMES == ("cuda", "nixl", "mooncake", "tcp", "shm", "memory", "file")
+    assert TRANSPORT_NAMES == ("cuda", "nixl", "mooncake", "tcp", "shm", "memory")
     with pytest.raises(AtlasError):
         make_transport("carrier pigeon")

@@ -20,9 +20,9 @@ from kvatlas.wire import Memory, Session, Transfer
 from kvatlas.wire.protocol import Release
 from kvatlas.wire.transports import cuda
 from kvatlas.wire.transports.cuda import CudaTransport
+from kvatlas.wire.transports.cuda_copy import CopyPace
 from kvatlas.wire.transports.offer_board import OfferBoard, PeerBoard
 from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
-from kvatlas.wire.transports.pace import CopyPace
 from tests.routing import oracle
 from tests.wire.helpers import small
 from tests.wire.transports.ends import eventually
@@ -105,15 +105,12 @@ def test_what_was_used_longest_ago_is_unmapped_first() -> None:
         base, nbytes = far.allocation(0, memory.address)
         allocations.append(ForeignAllocation(f"{number}", far.export_memory(0, base), nbytes))
     opened = OpenedMemory(here, 0, most=2)
-    first, second, third = allocations
-    opened.acquire(first)
-    opened.acquire(second)
-    opened.release(second)
-    opened.acquire(third)  # the first is in use: the second has to go
-    opened.release(third)
+    first = opened.map(allocations[0])
+    opened.release([opened.map(allocations[1])])
+    opened.release([opened.map(allocations[2])])  # the first is in use: the second has to go
     assert (len(opened), here.opens) == (2, 3)
-    opened.release(first)
-    opened.acquire(second)
+    opened.release([first])
+    opened.map(allocations[1])
     assert (len(opened), here.opens) == (2, 4)
 
 
@@ -278,9 +275,10 @@ def test_what_is_seen_is_refused_as_what_is_asked_for() -> None:
             with session:
                 assert code_of(transfer.wait) is code, lie
         with Session(there[0], [source.endpoint]) as session:
-            link = session.link(0)
-            assert link.board.find("r") is not None
-            assert link.board.find("some") is None, "not for everybody to see"
+            board = session.link(0).board
+            assert board is not None
+            assert board.find("r") is not None
+            assert board.find("some") is None, "not for everybody to see"
             right: dict[str, Any] = {
                 "dst_blocks": scattered(made, tokens),
                 "src_blocks": scattered(made, tokens),

@@ -20,7 +20,7 @@ from tests.wire.transports.peer import SIZES, End
 
 LOST = (Code.PEER_LOST, Code.WIRE_FAILED)
 BIG = {0: 64 << 20}
-REMOTE = [kind for kind in (*KINDS, OVER_TCP) if kind.remote and not kind.outlives]
+REMOTE = [kind for kind in (*KINDS, OVER_TCP) if kind.remote]
 
 
 @pytest.fixture(scope="module", params=REMOTE, ids=lambda kind: kind.label)

@@ -13,7 +13,7 @@ import pytest
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory, make_transport
-from kvatlas.wire.transports.polled_copy import Stepwise
+from kvatlas.wire.transports.handles import Stepwise
 from tests.attack.late_bytes import POOL, STOPPABLE, stopped_reads
 from tests.wire.transports.conftest import skip_without
 from tests.wire.transports.ends import Peer, eventually, soon

@@ -69,11 +69,11 @@ def linked(*, by_cpu: bool = False) -> Any:
     """A link whose agent says of an operation whatever its request has as its state."""
     memory = {0: Memory(4096, 4096)}
     process = OwningProcess("transport")
-    owner: Any = SimpleNamespace(memory=memory, name="nixl", open=True, process=process)
-    owner.takes, owner.check_takes = lambda _: True, lambda _: None
+    owner: Any = SimpleNamespace(memory=memory, name="nixl", open=True, process=process, retired=0)
+    owner.marks_travel, owner.takes, owner.check_takes = False, lambda _: True, lambda _: None
     agents: Any = SimpleNamespace(kind="DRAM", by_cpu=by_cpu, make=lambda *_, **__: _Agent())
     peer: Any = SimpleNamespace(agent="peer", kind="DRAM", board=None)
-    return NixlLink(owner, agents, peer, memory, lambda _: None)
+    return NixlLink(owner, agents, peer, memory)
 
 
 def posted(state: str, link: Any = None) -> Any:

@@ -21,11 +21,10 @@ import pytest
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
-from kvatlas.wire import Memory, make_transport
-from kvatlas.wire.transports import sealed_memory, shm_sockets
-from kvatlas.wire.transports.sealed_memory import SEALS, map_sealed
+from kvatlas.wire import Memory, make_transport, unix_sockets
+from kvatlas.wire.transports import admission, shared_memory, shm_sockets
+from kvatlas.wire.transports.shared_memory import SEALS, containing, create_segment, map_sealed
 from kvatlas.wire.transports.shm import ShmTransport
-from kvatlas.wire.transports.shm_segments import containing, create_segment
 from kvatlas.wire.transports.shm_sockets import SegmentServer, receive_descriptors
 from tests.wire.forking import forked, forked_idler, until_stopped
 from tests.wire.helpers import waited
@@ -195,7 +194,7 @@ def test_more_than_the_host_or_its_container_has(
     before = descriptors()
     assert code_of(create_segment, 1 << 50) == Code.NOT_ENOUGH_MEMORY
     (tmp_path / "memory.max").write_text("8192\n")
-    monkeypatch.setattr(sealed_memory, "_CONTAINER", tmp_path / "memory.max")
+    monkeypatch.setattr(shared_memory, "_CONTAINER", tmp_path / "memory.max")
     assert code_of(create_segment, 8193) == Code.NOT_ENOUGH_MEMORY
     create_segment(8192).close()
     assert descriptors() == before
@@ -311,7 +310,7 @@ def test_a_link_that_is_dropped_closes_its_descriptors(near: ShmTransport) -> No
     assert descriptors() > before
     del link
     assert eventually_back_to(before)
-    assert not other._server._connected
+    assert not other._server.links.total()
     other.close()
 
 
@@ -400,7 +399,7 @@ def test_thousands_of_strangers_do_not_keep_a_peer_out(near: ShmTransport) -> No
         for thread in floods:
             thread.join()
         folder = Path(f"/proc/{process.pid}/fd")
-        assert eventually(lambda: len(list(folder.iterdir())) < 2 * shm_sockets._MOST_WAITING)
+        assert eventually(lambda: len(list(folder.iterdir())) < 2 * admission.MOST_UNPROVEN)
 
 
 def test_one_process_cannot_have_all_links() -> None:
@@ -412,7 +411,7 @@ def test_one_process_cannot_have_all_links() -> None:
     assert pipe.recv() == "connected"
     with_room.join()
     mine.pop().close()
-    assert eventually(lambda: len(server._connected) == 3)
+    assert eventually(lambda: server.links.total() == 3)
     mine.append(receive_descriptors(server.name, server.token)[0])
     for one in mine:
         one.close()
@@ -430,13 +429,13 @@ def connect_once(tester: Connection, name: str, token: bytes) -> None:
 def test_another_user_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever connects and whoever is connected to asks the kernel who the other is."""
     server = SegmentServer()
-    real = shm_sockets.other_end
+    real = unix_sockets._other_end
     for end in ("accepting", "connecting"):
         with monkeypatch.context() as patch:
             serving = end == "accepting"
             patch.setattr(
-                shm_sockets,
-                "other_end",
+                unix_sockets,
+                "_other_end",
                 lambda one, serving=serving: (
                     (7, os.getuid() + 1)
                     if (threading.current_thread().name == "kvatlas-shm") == serving
@@ -477,9 +476,9 @@ def test_a_server_that_says_what_it_should_not(near: ShmTransport) -> None:
     other.register({0: pool.memory})
     link = near.connect(other.publish(), other.memory)
     link.check()
-    waited(lambda: bool(other._server._connected), 10)  # by a thread of its own
-    (there,) = other._server._connected
-    there.send(b"boo")
+    waited(lambda: other._server.links.total() == 1, 10)  # by a thread of its own
+    (there,) = other._server._admission._newcomers.values()
+    there.connection.send(b"boo")
     assert code_of(link.check) == Code.PEER_LOST
     link.close()
     other.close()

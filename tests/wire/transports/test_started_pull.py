@@ -10,8 +10,7 @@ import pytest
 from kvatlas.wire.client import fast_path
 from kvatlas.wire.client.fast_path import LaunchedPull
 from kvatlas.wire.transports import cuda_copy
-from kvatlas.wire.transports.cuda_copy import CudaCopy
-from kvatlas.wire.transports.pace import CopyPace
+from kvatlas.wire.transports.cuda_copy import CopyPace, CudaCopy
 
 BEGUN = 7.0
 

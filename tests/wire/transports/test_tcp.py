@@ -16,8 +16,15 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire import Memory, Transport, make_transport
 from kvatlas.wire.transports.tcp import TcpTransport
-from kvatlas.wire.transports.tcp_admission import CHALLENGE_BYTES, WELCOME, proof
-from kvatlas.wire.transports.tcp_server import MOST_RUNS, QUESTION, REFUSAL, REFUSED
+from kvatlas.wire.transports.tcp_server import (
+    CHALLENGE_BYTES,
+    MOST_RUNS,
+    QUESTION,
+    REFUSAL,
+    REFUSED,
+    WELCOME,
+    proof,
+)
 from tests.wire.transports.ends import eventually, soon
 
 POOL = 8 << 20

@@ -172,7 +172,7 @@ class Connections:
         for connection in idle:
             try:
                 connection.monitor.check()
-                alive = self._node.channels.are_open(connection.endpoint)
+                alive = self._node.channels.has_idle(connection.endpoint)
             except AtlasError:
                 alive = False
             if not alive:
@@ -207,7 +207,8 @@ class Connections:
             self._check_same_plan(endpoint, peer)
             node.check_peer(peer)
             access = Access(session_id(answer.session), endpoint_host(endpoint))
-            link = node.transport.connect(peer.metadata, peer.memory, access)
+            about = (peer.metadata, peer.memory, access)
+            link = node.transport.connect(*about, deadline=deadline)
         stream = partial(node.stream, peer, layers=None, incoming=True)
         monitor = node.channels.monitor(endpoint)
         return PeerConnection(endpoint, peer, answer.session, link, monitor, stream, self._beside)

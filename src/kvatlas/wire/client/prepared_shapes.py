@@ -30,7 +30,8 @@ from kvatlas.routing.block_tables import block_table
 from kvatlas.routing.request_shape import Lengths, table_lengths
 from kvatlas.routing.run_grids import BlockIds
 from kvatlas.wire.rpc import log
-from kvatlas.wire.transports.base import Handle, Link, PreparedRead
+from kvatlas.wire.transports.base import Link, PreparedRead
+from kvatlas.wire.transports.handles import Handle
 from kvatlas.wire.transports.offer_board import SeenOffer
 
 _KEPT = 128

@@ -15,7 +15,7 @@ from kvatlas.copying.memory import STAGING
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire.client.rank_lease import RankLease, reclaimed_if_lost
-from kvatlas.wire.transports.base import Handle
+from kvatlas.wire.transports.handles import Handle
 
 BUFFERS = 2
 """Staging buffers of a transfer at each end: one is filled while the other is sent."""

@@ -9,11 +9,11 @@ outside these pools.
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from kvatlas.wire.fork_safety import OwningProcess
 from kvatlas.wire.security import Security
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.access import Access, Authorise, Guarantees
+from kvatlas.wire.transports.handles import Done, Handle
 from kvatlas.wire.transports.offer_board import OfferBoard, PeerBoard
 
 Shared = Literal["all", "staging"]
@@ -41,8 +42,6 @@ Separation = Literal["segments", "leases", "none"]
 `segments`: each peer gets separate memory (`lend_to_one`). `leases`: the transport authorises each
 read. `none`: the transport cannot do either, and `shared="staging"` raises an error.
 """
-
-_LONGEST_PAUSE = 2e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,98 +56,18 @@ class OnePeerMemory:
     end: Callable[[], None]
     """Wipes and frees the memory. The peer keeps at most a mapping without content."""
 
+    @classmethod
+    def of(
+        cls, alone: Transport, view: Any, region: Memory, wipe: Callable[[], None]
+    ) -> OnePeerMemory:
+        """Publish a region with the transport `alone`, which has no other region."""
+        alone.register({STAGING: region})
 
-class Handle(ABC):
-    """A read or write that was posted."""
+        def end() -> None:
+            alone.close()
+            wipe()
 
-    _done = False
-    _settled = False
-    _failure: AtlasError | None = None
-    expected_end = math.inf
-    """The expected end of the operation, by the monotonic clock; infinity if it is unknown."""
-
-    def poll(self) -> bool:
-        """Whether the operation is done. Raises the error of a failed one, also on later calls."""
-        if self._failure is not None:
-            raise self._failure
-        if not self._done:
-            try:
-                self._done = self._poll()
-            except AtlasError as failure:
-                self._failure = failure
-                raise
-            except Exception as problem:
-                got = f"{type(problem).__name__}: {problem}"
-                self._failure = errors.own_limit(problem) or errors.failed(got)
-                raise self._failure from problem
-        return self._done
-
-    def peek(self) -> bool:
-        """Like `poll`, but cleanup after the operation may be left to the next `poll`."""
-        return self.poll()
-
-    @abstractmethod
-    def _poll(self) -> bool:
-        """Whether the operation is done. Not called again once it is done or has failed."""
-
-    def wait(self, deadline: float, interrupt: Callable[[], None] = lambda: None) -> None:
-        """Wait until the operation is done.
-
-        Raise the error `deadline` if it is still in flight at the time `deadline` (monotonic
-        clock). `interrupt` is called between polls; an error that it raises ends the wait.
-        """
-        begun = time.monotonic()
-        while not self.poll():
-            interrupt()
-            now = time.monotonic()
-            if now > deadline:
-                got = f"an operation that is still in flight after {now - begun:.1f} s"
-                hint = "Allow more time, or retry on another replica"
-                raise AtlasError(Code.DEADLINE, got=got, hint=hint)
-            # Pauses grow with the time waited, so that the end of a short operation is seen soon.
-            self._pause(min((now - begun) / 20, _LONGEST_PAUSE))
-
-    def _pause(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def release(self) -> None:
-        """Release the resources of the operation, and cancel the operation if it is in flight.
-
-        Not every transport can stop an operation in flight: see `settle`.
-        """
-        if not self._done and self._failure is None:
-            self._failure = errors.cancelled()
-        self._release()
-
-    def _release(self) -> None:  # noqa: B027
-        """Release the operation in the transport's library, if there is one. Must not block."""
-
-    def settle(self) -> bool:
-        """Whether the operation can no longer access this process's memory.
-
-        Until then it may still write to the memory or send its content, even if it was released or
-        has failed. Once True, the result stays True. Never raises, and may be called at any time
-        from any thread.
-        """
-        if not self._settled:
-            try:
-                self._settled = self._done or self._settle()
-            except Exception:
-                return False
-        return self._settled
-
-    def _settle(self) -> bool:
-        """Whether an operation that is not done certainly cannot access memory anymore."""
-        return False
-
-
-class Done(Handle):
-    """An operation that was complete when it was posted."""
-
-    _done = True
-
-    def _poll(self) -> bool:
-        return True
+        return cls(view, region, alone.publish(), end)
 
 
 class PreparedRead(ABC):
@@ -191,8 +110,11 @@ class Link(ABC):
         self.owner, self.mine, self.theirs = owner, owner.memory, dict(theirs)
         self.open = True
 
-    def sign_in(self, access: Access) -> None:  # noqa: B027
-        """Authenticate at the peer, if the transport needs that before it reads."""
+    def sign_in(self, access: Access, deadline: float) -> None:  # noqa: B027
+        """Connect to the peer and authenticate, if the transport needs that before it reads.
+
+        Raise an error if the peer has not replied by `deadline` (monotonic clock).
+        """
 
     def read(
         self, copies: Sequence[Copy], after: int | None = None, *, lease: bytes = b""
@@ -203,15 +125,22 @@ class Link(ABC):
         `marks_travel` accept a mark. `lease` is the key of the lease that covers the bytes, for
         transports that check it.
         """
-        if after is not None:
+        if after is not None and not self.owner.marks_travel:
             raise NotImplementedError(f"{type(self).__name__} cannot wait for a peer's mark")
+        self.check()
+        copies = [copy for copy in copies if len(copy)]
         check_bounds(copies, self.theirs, self.mine)
-        copies = self._checked(copies, write=False)
-        return self._read(copies, lease) if copies else Done()
+        for copy in copies:
+            self.owner.check_takes(self.mine[copy.dst_pool])
+        if not self.converts(copies):
+            casts = {str(copy.cast) for copy in copies if copy.cast is not None}
+            problem = "The link does not support a cast, or a pool is not aligned to its elements"
+            raise errors.failed(", ".join(sorted(casts)), 'Pass how="staged"', problem)
+        return self._read(copies, after, lease) if copies else Done()
 
-    def _read(self, copies: Sequence[Copy], lease: bytes) -> Handle:
-        del lease
-        return self._post(copies, write=False)
+    def _read(self, copies: Sequence[Copy], after: int | None, lease: bytes) -> Handle:
+        del after, lease
+        return self._post([copy.expanded() for copy in copies], write=False)
 
     def converts(self, copies: Sequence[Copy]) -> bool:
         """Whether `read` supports all element casts of these copies."""
@@ -235,17 +164,12 @@ class Link(ABC):
 
     def write(self, copies: Sequence[Copy]) -> Handle:
         """Write bytes of this process into the peer's memory. The peer is the destination."""
-        check_bounds(copies, self.mine, self.theirs)
-        copies = self._checked(copies, write=True)
-        return self._post(copies, write=True) if copies else Done()
-
-    def _checked(self, copies: Sequence[Copy], *, write: bool) -> list[Copy]:
-        """Return the copies that are not empty, after checking that their memory is accessible."""
         self.check()
-        copies = [copy.expanded() for copy in copies if len(copy)]
+        copies = [copy for copy in copies if len(copy)]
+        check_bounds(copies, self.mine, self.theirs)
         for copy in copies:
-            self.owner.check_takes(self.mine[copy.src_pool if write else copy.dst_pool])
-        return copies
+            self.owner.check_takes(self.mine[copy.src_pool])
+        return self._post([copy.expanded() for copy in copies], write=True) if copies else Done()
 
     def _addresses(self, copies: Sequence[Copy], *, write: bool) -> tuple[Int64s, Int64s, Int64s]:
         """Return the addresses of all runs at this end and at the peer, and their lengths."""
@@ -330,6 +254,7 @@ class Transport(ABC):
         """The maximum number of threads that copy for one read, if the CPU copies."""
         self.retired = 0
         """The number of connections that cannot be closed safely and are kept for good."""
+        self._links: WeakSet[Link] = WeakSet()
 
     def register(self, memory: Mapping[int, Memory]) -> None:
         """Register regions of this process by pool index. Peers can access the shared ones."""
@@ -410,21 +335,32 @@ class Transport(ABC):
         """Return the metadata that a peer passes to `connect`, together with the regions."""
 
     def connect(
-        self, metadata: bytes, memory: Mapping[int, Memory], access: Access | None = None
+        self,
+        metadata: bytes,
+        memory: Mapping[int, Memory],
+        access: Access | None = None,
+        *,
+        deadline: float = math.inf,
     ) -> Link:
-        """Connect to the peer that published `metadata` and registered these regions."""
+        """Connect to the peer that published `metadata` and registered these regions.
+
+        Raise an error if the peer has not replied by `deadline` (monotonic clock). Transports may
+        have a shorter limit.
+        """
         self.check()
         with errors.coded_limits():
             link = self._connect(metadata, memory)
+            self._links.add(link)
             try:
-                link.sign_in(access or Access())
+                link.sign_in(access or Access(), deadline)
             except BaseException:
                 link.close()
                 raise
-            return link
+        return link
 
     @abstractmethod
-    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link: ...
+    def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
+        """Check the metadata, and return a link. `Link.sign_in` then connects to the peer."""
 
     def check(self) -> None:
         """Raise an error if the transport is closed, or belongs to the parent of this process."""
@@ -440,6 +376,8 @@ class Transport(ABC):
         """Release everything. A second call, and a call in a forked child, has no effect."""
         if self.open and not self.process.forked:
             self.open = False
+            for link in list(self._links):
+                link.close()
             self._close()
             self.memory.clear()
             if self.marks is not None:

@@ -19,26 +19,27 @@ import socket
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar
 
 from kvatlas.copying.cuda_driver import CudaDriver, DriverError, load_driver
 from kvatlas.copying.device_marks import DeviceMarks
-from kvatlas.copying.memory import HOST, STAGING, Memory
+from kvatlas.copying.memory import HOST, Memory
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.access import Guarantees
 from kvatlas.wire.transports.base import Link, OnePeerMemory, Separation, Shared, Transport
+from kvatlas.wire.transports.cuda_copy import CopyPace
 from kvatlas.wire.transports.cuda_link import CudaEnd, CudaLink
 from kvatlas.wire.transports.cuda_published import (
     PublishedAllocation,
     PublishedMemory,
     PublishedRegion,
-    check_form,
+    check_regions,
 )
 from kvatlas.wire.transports.offer_board import OfferBoard
 from kvatlas.wire.transports.opened_memory import OpenedMemory
-from kvatlas.wire.transports.pace import CopyPace
 
 _SHARE = 0.08
 """The default share of GPU time for copies. It slows memory-bound kernels by less than 5%."""
@@ -87,20 +88,25 @@ class CudaTransport(Transport):
         """The index of the GPU with the regions; -1 before any is registered."""
         self._allocations: dict[int, PublishedAllocation] = {}
         self._regions: dict[int, PublishedRegion] = {}
-        self._opened: OpenedMemory | None = None
 
     @property
     def driver(self) -> CudaDriver:
         """The CUDA driver."""
         return self._driver
 
-    @property
+    @cached_property
     def opened(self) -> OpenedMemory:
         """The mapped allocations of peers."""
-        if self._opened is None:
+        self._own_marks()
+        return OpenedMemory(self._driver, self.device)
+
+    def _own_marks(self) -> DeviceMarks:
+        """Return the marks of this end, or raise an error before any memory is registered."""
+        if self.marks is None:
             problem = "The transport has no registered memory"
-            raise errors.failed("no regions", "Register memory before connecting", problem)
-        return self._opened
+            hint = "Register memory before publishing and connecting"
+            raise errors.failed("no regions", hint, problem)
+        return self.marks
 
     def takes(self, device: str) -> bool:
         """Whether the device is a GPU: the transport does not move host memory."""
@@ -130,13 +136,11 @@ class CudaTransport(Transport):
         super().register(memory)
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
-        if self._opened is None:
-            self._opened = OpenedMemory(self._driver, self.device)
-            if self.shared == "all":
-                with suppress(AtlasError):  # no memory for a board: peers ask by message
-                    self.board = OfferBoard()
-                    if self.marks is not None:
-                        self.marks.board = self.board
+        if self.board is None and self.shared == "all":
+            with suppress(AtlasError):  # no memory for a board: peers ask by message
+                self.board = OfferBoard()
+                if self.marks is not None:
+                    self.marks.board = self.board
         for pool, region in memory.items():
             if self.shares(pool):
                 self._regions[pool] = self._located(region)
@@ -173,22 +177,14 @@ class CudaTransport(Transport):
         region = Memory(address, nbytes, f"cuda:{device}")
         alone = _OnePeerCuda(shared="staging", driver=driver)
         alone.marks = self.marks
-        alone.register({STAGING: region})
-
-        def end() -> None:
-            alone.marks = None  # they belong to this transport
-            alone.close()
-            driver.end_memory(device, address, nbytes)
-
         view = torch.as_tensor(_DeviceBytes(address, nbytes), device=region.device)
-        return OnePeerMemory(view, region, alone.publish(), end)
+        wipe = partial(driver.end_memory, device, address, nbytes)
+        return OnePeerMemory.of(alone, view, region, wipe)
 
     def publish(self) -> bytes:
         """Return handles of the allocations and events, and the offsets of the regions."""
         self.check()
-        if self.marks is None:
-            problem = "The transport has no registered memory"
-            raise errors.failed("no regions", "Register memory before publishing", problem)
+        events = list(self._own_marks().export())
         return errors.write_metadata(
             PublishedMemory(
                 _host(),
@@ -196,7 +192,7 @@ class CudaTransport(Transport):
                 self._driver.devices()[self.device],
                 list(self._allocations.values()),
                 self._regions,
-                list(self.marks.export()),
+                events,
                 None if self.board is None else self.board.place,
             )
         )
@@ -204,7 +200,7 @@ class CudaTransport(Transport):
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         """Return a link with the peer's allocations mapped."""
         published = errors.read_metadata(metadata, PublishedMemory)
-        check_form(published, memory)
+        check_regions(published, memory)
         if published.host != _host() or published.device not in self._driver.devices():
             other = published.host != _host()
             raise AtlasError(
@@ -247,6 +243,10 @@ class _OnePeerCuda(CudaTransport):
     """A transport for memory that is lent to one peer. All of its regions are shared."""
 
     separation: ClassVar[Separation] = "leases"
+
+    def _close(self) -> None:
+        super()._close()
+        self.marks = None  # they belong to the transport that lends the memory
 
 
 class _DeviceBytes:

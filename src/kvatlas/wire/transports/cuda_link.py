@@ -17,27 +17,18 @@ from kvatlas.copying.device_queue import (
     Posted,
 )
 from kvatlas.copying.memory import Memory
-from kvatlas.copying.pool_bounds import check_bounds
 from kvatlas.routing import Copy, RequestShape
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Done, Handle, Link, PreparedRead, Transport
-from kvatlas.wire.transports.cuda_copy import CudaCopy
-from kvatlas.wire.transports.cuda_prepared import CudaPreparedRead, MappedMemory, PeerMarks
+from kvatlas.wire.transports.base import Link, PreparedRead, Transport
+from kvatlas.wire.transports.cuda_copy import CopyPace, CudaCopy, CudaPreparedRead
 from kvatlas.wire.transports.cuda_published import PublishedMemory
-from kvatlas.wire.transports.offer_board import open_board
-from kvatlas.wire.transports.opened_memory import ForeignAllocation, OpenedMemory
-from kvatlas.wire.transports.pace import CopyPace
-
-
-class _PoolRuns(NamedTuple):
-    """Runs between a source pool and a destination pool, as offsets from the start of each pool.
-
-    The addresses of the pools are looked up when the runs are launched.
-    """
-
-    src: int
-    dst: int
-    runs: AddressRuns
+from kvatlas.wire.transports.handles import Handle
+from kvatlas.wire.transports.offer_board import PeerBoard, open_board
+from kvatlas.wire.transports.opened_memory import (
+    ForeignAllocation,
+    MappedAllocation,
+    OpenedMemory,
+)
 
 
 class CudaEnd(NamedTuple):
@@ -53,6 +44,55 @@ class CudaEnd(NamedTuple):
 
     The addresses of such a peer need no mapping.
     """
+
+
+class _PeerMarks:
+    """The marks of a peer, whose events are opened when they are needed."""
+
+    def __init__(self, end: CudaEnd, handles: Sequence[bytes], board: PeerBoard | None) -> None:
+        self._end, self._handles, self._board = end, handles, board
+        self._events: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def passed(self, mark: int | None) -> bool:
+        """Whether a mark has completed; True for no mark."""
+        if mark is None:
+            return True
+        if (here := self._end.marks_here()) is not None:
+            return here.passed(mark)
+        if self._board is not None and mark <= self._board.marks_done:
+            return True
+        try:
+            return self._end.driver.finished(self._end.device, self.open(mark))
+        except DriverError as problem:
+            raise errors.peer_lost(f"an event that cannot be queried: {problem}") from problem
+
+    def open(self, mark: int) -> int:
+        """Return the event of a mark of a peer in another process."""
+        number = mark % EVENTS
+        with self._lock:
+            if number not in self._events:
+                driver, device = self._end.driver, self._end.device
+                try:
+                    self._events[number] = driver.open_event(device, self._handles[number])
+                except DriverError as problem:
+                    got = f"an event that can no longer be opened: {problem}"
+                    raise errors.peer_lost(got) from problem
+            return self._events[number]
+
+    def warm_up(self) -> None:
+        """Open and query all events, because that is slow for the first time."""
+        if len(self._events) < EVENTS:
+            for number in range(EVENTS):
+                self._end.driver.finished(self._end.device, self.open(number))
+
+    def close(self) -> None:
+        """Close the events."""
+        with self._lock:
+            events, self._events = self._events, {}
+        for event in events.values():
+            with suppress(DriverError):
+                self._end.driver.end_event(self._end.device, event)
 
 
 class CudaLink(Link):
@@ -74,59 +114,26 @@ class CudaLink(Link):
             ForeignAllocation(published.token, one.handle, one.nbytes)
             for one in published.allocations
         ]
-        self._handles, self._events = published.events, dict[int, int]()
-        self._lock = threading.Lock()
         self.board = None if published.board is None else open_board(published.board)
-        self._marks: PeerMarks | None = None
-        """The peer's marks; None before their events are opened."""
+        self._marks = _PeerMarks(end, published.events, self.board)
         if end.marks_here() is None:
             # Map everything once, so that a stale handle raises an error here, not during a copy.
-            for allocation in self._allocations:
-                end.opened.acquire(allocation)
-                end.opened.release(allocation)
+            for one in self._allocations:
+                end.opened.release([end.opened.map(one)])
 
     def follow(self, mark: int | None) -> None:
         """Make the queue wait for the mark on the device, without blocking the host."""
         if mark is not None and self.owner.marks is not None:
             self._queue.after(self.owner.marks.event(mark))
 
-    def _event(self, number: int) -> int:
-        here = self._end.marks_here()
-        if here is not None:
-            return here.event(number)
-        with self._lock:
-            if number not in self._events:
-                driver, device = self._end.driver, self._end.device
-                try:
-                    self._events[number] = driver.open_event(device, self._handles[number])
-                except DriverError as problem:
-                    got = f"an event that can no longer be opened: {problem}"
-                    raise errors.peer_lost(got) from problem
-            return self._events[number]
-
-    def read(
-        self, copies: Sequence[Copy], after: int | None = None, *, lease: bytes = b""
-    ) -> Handle:
+    def _read(self, copies: Sequence[Copy], after: int | None, lease: bytes) -> Handle:
         """Read runs with a kernel, which is launched once the peer's mark completes.
 
         No stream waits for the mark: if the peer died before it, that stream would wait forever,
         and with it every thread that synchronizes the GPU.
         """
         del lease
-        self.check()
-        copies = [copy for copy in copies if len(copy)]
-        check_bounds(copies, self.theirs, self.mine)
-        for copy in copies:
-            self.owner.check_takes(self.mine[copy.dst_pool])
-        if not self.converts(copies):
-            casts = {str(copy.cast) for copy in copies if copy.cast is not None}
-            problem = "The GPU does not support a cast, or a pool is not aligned to its elements"
-            raise errors.failed(", ".join(sorted(casts)), 'Pass how="staged"', problem)
-        told = [_runs_of(copy) for copy in copies]
-        if after is None:
-            return self._copy(told, lambda: True, write=False)
-        self._event(after % EVENTS)  # open it now, so that a stale handle raises an error here
-        return self._copy(told, lambda: self._passed(after), write=False)
+        return self._copy(copies, partial(self._marks.passed, after), write=False)
 
     def converts(self, copies: Sequence[Copy]) -> bool:
         """Whether the GPU supports the element types, and the pools are aligned to them."""
@@ -165,97 +172,77 @@ class CudaLink(Link):
     def _prepared(self, shape: RequestShape) -> PreparedRead | None:
         end = self._end
         if self.board is None or end.marks_here() is not None:
-            return None  # only peers in other processes, with a board, have PeerMarks
-        if self._marks is None:
-            events = [self._event(number) for number in range(EVENTS)]
-            for event in events:  # the first query of an event is slow
-                end.driver.finished(end.device, event)
-            self._marks = PeerMarks(end.driver, end.device, self.board, events)
-        used = {self._regions[one.pools[0]].allocation for one in shape.patterns}
-        memory = MappedMemory(end.opened, [])
+            return None  # without a board, or in one process, waiting for marks is slow
+        self._marks.warm_up()
+        pools = {pattern.pools[0] for pattern in shape.patterns}
+        mapped: list[MappedAllocation] = []
         try:
-            for number in sorted(used):
-                memory.allocations.append(end.opened.map(self._allocations[number]))
-            at = {one.allocation: one.address for one in memory.allocations}
+            addresses = self._map(pools, mapped)
             patterns = []
             for pattern in shape.patterns:
-                region, mine = self._regions[pattern.pools[0]], self.mine[pattern.pools[1]]
-                source = at[self._allocations[region.allocation]] + region.offset
-                blocks = shape.src.blocks[pattern.pools[0]]
-                patterns.append(AddressPattern(source, mine.address, pattern, blocks))
+                source, mine = pattern.pools[0], self.mine[pattern.pools[1]]
+                blocks = shape.src.blocks[source]
+                patterns.append(AddressPattern(addresses[source], mine.address, pattern, blocks))
             runs = self._queue.prepare(patterns)
         finally:
-            memory.let_go()
+            end.opened.release(mapped)
         if runs is None:
             return None
-        return CudaPreparedRead(runs, memory, self._marks, end.pace, self.check, shape.nbytes)
-
-    def mapped(self, pools: Iterable[int]) -> tuple[dict[int, int], Callable[[], None]]:
-        """Map the peer's pools. Return their addresses, and a function that unmaps them."""
-        used: list[ForeignAllocation] = []
-        try:
-            return {p: self._address(p, used) for p in pools}, lambda: self._unused(used)
-        except BaseException:
-            self._unused(used)
-            raise
-
-    def _passed(self, mark: int) -> bool:
-        """Whether a mark of the peer has completed."""
-        here = self._end.marks_here()
-        known = here.done if here is not None else self.board.marks_done if self.board else -1
-        if mark <= known:
-            return True
-        try:
-            return self._end.driver.finished(self._end.device, self._event(mark % EVENTS))
-        except DriverError as problem:
-            raise errors.peer_lost(f"an event that cannot be queried: {problem}") from problem
+        about = (end.opened, mapped, self._marks.passed, end.pace, self.check)
+        return CudaPreparedRead(runs, *about, shape.nbytes)
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        told = [_runs_of(copy) for copy in copies]
-        return self._copy(told, lambda: True, write=write)
+        return self._copy(copies, lambda: True, write=write)
 
-    def _copy(self, told: list[_PoolRuns], may_begin: Callable[[], bool], *, write: bool) -> Handle:
-        if not told:
-            return Done()
-        launch = partial(self._launch, told, write=write)
-        copy = CudaCopy(
-            launch,
-            may_begin,
-            self.check,
-            self._end.pace,
-            lambda: sum(one.runs.nbytes for one in told),
-        )
+    def _copy(
+        self, copies: Sequence[Copy], may_begin: Callable[[], bool], *, write: bool
+    ) -> Handle:
+        runs = [_runs_of(copy) for copy in copies]
+        pools = [(copy.src_pool, copy.dst_pool) for copy in copies]
+        launch = partial(self._launch, runs, pools, write=write)
+
+        def nbytes() -> int:
+            return sum(one.nbytes for one in runs)
+
+        copy = CudaCopy(launch, may_begin, self.check, self._end.pace, nbytes)
         copy.begin()
         return copy
 
-    def _launch(self, told: list[_PoolRuns], *, write: bool) -> tuple[Posted, Callable[[], None]]:
-        """Launch the runs. Return the posted work, and a function to call once it has ended."""
-        far, over = self.mapped({one.dst if write else one.src for one in told})
+    def _launch(
+        self, runs: Sequence[AddressRuns], pools: Sequence[tuple[int, int]], *, write: bool
+    ) -> tuple[Posted, Callable[[], None]]:
+        """Launch runs between pools. Return the posted work, and a function for when it has ended.
+
+        Runs are offsets from the start of their pools, whose addresses are looked up here.
+        """
+        mapped: list[MappedAllocation] = []
+        unused = partial(self._end.opened.release, mapped)
         try:
+            far = self._map({dst if write else src for src, dst in pools}, mapped)
             near = {pool: at.address for pool, at in self.mine.items()}
-            src, dst = (near, far) if write else (far, near)
-            runs = [one.runs.between(src[one.src], dst[one.dst]) for one in told]
-            return self._queue.post(runs), over
+            source, target = (near, far) if write else (far, near)
+            placed = [
+                one.between(source[src], target[dst])
+                for one, (src, dst) in zip(runs, pools, strict=True)
+            ]
+            return self._queue.post(placed), unused
         except BaseException:
-            over()
+            unused()
             raise
 
-    def _address(self, pool: int, used: list[ForeignAllocation]) -> int:
-        """Map a region of the peer, and return its address in this process.
+    def _map(self, pools: Iterable[int], mapped: list[MappedAllocation]) -> dict[int, int]:
+        """Map regions of the peer, and return their addresses in this process.
 
-        It stays mapped until its allocation, which is appended to `used`, is released.
+        They stay mapped until their allocations, which are appended to `mapped`, are released.
         """
         if self._end.marks_here() is not None:
-            return self.theirs[pool].address
-        region = self._regions[pool]
-        allocation = self._allocations[region.allocation]
-        base = self._end.opened.acquire(allocation)
-        used.append(allocation)
-        return base + region.offset
-
-    def _unused(self, used: list[ForeignAllocation]) -> None:
-        while used:
-            self._end.opened.release(used.pop())
+            return {pool: self.theirs[pool].address for pool in pools}
+        addresses = {}
+        for pool in pools:
+            region = self._regions[pool]
+            mapped.append(self._end.opened.map(self._allocations[region.allocation]))
+            addresses[pool] = mapped[-1].address + region.offset
+        return addresses
 
     def _close(self) -> None:
         """Unmap the peer's memory once no copy reads it."""
@@ -263,14 +250,9 @@ class CudaLink(Link):
         self._end.opened.forget(self._token)
         if self.board is not None:
             self.board.close()
-        with self._lock:
-            events, self._events = self._events, {}
-        for event in events.values():
-            with suppress(DriverError):
-                self._end.driver.end_event(self._end.device, event)
+        self._marks.close()
 
 
-def _runs_of(copy: Copy) -> _PoolRuns:
+def _runs_of(copy: Copy) -> AddressRuns:
     spans = (copy.src, copy.dst, copy.length)
-    runs = AddressRuns(0, 0, copy.starts.ends, spans, copy.cast, copy.starts.scales)
-    return _PoolRuns(copy.src_pool, copy.dst_pool, runs)
+    return AddressRuns(0, 0, copy.starts.ends, spans, copy.cast, copy.starts.scales)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from kvatlas.copying.cuda_driver import HANDLE_BYTES, UUID_BYTES
 from kvatlas.copying.device_marks import EVENTS
@@ -13,8 +14,8 @@ from kvatlas.copying.memory import Memory
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.offer_board import BoardPlace
 
-_TOKEN = re.compile(r"[0-9a-f]{32}")
 _MAX_ALLOCATIONS = 1024
+_Handle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 
 
 class PublishedRegion(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
@@ -28,7 +29,7 @@ class PublishedRegion(msgspec.Struct, forbid_unknown_fields=True, array_like=Tru
 class PublishedAllocation(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
     """An allocation that other processes can map: its IPC handle and its size in bytes."""
 
-    handle: bytes
+    handle: _Handle
     nbytes: int
 
 
@@ -36,29 +37,16 @@ class PublishedMemory(msgspec.Struct, tag="cuda", forbid_unknown_fields=True):
     """Handles of allocations and events, and the offsets of regions."""
 
     host: str
-    token: str
-    device: bytes
-    allocations: list[PublishedAllocation]
+    token: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    device: Annotated[bytes, Meta(min_length=UUID_BYTES, max_length=UUID_BYTES)]
+    allocations: Annotated[list[PublishedAllocation], Meta(max_length=_MAX_ALLOCATIONS)]
     regions: dict[int, PublishedRegion]
-    events: list[bytes]
+    events: Annotated[list[_Handle], Meta(min_length=EVENTS, max_length=EVENTS)]
     board: BoardPlace | None = None
 
 
-def check_form(published: PublishedMemory, memory: Mapping[int, Memory]) -> None:
+def check_regions(published: PublishedMemory, memory: Mapping[int, Memory]) -> None:
     """Raise `bad_handshake` for metadata that a transport with these regions cannot publish."""
-    handles = [*(one.handle for one in published.allocations), *published.events]
-    if not _TOKEN.fullmatch(published.token):
-        raise errors.bad_metadata("a token that is not 32 hexadecimal digits")
-    if len(published.device) != UUID_BYTES:
-        got = f"a device id of {len(published.device)} bytes, expected {UUID_BYTES}"
-        raise errors.bad_metadata(got)
-    if any(len(handle) != HANDLE_BYTES for handle in handles):
-        raise errors.bad_metadata(f"a handle that does not have {HANDLE_BYTES} bytes")
-    if len(published.events) != EVENTS:
-        raise errors.bad_metadata(f"{len(published.events)} events, expected {EVENTS}")
-    if len(published.allocations) > _MAX_ALLOCATIONS:
-        got = f"{len(published.allocations)} allocations, expected at most {_MAX_ALLOCATIONS}"
-        raise errors.bad_metadata(got)
     for pool, at in memory.items():
         region = published.regions.get(pool)
         if region is None or region.nbytes != at.nbytes:

@@ -59,7 +59,7 @@ def own_limit(problem: BaseException) -> AtlasError | None:
     if number in (errno.EMFILE, errno.ENFILE):
         hint = "Raise the limit of open files (ulimit -n), or close nodes, sessions and links"
         return AtlasError(Code.TOO_MANY_FILES, got=problem, hint=hint)
-    if number in (errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EDQUOT):
+    if number in (errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         hint = "Free memory, /dev/shm or disk space, or raise the container's limits (--shm-size)"
         return AtlasError(Code.NOT_ENOUGH_MEMORY, got=problem, hint=hint)
     return None
@@ -89,18 +89,6 @@ def check_descriptors(count: int) -> None:
     finally:
         for descriptor in opened:
             os.close(descriptor)
-
-
-def no_room(what: str, nbytes: int, problem: OSError, hint: str) -> AtlasError:
-    """Return the error for memory or disk space that the system cannot provide.
-
-    `what` is the problem, and `nbytes` is the requested size.
-    """
-    if problem.errno in (errno.EMFILE, errno.ENFILE) and (limit := own_limit(problem)):
-        return limit
-    full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
-    code = Code.NOT_ENOUGH_MEMORY if full else Code.WIRE_FAILED
-    return AtlasError(code, what, got=f"{nbytes:,} bytes: {problem}", hint=hint)
 
 
 def closed(what: str) -> AtlasError:

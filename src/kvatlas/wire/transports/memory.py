@@ -9,20 +9,13 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from kvatlas.copying.memory import STAGING, Memory
+from kvatlas.copying.memory import Memory
 from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.access import Guarantees
-from kvatlas.wire.transports.base import (
-    Handle,
-    Link,
-    OnePeerMemory,
-    Separation,
-    Shared,
-    Transport,
-)
-from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
+from kvatlas.wire.transports.base import Link, OnePeerMemory, Separation, Shared, Transport
+from kvatlas.wire.transports.handles import Handle, Stepwise, copy_steps
 
 _open: WeakValueDictionary[str, MemoryTransport] = WeakValueDictionary()
 """The open transports of this process, by the name they publish."""
@@ -63,16 +56,9 @@ class MemoryTransport(Transport):
 
     def lend_to_one(self, nbytes: int) -> OnePeerMemory:
         """Return memory with a separate random name. Only a peer with that name can read it."""
-        alone = MemoryTransport()
-        view = alone.allocate(nbytes)
+        view = self.allocate(nbytes)
         region = Memory(view.ctypes.data, nbytes, owner=view)
-        alone.register({STAGING: region})
-
-        def end() -> None:
-            alone.close()
-            view[:] = 0
-
-        return OnePeerMemory(view, region, alone.publish(), end)
+        return OnePeerMemory.of(MemoryTransport(), view, region, lambda: view.fill(0))
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
         token = errors.read_metadata(metadata, _Published).name

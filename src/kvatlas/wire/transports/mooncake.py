@@ -10,7 +10,7 @@ destroying the engine stops them: that closes its connections and joins the one 
 from them. So a transport has one engine that serves peers, and each link has a separate engine for
 its calls, which it destroys after a failed call.
 
-Mooncake listens on every interface, whatever host it is given; `listening` restricts that. It
+Mooncake listens on every interface, whatever host it is given; `socket_filter` restricts that. It
 rejects ranges outside the peer's registered memory but does not check ranges at this end, so the
 link's bounds check is the only one for these.
 """
@@ -18,20 +18,22 @@ link's bounds check is the only one for these.
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import queue
-import re
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from kvatlas.copying.memory import Memory
 from kvatlas.copying.memory_copy import split_runs
@@ -40,14 +42,11 @@ from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire.fork_safety import fresh_in_children
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.base import Handle, Link, Separation, Shared, Transport
-from kvatlas.wire.transports.listening import (
-    connected,
-    is_loopback,
-    listeners,
-    narrow,
-    own_addresses,
-)
+from kvatlas.wire.transports.access import Access
+from kvatlas.wire.transports.base import Link, Separation, Shared, Transport
+from kvatlas.wire.transports.handles import Handle
+from kvatlas.wire.transports.host_addresses import is_loopback, own_addresses
+from kvatlas.wire.transports.socket_filter import connected, listeners, narrow
 
 _MAX_SLICES = 1_000
 _MAX_BYTES = 64 << 20
@@ -57,7 +56,6 @@ _SETTINGS = {
     # Seconds until a call to a stopped peer returns -1.
     "MC_TRANSFER_TIMEOUT": "10",
 }
-_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,252}")
 _CUDA_WHEEL = "; this installs the CPU wheel, GPU users install mooncake-transfer-engine instead"
 _ANSWERS = 1.0
 """Seconds within which a live peer accepts a connection."""
@@ -78,8 +76,8 @@ _making = fresh_in_children(threading.Lock())
 
 
 class _Published(msgspec.Struct, tag="mooncake", forbid_unknown_fields=True):
-    host: str
-    port: int
+    host: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9.:-]{0,252}\Z")]
+    port: Annotated[int, Meta(ge=1, le=65535)]
 
     @property
     def session(self) -> str:
@@ -101,7 +99,6 @@ class MooncakeTransport(Transport):
         beyond = [one for one in own_addresses(host) if not is_loopback(one)]
         self.beyond_host = ", ".join(beyond)
         self._engine: Any = make_engine(host)
-        self._links: weakref.WeakSet[MooncakeLink] = weakref.WeakSet()
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         done: list[int] = []
@@ -123,20 +120,10 @@ class MooncakeTransport(Transport):
         return errors.write_metadata(_Published(self.host, self._engine.get_rpc_port()))
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
-        """Return a link to a peer's engine, if something listens at its address."""
-        published = errors.read_metadata(metadata, _Published)
-        if not _HOST.fullmatch(published.host) or not 0 < published.port < 1 << 16:
-            raise errors.bad_metadata(f"an invalid engine address, {published.session[:64]!r}")
-        if not answers(published):
-            raise errors.peer_lost(f"no listening engine at {published.session}")
-        link = MooncakeLink(self, published, memory)
-        self._links.add(link)
-        return link
+        return MooncakeLink(self, errors.read_metadata(metadata, _Published), memory)
 
     def _close(self) -> None:
-        """Close all links, and destroy the engine that serves peers."""
-        for link in list(self._links):
-            link.close()
+        """Destroy the engine that serves peers."""
         self._engine = None
 
 
@@ -194,10 +181,11 @@ def _everywhere(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0]).is_unspecified
 
 
-def answers(peer: _Published) -> bool:
+def answers(peer: _Published, deadline: float = math.inf) -> bool:
     """Whether a peer's engine accepts connections."""
+    seconds = max(1e-3, min(_ANSWERS, deadline - time.monotonic()))
     try:
-        socket.create_connection((peer.host, peer.port), timeout=_ANSWERS).close()
+        socket.create_connection((peer.host, peer.port), timeout=seconds).close()
     except OSError as problem:
         if limit := errors.own_limit(problem):
             raise limit from problem
@@ -220,6 +208,12 @@ class MooncakeLink(Link):
         self._first = np.zeros(1, dtype=np.uint8)
         """The destination of the first byte that an engine reads."""
         self._working = False
+
+    def sign_in(self, access: Access, deadline: float) -> None:
+        """Check that something listens at the peer's address."""
+        del access
+        if not answers(self.peer, deadline):
+            raise errors.peer_lost(f"no listening engine at {self.peer.session}")
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
         handle = MooncakeHandle(*self._addresses(copies, write=write), write=write)

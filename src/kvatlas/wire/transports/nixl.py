@@ -15,11 +15,9 @@ check that blocks are ready and leased.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, ClassVar
 
 from kvatlas.copying.memory import HOST, Memory
@@ -66,9 +64,7 @@ class NixlTransport(Transport):
         # Names are unique, so that a restarted peer is not taken for the old one.
         self._name = f"kvatlas-{secrets.token_hex(16)}"
         self._agent: Any = self._agents.make(self._name, serves=True)
-        self.links: set[NixlLink] = set()
-        """The links whose agents are neither destroyed nor retired."""
-        self._links_lock = threading.Lock()
+        self._made: set[NixlLink] = set()
 
     def _register(self, memory: Mapping[int, Memory]) -> None:
         memory = {pool: region for pool, region in memory.items() if self.shares(pool)}
@@ -99,33 +95,19 @@ class NixlTransport(Transport):
         """Return a link to a peer's agent, after checking that it has registered these regions."""
         published = errors.read_metadata(metadata, nixl_metadata.Published)
         nixl_metadata.check(published, self.backend, not_empty(memory))
-        about = (self, self._agents, published, memory, self._link_ended)
-        another = partial(self._met, partial(NixlLink, *about), published)
-        if not self._agents.by_cpu:
-            return another()
-        return self._met(partial(PairedNixlLink, *about, another=another), published)
-
-    def _met(self, make: Callable[[], NixlLink], published: nixl_metadata.Published) -> NixlLink:
-        """Make a link, introduce the peer to its agent, and return it."""
-        link = make()
-        with self._links_lock:
-            self.links.add(link)
-        try:
-            link.meet(nixl_metadata.put_together(published, self.backend))
-        except BaseException:
-            link.close()
-            raise
+        make = PairedNixlLink if self._agents.by_cpu else NixlLink
+        link = make(self, self._agents, published, memory)
+        self._made.add(link)
         return link
 
-    def _link_ended(self, link: NixlLink) -> None:
-        with self._links_lock:
-            self.links.discard(link)
-            self.retired += link.retired
+    @property
+    def links(self) -> set[NixlLink]:
+        """The links whose agents are neither destroyed nor retired."""
+        self._made -= {one for one in list(self._made) if one.over}
+        return self._made
 
     def _close(self) -> None:
-        """Close all links, wait for operations in flight, then destroy or retire all agents."""
-        for link in list(self.links):
-            link.close()
+        """Wait for operations in flight of closed links, then destroy or retire all agents."""
         deadline = time.monotonic() + _CLOSING
         while self.links and time.monotonic() < deadline:
             time.sleep(BETWEEN_LOOKS)

@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -29,7 +29,9 @@ from kvatlas.copying.memory import Memory
 from kvatlas.errors import AtlasError, Code
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors, nixl_metadata
-from kvatlas.wire.transports.base import Handle, Link, Transport
+from kvatlas.wire.transports.access import Access
+from kvatlas.wire.transports.base import Link, Transport
+from kvatlas.wire.transports.handles import Handle
 from kvatlas.wire.transports.nixl_agents import PEER_LOST, Agents, not_empty, rows_of, translated
 from kvatlas.wire.transports.nixl_strided import describe
 from kvatlas.wire.transports.offer_board import open_board
@@ -54,11 +56,9 @@ class NixlLink(Link):
         agents: Agents,
         published: nixl_metadata.Published,
         theirs: Mapping[int, Memory],
-        ended: Callable[[NixlLink], None],
     ) -> None:
-        """`ended` is called once, when the agent is destroyed or retired."""
         super().__init__(owner, theirs)
-        self._agents, self._ended = agents, ended
+        self._agents, self._published = agents, published
         self.peer, self._kind, self._lost = published.agent, published.kind, False
         self.lock = threading.RLock()
         """Held during every call to the agent, so that none is in progress when it is destroyed."""
@@ -73,18 +73,20 @@ class NixlLink(Link):
         self._registered: set[int] = set()
         self.board = None if published.board is None else open_board(published.board)
 
-    def meet(self, metadata: bytes) -> None:
+    def sign_in(self, access: Access, deadline: float) -> None:
         """Introduce the peer to the agent, and let both set up their connections."""
+        del access, deadline
         with translated():
             self._register_memory()
+        metadata = nixl_metadata.put_together(self._published, self._agents.backend)
         try:
             self.agent.add_remote_agent(metadata)
             if rows := not_empty(self.theirs):
                 self.agent.prep_xfer_dlist(self.peer, rows_of(rows), self._kind).release()
             # An operation before the setup is complete may need the peer's CPU, unlike later ones.
             # An agent without a thread makes progress only during calls.
-            deadline = time.monotonic() + _MEETING
-            while time.monotonic() < deadline:
+            until = time.monotonic() + _MEETING
+            while time.monotonic() < until:
                 self.agent.get_new_notifs()
                 time.sleep(1e-3)
         except Exception as problem:
@@ -195,6 +197,7 @@ class NixlLink(Link):
             if self.posted and self._agents.by_cpu:
                 _retire(agent, *(handle.take_request() for handle in handles))
                 self.retired = True
+                self.owner.retired += 1
             else:
                 for handle in handles:
                     handle.drop()
@@ -204,7 +207,11 @@ class NixlLink(Link):
             if board is not None:
                 board.close()
             del agent, board
-        self._ended(self)
+
+    @property
+    def over(self) -> bool:
+        """Whether the agent was given up."""
+        return self.agent is None
 
     @property
     def ended(self) -> bool:

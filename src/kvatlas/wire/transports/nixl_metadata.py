@@ -8,11 +8,11 @@ keys, and rebuilds the rest itself.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kvatlas.copying.memory import Memory
 from kvatlas.wire.transports import errors, ucx_forms
@@ -20,7 +20,6 @@ from kvatlas.wire.transports.offer_board import BoardPlace
 
 Kind = Literal["DRAM", "VRAM"]
 
-AGENT = re.compile(r"kvatlas-[0-9a-f]{32}")
 _KINDS: dict[Kind, int] = {"DRAM": 0, "VRAM": 1}
 """NIXL's codes for memory kinds."""
 _UCX_MEMORY: dict[Kind, set[int]] = {"DRAM": {0}, "VRAM": {1, 2, 3, 4}}
@@ -35,23 +34,28 @@ _ROW = 24
 class KeyedRegion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A region and its key. The fields are in the order by which NIXL sorts regions."""
 
-    device: int
-    address: int
-    nbytes: int
+    device: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    address: Annotated[int, Meta(ge=0)]
+    nbytes: Annotated[int, Meta(ge=0)]
     key: bytes
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The address, size and device of the region."""
+        return self.address, self.nbytes, self.device
 
     @property
     def row(self) -> bytes:
         """The region and its key in NIXL's encoding."""
-        return _row(self.address, self.nbytes, self.device) + self.key
+        return _row(*self.place) + self.key
 
 
 class Published(msgspec.Struct, tag="nixl", forbid_unknown_fields=True):
     """The published metadata: the agent's address and its regions."""
 
-    agent: str
+    agent: Annotated[str, Meta(pattern=r"\Akvatlas-[0-9a-f]{32}\Z")]
     kind: Kind
-    address: bytes
+    address: Annotated[bytes, Meta(min_length=1, max_length=_MAX_ADDRESS)]
     regions: dict[int, KeyedRegion]
     board: BoardPlace | None = None
     """The location of the offer board, for processes on the same host."""
@@ -61,22 +65,22 @@ def take_apart(
     metadata: bytes, agent: str, kind: Kind, backend: str, memory: Mapping[int, Memory]
 ) -> Published:
     """Return the parts of this process's agent metadata that are sent to peers."""
-    reader = _Reader(metadata)
-    reader.skip(_head(agent, backend))
-    address = reader.field("c")
+    address, at = _field_at(metadata, len(_head(agent, backend)), "c")
+    at += len(_section(kind, backend, len({_place(region) for region in memory.values()})))
     keys = {}
-    if memory:
-        reader.skip(_section(kind, backend, len({_place(at) for at in memory.values()})))
-        while not reader.at_end:
-            row = reader.field("")
-            keys[row[:_ROW]] = row[_ROW:]
+    while at < len(metadata):
+        row, at = _field_at(metadata, at, "")
+        keys[row[:_ROW]] = row[_ROW:]
     regions = {
         pool: KeyedRegion(at.number, at.address, at.nbytes, keys.get(_row(*_place(at)), b""))
         for pool, at in memory.items()
     }
     published = Published(agent, kind, address, regions)
+    # The positions of the fields were assumed, not checked: this checks every byte.
     if _joined(published, backend, b"") != metadata:
-        raise _unknown_form()
+        hint = "Install a version of nixl that kvatlas is tested with"
+        problem = "This version of NIXL is not supported"
+        raise errors.failed("agent metadata in an unknown format", hint, problem)
     return published
 
 
@@ -99,29 +103,17 @@ def _joined(published: Published, backend: str, margin: bytes) -> bytes:
 
 def check(published: Published, backend: str, memory: Mapping[int, Memory]) -> None:
     """Raise `bad_handshake` for metadata that an agent with these regions cannot publish."""
-    if not AGENT.fullmatch(published.agent):
-        raise errors.bad_metadata(f"an invalid agent name, {published.agent[:64]!r}")
-    for pool, at in memory.items():
-        region = published.regions.get(pool)
-        if region is None or (region.address, region.nbytes, region.device) != _place(at):
-            got = f"no region {pool} with the address, size and device in the handshake"
-            raise errors.bad_metadata(got)
-    if len(published.regions) > len(memory):
-        extra = sorted(set(published.regions) - set(memory))
-        raise errors.bad_metadata(f"regions {extra[:8]}, which are not in the handshake")
-    for pool, at in memory.items():
-        inside = min(_place(at)) >= 0 and at.address + at.nbytes < 1 << 64 and at.number < 1 << 32
-        if not inside:
-            got = f"region {pool}, whose address, size or device is negative or too large"
-            raise errors.bad_metadata(got)
-    if not 0 < len(published.address) <= _MAX_ADDRESS:
-        got = f"an address of {len(published.address)} bytes, expected 1 to {_MAX_ADDRESS:,}"
+    told = {pool: region.place for pool, region in published.regions.items()}
+    known = {pool: _place(at) for pool, at in memory.items()}
+    if told != known:
+        unlike = sorted(pool for pool in told | known if told.get(pool) != known.get(pool))
+        got = f"another address, size or device of regions {unlike[:8]} than in the handshake"
         raise errors.bad_metadata(got)
-    if backend == "UCX":
-        _check_ucx(published)
-
-
-def _check_ucx(published: Published) -> None:
+    for pool, (address, nbytes, _) in known.items():
+        if address + nbytes >= 1 << 64:
+            raise errors.bad_metadata(f"region {pool}, whose address or size is too large")
+    if backend != "UCX":
+        return
     if not ucx_forms.is_address(published.address):
         raise errors.bad_metadata(f"an invalid UCX address of {len(published.address)} bytes")
     for pool, region in published.regions.items():
@@ -165,30 +157,8 @@ def _field(tag: str, value: bytes) -> bytes:
     return tag.encode() + _number(len(value)) + value + b"|"
 
 
-class _Reader:
-    """Reads the fields of this process's agent metadata in order."""
-
-    def __init__(self, metadata: bytes) -> None:
-        self._rest = metadata
-
-    @property
-    def at_end(self) -> bool:
-        return not self._rest
-
-    def skip(self, known: bytes) -> None:
-        if not self._rest.startswith(known):
-            raise _unknown_form()
-        self._rest = self._rest[len(known) :]
-
-    def field(self, tag: str) -> bytes:
-        self.skip(tag.encode())
-        length = int.from_bytes(self._rest[:8], "little")
-        value = self._rest[8 : 8 + length]
-        self.skip(_number(length) + value + b"|")
-        return value
-
-
-def _unknown_form() -> Exception:
-    hint = "Install a version of nixl that kvatlas is tested with"
-    problem = "This version of NIXL is not supported"
-    return errors.failed("agent metadata in an unknown format", hint, problem)
+def _field_at(metadata: bytes, at: int, tag: str) -> tuple[bytes, int]:
+    """Return the value of the field at an offset, and the offset after the field."""
+    start = at + len(tag) + 8
+    stop = start + int.from_bytes(metadata[start - 8 : start], "little")
+    return metadata[start:stop], stop + 1

@@ -9,15 +9,17 @@ during the first large read, which does not wait for it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
 from kvatlas.errors import AtlasError
 from kvatlas.routing import Copy
-from kvatlas.wire.transports.base import Done, Handle
+from kvatlas.wire.transports.access import Access
+from kvatlas.wire.transports.handles import Done, Handle
 from kvatlas.wire.transports.nixl_link import NixlLink
 
 log = logging.getLogger("kvatlas.wire")
@@ -31,10 +33,8 @@ _DIVIDED = 16 << 20
 class PairedNixlLink(NixlLink):
     """A link whose large reads run in two threads, if its transport may use two."""
 
-    def __init__(self, *given: Any, another: Callable[[], NixlLink]) -> None:
-        """`another` returns a second link to the same peer."""
+    def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._another = another
         self._helper: ThreadPoolExecutor | None = None
         self._second: NixlLink | None = None
         self._pairing = threading.Lock()
@@ -86,16 +86,23 @@ class PairedNixlLink(NixlLink):
             return self._second
 
     def _make_second(self) -> None:
+        made = None
         try:
-            made = self._another()
+            made = NixlLink(self.owner, self._agents, self._published, self.theirs)
+            made.sign_in(Access(), math.inf)
+            with self._pairing:
+                if self.open:
+                    self._second, made = made, None
         except AtlasError as problem:
             log.warning("cannot create a second NIXL agent, reading with one: %s", problem)
-            return
-        with self._pairing:
-            if self.open:
-                self._second = made
-                return
-        made.close()
+        finally:
+            if made is not None:
+                made.close()
+
+    @property
+    def over(self) -> bool:
+        """Whether both agents were given up."""
+        return super().over and (self._second is None or self._second.over)
 
     def sever(self) -> None:
         """Give up both agents, and all operations in flight."""

@@ -28,14 +28,14 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError
-from kvatlas.wire.transports.sealed_memory import make_sealed, map_sealed, watch_sealed
+from kvatlas.wire.transports.shared_memory import make_sealed, map_sealed, watch_sealed
 from kvatlas.wire.transports.watched_process import WatchedProcess
 
 _SLOTS = 128
@@ -106,7 +106,8 @@ class OfferBoard:
         self._process = os.getpid()
         self._descriptor = make_sealed(_BOARD_BYTES)
         self.memory = map_sealed(self._descriptor)
-        self._rows, self._done = _rows(self.memory), _done(self.memory)
+        numbers = np.frombuffer(self.memory, np.int64, 4 * _SLOTS + 1)
+        self._rows, self._done = numbers[:-1].reshape(_SLOTS, 4), numbers[-1:]
         self._done[0] = -1
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self.memory[_TOKEN_AT : _TOKEN_AT + _TOKEN_BYTES] = self._token
@@ -236,18 +237,19 @@ class PeerBoard:
 
         The caller must check later that it is `genuine` and `confirmed`.
         """
-        name = _NAME.pack(_digest(request.encode()))
-        at = self._memory.find(name, 0, _SLOTS * _ROW.size)
-        if at < 0:
-            return None
-        seen = self._look_at(at // _ROW.size, request)  # usually the only slot
-        return next(self._glimpses(request), None) if seen is None else seen
+        return next(self._glimpses(request), None)
 
     def _glimpses(self, request: str) -> Iterator[SeenOffer]:
-        for slot in self._slots_of(request):
-            seen = self._look_at(slot, request)
-            if seen is not None:
-                yield seen
+        """Yield the offers in all slots with the digest of the request's name: usually one."""
+        name = _NAME.pack(_digest(request.encode()))
+        at = self._memory.find(name, 0, _SLOTS * _ROW.size)
+        while at >= 0:
+            slot, column = divmod(at, _ROW.size)
+            if column == _NAME.size:  # the second number of a row
+                seen = self._look_at(slot, request)
+                if seen is not None:
+                    yield seen
+            at = self._memory.find(name, at + 1, _SLOTS * _ROW.size)
 
     def _look_at(self, slot: int, request: str) -> SeenOffer | None:
         """Return the offer in a slot if it is for this request, otherwise None."""
@@ -263,16 +265,6 @@ class PeerBoard:
         if offer.request != request:
             return None
         return SeenOffer(self, offer, (slot, generation), (payload, digest))
-
-    def _slots_of(self, request: str) -> Iterator[int]:
-        """Yield the slots with the digest of a request's name."""
-        name = _NAME.pack(_digest(request.encode()))
-        at = self._memory.find(name, 0, _SLOTS * _ROW.size)
-        while at >= 0:
-            slot, column = divmod(at, _ROW.size)
-            if column == _NAME.size:  # the second number of a row
-                yield slot
-            at = self._memory.find(name, at + 1, _SLOTS * _ROW.size)
 
     def close(self) -> None:
         """Stop watching the peer's process."""
@@ -324,11 +316,3 @@ def _digest(payload: bytes, generation: int = 0) -> int:
     salt = generation.to_bytes(8, "little", signed=True) if generation else b""
     digest = hashlib.blake2b(payload, digest_size=8, salt=salt).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _rows(memory: Any) -> NDArray[np.int64]:
-    return np.frombuffer(memory, np.int64, 4 * _SLOTS).reshape(_SLOTS, 4)
-
-
-def _done(memory: Any) -> NDArray[np.int64]:
-    return np.frombuffer(memory, np.int64, 1, _SLOTS * _ROW.size)

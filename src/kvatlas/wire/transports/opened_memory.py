@@ -36,6 +36,11 @@ class MappedAllocation:
     gone: bool = False
     """Whether it was unmapped. Mapping the allocation again makes a new `MappedAllocation`."""
 
+    @property
+    def stale(self) -> bool:
+        """Whether it was unmapped, or soon will be."""
+        return self.gone or self.forgotten
+
 
 class OpenedMemory:
     """The peers' allocations that are mapped on one device. Any thread may use it."""
@@ -49,12 +54,8 @@ class OpenedMemory:
         with self._lock:
             return len(self._open)
 
-    def acquire(self, allocation: ForeignAllocation) -> int:
-        """Map an allocation and return its address. Each call needs one `release`."""
-        return self.map(allocation).address
-
     def map(self, allocation: ForeignAllocation) -> MappedAllocation:
-        """Like `acquire`, but return the mapping, which `hold` can acquire again quickly."""
+        """Map an allocation, unless it is mapped. Each call needs one `release`."""
         with self._lock:
             mapping = self._open.get(allocation)
             if mapping is None:
@@ -67,23 +68,22 @@ class OpenedMemory:
             return mapping
 
     def hold(self, mappings: Sequence[MappedAllocation]) -> bool:
-        """Acquire mappings again. Return False, and acquire none, if one is no longer usable."""
+        """Use mappings again. Return False, and use none, if one is no longer usable."""
         with self._lock:
-            for mapping in mappings:
-                if mapping.gone or mapping.forgotten:
-                    return False
+            if any(mapping.stale for mapping in mappings):
+                return False
             for mapping in mappings:
                 mapping.users += 1
             return True
 
-    def release(self, allocation: ForeignAllocation) -> None:
-        """End an `acquire`, once no posted copy reads the allocation anymore."""
+    def release(self, mappings: Sequence[MappedAllocation]) -> None:
+        """End one use of each mapping, once no posted copy reads its allocation anymore."""
         with self._lock:
-            mapping = self._open[allocation]
-            mapping.users -= 1
-            self._open.move_to_end(allocation)
-            if mapping.forgotten and not mapping.users:
-                self._unmap(allocation)
+            for mapping in mappings:
+                mapping.users -= 1
+                self._open.move_to_end(mapping.allocation)
+                if mapping.forgotten and not mapping.users:
+                    self._unmap(mapping.allocation)
             self._give_up()
 
     def forget(self, peer: str) -> None:

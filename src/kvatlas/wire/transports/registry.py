@@ -27,7 +27,6 @@ _CLASSES = {
     "tcp": "TcpTransport",
     "shm": "ShmTransport",
     "memory": "MemoryTransport",
-    "file": "FileTransport",
 }
 TRANSPORT_NAMES = tuple(_CLASSES)
 """The transports of kvatlas in order of preference: the fastest first, then those with the widest
@@ -45,7 +44,7 @@ def make_transport(name: str, /, **options: Any) -> Transport:
     >>> make_transport("pigeon")
     Traceback (most recent call last):
     kvatlas.errors.AtlasError: There is no such transport. Got 'pigeon'. \
-Choose one of cuda, nixl, mooncake, tcp, shm, memory, file. [wire_failed]
+Choose one of cuda, nixl, mooncake, tcp, shm, memory. [wire_failed]
     """
     if name in _CLASSES:
         made = getattr(import_module(f"kvatlas.wire.transports.{name}"), _CLASSES[name])

@@ -8,42 +8,33 @@ or exited. The shared memory would stay readable.
 
 from __future__ import annotations
 
+import math
 import os
-import re
 import socket
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
-from kvatlas.copying.memory import STAGING, Memory
+from kvatlas.copying.memory import Memory
 from kvatlas.copying.memory_copy import as_bytes
 from kvatlas.copying.run_bounds import Bytes
 from kvatlas.routing import Copy
 from kvatlas.wire.transports import errors
-from kvatlas.wire.transports.access import Guarantees
-from kvatlas.wire.transports.base import (
-    Handle,
-    Link,
-    OnePeerMemory,
-    Separation,
-    Shared,
-    Transport,
-)
-from kvatlas.wire.transports.polled_copy import Stepwise, copy_steps
-from kvatlas.wire.transports.sealed_memory import map_sealed
-from kvatlas.wire.transports.shm_segments import Segment, containing, create_segment
+from kvatlas.wire.transports.access import Access, Guarantees
+from kvatlas.wire.transports.base import Link, OnePeerMemory, Separation, Shared, Transport
+from kvatlas.wire.transports.handles import Handle, Stepwise, copy_steps
+from kvatlas.wire.transports.nonblocking_sockets import hang_up
+from kvatlas.wire.transports.shared_memory import Segment, containing, create_segment, map_sealed
 from kvatlas.wire.transports.shm_sockets import (
     TOKEN_BYTES,
     SegmentServer,
-    hang_up,
     is_connected,
     receive_descriptors,
 )
-
-_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 class _Region(msgspec.Struct, forbid_unknown_fields=True):
@@ -53,8 +44,8 @@ class _Region(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Published(msgspec.Struct, tag="shm", forbid_unknown_fields=True):
-    socket: str
-    token: bytes
+    socket: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     regions: dict[int, _Region]
 
 
@@ -117,17 +108,11 @@ class ShmTransport(Transport):
 
         The peer's descriptor is read-only.
         """
-        segment = create_segment(nbytes)
-        alone = ShmTransport()
-        alone.register({STAGING: segment.memory})
-        alone._server.give_read_only()
-
-        def end() -> None:
-            alone.close()
-            segment.wipe()
-
+        segment, alone = create_segment(nbytes), ShmTransport()
         view = np.frombuffer(segment, dtype=np.uint8)
-        return OnePeerMemory(view, segment.memory, alone.publish(), end)
+        lent = OnePeerMemory.of(alone, view, segment.memory, segment.wipe)
+        alone._server.give_read_only()
+        return lent
 
     def publish(self) -> bytes:
         """Return the name of the socket, and the positions of the regions in their segments."""
@@ -136,12 +121,7 @@ class ShmTransport(Transport):
         return errors.write_metadata(_Published(server.name, server.token, self._regions))
 
     def _connect(self, metadata: bytes, memory: Mapping[int, Memory]) -> Link:
-        """Return a link with the peer's regions mapped, except regions outside shared memory."""
-        sizes = {pool: region.nbytes for pool, region in memory.items()}
-        connection, mapped = map_published(metadata, sizes)
-        link = _ShmLink(self, connection, memory)
-        link.mapped.update(mapped)
-        return link
+        return _ShmLink(self, metadata, memory)
 
     def _close(self) -> None:
         """Disconnect all peers. Segments stay open until their owners close them."""
@@ -150,7 +130,7 @@ class ShmTransport(Transport):
 
 
 def map_published(
-    metadata: bytes, sizes: Mapping[int, int]
+    metadata: bytes, sizes: Mapping[int, int], deadline: float = math.inf
 ) -> tuple[socket.socket, dict[int, Bytes]]:
     """Connect to the transport that published `metadata` and map its regions in shared memory.
 
@@ -159,17 +139,12 @@ def map_published(
     ends.
     """
     published = errors.read_metadata(metadata, _Published)
-    if not _NAME.fullmatch(published.socket):
-        raise errors.bad_metadata(f"an invalid socket name, {published.socket[:64]!r}")
-    if len(published.token) != TOKEN_BYTES:
-        got = f"a token of {len(published.token)} bytes, expected {TOKEN_BYTES}"
-        raise errors.bad_metadata(got)
     regions = {pool: at for pool, at in published.regions.items() if pool in sizes}
     for pool, region in regions.items():
         if region.nbytes != sizes[pool]:
             got = f"pool {pool} of {region.nbytes:,} bytes, expected {sizes[pool]:,}"
             raise errors.bad_metadata(got)
-    connection, descriptors = receive_descriptors(published.socket, published.token)
+    connection, descriptors = receive_descriptors(published.socket, published.token, deadline)
     try:
         return connection, _mapped(regions, descriptors)
     except BaseException:
@@ -202,18 +177,23 @@ def _mapped(regions: Mapping[int, _Region], descriptors: Sequence[int]) -> dict[
 class _ShmLink(Link):
     prompt: ClassVar[bool] = True
 
-    def __init__(
-        self, owner: ShmTransport, connection: socket.socket, theirs: Mapping[int, Memory]
-    ) -> None:
+    def __init__(self, owner: ShmTransport, metadata: bytes, theirs: Mapping[int, Memory]) -> None:
         super().__init__(owner, theirs)
-        self._connection = connection
-        self._hang_up = weakref.finalize(self, hang_up, connection)
+        self._metadata = metadata
+        self._connection: socket.socket | None = None
         self.mapped: dict[int, Bytes] = {}
+
+    def sign_in(self, access: Access, deadline: float) -> None:
+        """Connect to the peer and map its regions, except regions outside shared memory."""
+        del access
+        sizes = {pool: region.nbytes for pool, region in self.theirs.items()}
+        self._connection, self.mapped = map_published(self._metadata, sizes, deadline)
+        weakref.finalize(self, hang_up, self._connection)
 
     def check(self) -> None:
         """Raise an error if the link is closed or the peer is gone."""
         super().check()
-        if not is_connected(self._connection):
+        if self._connection is None or not is_connected(self._connection):
             raise errors.peer_lost("a peer that has exited or closed its transport")
 
     def reaches(self, pool: int) -> bool:
@@ -239,5 +219,6 @@ class _ShmLink(Link):
 
     def _close(self) -> None:
         """Disconnect from the peer, and unmap its pools."""
-        self._hang_up()
+        if self._connection is not None:
+            hang_up(self._connection)
         self.mapped.clear()

@@ -10,29 +10,29 @@ one end closes it or exits, which the other end notices at once.
 from __future__ import annotations
 
 import hmac
+import math
 import os
 import resource
 import secrets
-import select
-import selectors
 import socket
 import struct
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import partial
+from selectors import EVENT_READ
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.transports import errors
+from kvatlas.wire.transports.admission import MOST_UNPROVEN, Admission, Newcomer
+from kvatlas.wire.transports.nonblocking_sockets import Steps, hang_up, ready, until_ready
+from kvatlas.wire.unix_sockets import check_user
 
 HANDSHAKE_SECONDS = 5.0
-"""Seconds that a peer may take to present its token, and a server to reply."""
+"""Seconds that a server may take to reply."""
 
 TOKEN_BYTES = 16
-_MOST_WAITING = 64
-"""The maximum number of connections that have not presented their token yet."""
 _AT_ONCE = 200
 """The maximum number of descriptors in one message; the system's limit is 253."""
 _MOST_DESCRIPTORS = 4096
@@ -56,20 +56,13 @@ class SegmentServer:
     def __init__(self) -> None:
         self.name, self.token = secrets.token_hex(16), secrets.token_bytes(TOKEN_BYTES)
         self._given: list[int] = []
-        self._waiting: dict[socket.socket, tuple[int, float]] = {}
-        """The pid and deadline of each connection that has not presented a token, oldest first."""
-        self._connected: dict[socket.socket, int] = {}
+        self.links: Counter[object] = Counter()
+        """The number of connections by process."""
         self._most = max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
-        self._listener = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        self._listener.setblocking(False)
-        self._listener.bind(_address(self.name))
-        self._listener.listen(2 * _MOST_WAITING)
-        self._stop, self._stopped = map(close_in_children, socket.socketpair())
-        self._selector = selectors.DefaultSelector()
-        for one in (self._listener, self._stopped):
-            self._selector.register(one, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="kvatlas-shm", daemon=True)
-        self._thread.start()
+        listener = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(_address(self.name))
+        listener.listen(2 * MOST_UNPROVEN)
+        self._admission = Admission(listener, _process, self._handshake, "kvatlas-shm")
 
     def add(self, descriptor: int) -> int:
         """Share a descriptor with peers from now on. Return its index."""
@@ -85,98 +78,47 @@ class SegmentServer:
 
     def close(self) -> None:
         """Disconnect all peers. A second call has no effect."""
-        with suppress(OSError):  # already closed, or in a forked child
-            self._stop.send(b"x")
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._admission.close()
+        while self._given:
+            os.close(self._given.pop())
 
-    # -- the thread ---------------------------------------------------------------------
+    def _handshake(self, one: Newcomer) -> Steps[None]:
+        """Send the descriptors to a connection that presents the token, and keep it open."""
+        connection, process = one.connection, one.source
+        token = yield from until_ready(partial(connection.recv, 1 + TOKEN_BYTES))
+        if not hmac.compare_digest(token, self.token):
+            connection.send(_WRONG)
+        elif self._has_most_links(process):
+            connection.send(_FULL)
+        else:
+            _send_descriptors(connection, self._given[:])
+            one.admit()
+            self.links[process] += 1
+            try:
+                yield EVENT_READ  # peers send nothing more, so it has disconnected
+            finally:
+                self.links[process] -= 1
+        raise EOFError
 
-    def _serve(self) -> None:
-        try:
-            while not self._step():
-                pass
-        finally:
-            for one in (*self._connected, *self._waiting):
-                hang_up(one)
-            for one in (self._listener, self._stop, self._stopped):
-                one.close()
-            self._selector.close()
-            for descriptor in self._given:
-                os.close(descriptor)
-
-    def _step(self) -> bool:
-        """Handle the sockets that are ready, and drop connections that timed out.
-
-        Return True if the server must stop.
-        """
-        first = next(iter(self._waiting.values()), None)
-        wait = None if first is None else max(0.0, first[1] - time.monotonic())
-        for key, _ in self._selector.select(wait):
-            one = key.fileobj
-            if one is self._stopped:
-                return True
-            if one is self._listener:
-                self._accept()
-            elif one in self._waiting:
-                self._hear(one)
-            elif one in self._connected:  # peers send nothing more, so it has disconnected
-                self._drop(one)
-        now = time.monotonic()
-        for one in [one for one, (_, until) in self._waiting.items() if until <= now]:
-            self._drop(one)
-        return False
-
-    def _accept(self) -> None:
-        try:
-            one, _ = self._listener.accept()
-        except OSError:
-            time.sleep(0.02)  # probably out of descriptors: do not retry at once
-            return
-        process, user = other_end(one)
-        if user != os.getuid():
-            one.close()
-            return
-        if len(self._waiting) >= _MOST_WAITING:
-            # Drop the oldest connection of the process with the most: it must not block others.
-            most = Counter(process for process, _ in self._waiting.values()).most_common(1)[0][0]
-            self._drop(next(w for w, (process, _) in self._waiting.items() if process == most))
-        one.setblocking(False)
-        self._waiting[close_in_children(one)] = process, time.monotonic() + HANDSHAKE_SECONDS
-        self._selector.register(one, selectors.EVENT_READ)
-
-    def _hear(self, one: socket.socket) -> None:
-        """Send the descriptors to a connection that presents the token, or drop it."""
-        process = self._waiting[one][0]
-        try:
-            if not hmac.compare_digest(one.recv(1 + TOKEN_BYTES), self.token):
-                one.send(_WRONG)
-            elif self._has_most_links(process):
-                one.send(_FULL)
-            else:
-                _send_descriptors(one, self._given[:])
-                del self._waiting[one]
-                self._connected[one] = process
-                return
-        except OSError:
-            pass  # the peer has disconnected, or does not read
-        self._drop(one)
-
-    def _has_most_links(self, process: int) -> bool:
+    def _has_most_links(self, process: object) -> bool:
         """Whether a process may open no further link: half of all links are left for others."""
-        own = sum(other == process for other in self._connected.values())
-        return len(self._connected) >= self._most or own >= self._most // 2
-
-    def _drop(self, one: socket.socket) -> None:
-        self._waiting.pop(one, None)
-        self._connected.pop(one, None)
-        self._selector.unregister(one)
-        hang_up(one)
+        return self.links.total() >= self._most or self.links[process] >= self._most // 2
 
 
-def receive_descriptors(name: str, token: bytes) -> tuple[socket.socket, list[int]]:
-    """Connect to a server of the same user. Return the connection and the descriptors received."""
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
+def _process(connection: socket.socket, _: object) -> int:
+    """Return the process at the other end, which must belong to this user."""
+    return check_user(connection)
+
+
+def receive_descriptors(
+    name: str, token: bytes, deadline: float = math.inf
+) -> tuple[socket.socket, list[int]]:
+    """Connect to a server of the same user. Return the connection and the descriptors received.
+
+    Raise an error if the server has not replied by `deadline` or within `HANDSHAKE_SECONDS`.
+    """
+    begun = time.monotonic()
+    deadline = min(deadline, begun + HANDSHAKE_SECONDS)
     for _ in range(_ATTEMPTS):
         with errors.coded_limits():
             one = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -187,7 +129,7 @@ def receive_descriptors(name: str, token: bytes) -> tuple[socket.socket, list[in
         except BaseException as problem:
             hang_up(one)
             if isinstance(problem, BlockingIOError):
-                raise _no_answer() from None
+                raise _no_answer(time.monotonic() - begun) from None
             if isinstance(problem, OSError):
                 lost = errors.peer_lost(f"no server on this host: {problem}")
                 raise errors.own_limit(problem) or lost from problem
@@ -198,10 +140,7 @@ def receive_descriptors(name: str, token: bytes) -> tuple[socket.socket, list[in
 def _ask(one: socket.socket, name: str, token: bytes, deadline: float) -> list[int]:
     _limit(one, deadline)
     one.connect(_address(name))
-    _, user = other_end(one)
-    if user != os.getuid():
-        problem, hint = "The peer belongs to another user", "Run both processes as the same user"
-        raise AtlasError(Code.PEER_LOST, problem, got=f"a process of user {user}", hint=hint)
+    check_user(one)
     one.send(token)
     descriptors: list[int] = []
     try:
@@ -236,30 +175,19 @@ def _refused(said: bytes) -> Exception:
     return errors.bad_metadata(f"an invalid reply, {said!r}")
 
 
-def _no_answer() -> AtlasError:
+def _no_answer(seconds: float) -> AtlasError:
     return AtlasError(
         Code.DEADLINE,
         "The peer does not reply",
-        got=f"no reply within {HANDSHAKE_SECONDS:.0f} s",
+        got=f"no reply within {seconds:.1f} s",
         hint="Check whether its process is stopped, or retry on another replica",
     )
 
 
 def is_connected(one: socket.socket) -> bool:
     """Whether the other end is still connected. Cheap enough to call often."""
-    descriptor = one.fileno()
-    if descriptor < 0:
-        return False
-    looked = select.poll()
-    looked.register(descriptor, select.POLLIN)
-    return not looked.poll(0)  # readable: it has ended, or has sent unexpected data
-
-
-def hang_up(one: socket.socket) -> None:
-    """Close a connection, even if a forked child has it open too."""
-    with suppress(OSError):
-        one.shutdown(socket.SHUT_RDWR)
-    one.close()
+    # A readable connection has ended, or the peer has sent unexpected data.
+    return one.fileno() >= 0 and not ready(one)
 
 
 def _send_descriptors(one: socket.socket, descriptors: Sequence[int]) -> None:
@@ -270,15 +198,6 @@ def _send_descriptors(one: socket.socket, descriptors: Sequence[int]) -> None:
             socket.send_fds(one, [said], some)
         else:
             one.send(said)
-
-
-def other_end(one: socket.socket) -> tuple[int, int]:
-    """Return the pid and user at the other end. The pid is 0 in another pid namespace."""
-    layout = struct.Struct("iii")
-    process, user, _ = layout.unpack(
-        one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size)
-    )
-    return process, user
 
 
 def _limit(one: socket.socket, deadline: float) -> None:

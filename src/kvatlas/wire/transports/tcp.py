@@ -8,16 +8,15 @@ threads (`tcp_server`). If a reader is killed or stops, only its connection is a
 from __future__ import annotations
 
 import ipaddress
-import weakref
 from collections.abc import Mapping
 from typing import ClassVar
 
 from kvatlas.copying.memory import Memory
 from kvatlas.wire.security import Security
-from kvatlas.wire.transports import errors, tcp_admission
+from kvatlas.wire.transports import errors
 from kvatlas.wire.transports.access import Authorise, Guarantees
 from kvatlas.wire.transports.base import Link, Shared, Transport
-from kvatlas.wire.transports.listening import is_loopback, own_addresses
+from kvatlas.wire.transports.host_addresses import is_loopback, own_addresses
 from kvatlas.wire.transports.tcp_link import TcpLink, TcpPublished
 from kvatlas.wire.transports.tcp_server import RegionServer
 
@@ -59,7 +58,6 @@ class TcpTransport(Transport):
             failure = errors.failed(got, hint, "The transport cannot listen")
             raise errors.own_limit(problem) or failure from problem
         self.security = Security()
-        self._links: weakref.WeakSet[TcpLink] = weakref.WeakSet()
 
     def protect(self, security: Security, authorise: Authorise) -> None:
         """Use the node's TLS for all connections, and ask the node before each read is served."""
@@ -82,20 +80,10 @@ class TcpTransport(Transport):
         except ValueError:
             got = f"address {published.address[:64]!r}, expected an IP address"
             raise errors.bad_metadata(got) from None
-        token = len(published.token)
-        if not 0 < published.port < 1 << 16:
-            raise errors.bad_metadata(f"port {published.port}, expected 1 to 65,535")
-        if token != tcp_admission.TOKEN_BYTES:
-            expected = tcp_admission.TOKEN_BYTES
-            raise errors.bad_metadata(f"a token of {token} bytes, expected {expected}")
         for pool, at in memory.items():
             if published.regions.get(pool) != (at.address, at.nbytes):
                 raise errors.bad_metadata(f"region {pool}, unlike its address or size in the hello")
-        link = TcpLink(self, published, memory, self.security)
-        self._links.add(link)
-        return link
+        return TcpLink(self, published, memory, self.security)
 
     def _close(self) -> None:
-        for link in list(self._links):
-            link.close()
         self._server.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import select
 import socket
 import ssl
 import threading
@@ -12,11 +11,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar
+from selectors import EVENT_READ, EVENT_WRITE
+from typing import Annotated, ClassVar
 from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from kvatlas.copying.memory import Memory
 from kvatlas.copying.memory_copy import STEP, as_bytes, copy_runs_unchecked
@@ -28,11 +29,12 @@ from kvatlas.wire import encoding, protocol
 from kvatlas.wire.connection import tune
 from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.security import Security, not_the_secret
-from kvatlas.wire.transports import errors, tcp_admission, tcp_server
+from kvatlas.wire.transports import errors, tcp_server
 from kvatlas.wire.transports.access import Access
-from kvatlas.wire.transports.base import Handle, Link, Transport
-from kvatlas.wire.transports.polled_copy import Stepwise
-from kvatlas.wire.transports.tcp_server import GATHERED, MOST_RUNS, SHORT
+from kvatlas.wire.transports.base import Link, Transport
+from kvatlas.wire.transports.handles import Handle, Stepwise
+from kvatlas.wire.transports.nonblocking_sockets import Steps, ready, receive, send, until_ready
+from kvatlas.wire.transports.tcp_server import GATHERED, MOST_RUNS, SHORT, TOKEN_BYTES
 
 _MEETING = 5.0
 """Seconds that a peer may take to accept a first connection."""
@@ -43,7 +45,7 @@ _MOST_BYTES = 128 << 30
 _PAUSE = 2
 """Milliseconds between checks of the clock while a peer sends nothing."""
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_ENDED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+_ENDED = (ConnectionError, EOFError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 _ATTEMPTS = 4
 """How often to try, if the peer drops connections before it has authenticated them."""
 
@@ -52,8 +54,8 @@ class TcpPublished(msgspec.Struct, tag="tcp", forbid_unknown_fields=True):
     """The address at which a transport serves its regions, and the token that authorizes reads."""
 
     address: str
-    port: int
-    token: bytes
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     regions: dict[int, tuple[int, int]]
     """The address and size of every readable region."""
 
@@ -79,24 +81,25 @@ class TcpLink(Link):
         self._received: WeakKeyDictionary[socket.socket, int] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def sign_in(self, access: Access) -> None:
+    def sign_in(self, access: Access, deadline: float) -> None:
         """Open the first connection, and authenticate it."""
         self.access = access
         try:
-            _Read(self, []).wait(time.monotonic() + _MEETING)
+            _Read(self, []).wait(min(deadline, time.monotonic() + _MEETING))
         except AtlasError as refusal:
             if refusal.code in (Code.BAD_SIGNATURE, Code.TOO_MANY_FILES, Code.NOT_ENOUGH_MEMORY):
                 raise
             raise errors.peer_lost(f"{self.peer.address}: {refusal.got}") from None
 
     def _post(self, copies: Sequence[Copy], *, write: bool) -> Handle:
-        if not write:
-            return self._read(copies, b"")
+        del copies, write  # reads have a lease: see `_read`
         hint = "Let the destination read the bytes instead"
         raise errors.failed("a write", hint, "The transport 'tcp' supports only reads")
 
-    def _read(self, copies: Sequence[Copy], lease: bytes) -> Handle:
+    def _read(self, copies: Sequence[Copy], after: int | None, lease: bytes) -> Handle:
+        del after
         # The regions are looked up now: the bounds were checked against these.
+        copies = [copy.expanded() for copy in copies]
         questions = [part for copy in copies for part in _questions(copy, self.mine, lease)]
         handle = _Read(self, questions)
         with suppress(AtlasError):  # wait() raises it again
@@ -110,7 +113,7 @@ class TcpLink(Link):
                 if not self._idle:
                     return None
                 one = self._idle.pop()
-            if not _readable(one, 0):
+            if not ready(one):
                 return one
             one.close()  # the peer has closed it: it sends nothing unrequested
 
@@ -174,29 +177,30 @@ class _Read(Stepwise):
         self._moved = 0
 
     def _pause(self, seconds: float) -> None:
-        """Wait until the peer has sent bytes, or can receive more."""
+        """Wait for the event that the next step needs: 0 if it needs none."""
         one = self._connection
         if one is None or one.fileno() < 0:
             time.sleep(seconds)
-        elif not isinstance(one, ssl.SSLSocket) or not one.pending():
-            _readable(one, _PAUSE, writable=self._connecting or bool(self._outgoing))
+        elif self.waits_for:
+            ready(one, self.waits_for, _PAUSE)
 
     def _release(self) -> None:
         super()._release()
         self.settle()  # closes the connection, unless a step is running
 
-    def _run(self, link: TcpLink, questions: Sequence[_Question]) -> Iterator[None]:
+    def _run(self, link: TcpLink, questions: Sequence[_Question]) -> Iterator[int]:
         whole = False
         try:
             self._connection = link.take()
-            for _ in self._talk(link, questions):
-                yield
+            for event in self._talk(link, questions):
+                yield event
                 link.check()
             whole = True
-        except OSError as problem:
+        except (OSError, EOFError) as problem:
             if isinstance(problem, ssl.SSLError) and not isinstance(problem, _ENDED):
                 raise _changed(f"{problem.reason} from {link.peer.address}") from None
-            lost = errors.peer_lost(f"{problem} at {link.peer.address}")
+            got = str(problem) or "a closed connection"
+            lost = errors.peer_lost(f"{got} at {link.peer.address}")
             raise errors.own_limit(problem) or lost from None
         finally:
             connection, self._connection = self._connection, None
@@ -205,7 +209,7 @@ class _Read(Stepwise):
             elif connection is not None:
                 connection.close()
 
-    def _talk(self, link: TcpLink, questions: Sequence[_Question]) -> Iterator[None]:
+    def _talk(self, link: TcpLink, questions: Sequence[_Question]) -> Iterator[int]:
         if self._connection is None:
             yield from self._open(link)
         asked: deque[_Question] = deque()
@@ -217,7 +221,7 @@ class _Read(Stepwise):
         if asked:
             yield from self._receive(asked.popleft())
 
-    def _open(self, link: TcpLink) -> Iterator[None]:
+    def _open(self, link: TcpLink) -> Iterator[int]:
         """Connect and authenticate, with the first secret that the peer accepts."""
         choices, attempts, refusal = link.security.choices, _ATTEMPTS, None
         while choices:
@@ -234,12 +238,14 @@ class _Read(Stepwise):
                 refusal = not_the_secret(f"{problem.reason} from {link.peer.address}")
                 link.choice = (link.choice + 1) % link.security.choices
                 choices -= 1
-            self._hang_up()
-            yield
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            yield 0
         assert refusal is not None  # noqa: S101  # there is at least one choice
         raise refusal
 
-    def _connect(self, link: TcpLink) -> Iterator[None]:
+    def _connect(self, link: TcpLink) -> Iterator[int]:
         address = link.peer.address
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         one = self._connection = close_in_children(socket.socket(family, socket.SOCK_STREAM))
@@ -247,41 +253,29 @@ class _Read(Stepwise):
         tune(one)
         self._connecting = True
         begun = one.connect_ex((address, link.peer.port))
-        while begun == errno.EINPROGRESS and not _readable(one, 0, writable=True):
-            yield
+        while begun == errno.EINPROGRESS and not ready(one, EVENT_WRITE):
+            yield EVENT_WRITE
         failure = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if begun not in (0, errno.EINPROGRESS) or failure:
             code = failure or begun
             raise OSError(code, errno.errorcode.get(code, "connect"))
         self._connecting = False
 
-    def _authenticate(self, link: TcpLink) -> Iterator[None]:
+    def _authenticate(self, link: TcpLink) -> Steps[None]:
         """Complete the TLS handshake if there is a secret, and answer the peer's challenge."""
         assert self._connection is not None  # noqa: S101
         host = link.access.host or link.peer.address
         one = self._connection = link.security.begin(self._connection, host, link.choice)
-        while isinstance(one, ssl.SSLSocket):
-            try:
-                one.do_handshake()
-                link.security.verify(one, link.choice)
-                break
-            except _NOT_NOW:
-                yield
-        challenge, welcome = bytearray(tcp_admission.CHALLENGE_BYTES), bytearray(1)
-        yield from self._fill(memoryview(challenge))
-        session = link.access.session
-        self._outgoing = tcp_admission.proof(link.peer.token, bytes(challenge), session)
-        yield from self._fill(memoryview(welcome))
-        if welcome != tcp_admission.WELCOME:
+        if isinstance(one, ssl.SSLSocket):
+            yield from until_ready(one.do_handshake)
+            link.security.verify(one, link.choice)
+        challenge = yield from receive(one, tcp_server.CHALLENGE_BYTES)
+        yield from send(one, tcp_server.proof(link.peer.token, challenge, link.access.session))
+        welcome = yield from receive(one, 1)
+        if welcome != tcp_server.WELCOME:
             raise errors.bad_metadata("an invalid reply to the handshake")
 
-    def _hang_up(self) -> None:
-        self._outgoing = b""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def _receive(self, question: _Question) -> Iterator[None]:
+    def _receive(self, question: _Question) -> Iterator[int]:
         dst, length = question.dst, question.length
         granted = bytearray(1)
         yield from self._fill(memoryview(granted))
@@ -291,12 +285,13 @@ class _Read(Stepwise):
             together = np.empty(int(length.sum()), np.uint8)
             yield from self._fill(together.data)
             at = tcp_server.packed(length)
-            yield from copy_runs_unchecked(together, question.into, at, dst, length)
+            for _ in copy_runs_unchecked(together, question.into, at, dst, length):
+                yield 0
             return
         for start, size in zip(dst.tolist(), length.tolist(), strict=True):
             yield from self._fill(question.into.data[start : start + size])
 
-    def _refused(self) -> Iterator[None]:
+    def _refused(self) -> Iterator[int]:
         """Receive the error that the peer sends instead of bytes, and raise it."""
         head = bytearray(tcp_server.REFUSAL.size)
         yield from self._fill(memoryview(head))
@@ -305,40 +300,29 @@ class _Read(Stepwise):
         yield from self._fill(memoryview(payload))
         encoding.raise_refusal(encoding.decode(bytes(payload), protocol.Refusal))
 
-    def _fill(self, view: memoryview) -> Iterator[None]:
-        """Receive bytes until `view` is full, a step at a time."""
+    def _fill(self, view: memoryview) -> Iterator[int]:
+        """Receive bytes until `view` is full, and send requests meanwhile."""
         one = self._connection
         assert one is not None  # noqa: S101
         while view:
             try:
                 if self._outgoing:
-                    self._send(one)
+                    with suppress(*_NOT_NOW):  # the rest is sent while replies are received
+                        self._outgoing = self._outgoing[one.send(self._outgoing) :]
                 got = one.recv_into(view, min(len(view), STEP))
             except _NOT_NOW:
-                yield
+                yield EVENT_READ | EVENT_WRITE if self._outgoing else EVENT_READ
                 continue
             if not got:
-                raise ConnectionResetError("a closed connection")
+                raise EOFError
             view = view[got:]
             self._moved += got
             if self._moved >= STEP:
                 self._moved = 0
-                yield
-
-    def _send(self, one: socket.socket) -> None:
-        """Send as much as the socket takes now. The rest is sent while replies are received."""
-        with suppress(*_NOT_NOW):
-            self._outgoing = self._outgoing[one.send(self._outgoing) :]
+                yield 0
 
 
 def _changed(got: str) -> AtlasError:
     """Return the error for bytes that TLS has rejected."""
     hint = "Retry the transfer, and check the network for faults and for attackers"
     return AtlasError(Code.CHECKSUM, "The bytes were changed in transit", got=got, hint=hint)
-
-
-def _readable(one: socket.socket, milliseconds: int, *, writable: bool = False) -> bool:
-    """Wait until a socket is readable (or, with `writable`, writable). Return whether it is."""
-    looked = select.poll()
-    looked.register(one.fileno(), select.POLLIN | (select.POLLOUT if writable else 0))
-    return bool(looked.poll(milliseconds))

@@ -1,14 +1,17 @@
 """Serves reads of a process's regions over TCP, with one thread per authenticated connection.
 
-`tcp_admission` authenticates connections. The peer then requests runs of a region, by offset and
-length, each time with the key of a lease. If the node allows that, the peer receives the bytes in
-order, else an error. Any other input ends the connection. Writes are not supported.
+With a secret, a connection begins with a TLS handshake. It then answers a challenge with the token
+from the published metadata, and names its session. The peer then requests runs of a region, by
+offset and length, each time with the key of a lease. If the node allows that, the peer receives the
+bytes in order, else an error. Any other input ends the connection. Writes are not supported.
 
 If a peer dies or stops, only its connection ends.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import resource
 import secrets
@@ -16,8 +19,9 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,13 +33,26 @@ from kvatlas.errors import AtlasError
 from kvatlas.geometry.address_arrays import Int64s
 from kvatlas.routing import Copy
 from kvatlas.wire import encoding
+from kvatlas.wire.connection import tune
 from kvatlas.wire.fork_safety import close_in_children
 from kvatlas.wire.security import Security
-from kvatlas.wire.transports.access import LEASE_BYTES, AskedRead, Authorise
-from kvatlas.wire.transports.tcp_admission import TOKEN_BYTES, WELCOME, Admission, Admitted
+from kvatlas.wire.transports.access import LEASE_BYTES, SESSION_BYTES, AskedRead, Authorise
+from kvatlas.wire.transports.admission import Admission, Newcomer
+from kvatlas.wire.transports.nonblocking_sockets import (
+    Steps,
+    receive,
+    send,
+    shut_down,
+    until_ready,
+)
 
 log = logging.getLogger("kvatlas.wire")
 
+TOKEN_BYTES = 32
+CHALLENGE_BYTES = 32
+_PROOF_BYTES = 32
+WELCOME = b"+"
+"""The server's reply to a correct answer to its challenge, once it can serve the connection."""
 QUESTION = struct.Struct(f"<iI{LEASE_BYTES}s")
 """The header of a request: region, number of runs, lease. Starts and lengths follow."""
 MOST_RUNS = 4096
@@ -55,6 +72,12 @@ _MOST_CONNECTIONS = 1024
 """The maximum number of connections of peers, and at most a third of the process's descriptors."""
 
 
+def proof(token: bytes, challenge: bytes, session: bytes = bytes(SESSION_BYTES)) -> bytes:
+    """Return the answer to a challenge: the id of the session, then a proof of the token."""
+    shown = hmac.digest(token, b"kvatlas tcp 2" + challenge + session, hashlib.sha256)
+    return session + shown
+
+
 def gathers(length: Int64s) -> bool:
     """Whether the runs of a request are gathered into a buffer at both ends."""
     total = int(length.sum())
@@ -72,6 +95,19 @@ def _anything(_: AskedRead) -> nullcontext[None]:
     return nullcontext()
 
 
+class _Admitted(NamedTuple):
+    """An authenticated connection, which blocks."""
+
+    connection: socket.socket
+    session: bytes
+    names: frozenset[str] | None
+    """The names that the peer has proved; None if its connection proves none."""
+
+
+def _host(_: socket.socket, address: tuple[str, int]) -> str:
+    return address[0]
+
+
 class RegionServer:
     """Listens at one address. `regions` returns the readable regions for each request."""
 
@@ -79,35 +115,47 @@ class RegionServer:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._regions = regions
         self._authorise: Authorise = _anything
+        self._security = Security()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=128)
-        self._listener = close_in_children(listener)
-        self.port = int(self._listener.getsockname()[1])
+        self.port = int(close_in_children(listener).getsockname()[1])
         self._lock = threading.Lock()
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._closed = False
-        self._admission = Admission(self._listener, self.token, self._begin)
-        self._admission.start()
+        self._admission = Admission(listener, _host, self._handshake, "kvatlas-tcp")
 
     def protect(self, security: Security, authorise: Authorise) -> None:
         """Authenticate new connections with TLS if there is a secret, and authorise each read."""
-        self._authorise = authorise
-        self._admission.security = security
+        self._authorise, self._security = authorise, security
 
     def close(self) -> None:
         """End all connections. Returns once no thread reads the regions."""
-        self._admission.stop()
-        self._admission.join()  # no connection is admitted after this
+        self._admission.close()  # no connection is admitted after this
         with self._lock:
             self._closed = True
             threads = dict(self._threads)
         for one in threads:
-            _hang_up(one)
+            shut_down(one)
         for thread in threads.values():
             thread.join()
-        self._listener.close()
 
-    def _begin(self, admitted: Admitted) -> None:
+    def _handshake(self, one: Newcomer) -> Steps[None]:
+        """Authenticate a connection, and serve it from another thread."""
+        security = self._security
+        tune(one.connection)
+        connection = one.connection = close_in_children(security.wrap(one.connection))
+        identity = yield from until_ready(partial(security.identify, connection))
+        challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        yield from send(connection, challenge)
+        answer = yield from receive(connection, SESSION_BYTES + _PROOF_BYTES)
+        session = answer[:SESSION_BYTES]
+        right = hmac.compare_digest(answer, proof(self.token, challenge, session))
+        if not right or security is not self._security:
+            raise EOFError
+        connection.settimeout(None)
+        self._begin(_Admitted(connection, session, identity.names))
+
+    def _begin(self, admitted: _Admitted) -> None:
         """Serve a connection, if there are not too many."""
         one = admitted.connection
         most = min(_MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
@@ -124,7 +172,7 @@ class RegionServer:
         log.warning("connection rejected: the limit of %d data connections is reached", most)
         one.close()
 
-    def _serve(self, admitted: Admitted) -> None:
+    def _serve(self, admitted: _Admitted) -> None:
         one = admitted.connection
         try:
             one.sendall(WELCOME)
@@ -139,7 +187,7 @@ class RegionServer:
                 self._threads.pop(one)
             one.close()
 
-    def _answer(self, admitted: Admitted) -> None:
+    def _answer(self, admitted: _Admitted) -> None:
         """Receive one request, and send its runs or an error."""
         one = admitted.connection
         pool, count, lease = QUESTION.unpack(_exactly(one, QUESTION.size))
@@ -148,7 +196,7 @@ class RegionServer:
         starts, length = np.frombuffer(_exactly(one, 16 * count), "<i8").reshape(2, count)
         regions = self._regions()
         asked = AskedRead(
-            admitted.session, admitted.names, lease, pool, starts, length, partial(_hang_up, one)
+            admitted.session, admitted.names, lease, pool, starts, length, partial(shut_down, one)
         )
         try:
             check_bounds([Copy(pool, pool, starts, starts, length)], regions, regions)
@@ -189,10 +237,3 @@ def _exactly(one: socket.socket, nbytes: int) -> bytearray:
             raise EOFError
         view = view[got:]
     return arrived
-
-
-def _hang_up(one: socket.socket) -> None:
-    """Shut a connection down, so that a thread that waits on it returns."""
-    with suppress(OSError):
-        # `SSLSocket.shutdown` would drop TLS: later data would be sent unencrypted.
-        socket.socket.shutdown(one, socket.SHUT_RDWR)

@@ -1,22 +1,37 @@
-"""Anonymous shared memory whose size cannot change after its creation (sealed memfds)."""
+"""Shared memory segments, which cannot shrink and are freed when no process uses them.
+
+A segment is a sealed memfd: an anonymous file whose pages are all allocated at its creation and
+whose size can never change, whichever process has its descriptor. So no peer can make an access to
+it fail, and a killed owner leaves nothing to clean up. Peers receive the descriptors through a
+socket (`shm_sockets`).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from weakref import WeakSet
 
+from kvatlas.copying.memory import Memory
 from kvatlas.errors import AtlasError, Code
-from kvatlas.wire.transports.errors import bad_metadata, no_room, own_limit
+from kvatlas.wire.fork_safety import fresh_in_children
+from kvatlas.wire.transports.errors import bad_metadata, own_limit
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _HOST = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup/memory.max")
+
+_mine: WeakSet[Segment] = WeakSet()
+"""The segments of this process that are in use."""
+_guard = fresh_in_children(threading.Lock())
 
 
 def make_sealed(nbytes: int) -> int:
@@ -38,14 +53,19 @@ def make_sealed(nbytes: int) -> int:
     except OSError as fault:
         if descriptor >= 0:
             os.close(descriptor)
-        raise no_segment(nbytes, fault) from fault
+        raise _no_segment(nbytes, fault) from fault
     return descriptor
 
 
-def no_segment(nbytes: int, fault: OSError) -> AtlasError:
+def _no_segment(nbytes: int, fault: OSError) -> AtlasError:
     """Return the error for a segment that cannot be allocated."""
+    limit = own_limit(fault)
+    if limit is not None and limit.code is Code.TOO_MANY_FILES:
+        return limit
+    code = Code.WIRE_FAILED if limit is None else limit.code
     hint = "Plan for less memory, free host memory, or raise the container's limit"
-    return no_room("The segment does not fit into host memory", nbytes, fault, hint)
+    problem, got = "The segment does not fit into host memory", f"{nbytes:,} bytes: {fault}"
+    return AtlasError(code, problem, got=got, hint=hint)
 
 
 def _most_bytes() -> int:
@@ -91,3 +111,67 @@ def _mapping(descriptor: int) -> Iterator[None]:
         raise own_limit(problem) or bad_metadata(
             f"a descriptor that cannot be mapped: {problem}"
         ) from problem
+
+
+class Segment(mmap.mmap):
+    """Shared memory as a writable buffer, for `kvatlas.cache.bind` and for registration.
+
+    Made by `create_segment`. Its memory is freed once it is closed or garbage collected, and no
+    transport or peer uses it anymore.
+    """
+
+    address: int
+    nbytes: int
+    descriptor: int = -1
+
+    @property
+    def memory(self) -> Memory:
+        """The region to register. It keeps the segment alive."""
+        return Memory(self.address, self.nbytes, owner=self)
+
+    def close(self) -> None:
+        """Release the segment. Views of its bytes stay valid."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        with suppress(BufferError):
+            super().close()
+
+    def wipe(self) -> None:
+        """Free the pages, also for peers that have them mapped. The segment then reads as zeros."""
+        self.madvise(mmap.MADV_REMOVE)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def create_segment(nbytes: int) -> Segment:
+    r"""Allocate zeroed shared memory that peers on the same host can map.
+
+    >>> pool = create_segment(1 << 20)
+    >>> len(pool), pool[:2]
+    (1048576, b'\x00\x00')
+    >>> pool.close()
+    """
+    descriptor = make_sealed(nbytes)
+    try:
+        segment = Segment(descriptor, nbytes)
+    except OSError as fault:
+        os.close(descriptor)
+        raise _no_segment(nbytes, fault) from fault
+    segment.address = ctypes.addressof(ctypes.c_uint8.from_buffer(segment))
+    segment.nbytes, segment.descriptor = nbytes, descriptor
+    with _guard:
+        _mine.add(segment)
+    return segment
+
+
+def containing(memory: Memory) -> tuple[Segment, int] | None:
+    """Return the open segment that contains a region, and the region's offset in it, or None."""
+    with _guard:
+        segments = list(_mine)
+    for segment in segments:
+        start = memory.address - segment.address
+        if segment.descriptor >= 0 and 0 <= start <= segment.nbytes - memory.nbytes:
+            return segment, start
+    return None

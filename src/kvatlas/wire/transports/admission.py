@@ -1,0 +1,166 @@
+"""Admission of new connections: one thread runs the handshakes of all of them.
+
+A connection that is not authenticated yet costs a descriptor, but no thread. Few such connections
+are kept: a new one replaces the oldest of the source (host or process) with the most.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvatlas.errors import AtlasError
+from kvatlas.wire.fork_safety import close_in_children
+from kvatlas.wire.transports.nonblocking_sockets import Steps, hang_up
+
+log = logging.getLogger("kvatlas.wire")
+
+MOST_UNPROVEN = 64
+"""The maximum number of connections that are not authenticated yet."""
+_PROVING = 5.0
+"""Seconds in which a connection must authenticate."""
+_LOOK = 0.5
+"""Seconds between checks for connections that take too long."""
+_AT_ONCE = 16
+"""The number of connections that are accepted before the others are looked at again."""
+
+
+@dataclass(eq=False)
+class Newcomer:
+    """An accepted connection, which does not block."""
+
+    connection: socket.socket
+    source: object
+    """The host or process that it comes from."""
+    fd: int
+    steps: Steps[None] = field(init=False)
+    until: float = field(default_factory=lambda: time.monotonic() + _PROVING)
+    """When it is dropped; infinity once it is authenticated."""
+
+    def admit(self) -> None:
+        """Keep the connection from now on, until its steps end."""
+        self.until = math.inf
+
+
+class Admission(threading.Thread):
+    """Accepts connections, and runs the steps that `handshake` returns for each.
+
+    Steps that return have taken the connection over. Steps that raise an error end it. `source`
+    returns the host or process of a connection and its address, or raises an error to reject it.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        source: Callable[[socket.socket, Any], object],
+        handshake: Callable[[Newcomer], Steps[None]],
+        name: str,
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self._listener, self._source, self._handshake = listener, source, handshake
+        self._newcomers: dict[int, Newcomer] = {}
+        """By descriptor, oldest first."""
+        self._waiting = selectors.DefaultSelector()
+        self._closed = False
+        listener.setblocking(False)
+        self._waiting.register(listener, selectors.EVENT_READ)
+        self.start()
+
+    def close(self) -> None:
+        """End all connections that were not taken over, and close the listener."""
+        self._closed = True
+        with suppress(OSError):  # already closed, or in a forked child
+            self._listener.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self:
+            self.join()
+
+    def run(self) -> None:
+        """Admit connections until closed."""
+        while not self._closed:
+            unproven = self._unproven()
+            for key, _ in self._waiting.select(_LOOK if unproven else None):
+                one = self._newcomers.get(key.fd)
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif one is not None and one is key.data:  # else it was dropped for a new one
+                    self._advance(one)
+            now = time.monotonic()
+            for late in [one for one in self._newcomers.values() if one.until < now]:
+                self._drop(late)
+        for one in list(self._newcomers.values()):
+            self._drop(one)
+        self._listener.close()
+        self._waiting.close()
+
+    def _unproven(self) -> list[Newcomer]:
+        return [one for one in self._newcomers.values() if one.until < math.inf]
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as problem:
+                if not self._closed:  # most likely out of descriptors: wait before a retry
+                    log.warning("accept failed problem=%r", str(problem))
+                    self._make_room(MOST_UNPROVEN // 2)
+                    time.sleep(0.02)
+                return
+            close_in_children(connection)
+            try:
+                source = self._source(connection, address)
+            except (AtlasError, OSError) as refusal:
+                log.warning("connection rejected: %s", refusal)
+                connection.close()
+                continue
+            self._make_room(MOST_UNPROVEN - 1)
+            connection.setblocking(False)
+            one = Newcomer(connection, source, connection.fileno())
+            one.steps = self._handshake(one)
+            self._newcomers[one.fd] = one
+            self._waiting.register(one.fd, selectors.EVENT_READ, one)
+            self._advance(one)
+
+    def _make_room(self, most: int) -> None:
+        """Drop the oldest connections of the source with the most, until `most` are left."""
+        unproven = self._unproven()
+        while len(unproven) > most:
+            source = Counter(one.source for one in unproven).most_common(1)[0][0]
+            oldest = next(one for one in unproven if one.source == source)
+            unproven.remove(oldest)
+            self._drop(oldest)
+
+    def _advance(self, one: Newcomer) -> None:
+        """Continue the handshake of a connection as far as possible now."""
+        try:
+            self._waiting.modify(one.fd, next(one.steps), one)
+        except StopIteration:
+            self._forget(one)
+        except AtlasError as refusal:
+            log.warning("connection rejected peer=%s code=%s", one.source, refusal.code)
+            self._drop(one)
+        except (OSError, EOFError) as problem:
+            log.debug("disconnected peer=%s problem=%r", one.source, str(problem))
+            self._drop(one)
+        except Exception:
+            log.exception("connection failed peer=%s", one.source)
+            self._drop(one)
+
+    def _forget(self, one: Newcomer) -> None:
+        del self._newcomers[one.fd]
+        self._waiting.unregister(one.fd)
+
+    def _drop(self, one: Newcomer) -> None:
+        self._forget(one)
+        one.steps.close()
+        hang_up(one.connection)

@@ -1,0 +1,75 @@
+"""Non-blocking sockets: send and receive step by step, so that one thread serves many.
+
+A step is a generator that yields the event to wait for (`selectors.EVENT_READ`, `EVENT_WRITE`).
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from functools import partial
+from selectors import EVENT_READ, EVENT_WRITE
+from typing import TypeVar
+
+T = TypeVar("T")
+Steps = Generator[int, None, T]
+"""Yields the event to wait for before the next step."""
+
+
+def until_ready(call: Callable[[], T], event: int = EVENT_READ) -> Steps[T]:
+    """Repeat a call on a socket until it does not have to wait, and return its result.
+
+    `event` is the one that the call waits for on a socket without TLS.
+    """
+    while True:
+        try:
+            return call()
+        except BlockingIOError:
+            yield event
+        except ssl.SSLWantReadError:
+            yield EVENT_READ
+        except ssl.SSLWantWriteError:
+            yield EVENT_WRITE
+
+
+def send(one: socket.socket, data: bytes) -> Steps[None]:
+    """Send all of `data`."""
+    while data:
+        sent = yield from until_ready(partial(one.send, data), EVENT_WRITE)
+        data = data[sent:]
+
+
+def receive(one: socket.socket, nbytes: int) -> Steps[bytes]:
+    """Receive exactly `nbytes` bytes. Raise EOFError if the connection ends before."""
+    arrived = b""
+    while len(arrived) < nbytes:
+        some = yield from until_ready(partial(one.recv, nbytes - len(arrived)))
+        if not some:
+            raise EOFError
+        arrived += some
+    return arrived
+
+
+def ready(one: socket.socket, events: int = EVENT_READ, milliseconds: int = 0) -> bool:
+    """Wait until one of the events occurs on a socket. Return whether one has occurred."""
+    wanted = select.POLLIN if events & EVENT_READ else 0
+    wanted |= select.POLLOUT if events & EVENT_WRITE else 0
+    poll = select.poll()
+    poll.register(one.fileno(), wanted)
+    return bool(poll.poll(milliseconds))
+
+
+def shut_down(one: socket.socket) -> None:
+    """End a connection, even if a forked child has it open. Threads that wait on it return."""
+    with suppress(OSError):
+        # `SSLSocket.shutdown` would drop TLS: later data would be sent unencrypted.
+        socket.socket.shutdown(one, socket.SHUT_RDWR)
+
+
+def hang_up(one: socket.socket) -> None:
+    """Shut a connection down and close it."""
+    shut_down(one)
+    one.close()
