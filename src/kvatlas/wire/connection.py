@@ -41,8 +41,6 @@ class Connection:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._arrived = bytearray()
-        self._readable = select.poll()
-        self._readable.register(connected.fileno(), select.POLLIN)
 
     def send(self, payload: bytes, deadline: float) -> None:
         """Send a whole frame by `deadline` (monotonic clock), or raise."""
@@ -87,7 +85,9 @@ class Connection:
     def quiet(self) -> bool:
         """Whether no unread data has arrived and the peer has not closed the connection."""
         inside = self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
-        return not self._arrived and not inside and not self._readable.poll(0)
+        poll = select.poll()  # a new one, because several threads may look at once
+        poll.register(self._socket.fileno(), select.POLLIN)
+        return not self._arrived and not inside and not poll.poll(0)
 
     def hang_up(self, *, reading_only: bool = False) -> None:
         """Shut the connection down, so that a thread that reads from it returns.
