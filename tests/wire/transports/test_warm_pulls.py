@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,9 +16,10 @@ from kvatlas import AtlasError, Code
 from kvatlas.routing import scattered
 from kvatlas.wire import Session
 from kvatlas.wire.channels import no_answer
-from kvatlas.wire.client import fast_path, prepared_shapes
+from kvatlas.wire.client import follow_ups, prepared_shapes
 from kvatlas.wire.client import session as session_
 from kvatlas.wire.client.prepared_shapes import PreparedShapes
+from kvatlas.wire.client.transfer import TransferPart
 from kvatlas.wire.transports.offer_board import PostedOffer
 from tests.routing import oracle
 from tests.wire.helpers import small
@@ -207,7 +209,8 @@ def test_a_block_that_only_another_rank_would_fill_fails_the_pull_and_holds_up_n
 ) -> None:
     with ExitStack() as stack:
         ends = WarmRanks(stack, "conv hybrid", pp=2)
-        monkeypatch.setattr(fast_path, "_UNWATCHED", 0.1)  # finished by the end of the session
+        assert eventually(lambda: not ends.session._follow_ups._looking)
+        monkeypatch.setattr(follow_ups, "_EVERY", 0.1)  # finished by the end of the session
         transfer = ends.pull("bad", ends.blocks | {1: [10**6] * len(ends.blocks[1])})
         assert ends.begun == 1, "the second rank's blocks alone are wrong"
         closing = threading.Thread(target=ends.session.close, daemon=True)
@@ -414,7 +417,7 @@ def test_a_source_that_stalls_once_it_was_read_holds_up_one_end_of_a_session_and
         raise no_answer(endpoint)
 
     monkeypatch.setattr(session_, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(fast_path, "_LATER", 0.5)  # after the last pull
+    monkeypatch.setattr(follow_ups, "_TOGETHER", 60.0)  # all in a row
     with warm_ends() as ends:
         monkeypatch.setattr(ends.target.channels, "ask", stalled)
         for number in range(20):
@@ -441,3 +444,20 @@ def test_a_source_that_has_gone_confirms_no_warm_pull() -> None:
         board: Any = ends.session.link(0).board
         board._process = GoneProcess()
         assert code_of(ends.pull("r").wait) is Code.PEER_LOST
+
+
+def test_pulls_are_followed_up_as_the_process_ends_and_has_no_more_threads() -> None:
+    """A session that is closed at exit waits for whoever looks after its pulls."""
+    workers, beside = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    follow, done = follow_ups.FollowUps(workers, beside), list[str]()
+    for _ in range(2):
+        part = TransferPart(lambda: done.append("read"))
+        follow.add(part, lambda: done.append("told"))
+        workers.shutdown()
+        beside.shutdown(wait=False)
+        assert eventually(lambda: done == ["read", "told"])
+        closing = threading.Thread(target=follow.close, daemon=True)
+        closing.start()
+        closing.join(5)
+        assert not closing.is_alive()
+        done.clear()

@@ -1,14 +1,12 @@
 """Fast path: a pull that the calling thread launches and the waiting thread finishes.
 
-`LaunchedPull` is one rank's part of such a pull. Another thread finishes it if no thread waits for
-it. Cleanup, and the notification of the source, happen a little later: a thread that does this at
-once would take the interpreter lock from the caller just as it continues.
+`LaunchedPull` is one rank's part of such a pull. `follow_ups` finishes it if no thread waits for
+it, and cleans up a little later.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from select import select
 from typing import Any
@@ -17,9 +15,8 @@ from kvatlas.wire.client.connections import Connections, PeerConnection
 from kvatlas.wire.client.prepared_shapes import StartedRead
 from kvatlas.wire.client.rank_lease import RankLease
 from kvatlas.wire.client.rank_reads import RankReads
-from kvatlas.wire.client.transfer import Transfer, TransferPart
+from kvatlas.wire.client.transfer import Transfer
 from kvatlas.wire.client.transfer_request import TransferRequest
-from kvatlas.wire.rpc import log
 from kvatlas.wire.server.node_state import NodeState
 
 _SOON = 2e-3
@@ -33,12 +30,6 @@ Getting the lock back from another thread takes up to this long.
 
 _SETTLING = 1e-4
 """Seconds between polls of a read that was abandoned."""
-
-_UNWATCHED = 2e-3
-"""Seconds after which another thread finishes a pull that no thread waits for."""
-
-_LATER = 4e-3
-"""Further seconds until cleanup, so that it does not interrupt consecutive pulls."""
 
 
 @dataclass
@@ -160,18 +151,6 @@ class LaunchedPull:
         while not self.read.handle.settle():
             time.sleep(_SETTLING)
         self.connections.give_back(self.connection)
-
-
-def finish_later(part: TransferPart, then: Callable[[], None]) -> None:
-    """Finish a part that no thread waits for, and call `then` a little later."""
-    try:
-        time.sleep(_UNWATCHED)
-        part()
-        time.sleep(_LATER)
-        part.join()
-        then()
-    except Exception:  # it must not affect other pulls
-        log.exception("the work after a pull failed")
 
 
 def _let_others_run() -> None:

@@ -26,8 +26,9 @@ from kvatlas.routing.token_ranges import token_range
 from kvatlas.wire.arguments import check_request_name, text_list
 from kvatlas.wire.block_ledger import BlockClaim
 from kvatlas.wire.client.connections import Connections
-from kvatlas.wire.client.fast_path import LaunchedPull, finish_later
+from kvatlas.wire.client.fast_path import LaunchedPull
 from kvatlas.wire.client.filled_blocks import FilledBlocks
+from kvatlas.wire.client.follow_ups import FollowUps
 from kvatlas.wire.client.prepared_shapes import plain_tables
 from kvatlas.wire.client.push import OfferedPush
 from kvatlas.wire.client.rank_pull import ANSWER_SECONDS, RankPull, RankReader
@@ -59,6 +60,7 @@ class Session:
         self._beside = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="kvatlas-beside")
         self._connections = Connections(node, self._beside)
         self._reader = RankReader(node, self._connections)
+        self._follow_ups = FollowUps(self._workers, self._beside)
         self._running: WeakSet[Transfer] = WeakSet()
         self._filled = FilledBlocks(node.ledger, node.rank)
         self._closed = False
@@ -224,6 +226,7 @@ class Session:
             running = list(self._running)
         for transfer in running:
             transfer.cancel()
+        self._follow_ups.close()
         self._workers.shutdown(wait=True)
         for transfer in running:
             transfer.join()
@@ -301,7 +304,7 @@ class Session:
                     self._workers.submit(part)
                 else:
                     then = partial(self._after_launched, transfer, wanted, read)
-                    self._beside.submit(finish_later, part, then)
+                    self._follow_ups.add(part, then)
         return transfer
 
     def _sees_offers(self, rank: int) -> bool:
