@@ -272,7 +272,7 @@ def from_e2m1(codes):
 
 @triton.jit
 def level_of(codes, BITS: tl.constexpr):
-    """Convert codes to levels, with a table in registers."""
+    """Convert turboquant codes to levels, the numbers they represent, with a table in registers."""
     place = tl.arange(0, 1 << BITS)
     table = place * 0.0
     for i in tl.static_range(1 << BITS):

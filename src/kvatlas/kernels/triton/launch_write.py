@@ -90,7 +90,7 @@ class WriteLaunch(NamedTuple):
 
 
 class WriteKind(NamedTuple):
-    """The properties of rows and slots on which compiled kernels and passed checks depend."""
+    """The properties of rows and slots on which compiled kernels and the argument checks depend."""
 
     tensors: tuple[relaunch.TensorKind, ...]
     one_row: bool

@@ -162,7 +162,7 @@ def writes_latent(spec: LatentAttention) -> bool:
 
 
 def attends_latent(spec: LatentAttention) -> bool:
-    """Whether the attention kernel supports a spec: as `writes_latent`, for power-of-two sizes.
+    """Whether the attention kernel supports a spec: like `writes_latent`, with power-of-two sizes.
 
     >>> attends_latent(LatentAttention()), attends_latent(LatentAttention(latent=448))
     (True, False)

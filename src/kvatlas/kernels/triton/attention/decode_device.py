@@ -122,7 +122,10 @@ def some_states(
     softmax, queries, stretch, cache, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     WORDS: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Update the softmax with a range of states, read as packed words or as elements."""
+    """Update the softmax with a range of states, read as packed words or as elements.
+
+    A state is a cached token.
+    """
     if WORDS.packed:
         softmax = walk_words(
             softmax, queries, stretch, cache, scoring, SHAPE, TILING, WORDS, MASK, MASKED

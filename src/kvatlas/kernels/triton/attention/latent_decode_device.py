@@ -116,7 +116,7 @@ def begin_values(acc, room, WHO: gl.constexpr, OF: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, total, top, room, signals, phase, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the weighted values of the other MMA group's tile to `acc`; rescale it first."""
+    """Start to add the weighted values of the other MMA group's tile; first rescale `acc`."""
     mbarrier.wait(signals.weighed.index(OF), phase)
     if has_grown(room, OF):
         higher = room.tops.index(OF).load(top.type.layout)

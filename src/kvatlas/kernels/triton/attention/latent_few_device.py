@@ -74,7 +74,7 @@ def weigh(logits, top, begin, seen, scale):
 
 @gluon.jit
 def scaled_down(acc, parts, top, higher):
-    """Rescale sums and weights from the maximum `top` to the maximum `higher`."""
+    """Rescale sums `acc` and summed weights `parts` from the maximum `top` to `higher`."""
     shrink = gl.exp2(top - higher)
     return acc * shrink[None, :], parts * shrink[None, :]
 
@@ -100,7 +100,7 @@ def begin_values(acc, room, zero, WHO: gl.constexpr, OF: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, parts, top, room, signals, turns, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the weighted values of the other MMA group's tile to `acc`; rescale it first."""
+    """Start to add the weighted values of the other MMA group's tile; first rescale `acc`."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     phase, zero = turns
     mbarrier.wait(signals.weighed.index(OF), phase)
