@@ -1,7 +1,7 @@
 """Paged attention over the views of a layer, in float32: the reference for faster kernels.
 
 One batch may contain both prefill and decode: the queries of a sequence are its last tokens, and
-its block table covers all its tokens. Only visible states are read, so table entries outside a
+its block table covers all its tokens. Only visible tokens are read, so table entries outside a
 window may have any value. Rows of several sequences are read together; then each sequence is
 computed separately.
 """

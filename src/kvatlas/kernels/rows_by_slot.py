@@ -139,9 +139,9 @@ def read_field(
 
 
 def _by_row(layer: LayerCache, name: str) -> torch.Tensor:
-    """Return a view of a field as [B, N, H, row], without H if the field has no heads.
+    """Return a view of a field as [blocks, tokens, heads, row].
 
-    A tiled row has two axes: tiles, and elements of a tile.
+    A field without heads lacks that axis. A tiled row has two axes: tiles, and elements of a tile.
     """
     kept: torch.Tensor | None = layer.kept.get(("by row", name))
     if kept is None:
@@ -232,7 +232,7 @@ def _copy_whole_blocks(
 
 
 def _in_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return views of the tensors in the widest word that the alignment of all permits."""
+    """Return views of the tensors as the widest integers that the alignment of all permits."""
     word = min(_widest_word(tensor) for tensor in tensors)
     return [tensor.view(WORDS[word]) for tensor in tensors]
 

@@ -128,7 +128,7 @@ def field_rows(page: Page, placed: Placement, name: str) -> FieldRows:
 
 
 def _strides(field: Placement) -> list[int]:
-    """Return the byte strides of blocks, states and heads."""
+    """Return the byte strides of blocks, tokens and heads; 0 for an axis that the field lacks."""
     return [field.stride(axis) if axis in field.axes else 0 for axis in "BNH"]
 
 

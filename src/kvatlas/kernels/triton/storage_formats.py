@@ -183,7 +183,7 @@ def device_takes_ptx(device: torch.device) -> bool:
 
 @lru_cache(maxsize=256)
 def _kind(cache: str, dtype: str, side: str) -> tuple[str, int]:
-    """Return the quantisation kind of one side, and the bits of its elements or codes."""
+    """Return the quantisation kind of one side (K or V), and the bits per element or code."""
     both = sides(cache, DType.of(dtype), 128, 128)
     data = (both.k if side == "k" else both.v)[0].dtype
     if cache == "int4_per_token_head":

@@ -209,7 +209,7 @@ def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr)
 
 @gluon.jit
 def load_keys_and_values(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """Run the load group: load the tiles of K and V that each `Work` of the program reads."""
+    """Run the load group: load the tiles of K and V for each `Work` (tile of query rows)."""
     tiles = 0
     for turn in range(rounds_of(batch, TILING)):
         work = work_of(batch, turn, SHAPE, TILING)

@@ -1,9 +1,10 @@
 """Device code that loads tiles of 8-bit rows with a scale per row, for prefill on Hopper.
 
-A state is 264 bytes: 128 of K, K's scale, 128 of V, V's scale. K is aligned to 8 bytes and V only
-to 4. To load V in 8-byte pieces like K, loads start four bytes early, at K's scale. The last piece
-then contains the last four elements of V and V's scale. These four elements overwrite K's scale in
-the first columns, so rows of V are rotated by four elements until the output is stored.
+A head of a cached token takes 264 bytes: 128 of K, K's scale, 128 of V, V's scale. K is aligned to
+8 bytes and V only to 4. To load V in 8-byte pieces like K, loads start four bytes early, at K's
+scale. The last piece then contains the last four elements of V and V's scale. These four elements
+overwrite K's scale in the first columns, so rows of V are rotated by four elements until the output
+is stored.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def put_v(loaded, to, factors, SHAPE: gl.constexpr):
 
 @gluon.jit
 def convert_halves(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
-    """Load and unpack the tiles of K and V that `work` reads in halves, the last tile first.
+    """Load and unpack the tiles of K and V that `work` reads, by half tiles, the last tile first.
 
     Halves of K are loaded while those of V are unpacked, and vice versa. Registers then hold two
     halves at a time; whole tiles of K and V would not fit.

@@ -264,7 +264,7 @@ def work_split(
     max_queries: int | None,
     choice: dict[str, Any],
 ) -> WorkSplit:
-    """Return how work is split into tiles for layers with `states` states per page."""
+    """Return how work is split into tiles, for layers with `states` tokens per page."""
     few = rows_for(key.group, max_queries)
     tile = parameters("decode", key, few, choice)["tile"]
     rows = parameters("prefill", key, 0, choice)["rows"]
@@ -373,8 +373,9 @@ def _most_rows(form: StorageFormat) -> int:
 def lead_of(layer: LayerCache, shape: AttentionShape) -> int:
     """Return how many bytes before a row of V a read must start, to be as wide as reads of K.
 
-    For example, a state with scales per row may be 264 bytes: K, K's scale, V, V's scale, without a
-    gap. V is then aligned only to 4 bytes, but the scale before it is aligned to 8.
+    For example, a head and token with scales per row may take 264 bytes: K, K's scale, V, V's
+    scale, without a gap. V is then aligned only to 4 bytes, but the scale before it is aligned to
+    8.
     """
     k, v = shape.k, shape.v
     if not all(form.kind == "scaled" for form in (k, v)):
