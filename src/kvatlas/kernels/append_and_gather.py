@@ -95,7 +95,7 @@ def append_step(
 def _check_rows(
     layer: LayerCache, k: torch.Tensor, v: torch.Tensor, sequences: int, count: int
 ) -> None:
-    """Raise an error for quantised layers, and for rows of the wrong shape or dtype."""
+    """Raise an error for a quantised layer, or for new K or V rows of the wrong shape or dtype."""
     spec = layer.spec_as(Attention)
     check_appendable(spec)
     heads, dtype = layer.place("k").size("H"), layer.field("k").dtype

@@ -28,9 +28,10 @@ def convert_blocks(
 ) -> None:
     """Convert blocks `ids` of the source into blocks `places` of the target.
 
-    Both layers must hold the same rows, with the same number of states per block; their formats
-    may differ. On a GPU, one kernel converts element-wise formats (the model's dtype, or fp8 with
-    one scale) directly between pages. Other formats are read, decoded, encoded and written.
+    Both layers must have rows (K and V, or latents) of the same sizes, and the same number of
+    tokens per block; their formats may differ. On a GPU, one kernel converts element-wise formats
+    (the model's dtype, or fp8 with one scale) from page to page. Other formats are read, decoded,
+    encoded and written in separate steps.
     """
     check_pairs(ids, places)
     elements = all(CellFormat(layer.spec).by_element for layer in (source, target))

@@ -23,8 +23,8 @@ def copy_blocks(
 ) -> None:
     """Copy blocks `ids` of the source to blocks `places` of the target, across layouts.
 
-    If fields have the same offsets in the cells of both layers, whole cells are copied. Otherwise
-    each field is copied separately.
+    A cell is all bytes of one head and token. Whole cells are copied if fields (K, V, scales) have
+    the same offsets in the cells of both layers. Otherwise each field is copied separately.
     """
     if gpu := gpu_kernels(source.buffer, target.buffer):
         gpu.copy_blocks(source, ids, target, places)
@@ -39,9 +39,10 @@ def copy_blocks(
 def gather_blocks(
     layer: LayerCache, ids: torch.Tensor, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return a copy of blocks `ids` as bytes [blocks, H, N, C]. Each block is contiguous.
+    """Return a copy of blocks `ids` as bytes [blocks, H, N, C]; each block is one range of memory.
 
-    Bytes keep their order in the layer's pages, so the tensor may be strided inside a block.
+    The axes are heads (H), tokens (N), and the bytes of one head and token (C). Inside a block,
+    bytes have the same order as in the layer's pages, so H, N and C may have any order of strides.
     Pass the result of an earlier call as `out` to reuse its memory.
     """
     ids = block_ids(layer, ids)
@@ -75,7 +76,10 @@ def zero_blocks(layer: LayerCache, ids: torch.Tensor) -> None:
 
 
 def block_ids(layer: LayerCache, ids: torch.Tensor) -> torch.Tensor:
-    """Return ids as int64; raise an error if any is not the id of a kernel block of the layer."""
+    """Return ids as int64; raise an error unless each is the id of a kernel block of the layer.
+
+    A kernel block is the unit that attention kernels address; a scheduler block has one or more.
+    """
     hint = "Pass ids of kernel blocks, counted from 0"
     return checked_ids(ids, layer.kernel_blocks.size("B"), "Block ids", hint)
 
@@ -83,7 +87,7 @@ def block_ids(layer: LayerCache, ids: torch.Tensor) -> torch.Tensor:
 def _check_races(
     source: LayerCache, ids: torch.Tensor, target: LayerCache, places: torch.Tensor
 ) -> None:
-    """Raise an error if a block is written twice, or both read and written."""
+    """Raise an error if a copy would write a block twice, or read a block that it also writes."""
     count = target.kernel_blocks.size("B")
     written = torch.zeros(count, dtype=torch.bool, device=places.device)
     written[places] = True

@@ -12,7 +12,10 @@ from kvatlas.specs.cell_formats import ElementCast
 
 
 class PlacedScales(NamedTuple):
-    """The scales of each start of a copy (see `address_runs`), on the device that casts."""
+    """The scales of a copy that casts, on the device that casts: one column for each start.
+
+    A start is a pair of offsets, one in the source and one in the target (see `address_runs`).
+    """
 
     table: torch.Tensor
     """[3, starts] of float32: factors, divisors, and the inverses of the divisors."""
@@ -23,10 +26,11 @@ class PlacedScales(NamedTuple):
 def place_scales(
     cast: ElementCast, which: NDArray[np.int64] | None, starts: int, device: torch.device | str
 ) -> PlacedScales:
-    """Upload the scales that `cast` applies to each of `starts` starts.
+    """Upload the scales that `cast` applies, one column for each of `starts` starts.
 
-    `which` holds the index in `cast.scales` of each start; None means index 0 for all. The rows
-    of the table are factors, divisors and inverses of the divisors.
+    A start is a pair of offsets, one in the source and one in the target (see `address_runs`).
+    `which` holds the index in `cast.scales` of each start; None means index 0 for all. The rows of
+    the table are factors, divisors and inverses of the divisors.
 
     >>> from kvatlas.geometry import DType
     >>> cast = ElementCast(DType.of("bf16"), DType.of("fp8"), ((1.0, 0.5), (1.0, 4.0)))

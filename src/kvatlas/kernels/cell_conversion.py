@@ -1,8 +1,9 @@
 """Convert cells between formats: decode to float32 and encode again.
 
-The codecs are those of `write` and `read`, so a converted cell has the same bytes as if the decoded
-row had been written to the target. Rows in the model's dtype are not decoded to float32, because
-int4 first rounds to the dtype of its input, and an engine passes the model's dtype.
+A cell is all bytes of one head and token, such as K, V and their scales. The codecs are those of
+`write` and `read`, so a converted cell has the same bytes as if the decoded row had been written to
+the target. Rows in the model's dtype are encoded directly, not by way of float32: the int4 codec
+first rounds to the dtype of its input, so it would give other bytes for float32.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def convert_cells(cells: ByteArray, src: CellFormat, dst: CellFormat) -> ByteArray:
-    """Convert cells [n, bytes] of one format to cells [n, bytes] of another, on their device.
+    """Convert cells [n, bytes] of one format to cells [n, bytes] of another, on the same device.
+
+    A cell is all bytes of one head and token.
 
     >>> from kvatlas.specs import FullAttention, TensorScales
     >>> specs = [FullAttention(heads=1, head_dim=2, cache=cache) for cache in ("auto", "fp8")]
@@ -77,7 +80,10 @@ def convert_cells(cells: ByteArray, src: CellFormat, dst: CellFormat) -> ByteArr
 def _convert_elements(
     cells: torch.Tensor, src: CellFormat, made: torch.Tensor, dst: CellFormat
 ) -> None:
-    """Convert `cells` into the tensor `made`; adjacent rows with equal scales share one call."""
+    """Convert cells from `cells` into `made`, both in element-wise formats.
+
+    Adjacent fields (K and V) with equal scales are converted by one call.
+    """
     spans: dict[tuple[float, float], list[int]] = {}
     at = 0
     for row in src.rows:

@@ -9,7 +9,10 @@ from kvatlas.geometry.combine import tile_alike
 
 
 def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Placement, Placement]]:
-    """Return pairs (source, target) of placements to copy: one of whole cells, or one per field."""
+    """Return (source, target) placements to copy: one pair for whole cells, or one pair per field.
+
+    A cell is all bytes of one head and token. Fields are K, V and their scales.
+    """
     held = [
         {f.name: (f.dtype, f.sizes) for f in layer.page.fields if not f.padding}
         for layer in (source, target)
@@ -27,7 +30,8 @@ def placements_to_copy(source: LayerCache, target: LayerCache) -> list[tuple[Pla
 def cells_alike(source: LayerCache, target: LayerCache) -> bool:
     """Whether whole cells can be copied: both layers have the same fields at the same offsets.
 
-    If a field spans a whole page, the strides of heads and states must be equal as well.
+    A cell is all bytes of one head and token. If a field spans a whole page, the strides of heads
+    and tokens must be equal as well.
     """
     a, b = source.page, target.page
     places = [[(f.axes, f.head, f.offset) for f in page.fields] for page in (a, b)]

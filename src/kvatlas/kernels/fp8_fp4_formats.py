@@ -79,8 +79,8 @@ def to_fp8_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to fp8: return e4m3 elements, and one float32 scale per `block` elements.
 
-    With `powers`, scales are powers of two, and their exponents are returned instead. A block's
-    largest absolute value counts as at least 1e-4, as in the GPU kernels.
+    With `powers`, each scale is a power of two, and its exponent is returned instead. A scale is
+    never smaller than that of a block whose largest absolute value is 1e-4.
     """
     blocks = bits.split(rows, -1, block)
     step = not_finite_is_nan(blocks.abs().amax(-1)).clamp(min=1e-4) / E4M3_MAX

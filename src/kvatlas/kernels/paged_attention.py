@@ -1,7 +1,7 @@
 """Paged attention over the views of a layer, in float32: the reference for faster kernels.
 
 One batch may contain both prefill and decode: the queries of a sequence are its last tokens, and
-its block table covers all its tokens. Only visible states are read, so table entries outside a
+its block table covers all its tokens. Only visible tokens are read, so table entries outside a
 window may have any value. Rows of several sequences are read together; then each sequence is
 computed separately.
 """
@@ -210,7 +210,7 @@ def _batch(
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> list[_Sequence]:
-    """Return the query rows, visible slots and mask of each sequence that has queries."""
+    """Return, for each sequence that has queries, its query rows, visible slots and mask."""
     hint = "Pass tensors of int32 or int64"
     tables, lengths = whole_tensor(tables, "Tables", hint), whole_tensor(lengths, "Lengths", hint)
     if tables.dim() != 2 or lengths.dim() != 1:
@@ -261,7 +261,7 @@ def _batch(
 
 
 def _edges(q: torch.Tensor, queries: torch.Tensor | None, starts: torch.Tensor | None) -> list[int]:
-    """Return the rows of `q` where each sequence's queries begin, and where the last end."""
+    """Return the row number in `q` where each sequence's queries begin, then where the last end."""
     counts = starts if queries is None else queries
     given = [] if counts is None else whole_tensor(counts, "Queries", "Pass int32").tolist()
     if starts is not None and queries is None and given:
@@ -295,7 +295,7 @@ def _bad_edges(given: list[int], rows: int, queries: bool, starts: bool) -> Atla
 def _seen(
     visibility: Visibility, length: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the tokens that the last `count` tokens of a sequence see, and the attention mask.
+    """Return the token positions that a sequence's last `count` tokens see, and the attention mask.
 
     The mask is [queries, tokens], or None if every query sees all returned tokens.
     """

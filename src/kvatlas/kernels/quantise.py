@@ -14,7 +14,7 @@ elements that share its scale.
 | `fp8_e5m2` | one for the tensor, given | x / 8, while a / scale is below 57344 |
 | `int8_per_token_head` | a / 127 | a / 254 |
 | `fp8_per_token_head` | a / 448 | x / 16 + a / 448 / 1024 |
-| `int4_per_token_head` | (max - min) / 15, with a zero point | one step, of the rotated row |
+| `int4_per_token_head` | (max - min) / 15, with a zero point | one scale, in the rotated row |
 | `nvfp4` | one for 16 elements in e4m3, one for the tensor | a / 4 |
 | `turboquant_*` | the row's norm after a rotation; V's range | see `docs/explanation/caches.md` |
 
@@ -187,8 +187,8 @@ def _from_turboquant(spec: Attention, side: Side, fields: Fields) -> torch.Tenso
 def normal_levels(bits: int) -> tuple[float, ...]:
     """Return the 2**bits levels that quantise a normal variable with the least squared error.
 
-    They are computed by Lloyd's iteration: each level is the mean of its cell, and cells end
-    half way between levels. For a normal variable, both have closed forms.
+    They are computed by Lloyd's iteration: each level is the mean of an interval, and intervals
+    meet half way between levels. Both steps have closed forms for a normal variable.
 
     >>> [round(level, 3) for level in normal_levels(2)]
     [-1.51, -0.453, 0.453, 1.51]

@@ -25,9 +25,10 @@ ConvOrder = Literal["SD", "DS"]
 
 
 class _PartRange(NamedTuple):
-    """A range of rows of a state, stored in one part.
+    """A range of rows of a recurrent state, stored in one part.
 
-    The first row has index `start` in the state and index `local` in the part.
+    A part is the share of the state that is on one page. The first row of the range has index
+    `start` in the state and index `local` in the part.
     """
 
     view: torch.Tensor
@@ -113,7 +114,7 @@ def _ids_by_part(
 def _part_ranges(
     parts: Sequence[LayerCache], ids: list[torch.Tensor], name: str, conv: ConvOrder | None
 ) -> Iterator[_PartRange]:
-    """Yield the ranges of rows of field `name` that each part stores."""
+    """Yield the ranges of rows of field `name` that each part of a state stores."""
     for part, blocks in zip(parts, ids, strict=True):
         view, axes = _oriented(part, name, conv)
         field = part.page.field(name)
@@ -127,7 +128,7 @@ def _part_ranges(
 
 
 def _rows_held(parts: Sequence[LayerCache], name: str) -> Int64s:
-    """Return the rows of field `name` that the parts store, numbered as in the whole model."""
+    """Return the rows of field `name` that the parts store, numbered as in the unsharded model."""
     return _union(tuple(rows for part in parts for rows in part.page.field(name).ranges))
 
 
@@ -149,7 +150,7 @@ def _shape(parts: Sequence[LayerCache], name: str, conv: ConvOrder | None) -> tu
 def _oriented(
     part: LayerCache, name: str, conv: ConvOrder | None
 ) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """Return a field's view and axes; a convolution's axes are in the order of `conv`."""
+    """Return the view of a field and its axis names; a convolution's axes are in `conv` order."""
     view, axes = part.field(name), part.place(name).axes
     if name != "conv" or conv is None:
         return view, axes

@@ -41,7 +41,7 @@ class SlotRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Slots:
-    """Validated slots, with their blocks, their states and their runs."""
+    """Validated slots: block ids, indices in the blocks, and runs of consecutive slots."""
 
     numbers: torch.Tensor
     in_block: int
@@ -56,12 +56,15 @@ class Slots:
 
     @cached_property
     def states(self) -> torch.Tensor:
-        """The index of each slot's state in its block."""
+        """The index of each slot in its block."""
         return torch.remainder(self.numbers, self.in_block)
 
 
 def find_slots(layer: LayerCache, slots: torch.Tensor) -> Slots:
-    """Validate slots of a layer and find their runs; raise an error if any is out of range."""
+    """Validate the slots of a layer, and find runs of consecutive slots.
+
+    Raises an error if a slot is out of range.
+    """
     states = layer.kernel_blocks.size("N")
     count = layer.kernel_blocks.size("B") * states
     hint = f"Pass block_id * {states} + i for state i of a block, as in vLLM's slot mapping"
@@ -89,7 +92,7 @@ def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def write_fields(layer: LayerCache, slots: Slots, fields: Mapping[str, torch.Tensor]) -> None:
-    """Write rows [T, ...] of each field to the states in `slots`."""
+    """Write rows [T, ...] of each field; row i is written to slot number i of `slots`."""
     for name, values in fields.items():
         pages = _by_row(layer, name)
         pages, rows = _in_words(pages, _tiled_like(pages, values.to(pages.dtype)))
@@ -100,7 +103,7 @@ def write_fields(layer: LayerCache, slots: Slots, fields: Mapping[str, torch.Ten
 
 
 def read_fields(layer: LayerCache, slots: Slots) -> dict[str, torch.Tensor]:
-    """Return the rows [T, ...] of every field for the states in `slots`."""
+    """Return rows [T, ...] of every field, by field name; row i is read from slot number i."""
     names = [field.name for field in layer.page.fields if not field.padding]
     return {name: read_field(layer, name, slots) for name in names}
 
@@ -108,7 +111,10 @@ def read_fields(layer: LayerCache, slots: Slots) -> dict[str, torch.Tensor]:
 def read_field(
     layer: LayerCache, name: str, slots: Slots, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return rows [T, ...] of a field, in a new tensor or in `out`; tiles of a row are joined."""
+    """Return rows [T, ...] of a field, one per slot, in a new tensor or in `out`.
+
+    If pages store a row as several tiles, the tiles are joined.
+    """
     pages = _by_row(layer, name)
     tiled = "c" in layer.place(name).axes
     if slots.runs is None:
@@ -133,9 +139,9 @@ def read_field(
 
 
 def _by_row(layer: LayerCache, name: str) -> torch.Tensor:
-    """Return a view of a field as [B, N, H, row], without H if the field has no heads.
+    """Return a view of a field as [blocks, tokens, heads, row].
 
-    A tiled row has two axes: tiles, and elements of a tile.
+    A field without heads lacks that axis. A tiled row has two axes: tiles, and elements of a tile.
     """
     kept: torch.Tensor | None = layer.kept.get(("by row", name))
     if kept is None:
@@ -146,9 +152,10 @@ def _by_row(layer: LayerCache, name: str) -> torch.Tensor:
 
 
 def _row_words(layer: LayerCache, name: str, pages: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Return a view of a field in the widest possible words, and whether B and N are one axis.
+    """Return a view of a field as the widest possible integers, and whether B and N are one axis.
 
-    The view is [B * N, ...] if all states are evenly spaced, otherwise [B, N, ...].
+    B are blocks, and N the tokens of a block. The view is [B * N, ...] if all tokens are evenly
+    spaced, otherwise [B, N, ...].
     """
     kept: tuple[torch.Tensor, bool] | None = layer.kept.get(("row words", name))
     if kept is None:
@@ -159,13 +166,16 @@ def _row_words(layer: LayerCache, name: str, pages: torch.Tensor) -> tuple[torch
 
 
 def _tiled_like(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows [T, ...] with the same trailing axes as pages [B, N, ...], split into tiles."""
+    """Return a view of rows [T, ...], split into tiles if `pages` [B, N, ...] stores tiles."""
     tiled = pages.dim() == rows.dim() + 2
     return torch.unflatten(rows, -1, pages.shape[-2:]) if tiled else rows
 
 
 def _slot_runs(slots: Int64s, states: int) -> list[SlotRun] | None:
-    """Return runs of slots, each within one block or over whole blocks; None if runs are short."""
+    """Return runs of consecutive slots; None if runs are so short that an indexed copy is faster.
+
+    Each run is inside one block, or consists of whole blocks. A block has `states` slots.
+    """
     starts = stretch_starts(slots)
     if len(slots) < _LONG * len(starts):
         return None
@@ -201,7 +211,11 @@ def _copy_runs(
 def _copy_whole_blocks(
     pages: torch.Tensor, blocks: Int64s, lines: torch.Tensor, *, into_pages: bool
 ) -> None:
-    """Copy whole blocks: one copy per large range of adjacent blocks, the rest by index."""
+    """Copy whole blocks between `pages` and `lines` [blocks, tokens, ...], in `blocks` order.
+
+    If ranges of adjacent blocks are large, each range is one copy. Otherwise a single indexed copy
+    moves all blocks.
+    """
     starts = stretch_starts(blocks)
     if len(starts) > 1 and lines.nbytes < _LARGE * len(starts):
         if not into_pages:
@@ -218,7 +232,7 @@ def _copy_whole_blocks(
 
 
 def _in_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return views of the tensors in the widest word that the alignment of all permits."""
+    """Return views of the tensors as the widest integers that the alignment of all permits."""
     word = min(_widest_word(tensor) for tensor in tensors)
     return [tensor.view(WORDS[word]) for tensor in tensors]
 

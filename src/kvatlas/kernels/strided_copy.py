@@ -1,12 +1,12 @@
 """Copy selected blocks between two strided placements, close to memory bandwidth.
 
-The axes of both ends are folded together, so an item is the longest run that is contiguous at
-both ends. Items are moved as the widest words that their alignment permits, independent of the
-element type. The method depends on the blocks:
+The axes of source and target are folded together, so an item is the longest run of bytes that is
+contiguous in both. Items are moved as the widest words that their alignment permits, independent
+of the element type. The method depends on the blocks:
 
-- Blocks that are adjacent at both ends are joined and copied as one.
+- Blocks that are adjacent in both are joined and copied as one.
 - Scattered blocks are copied one by one, because a call per block costs less than staging its
-  bytes. If they are adjacent at one end, a single call copies them all.
+  bytes. If they are adjacent in only one, a single call copies them all.
 - Scattered blocks that are small are gathered in a staging buffer that fits in the CPU cache.
 
 On devices other than the CPU, an indexed copy handles several blocks at a time.
@@ -44,17 +44,17 @@ _INDEXED = 64
 
 
 class StridedBlocks(NamedTuple):
-    """One end of a copy: a buffer of bytes, and the placement of its blocks along axis B."""
+    """The source or target of a copy: a buffer of bytes, and how its blocks are placed (axis B)."""
 
     buffer: torch.Tensor
     placement: Placement
 
     def words(self, word: int) -> torch.Tensor:
-        """Return the blocks as a tensor of integers of `word` bytes."""
+        """Return a view of the blocks as integers of `word` bytes."""
         return view(self.buffer, in_words(self.placement, word), WORDS[word])
 
     def runs(self) -> NDArray[np.void]:
-        """Return the blocks as an array whose elements are whole runs."""
+        """Return a view of the blocks whose elements are whole runs of contiguous bytes."""
         return as_runs(self.placement.view(self.buffer.numpy()))
 
 
@@ -96,9 +96,10 @@ def move_blocks(
 def _one_sided(
     source: StridedBlocks, ids: torch.Tensor, target: StridedBlocks, places: torch.Tensor, word: int
 ) -> bool:
-    """Copy all blocks in one call if those of one end are adjacent; return False if not copied.
+    """Copy all blocks in one call if they are adjacent in the source or in the target.
 
-    If both ends have long stretches, nothing is copied: copying stretch by stretch is faster.
+    Returns False if nothing was copied. This is also the case if both have long stretches of
+    adjacent blocks, because one copy per stretch is then faster.
     """
     here, there = (len(stretch_starts(end.numpy())) for end in (ids, places))
     if max(here, there) * 4 < len(ids):
@@ -126,7 +127,7 @@ def as_runs(array: NDArray[Any]) -> NDArray[np.void]:
 
 @lru_cache(maxsize=1024)
 def _folded(a: Placement, b: Placement) -> tuple[Placement, Placement, int]:
-    """Return both placements with axes folded inside a block, and the widest common word size."""
+    """Return both placements with axes folded inside a block, and their widest word in bytes."""
     a, b = fold_beside(a, b, axis="B")
     return a, b, widest_word(a, b)
 
@@ -138,9 +139,10 @@ def _alignment(buffer: torch.Tensor) -> int:
 
 
 def _stretches(ids: Int64s, places: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return (ids, places, lengths) of the stretches of blocks that are adjacent at both ends.
+    """Return (ids, places, lengths) of the stretches that are adjacent in source and in target.
 
-    Scattered blocks are sorted by source, because ascending reads are fastest.
+    A stretch is a range of blocks. If most stretches are short, blocks are first sorted by source
+    id, because ascending reads are fastest.
     """
     starts = stretch_starts(ids, places)
     if len(ids) < 4 * len(starts):
@@ -151,7 +153,7 @@ def _stretches(ids: Int64s, places: Int64s) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def stretch_starts(*ends: Int64s) -> Int64s:
-    """Return the indices that begin a stretch: in some array, the id is not the previous id + 1.
+    """Return the indices that begin a stretch: in one array or more, the id is not the last id + 1.
 
     >>> stretch_starts(np.array([4, 5, 6, 9]), np.array([0, 1, 7, 8])).tolist()
     [0, 2, 3]
@@ -165,7 +167,10 @@ def stretch_starts(*ends: Int64s) -> Int64s:
 def _runs(
     source: StridedBlocks, ids: Int64s, target: StridedBlocks, places: Int64s, nbytes: list[int]
 ) -> None:
-    """Copy stretches of `nbytes` contiguous bytes with memoryviews, for the lowest overhead."""
+    """Copy `nbytes[i]` contiguous bytes, from the start of block `ids[i]` to that of `places[i]`.
+
+    Uses memoryviews, which have the lowest overhead.
+    """
     rows, out = (memoryview(end.buffer.numpy().data) for end in (source, target))
     froms, tos = source.placement(B=ids).tolist(), target.placement(B=places).tolist()
     for i, j, n in zip(froms, tos, nbytes, strict=True):

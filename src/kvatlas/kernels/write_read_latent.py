@@ -35,7 +35,7 @@ def write_latent(
     *,
     kv_scale: float = 1.0,
 ) -> None:
-    """Write latents [states, latent] and rotary parts [states, rope] to slots.
+    """Write latents [n, latent] and rotary parts [n, rope] to n slots.
 
     Negative slots are skipped. `kv_scale` is the per-tensor scale of plain fp8.
     """

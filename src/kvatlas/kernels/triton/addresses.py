@@ -41,7 +41,10 @@ def batch_rows(tensor: torch.Tensor) -> BatchRows:
 
 
 class RowSteps(NamedTuple):
-    """Strides of the rows of a field in their pool."""
+    """Strides of a field's rows in their pool, in units of `FieldRows.unit` elements.
+
+    Strides inside a row (`element` and `tile`) are in elements.
+    """
 
     first: int
     """Offset of the first row in the pool, in units, like `block`, `state` and `head`."""
@@ -55,7 +58,7 @@ class RowSteps(NamedTuple):
 
 
 class FieldRows(NamedTuple):
-    """The rows of a field: their strides, and constants that kernels are compiled for."""
+    """The rows of a field: their strides, and the compile-time constants of kernels."""
 
     steps: RowSteps
     unit: int
@@ -76,6 +79,8 @@ def common(numbers: tuple[int, ...], most: int) -> int:
 
 def field_rows(page: Page, placed: Placement, name: str) -> FieldRows:
     """Return the strides of a field's rows, for the blocks at placement `placed`.
+
+    In this example, a unit is 8 elements of bfloat16.
 
     >>> from kvatlas.cache import allocate
     >>> from kvatlas.planning import plan
@@ -123,14 +128,14 @@ def field_rows(page: Page, placed: Placement, name: str) -> FieldRows:
 
 
 def _strides(field: Placement) -> list[int]:
-    """Return the byte strides of blocks, states and heads."""
+    """Return the byte strides of blocks, tokens and heads; 0 for an axis that the field lacks."""
     return [field.stride(axis) if axis in field.axes else 0 for axis in "BNH"]
 
 
 def gap(layer: LayerCache, one: str, other: str) -> int | None:
-    """Return the distance in bytes from a row of one field to the same state's row of another.
+    """Return the distance in bytes from a token's row of one field to its row of another.
 
-    None if the distance differs between states.
+    None if the distance differs between tokens.
 
     >>> from kvatlas.cache import allocate
     >>> from kvatlas.planning import plan

@@ -14,9 +14,9 @@ def convert_rows(
     source, target, factors, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr,
     TABLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows that are contiguous at both ends, and multiply them by their layer's factor.
+    """Copy rows that are contiguous in source and target, multiplied by their layer's factor.
 
-    Rows are numbered in the order (block, three axes), as in `copy_rows`.
+    Rows are numbered by block, then along three axes, as in `copy_rows`.
     """
     SIZES: tl.constexpr = SHAPE.sizes
     FROM: tl.constexpr = SHAPE.source

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def end_base(end, layer, WORD: tl.constexpr, ALIGN: tl.constexpr, TABLE: tl.constexpr):
-    """Return the pointer to the first word of a layer at one end of a copy."""
+    """Return the pointer to the first word of a layer at one end (source or target) of a copy."""
     address = tl.load(end.table + layer) if TABLE else end.address
     return tl.multiple_of(address.to(tl.pointer_type(WORD)), ALIGN)
 
@@ -30,7 +30,10 @@ def row_coordinates(row, SIZES: tl.constexpr):
 
 @triton.jit
 def row_offset(end, block, first, second, third):
-    """Return the offset of a row from an end's first word, in units."""
+    """Return the offset of a row from the first word of `end` (source or target).
+
+    The offset is in units of the strides: `CopyShape.unit` words.
+    """
     at = block.to(tl.int64) * end.steps[0] + first * end.steps[1]
     return at + second * end.steps[2] + third * end.steps[3]
 
@@ -42,7 +45,7 @@ def tile_rows(
 ):  # fmt: skip
     """Return the layer, columns, masks and row coordinates of a tile; rows have `WIDTH` words.
 
-    Rows are numbered in the order (block, three axes); each layer has `count` rows.
+    Rows are numbered by block, then along three axes; each layer has `count` rows.
     """
     CHUNKS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     groups = (count + ROWS - 1) // ROWS
@@ -68,9 +71,9 @@ def copy_rows(
     source, target, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of words that are contiguous at both ends; `FILL` writes zeros instead.
+    """Copy rows of words that are contiguous in source and target; `FILL` writes zeros instead.
 
-    Rows are numbered in the order (block, three axes); a program processes several at a time.
+    Rows are numbered by block, then along three axes; a program processes several at a time.
     """
     SIZES: tl.constexpr = SHAPE.sizes
     WORD: tl.constexpr = SHAPE.word

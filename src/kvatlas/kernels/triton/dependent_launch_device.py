@@ -27,7 +27,7 @@ def after_previous(EARLY: tl.constexpr):
 
 @triton.jit
 def before_next(EARLY: tl.constexpr):
-    """Permit the launch of the next kernel once all programs of this kernel have called this."""
+    """Permit the launch of the next kernel once all programs of this one called `before_next`."""
     if EARLY:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False,

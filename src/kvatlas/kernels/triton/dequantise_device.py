@@ -43,7 +43,7 @@ class TileStates(NamedTuple):
 
 @triton.jit
 def row_offsets(steps, states, UNIT: tl.constexpr):
-    """Return the offset in the pool of each state's row, in elements.
+    """Return the offset in the pool of the row of each state (cached token), in elements.
 
     Strides of blocks and states fit in 32 bits, so each product is one instruction. Terms that are
     constant across tiles are added separately.
@@ -222,7 +222,7 @@ def elements(
 def column_of(
     buffer, steps, states, ELEMENT: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load one element per state: a scale, a norm or a zero point."""
+    """Load one element per state (cached token): a scale, a norm or a zero point."""
     pointers = buffer.to(tl.pointer_type(ELEMENT)) + row_offsets(steps, states, UNIT)
     if MASKED:
         return tl.load(pointers, mask=states.there, other=0)
@@ -272,7 +272,7 @@ def from_e2m1(codes):
 
 @triton.jit
 def level_of(codes, BITS: tl.constexpr):
-    """Convert codes to levels, with a table in registers."""
+    """Convert turboquant codes to levels, the numbers they represent, with a table in registers."""
     place = tl.arange(0, 1 << BITS)
     table = place * 0.0
     for i in tl.static_range(1 << BITS):
@@ -286,7 +286,10 @@ def read(
     buffer, side, states, FORMAT: tl.constexpr, DOT: tl.constexpr, MASKED: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of rows, converted to `DOT`, and the remaining factor of each state (or 1)."""
+    """Load a tile of rows, converted to `DOT`, and a factor per row that the caller must apply.
+
+    The factor is 1 for formats without one (see the table of the module).
+    """
     KIND: tl.constexpr = FORMAT.kind
     DIM: tl.constexpr = FORMAT.dim
     WIDTH: tl.constexpr = FORMAT.width

@@ -22,7 +22,7 @@ _ELEMENTS = 2048
 
 
 class RotatedRows(NamedTuple):
-    """Compile-time constants of a rotation: rows per program, heads per token, elements."""
+    """Compile-time constants of a rotation: rows per program, heads per token, elements per row."""
 
     rows: int
     heads: int

@@ -54,7 +54,7 @@ class FoldedConversion(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One field to convert, or K and V together: its data at both ends, and its factor."""
+    """One field to convert, or K and V together: its data in source and target, and its factor."""
 
     addresses: tuple[int, int]
     placements: tuple[Placement, Placement]
@@ -65,8 +65,8 @@ class _Part(NamedTuple):
 class BlockConversion:
     """Converts blocks between layers: prepared once, then called with block ids.
 
-    Pages of both ends must have the same states and heads, in element-wise formats. Scales are
-    given per layer.
+    Source and target pages must have the same numbers of tokens and heads, in element-wise formats.
+    Scales are given per layer.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ def fold_conversion(
 def _parts(
     source: LayerCache, target: LayerCache, src: TensorScales, dst: TensorScales
 ) -> list[_Part]:
-    """Return the parts of a layer to convert: its fields, or K and V as one if possible."""
+    """Return the parts of a layer to convert: one for K and V if possible, else one per field."""
     held = [
         {f.name: f.sizes for f in layer.page.fields if not f.padding} for layer in (source, target)
     ]
@@ -214,7 +214,10 @@ def _parts(
 
 
 def _both_sides(source: LayerCache, target: LayerCache, parts: list[_Part]) -> list[_Part] | None:
-    """Return K and V as one part if their distance is constant and factors are equal, else None."""
+    """Return one part for K and V together, or None if they cannot be converted together.
+
+    Factors must be equal, and each layer must store V at a constant distance after K.
+    """
     if len(parts) != 2 or {"k", "v"} - {f.name for f in source.page.fields}:
         return None
     k, v = parts

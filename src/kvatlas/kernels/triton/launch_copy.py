@@ -36,7 +36,7 @@ _HOST_PROGRAMS = 16
 
 
 class CopyEnd(NamedTuple):
-    """One layer's blocks at one end of a copy: a buffer, and the placement of its blocks."""
+    """One layer's blocks in the source or target of a copy: a buffer, and the blocks' placement."""
 
     buffer: torch.Tensor
     placement: Placement
@@ -86,7 +86,7 @@ class CopyTiling(NamedTuple):
 
 
 class EndAddresses(NamedTuple):
-    """One end of a copy as kernels take it: addresses, block ids and strides."""
+    """The source or target of a copy, as kernels take it: addresses, block ids and strides."""
 
     address: int
     table: torch.Tensor
@@ -143,7 +143,10 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
 def _transposed(
     a: Placement, b: Placement, blocks: tuple[int, int]
 ) -> tuple[tuple[int, int, int], ...] | None:
-    """Return the innermost axes of target and source if a transposed copy is faster; else None."""
+    """Return the innermost axes of target and source, for a transposed copy; None if unsuitable.
+
+    An axis is (size, source stride, target stride), with strides in bytes.
+    """
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     across = next((axis for axis in axes if axis[1] == a.item), None)
     down = next((axis for axis in axes if axis[2] == b.item), None)
@@ -154,7 +157,7 @@ def _transposed(
 
 
 class _Launch(NamedTuple):
-    """A launch for layers with the same folded shape; several layers need address tables."""
+    """One launch for all layers with the same folded shape; several layers use address tables."""
 
     copy: FoldedCopy
     pairs: list[tuple[CopyEnd, CopyEnd]]
@@ -327,8 +330,9 @@ def between(
 ) -> BlockCopy:
     """Prepare the copy of blocks from some layers to the same number of other layers.
 
-    Whole cells are copied if fields have the same offsets in them. Fields are copied one by one
-    if the packing differs, or if they span whole pages in another layout.
+    A cell is all bytes of one head and token. Whole cells are copied if fields (K, V, scales) have
+    the same offsets in them. Fields are copied one by one if their packing differs, or if they span
+    whole pages in another layout.
     """
     sources = [source] if isinstance(source, LayerCache) else list(source)
     targets = [target] if isinstance(target, LayerCache) else list(target)

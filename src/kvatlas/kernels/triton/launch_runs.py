@@ -1,8 +1,8 @@
-"""Copies of runs between any two addresses of a device, in one launch (see `address_runs`).
+"""Copies of runs between two addresses of a device, in one launch (see `address_runs`).
 
-They are intended for caches of other processes, which have addresses but no tensors. The kernel
-looks up offsets in two short tables, starts and spans, and adds them. A million runs therefore need
-only a few kilobytes of tables.
+A run is a contiguous range of bytes. Its offset is the sum of two offsets that the kernel looks up
+in short tables, starts and spans. A million runs therefore need only a few kilobytes of tables.
+These copies are intended for caches of other processes, which have addresses but no tensors.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 class RunTables(NamedTuple):
-    """Tables of runs in the form that kernels read: int64 on the copying device.
+    """Tables of the runs to copy, in the form that kernels read: int64 on the copying device.
 
-    Offsets and lengths count bytes, or elements if the copy casts.
+    One run of contiguous bytes is copied for every pair of a start and a span, whose offsets are
+    added. Offsets and lengths count bytes, or elements if the copy casts.
     """
 
     starts: torch.Tensor
@@ -61,12 +62,12 @@ def copy_runs(
     source: int, target: int, tables: RunTables, programs: int = 0, *, stream: Any = None,
     **choice: Any,
 ) -> RunKernel | None:  # fmt: skip
-    """Copy runs between two addresses, on `stream` or on the current stream of the device.
+    """Copy the runs in `tables`, whose offsets are relative to the addresses `source` and `target`.
 
-    `programs` limits the number of Triton programs; 0 means no limit. No byte may be written
-    twice, or be both read and written. A caller that passes `stream` must make its device the
-    current one.
-    Returns a kernel that can repeat the launch; None in Triton's interpreter.
+    The copy runs on `stream`, or on the current stream of the device. `programs` limits the number
+    of Triton programs; 0 means no limit. No byte may be written twice, or be both read and written.
+    A caller that passes `stream` must make its device the current one. Returns a kernel that can
+    repeat the launch; None in Triton's interpreter.
 
     >>> import torch
     >>> memory = torch.arange(48, dtype=torch.uint8)
@@ -115,7 +116,7 @@ def convert_runs(
     source: int, target: int, tables: RunTables, cast: ElementCast, scales: PlacedScales,
     programs: int = 0, *, stream: Any = None, **choice: Any,
 ) -> RunKernel | None:  # fmt: skip
-    """Copy runs like `copy_runs`, and cast their elements; all offsets count elements."""
+    """Copy runs like `copy_runs`, and cast their elements; offsets and lengths count elements."""
     device = tables.starts.device
     use = {**tune.choose("convert_runs", device, programs=programs), **choice}
     unit, words = min(tables.alignment, VECTOR), tables.longest
@@ -137,7 +138,7 @@ def convert_runs(
 
 
 def converts(cast: ElementCast, device: torch.device) -> bool:
-    """Whether a device supports the element types of both ends."""
+    """Whether a device supports the source and target element types of a cast."""
     names = {cast.source.name, cast.target.name}
     if not names <= set(formats.ELEMENTS):
         return False
@@ -153,7 +154,10 @@ _PLACED_AT_ONCE = 512
 
 
 class SpanPlaces(NamedTuple):
-    """Offsets of spans in their blocks, to which `place_runs` adds those of the blocks."""
+    """Spans (ranges of bytes to copy) with offsets relative to the blocks that contain them.
+
+    `place_runs` adds the offsets of the blocks.
+    """
 
     table: torch.Tensor
     """[7, spans] of int64; see the device function `place_spans`, which reads and writes it."""
@@ -166,9 +170,10 @@ class SpanPlaces(NamedTuple):
 def place_runs(
     ids: tuple[torch.Tensor, torch.Tensor], places: SpanPlaces, *, stream: Any = None
 ) -> RunKernel | None:
-    """Launch `place_spans`: compute the offsets of spans from block ids, for `copy_runs`.
+    """Compute the offsets of spans from block ids, for use by `copy_runs`; launches `place_spans`.
 
-    Use the device and stream of `copy_runs`. Returns a kernel that can repeat the launch.
+    Pass the device and stream of `copy_runs`. Returns a kernel that can repeat the launch; None in
+    Triton's interpreter.
     """
     count = places.table.shape[1]
     arguments = (*ids, places.table, count, places.blocks, *places.strides)

@@ -55,7 +55,7 @@ def write_latent(
     kv_scale: float = 1.0,
     **choice: Any,
 ) -> None:
-    """Write latents [states, latent] and rotary parts [states, rope] to `slots`."""
+    """Write latents [n, latent] and rotary parts [n, rope] to n `slots`."""
     layer.spec_as(LatentAttention)
     checks.rows_of(latent, "latent", (None, None))
     checks.rows_of(rope, "rope", (None, None))
@@ -90,7 +90,7 @@ class WriteLaunch(NamedTuple):
 
 
 class WriteKind(NamedTuple):
-    """The properties of rows and slots on which compiled kernels and passed checks depend."""
+    """The properties of rows and slots on which compiled kernels and the argument checks depend."""
 
     tensors: tuple[relaunch.TensorKind, ...]
     one_row: bool

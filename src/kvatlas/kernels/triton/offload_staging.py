@@ -41,7 +41,7 @@ class Staging:
         self._gather, self._scatter = BlockCopy(inside, rows), BlockCopy(rows, inside)
 
     def store(self, ids: torch.Tensor, rows: torch.Tensor, **choice: Any) -> None:
-        """Copy blocks `ids` of the layers to `rows` [blocks, bytes], pinned or on the device."""
+        """Copy blocks `ids` of the layers to `rows` [blocks, bytes], pinned or on the GPU."""
         staged = self._rows(ids, rows)
         self._gather(ids, self.places[: ids.numel()], **choice)
         rows.copy_(staged, non_blocking=True)
@@ -71,7 +71,10 @@ class Staging:
 
 
 def _placements(layer: LayerCache) -> list[Placement]:
-    """Return the placements to copy: the cells, or each field if fields span the whole page."""
+    """Return the placements to copy: one of whole cells, or one per field if fields span the page.
+
+    A cell is all bytes of one head and token.
+    """
     if not layer.page.lies_flat:
         return [layer.kernel_blocks]
     return [layer.place(field.name) for field in layer.page.fields if not field.padding]

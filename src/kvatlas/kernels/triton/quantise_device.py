@@ -33,10 +33,10 @@ EIGHT_BIT_NAN = tl.constexpr(0x7F)
 
 
 def _ends_of(bits: int) -> tuple[float, ...]:
-    """Return the polynomial with values 1, 2, ... at the positive cell boundaries of the levels.
+    """Return an odd polynomial that maps the positive boundaries of the levels to 1, 2, 3, ...
 
-    The result holds the coefficients of x, x**3, x**5 and so on, then a number above all
-    boundaries.
+    A boundary is half way between two levels. The result holds the coefficients of x, x**3, x**5
+    and so on, then a number above all boundaries.
     """
     levels = np.array(normal_levels(bits))
     ends = ((levels[1:] + levels[:-1]) / 2)[1 << (bits - 1) :]
@@ -100,7 +100,7 @@ _SIGNS = tl.constexpr(-0x77777778)
 
 @triton.jit
 def by_twos(values):
-    """Return the even and the odd elements along the last axis of [rows, parts, part]."""
+    """Return the even and the odd elements of each part of [rows, parts, elements per part]."""
     pairs = tl.reshape(values, [values.shape[0], values.shape[1], values.shape[2] // 2, 2])
     return tl.split(pairs)
 
@@ -128,13 +128,13 @@ def code_words(codes):
 
 @triton.jit
 def whole_words(even, odd):
-    """Round down to codes and pack eight per word; NaN becomes an arbitrary code."""
+    """Round down to 4-bit codes and pack eight per word; NaN becomes an arbitrary code."""
     return eight_in_word(even, odd, _EIGHT_WHOLE)
 
 
 @triton.jit
 def bf16_pairs(even, odd):
-    """Round to bfloat16, two per word."""
+    """Round to bfloat16, and pack two per word, the even element in the lower half."""
     # Converting pairs has four times the throughput of converting single elements.
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=tl.int32, is_pure=True,
@@ -144,13 +144,16 @@ def bf16_pairs(even, odd):
 
 @triton.jit
 def pairs_apart(words):
-    """Unpack words of two bfloat16 to float32."""
+    """Unpack words of two bfloat16 to two float32 tensors: the lower and the upper halves."""
     return (words << 16).to(tl.float32, bitcast=True), (words & UPPER).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def smaller_pairs(a, b):
-    """Return the elementwise minimum of words of two bfloat16."""
+    """Return the minimum of two tensors whose words hold two bfloat16, separately for each half.
+
+    If one operand is NaN, the result is the other.
+    """
     return tl.inline_asm_elementwise(
         "min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -158,7 +161,10 @@ def smaller_pairs(a, b):
 
 @triton.jit
 def larger_pairs(a, b):
-    """Return the elementwise maximum of words of two bfloat16; NaN propagates."""
+    """Return the maximum of two tensors whose words hold two bfloat16, separately for each half.
+
+    If one operand is NaN, the result is NaN.
+    """
     return tl.inline_asm_elementwise(
         "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -224,7 +230,7 @@ def signed(rows, table, PTX: tl.constexpr):
 
 @triton.jit
 def range_of(rows, PTX: tl.constexpr):
-    """Return the minimum and maximum of each row; the maximum is not finite if a NaN occurs."""
+    """Return the minimum and maximum of each row; the maximum of a row with NaN is not finite."""
     if PTX:
         high = tl.reduce(tl.reduce(rows, 1, larger), 1, larger)
     else:
@@ -236,7 +242,10 @@ def range_of(rows, PTX: tl.constexpr):
 
 @triton.jit
 def range_of_pairs(words):
-    """Return the minimum and maximum of rows in words of two bfloat16."""
+    """Return the minimum and maximum of each row as float32, for rows of words of two bfloat16.
+
+    Each is taken over both halves of all words. The maximum is NaN if the row contains NaN.
+    """
     low = tl.reduce(tl.reduce(words, 1, smaller_pairs), 1, smaller_pairs)
     high = tl.reduce(tl.reduce(words, 1, larger_pairs), 1, larger_pairs)
     low_even, low_odd = pairs_apart(low)
@@ -246,27 +255,28 @@ def range_of_pairs(words):
 
 @triton.jit
 def nan_unless_finite(values, span):
-    """Return values, or NaN if the span they were computed from is not finite."""
+    """Return `values`, or NaN where `span`, from which they were computed, is not finite."""
     return tl.where(span < float("inf"), values, float("nan"))
 
 
 @triton.jit
 def share_of(span, parts):
-    """Divide each span by `parts`, correctly rounded."""
+    """Divide each span (the range or largest magnitude of a row) by `parts`, correctly rounded."""
     return tl.div_rn(span, tl.full(span.shape, parts, tl.float32))
 
 
 @triton.jit
 def inverse_of(step):
-    """Return the reciprocal of a step, correctly rounded."""
+    """Return the reciprocal of a quantisation step, correctly rounded."""
     return tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
 
 
 @triton.jit
 def corrected(near, values, divisor, inverse):
-    """Return correctly rounded quotients, given the approximations `near`; NaN on overflow.
+    """Return `values / divisor`, correctly rounded, given approximate quotients; NaN on overflow.
 
-    The remainder of the approximation is computed exactly and divided in turn, which gives correct
+    `near` holds the approximate quotients, and `inverse` the reciprocal of the divisor. The
+    remainder of the approximation is computed exactly and divided in turn, which gives correct
     rounding (Markstein) for values that neither overflow nor underflow.
     """
     # Negate the divisor instead of the quotients, because it has fewer elements.
@@ -275,7 +285,10 @@ def corrected(near, values, divisor, inverse):
 
 @triton.jit
 def fifteenth_of(span, PTX: tl.constexpr):
-    """Return a fifteenth of each span; the result for tiny spans is below `LEAST`."""
+    """Return a fifteenth of each row's span, its maximum minus its minimum.
+
+    If the span is tiny, the result is inexact, but below `LEAST`.
+    """
     if PTX:
         inverse = tl.full(span.shape, 1.0 / 15.0, tl.float32)
         return corrected(span * inverse, span, tl.full(span.shape, 15.0, tl.float32), inverse)
@@ -284,7 +297,7 @@ def fifteenth_of(span, PTX: tl.constexpr):
 
 @triton.jit
 def quick_inverse(divisor):
-    """Return the reciprocal in PTX; correctly rounded unless an operand is extreme."""
+    """Return the reciprocal, in PTX; correctly rounded unless the divisor is tiny or huge."""
     inverse = tl.inline_asm_elementwise(
         "rcp.approx.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -322,10 +335,10 @@ def least(COUNT: tl.constexpr):
 def e2m1_sizes(values, divisor, PTX: tl.constexpr):
     """Return the nearest e2m1 codes of |values / divisor|, ties to even, without the sign.
 
-    Results above 7, also from NaN on overflow, must be clamped to 7. The e2m1 numbers up to 2 are
-    twice as dense as those up to 4, which are twice as dense as the rest, so a code is the minimum
-    of three linear functions. All terms are scaled to denormals: rounding then gives an integer
-    multiple of the smallest float32, and the bit pattern is that integer.
+    The caller must clamp results above 7, which include the NaN of an overflow, to 7. The e2m1
+    numbers up to 2 are twice as dense as those up to 4, which are twice as dense as the rest, so a
+    code is the minimum of three linear functions. All terms are scaled to denormals: rounding then
+    gives an integer multiple of the smallest float32, and the bit pattern is that integer.
     """
     half = tl.abs(quotient_or_nan(values, 2.0 * divisor, PTX))
     code = tl.minimum(half * least(4), tl.fma(half, least(2), least(2)))
@@ -342,10 +355,11 @@ def to_e2m1(values, divisor, PTX: tl.constexpr):
 
 @triton.jit
 def e2m1_words(values, divisor):
-    """Pack e2m1 codes of [rows, parts, blocks, eight] into words [rows, parts, blocks].
+    """Pack the e2m1 codes of values / divisor into words of eight codes.
 
-    Codes without sign are packed as signed 4-bit numbers, which clamps them to 7. The bit patterns
-    of the values are packed the same way, which keeps their sign bits.
+    `values` is [rows, parts, blocks, 8], and the words are [rows, parts, blocks]. Codes without
+    sign are packed as signed 4-bit numbers, which clamps them to 7. The bit patterns of the values
+    are packed the same way, which keeps their sign bits.
     """
     ROWS: tl.constexpr = values.shape[0]
     PARTS: tl.constexpr = values.shape[1]
@@ -362,7 +376,7 @@ def e2m1_words(values, divisor):
 def level_codes(values, BITS: tl.constexpr):
     """Return the code of the level nearest to each value.
 
-    A polynomial maps the cell boundaries of the levels to consecutive integers, and its value is
+    A polynomial maps the boundaries between levels to consecutive integers, and its value is
     rounded. A value within a millionth of a boundary may get the code of the neighbouring level.
     """
     ENDS: tl.constexpr = _ENDS_OF_8 if BITS == 3 else _ENDS_OF_16

@@ -1,4 +1,8 @@
-"""Device code that copies one run for every pair of a start and a span (see `address_runs`)."""
+"""Device code that copies one run for every pair of a start and a span (see `address_runs`).
+
+A run is a contiguous range. Its source and target offsets are those of its start plus those of its
+span.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ def tile_runs(
 ):  # fmt: skip
     """Return a tile's start numbers, source offsets, target offsets, columns and mask.
 
-    Offsets count what the tables count, bytes or elements. `WIDTH` is the number of these per word.
+    Offsets have the unit of the tables, bytes or elements. A word has `WIDTH` of these.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
@@ -46,10 +50,10 @@ def copy_run_grid(
     source, target, starts, spans, first_count, second_count, rows, words,
     WORD: tl.constexpr, UNIT: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
-    """Copy runs of words, one for every pair of a start and a span.
+    """Copy runs of contiguous words, one for every pair of a start and a span.
 
-    `starts` has a row of source offsets and a row of target offsets. `spans` has the same rows and
-    a row of lengths. All count bytes.
+    The offsets of a start and a span are added. `starts` has a row of source offsets and a row of
+    target offsets. `spans` has the same rows and a row of lengths. All count bytes.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
@@ -129,7 +133,7 @@ def place_spans(
     source_ids, target_ids, table, count, blocks, source_stride, target_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the offsets of spans at both ends from block ids.
+    """Compute source and target offsets of spans (contiguous ranges in a block) from block ids.
 
     `table` has seven rows: source and target offsets (written here), lengths, the index of a span's
     block id at source and target, and the span's offset in its block at source and target. Source

@@ -162,7 +162,7 @@ def writes_latent(spec: LatentAttention) -> bool:
 
 
 def attends_latent(spec: LatentAttention) -> bool:
-    """Whether the attention kernel supports a spec: as `writes_latent`, for power-of-two sizes.
+    """Whether the attention kernel supports a spec: like `writes_latent`, with power-of-two sizes.
 
     >>> attends_latent(LatentAttention()), attends_latent(LatentAttention(latent=448))
     (True, False)
@@ -183,7 +183,7 @@ def device_takes_ptx(device: torch.device) -> bool:
 
 @lru_cache(maxsize=256)
 def _kind(cache: str, dtype: str, side: str) -> tuple[str, int]:
-    """Return the quantisation kind of one side, and the bits of its elements or codes."""
+    """Return the quantisation kind of one side (K or V), and the bits per element or code."""
     both = sides(cache, DType.of(dtype), 128, 128)
     data = (both.k if side == "k" else both.v)[0].dtype
     if cache == "int4_per_token_head":

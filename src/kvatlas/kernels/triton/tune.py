@@ -42,7 +42,7 @@ SHIPPED = Path(__file__).with_name("tuned_launches.json")
 
 @lru_cache(maxsize=1)
 def _rules() -> Rules:
-    """Return the shipped rules, preceded by those of the file in `KVATLAS_TUNE`."""
+    """Return the shipped rules, preceded by the rules of the file that `KVATLAS_TUNE` names."""
     rules = _read(SHIPPED)
     own = os.environ.get("KVATLAS_TUNE")
     if own and Path(own).exists():

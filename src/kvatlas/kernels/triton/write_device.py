@@ -59,7 +59,7 @@ def put_elements(
     buffer, steps, states, values, ELEMENT: tl.constexpr, UNIT: tl.constexpr, COUNT: tl.constexpr,
     TILED: tl.constexpr = 0, IN_PLACE: tl.constexpr = False,
 ):  # fmt: skip
-    """Store the first `COUNT` columns of rows, given as [rows, parts, part].
+    """Store the first `COUNT` columns of rows, given as [rows, parts, elements per part].
 
     With `IN_PLACE`, each thread stores its own elements instead of exchanging them with other
     threads for wider stores; see `unaligned`.
@@ -275,11 +275,11 @@ def put_side(buffer, side, states, rows, FORMAT: tl.constexpr, PER_TENSOR: tl.co
 
 @triton.jit
 def get_rows(batch, token, head, tokens, FORMAT: tl.constexpr):
-    """Load rows of a batch [tokens, heads, D] in parts: [rows, parts, part].
+    """Load rows of a batch [tokens, heads, D] as [rows, parts, elements per part].
 
-    With parts, few threads share a row, so its maximum and scale need little exchange. Formats
-    without a scale have a single part. nvfp4 has two parts, the first and the second halves of its
-    blocks, so that a thread holds whole blocks. int4 is limited by instructions more than by
+    With several parts, few threads share a row, so its maximum and scale need little exchange.
+    Formats without a scale have a single part. nvfp4 has two parts, the first and the second halves
+    of its blocks, so that a thread holds whole blocks. int4 is limited by instructions more than by
     memory, so it loads without masks: rows past the end repeat the last token.
     """
     NVFP4: tl.constexpr = FORMAT.kind == "nvfp4"

@@ -84,12 +84,12 @@ def _debug_batch(
         counts = starts.diff()
         if int(starts[0]) < 0 or int(starts[-1]) > rows:
             got = f"{int(starts[0])}..{int(starts[-1])}"
-            raise _bad_batch(f"`starts` must be rows of `q`, from 0 to {rows}", got)
+            raise _bad_batch(f"`starts` must be row numbers of `q`, from 0 to {rows}", got)
     else:
         counts = lengths if queries is None else queries
         if int(counts.sum()) != rows:
             raise _bad_batch(
-                f"The sum of `queries` must be the {rows} rows of `q`",
+                f"The sum of `queries` must be {rows}, the number of rows of `q`",
                 f"a sum of {int(counts.sum())}",
             )
     room = call.tables.shape[1] * states

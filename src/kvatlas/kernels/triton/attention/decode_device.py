@@ -1,10 +1,10 @@
 """Device code for sequences with few queries: flash-decoding with equal shares of work.
 
-The tiles of all sequences form one list, and each worker takes an equal range of it, which may
-begin and end inside a sequence. A worker consists of one program per kv head (or per tile of its
-query rows), so that concurrent programs read adjacent bytes. A worker that processes a whole
-sequence writes its output. For other sequences, workers store partial results, at most two each,
-and `merge` combines them.
+The cached tokens of all sequences are divided into one list of tiles. Each worker takes an equal
+range of it, which may begin and end inside a sequence. A worker consists of one program per kv head
+(or per tile of its query rows), so that concurrent programs read adjacent bytes. A worker that
+processes a whole sequence writes its output. For other sequences, workers store partial results, at
+most two each, and `merge` combines them.
 
 `decode` launches as many programs as the GPU can run at once. It is not launched early (see
 `dependent_launch_device`): while programs of the previous kernel still run, its programs would be
@@ -36,7 +36,11 @@ def decode(
     q, out, cache, batch, partials, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute decode attention over a worker's range of tiles, sequence by sequence."""
+    """Compute decode attention over a worker's range of tiles, sequence by sequence.
+
+    A worker is a group of programs, one per kv head (or tile of its query rows). Workers share the
+    tiles of cached tokens of a batch equally.
+    """
     MASK: tl.constexpr = SHAPE.mask
     GROUP: tl.constexpr = SHAPE.out.group
     TILE: tl.constexpr = TILING.tile
@@ -122,7 +126,10 @@ def some_states(
     softmax, queries, stretch, cache, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     WORDS: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Update the softmax with a range of states, read as packed words or as elements."""
+    """Update the softmax with a range of states, read as packed words or as elements.
+
+    A state is a cached token.
+    """
     if WORDS.packed:
         softmax = walk_words(
             softmax, queries, stretch, cache, scoring, SHAPE, TILING, WORDS, MASK, MASKED

@@ -1,11 +1,11 @@
 """Device code of decode: few queries over many states, with elements packed in 16-bit words.
 
-States are the rows of the dot products and queries their columns, because a tile needs at least 16
-rows but only 8 columns. K and V are loaded as 16-bit words, so that they move from shared memory
-directly into the registers of a dot product. There, each word is unpacked into its 1, 2 or 4
-elements. One dot product is computed for the first elements of all words, one for the second, and
-so on (`packed_words_device`). Loaded as bytes, elements would have to be gathered one by one, or
-written to shared memory a second time.
+States (cached tokens) are the rows of the dot products and queries their columns, because a tile
+needs at least 16 rows but only 8 columns. K and V are loaded as 16-bit words, so that they move
+from shared memory directly into the registers of a dot product. There, each word is unpacked into
+its 1, 2 or 4 elements. One dot product is computed for the first elements of all words, one for the
+second, and so on (`packed_words_device`). Loaded as bytes, elements would have to be gathered one
+by one, or written to shared memory a second time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def above_zero(scale):
 
 @triton.jit
 def power_of(scale, PTX: tl.constexpr):
-    """Return base-2 logarithms and inverses of scales, both to within a millionth."""
+    """Return the base-2 logarithm and the inverse of each scale.
+
+    Errors are below 1e-6: absolute for logarithms of scales from 0.5 to 2, otherwise relative.
+    """
     if PTX:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $2;\nrcp.approx.ftz.f32 $1, $2;", "=f,=f,f", [scale],
@@ -95,7 +98,7 @@ def eights(tile):
 
 @triton.jit
 def grows(logits, top):
-    """Whether any logit exceeds its query's maximum by more than `HEADROOM`.
+    """Whether any logit exceeds its query's running maximum `top` by more than `HEADROOM`.
 
     Each thread checks its own logits, and the results are combined by an integer maximum, which is
     one instruction per warp. Computing each query's new maximum for every tile would need more
@@ -108,10 +111,10 @@ def grows(logits, top):
 
 @triton.jit
 def word_offsets(steps, states, UNIT: tl.constexpr, STEP: tl.constexpr):
-    """Return the offsets of a tile's rows of K, like `row_offsets`, `STEP` units apart.
+    """Return the offsets in the pool of a tile's rows of K, in 16-bit words, like `row_offsets`.
 
-    If `STEP` is 0, the stride is taken from `steps`. A constant stride becomes part of the load
-    instructions.
+    `STEP` is the stride between tokens of a block, in units of `UNIT` words. As a constant, it
+    becomes part of the load instructions. If `STEP` is 0, the stride is taken from `steps`.
     """
     if STEP == 0:
         return row_offsets(steps, states, UNIT)
@@ -123,9 +126,10 @@ def word_offsets(steps, states, UNIT: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def scale_word(buffer, steps, states, rows, GAP: tl.constexpr, UNIT: tl.constexpr):
-    """Load a 4-byte scale for each state, `GAP` bytes after its row of K.
+    """Load a 4-byte scale for each state (cached token), `GAP` bytes after the start of its K row.
 
-    If `GAP` is 0, the addresses come from `steps`. `rows` are pointers to 2-byte words: rows of K.
+    If `GAP` is 0, the addresses come from `steps`. `rows` are pointers to the rows of K, as 2-byte
+    words.
     """
     if GAP:
         return tl.load((rows + GAP // 2).to(tl.pointer_type(tl.int32)))
@@ -142,7 +146,11 @@ def first_of(tile, SIZE: tl.constexpr):
 
 @triton.jit
 def two_pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.constexpr):
-    """Load the block ids of a tile. If the tile covers two blocks, return them as two scalars."""
+    """Load the block ids of a tile, and return two results.
+
+    If the tile covers exactly two blocks, the results are their ids, two scalars. Otherwise the
+    first result holds the ids of the whole tile, and the second is 0.
+    """
     if FIT == "pages in tile" and TILE == 2 * STATES:
         page = pages(stretch, begin, STATES, STATES, "tile in page")
         after = pages(stretch, begin + STATES, STATES, STATES, "tile in page")
@@ -154,7 +162,10 @@ def two_pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.
 
 @triton.jit
 def scored(k, columns, sums, cache, states, k_rows, scale, SHAPE: tl.constexpr, GAP: tl.constexpr):
-    """Return the scaled logits of a tile of K; states are rows, queries are columns."""
+    """Return the scaled logits of a tile of K.
+
+    Each row is a state (cached token), and each column a query.
+    """
     K: tl.constexpr = SHAPE.k
     DOT: tl.constexpr = SHAPE.k_dot
     PRECISION: tl.constexpr = SHAPE.precision
@@ -229,11 +240,12 @@ def walk_words(
     softmax, queries, stretch, cache, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     WORDS: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Walk over states like `walk`, for rows of V that start `WORDS.delta` bytes after K's.
+    """Update the softmax with a stretch of states (cached tokens), like `walk`, in 16-bit words.
 
-    If `WORDS.lead` is not 0, reads of V start that many bytes before the row, so that they are as
-    wide as reads of K. The row's last elements are then loaded as a separate tile, and take the
-    columns of the bytes before the row.
+    Rows of V start `WORDS.delta` bytes after those of K. If `WORDS.lead` is not 0, reads of V start
+    that many bytes before the row, so that they are as wide as reads of K. Such a read misses the
+    last elements of the row, which are loaded as a separate tile. Their sums replace the columns of
+    the accumulator that belong to the bytes before the row.
     """
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v

@@ -32,7 +32,7 @@ _E4M3_BF16 = gl.constexpr("""
 
 
 def _codes(one: int, minus: int, kind: str) -> str:
-    """Return PTX that converts the eight codes of a word and subtracts operand $5 from each.
+    """Return PTX that converts the eight 4-bit codes of a word and subtracts operand $5 from each.
 
     `one` is the upper byte of a 16-bit float whose lowest mantissa bit is worth 1. `minus` holds
     the bits of -1.
@@ -101,7 +101,10 @@ _TWICE = gl.constexpr("""
 
 @gluon.jit
 def pairs_of(words, CODE: gl.constexpr):
-    """Convert words of four elements to twice as many words of two elements."""
+    """Convert 32-bit words of four 8-bit elements to twice as many words of two 16-bit elements.
+
+    The PTX `CODE` converts one word.
+    """
     a, b = gl.inline_asm_elementwise(
         CODE, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
@@ -110,7 +113,10 @@ def pairs_of(words, CODE: gl.constexpr):
 
 @gluon.jit
 def eights_of(words, with_each, CODE: gl.constexpr):
-    """Convert words of eight codes to four times as many words of two elements."""
+    """Convert 32-bit words of eight 4-bit codes to four times as many words of two 16-bit elements.
+
+    The PTX `CODE` converts one word; its second operand is `with_each`.
+    """
     a, b, c, d = gl.inline_asm_elementwise(
         CODE, "=r,=r,=r,=r,r,r", [words, with_each],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
@@ -121,7 +127,7 @@ def eights_of(words, with_each, CODE: gl.constexpr):
 
 @gluon.jit
 def bytes_apart(words, ELEMENT: gl.constexpr, DOT: gl.constexpr):
-    """Unpack words of four int8 or e4m3 elements to `DOT`, the operand type of dot products."""
+    """Unpack 32-bit words of four int8 or e4m3 elements to `DOT`, the dtype of dot products."""
     if ELEMENT == gl.int8 and DOT == gl.float16:
         return pairs_of(words, FOUR_BYTES)
     if ELEMENT == gl.int8:
@@ -133,7 +139,7 @@ def bytes_apart(words, ELEMENT: gl.constexpr, DOT: gl.constexpr):
 
 @gluon.jit
 def int4_apart(words, zeros, DOT: gl.constexpr):
-    """Unpack words of eight codes to `DOT`, and subtract the zero point of their row."""
+    """Unpack 32-bit words of eight 4-bit codes to `DOT`, and subtract their row's zero point."""
     zeros = (zeros + (0x6400 if DOT == gl.float16 else 0x4300)) * 0x10001
     zeros = gl.expand_dims(zeros, 1) + words * 0
     if DOT == gl.float16:
@@ -143,7 +149,10 @@ def int4_apart(words, zeros, DOT: gl.constexpr):
 
 @gluon.jit
 def nvfp4_apart(words, steps):
-    """Unpack words of eight e2m1 codes to float16: number * scale of its block * 2**-14."""
+    """Unpack 32-bit words of eight e2m1 codes to float16.
+
+    An element is the number, times the scale of its block (in `steps`), times 2**-14.
+    """
     steps = gl.inline_asm_elementwise(
         _TWICE, "=r,r", [steps.to(gl.int32)], dtype=gl.int32, is_pure=True, pack=1
     )

@@ -34,7 +34,10 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def row_offsets(rows, work, row, GROUP: gl.constexpr):
-    """Return the offsets, in elements of `rows`, of a sequence's rows: (token, head) pairs."""
+    """Return the offsets of a sequence's rows in a batch of queries or outputs, in elements.
+
+    A row is a (token, head) pair; `row` holds row numbers in the sequence.
+    """
     token = (work.start + row // GROUP).to(gl.int64)
     return token * rows.token + (work.head * GROUP + row % GROUP).to(gl.int64) * rows.head
 
@@ -108,7 +111,7 @@ def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr):
 
 @gluon.jit
 def factored(rows, factors, tiles, FACTORS: gl.constexpr):
-    """Multiply logits or weights of tile number `tiles` by the factors of its states."""
+    """Multiply logits or weights of tile number `tiles` by one factor per state (cached token)."""
     SLOTS: gl.constexpr = factors.shape[0]
     if FACTORS:
         each = factors.index(tiles % SLOTS).load(gl.SliceLayout(0, rows.type.layout))
@@ -121,7 +124,10 @@ def multiply(
     q, out, batch, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Run an MMA warp group: process each `Work` from its last tile of states to its first."""
+    """Run an MMA warp group: process each `Work` (tile of query rows) of the program.
+
+    A `Work` starts at its last tile of states (cached tokens) and ends at its first.
+    """
     DIM: gl.constexpr = SHAPE.out.width
     OUT: gl.constexpr = SHAPE.out
     GROUP: gl.constexpr = OUT.group
@@ -242,7 +248,10 @@ def put_rows(out, acc, total, work, first, scoring, OUT: gl.constexpr, WRAP: gl.
 
 @gluon.jit
 def prefill_hopper(q, out, cache, batch, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """Compute prefill attention. The tiles of queries that read most states come first."""
+    """Compute prefill attention, beginning with the tiles of queries that read the most states.
+
+    States are cached tokens.
+    """
     DIM: gl.constexpr = SHAPE.out.width
     STAGES: gl.constexpr = TILING.stages
     FACTORS: gl.constexpr = TILING.tile if has_factors(SHAPE.k.kind) else 1

@@ -45,7 +45,10 @@ class PrefillSignals(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A tile of query rows, which are (token, head) pairs of a sequence, and the states to read."""
+    """A tile of query rows, and the states (cached tokens) that it reads.
+
+    A query row is a (token, head) pair of a sequence.
+    """
 
     sequence: Any
     head: Any
@@ -71,11 +74,11 @@ def has_factors(kind):
 
 @gluon.constexpr_function
 def loading_warps(kind, element, halves):
-    """Return the number of warps of the load group, four or eight.
+    """Return the number of warps of the load group: 8 for whole tiles of scaled e4m3 rows, else 4.
 
-    Four warps have too few registers for a whole tile of e4m3 that waits to be converted to
-    bfloat16; half a tile fits. In all other cases eight warps were slower, because they compete
-    with the MMA groups.
+    Such rows wait in registers to be converted to bfloat16. Four warps have enough registers for
+    half a tile (`halves`), but not for a whole tile. Where four are enough, eight are slower,
+    because they compete with the MMA groups.
     """
     return 8 if kind == "scaled" and element == gl.float8e4nv and not halves else 4
 
@@ -88,7 +91,7 @@ def powers(begin, end):
 
 @gluon.constexpr_function
 def lift_of(kind):
-    """Return n, where unpacked rows of a storage format are too small by a factor of 2**n."""
+    """Return n such that unpacked rows of a storage format are 2**n times too small."""
     return 14.0 if kind == "nvfp4" else 0.0
 
 
@@ -113,7 +116,7 @@ def rounds_of(batch, TILING: gl.constexpr):
 def find(ends, count, wanted):
     """Return the sequence that contains tile number `wanted`, by binary search.
 
-    `ends` holds 0, then the number of the tile after the last of each sequence.
+    `ends` [count + 1] holds cumulative counts of tiles: 0, then the count after each sequence.
     """
     low = 0
     high = count
@@ -128,9 +131,10 @@ def find(ends, count, wanted):
 
 @gluon.jit
 def work_of(batch, turn, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """Return the `Work` number `turn` of a program; tiles that read most states come first.
+    """Return the `Work` (a tile of query rows) of a program in round `turn`.
 
-    In every second round, programs take tiles in reverse order, which balances their work.
+    Tiles that read the most states (cached tokens) come first. In every second round, programs take
+    tiles in reverse order, which balances their work.
     """
     GROUP: gl.constexpr = SHAPE.out.group
     TILE: gl.constexpr = TILING.tile

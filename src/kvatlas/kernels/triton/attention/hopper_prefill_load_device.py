@@ -36,12 +36,12 @@ from kvatlas.kernels.triton.attention.latent_load_device import (
 
 @gluon.constexpr_function
 def loads_of(wide, count, bits, tile, warps):
-    """Return the layout in which threads load the words of rows that are unpacked.
+    """Return the layout in which threads load the words of rows that must be unpacked.
 
-    Each thread loads `wide` words at a time, and stores them as 16-bit elements. Four threads
-    share a row. If 8-bit elements are loaded in small pieces, eight threads share a row, because
-    a warp needs one cache access for each row that it loads. The rows of a warp are ordered so
-    that threads that store at the same time use different banks.
+    Each thread loads `wide` words at a time, and later stores them as 16-bit elements. Four threads
+    share a row. Eight do if elements have 8 bits and `wide` is less than 4, because a warp needs
+    one cache access for each row that it loads. The rows of a warp are ordered so that threads that
+    store at the same time use different banks.
     """
     lanes = 8 if bits == 8 and wide < 4 else 4
     across = lanes * wide
@@ -58,14 +58,14 @@ def loads_of(wide, count, bits, tile, warps):
 
 @gluon.jit
 def states_of(begin, work, TILE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return a tile's states, clamped to the range that may be read."""
+    """Return the positions of a tile's states (cached tokens), clamped to the readable range."""
     states = begin + gl.arange(0, TILE, layout=LAYOUT)
     return gl.maximum(gl.minimum(states, work.high - 1), 0)
 
 
 @gluon.jit
 def starts_of(steps, table, states, head, STATES: gl.constexpr, UNIT: gl.constexpr):
-    """Return the offset in the pool of each state's row, in elements."""
+    """Return the offset in the pool of the row of each state (cached token), in elements."""
     rows = row_starts(steps, gl.load(table + states // STATES), states % STATES, UNIT)
     return rows + head.to(gl.int64) * steps.head * UNIT
 
@@ -152,7 +152,7 @@ def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
 @gluon.jit
 def load_factors(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                  FORMAT: gl.constexpr):  # fmt: skip
-    """Load the scale of each state of a tile; unpacking does not apply these scales."""
+    """Load one scale per state (cached token) of a tile: scales that unpacking does not apply."""
     WARPS: gl.constexpr = loading_warps(FORMAT.kind, FORMAT.element, False)
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     states = states_of(begin, work, TILE, EACH)
@@ -209,7 +209,7 @@ def convert_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr)
 
 @gluon.jit
 def load_keys_and_values(cache, batch, room, signals, SHAPE: gl.constexpr, TILING: gl.constexpr):
-    """Run the load group: load the tiles of K and V that each `Work` of the program reads."""
+    """Run the load group: load the tiles of K and V for each `Work` (tile of query rows)."""
     tiles = 0
     for turn in range(rounds_of(batch, TILING)):
         work = work_of(batch, turn, SHAPE, TILING)

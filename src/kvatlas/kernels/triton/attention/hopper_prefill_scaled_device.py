@@ -1,9 +1,10 @@
 """Device code that loads tiles of 8-bit rows with a scale per row, for prefill on Hopper.
 
-A state is 264 bytes: 128 of K, K's scale, 128 of V, V's scale. K is aligned to 8 bytes and V only
-to 4. To load V in 8-byte pieces like K, loads start four bytes early, at K's scale. The last piece
-then contains the last four elements of V and V's scale. These four elements overwrite K's scale in
-the first columns, so rows of V are rotated by four elements until the output is stored.
+A head of a cached token takes 264 bytes: 128 of K, K's scale, 128 of V, V's scale. K is aligned to
+8 bytes and V only to 4. To load V in 8-byte pieces like K, loads start four bytes early, at K's
+scale. The last piece then contains the last four elements of V and V's scale. These four elements
+overwrite K's scale in the first columns, so rows of V are rotated by four elements until the output
+is stored.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from kvatlas.kernels.triton.attention.latent_load_device import announce, row_st
 def pairs_of_rows(count, rows, each):
     """Return the layout in which threads load rows of `count` words, two words at a time.
 
-    Eight threads share a row, and a thread loads parts of `each` adjacent rows. These are in one
-    page if the page size is a multiple of `each`.
+    Eight threads share a row, and a thread loads parts of `each` adjacent rows. These `each` rows
+    are in one page if the page size is a multiple of `each`.
     """
     return gl.DistributedLinearLayout(
         [[0, 1], *([0, n] for n in powers(16, count)), *([n, 0] for n in powers(1, each))],
@@ -33,7 +34,7 @@ def pairs_of_rows(count, rows, each):
 
 @gluon.constexpr_function
 def runs_of_rows(run, rows, each):
-    """Return the layout [runs, rows of a run] that matches `pairs_of_rows`.
+    """Return the layout [runs, rows of a run] of one value per row; it matches `pairs_of_rows`.
 
     A run is `run` adjacent rows in one page.
     """
@@ -46,7 +47,7 @@ def runs_of_rows(run, rows, each):
 
 @gluon.jit
 def first_of_runs(begin, work, RUNS: gl.constexpr):
-    """Return the first state of each run, clamped to the range that may be read."""
+    """Return the first state (cached token) of each run, clamped to the range that may be read."""
     RUN: gl.constexpr = RUNS.shape[1]
     first = begin + RUN * gl.arange(0, RUNS.shape[0], layout=gl.SliceLayout(1, RUNS))
     return gl.maximum(gl.minimum(first, work.high - 1), 0)
@@ -61,10 +62,10 @@ def load_pages(table, begin, work, STATES: gl.constexpr, RUNS: gl.constexpr):
 @gluon.jit
 def load_rows(cache, steps, pages, begin, work, SHAPE: gl.constexpr, UNIT: gl.constexpr,
               LOADS: gl.constexpr, BEHIND: gl.constexpr):  # fmt: skip
-    """Load half a tile's rows as words, and the value of type `BEHIND` that follows each row.
+    """Load half a tile's rows as 32-bit words, and the value of type `BEHIND` after each row.
 
-    `steps` are the strides of the rows, in units of `UNIT` pairs of words. `pages` holds the page
-    of each run.
+    The unit of `steps`, the strides of the rows, is `UNIT` pairs of words (8 bytes per pair).
+    `pages` holds the block id of each run of adjacent rows.
     """
     RUNS: gl.constexpr = pages.type.layout.parent
     RUN: gl.constexpr = RUNS.shape[1]
@@ -94,7 +95,10 @@ def load_k(cache, pages, begin, work, SHAPE: gl.constexpr, LOADS: gl.constexpr):
 
 @gluon.jit
 def load_v(cache, pages, begin, work, SHAPE: gl.constexpr, LOADS: gl.constexpr):
-    """Load K's scale and all but the last word of each row of V, then that word and V's scale."""
+    """Return the words of rows of V, read from four bytes early, and the 8 bytes after each read.
+
+    The first word of a read is K's scale, and the 8 bytes are V's last word and V's scale.
+    """
     UNIT: gl.constexpr = SHAPE.k.scale_unit // 2
     return load_rows(cache, cache.k.scales, pages, begin, work, SHAPE, UNIT, LOADS, gl.int64)
 
@@ -119,7 +123,7 @@ def put_v(loaded, to, factors, SHAPE: gl.constexpr):
 
 @gluon.jit
 def convert_halves(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
-    """Load and unpack the tiles of K and V that `work` reads in halves, the last tile first.
+    """Load and unpack the tiles of K and V that `work` reads, by half tiles, the last tile first.
 
     Halves of K are loaded while those of V are unpacked, and vice versa. Registers then hold two
     halves at a time; whole tiles of K and V would not fit.

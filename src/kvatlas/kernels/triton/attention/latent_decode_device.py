@@ -116,7 +116,7 @@ def begin_values(acc, room, WHO: gl.constexpr, OF: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, total, top, room, signals, phase, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the weighted values of the other MMA group's tile to `acc`; rescale it first."""
+    """Start to add the weighted values of the other MMA group's tile; first rescale `acc`."""
     mbarrier.wait(signals.weighed.index(OF), phase)
     if has_grown(room, OF):
         higher = room.tops.index(OF).load(top.type.layout)
@@ -130,7 +130,7 @@ def multiply(
     q, out, batch, partials, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Run an MMA warp group: compute the logits of its tiles and the sums of its columns."""
+    """Run an MMA warp group: compute the logits of its tiles and its half of the output columns."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     GROUP: gl.constexpr = SHAPE.out.group
@@ -210,7 +210,7 @@ def put(
     out, partials, scoring, softmax, where, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Write the output if the worker processed the whole sequence, else its partial result."""
+    """Write the output if the worker processed the whole sequence, else a partial result."""
     acc, top, total = softmax
     start, count, begun, ended = where
     GROUP: gl.constexpr = SHAPE.out.group
@@ -246,7 +246,10 @@ def decode_latent(
     q, out, cache, batch, partials, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr,
     WORDS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Compute MLA decode over a worker's range of tiles, sequence by sequence."""
+    """Compute MLA decode over a worker's range of tiles, sequence by sequence.
+
+    A worker is a group of programs. Workers share the tiles of cached tokens of a batch equally.
+    """
     gl.static_assert(not WORDS.packed)
     DTYPE: gl.constexpr = SHAPE.k_dot
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

@@ -1,8 +1,8 @@
 """Device code of MLA decode on Hopper for few query rows, which is limited by memory bandwidth.
 
 It has the same warp groups as `latent_decode_device`, but both products are transposed: the rows
-of the logits are states, and the rows of the sums are latent columns. The reason is that a matrix
-instruction needs 64 rows, but accepts as few as 8 columns.
+of the logits are cached tokens, and the rows of the sums are latent columns. The reason is that a
+matrix instruction needs 64 rows, but accepts as few as 8 columns.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def weigh(logits, top, begin, seen, scale):
 
 @gluon.jit
 def scaled_down(acc, parts, top, higher):
-    """Rescale sums and weights from the maximum `top` to the maximum `higher`."""
+    """Rescale sums `acc` and summed weights `parts` from the maximum `top` to `higher`."""
     shrink = gl.exp2(top - higher)
     return acc * shrink[None, :], parts * shrink[None, :]
 
@@ -100,7 +100,7 @@ def begin_values(acc, room, zero, WHO: gl.constexpr, OF: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, parts, top, room, signals, turns, WHO: gl.constexpr, OF: gl.constexpr):
-    """Start to add the weighted values of the other MMA group's tile to `acc`; rescale it first."""
+    """Start to add the weighted values of the other MMA group's tile; first rescale `acc`."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     phase, zero = turns
     mbarrier.wait(signals.weighed.index(OF), phase)
@@ -116,7 +116,7 @@ def multiply_few(
     q, out, batch, partials, scoring, room, signals, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Run an MMA warp group: compute the logits of its tiles and the sums of its columns."""
+    """Run an MMA warp group: compute the logits of its tiles and its half of the output columns."""
     ROWS: gl.constexpr = TILING.rows
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     GROUP: gl.constexpr = SHAPE.out.group
@@ -196,7 +196,7 @@ def put(
     out, partials, scoring, softmax, where, WHO: gl.constexpr, SHAPE: gl.constexpr,
     TILING: gl.constexpr,
 ):  # fmt: skip
-    """Write the output if the worker processed the whole sequence, else its partial result."""
+    """Write the output if the worker processed the whole sequence, else a partial result."""
     acc, top, total = softmax
     start, count, begun, ended = where
     GROUP: gl.constexpr = SHAPE.out.group
@@ -226,7 +226,10 @@ def decode_latent_few(
     q, out, cache, batch, partials, scoring, SHAPE: gl.constexpr, TILING: gl.constexpr,
     WORDS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Compute MLA decode over a worker's range of tiles, sequence by sequence."""
+    """Compute MLA decode over a worker's range of tiles, sequence by sequence.
+
+    A worker is a group of programs. Workers share the tiles of cached tokens of a batch equally.
+    """
     gl.static_assert(not WORDS.packed)
     gl.static_assert(TILING.programs == 1)
     ROWS: gl.constexpr = TILING.rows

@@ -37,7 +37,7 @@ AT_ONCE = gl.constexpr(512)
 
 
 class Room(NamedTuple):
-    """Shared memory. The first index of a buffer for two tiles is the MMA group of the tile."""
+    """Buffers in shared memory. Those for two tiles are indexed by the tile's MMA group."""
 
     query: Any
     query_rope: Any

@@ -46,13 +46,16 @@ def states_of(begin, last, LOADS: gl.constexpr):
 
 @gluon.jit
 def load_pages(table, begin, last, STATES: gl.constexpr, LOADS: gl.constexpr):
-    """Load the block ids of a tile's states. Call it early, because loads of rows depend on it."""
+    """Load the block ids of a tile's states (cached tokens).
+
+    Call it early, because loads of rows depend on the ids.
+    """
     return gl.load(table + states_of(begin, last, LOADS) // STATES)
 
 
 @gluon.jit
 def row_starts(at, pages, places, UNIT: gl.constexpr):
-    """Return the offsets in the pool of the rows at `places` in `pages`, in elements."""
+    """Return the pool offsets, in elements, of the rows at indices `places` in blocks `pages`."""
     return (at.first + pages.to(gl.int64) * at.block + places * at.state) * UNIT
 
 

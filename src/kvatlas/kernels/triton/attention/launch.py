@@ -112,7 +112,10 @@ def _out(launch: LayerLaunch, q: torch.Tensor, out: torch.Tensor | None) -> torc
 
 
 def _rotated(q: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the queries, rotated if keys are stored rotated, which keeps their products equal."""
+    """Return the queries, rotated in the same way as the stored keys, if those are rotated.
+
+    Rotating both keeps their dot products equal.
+    """
     if kind == "levels":
         return hadamard.rotate_without_signs(q)
     if kind == "int4":

@@ -134,7 +134,10 @@ class BatchSequences(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """Scale, cap and mask of logits; logits are in base 2."""
+    """Scale, cap and mask of logits.
+
+    Logits in kernels are multiplied by log2(e), because weights are computed by exp2.
+    """
 
     scale: float
     softcap: float
@@ -261,7 +264,7 @@ def work_split(
     max_queries: int | None,
     choice: dict[str, Any],
 ) -> WorkSplit:
-    """Return how work is split into tiles for layers with `states` states per page."""
+    """Return how work is split into tiles, for layers with `states` tokens per page."""
     few = rows_for(key.group, max_queries)
     tile = parameters("decode", key, few, choice)["tile"]
     rows = parameters("prefill", key, 0, choice)["rows"]
@@ -271,9 +274,9 @@ def work_split(
 
 
 def rows_for(group: int, max_queries: int | None) -> int:
-    """Return the number of query rows of a decode program.
+    """Return the number of query rows, which are (query, head) pairs, of a decode program.
 
-    These are the heads of one query, or of several queries with few heads.
+    These are the `group` heads of one query, or of `max_queries` queries if they fit.
 
     >>> rows_for(4, 1), rows_for(4, None), rows_for(8, 4), rows_for(128, 1)
     (8, 16, 32, 64)
@@ -287,7 +290,7 @@ def rows_for(group: int, max_queries: int | None) -> int:
 
 
 def merged_together(workers: int, sequences: int, width: int) -> tuple[int, int]:
-    """Return how many partial results of a row a merge loads at once, and its number of warps.
+    """Return (count, warps) of a merge: partial results of a row loaded at once, and warps.
 
     In a batch of many sequences, each sequence has few partials, because workers divide the tiles
     evenly. Programs that reserve registers for more partials would run at lower occupancy. The
@@ -368,10 +371,11 @@ def _most_rows(form: StorageFormat) -> int:
 
 
 def lead_of(layer: LayerCache, shape: AttentionShape) -> int:
-    """Return by how many bytes reads must start before a row of V, to be as wide as reads of K.
+    """Return how many bytes before a row of V a read must start, to be as wide as reads of K.
 
-    For example, a state with scales per row may be 264 bytes: K, K's scale, V, V's scale, without
-    a gap. V is then aligned only to 4 bytes, but the scale before it is aligned to 8.
+    For example, a head and token with scales per row may take 264 bytes: K, K's scale, V, V's
+    scale, without a gap. V is then aligned only to 4 bytes, but the scale before it is aligned to
+    8.
     """
     k, v = shape.k, shape.v
     if not all(form.kind == "scaled" for form in (k, v)):

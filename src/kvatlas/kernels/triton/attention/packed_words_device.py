@@ -296,7 +296,7 @@ def columns_together(a, b, c, d, COUNT: tl.constexpr):
 
 @triton.jit
 def query_columns(q, K: tl.constexpr, RAISED: tl.constexpr):
-    """Return transposed queries, split like the elements of words of K, and their sums."""
+    """Return queries, transposed and split like the elements of K's words, and sums per query."""
     COUNT: tl.constexpr = 16 // K.bits
     a, b, c, d = columns_apart(q, COUNT)
     whole = tl.sum(q.to(tl.float32), 1)

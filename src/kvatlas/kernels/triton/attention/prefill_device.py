@@ -19,7 +19,10 @@ from kvatlas.kernels.triton.attention.walk_device import (
 
 @triton.jit
 def prefill(q, out, cache, batch, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr):
-    """Compute prefill attention for one tile of queries. Tiles that read most states come first."""
+    """Compute prefill attention for one tile of queries.
+
+    Tiles that read the most states (cached tokens) come first.
+    """
     MASK: tl.constexpr = SHAPE.mask
     OUT: tl.constexpr = SHAPE.out
     GROUP: tl.constexpr = OUT.group

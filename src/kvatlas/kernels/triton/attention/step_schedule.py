@@ -72,6 +72,8 @@ class Schedule:
 def fit_of(states: int, tile: int) -> tuple[str, int]:
     """Return how tiles align with pages, and the alignment of the first state that is read.
 
+    A state is a cached token. Arguments and alignment are numbers of states.
+
     >>> fit_of(16, 64), fit_of(64, 64), fit_of(256, 64), fit_of(24, 64)
     (('pages in tile', 16), ('tile in page', 64), ('tile in page', 64), ('neither', 16))
     """

@@ -24,7 +24,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Softmax(NamedTuple):
-    """An online softmax: for each query the running sum of values, maximum and total."""
+    """An online softmax: each query's weighted sum of values, maximum and total weight so far."""
 
     acc: Any
     top: Any
@@ -43,7 +43,10 @@ class Queries(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """States begin .. end - 1 of a sequence, of which low .. high - 1 may be read."""
+    """States (cached tokens) begin .. end - 1 of a sequence.
+
+    Only states low .. high - 1 may be read.
+    """
 
     table: Any
     head: Any
@@ -55,10 +58,11 @@ class Stretch(NamedTuple):
 
 @triton.jit
 def first_seen(position, size, MASK: tl.constexpr):
-    """Return the first state of the window or chunk of a query at `position`; 0 without one.
+    """Return the first state (cached token) of a query's window or chunk; 0 if it has neither.
 
-    A mask is `causal`, `window`, `chunk`, `sinks` (a window and the sink tokens) or `full` (queries
-    also see later states). `size` is the size of the window or chunk.
+    The query is at `position`, and `size` is the size of the window or chunk. A mask is `causal`,
+    `window`, `chunk`, `sinks` (a window and the sink tokens) or `full` (queries also see later
+    states).
     """
     if MASK == "window" or MASK == "sinks":
         return tl.maximum(position - size + 1, 0)
@@ -69,7 +73,7 @@ def first_seen(position, size, MASK: tl.constexpr):
 
 @triton.jit
 def seen_by(states, position, least, sink_tokens, MASK: tl.constexpr):
-    """Return whether a query at `position` sees a state; the arguments are broadcast."""
+    """Return whether a query at `position` sees a state (cached token); arguments are broadcast."""
     seen = states <= position
     if MASK == "sinks":
         seen = seen & ((states >= least) | (states < sink_tokens))
@@ -82,7 +86,7 @@ def seen_by(states, position, least, sink_tokens, MASK: tl.constexpr):
 def find(ends, count, wanted):
     """Return the sequence that contains tile number `wanted`, by binary search.
 
-    `ends` holds 0, then the number of the tile after the last of each sequence.
+    `ends` [count + 1] holds cumulative counts of tiles: 0, then the count after each sequence.
     """
     low = 0
     high = count
@@ -128,7 +132,7 @@ def load_queries(q, start, row, valid, head, position, least, SHAPE: tl.constexp
 
 @triton.jit
 def no_states(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the initial softmax, before any state."""
+    """Return the initial softmax, before any state (cached token) is added."""
     return Softmax(
         tl.zeros([ROWS, WIDTH], tl.float32),
         tl.full([ROWS], LOWEST, tl.float32),
@@ -138,7 +142,10 @@ def no_states(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.constexpr):
-    """Load the block id of each state of a tile; states are clamped to the readable range."""
+    """Load the block ids of a tile's states (cached tokens); a scalar if the tile is in one page.
+
+    For states outside the readable range, the nearest readable block is used.
+    """
     if FIT == "tile in page":
         at = begin // STATES
     elif FIT == "pages in tile":
@@ -151,7 +158,10 @@ def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.cons
 
 @triton.jit
 def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
-    """Return the index of each state of a tile in its page, as a common number plus an offset."""
+    """Return the index of each state (cached token) of a tile in its page, as two terms to add.
+
+    The first term is the same for all states of the tile.
+    """
     if FIT == "tile in page":
         return n % STATES, offset
     if FIT == "pages in tile":
@@ -161,7 +171,7 @@ def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
 
 @triton.jit
 def within(states, stretch, reach, sink_tokens, MASK: tl.constexpr):
-    """Return, for each state, whether at least one query may see it."""
+    """Return, for each state (cached token), whether at least one query may see it."""
     there = (states >= stretch.low) & (states < stretch.high)
     if MASK == "sinks":
         there = there & ((states >= reach) | (states < sink_tokens))
@@ -170,7 +180,10 @@ def within(states, stretch, reach, sink_tokens, MASK: tl.constexpr):
 
 @triton.jit
 def capped(logits, softcap):
-    """Compute softcap * tanh(logits / softcap) in base 2, with tanh x = 1 - 2 / (exp(2 x) + 1)."""
+    """Return log2(e) * softcap * tanh(logits / softcap): capped logits, to be used with exp2.
+
+    It is computed with tanh x = 1 - 2 / (exp(2 x) + 1).
+    """
     folded = tl.exp2(logits * (2.0 * LOG2E / softcap))
     return softcap * LOG2E * (1.0 - 2.0 / (folded + 1.0))
 
@@ -180,7 +193,10 @@ def walk(
     softmax, queries, stretch, cache, scoring, SHAPE: tl.constexpr, TILING: tl.constexpr,
     MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Update the softmax with the states of a stretch, tile by tile; `MASKED` applies the mask."""
+    """Update the softmax with the states (cached tokens) of a stretch, tile by tile.
+
+    The mask is applied only if `MASKED` is set.
+    """
     # Block ids are loaded one tile ahead: if loads of rows waited for them, half as many loads
     # would be in flight. Keys outside the range are read from readable pages; logits are masked.
     # Values are masked when they are loaded, because a weight of 0 does not remove NaN.
@@ -256,9 +272,10 @@ def walk(
 @triton.jit
 def put_output(out, softmax, scoring, start, row, valid, head, OUT: tl.constexpr,
                WRAP: tl.constexpr):  # fmt: skip
-    """Write the output rows; the first `WRAP` elements of a sum are the last of the output.
+    """Write the output rows.
 
-    A sink logit contributes to the total only.
+    The first `WRAP` columns of the weighted sum are the last elements of the output row. A sink
+    logit contributes to the total weight only.
     """
     acc, top, total = softmax.acc, softmax.top, softmax.total
     if OUT.sink_logits:
