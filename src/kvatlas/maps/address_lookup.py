@@ -15,7 +15,7 @@ from kvatlas.maps.plan_drawing import Box, PageDrawing
 
 @dataclass(frozen=True)
 class Found:
-    """The field at each address, and the coordinates of the address by axis."""
+    """The cache field (such as k or v) at each address, and the coordinates of each address."""
 
     field: Int64s
     """Index of the field in `PageDrawing.fields`; -1 for an address outside all fields."""
@@ -23,7 +23,7 @@ class Found:
 
 
 def look_up(page: PageDrawing, addresses: Int64s) -> Found:
-    """Find the field of each address, and the coordinates within it.
+    """Find the field that each address belongs to, and the coordinates of the address in it.
 
     >>> from kvatlas.maps.plan_drawing import draw_plan
     >>> from kvatlas.planning import plan
@@ -45,10 +45,11 @@ def look_up(page: PageDrawing, addresses: Int64s) -> Found:
 
 
 def _divide(box: Box, addresses: Int64s) -> tuple[np.ndarray, dict[str, Int64s]]:
-    """Return whether each address is inside the box, and its coordinates by axis.
+    """Return a mask of the addresses inside the box, and the coordinates of all addresses by axis.
 
-    Addresses are divided by the strides, the largest first. An address is inside if the remainder
-    is less than the item size.
+    A coordinate is the address divided by the stride of its axis. The axis with the largest stride
+    comes first, and the next axis divides the remainder. An address is inside the box if the last
+    remainder is less than the item size.
     """
     rest = addresses - box.offset
     found: dict[str, Int64s] = {}

@@ -29,7 +29,7 @@ _PLAIN = ("attn", "self_attn", "mixer", "linear_attn")
 
 
 class RowSample(NamedTuple):
-    """A row of memory, sampled at evenly spaced bytes."""
+    """One contiguous row of a drawn block: which field and head is at each of its sampled bytes."""
 
     start: int
     nbytes: int
@@ -45,7 +45,7 @@ class RowSample(NamedTuple):
 
 
 class GroupRows(NamedTuple):
-    """The sampled rows of a group's block, in order of address."""
+    """The sampled rows of one block of a group, in order of address."""
 
     group: int
     times: int
@@ -123,7 +123,11 @@ def sampled_groups(
 
 
 def _with_regions(drawn: PlanDrawing, regions: list[RegionDrawing], one: RegionDrawing) -> Box:
-    """Return the box of a region's first field, with one more axis that counts equal regions."""
+    """Return the box of the first field of region `one`, with one more axis over similar regions.
+
+    Similar regions have the same number of layers and equal axes, and differ only in their offset.
+    If there are none, the box is returned unchanged.
+    """
 
     def first_field(region: RegionDrawing) -> Box:
         return drawn.pages[region.page].fields[0].box
@@ -149,7 +153,11 @@ class _Row(NamedTuple):
 
 
 def _rows(drawn: PlanDrawing, regions: list[RegionDrawing], unused: tuple[Box, ...]) -> list[_Row]:
-    """Return the rows of block 0 to draw, by address: those of each region, and unused bytes."""
+    """Return the rows to draw for block 0, sorted by address.
+
+    A row is a contiguous byte range, either of one region or of bytes that the group does not use.
+    If a region has very many rows, only the first ones are returned.
+    """
     rows: list[_Row] = []
     most = max(2, MOST_ROWS // len(regions))
     for region in regions:
@@ -172,7 +180,7 @@ def _largest_piece(page: PageDrawing) -> int:
 
 
 def _piece(box: Box) -> int:
-    """Return how many contiguous bytes a field has within one head and state."""
+    """Return how many contiguous bytes a field has for one attention head of one token or state."""
     item = box.item
     for axis, size, stride in sorted(box.axes, key=lambda axis: axis[2]):
         if size > 1 and (axis in "LBkHN" or stride != item):
@@ -182,7 +190,10 @@ def _piece(box: Box) -> int:
 
 
 def _starts(drawn: PlanDrawing, region: RegionDrawing) -> Iterator[tuple[int, Box]]:
-    """Yield the offset of each row of a region in block 0, and the box that describes its rows."""
+    """Yield (byte offset, box) for each row that a region has in block 0.
+
+    The box describes all rows of the region and is the same object each time.
+    """
     box = drawn.pages[region.page].block_rows
     axes = [(size, stride) for name, size, stride in box.axes if name != "B"]
     for index in product(*(range(size) for size, _ in axes)):

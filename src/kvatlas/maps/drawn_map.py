@@ -152,9 +152,10 @@ class Map:
 
 
 def _filled(part: str, values: dict[str, str]) -> str:
-    """Replace the placeholder at the start of `part` by its value.
+    """Return `part` with the HTML comment at its start replaced by the comment's value.
 
-    Comments that are not placeholders are kept.
+    `part` is the text after a `<!--`. If the comment's text is not a key of `values`, the comment
+    is kept.
     """
     name, end, text = part.partition("-->")
     return values[name] + text if end and name in values else "<!--" + part

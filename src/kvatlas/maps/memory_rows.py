@@ -21,7 +21,7 @@ _ONE_ROW = 1024
 
 
 class BlockStretch(NamedTuple):
-    """A range of bytes in block 0, and the distance to the same range in the next block."""
+    """A byte range that repeats in every block: start in block 0, size, stride between blocks."""
 
     start: int
     nbytes: int
@@ -30,9 +30,9 @@ class BlockStretch(NamedTuple):
 
 
 def block_rows(page: Page, placed: Placement) -> Placement:
-    """Return a placement of all pages of a block, in which an item is a row.
+    """Return a placement whose items are the rows to draw for a block.
 
-    A row includes the padding after a page.
+    A row is a contiguous byte range. It includes the padding after a page.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=8, head_dim=64).page(16)
@@ -48,10 +48,10 @@ def block_rows(page: Page, placed: Placement) -> Placement:
 
 
 def page_rows(page: Page, placed: Placement) -> list[Placement]:
-    """Return placements of one page, in which an item is a row.
+    """Return placements whose items are the rows to draw for one page (one layer of a block).
 
-    A contiguous page that is not divided into cells has several placements, by fields; other pages
-    have one. Padding is a further placement.
+    Usually there is one placement. A contiguous page whose fields are not grouped by head and token
+    has one for each field, or for each set of interleaved fields. Padding has a separate placement.
 
     >>> from kvatlas.specs import FullAttention
     >>> page = FullAttention(heads=8, head_dim=64).page(16)
@@ -90,10 +90,10 @@ def unused(plan: Plan) -> dict[tuple[int, int], list[BlockStretch]]:
 
 
 def _rows(placed: Placement, *, keep: tuple[str, ...], fewest: int = _FEWEST) -> Placement:
-    """Divide along the outermost axes until rows are contiguous and there are at least `fewest`.
+    """Divide a block along its outermost axes into at least `fewest` contiguous rows.
 
-    An axis that would give too many rows is divided into equal parts: an axis named `N_131` has
-    parts of 131 states. Axes in `keep` are not counted.
+    Axes in `keep` are always divided and do not count towards `fewest`. An axis that would give too
+    many rows is divided into equal parts: an axis named `N_131` has parts of 131 states.
     """
     names = [axis for axis in placed.axes if axis not in keep and placed.size(axis) > 1]
     names.sort(key=placed.stride, reverse=True)
@@ -116,7 +116,7 @@ def _rows(placed: Placement, *, keep: tuple[str, ...], fewest: int = _FEWEST) ->
 
 
 def _together(count: int, most: int) -> int:
-    """Return the smallest size of equal parts that divides `count` into at most `most` parts.
+    """Return the smallest part size that divides `count` into at most `most` equal parts.
 
     >>> _together(16, 64), _together(2096, 64)
     (1, 131)
@@ -146,7 +146,7 @@ def _sections(page: Page, placed: Placement) -> list[Placement]:
 
 
 def _width(view: Placement, nbytes: int) -> int:
-    """Return the size of a row in bytes: one or several strides of the field's outermost axis."""
+    """Return the size of a row in bytes: a multiple of one of the view's strides, or `nbytes`."""
     steps = sorted((step for step in view.strides if step), reverse=True)
     width = next((step for step in steps if nbytes % step == 0), nbytes)
     return width * _together(nbytes // width, _MOST) if nbytes > _ONE_ROW else nbytes
@@ -183,7 +183,7 @@ def _without(every: list[BlockStretch], own: list[BlockStretch]) -> list[BlockSt
 
 
 def _disjoint(stretches: list[BlockStretch]) -> list[BlockStretch]:
-    """Return the ranges without overlaps. They overlap if several groups leave bytes unused."""
+    """Cut ranges so that none overlap. They overlap where several groups use the same bytes."""
     made: list[BlockStretch] = []
     stop = 0
     for stretch in sorted(stretches):

@@ -1,7 +1,7 @@
 """A plan as data for a drawing: pools, groups, and every field as an offset with strides.
 
-The HTML page computes all addresses from offsets and strides: rows, padding and unused bytes are
-stored as placements, too. Identical regions share one `PageDrawing`.
+The HTML page computes all addresses from offsets and strides. Rows, padding and unused bytes are
+therefore also described by offsets and strides. Identical regions share one `PageDrawing`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvatlas.planning import Plan, Region
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
-    """A placement as JSON: offset, item, and (name, size, stride) of each axis."""
+    """A placement as JSON: offset and item size in bytes, and (name, size, stride) of each axis."""
 
     offset: int
     item: int
@@ -32,7 +32,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FieldDrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """A field over all pages and blocks of its region, and the rows that each rank holds."""
+    """The placement of a field in a region, and the heads or channels that each rank holds."""
 
     name: str
     dtype: str
@@ -48,7 +48,7 @@ class FieldDrawing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageDrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """Placements of the pages of a region: fields, padding, and the rows to draw them in."""
+    """The placements of all fields and padding of a region, and of the rows to draw them in."""
 
     fields: tuple[FieldDrawing, ...]
     padding: Box | None
@@ -57,7 +57,10 @@ class PageDrawing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionDrawing(msgspec.Struct, frozen=True, kw_only=True):
-    """A region: its group, its pages, and its layers as indices into `MapData.names`."""
+    """A region: layers of one group whose pages have the same format, and where they are stored.
+
+    `layers` are indices into `MapData.names`.
+    """
 
     stage: int
     group: int

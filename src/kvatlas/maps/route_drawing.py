@@ -44,7 +44,7 @@ class RouteDrawing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_route(src: Plan, dst: Plan, *, tokens: int | None = None) -> RouteDrawing:
-    """Return the drawing of a route: counts of all runs for `tokens` tokens, and runs to draw."""
+    """Return the drawing of a route for `tokens` tokens: counts of all runs, and runs to draw."""
     answer = check(src, dst, tokens=tokens)
     drawn = min(max(src.block_size, dst.block_size), answer.tokens)
     tables = scattered(src, drawn), scattered(dst, drawn)

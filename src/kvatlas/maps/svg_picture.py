@@ -119,7 +119,7 @@ def _text(x: int, y: int, words: str, fill: str, weight: str = "", anchor: str =
 
 
 def _paths(row: RowSample, heads: int, colours: dict[str, int]) -> list[str]:
-    """Return the paths of a row, one for each colour."""
+    """Return the SVG paths of a row, one for each colour."""
     shapes: dict[str, list[str]] = {}
     keys = list(zip(row.field.tolist(), row.head.tolist(), strict=True))
     begin = 0

@@ -107,9 +107,9 @@ def converting_rows(written: Converting | None, asked: Converting | None) -> Con
 
 
 def kept_as_written(convert: Converting) -> Converting:
-    """Return `convert` for blocks that already have the cache's dtype and are copied unchanged.
+    """Return `convert` for stored blocks that already have the cache's dtype and are not converted.
 
-    The source scales are then the destination scales.
+    In the result, the source scales equal the destination scales.
 
     >>> kept_as_written(Converting("bf16->fp8", dst_scales=0.5)).src_scales
     0.5
@@ -132,7 +132,10 @@ def _between(src: Plan, dst: Plan, convert: Converting | None) -> Route:
 
 
 def _refuse_rescaling(src: Plan, dst: Plan, convert: Converting) -> None:
-    """Raise an error if a layer with equal formats in both plans has unequal scales."""
+    """Raise an error if a layer that is not converted has different source and destination scales.
+
+    Such a layer has the same format in both plans and is copied unchanged.
+    """
     specs = _specs(src), _specs(dst)
     mine = tensor_scales(convert.src_scales, specs[0])
     theirs = tensor_scales(convert.dst_scales, specs[1])

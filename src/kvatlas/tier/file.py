@@ -130,7 +130,11 @@ class TierFile:
         return sums
 
     def _pieces(self, copy: Copy) -> Sequence[Piece]:
-        """Cut a copy into pieces. The result is empty if its stretches of the file are short."""
+        """Cut a copy into pieces, each moved by one core.
+
+        The result is empty if the copy writes only short contiguous ranges of the file, for which
+        separate writes are better.
+        """
         if copy.starts is not ORIGIN:
             return grid_pieces(copy)
         return pieces(copy.src, copy.dst, copy.length, self._block_bytes[copy.dst_pool])
@@ -162,7 +166,7 @@ class TierFile:
         self._reader.read(pools[part.dst_pool], near, self._far(part.src_pool, far), length)
 
     def _far(self, pool: int, at: Int64s) -> Int64s:
-        """Translate offsets in a pool to offsets in the file."""
+        """Translate byte offsets in a pool to byte offsets in the file."""
         return self._places[pool].address + at
 
     def checksums(self, blocks: Sequence[TierBlock]) -> list[int]:
@@ -263,7 +267,11 @@ class TierFile:
 
 
 def _parts(copy: Copy) -> Iterator[Copy]:
-    """Split a copy into one part per core: by spans or, if there are too few spans, by starts."""
+    """Split the runs of a copy over the cores, as separate copies.
+
+    Each part has some of the spans of `Copy` and all of its starts or, if there are too few spans,
+    all spans and some of the starts.
+    """
     if len(copy.length) >= min(_SUMMING, len(copy.starts.src)):
         for some in _cuts(len(copy.length), copy.nbytes):
             yield replace(copy, src=copy.src[some], dst=copy.dst[some], length=copy.length[some])
@@ -274,9 +282,9 @@ def _parts(copy: Copy) -> Iterator[Copy]:
 
 
 def _cuts(count: int, nbytes: int) -> Iterator[slice]:
-    """Yield slices that divide `count` spans or starts over several cores.
+    """Yield slices that divide `count` items over several cores.
 
-    If the copy is small, there is only one slice.
+    `nbytes` is the size of the whole copy. If it is small, there is only one slice.
     """
     if not count:
         return

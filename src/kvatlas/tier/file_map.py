@@ -6,8 +6,8 @@ call fails. Accessing the mapped memory directly would kill the process.
 
 Such a call has a local and a remote end. At the local end the system accesses addresses directly.
 At the remote end it first looks up the pages of each range. The end with fewer, longer ranges is
-therefore made the remote end. If both are long, it is the file, because the system writes faster
-at the local end.
+therefore made the remote end. If the ranges are long at both ends, the file is made the remote end,
+because the system writes faster at the local end.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class FileMap:
     def read(self, near: Int64s, far: Int64s, length: Int64s) -> bool:
         """Copy runs from file offsets `far` to addresses `near`. Return whether that succeeded.
 
-        If not, some may have been copied. Read them with other calls, which report the error.
+        After a failure, some runs may have been copied. Read all of them again with other system
+        calls, which report the error.
         """
         if self._map is None:
             return False
@@ -86,8 +87,8 @@ class FileMap:
 def _copied(copy: Any, own: Int64s, other: Int64s, length: Int64s) -> bool:
     """Copy runs with system calls and return whether all were copied.
 
-    `own` are addresses at the local end of the call and `other` at the remote end. Adjacent ranges
-    of the remote end are merged.
+    `own` contains the addresses of the runs at the local end of the call, and `other` those at the
+    remote end. Ranges that are adjacent at the remote end are merged.
     """
     if int(length.max()) > _MOST_BYTES // _AT_ONCE:
         return False
@@ -107,7 +108,7 @@ def _copied(copy: Any, own: Int64s, other: Int64s, length: Int64s) -> bool:
 
 
 def _apart(at: Int64s, length: Int64s) -> NDArray[np.bool_]:
-    """Return which runs do not start at the end of the previous run."""
+    """Return a mask of the runs that do not start where the previous run ends."""
     apart = np.ones(len(length), np.bool_)
     np.not_equal(at[1:], at[:-1] + length[:-1], out=apart[1:])
     return apart

@@ -40,7 +40,10 @@ _ONE_SPAN = np.zeros(1, np.int64), np.zeros(1, np.int64)
 
 
 class Piece(NamedTuple):
-    """Runs that one core moves: one at each start of each span. All are short, or all are long."""
+    """Runs between memory and the file that one core moves; all are short, or all are long.
+
+    As in `Copy`, there is one run for every pair of a span and a start, whose offsets are added.
+    """
 
     starts: tuple[Int64s, Int64s]
     """Offsets of runs in memory and in the file, relative to the start of a span."""
@@ -59,7 +62,7 @@ class Piece(NamedTuple):
         return int(self.length[0]) >= _LONG_RUN
 
     def runs(self) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the offsets in memory, the offsets in the file and the lengths of all runs."""
+        """Return three arrays: offsets in memory, offsets in the file, and lengths of all runs."""
         if self.spans is _ONE_SPAN:
             return *self.starts, self.length
         near, far = (
@@ -70,7 +73,7 @@ class Piece(NamedTuple):
 
     @property
     def stretches(self) -> tuple[Int64s, Int64s]:
-        """The start and the size in bytes of each contiguous stretch of the file."""
+        """The contiguous ranges of the file that the runs form: offsets, and sizes in bytes."""
         far = (self.spans[1][:, None] + self.starts[1][self.first]).reshape(-1)
         return far, np.tile(np.add.reduceat(self.length, self.first), len(self.spans[1]))
 
@@ -95,7 +98,7 @@ class Piece(NamedTuple):
 
 
 def _packed(length: Int64s) -> Places:
-    """Return the starts of runs that follow one another without gaps."""
+    """Return the offset of each run in a buffer where the runs follow one another without gaps."""
     if one_length(length):
         each = int(length[0])
         return range(0, len(length) * each, each)
@@ -103,10 +106,10 @@ def _packed(length: Int64s) -> Places:
 
 
 def grid_pieces(grid: Copy) -> list[Piece]:
-    """Cut a grid of runs into pieces. The list is empty if separate calls per run are better.
+    """Cut a copy into pieces, each moved by one core; empty if one call per run is better.
 
-    That is the case if the runs differ in length or form only short stretches, which are
-    contiguous ranges of the file within one block. Each span of the grid must be in one block.
+    One call per run is better if the spans differ in length, or if the runs form only short
+    contiguous ranges of the file. Each span, with all starts of the copy, must be inside one block.
 
     >>> from kvatlas.routing.binding import Starts
     >>> starts = Starts.of(np.array([0, 1 << 20]), np.array([0, 1 << 14]))
@@ -137,10 +140,11 @@ def grid_pieces(grid: Copy) -> list[Piece]:
 
 
 def pieces(near: Int64s, far: Int64s, length: Int64s, block_bytes: int) -> list[Piece]:
-    """Cut runs into pieces. The list is empty if the runs form only short stretches of the file.
+    """Cut runs into pieces, each moved by one core; empty if one call per run is better.
 
-    A stretch consists of runs that are contiguous in a block of `block_bytes` bytes of the file.
-    `near` are the offsets of the runs in memory and `far` those in the file.
+    One call per run is better if the runs form only short contiguous ranges of the file within
+    blocks of `block_bytes` bytes. `near` contains the offsets of the runs in memory, and `far`
+    those in the file.
     """
     block = far // block_bytes
     follows = (far[1:] == far[:-1] + length[:-1]) & (block[1:] == block[:-1])
@@ -165,7 +169,8 @@ def _joined(
 ) -> tuple[Int64s, Int64s, Int64s, Mask]:
     """Merge runs that are adjacent both in memory and in the file.
 
-    Returns the offsets and lengths of the merged runs, and which of them start a stretch.
+    Returns (near, far, length, mask) of the merged runs. The mask is true for runs that start a
+    contiguous range of the file.
     """
     apart = np.concatenate([[True], ~follows])
     kept = np.flatnonzero(

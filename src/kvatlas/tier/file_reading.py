@@ -88,5 +88,5 @@ class RunReader:
 
 
 def _stretches(at: Int64s, length: Int64s) -> int:
-    """Return the number of contiguous stretches that runs form."""
+    """Return the number of contiguous ranges that consecutive runs form."""
     return 1 + int(np.count_nonzero(at[1:] != at[:-1] + length[:-1]))

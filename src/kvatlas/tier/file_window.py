@@ -20,10 +20,10 @@ _MAP_NORESERVE = 0x4000
 
 
 class Window:
-    """Memory that represents the pools of a file, for transports that require addresses.
+    """Memory with the size of the file's pools, for transports that require addresses.
 
-    It has the size of the pools, but only pages that were used take memory. While no caller uses
-    the window, the system may reclaim them.
+    Only pages that were used take memory. While no caller uses the window, the system may reclaim
+    them.
     """
 
     def __init__(self, places: Mapping[int, Memory]) -> None:
@@ -57,9 +57,9 @@ class Window:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Keep the content of all pages during the context.
+        """Keep the content of the window during the context.
 
-        Later the system may reclaim the pages.
+        Outside such contexts the system may reclaim its pages, and their content is lost.
         """
         with self._lock:
             self._users += 1

@@ -52,7 +52,7 @@ class PieceWriter:
     def write(self, piece: Piece, memory: Bytes, offset: int) -> SummedStretches:
         """Write the runs of a piece to the pool that starts at file offset `offset`.
 
-        Returns the written stretches of the pool with their checksums.
+        Returns the contiguous ranges of the pool that were written, with the checksum of each.
         """
         if piece.is_long:
             return self._write(memory, *piece.runs(), offset)
@@ -77,7 +77,7 @@ class PieceWriter:
         return SummedStretches(dst, length, np.array(crcs, np.uint32))
 
     def _write_mapped(self, src: Int64s, to: Int64s, length: Int64s) -> bool:
-        """Write stretches with one call. Return False if it failed or separate calls are faster."""
+        """Write contiguous ranges in one call. Return False if that fails or would be slower."""
         now, regions = time.monotonic(), to // _REGION
         recent = now - float(self._written[regions].min()) < _STILL_DIRTY
         self._written[regions] = now

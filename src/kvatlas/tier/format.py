@@ -46,7 +46,7 @@ _LATEST = 1 << 62
 
 
 class Extent:
-    """The offsets of all parts of a plan's file."""
+    """The byte offsets of the pools and block records in a tier's file, computed from its plan."""
 
     def __init__(self, plan: Plan, plan_bytes: int) -> None:
         self.pools: dict[int, int] = {}

@@ -97,7 +97,10 @@ class Hit:
             return way.bind(**self._ends(rank, blocks, start)).copies
 
     def _sums(self, plan: Plan, rank: int, blocks: Any, start: int | None) -> list[Copy]:
-        """Return the copies of a fetch, like `_bound`, but as grids of runs."""
+        """Return the copies of a fetch, with many runs described by one `Copy`.
+
+        Such a copy contains spans and starts instead of a list of runs (see `Copy.starts`).
+        """
         way = self._routes.to(plan)
         if not self.tokens or 0 not in way.sources(rank):
             return []
@@ -105,7 +108,7 @@ class Hit:
             return way.stream(**self._ends(rank, blocks, start)).grids()
 
     def _ends(self, rank: int, blocks: Any, start: int | None) -> dict[str, Any]:
-        """Return the arguments of `Route.bind` for a fetch into a rank's blocks."""
+        """Return the keyword arguments of `Route.bind` for a fetch into a rank's blocks."""
         tokens = self.start if start is None else max(start, self.start), self.tokens
         ends = {"src_blocks": self.tables, "dst_blocks": blocks, "tokens": tokens}
         return {"src_rank": 0, "dst_rank": rank, **ends}

@@ -85,7 +85,11 @@ class TierBlock:
 
 @dataclass
 class Claim:
-    """The blocks that a rank may fill, and blocks that stay pinned until it has filled them."""
+    """The blocks that a rank may fill for one store operation (`fills`).
+
+    `pinned` are blocks of the same request that were already complete. They stay pinned until the
+    operation ends.
+    """
 
     rank: int
     fills: list[tuple[NeededBlock, TierBlock]] = field(default_factory=list)
@@ -127,7 +131,7 @@ class BlockIndex:
     def restore(self, blocks: Iterable[TierBlock]) -> list[TierBlock]:
         """Add the complete blocks of an opened file.
 
-        Returns blocks that were left out because a newer block has the same name.
+        Returns blocks that were left out because a newer block has the same group and key.
         """
         older = []
         with self.lock:
@@ -154,7 +158,11 @@ class BlockIndex:
     def longest(
         self, spans: TierSpans, start: int, stop: int, keys: Mapping[int, Sequence[bytes | None]]
     ) -> int:
-        """Return how many of the first `stop` tokens every group can serve."""
+        """Return the largest number of leading tokens, up to `stop`, that every group can serve.
+
+        Blocks that are needed only for tokens before `start` are not looked up. The result is 0 if
+        no number above `start` is possible.
+        """
         ends: list[int] = [stop, *range((stop - 1) // spans.step * spans.step, start, -spans.step)]
         # Groups that need every token give an upper bound.
         for group in spans.keeping_all:
@@ -250,7 +258,7 @@ class BlockIndex:
     # -- filling ------------------------------------------------------------------------
 
     def claim(self, needs: Sequence[NeededBlock], ingest: Ingest, rank: int) -> Claim:
-        """For each absent key, claim a block that the rank may fill, until there is no space."""
+        """Claim one block for each absent key, for the rank to fill, until no space is left."""
         claim = Claim(rank)
         with self.lock:
             looked_up = [(need, self._find(need)) for need in needs if need.key is not None]
@@ -322,7 +330,10 @@ class BlockIndex:
         return ready
 
     def settle(self, blocks: Iterable[TierBlock], *, whole: bool = True) -> None:
-        """Make committed blocks findable. With `whole=False`, free blocks whose commit failed."""
+        """Make committed blocks findable.
+
+        With `whole=False`, free the blocks instead, because their commit has failed.
+        """
         with self.lock:
             for block in blocks:
                 block.brought.clear()
@@ -367,7 +378,7 @@ class BlockIndex:
         return self._free[pool].pop()
 
     def _check_cleared(self, pool: int, block_id: int) -> None:
-        """Raise the error of a dropped block whose record could not be cleared."""
+        """Raise the stored error if the record of this dropped block could not be cleared."""
         if (pool, block_id) in self._uncleared:
             raise self._uncleared[pool, block_id][1]
 
@@ -391,7 +402,7 @@ class BlockIndex:
     def _serves(self, block: TierBlock, cover: Cover) -> bool:
         """Return whether a block contains the tokens in `cover`.
 
-        A recurrent state must end at exactly the same token.
+        For a recurrent state, this requires the state after exactly the same number of tokens.
         """
         if block.cover == cover:
             return True

@@ -38,7 +38,10 @@ APART = 2
 
 
 class Delivery(NamedTuple):
-    """The byte ranges that a rank contributes to a block, and those that the block needs."""
+    """The byte ranges of a block that one rank writes, and those that all ranks must write.
+
+    They are `brought` and `needed`, each as arrays of starts and lengths.
+    """
 
     brought: Ranges
     needed: Ranges
@@ -67,7 +70,7 @@ class Ingest:
     ) -> tuple[list[Copy], dict[Shape, Delivery]]:
         """Return the copies from a rank into the tier's blocks, whose ids are in `ids`.
 
-        Also returns the byte ranges that the rank contributes to blocks of each shape.
+        Also returns, by `NeededBlock.shape`, the byte ranges that the rank contributes to a block.
         """
         with self._lock:
             tables, numbers = self._number(*tokens)
@@ -80,9 +83,9 @@ class Ingest:
     def grids(
         self, rank: int, blocks: Any, tokens: tuple[int, int], ids: Mapping[NeededBlock, int]
     ) -> tuple[list[Copy], dict[Shape, Delivery]]:
-        """Return the same as `copies`, but with grids of runs instead of single runs.
+        """Return the same as `copies`, but each `Copy` describes many runs by spans and starts.
 
-        Runs are expanded only to find the contributions to blocks of a new shape.
+        Single runs are computed only for a `NeededBlock.shape` that was not seen before.
         """
         with self._lock:
             tables, numbers = self._number(*tokens)
@@ -97,7 +100,7 @@ class Ingest:
     def deliveries(
         self, rank: int, blocks: Any, tokens: tuple[int, int], needs: Iterable[NeededBlock]
     ) -> dict[Shape, Delivery]:
-        """Return the byte ranges that a rank contributes to blocks of each shape."""
+        """Return, by `NeededBlock.shape`, the byte ranges that a rank contributes to a block."""
         with self._lock:
             needs = list(needs)
             if all((rank, need.shape) in self._known for need in needs):
@@ -136,9 +139,9 @@ class Ingest:
         return tables, numbers
 
     def _aimed(self, copy: Copy, target: Int64s) -> Iterable[Copy]:
-        """Translate a copy from placeholder numbers to block ids.
+        """Translate the destination of a copy from placeholder numbers to block ids.
 
-        Drop ranges without a block id.
+        Runs to a placeholder number without a block id are dropped.
         """
         block_bytes = self.block_bytes[copy.dst_pool]
         number, within = np.divmod(copy.dst, APART * block_bytes)
@@ -157,7 +160,11 @@ class Ingest:
         tables: dict[int, Int64s],
         tokens: tuple[int, int],
     ) -> dict[Shape, Delivery]:
-        """Return, by block shape, the bytes that a rank contributes and those a block needs."""
+        """Return, by `NeededBlock.shape`, which bytes of a block are contributed and needed.
+
+        `Delivery.brought` are the byte ranges that the rank contributes, and `Delivery.needed`
+        those that the block needs from all ranks.
+        """
         shapes = {need.shape: need for need in needs}
         unknown = [need for shape, need in shapes.items() if (rank, shape) not in self._known]
         if len(self._known) + len(unknown) > _REMEMBERED:
@@ -178,7 +185,7 @@ class Ingest:
         return {shape: self._known[rank, shape] for shape in shapes}
 
     def _within(self, ranges: Iterable[Ranges], pool: int, number: int) -> Ranges:
-        """Return the ranges within the block `number` of a pool, relative to its first byte."""
+        """Return the ranges that are in block `number` of a pool, relative to its first byte."""
         begin = APART * number * self.block_bytes[pool]
         starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for start, length in ranges:

@@ -4,8 +4,10 @@
     kv1/TENANT/marks/DIGEST                            a mark, which explains misses
 
 Words in capitals are hexadecimal digests or numbers, so that the name of a tenant or a key cannot
-lead to objects of another tenant. A mark exists if the store has caches of an identity that matches
-in the first levels, such as tenant and model.
+lead to objects of another tenant. A row is one block of the tier. Each namespace has a mark for
+every level of its identity: tenant, model, weights, content and format. A mark is a small object
+that is equal for all engines that agree in this and all earlier levels. It exists once one of them
+has stored something.
 
 A namespace is one combination of tenant, model, weights, content (the fields of each layer and
 their dtypes) and format (the plan of a row and how it is cut). Engines that differ in any of them
@@ -41,7 +43,10 @@ LEVELS = ("tenant", "model", "weights", "dtype", "format")
 
 
 class RowName(NamedTuple):
-    """The name of a row: its group, its key and the tokens that it contains."""
+    """The name of a row, which is one block of a tier in an object store.
+
+    It consists of the group, the key and the tokens that the row contains.
+    """
 
     group: int
     key: bytes
@@ -49,12 +54,12 @@ class RowName(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The name prefix of all rows with this key."""
+        """The digest of group and key, in hex. In object names it follows the namespace."""
         return _digest(self.group.to_bytes(4, "little") + self.key).hex()
 
     @property
     def name(self) -> str:
-        """The name prefix of the row's objects within the namespace."""
+        """The part of object names, after the namespace, that all objects of this row share."""
         return f"{self.place}/{self.group}.{self.cover.first}-{self.cover.stop}"
 
     @property
@@ -93,25 +98,26 @@ class Namespace:
         self.prefix = f"{self.tenant_prefix}{self.digest.hex()}/"
 
     def objects(self, row: RowName) -> list[str]:
-        """Return the names of a row's objects, in order of their index."""
+        """Return the names of a row's objects by object index. A row is one block of the tier."""
         begin = f"{self.prefix}{row.name}/"
         return [f"{begin}{index}" for index in range(len(self.cut.groups[row.group]))]
 
     def all_of(self, group: int, key: bytes) -> str:
-        """Return the name prefix of all objects of one group and key."""
+        """Return the prefix that the names of all objects of one group and key share."""
         return f"{self.prefix}{RowName(group, key, Cover(0, 0)).place}/"
 
     @cached_property
     def marks(self) -> list[str]:
-        """The names of the marks, one for each of `LEVELS`.
+        """The names of the marks, one for each of `LEVELS` (tenant, model, weights, dtype, format).
 
-        A mark exists once an engine that matches up to this level has stored something.
+        The mark of a level exists once an engine that matches this namespace in that and all
+        earlier levels has stored something.
         """
         places = range(1, len(LEVELS) + 1)
         return [f"{self.tenant_prefix}marks/{self._up_to(n).hex()}" for n in places]
 
     def mark_objects(self) -> list[tuple[str, list[Bytes]]]:
-        """Return the name and the content of each mark. The last mark records the row format."""
+        """Return (name, content) of each mark. The last mark records the row format."""
         cut = self.cut
         about = {"plan": msgspec.Raw(one_row(cut.plan).to_json()),
                  "shards": cut.shards, "stages": cut.stages}  # fmt: skip
@@ -162,12 +168,12 @@ def parse_name(name: str) -> ObjectName | None:
 
 
 def row_digest(name: str) -> bytes:
-    """Return the digest that object headers contain for the row with this name."""
+    """Return the digest of a row name, which the header of each of its objects contains."""
     return _digest(name.encode())
 
 
 def row_format(cut: RowObjects) -> str:
-    """Return a digest of the row format: equal if and only if rows are laid out and cut equally."""
+    """Return a digest of the row format: how rows are laid out and cut into objects."""
     plan = one_row(cut.plan)
     regions = msgspec.json.encode([plan.regions, [group.block for group in plan.groups]])
     about = [cut.shards, cut.stages, [pool.block_bytes for pool in plan.pools]]
@@ -175,7 +181,7 @@ def row_format(cut: RowObjects) -> str:
 
 
 def one_row(plan: Plan) -> Plan:
-    """Return a tier's plan with one block per pool, which describes its rows but not its size."""
+    """Return a tier's plan with one block per pool: the format of its rows, but not its size."""
     return with_rows(plan, dict.fromkeys((pool.index for pool in plan.pools), 1))
 
 

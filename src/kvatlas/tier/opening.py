@@ -144,7 +144,10 @@ def stored_as(model: Model, convert: Converting) -> Model:
 
 
 def _packed_alike(stored: Layer, own: Layer) -> Layer:
-    """Return layer `stored` with the packing of `own`, unless the dtype determines the packing."""
+    """Return layer `stored` with the `packing` (order of heads, tokens and fields) of `own`.
+
+    Return `stored` unchanged if its dtype determines or does not support the packing.
+    """
     packing = getattr(own.spec, "packing", None)
     if packing not in _OF_BACKENDS:
         return stored
@@ -156,9 +159,9 @@ def _packed_alike(stored: Layer, own: Layer) -> Layer:
 
 
 def _known(model: Model | Plan | str) -> Model:
-    """Return the model that a name, a plan or a model specifies.
+    """Return a `Model`, given a model, its name or a plan.
 
-    The model of a plan consists of the plan's layers, independent of the topology.
+    The model of a plan consists of the plan's layers, without its topology.
     """
     if isinstance(model, Plan):
         kept = {layer.name: layer for region in model.regions for layer in region.layers}

@@ -40,7 +40,7 @@ class PartSum(NamedTuple):
 
 
 class SummedStretches(NamedTuple):
-    """Stretches of a pool that were written, and the CRC-32 of each with initial value `START`."""
+    """Contiguous ranges of a pool that were written, with CRC-32s of initial value `START`."""
 
     start: Int64s
     nbytes: Int64s
@@ -50,9 +50,9 @@ class SummedStretches(NamedTuple):
 def part_sums(
     written: Iterable[SummedStretches], block_bytes: int
 ) -> Iterator[tuple[int, PartSum]]:
-    """Yield (block id, contribution of the written stretches to its checksum).
+    """Yield (block id, contribution of the written ranges to the checksum of this block).
 
-    Each stretch must be inside one block.
+    Each range must be inside one block.
 
     >>> import zlib
     >>> data = b"two halves of a block"
@@ -88,7 +88,10 @@ def _start(nbytes: int) -> int:
 
 
 def _moved(remainders: Words, after: Int64s) -> Words:
-    """Return the remainders of the same bytes followed by `after` zero bytes."""
+    """Append `after[i]` zero bytes to the data of CRC-32 remainder i, for each i.
+
+    Returns the new remainders.
+    """
     distances, which = np.unique(after, return_inverse=True)
     if len(distances) <= _MOST_TABLES:
         return _look_up_each(_tables(distances.tobytes()), which, remainders)
@@ -101,7 +104,11 @@ def _moved(remainders: Words, after: Int64s) -> Words:
 
 @lru_cache(_KEPT)
 def _tables(distances: bytes) -> Words:
-    """Return the lookup tables that append zero bytes, one for each of several ascending counts."""
+    """Return a lookup table for each of several numbers of zero bytes.
+
+    The table appends that many zero bytes to a CRC-32 remainder. `distances` is an ascending int64
+    array, as bytes.
+    """
     steps = np.diff(np.frombuffer(distances, np.int64), prepend=0).tolist()
     table = _BYTES.astype(np.uint32)
     made = np.empty((len(steps), *table.shape), np.uint32)

@@ -1,9 +1,9 @@
 """`PrefixFinder`: find the longest prefix of a request's tokens in a tier.
 
 If all layers use full attention, the prefix is a number of whole blocks. A recurrent state, and
-usually a window, is stored only at the token where an earlier request ended, which can be any
-token. Such ends are looked up by their keys, many per call, starting at the last token that the
-other layers can serve.
+usually a sliding window, is stored only for the position at which an earlier request ended, which
+can be any token. Such positions are looked up by their keys, many per call, starting at the last
+position that the other layers can serve.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class PrefixFinder:
         return self.tier.match(chain.keys(whole), whole) if whole else 0
 
     def _longest_end(self, asked: _Ends, found: int, until: float) -> int:
-        """Return the length of the longest prefix in rows of one dtype; `found` if none is longer.
+        """Return the length of the longest stored prefix of one cache dtype; at least `found`.
 
         The search stops at the time `until`.
         """
@@ -111,7 +111,7 @@ class PrefixFinder:
         return found
 
     def _ends(self, asked: _Ends, beyond: int, until: float) -> Iterator[int]:
-        """Yield token counts above `beyond` after which a prefix may be stored, longest first."""
+        """Yield token counts above `beyond` at which a stored prefix may end, longest first."""
         tried = 0
         for last in range(self._farthest(asked, until), beyond, -_AT_ONCE):
             stops = range(last, max(beyond, last - _AT_ONCE), -1)
@@ -124,7 +124,7 @@ class PrefixFinder:
                 return
 
     def _farthest(self, asked: _Ends, until: float) -> int:
-        """Return an upper bound for the prefix length, from the group that stores all tokens."""
+        """Return an upper bound for the prefix length, from a group that stores all tokens."""
         count = asked.chain.count
         if self._keeping is None:
             return count
@@ -141,7 +141,7 @@ class PrefixFinder:
 
 
 class _Ends(NamedTuple):
-    """Looks up where stored prefixes of a request end, among a tier's rows of one cache dtype."""
+    """Looks up the token counts at which stored prefixes of a request end, for one cache dtype."""
 
     tier: AnyTier
     chain: PrefixChain
@@ -149,6 +149,6 @@ class _Ends(NamedTuple):
     """Options of `StoreTier.kept_ends` that select the rows."""
 
     def kept(self, group: int, stops: range) -> list[bool]:
-        """Return, for each token count in `stops`, whether a group stores the block up to it."""
+        """Return, for each token count in `stops`, whether a group has a block that ends there."""
         ends = [(stop, self.chain.key_at(stop)) for stop in stops]
         return self.tier.kept_ends(group, ends, **self.rows)

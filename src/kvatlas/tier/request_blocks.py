@@ -25,9 +25,9 @@ Keys = Sequence[bytes | None] | Mapping[int, Sequence[bytes | None]]
 
 
 class Cover(NamedTuple):
-    """The range of tokens that a block contains, relative to its first token.
+    """The range of tokens that a block contains, relative to the first token of the block.
 
-    A recurrent state covers tokens 0 .. n - 1 if it is the state after n tokens.
+    The recurrent state after n tokens covers tokens 0 .. n - 1.
     """
 
     first: int
@@ -68,7 +68,7 @@ class TierSpans:
         return self.tier.groups[group].kind == "recurrent"
 
     def touched(self, group: int, start: int, stop: int) -> tuple[int, int]:
-        """Return (first, stop): the range of tokens that any layer of a group needs."""
+        """Return (first, stop): the range of tokens that at least one layer of a group needs."""
         spans = self._spans(group, start, stop)
         return min(first for first, _ in spans), max(last for _, last in spans)
 
@@ -112,7 +112,8 @@ class TierSpans:
     def covers_at_end(self, group: int, stop: int) -> set[Cover]:
         """Return the covers that the last block of a request of `stop` tokens may have.
 
-        A window may begin inside that block or before it.
+        There are up to two: the block from its first token on, and the block from the beginning of
+        a sliding window on.
         """
         if self.recurrent(group):
             return {Cover(0, stop)}
@@ -136,7 +137,7 @@ class TierSpans:
         )
 
     def whole_blocks(self, start: int) -> int:
-        """Return the last position, at most `start`, at which a block begins in every group."""
+        """Return the largest token position up to `start` at which every group begins a block."""
         return start // self.step * self.step
 
     def _spans(self, group: int, start: int, stop: int) -> list[tuple[int, int]]:

@@ -1,8 +1,8 @@
 """The layout of a row in staging memory: object by object, each after its header.
 
-A store reads and writes an object as one contiguous range, even if its bytes are scattered over
-the row, so objects need not be assembled. The runs between pools and rows are translated to this
-layout. A run that crosses an object boundary is split there.
+A row is one block of the tier. The bytes of one object may be scattered over the row. In staging
+memory they are contiguous, so a store reads or writes an object as one range. The runs between
+pools and rows are translated to this layout. A run that crosses an object boundary is split there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KEPT = 64
 
 
 class FramedStarts(NamedTuple):
-    """The starts of runs in staged rows, and the objects that contain the runs.
+    """The starts of a copy in a staged row, and the indices of the objects that its runs access.
 
     `starts` is None if a run crosses from one object into another.
     """
@@ -69,14 +69,17 @@ class RowFrame:
         self.starts_at = lru_cache(_KEPT)(self._starts_at)
 
     def object(self, index: int) -> slice:
-        """Return the slice of an object and its header within a staged row."""
+        """Return the byte range of an object within a staged row, as one slice.
+
+        The slice begins with the header of the object.
+        """
         return self._objects[index]
 
     def moved(self, copy: Copy, end: End, begin: Int64s | int, to: Int64s | int) -> Copy:
-        """Translate the offsets of a copy at `end` from rows to staged rows.
+        """Translate the source or destination offsets (`end`) of a copy from rows to staged rows.
 
-        `begin` is the offset of a run's row before the translation, and `to` that of its staged
-        row. Both have one element per run, or are one integer for all runs.
+        `begin` is the offset of the row that a run is in, and `to` the offset of the same row in
+        staging memory. Both have one element per run, or are one integer for all runs.
         """
         within = (copy.src if end == "src" else copy.dst) - begin
         stretch = np.searchsorted(self._starts, within, "right") - 1
@@ -91,10 +94,11 @@ class RowFrame:
     def moved_grid(
         self, grid: Copy, end: End, within: Sequence[tuple[int, int]], to: Int64s | int
     ) -> list[Copy]:
-        """Translate a grid of runs like `moved`, and expand spans only if a run crosses objects.
+        """Translate a copy with several starts like `moved`, without expanding it if possible.
 
-        `within` contains the offset of each span in its row, and its length. Returns one grid for
-        all spans with equal offsets and lengths.
+        `within` contains, for each span, its offset in its row and its length. Returns one copy for
+        all spans with equal offset and length. It is expanded to single runs only if one of its
+        runs crosses objects.
         """
         other = grid.dst if end == "src" else grid.src
         to = np.full(len(other), to) if isinstance(to, int) else to
@@ -117,10 +121,10 @@ class RowFrame:
         return moved
 
     def _starts_at(self, starts: Starts, end: End, begin: int, length: int) -> FramedStarts:
-        """Return the starts of a span's runs, with their offsets at `end` in a staged row.
+        """Translate the starts of a copy at `end` to offsets in a staged row.
 
-        `begin` is the offset of the span in its row. Raises an error if the destination offsets
-        are not ascending, as those of a route are.
+        `begin` is the offset of a span in its row, and `length` its length. Raises an error unless
+        the destination offsets of `starts` are ascending, as a route provides them.
         """
         if starts.step < 1:
             problem = "The destination starts of runs must be ascending"
@@ -144,9 +148,10 @@ class RowFrame:
     def _cut(
         self, copy: Copy, within: Int64s, first: Int64s, last: Int64s
     ) -> tuple[Copy, Int64s, Int64s]:
-        """Split runs at the boundaries of objects.
+        """Split runs at object boundaries.
 
-        Returns the parts as a copy, and for each part its stretch and the run that it is from.
+        Returns the split runs as a copy. Also returns, for each split run, the index of its range
+        in `GroupObjects.stretches`, and the index of the original run.
         """
         parts = last - first + 1
         run = np.repeat(np.arange(len(parts)), parts)

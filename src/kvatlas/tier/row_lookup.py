@@ -17,7 +17,7 @@ KeyRows = Mapping[int, Sequence[bytes | None]]
 
 
 class RowLookup:
-    """Looks up which rows of a request a store has."""
+    """Looks up which rows of a request exist in a store. A row is one block of the tier."""
 
     def __init__(self, traffic: RowTraffic, spans: TierSpans) -> None:
         self._traffic, self._spans = traffic, spans
@@ -25,10 +25,11 @@ class RowLookup:
     def longest(
         self, start: int, stop: int, keys: KeyRows, deadline: Deadline
     ) -> tuple[int, dict[NeededBlock, RowName], str]:
-        """Return the length of the longest prefix that every group can serve, and its rows.
+        """Return (tokens, rows, reason) of the longest prefix that every group can serve.
 
-        Also returns why longer prefixes were not found: "absent" if their rows do not exist, or
-        "incomplete" if a row lacks some of its objects.
+        `tokens` is its length, and `rows` are its rows in the store. `reason` is why longer
+        prefixes were not found: "absent" if their rows do not exist, or "incomplete" if a row lacks
+        some of its objects.
         """
         spans = self._spans
         ends: list[int] = [stop, *range((stop - 1) // spans.step * spans.step, start, -spans.step)]
@@ -54,10 +55,11 @@ class RowLookup:
     def kept(
         self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
     ) -> list[bool]:
-        """Return for each (length, key) whether a group stores the last row of a request.
+        """Return, for each (length, key) in `ends`, whether a group stores the row that ends there.
 
-        `length` is the request's number of tokens, and `key` identifies its last block.
-        With `whole`, all objects of the row must exist. Otherwise the first object suffices.
+        `length` is a number of leading tokens of a request, and `key` is the key of the last block
+        of these tokens. With `whole`, all objects of the row must exist. Otherwise the first object
+        suffices.
         """
         covers = [self._spans.covers_at_end(group, stop) for stop, _ in ends]
         rows = [
@@ -102,7 +104,7 @@ class Asked:
         return self._traffic.present(rows, self._deadline)
 
     def _candidates(self, need: NeededBlock) -> list[RowName]:
-        """Return the rows that can serve a block: the whole block, or exactly the needed tokens."""
+        """Return rows that can serve `need`: with the whole block, or exactly the needed tokens."""
         if need.key is None:
             return []
         exact = RowName(need.group, need.key, need.cover)

@@ -20,14 +20,14 @@ from kvatlas.tier.storage import Read, TierStorage
 
 
 class RowMoves(Protocol):
-    """The parts of each row that a rank needs, and how they are moved into its pools."""
+    """Moves rows of a tier into one rank's pools, and selects the objects that it needs."""
 
     def objects(self, need: NeededBlock) -> list[int]:
-        """Return the indices of a row's objects that the rank needs."""
+        """Return the indices of the objects of row `need` that the rank needs."""
         ...
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
-        """Move rows from staging memory into the rank's pools."""
+        """Move the rows in `needs` from staging memory into the rank's pools."""
         ...
 
 
@@ -45,11 +45,11 @@ class CopiedRows:
         (self._storage, self._staging), self._read = staged, read
 
     def objects(self, need: NeededBlock) -> list[int]:
-        """Return the indices of a row's objects that contain bytes of the runs."""
+        """Return the indices of the objects of row `need` from which the rank copies bytes."""
         return self._runs.objects(*self._numbered.place(need), self._staging)
 
     def deliver(self, needs: Iterable[NeededBlock], rows: StagedRows) -> None:
-        """Copy all runs of the staged rows."""
+        """Copy the rank's part of the staged rows into its pools."""
         del needs  # `rows.places` lists the same rows
         self._storage.carry("fetch", self._runs.at(rows.places, self._staging), self._read)
 
@@ -72,7 +72,7 @@ class ConvertedRows:
         return self._stream.parts_of_entry(need.group, self._numbered.entry(need))
 
     def objects(self, need: NeededBlock) -> list[int]:
-        """Return the indices of a row's objects that contain bytes to convert."""
+        """Return the indices of the objects of row `need` from which the rank converts bytes."""
         starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         pool, number = self._numbered.place(need)
         begin = number * self._numbered.block_bytes(pool)

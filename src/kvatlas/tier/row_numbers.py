@@ -14,7 +14,7 @@ from kvatlas.tier.request_blocks import NeededBlock
 
 
 class RowNumbers:
-    """A number for each row that a request needs. Each pool counts separately."""
+    """A placeholder block id for each row that a request needs. Each pool counts separately."""
 
     def __init__(self, plan: Plan, needs: Iterable[NeededBlock]) -> None:
         self._groups = plan.groups
@@ -28,15 +28,15 @@ class RowNumbers:
         self._group = {self.place(need): need.group for need in self.numbers}
 
     def entry(self, need: NeededBlock) -> int:
-        """Return the index of a row in its group's block table, which is 0 for recurrent states."""
+        """Return the index of a row in the block table of its group; 0 for a recurrent state."""
         return 0 if self._groups[need.group].kind == "recurrent" else need.entry
 
     def place(self, need: NeededBlock) -> tuple[int, int]:
-        """Return the pool of a row, and its number in that pool."""
+        """Return (pool, placeholder number) of a row."""
         return self._groups[need.group].pool, self.numbers[need]
 
     def group(self, pool: int, number: int) -> int:
-        """Return the group of the row that has this number in this pool."""
+        """Return the group of the row with this placeholder number in this pool."""
         return self._group[pool, number]
 
     def block_bytes(self, pool: int) -> int:
@@ -44,7 +44,7 @@ class RowNumbers:
         return self._block_bytes[pool]
 
     def tables(self) -> dict[int, list[int]]:
-        """Return a block table of numbers for each group.
+        """Return the block table of each group, with placeholder numbers instead of block ids.
 
         Entries that the request does not need are -1, which routes reject.
         """

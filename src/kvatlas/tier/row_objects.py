@@ -34,7 +34,7 @@ Ranges = tuple[Int64s, Int64s]
 
 
 class RowShare(NamedTuple):
-    """The indices of the objects of a row that a rank holds completely, or only in part."""
+    """Indices of the objects of a row that a rank writes: `whole` completely, `partly` in part."""
 
     whole: tuple[int, ...]
     partly: tuple[int, ...]
@@ -43,7 +43,7 @@ class RowShare(NamedTuple):
 
 
 class GroupObjects:
-    """How each row of one group is cut into objects: the byte ranges of the row in each object."""
+    """How the rows of one group are cut into objects: the byte ranges of a row in each object."""
 
     def __init__(self, held: list[Ranges]) -> None:
         owner = [np.full(len(start), index) for index, (start, _) in enumerate(held)]
@@ -67,11 +67,11 @@ class GroupObjects:
 
     @property
     def stretches(self) -> tuple[Int64s, Int64s, Int64s]:
-        """The contiguous stretches of a row, ascending: their starts, stops and object indices."""
+        """The contiguous ranges of a row by offset: arrays of starts, stops and object indices."""
         return self._starts, self._stops, self._owner
 
     def overlap(self, start: Int64s, length: Int64s) -> Int64s:
-        """Return, for each object, how many of its bytes are in the given ranges of a row."""
+        """Return, for each object, how many of its bytes are in the given byte ranges of a row."""
         if not len(start):
             return np.zeros(len(self), np.int64)
         start, length = join_ranges(start, length)
@@ -83,10 +83,10 @@ class GroupObjects:
     def share(self, brought: Ranges, needed: Ranges, *, first: bool) -> RowShare:
         """Return which objects of a row a rank writes completely, and which only in part.
 
-        `brought` are the ranges of the row that the rank writes, and `needed` are all ranges that
-        must be written. An object is complete if the rank writes all of its needed bytes. With
-        `first`, so are objects without needed bytes: one rank writes them, and every row then has
-        all of its objects.
+        `brought` are the byte ranges of the row that the rank writes, and `needed` those that all
+        ranks together must write. An object is complete if the rank writes all of its needed bytes.
+        `first` is true for one rank only. This rank also writes the objects without needed bytes,
+        so that every row has all of its objects.
         """
         mine, all_of = self.overlap(*brought), self.overlap(*needed)
         whole = (mine == all_of) & ((all_of > 0) | first)
@@ -133,7 +133,10 @@ class RowObjects:
         return GroupObjects(objects)
 
     def _pieces(self, region: Region, index: int) -> Iterator[tuple[tuple[int, ...], Placement]]:
-        """Yield (ranks, placement) for each part of a page of block 0 that these ranks hold."""
+        """Yield (ranks, placement) for each part of a layer's page that the same ranks would hold.
+
+        `index` is the layer's index in the region. Placements are in block 0.
+        """
         placed = region.placement(1, 1).select("L", index).select("B", 0)
         page = region.page(1, 0, index)
         for field in page.fields:
@@ -161,9 +164,9 @@ class RowObjects:
 def _holders(
     sharding: Sharding, shards: int, start: int, stop: int
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Split rows start .. stop - 1 of a field by the ranks that would hold them.
+    """Split the range start .. stop - 1 of a field's sharded axis by the ranks that would hold it.
 
-    Yields (first row, row after the last, ranks) for each part.
+    The axis counts heads or channels. Yields (start, stop, ranks) for each part.
     """
     held = [(one.start, one.start + one.length, rank)
             for rank in range(shards) for one in sharding.ranges(shards, rank)]  # fmt: skip

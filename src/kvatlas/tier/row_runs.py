@@ -1,8 +1,8 @@
 """`RowRuns`: the runs of a request, split by row, so that rows can be staged in batches.
 
-A route is bound once, to `RowNumbers`. The runs of each row are then translated to the row's
-address in staging memory. A copy may be a grid of runs (see `Copy.starts`). Grids are not expanded:
-each row has only a few of their spans.
+A row is one block of the tier. A route is bound once, to `RowNumbers`. The runs of each row are
+then translated to the row's address in staging memory. A copy may describe many runs by spans and
+starts (see `Copy.starts`). They are not expanded: each row has only a few of the spans.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONG_RUN = 4 << 10
 
 
 class _Grouped(NamedTuple):
-    """A copy whose spans are grouped by row."""
+    """A copy whose spans (see `Copy`) are grouped by row."""
 
     copy: Copy
     rows: dict[int, tuple[int, int]]
@@ -41,7 +41,8 @@ class _Grouped(NamedTuple):
 class RowRuns:
     """The runs of copies between a rank's pools and rows, grouped by row.
 
-    `end` is the end of the copies that is in rows. The route was bound to `numbered` there.
+    `end` is "src" or "dst", whichever end of the copies is in rows. At that end, the copies contain
+    the placeholder block ids of `numbered`.
     """
 
     def __init__(self, copies: Iterable[Copy], end: End, numbered: RowNumbers) -> None:
@@ -51,8 +52,8 @@ class RowRuns:
     def _by_row(self, copy: Copy) -> _Grouped:
         """Group the spans of a copy by row.
 
-        Long runs are sorted by their offset in the row, so that contiguous runs are copied without
-        a staging buffer. For short runs sorting costs more than it saves.
+        If runs are long, the spans of a row are also sorted by offset, so that contiguous runs are
+        copied without a staging buffer. For short runs sorting costs more than it saves.
         """
         at, nbytes = self._at(copy), self._numbered.block_bytes(self._pool(copy))
         row = at // nbytes
@@ -70,7 +71,7 @@ class RowRuns:
         return _Grouped(copy, rows, list(zip(within, copy.length.tolist(), strict=True)))
 
     def objects(self, pool: int, number: int, staging: StagingRows) -> list[int]:
-        """Return the indices of a row's objects that contain bytes of the runs."""
+        """Return the indices of the objects of a row that the runs access."""
         group = self._numbered.group(pool, number)
         found: set[int] = set()
         for copy, rows, grid_spans in self._sorted:
@@ -90,8 +91,8 @@ class RowRuns:
     def at(self, places: Mapping[int, Mapping[int, int]], staging: StagingRows) -> list[Copy]:
         """Return the runs of the rows in `places`, with their addresses in staging memory.
 
-        `places` maps a pool and the number of a row to the index of a staging row. The rows of each
-        pool must be consecutive in `numbered`.
+        `places[pool][number]` is the index of the staging row for the row with this placeholder
+        number. In `numbered`, the rows of each pool must be consecutive.
         """
         moved: list[Copy] = []
         numbers = {pool: sorted(there) for pool, there in places.items()}
@@ -113,9 +114,10 @@ class RowRuns:
         return moved
 
     def _together(self, copy: Copy, numbers: list[int]) -> Iterator[list[int]]:
-        """Yield the numbers of rows that are moved together: rows of one group.
+        """Split row numbers into lists of rows that are moved together; each list is of one group.
 
-        Large rows are moved one by one, unless the copy is a grid, whose runs are not joined.
+        Large rows are moved one by one, so that more runs can be joined. Copies with several starts
+        are an exception, because their runs are not joined.
         """
         pool = self._pool(copy)
         if copy.starts is ORIGIN and self._numbered.block_bytes(pool) >= _LARGE_ROW:
@@ -132,9 +134,9 @@ class RowRuns:
 
 
 def _of_spans(rows: list[int], stride: int, counts: list[int]) -> Int64s | int:
-    """Return the offset of each span's row, `stride` bytes per row; one integer for one row.
+    """Return, for each span of a copy, the byte offset of its row: row index times `stride`.
 
-    `counts` is the number of spans of each row.
+    `counts` is the number of spans in each of `rows`. If there is only one row, return one integer.
     """
     if len(rows) == 1:
         return stride * rows[0]

@@ -29,7 +29,7 @@ _AHEAD = 3
 
 
 class BoundStore(NamedTuple):
-    """A rank's part of a store operation: its runs, its objects by row shape, and how to copy."""
+    """A rank's part of a store operation: runs, objects by `NeededBlock.shape`, and how to copy."""
 
     runs: RowRuns
     shares: Mapping[Any, RowShare]
@@ -38,7 +38,7 @@ class BoundStore(NamedTuple):
 
 
 class RowStoring:
-    """Stores the rows of one request from one rank's pools through staging memory."""
+    """Stores one rank's part of a request's rows, from its pools through staging memory."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class RowStoring:
     def bind(
         self, blocks: Any, tokens: tuple[int, int], storage: TierStorage, pools: Mapping[int, Any]
     ) -> BoundStore:
-        """Bind the copies from the rank's pools into rows.
+        """Compute the copies from the rank's pools into rows.
 
         Raises an error if the rank holds only a part of an object.
         """
@@ -107,7 +107,7 @@ class RowStoring:
         return under_way, no_room
 
     def _share(self, group: int, brought: Any, needed: Any) -> RowShare:
-        """Return which objects of a group's rows the rank writes.
+        """Return which objects the rank writes in rows of this group with these byte ranges.
 
         Raises an error if the rank holds only a part of an object.
         """

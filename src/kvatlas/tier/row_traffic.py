@@ -54,14 +54,14 @@ class StagedObject(NamedTuple):
 
 
 class StagedRows(NamedTuple):
-    """A lease of staging memory, and the index of the staging row by pool and row number."""
+    """Leased staging rows. `places[pool][number]` is the staging row of placeholder `number`."""
 
     lease: RowLease
     places: dict[int, dict[int, int]]
 
 
 class RowTraffic:
-    """Moves objects of one namespace between a store and staging memory."""
+    """Moves the objects of one namespace between a store and staging memory."""
 
     def __init__(self, store: ObjectStore, names: Namespace, staging: StagingRows) -> None:
         self.store, self.names, self.staging = store, names, staging
@@ -74,7 +74,7 @@ class RowTraffic:
     # -- lookups ------------------------------------------------------------------------
 
     def present(self, rows: Sequence[RowName], deadline: Deadline) -> list[tuple[bool, bool]]:
-        """Return for each row whether all of its objects exist, and whether any does."""
+        """Return, for each row, (whether all of its objects exist, whether at least one exists)."""
         return self._present([self.names.objects(row) for row in rows], deadline)
 
     def begun(self, rows: Sequence[RowName], deadline: Deadline) -> list[bool]:
@@ -84,10 +84,11 @@ class RowTraffic:
     def brought(
         self, rows: Mapping[NeededBlock, RowName], source: tuple[int, int], deadline: Deadline
     ) -> list[bool]:
-        """Return for each row whether all objects that a rank contributes exist.
+        """Return, for each row, whether the store has all objects that one rank contributes to it.
 
-        `source` is (number of the `Ingest`, rank). After the rank has stored a row of the same
-        shape, its objects are known. Before that, all objects of the row are looked up.
+        `source` is (`Ingest.number`, rank). The objects that the rank contributes are known once it
+        has stored a row with the same `NeededBlock.shape`. Until then, all objects of the row must
+        exist.
         """
         names = []
         for need, row in rows.items():
@@ -97,7 +98,7 @@ class RowTraffic:
         return [whole for whole, _ in self._present(names, deadline)]
 
     def know_shares(self, ingest: int, rank: int, shares: Mapping[Any, RowShare]) -> None:
-        """Record which objects a rank contributes to rows, by row shape."""
+        """Record which objects of a row a rank contributes, by `NeededBlock.shape`."""
         if len(self._shares) > _REMEMBERED:
             self._shares.clear()
         for shape, share in shares.items():
@@ -120,8 +121,8 @@ class RowTraffic:
     def why_absent(self, deadline: Deadline) -> str:
         """Return the reason for a miss: "other_LEVEL", or "absent" if all levels match.
 
-        LEVEL is the first level of the identity, such as the tenant, of which the store has no
-        caches.
+        LEVEL is the first of tenant, model, weights, dtype and format in which nothing in the store
+        matches this namespace.
         """
         if time.monotonic() >= self._marked_until:
             there = list(self._exist(self.names.marks, deadline))
@@ -131,7 +132,7 @@ class RowTraffic:
         return "absent"
 
     def mark(self) -> Future[None] | None:
-        """Start writing the marks of this namespace, or return None if they are up to date."""
+        """Start writing this namespace's marks. Return None if they are written or in flight."""
         under_way = self._marking is not None and not self._marking.done()
         if under_way or time.monotonic() < self._marked_until:
             return None
@@ -218,7 +219,7 @@ class RowTraffic:
         return self.calls.start(call)
 
     def give_back_after(self, started: Future[Any], lease: RowLease) -> None:
-        """Give leased staging rows back when the call that uses them ends, even after a timeout."""
+        """Give leased staging rows back once `started` has finished, even after a timeout."""
         started.add_done_callback(lambda _: self.staging.give_back(lease))
 
     def _as_many(self, answers: object, asked: Sequence[object]) -> list[object]:
@@ -235,6 +236,10 @@ class RowTraffic:
         raise AtlasError(Code.WIRE_FAILED, problem, got=got, hint=hint)
 
     def zero(self, row: RowName, number: int, rows: StagedRows) -> None:
-        """Zero a row with fewer tokens than its block, so that equal rows have equal bytes."""
+        """Fill a staged row with zeros.
+
+        Call this first for a row with fewer tokens than its block, so that equal rows have equal
+        bytes.
+        """
         pool = self._pool_of[row.group]
         self.staging.row(pool, rows.places[pool][number])[:] = np.uint8(0)

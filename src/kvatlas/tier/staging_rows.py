@@ -25,14 +25,18 @@ Needed = Mapping[int, int]
 
 
 class RowLease:
-    """Leased rows of staging memory, by pool."""
+    """Leased rows of staging memory: `rows[pool]` lists their indices."""
 
     def __init__(self, rows: dict[int, list[int]]) -> None:
         self.rows = rows
 
 
 class StagingRows:
-    """Rows of a plan's pools, with headers for their objects, in at most `nbytes` bytes."""
+    """Staging memory for rows, each with headers for its objects.
+
+    A row is one block of the tier. `nbytes` limits the size of all rows without headers, but each
+    pool has at least two rows.
+    """
 
     def __init__(self, cut: RowObjects, nbytes: int) -> None:
         plan, self.cut = cut.plan, cut
@@ -52,7 +56,7 @@ class StagingRows:
         self._changed = threading.Condition()
 
     def at_once(self, pool: int) -> int:
-        """Return the number of rows per lease, small enough for several leases in flight."""
+        """Return how many rows one lease should have, so that several leases can be in flight."""
         return max(1, self.rows[pool] // _LEASES)
 
     def lease(self, needed: Needed, deadline: Deadline) -> RowLease | None:

@@ -86,9 +86,10 @@ class TierStorage:
     ) -> tuple[PartSums, dict[Shape, Delivery]]:
         """Copy a rank's part of a request from its pools into the tier.
 
-        Returns the known contributions to block checksums, and the byte ranges that the rank has
-        contributed to blocks of each shape. If the tier is in memory, or in a file that is written
-        in long stretches, the copies are grids of runs, which are not expanded.
+        Returns the contributions to block checksums that are known, and, by `NeededBlock.shape`,
+        the byte ranges that the rank has contributed to a block. If possible, copies use spans and
+        starts instead of single runs (see `Copy.starts`): for a tier in memory, and for a file that
+        is written in long contiguous ranges.
         """
         file, rank = self._file, about[0]
         if not is_on_gpu(pools):
@@ -104,7 +105,7 @@ class TierStorage:
         return self.carry("store", copies, self.writing(plan, rank, pools)), brought
 
     def takes_sums(self, pools: Mapping[int, Any] | None) -> bool:
-        """Return whether `reading` accepts grids of runs for these pools: true for host memory."""
+        """Return whether `reading` accepts copies with several starts: true for host memory."""
         return not is_on_gpu(pools)
 
     def reading(self, plan: Plan, rank: int, pools: Mapping[int, Any]) -> Read:
@@ -119,7 +120,7 @@ class TierStorage:
     def offload_of_sums(
         self, plan: Plan, rank: int, pools: Mapping[int, Any] | None
     ) -> GpuOffload | None:
-        """Return the offload that moves grids between GPU pools and the tier's pinned memory.
+        """Return the offload that moves copies with several starts between GPU pools and the tier.
 
         Return None if the pools are not on a GPU or the tier's memory is not pinned.
         """

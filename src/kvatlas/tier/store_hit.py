@@ -120,7 +120,7 @@ class StoreHit:
     def _start(
         self, numbers: Mapping[NeededBlock, int], moves: RowMoves, rows: StagedRows
     ) -> _Batch:
-        """Start reading the objects that this rank needs of the rows in `numbers`."""
+        """Start reading, for the rows in `numbers`, the objects that this rank needs."""
         wanted = []
         for need, number in numbers.items():
             wanted += self._traffic.staged(self.rows[need], number, rows, moves.objects(need))
@@ -133,7 +133,7 @@ class StoreHit:
 def batches(
     plan: Plan, numbers: Mapping[NeededBlock, int], at_once: Callable[[int], int]
 ) -> Iterator[dict[NeededBlock, int]]:
-    """Yield the rows in order, in batches that fit into staging memory."""
+    """Split the rows in `numbers`, in order, into batches that fit into staging memory."""
     some: dict[NeededBlock, int] = {}
     counts: dict[int, int] = {}
     for need, number in numbers.items():

@@ -34,7 +34,7 @@ _MARK_NAME = re.compile(_MARK.format("[0-9a-f]{32}", "([0-9a-f]{32})"))
 
 
 class NamespaceSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects of one namespace in a store."""
+    """Summary of the objects that a store has in one namespace."""
 
     tenant: str
     namespace: str
@@ -105,8 +105,9 @@ def collect_garbage(
 ) -> tuple[int, int]:
     """Remove incomplete rows, or all objects of one tenant or namespace.
 
-    Returns the number of removed objects, and the bytes of files that dead writers left. Rows
-    that are being written now are incomplete and may be removed too; they will be stored again.
+    Returns the number of removed objects, and the number of bytes in removed unfinished files of
+    dead writers. A row that is being written now is incomplete and may be removed too; it will be
+    stored again.
     """
     if tenant or namespace:
         return sum(_remove_all(store, tenant, namespace)), 0
@@ -184,7 +185,7 @@ def _complete(names: list[str], cut: RowObjects | None) -> bool:
 
 
 def _cut(store: ObjectStore, tenant: str, namespace: str) -> RowObjects | None:
-    """Return how the rows of a namespace are cut, or None if it has no valid mark."""
+    """Return how the rows of a namespace are cut into objects, or None if it has no valid mark."""
     found = _read(store, name := _MARK.format(tenant, namespace))
     if found is None or not _is_sound(name, found):
         return None
@@ -227,9 +228,9 @@ def _is_digest(text: str) -> bool:
 
 
 def _remove_all(store: ObjectStore, tenant: str, namespace: str) -> Iterator[int]:
-    """Remove the objects of a tenant or a namespace and yield the numbers of removed objects.
+    """Remove the objects of a tenant or a namespace, and yield how many each step removed.
 
-    Both are digests, as `kvatlas tier ls` prints them.
+    `tenant` and `namespace` are digests, as `kvatlas tier ls` prints them.
     """
     for owner, place in list(_rows(store)):
         if tenant in ("", owner) and namespace in ("", place):

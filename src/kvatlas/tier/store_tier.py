@@ -253,12 +253,12 @@ class StoreTier:
         whole: bool = False,
         other: bool = False,
     ) -> list[bool]:
-        """Return for each (length, key) whether a group stores the last row of a request.
+        """Return, for each (length, key) in `ends`, whether a group stores the row that ends there.
 
-        `length` is the request's number of tokens, and `key` identifies its last block. Unless
-        `whole` is set, the row may lack objects that other ranks have yet to store. With `other`,
-        search the rows of the other cache dtype: a request is always served from rows of one dtype.
-        If the store fails, the miss is counted and the error raised.
+        `length` is a number of leading tokens of a request, and `key` is the key of the last block
+        of these tokens. Unless `whole` is set, the row may lack objects that other ranks have yet
+        to store. With `other`, search the rows of the other cache dtype: a request is always served
+        from rows of one dtype. If the store fails, the miss is counted and the error raised.
         """
         with self._storage.using():
             deadline = Deadline(self.deadline)
@@ -345,7 +345,10 @@ class StoreTier:
     def _found(
         self, start: int, stop: int, keys: Keys, among: Sequence[StoredRows]
     ) -> tuple[StoredRows, FoundRows]:
-        """Find the longest stored prefix and its rows. If it is too short, count the reason."""
+        """Find the longest stored prefix and its rows.
+
+        If it is shorter than `stop` tokens, count the reason in `misses`.
+        """
         deadline, by_group = Deadline(self.deadline), keys_by_group(self.plan, keys)
         best, most = self._own, FoundRows(0, {}, "")
         try:
@@ -365,14 +368,14 @@ class StoreTier:
     def _why_absent(self, deadline: Deadline) -> str:
         """Return the reason for a miss: "other_LEVEL", or "absent" if all levels match.
 
-        LEVEL is the first level of the identity, such as the tenant, of which the store has no
-        caches.
+        LEVEL is the first of tenant, model, weights, dtype and format in which nothing in the store
+        matches this tier.
         """
         reasons = [rows.traffic.why_absent(deadline) for rows in self._rows]
         return "absent" if "absent" in reasons else reasons[0]
 
     def _missed(self, problem: AtlasError) -> None:
-        """Count the reason for which the store could not serve a call."""
+        """Count the reason why the store could not serve a call."""
         if problem.code in _STORE_FAILED:
             self._count(_STORE_FAILED[problem.code])
 

@@ -24,14 +24,14 @@ from kvatlas.tier.stores import ObjectStore
 
 
 class OtherRows(NamedTuple):
-    """Rows stored by engines with another cache dtype: their plan and their conversion."""
+    """The plan of rows that engines with another cache dtype store, and how to convert them."""
 
     plan: Plan
     convert: Converting
 
 
 class FoundRows(NamedTuple):
-    """The number of stored tokens of a request, their rows, and the reason the prefix ends."""
+    """A stored prefix of a request: its length in tokens, its rows, and why it is not longer."""
 
     tokens: int
     rows: Mapping[NeededBlock, RowName]
@@ -39,7 +39,7 @@ class FoundRows(NamedTuple):
 
 
 class StoredRows:
-    """The rows in a store that have one plan and one identity."""
+    """The rows in a store that have one plan and one identity. A row is one block of the plan."""
 
     def __init__(
         self,
@@ -69,16 +69,17 @@ class StoredRows:
     def find(self, start: int, stop: int, keys: Mapping[int, Any], deadline: Deadline) -> FoundRows:
         """Find the longest stored prefix of a request's first `stop` tokens.
 
-        Rows that only tokens before `start` need are not looked up.
+        Rows that are needed only for tokens before `start` are not looked up.
         """
         return FoundRows(*self._lookup.longest(start, stop, keys, deadline))
 
     def kept(
         self, group: int, ends: Sequence[tuple[int, bytes]], deadline: Deadline, *, whole: bool
     ) -> list[bool]:
-        """Return for each (length, key) whether a group stores the last row of a request.
+        """Return, for each (length, key) in `ends`, whether a group stores the row that ends there.
 
-        `length` is the request's number of tokens, and `key` identifies its last block.
+        `length` is a number of leading tokens of a request, and `key` is the key of the last block
+        of these tokens. With `whole`, all objects of the row must exist.
         """
         return self._lookup.kept(group, ends, deadline, whole=whole)
 
@@ -96,7 +97,10 @@ class StoredRows:
 
 
 def check_alike(plan: Plan, other: OtherRows) -> None:
-    """Raise an error unless the other rows have the keys of `plan` and can be converted to it."""
+    """Raise an error unless rows of `other` can be found by the keys of `plan` and converted.
+
+    They must have the same layers, groups and block sizes.
+    """
     check_tier_plan(other.plan)
     mine, theirs = (
         sorted(

@@ -54,9 +54,9 @@ class Ingests:
     def needs(
         self, plan: Plan, tokens: Any, keys: Mapping[int, Sequence[bytes | None]]
     ) -> tuple[int, int, list[NeededBlock]]:
-        """Return (start, stop, blocks) of the tokens to store.
+        """Return (start, stop, blocks) for the tokens to store.
 
-        `start` is rounded down to a block.
+        `start` is rounded down to a position at which every group begins a block.
         """
         start, stop = token_range(tokens, min(plan.max_len, self._tier.max_len))
         spans = self.of(plan).spans

@@ -1,9 +1,9 @@
 """`Tier`: a pool of blocks in host memory or in a file, for caches of any topology.
 
-A tier has its own plan: one rank, block-outermost, each block contiguous. Ranks of any plan of
-the same model store blocks along routes, and ranks of any other plan fetch them. Keys are opaque
-bytes. A key identifies one block of tokens of one group of the tier's plan, or the recurrent
-state after some number of tokens.
+A tier has its own plan: one rank, block-outermost, each block contiguous. Ranks of any plan of the
+same model can store blocks, and ranks of any other plan can fetch them. Keys are opaque bytes. A
+key identifies one block of tokens of one group of the tier's plan, or the recurrent state after
+some number of tokens.
 """
 
 from __future__ import annotations
@@ -227,9 +227,10 @@ class Tier:
     def kept_ends(
         self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
     ) -> list[bool]:
-        """Return for each (length, key) whether a group stores the last block of a request.
+        """Return, for each (length, key) in `ends`, whether a group stores the block ending there.
 
-        `length` is the request's number of tokens, and `key` identifies its last block.
+        `length` is a number of leading tokens of a request, and `key` is the key of the last block
+        of these tokens.
         """
         del whole  # lookups find only complete blocks
         with self._storage.using():

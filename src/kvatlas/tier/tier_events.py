@@ -181,9 +181,9 @@ class TierEvents:
     # -- inside -------------------------------------------------------------------------
 
     def _look_for(self, noted: _Noted, news: list[BlockEvent]) -> bool:
-        """Append events for newly found blocks of a request to `news`.
+        """Append events to `news` for stored blocks of a request that were not reported before.
 
-        Return whether all are found.
+        Return whether the tier stores all blocks of the request.
         """
         complete = True
         for number, group in enumerate(self._tier.plan.groups):
@@ -244,7 +244,7 @@ class TierEvents:
 
 
 def _stretches(stops: Sequence[int], block: int) -> Iterator[list[int]]:
-    """Split ascending block ends, in tokens, into lists of consecutive blocks."""
+    """Split ascending end positions of blocks, in tokens, into lists of adjacent blocks."""
     begun: list[int] = []
     for stop in stops:
         if begun and stop != begun[-1] + block:
@@ -267,7 +267,12 @@ def block_hash(key: bytes) -> int:
 def _extra_keys(
     chain: PrefixChain, blocks: int, *, first: bool
 ) -> list[tuple[Any, ...] | None] | None:
-    """Return vLLM's `extra_keys`: the values other than tokens that each block's hash covers."""
+    """Return vLLM's `extra_keys` for `blocks` consecutive blocks of a request.
+
+    They are the values other than tokens that the hash of each block includes: the LoRA name and,
+    for the first block of the request, the salt. Set `first` if the blocks begin with the first
+    block of the request. Return None if the request has neither value.
+    """
     lora = (chain.lora,) if chain.lora else ()
     salt = (chain.salt.hex(),) if chain.salt and first else ()
     if not lora and not chain.salt:

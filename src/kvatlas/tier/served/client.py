@@ -131,7 +131,7 @@ class TierClient:
         return _expected(answer, m.StoreBegun)
 
     def _told(self, plan: Plan) -> tuple[bytes, bytes]:
-        """Return (encoded plan, its hash)."""
+        """Return the plan as encoded bytes, and their hash."""
         if plan not in self._plans:
             if len(self._plans) >= PLANS:
                 self._plans = {}
@@ -247,10 +247,10 @@ class TierClient:
     def kept_ends(
         self, group: int, ends: Sequence[tuple[int, bytes]], *, whole: bool = False
     ) -> list[bool]:
-        """Return for each (length, key) whether a group stores the last block of a request.
+        """Return, for each (length, key) in `ends`, whether a group stores the block ending there.
 
-        `length` is the request's number of tokens, and `key` identifies its last block.
-        Raises an error if no process serves the tier.
+        `length` is a number of leading tokens of a request, and `key` is the key of the last block
+        of these tokens. Raises an error if no process serves the tier.
         """
         del whole  # lookups find only complete blocks
         found: list[bool] = []
@@ -367,7 +367,10 @@ class TierClient:
 
     @contextmanager
     def _gone_is_a_miss(self, question: str) -> Iterator[None]:
-        """Suppress the error if the tier cannot be reached, and count a miss of call `question`."""
+        """Suppress the errors of an unreachable tier, and count them as misses.
+
+        `question` is the name of the call that the miss is counted for.
+        """
         try:
             yield
         except AtlasError as refusal:

@@ -142,7 +142,7 @@ class StoreBegun(Message, frozen=True, kw_only=True, tag="store_begun"):
 
 
 class SummedPart(msgspec.Struct, frozen=True, array_like=True):
-    """The contribution of the bytes that a rank has written to the checksum of a block."""
+    """One rank's contribution to the checksum of a block: a CRC-32 term and a number of bytes."""
 
     pool: Number
     block_id: Count
@@ -179,26 +179,32 @@ class KeysDropped(Message, frozen=True, kw_only=True, tag="keys_dropped"):
 
 
 class ListNames(SessionQuestion, frozen=True, kw_only=True, tag="list_names"):
-    """Ask for the (group, key) of blocks completed after a mark, as `Tier.names_since` does."""
+    """Ask for the (group, key) of blocks completed after a mark, like `Tier.names_since`."""
 
     mark: Mark
 
 
 class NamesListed(Message, frozen=True, kw_only=True, tag="names_listed"):
-    """Reply to `ListNames`: the oldest such (group, key), up to a limit, and the next mark."""
+    """Reply to `ListNames`: (group, key) of blocks completed after the mark, and the next mark.
+
+    The oldest blocks come first, up to a limit.
+    """
 
     names: Annotated[tuple[BlockName, ...], Meta(max_length=1 << 16)]
     mark: Mark
 
 
 class FindNames(SessionQuestion, frozen=True, kw_only=True, tag="find_names"):
-    """Ask for which (group, key) the tier has a complete block."""
+    """Ask which of the given (group, key) pairs have a complete block in the tier."""
 
     names: Annotated[tuple[BlockName, ...], Meta(max_length=MOST_NAMES)]
 
 
 class NamesFound(Message, frozen=True, kw_only=True, tag="names_found"):
-    """Reply to `FindNames`: whether each block exists, and how many exist or were evicted."""
+    """Reply to `FindNames`: whether each asked block exists, and two counters of the tier.
+
+    They are the number of complete blocks and the number of evicted blocks.
+    """
 
     whole: Annotated[tuple[bool, ...], Meta(max_length=MOST_NAMES)]
     blocks: Count

@@ -138,9 +138,9 @@ class TierServer:
     def close(self) -> None:
         """Stop serving and release the pins and stores of all clients. The tier stays open.
 
-        Blocks that clients are reading or filling are freed only once they have finished. Clients
-        of shared memory have a few seconds to release their blocks and cannot start new calls.
-        Blocks that they do not release stay unused. A call in a forked child has no effect.
+        A block that a client is reading or filling is freed only when that client has finished.
+        Clients of shared memory have a few seconds to release their blocks and cannot start new
+        calls. Blocks that they do not release stay unused. A call in a forked child has no effect.
         """
         if self._server.process.forked:
             return

@@ -21,7 +21,7 @@ Parts = Sequence[Bytes]
 
 
 class StoreRoom(NamedTuple):
-    """The used bytes, total bytes and objects of a store; 0 for unknown values."""
+    """The used bytes, total bytes and number of objects of a store; 0 where unknown."""
 
     used: int
     total: int
@@ -34,7 +34,7 @@ def joined_size(parts: Parts) -> int:
 
 
 def tenant_of(name: str) -> str:
-    """Return the tenant's prefix of an object name, or "" if it belongs to no tenant.
+    """Return the part of an object name that identifies its tenant, or "" if it has no tenant.
 
     >>> tenant_of("kv1/0f3a/marks/77"), tenant_of("kv1/77")
     ('kv1/0f3a', '')
@@ -93,7 +93,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def capacity(self) -> StoreRoom:
-        """Return the used and total space of the store."""
+        """Return the used and total bytes and the number of objects of the store."""
 
     @abstractmethod
     def register(self, memory: Bytes) -> None:

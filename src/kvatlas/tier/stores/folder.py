@@ -144,14 +144,14 @@ class FolderStore(ObjectStore):
         """Do nothing: the store holds no resources."""
 
     def sweep(self) -> int:
-        """Remove unfinished files that no process has written to for a while. Return their size."""
+        """Remove unfinished files without recent writes. Return their total size in bytes."""
         with _refusals(self._root):
             swept = sum(self._room.remove_all(self._room.abandoned(self._root)))
             self._room.forget_empty_tenants()
             return swept
 
     def capacity(self) -> StoreRoom:
-        """Return the used and total space of the store."""
+        """Return the used and total bytes and the number of objects of the store."""
         sizes = []
         for path in self._room.files(self._root):
             with suppress(FileNotFoundError):

@@ -19,7 +19,10 @@ _PATIENCE, _PAUSE = 10.0, 1e-3
 
 
 class HeldLedger:
-    """The byte count of a ledger whose lock this thread holds."""
+    """Access to the byte count of a `FolderLedger` while this thread holds its lock.
+
+    Reading and setting `used` reads and writes the ledger's file.
+    """
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -79,9 +82,9 @@ class FolderLedger:
             return False
 
     def remove_unless(self, needed: Callable[[], bool]) -> None:
-        """Remove the ledger, unless it is locked or `needed` returns true while it is held.
+        """Lock the ledger and remove it, unless `needed` returns true. A locked ledger is kept.
 
-        A process that waits for the lock creates a new ledger.
+        A process that waits for the lock then creates a new ledger.
         """
         with suppress(OSError), self.held(patience=0.0):
             if not needed():

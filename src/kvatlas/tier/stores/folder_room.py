@@ -30,7 +30,7 @@ _FOLDER_TRIES = 8
 
 
 class BoundedFolder(NamedTuple):
-    """A folder, the limit of its bytes, and the ledger that counts them."""
+    """A folder, the maximum number of bytes in it, and the ledger that counts them."""
 
     path: Path
     most: int
@@ -90,7 +90,10 @@ class FolderRoom:
         return self._create_within(path, size, bounds)
 
     def _create_within(self, path: Path, size: int, bounds: Sequence[BoundedFolder]) -> int | None:
-        """Create the file within the limits and add its size to the ledgers."""
+        """Create a file within the limits and add its size to the ledgers.
+
+        Returns its descriptor, or None if there is no space.
+        """
         if not bounds:
             return _create(path, size)
         bound, *others = bounds
@@ -110,7 +113,7 @@ class FolderRoom:
             return made
 
     def remove_all(self, paths: Iterable[Path]) -> list[int]:
-        """Remove files and return how many bytes the removal of each has freed."""
+        """Remove files and return, for each, how many bytes were freed."""
         freed: list[int] = []
         tenants: dict[Path, FolderLedger] = {}
         for path in paths:
@@ -122,9 +125,10 @@ class FolderRoom:
         return freed
 
     def _remove_counted(self, path: Path, bounds: Iterable[BoundedFolder]) -> int:
-        """Remove a file and subtract its bytes while holding the ledgers.
+        """Remove a file and subtract its size from the ledgers, holding their locks meanwhile.
 
-        Otherwise a process that recounts in between would subtract the bytes twice.
+        Without the locks, a process that recounts in between would already leave out the file, and
+        its size would be subtracted twice. Returns the freed bytes.
         """
         with ExitStack() as held:
             ledgers = [held.enter_context(bound.ledger.held()) for bound in bounds]
@@ -135,7 +139,7 @@ class FolderRoom:
             return size
 
     def _remove(self, path: Path) -> int:
-        """Remove a file and folders that become empty, and return the freed bytes."""
+        """Remove a file, and its parent folders if they become empty. Return the freed bytes."""
         with suppress(FileNotFoundError):
             size = path.lstat().st_size
             path.unlink()
@@ -146,11 +150,11 @@ class FolderRoom:
         return 0
 
     def _make_room(self, size: int, bound: BoundedFolder, others: Iterable[BoundedFolder]) -> int:
-        """Remove objects of a folder until `size` bytes and a tenth of its limit are free.
+        """Remove the oldest files until `size` more bytes would fill at most 90% of the limit.
 
-        Returns the bytes that are still used, including objects that are being written. Objects
-        that are removed for the whole folder stay in their tenants' counts until these are
-        recounted.
+        Returns the number of bytes still used, including objects that are being written. Removed
+        files are subtracted from the ledgers in `others`. Removals for the whole folder leave the
+        ledgers of tenants unchanged until they are recounted.
         """
         for path in self.abandoned(bound.path):
             self._remove_counted(path, others)

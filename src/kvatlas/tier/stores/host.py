@@ -148,7 +148,7 @@ class HostStore(ObjectStore):
         return 0
 
     def capacity(self) -> StoreRoom:
-        """Return the used and total space of the store."""
+        """Return the used and total bytes and the number of objects of the store."""
         with self._lock:
             return StoreRoom(self._used, self._capacity, len(self._objects))
 

@@ -140,7 +140,10 @@ class MooncakeStore(ObjectStore):
             self._client.unregister_buffer(between.ctypes.data)
 
     def _range(self, name: str, at: int, into: Bytes, size: int, between: Bytes) -> int:
-        """Read a part of an object through registered memory. Return the number of bytes read."""
+        """Read a part of an object into `into`, through the registered memory `between`.
+
+        Returns the number of bytes read.
+        """
         nbytes = min(into.nbytes, size - at)
         if nbytes <= 0:
             return 0
@@ -186,7 +189,7 @@ class MooncakeStore(ObjectStore):
         return 0
 
     def capacity(self) -> StoreRoom:
-        """Return the used and total space of the store."""
+        """Return the used and total bytes and the number of objects of the store."""
         figures = {}
         for line in self._http_get("metrics").splitlines():
             name, _, value = line.partition(" ")
@@ -222,7 +225,10 @@ class MooncakeStore(ObjectStore):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Wait for other calls that move bytes, because two in parallel would be slower."""
+        """Let one call at a time move bytes, because two in parallel would be slower.
+
+        A call that has waited too long starts anyway.
+        """
         alone = self._moving.acquire(timeout=_TURN)
         try:
             yield
