@@ -69,7 +69,10 @@ def flashinfer_nvfp4(layer: LayerCache, order: Order = "HND") -> Quantised:
 
 
 def scales(layer: LayerCache) -> KV:
-    """Return the scales per token and head as [B, N, H], for int8, fp8 and int4 kernels."""
+    """Return the scales of K and of V as [B, N, H], one per token and head.
+
+    int8, fp8 and int4 kernels expect them in this shape.
+    """
     k, v = (_view(layer, name, _AXES["NHD"]) for name in ("k_scale", "v_scale"))
     if k.shape[-1] != 1 or v.shape[-1] != 1:
         got = f"{k.shape[-1]} scales per row in {layer.name}"
@@ -92,7 +95,10 @@ def sdpa(layer: LayerCache, first: int, blocks: int) -> KV:
 
 
 def triton(layer: LayerCache, name: str) -> Strided:
-    """Return the sizes and byte strides of field `name`, and the pool from its first byte on."""
+    """Return the axis sizes and byte strides of field `name`, and the pool's bytes.
+
+    The returned buffer starts at the first byte of the field.
+    """
     placed = layer.place(name)
     return Strided(
         layer.buffer[placed.offset :],
@@ -102,7 +108,7 @@ def triton(layer: LayerCache, name: str) -> Strided:
 
 
 def rocm_planes(layer: LayerCache) -> KV:
-    """Return K as [B, H, D/x, N, x] of 16-byte tiles and V as [B, H, D, N], for ROCm."""
+    """Return K as [B, H, D/x, N, x] and V as [B, H, D, N], for ROCm; x elements are 16 bytes."""
     return KV(_view(layer, "k", ("B", "H", "C", "N", "c")), _view(layer, "v", ("B", "H", "C", "N")))
 
 
@@ -118,15 +124,16 @@ def cpu_attention(layer: LayerCache) -> KV:
 
 
 def latent(layer: LayerCache) -> torch.Tensor:
-    """Return rows of latent and rotary part together, [B, N, latent + rope], for MLA kernels."""
+    """Return the latent and rotary parts as one tensor [B, N, latent + rope], for MLA kernels."""
     row = append(layer.place("latent"), layer.place("rope"), axis="C")
     return view(layer.buffer, row, _dtype(layer, "latent"))
 
 
 def mamba(layer: LayerCache, order: Literal["SD", "DS"]) -> tuple[torch.Tensor, ...]:
-    """Return the states of a recurrent layer.
+    """Return the states of a recurrent layer, such as `conv` and `ssm`, in the order of its page.
 
-    The conv state has the shape [B, taps, rows] (SD) or [B, rows, taps] (DS).
+    The conv state has the shape [B, taps, rows] (SD) or [B, rows, taps] (DS). A tap is one
+    stored input, and a row is one channel.
     """
     axes = ("B", "T", "R") if order == "SD" else ("B", "R", "T")
     states = {field.name: layer.field(field.name) for field in layer.page.fields}

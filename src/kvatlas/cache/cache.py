@@ -32,8 +32,8 @@ _S = TypeVar("_S", bound=Spec)
 class LayerCache:
     """The cache of one layer on one rank, as views into its pool.
 
-    If a plan splits a recurrent state by heads, this is one part of the state. Layer caches
-    are compared by identity.
+    If a plan splits a recurrent state by heads, each `LayerCache` holds one part of the state.
+    Layer caches are compared by identity.
     """
 
     name: str
@@ -55,12 +55,16 @@ class LayerCache:
 
     @cached_property
     def tensor(self) -> torch.Tensor:
-        """The cells as a [B, H, N, C] tensor of bytes; B counts kernel blocks."""
+        """The bytes of the layer as a [B, H, N, C] tensor; B counts kernel blocks."""
         return view(self.buffer, self.kernel_blocks, torch.uint8)
 
     @cached_property
     def kernel_blocks(self) -> Placement:
-        """Placement of the cells with a single axis B of kernel blocks, as kernels number them."""
+        """The layer's placement with axes B, H, N and C, where B counts kernel blocks.
+
+        Kernel blocks are the blocks that kernels address. A block of the block table consists of
+        one or more of them.
+        """
         placed = self.placement
         if "k" in placed.axes:
             placed = placed.fold("B", "k", into="B")
@@ -82,12 +86,12 @@ class LayerCache:
 
     @property
     def block_states(self) -> int:
-        """Number of states in a block of the block table, which may be several kernel blocks."""
+        """Number of states per block table entry, counting all kernel blocks of the entry."""
         return self.kernel_blocks.size("N") * self._split
 
     @property
     def _split(self) -> int:
-        """Number of kernel blocks in a block."""
+        """Number of kernel blocks per block table entry."""
         return self.placement.size("k") if "k" in self.placement.axes else 1
 
     @cached_property
@@ -107,7 +111,7 @@ class LayerCache:
         return {}
 
     def place(self, name: str) -> Placement:
-        """Return the placement of a field, with B counting kernel blocks."""
+        """Return the placement of a field; its axis B counts kernel blocks."""
         # Kernels call this for every layer of every step, so placements are cached.
         if name not in self._places:
             self._places[name] = self.page.view(self.kernel_blocks, name)
@@ -122,7 +126,7 @@ class LayerCache:
 
     @property
     def fields(self) -> dict[str, torch.Tensor]:
-        """All fields by name, without padding."""
+        """All fields except padding, by name."""
         return {f.name: self.field(f.name) for f in self.page.fields if not f.padding}
 
     def __getattr__(self, name: str) -> torch.Tensor:
@@ -219,7 +223,7 @@ class Cache(Mapping[str, LayerCache]):
         return needed
 
     def block(self, ids: Sequence[int] | torch.Tensor | int, pool: int = 0) -> torch.Tensor:
-        """Return a view of whole blocks of a pool: one row of bytes per block, for all layers.
+        """Return a view of whole blocks of a pool; each row holds one block, with all its layers.
 
         The ids must ascend in equal steps. Use `kernels.gather_blocks` for scattered blocks.
         """

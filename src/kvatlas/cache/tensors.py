@@ -1,8 +1,8 @@
 """Placements as strided torch tensors. Views never copy.
 
-This module creates every view of a cache, from a placement and the bytes of a pool. If a view
-is impossible, for example because an element does not start at a multiple of its size, it
-raises an error.
+This module creates every view of a cache, from a placement and the bytes of a pool. It raises an
+error if a view is impossible, for example because an element does not start at a multiple of its
+size.
 """
 
 from __future__ import annotations

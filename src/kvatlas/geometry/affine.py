@@ -1,4 +1,4 @@
-"""`Affine`: the fields of a placement and their validation.
+"""`Affine`: the base class of `Placement`, with its attributes and their validation.
 
 An affine map has sizes, byte strides and an offset over named axes. The constructor makes
 it canonical and validates it: each axis has a name, sizes are positive integers, every
@@ -85,7 +85,7 @@ class Affine:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes at all coordinates, not counting the gaps between them."""
+        """Total bytes of the items at all coordinates, without the gaps between items."""
         return self.count * self.item
 
     @property

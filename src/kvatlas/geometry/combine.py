@@ -1,4 +1,4 @@
-"""Operations on several placements: stacking, appending, folding the ends of a copy."""
+"""Operations on several placements: stack, append, and fold axes of source and destination."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def append(first: Placement, second: Placement, *, axis: str) -> Placement:
 
 
 def tile_alike(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
-    """Split axis C of one end of a copy into tiles (axes C and c) if only the other end has them.
+    """Split axis C of `src` or `dst` into tiles (axes C and c) if only the other one is tiled.
 
     >>> row, tiles = Placement.packed([("C", 8)]), Placement.packed([("C", 2), ("c", 4)])
     >>> tile_alike(row, tiles) == tile_alike(tiles, row) == (tiles, tiles)
@@ -73,8 +73,9 @@ def tile_alike(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
 def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
     """Fold axes that are contiguous at every end of a copy, but keep `axis` separate.
 
-    The copy can then select coordinates of `axis`. Each end keeps its own size along `axis`,
-    so blocks can be copied between pools of different sizes.
+    `ends` are the placements of source and destination. The copy can then select coordinates
+    of `axis`. Each end keeps its own size along `axis`, so blocks can be copied between pools
+    of different sizes.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 5), ("N", 4), ("C", 8)], strides={"B": 64})
@@ -89,7 +90,9 @@ def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
 
 
 def widest_word(*ends: Placement) -> int:
-    """Return the largest word size up to 16 bytes that divides all offsets, items and strides.
+    """Return the largest word size (1, 2, 4, 8 or 16 bytes) for copying between `ends`.
+
+    It divides every offset, item size and byte stride.
 
     >>> widest_word(Placement.packed([("B", 4)], item=24, offset=8))
     8

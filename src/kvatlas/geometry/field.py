@@ -1,10 +1,11 @@
 """Fields: the named parts of a page, and the shard of each that a rank holds.
 
-A field has its own axes (heads, states, elements, conv rows). Each axis steps through the
-page in one of three ways: along H or N from cell to cell, or along C by bytes. This covers
-every packing in use: K and V side by side in a cell, in head groups or in planes; K
-transposed or tiled; scales inline or in a separate plane. A field that extends past its
-cell along C is called flat. The states (or heads) that a flat field covers must be contiguous.
+A page has H x N cells, one for each head and state, of C bytes. A field has its own axes (heads,
+states, elements, conv rows). Each axis steps through the page in one of three ways: along H or
+N from cell to cell, or along C by bytes. This covers every packing in use: K and V side by side
+in a cell, in head groups or in planes; K transposed or tiled; scales inline or in a separate
+plane. A field that extends past its cell along C is called flat. The states (or heads) that a
+flat field covers must be contiguous.
 
 `Sharding` specifies how tensor parallelism divides a field. One rule covers all cases: an
 axis consists of sections, a section consists of indivisible units (heads, groups), and
@@ -50,7 +51,9 @@ class ShardRange:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Indivisible units of `rows` rows each that are distributed over the ranks.
+    """A section of a sharded axis: `units` units of `rows` rows, distributed over the ranks.
+
+    A unit, such as a head, is never divided.
 
     If `shared`, units are replicated when there are more ranks than units; otherwise more
     ranks than units raise an error.
@@ -173,7 +176,9 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class FieldAxis:
-    """One axis of a field: each coordinate advances `step` heads, states or content bytes.
+    """One axis of a field: consecutive coordinates are `step` apart along a page axis.
+
+    `along` is the page axis: H counts heads, N counts states, and C counts bytes of a cell.
 
     >>> FieldAxis("C", 128, "C", 2)  # 128 contiguous elements of 2 bytes
     FieldAxis(name='C', size=128, along='C', step=2)

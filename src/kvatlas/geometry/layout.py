@@ -77,12 +77,15 @@ class Layout:
 
     @property
     def cell_contiguous(self) -> bool:
-        """Whether the C bytes of a cell are contiguous, as attention kernels require."""
+        """Whether the C bytes of a cell are contiguous, as attention kernels require.
+
+        A cell is one head of one state.
+        """
         return self.order[4] == "C"
 
     @property
     def heads_outside_pages(self) -> bool:
-        """Whether H is outside L. In BHLNC, this makes a TP slice of a whole block one run."""
+        """Whether H is outside L. In BHLNC, the heads of one TP rank are then one run per block."""
         return self.outside("H", "L")
 
     @property

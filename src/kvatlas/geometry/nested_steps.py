@@ -14,7 +14,7 @@ from kvatlas.geometry.address_arrays import Int64s, outer_sum
 
 
 class Steps(NamedTuple):
-    """`times` steps of `src` bytes at the source and `dst` bytes at the destination.
+    """`times` offsets, `src` bytes apart at the source and `dst` bytes apart at the destination.
 
     >>> NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10])).steps
     (Steps(times=3, src=8, dst=5),)
@@ -26,7 +26,7 @@ class Steps(NamedTuple):
 
 
 class NestedSteps(NamedTuple):
-    """Offsets at both ends of a copy: base offsets, plus every sum of the nested steps.
+    """Offsets at source and destination: base offsets, each repeated along the nested steps.
 
     >>> NestedSteps.of(np.array([0, 7, 9]), np.array([0, 1, 2])).src  # irregular: no steps
     array([0, 7, 9])
@@ -55,7 +55,7 @@ class NestedSteps(NamedTuple):
         return cls(src, dst, tuple(reversed(steps)))
 
     def written_out(self, steps: tuple[Steps, ...]) -> tuple[Int64s, Int64s]:
-        """Return all source and destination offsets: each base offset plus every sum of `steps`.
+        """Return (source offsets, destination offsets): base offsets, each repeated along `steps`.
 
         >>> nested = NestedSteps.of(np.array([0, 8, 16]), np.array([0, 5, 10]))
         >>> nested.written_out(nested.steps)

@@ -59,7 +59,7 @@ class Shard:
 
 
 def row_bytes(parts: Sequence[ElementRow]) -> int:
-    """Return the number of bytes of all parts together."""
+    """Return the total number of bytes of `parts`."""
     return sum(part.nbytes for part in parts)
 
 

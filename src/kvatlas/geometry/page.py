@@ -74,7 +74,7 @@ class Page:
 
     @property
     def lies_flat(self) -> bool:
-        """Whether some field extends past the cells of one head, so that cells have no meaning."""
+        """Whether some field extends past the cells of one head and cannot be divided by cell."""
         return any(self._over_page(field) for field in self.fields)
 
     @property

@@ -86,9 +86,9 @@ def _pool_strides(
 
 
 def shared_pages(layout: Layout, page_bytes: int, *, blocks: int, width: int) -> PoolPosition:
-    """Return the position of pages that layers of several kinds share.
+    """Return the position of the page slots that layers of several kinds share.
 
-    A page has `page_bytes` bytes, and a block has `width` bytes.
+    A slot has `page_bytes` bytes. A block has `width` bytes in total.
     """
     if layout.block_outermost:
         return PoolPosition(0, page_bytes, width)
@@ -105,12 +105,11 @@ def pack_positions(
     blocks: int,
     width: int,
 ) -> list[tuple[int, PoolPosition]]:
-    """Return (number of pages, position) for each region in which `count` pages are packed.
+    """Return (number of pages, position) of each region that holds some of `count` small pages.
 
-    Each shared page, whose position is `shared`, holds a pack of `pack` pages. In layouts that
-    start with B, there is one region, and packs are simply more pages along L. In other
-    layouts, each shared page has a separate region for all blocks, and each block of that
-    region contains the pages of one pack.
+    A page slot that layers of several kinds share holds `pack` of these pages; `shared` is the
+    position of the slots. In layouts that start with B, all pages are in one region, along
+    axis L. In other layouts, each slot is a separate region with up to `pack` pages per block.
     """
     if layout.block_outermost:
         pack_pages = PageSet(page, count, page.nbytes)

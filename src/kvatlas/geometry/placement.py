@@ -314,7 +314,10 @@ class Placement(Affine):
     # -- helpers --------------------------------------------------------------------
 
     def _walk(self, over: Sequence[str], ids: Mapping[str, Any]) -> tuple[list[Int64s], Placement]:
-        """Return byte offsets along each axis in `over` or `ids`, and a placement of the rest."""
+        """Return byte offsets for each axis in `over` or `ids`, and a placement of the other axes.
+
+        There is one array of offsets per axis. `ids` selects coordinates of an axis.
+        """
         walked = [self._place(axis) for axis in (*over, *(a for a in ids if a not in over))]
         if len(set(walked)) < len(walked):
             raise bad_axes("Each axis can be named only once", over, "Remove the repeated axis")
@@ -363,10 +366,11 @@ def packed_steps(axes: Sequence[tuple[str, int]], item: int, fixed: Mapping[str,
 
 
 def fold_together(*ends: Placement) -> tuple[Placement, ...]:
-    """Fold the ends of a copy along axes that are contiguous at every end.
+    """Fold the axes that are contiguous at every end of a copy.
 
-    All results have the same axes, ordered from outermost to innermost at the first end.
-    Each item of the result is one run of the copy.
+    `ends` are the placements of source and destination. All results have the same axes,
+    ordered from outermost to innermost at the first end. Each item of the result is one run
+    of the copy.
 
     >>> a = Placement.packed([("B", 9), ("N", 4), ("C", 8)])
     >>> b = Placement.packed([("B", 9), ("N", 4), ("C", 8)], strides={"B": 64})

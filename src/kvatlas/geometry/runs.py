@@ -6,8 +6,9 @@ answers two questions about one placement, or about both ends of a copy at once:
 - Do two coordinates share a byte, or are they adjacent? (`is_nested`, `find_difference`)
 - Which axes are contiguous, so that they fold into one? (`coalesce`)
 
-Both inspect axes and never individual bytes. Nested axes are decided directly; interleaved
-axes need a search, which raises an error when it exceeds a limit.
+All three functions inspect axes and never individual bytes. If axes are nested (each stride is at
+least the extent of the axes inside it), no search is needed. For interleaved axes,
+`find_difference` searches, and raises an error if the search exceeds a limit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ _SEARCH_LIMIT = 100_000
 
 
 class Folded(NamedTuple):
-    """Axes after folding, outermost first; `strides[end][axis]` is a byte stride of one end."""
+    """Axes after folding, outermost first, and the item size in bytes.
+
+    `strides` has one tuple of byte strides for each end of a copy, such as source and
+    destination. All ends have the same axes.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -30,9 +35,10 @@ class Folded(NamedTuple):
 
 
 def is_nested(sizes: Sequence[int], strides: Sequence[int], item: int, *, apart: bool) -> bool:
-    """Return whether each stride spans all axes inside it, so that no coordinates share a byte.
+    """Return whether every stride is at least the extent of all axes with smaller strides.
 
-    With `apart`, each step must also leave a gap, so that no two items are adjacent.
+    Then no two coordinates share a byte. With `apart`, every stride must be larger than that
+    extent, so that no two items are adjacent either.
 
     >>> is_nested((3, 4), (8, 2), 2, apart=False), is_nested((3, 4), (8, 2), 2, apart=True)
     (True, False)
@@ -48,11 +54,12 @@ def is_nested(sizes: Sequence[int], strides: Sequence[int], item: int, *, apart:
 def find_difference(
     sizes: Sequence[int], strides: Sequence[int], low: int, high: int
 ) -> tuple[int, ...] | None:
-    """Return a step between two different coordinates that moves the address by low..high bytes.
+    """Find two different coordinates whose addresses differ by low..high bytes.
 
-    A step has one number per axis. Returns None if there is no such step. With low..high set
-    to 0..item-1, None therefore proves that no two coordinates overlap. The search starts with
-    the largest stride and prunes a branch as soon as the smaller strides cannot compensate.
+    Returns the difference of the coordinates, one number per axis, or None if there are no
+    such coordinates. With low..high set to 0..item-1, None proves that no two items overlap.
+    The search starts with the largest stride and prunes a branch as soon as the smaller
+    strides cannot compensate.
 
     >>> find_difference((2, 2), (3, 2), 1, 1)
     (1, -1)

@@ -1,9 +1,10 @@
 """Spans of consecutive states of a request that a copy can move together.
 
-A request's states fill kernel blocks, in which states have a constant stride, and kernel
-blocks fill blocks. The two ends of a copy may have kernel blocks of different sizes, or
-hold only every n-th state (context parallelism). Four types describe the states in terms
-of blocks, without addresses:
+A state is what a layer caches for one token, or for several tokens if it compresses them. The
+states of a request fill kernel blocks, and a block of the block table consists of one or more
+kernel blocks. Within a kernel block, states have a constant stride. The two ends of a copy, source
+and destination, may have kernel blocks of different sizes, or hold only every n-th state (context
+parallelism). Four types describe the states in terms of blocks, without addresses:
 
 - `StateBlocks`: how one end divides a request's states over its blocks;
 - `CommonStates`: the states that both ends hold, computed arithmetically without arrays;
@@ -46,7 +47,7 @@ class StateBlocks(NamedTuple):
         return self.first_common(other) is not None
 
     def first_common(self, other: StateBlocks) -> int | None:
-        """Return the first state that both ends hold; None if there is none."""
+        """Return the number of the first state that both ends hold; None if there is none."""
         for end in (self, other):
             if not 0 <= end.residue < end.every or end.states < 1 or end.split < 1:
                 problem = "StateBlocks needs states >= 1, split >= 1 and a residue in 0..every-1"
@@ -56,7 +57,7 @@ class StateBlocks(NamedTuple):
         return next((state for state in held if state % other.every == other.residue), None)
 
     def locate(self, local: Int64s) -> SpanStarts:
-        """Return the block table entry, kernel block and place in the kernel block of states.
+        """Return the position of each state: table entry, kernel block, index in the kernel block.
 
         `local` contains the numbers of the states, counting only states that this end holds.
         """
@@ -68,9 +69,9 @@ class StateBlocks(NamedTuple):
 
 
 class SpanStarts(NamedTuple):
-    """Starts of spans of states at one end of a copy.
+    """Positions of the first states of spans at one end of a copy.
 
-    A start is a block table entry, a kernel block of that block, and a state of that kernel
+    A position is a block table entry, a kernel block of that block, and a state of that kernel
     block.
 
     >>> StateBlocks(16, split=2).locate(np.array([0, 40]))
@@ -103,8 +104,8 @@ class StateSpans(NamedTuple):
 class CommonStates(NamedTuple):
     """The states of a request that both ends of a copy hold, numbered from 0.
 
-    Each end numbers the states that it holds from 0. Common state n has the number
-    `local[end] + n * steps[end]` at that end.
+    The source (end 0) and the destination (end 1) each number the states that they hold from 0.
+    Common state n is state `local[end] + n * steps[end]` of that end.
 
     >>> common = CommonStates.between(8, 40, StateBlocks(16), StateBlocks(32))
     >>> common.total, common.last_entry(0), common.entries(1)
@@ -196,10 +197,10 @@ class CommonStates(NamedTuple):
 
 
 def _block_starts(ends: list[tuple[int, int]], count: int) -> Int64s:
-    """Return 0 and the numbers of the states that start a kernel block at either end.
+    """Return where to cut states 0 .. count - 1 so that no span crosses a kernel block boundary.
 
-    States have the numbers 0 .. count - 1. `ends` contains, for each end, the number of states
-    in a kernel block and the number of state 0 among the states of that end.
+    The result lists the first state of each span, ascending. `ends` contains, for each end,
+    (states per kernel block, position of state 0 among the states that the end holds).
     """
     (small, first), (large, second) = sorted((size, -at % size) for size, at in ends)
     starts = np.arange(first, count, small)

@@ -1,11 +1,11 @@
 """The runs of a copy between two caches, before block ids and tokens are known.
 
-A copy between two caches repeats the same runs in every block, kernel block and state.
-`StridedRuns` describes such a family of runs as one value. It holds, for the source and the
-destination, the strides of blocks, kernel blocks and states, the strides of the remaining
-axes, and an item that is contiguous at both ends. It is separate from `Placement` because
-the coordinates of blocks, kernel blocks and states are known only once a request arrives.
-All other axes are folded in advance.
+A run is a contiguous range of bytes. A copy between two caches repeats the same runs in every
+block, kernel block and state. `StridedRuns` describes such a family of runs as one value. It
+holds, for the source and the destination, the strides of blocks, kernel blocks and states, the
+strides of the remaining axes, and an item that is contiguous at both ends. It is separate from
+`Placement` because the coordinates of blocks, kernel blocks and states are known only once a
+request arrives. All other axes are folded in advance.
 
 - `StridedRuns.between` returns the runs of one field, given its placement at both ends;
 - `merge_runs` joins families that are adjacent at both ends, such as K and V, or
@@ -78,7 +78,7 @@ class StridedRuns(NamedTuple):
         return StridedRuns(*self[:5], at, self.item)
 
     def with_item(self, item: int) -> StridedRuns:
-        """Return the same runs with items of `item` bytes; fold axes that become contiguous."""
+        """Set the item size to `item` bytes, and fold axes that become contiguous."""
         return self if item == self.item else self._replace(item=item).folded()
 
     def folded(self) -> StridedRuns:
@@ -106,7 +106,7 @@ class StridedRuns(NamedTuple):
     def byte_ranges(
         self, spans: StateSpans, ids: tuple[Int64s, Int64s], *, whole: bool, join: bool = True
     ) -> tuple[Int64s, Int64s, Int64s]:
-        """Return source starts, destination starts and byte lengths of spans of states.
+        """Return (source starts, destination starts, lengths) in bytes of spans of states.
 
         Add `item_offsets` to the starts to get offsets in the pool. `ids` are the block ids of
         each span, for source and destination. With `join`, ranges that are adjacent at both
@@ -128,7 +128,7 @@ class StridedRuns(NamedTuple):
         return join_copies(src, dst, length) if join else (src, dst, length)
 
     def _starts(self, end: int, starts: SpanStarts, ids: Int64s) -> Int64s:
-        """Return the start of each span at one end, relative to the offset of an item."""
+        """Return the byte offset of each span at one end, to be added to `item_offsets`."""
         total = np.zeros(len(ids), dtype=np.int64)
         for strides, index in (
             (self.block_strides, ids),
@@ -160,7 +160,9 @@ def merge_runs(families: Iterable[StridedRuns]) -> list[StridedRuns]:
 
 
 def fold_states(families: Iterable[StridedRuns], states: int) -> list[StridedRuns]:
-    """Fold `states` states into each family of runs, and merge families that are then adjacent.
+    """Extend each family of runs to `states` consecutive states, and merge adjacent families.
+
+    The state axis becomes part of the item, or an ordinary axis if states are not contiguous.
 
     >>> page = Placement.packed([("B", 9), ("H", 4), ("N", 16), ("C", 8)])
     >>> [runs.item for runs in fold_states([StridedRuns.between(page, page)], 16)]

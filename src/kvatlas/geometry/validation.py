@@ -138,9 +138,9 @@ def _first_hole(parts: Mapping[str, Placement]) -> str:
 
 
 def keeps_to_its_blocks(placement: Placement, cell: int, blocks: int) -> bool:
-    """Return whether the bytes of each block stay within cells that belong only to that block.
+    """Return whether each block uses only its own slots of the buffer.
 
-    The buffer consists of cells of `cell` bytes, and cell i belongs to block i modulo `blocks`.
+    The buffer is divided into slots of `cell` bytes, and slot i belongs to block i % blocks.
     If the result is true for all groups that overlay each other in a pool, they can hold
     different blocks at the same time.
 

@@ -95,7 +95,7 @@ class Config:
         return None if self._values.get(name) in (None, 0) else self.count(name)
 
     def natural(self, name: str, *, default: int = 0) -> int:
-        """Return the integer under key `name`, at least 0; `default` if it is missing."""
+        """Return the integer under key `name`, which must not be negative; `default` if missing."""
         value = self._values.get(name)
         return value if value == 0 and type(value) is int else self.count(name, default=default)
 

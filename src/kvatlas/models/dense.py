@@ -57,7 +57,7 @@ def cohere(decoder: Decoder) -> Iterator[Layer]:
 
 
 def llama4(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the caches of Llama 4: three layers of chunked attention, then one of full."""
+    """Yield the caches of Llama 4: three layers of chunked, then one of full attention."""
     return dense(decoder, kinds=chunked_kinds(decoder.config))
 
 
@@ -76,9 +76,10 @@ def gemma4(decoder: Decoder) -> Iterator[Layer]:
 
 
 def mimo(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the caches of MiMo-V2; sliding layers have other sizes, and V rows are shorter.
+    """Yield the caches of MiMo-V2, whose V rows are shorter than its K rows.
 
-    Its config has an unused `attention_chunk_size`: no layer is chunked.
+    Sliding layers may have other head counts and sizes than full layers. The config has an unused
+    `attention_chunk_size`: no layer is chunked.
     """
     config = decoder.config
     pattern = config.per_layer("hybrid_layer_pattern", config.depth())
@@ -96,9 +97,10 @@ def mimo(decoder: Decoder) -> Iterator[Layer]:
 
 
 def step(decoder: Decoder) -> Iterator[Layer]:
-    """Yield the caches of Step-3.5; head number and size may differ for one kind of layer.
+    """Yield the caches of Step-3.5.
 
-    Without `layer_types`, even layers use the sliding window.
+    The config may set another head count and head size for full or for sliding layers. Without
+    `layer_types`, layers 0, 2, 4, ... use the sliding window, if there is one.
     """
     config = decoder.config
     other = config.section("attention_other_setting")

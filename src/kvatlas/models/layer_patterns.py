@@ -33,7 +33,8 @@ _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 def attention_kinds(config: Config, *, every: int | None = None) -> list[Kind]:
     """Return the kind of each layer: full, sliding or chunked.
 
-    If the config has no pattern, every `every`-th layer is full.
+    `every` applies if the config has a window but no pattern: every `every`-th layer is then full,
+    and the others are sliding.
 
     >>> attention_kinds(Config({"num_hidden_layers": 3, "sliding_window": 8}), every=3)
     ['sliding', 'sliding', 'full']
@@ -60,9 +61,10 @@ def attention_kinds(config: Config, *, every: int | None = None) -> list[Kind]:
 
 
 def chunked_kinds(config: Config) -> list[Kind]:
-    """Return the kind of each Llama 4 layer: chunked with rotary positions, full without.
+    """Return the kind of each Llama 4 layer, chunked or full.
 
-    By default, every fourth layer has no rotary positions.
+    Layers with rotary positions are chunked, and layers without them are full. By default,
+    every fourth layer has no rotary positions.
     """
     depth = config.depth()
     if not config.size("attention_chunk_size"):

@@ -53,7 +53,7 @@ class Starts:
         return self.dst if end else self.src
 
     def touch(self, near: int, far: int) -> bool:
-        """Return whether two consecutive starts differ by `near` in `dst` and `far` in `src`."""
+        """Return whether some consecutive starts are `near` apart in `dst` and `far` in `src`."""
         return bool(((np.diff(self.dst) == near) & (np.diff(self.src) == far)).any())
 
 
@@ -98,7 +98,7 @@ class Copy:
         return count if self.cast is None else count * self.cast.target.item
 
     def runs(self) -> tuple[Int64s, Int64s, Int64s]:
-        """Return source offsets, destination offsets and lengths of all runs, span by span.
+        """Return (source offsets, destination offsets, lengths) of all runs, span by span.
 
         Raises an error if the copy casts elements, which have different sizes at the two ends.
         """
@@ -135,7 +135,7 @@ class Copy:
 
 
 class RepeatedRuns(NamedTuple):
-    """Strips (`StridedRuns`) that differ only in their offsets: one of them, and all offsets."""
+    """Strips (`StridedRuns`) that differ only in their offsets: one strip, and all offsets."""
 
     strip: StridedRuns
     starts: Starts
@@ -174,10 +174,11 @@ class RepeatedRuns(NamedTuple):
 
 
 class CompiledPair(NamedTuple):
-    """The runs between two groups, without block ids: of single states, and of whole cells.
+    """The runs between two groups, without block ids.
 
-    A cell is a kernel block, or several contiguous ones. `whole` is empty if the cells of the
-    two ends have different numbers of states.
+    `states` are the runs of one state. `whole` are the runs of a whole cell, which is a kernel
+    block or several contiguous ones; `whole` is empty if the cells of the two ends have
+    different numbers of states.
     """
 
     pair: GroupPair
@@ -186,7 +187,10 @@ class CompiledPair(NamedTuple):
 
 
 def compile_pair(pair: GroupPair, strips: Sequence[StridedRuns]) -> CompiledPair:
-    """Compile the strips between two groups, for single states and for whole cells if possible."""
+    """Compile the strips between two groups, for single states and, if possible, whole cells.
+
+    A cell is a kernel block, or several contiguous ones.
+    """
     src, dst = pair.cells
     fold = pair.per_state is not None and src.states == dst.states
     return CompiledPair(
@@ -199,7 +203,7 @@ def repeated(
 ) -> list[RepeatedRuns]:
     """Return one `RepeatedRuns` for all strips that differ only in their offsets.
 
-    `scales` contains the scale index of each strip.
+    `scales` contains, for each strip, the index of its scale in `ElementCast.scales`.
     """
     alike: dict[object, list[int]] = defaultdict(list)
     for number, strip in enumerate(strips):
@@ -231,7 +235,7 @@ class Runs(NamedTuple):
 
 
 def ranges(compiled: CompiledPair, bound: BoundStates) -> Iterator[Runs]:
-    """Yield all runs that copy the states `bound` between two groups."""
+    """Yield all runs that copy the bound states between two groups."""
     for runs, part, whole in _folded(compiled, bound):
         stretches = _Stretches(part, whole=whole)
         for strip, starts, _ in runs:
@@ -259,7 +263,10 @@ def count_ranges(compiled: CompiledPair, bound: BoundStates, cuts: int) -> int:
 def _folded(
     compiled: CompiledPair, bound: BoundStates
 ) -> Iterator[tuple[list[RepeatedRuns], BoundStates, bool]]:
-    """Yield (runs, states, whole) of the whole cells, if any, and then of the other states."""
+    """Divide bound states into whole cells and others; yield (runs, states, whole) for each.
+
+    `whole` is true for the states of whole cells, which have longer runs.
+    """
     if compiled.whole:
         full = bound.states.length == compiled.pair.cells[0].states
         if full.all():
@@ -279,9 +286,9 @@ class _Stretches:
         self._computed: dict[tuple[object, ...], tuple[Int64s, Int64s, Int64s]] = {}
 
     def of(self, strip: StridedRuns) -> tuple[Int64s, Int64s, Int64s]:
-        """Return source offsets, destination offsets and lengths for a strip that starts at 0.
+        """Return (source offsets, destination offsets, lengths), relative to the strip's items.
 
-        Callers add the offsets at which the strip really starts.
+        Callers add the offsets of the items.
         """
         key = (strip.block_strides, strip.kernel_strides, strip.state_strides, strip.item)
         if key not in self._computed:
@@ -314,7 +321,10 @@ def _all_sums(starts: Starts, src: Int64s, dst: Int64s, length: Int64s) -> Runs:
 
 
 def _apart(outer: Starts, inner: Starts, item: int) -> bool:
-    """Return whether all sums ascend at the destination, with no neighbours that can be joined."""
+    """Return whether runs at all sums outer + inner are sorted, and no two can be joined.
+
+    Each run is `item` bytes long. The order is by destination; inner starts vary fastest.
+    """
     span = int(inner.dst[-1] - inner.dst[0]) + item
     reach = int(inner.src[-1] - inner.src[0]) + item
     for starts, near, far in ((inner, item, item), (outer, span, reach)):

@@ -124,7 +124,7 @@ class Compiler:
         )
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Return the fields for which source ranks are chosen: by default, all fields."""
+        """Return the fields that each get a separate choice of source ranks; here, all fields."""
         return self.dst.views(layer, part)
 
     def choices(self, src_rank: int, dst_rank: int) -> list[tuple[Layers, NeededShard]]:
@@ -160,7 +160,7 @@ class Compiler:
         return (self.visibilities[layer], *ends)
 
     def _choose(self, dst_rank: int) -> dict[int, dict[str, list[NeededShard]]]:
-        """Choose source ranks; return the shards that a rank reads, by source rank and layer."""
+        """Choose source ranks for `dst_rank`; return its shards by source rank, then by layer."""
         if dst_rank in self._chosen:
             return self._chosen[dst_rank]
         stage, tp_rank = self.dst.plan.split_rank(dst_rank)
@@ -215,7 +215,7 @@ class Compiler:
     # -- bytes ------------------------------------------------------------------------
 
     def _strip(self, layer: str, needed: NeededShard) -> StridedRuns:
-        """Return the runs that copy a shard from page 0 of its source region to its destination."""
+        """Return the runs that copy a shard between two regions, from page 0 to page 0."""
         source = needed.sources[0]
         src = self.src.views(layer, self.src.parts[layer][source.part])[needed.field]
         dst = self.dst.views(layer, self.dst.parts[layer][needed.part])[needed.field]
@@ -245,7 +245,7 @@ def _merged(strips: Iterable[StripPages]) -> tuple[StridedRuns, ...]:
 
 
 def _dealt_out(cells: StateBlocks, end: PlanEnd, layer: str, tp_rank: int) -> StateBlocks:
-    """Return the states of a layer that a rank holds.
+    """Return `cells`, restricted to the states of a layer that a rank holds.
 
     Context parallelism distributes the states of attention over ranks, but not recurrent states.
     """

@@ -164,9 +164,10 @@ def parse_conversion(convert: object) -> Pairs:
 
 
 def unlike_formats(one: Spec, two: Spec) -> dict[str, tuple[str, str]]:
-    """Return (format of `one`, format of `two`) for each part whose formats differ.
+    """Return (format of `one`, format of `two`) for each part of a layer whose formats differ.
 
-    If all formats are equal, return all parts: the specs then differ in other settings.
+    The parts are `rows` for attention, or the names of recurrent states. If all formats are
+    equal, return all parts: the specs then differ in other settings.
     """
     src, dst = content_formats(one), content_formats(two)
     parts = {part: (src[part], dst[part]) for part in src}

@@ -86,7 +86,7 @@ class ConvertedBox(NamedTuple):
         return self.copied or all(end.cell.by_element for end in self.ends)
 
     def unit(self, end: int) -> int:
-        """Return the bytes, at one end, of the smallest unit that can be converted separately."""
+        """Return how many bytes the smallest separately convertible unit has at one end."""
         return 1 if self.copied else self.ends[end].cell.nbytes
 
 
@@ -104,10 +104,10 @@ class ConvertingCompiler(Compiler):
         self.conversion = conversion
 
     def fields_chosen_by(self, layer: str, part: LayerPart) -> Mapping[str, FieldView]:
-        """Return the fields for which source ranks are chosen.
+        """Return the fields that each get a separate choice of source ranks.
 
-        The choice for a row's first field applies to the whole row. Each recurrent state has
-        its own choice.
+        For attention, this is only the first field of a row, and its choice applies to the whole
+        row. For recurrent layers, it is every state.
         """
         views = self.dst.views(layer, part)
         return views if self._recurrent(layer) else dict([next(iter(views.items()))])
@@ -211,12 +211,15 @@ class ConvertedSection(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Number of states per chunk."""
+        """Number of states per chunk, for which runs are computed together."""
         return max(1, _CHUNK // max(end.nbytes for end in self.box.ends))
 
 
 class ConvertedPart(NamedTuple):
-    """A range of cells of one chunk. A piece of the stream consists of such parts."""
+    """A range of cells within one chunk of the stream.
+
+    A chunk holds consecutive states of one section. A piece of the stream consists of parts.
+    """
 
     stream: ConvertedStream
     section: int
@@ -249,7 +252,11 @@ class ConvertedPart(NamedTuple):
         return self.box.ends[0].cell, self.box.ends[1].cell
 
     def copy(self, end: int) -> Copy:
-        """Return the copy between the pools of one end (0 or 1) and the cells in its format."""
+        """Return a `Copy` between one end's pool and a buffer with the cells in stream order.
+
+        For end 0, it copies from the source's pool into the buffer; for end 1, from the buffer
+        into the destination's pool. The buffer has the format of that end.
+        """
         unit = self.box.unit(end)
         chunk = self.stream.chunk(end, self.section, self.first)
         part = chunk.slice(self.units[0] * unit, self.units[1] * unit)
@@ -307,7 +314,7 @@ class ConvertedStream:
         return all(one.box.by_element for one in self.sections)
 
     def grids(self) -> list[Copy] | None:
-        """Return copies between the pages of both ends that cast elements; cached.
+        """Return copies that cast elements on the way from source to destination pages; cached.
 
         Returns None if the conversion is not element-wise.
         """
@@ -329,7 +336,7 @@ class ConvertedStream:
             start = stop
 
     def parts(self, start: Any = 0, stop: Any = None) -> Iterator[ConvertedPart]:
-        """Yield the cells in bytes `start .. stop - 1` of the stream, chunk by chunk."""
+        """Yield parts that cover bytes `start .. stop - 1` of the stream, one part per chunk."""
         start, stop = self._checked(start, self.nbytes if stop is None else stop)
         index = bisect_right(self._ends, start)
         while start < stop:
@@ -346,7 +353,7 @@ class ConvertedStream:
             index += start == self._ends[index]
 
     def parts_of_entry(self, group: int, entry: int) -> Iterator[ConvertedPart]:
-        """Yield the cells of one source block, which is entry `entry` of the table of `group`."""
+        """Yield the parts of one source block: entry `entry` of the block table of `group`."""
         for section, end in zip(self.sections, self._ends, strict=True):
             box = section.box
             if box.pair.groups[0] == group:
@@ -355,7 +362,11 @@ class ConvertedStream:
                 yield from self.parts(base + numbers.start * each, base + numbers.stop * each)
 
     def chunk(self, end: int, index: int, first: int) -> StreamChunk:
-        """Return the runs between the pools of one end and one chunk; the last chunk is cached."""
+        """Return the runs between one end's pool and a chunk in stream order.
+
+        The chunk starts at state `first` of section `index`. The most recent result of each end
+        (0: source, 1: destination) is cached.
+        """
         made = self._last.get(end)
         if made is None or (made.section, made.first) != (index, first):
             made = self._last[end] = self._chunk(end, index, first)

@@ -33,7 +33,7 @@ _Strips = dict[GroupPair, dict[ElementCast | None, list[StridedRuns]]]
 def compile_casts(
     compiler: ConvertingCompiler, src_rank: int, dst_rank: int, layers: frozenset[str] | None
 ) -> CastPairs | None:
-    """Return the runs that a destination rank reads from a source rank, by element cast.
+    """Return the runs that a destination rank reads from a source rank, grouped by their cast.
 
     Returns None if the conversion is not element-wise.
     """

@@ -171,7 +171,10 @@ def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
 
 
 def _entries(group: Group, tokens: int, dcp: int) -> tuple[int, int]:
-    """Return the length of a group's block table, and how many entries at its end hold blocks."""
+    """Return (length of a group's block table, number of its last entries that hold blocks).
+
+    Earlier entries hold no block, because their tokens have left the window.
+    """
     if group.kind == "recurrent":
         return 1, 1
     held = group.blocks(tokens, dcp=dcp)

@@ -21,7 +21,7 @@ from kvatlas.specs import Spec
 
 
 class LayerPart(NamedTuple):
-    """A layer's cache in one region of a plan: the whole cache, or one part of a split state."""
+    """A layer's cache in one region: all of it, or one part of a state that is split by heads."""
 
     region: int
     part: int

@@ -57,7 +57,7 @@ class RankMemory(NamedTuple):
 class DescriptorGrid(NamedTuple):
     """Descriptors in a grid with four axes: starts, kernel blocks, chunks and blocks.
 
-    The block index varies fastest.
+    A start is the byte offset of a run in block 0. The block index varies fastest.
     """
 
     pair: GroupPair
@@ -186,7 +186,10 @@ class PreparedRoute:
         return memory.plan.pool(memory.rank, grid.pair.groups[end]).blocks
 
     def _unit(self, grid: DescriptorGrid, end: int) -> tuple[Int64s, Int64s, int, int]:
-        """Return offset 0, and the length, base address and device of a grid's descriptors."""
+        """Return (starts, lengths, base, device) of a grid's descriptors, for `fill_descriptors`.
+
+        There is one start, 0, and one length, because all descriptors of a grid are equally long.
+        """
         one, memory = np.zeros(1, dtype=np.int64), self.ends[end]
         base = memory.address(grid.pair.groups[end])
         return one, one + grid.runs.strip.item, base, memory.device
@@ -203,7 +206,10 @@ def chunk_of(pair: GroupPair) -> int:
 def _by_chunk(
     pair: GroupPair, strips: Sequence[StridedRuns], chunk: int
 ) -> Iterator[tuple[Ends, RepeatedRuns]]:
-    """Fold the states of each chunk into longer runs; yield (bytes between states, runs)."""
+    """Fold the states of each chunk into longer runs; yield (state strides in bytes, runs).
+
+    The strides are 0 if there is only one chunk per kernel block.
+    """
     if pair.per_state is None:
         yield from (((0, 0), runs) for runs in repeated(strips))
         return

@@ -18,7 +18,7 @@ from kvatlas.routing.token_ranges import needed_states, token_range
 
 
 class BoundStates(NamedTuple):
-    """States to copy between two groups, and their block ids at both ends."""
+    """Spans of states to copy between two groups, and the block id of each span at both ends."""
 
     states: StateSpans
     ids: tuple[Int64s, Int64s]

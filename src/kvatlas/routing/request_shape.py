@@ -86,7 +86,7 @@ class RequestShape:
 
     @property
     def spans(self) -> int:
-        """Number of spans of one request, over all patterns."""
+        """Number of spans (see `Copy`) of one request, summed over `patterns`."""
         return sum(len(pattern.template.length) for pattern in self.patterns)
 
     @property

@@ -311,7 +311,10 @@ class Route:
     def _arriving(
         self, dst_rank: int, dst_blocks: Blocks, tokens: Any, layers: Iterable[str] | None
     ) -> tuple[list[CompiledPair], RequestEnds]:
-        """Return the request as a copy from the destination rank to itself, to list its bytes."""
+        """Return the runs and tables of a copy from the destination rank to itself.
+
+        The bytes of this copy are the bytes that must arrive at the rank.
+        """
         rank = checked_rank(self.dst, dst_rank, "destination")
         tables = RequestTables(self.dst, rank, dst_blocks, "destination")
         request = RequestEnds(tables, tables, tokens)

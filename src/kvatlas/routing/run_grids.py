@@ -1,4 +1,4 @@
-"""Runs of a request as starts and spans, which a device adds to get all runs.
+"""Runs of a request as starts and spans; a device adds each start to each span to get all runs.
 
 The offsets of a request's states in its blocks depend only on the number of tokens. Everything
 except the block ids is therefore computed once for each number of tokens and cached.
@@ -90,7 +90,7 @@ def span_patterns(
     states: CommonStates,
     span: tuple[int, int],
 ) -> Iterator[SpanPattern]:
-    """Yield the spans that copy states `span[0] .. span[1] - 1` of two groups, without ids."""
+    """Yield patterns that copy states `span[0] .. span[1] - 1` between two groups."""
     pair, cell = compiled.pair, compiled.pair.cells[0].states
     rest: _Chosen = "rest" if compiled.whole else "all"
     parts: list[tuple[_Chosen, list[RepeatedRuns]]] = [
@@ -121,11 +121,11 @@ def _templates(
 def _made(
     runs: RepeatedRuns, spans: StateSpans, chosen: _Chosen, cell: int
 ) -> Iterator[SpanTemplate]:
-    """Yield templates of spans: of all, of those of whole cells, or of the rest (`chosen`).
+    """Yield templates of the spans that `chosen` selects: all, those of whole cells, or the rest.
 
-    If states are not contiguous, each is a separate run. For spans of the greatest length, the
-    offsets of their states are added to the starts, which the route caches, so that a request
-    needs only one span per block. The states of shorter spans become separate spans.
+    A cell has `cell` states. If states are not contiguous, each state is a separate run. The
+    spans of the greatest length then use starts that include the offsets of their states, so
+    that a request needs only one span per block. In shorter spans, each state becomes a span.
     """
     if chosen != "all":
         full = spans.length == cell

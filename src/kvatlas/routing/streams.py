@@ -51,7 +51,7 @@ _COUNTED = 1 << 16
 
 
 class StreamSection(NamedTuple):
-    """States `first .. stop - 1` of a pair of groups, with all or some of their strips."""
+    """States `first .. stop - 1` of a pair of groups, with all or some of the pair's strips."""
 
     compiled: CompiledPair
     states: CommonStates
@@ -90,7 +90,10 @@ class StreamChunk(NamedTuple):
     """Ends of the runs; None if all runs have the same length."""
 
     def slice(self, start: int, stop: int) -> Copy:
-        """Return the copy of bytes `start .. stop - 1` of the chunk."""
+        """Return a `Copy` with the runs of bytes `start .. stop - 1` of the chunk.
+
+        The first and the last run are cut at `start` and `stop`.
+        """
         copy = self.copy
         if self.ends is None:
             each = int(copy.length[0])
@@ -146,9 +149,10 @@ class Stream:
         return sum(map(len, self.grids()))
 
     def copies(self, start: int, stop: int) -> tuple[Copy, ...]:
-        """Return the copies of bytes `start .. stop - 1` of the stream; runs are cut at the edges.
+        """Return `Copy` objects with the runs of bytes `start .. stop - 1` of the stream.
 
-        Copies are in stream order; several may have the same pools.
+        Runs are cut at `start` and `stop`. Copies are in stream order; several may have the same
+        pools.
         """
         return tuple(self.walk(start, stop))
 
@@ -183,7 +187,7 @@ class Stream:
         return table_lengths(self._request.src.by_group), table_lengths(self._request.dst.by_group)
 
     def shape(self) -> RequestShape:
-        """Return the runs without block ids, for all streams that differ only in block ids."""
+        """Return the stream's runs without block ids, to reuse them with other block ids."""
         src, dst = self._request.src, self._request.dst
         return RequestShape(self.nbytes, tuple(self._patterns()), TableShape(src), TableShape(dst))
 
@@ -193,7 +197,7 @@ class Stream:
             yield from span_patterns(pools, section.compiled, section.states, span)
 
     def pieces(self, nbytes: int) -> Iterator[tuple[Copy, ...]]:
-        """Yield the whole stream in pieces of `nbytes` bytes; the last may be shorter."""
+        """Yield the copies of each piece of `nbytes` bytes; the last piece may be shorter."""
         nbytes = positive(nbytes, "the piece size")
         for start in range(0, self.nbytes, nbytes):
             yield self.copies(start, min(start + nbytes, self.nbytes))
@@ -290,7 +294,7 @@ def _of_cells(
 
 
 def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedRuns]]:
-    """Divide strips into lists of at most `CHUNK_RUNS` runs; a start has `each` runs."""
+    """Divide strips into lists of at most `CHUNK_RUNS` runs; each start counts as `each` runs."""
     most = max(1, CHUNK_RUNS // each)
     if sum(len(runs.starts.src) for runs in repeated) <= most:
         yield repeated
@@ -308,5 +312,5 @@ def _runs(repeated: list[RepeatedRuns], spans: int, states: int) -> int:
 
 
 def _bytes(repeated: list[RepeatedRuns]) -> int:
-    """Return the bytes of one state, or of one kernel block for runs of whole cells."""
+    """Return the number of bytes per state, or per kernel block if the runs are of whole blocks."""
     return sum(len(runs.starts.src) * runs.strip.item for runs in repeated)

@@ -46,10 +46,10 @@ def needed_states(visibility: Visibility, per_state: int, start: int, stop: int)
 
 
 def shared_visibility(src: Plan, dst: Plan, layer: str) -> Visibility:
-    """Return the tokens of a layer to copy between two plans: those that both plans keep.
+    """Return which tokens of a layer must be copied between two plans.
 
-    If either plan keeps only a window, the destination's spec determines the window. The source
-    plan cannot make it shorter than what the layer sees.
+    If both plans keep all tokens, all are copied. Otherwise the visibility of the destination's
+    spec applies, such as its window.
 
     >>> from kvatlas.planning import plan
     >>> prefill, decode = (plan("gpt-oss-20b", memory="20GiB", tp=tp) for tp in (1, 2))

@@ -101,7 +101,7 @@ class Mamba1(_WithConv, frozen=True, kw_only=True, tag="mamba1"):
     ssm_dtype: str = "bf16"
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return the states `conv` [taps, rows] and `ssm` [rows, state_size]."""
+        """Return `conv`, the last inputs of each channel, and `ssm` [channels, state_size]."""
         rows = Sharding.by_sections("R", Section(self.inner))
         ssm = State("ssm", self.ssm_dtype, (("R", self.inner), ("S", self.state_size)), rows)
         return self._conv(Section(self.inner)), ssm
@@ -124,7 +124,7 @@ class Mamba2(_WithConv, frozen=True, kw_only=True, tag="mamba2"):
     ssm_dtype: str = "bf16"
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return `conv` with the rows x|B|C, and `ssm` [heads, head_dim, state_size]."""
+        """Return `conv` with the channels x|B|C, and `ssm` [heads, head_dim, state_size]."""
         group = Section(self.groups, self.state_size, shared=True)
         axes = (("H", self.heads), ("P", self.head_dim), ("S", self.state_size))
         ssm = State("ssm", self.ssm_dtype, axes, Sharding.by_heads(self.heads, shared=False))
@@ -141,7 +141,7 @@ class GatedDeltaNet(_WithConv, frozen=True, kw_only=True, tag="gated_delta_net")
     ssm_dtype: str = "bf16"
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return `conv` with the rows q|k|v, and `ssm` [value_heads, value_dim, key_dim]."""
+        """Return `conv` with the channels q|k|v, and `ssm` [value_heads, value_dim, key_dim]."""
         key = Section(self.key_heads, self.key_dim)
         axes = (("H", self.value_heads), ("V", self.value_dim), ("K", self.key_dim))
         ssm = State("ssm", self.ssm_dtype, axes, Sharding.by_heads(self.value_heads, shared=False))
@@ -156,7 +156,7 @@ class KimiDelta(_WithConv, frozen=True, kw_only=True, tag="kimi_delta"):
     ssm_dtype: str = "fp32"
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return `conv` with the rows q|k|v, and `ssm` [heads, head_dim, head_dim]."""
+        """Return `conv` with the channels q|k|v, and `ssm` [heads, head_dim, head_dim]."""
         section = Section(self.heads, self.head_dim)
         matrix = _matrix(self.heads, self.head_dim, self.ssm_dtype)
         return self._conv(section, section, section), matrix
@@ -181,7 +181,7 @@ class ShortConv(_WithConv, frozen=True, kw_only=True, tag="short_conv"):
     kernel: int = 3
 
     def layer_states(self) -> tuple[State, ...]:
-        """Return the only state, `conv` [taps, rows]."""
+        """Return the only state, `conv`: the last inputs of each channel."""
         return (self._conv(Section(self.width)),)
 
 

@@ -185,7 +185,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class ClassTotal:
-    """Numbers of parameters and bytes of one class of tensors."""
+    """Number of parameters and number of bytes of one class of tensors, such as `mlp`."""
 
     parameters: int
     bytes: int

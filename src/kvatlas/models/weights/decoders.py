@@ -86,7 +86,7 @@ class Text:
         return len(self.caches)
 
     def norms(self) -> list[Tensor]:
-        """Return the norms of one layer whose width is the hidden size."""
+        """Return the norms of one layer; the width of each is the hidden size."""
         bias = self.traits.norm_bias
         return [norm("layernorm", self.hidden, bias=bias) for _ in range(self.traits.norms)]
 
@@ -215,7 +215,7 @@ def with_shared_mlp(text: Text) -> Iterator[list[Tensor]]:
 
 
 def llama4(text: Text) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each Llama 4 layer; its shared expert is as wide as the others."""
+    """Yield the tensors of each Llama 4 layer; its shared expert is as wide as a routed expert."""
     width = text.config.count("intermediate_size")
     shared = text.config.under({"shared_expert_intermediate_size": width})
     return stacked(Text(shared, text.traits, text.caches))

@@ -68,7 +68,10 @@ def attention(
 
 
 def latent(config: Config, *, gate: bool = False) -> list[Tensor]:
-    """Return the weights of MLA; ranks replicate down-projections and divide others by heads."""
+    """Return the weights of MLA.
+
+    Tensor-parallel ranks replicate the down-projections and divide the others by heads.
+    """
     hidden, heads, name = config.hidden(), config.query_heads(), "self_attn"
     rope, rank = config.count("qk_rope_head_dim"), config.count("kv_lora_rank")
     nope, v_dim = config.count("qk_nope_head_dim"), config.count("v_head_dim")
@@ -223,7 +226,7 @@ def mamba2(
 ) -> list[Tensor]:
     """Return the weights of a Mamba-2 mixer.
 
-    Ranks divide z, x and dt by heads, and B and C by groups.
+    Tensor-parallel ranks divide z, x and dt by heads, and B and C by groups.
     """
     heads, groups = spec.heads, spec.groups
     inner, shared = heads * spec.head_dim, 2 * groups * spec.state_size
