@@ -98,7 +98,7 @@ class BlockLedger:
         return len(self._claims)
 
     def by_pool(self, tables: Mapping[int, Int64s]) -> dict[int, Int64s]:
-        """Return the block ids of tables by group, as ids by pool. Negative ids are left out."""
+        """Convert block tables by group into block ids by pool, without negative ids."""
         ids: dict[int, list[Int64s]] = {}
         for group, table in tables.items():
             ids.setdefault(self._pool_of[group], []).append(table[table >= 0])
@@ -109,7 +109,10 @@ class BlockLedger:
         }
 
     def claim(self, use: Use, request: str, blocks: Mapping[int, Int64s]) -> BlockClaim:
-        """Claim block ids by pool, or raise `blocks_in_use`. Ids out of range are ignored."""
+        """Claim blocks, or raise `blocks_in_use`.
+
+        `blocks` maps each pool's index to block ids. Ids out of range are ignored.
+        """
         with self._lock:
             self._generation += 1
             claim = BlockClaim(self, self._generation, use, request, blocks)

@@ -218,7 +218,7 @@ class AwaitLayer(LeaseQuestion, frozen=True, kw_only=True, tag="await_layer"):
 
 
 class LayerWritten(Message, frozen=True, kw_only=True, tag="layer_written"):
-    """Whether the layer is written, and the mark after which it may be read."""
+    """Whether the layer is written, and the sender's GPU event that must complete before reads."""
 
     written: bool
     mark: Whole | None = None

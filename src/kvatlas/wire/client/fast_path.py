@@ -114,7 +114,7 @@ class LaunchedPull:
         self.connections.give_back(self.connection)
 
     def _is_soon_over(self, transfer: Transfer) -> bool:
-        """Poll a short read without sleeping. Return whether it has succeeded in that time."""
+        """Poll a short read for a while without sleeping. Return whether it has succeeded."""
         handle, seen = self.read.handle, self.read.seen
         until = time.monotonic() + _SOON
         try:
@@ -136,9 +136,10 @@ class LaunchedPull:
     def tidy_up(
         self, node: NodeState, wanted: TransferRequest, transfer: Transfer, patience: float
     ) -> RankLease | None:
-        """Return the resources of a finished read, if that was deferred.
+        """Release the handle and the connection of a finished read, if that was deferred.
 
-        Returns the lease that the read stands for, if every byte has arrived.
+        Returns a lease object with which to notify the source, or None if not every byte has
+        arrived.
         """
         if self._untidy:
             self._untidy = False

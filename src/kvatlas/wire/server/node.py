@@ -117,8 +117,8 @@ class Node(OfferingNode):
 
         `pushers` names the nodes that may push. When one of them announces its part, this node
         connects to it and pulls the part. `ready` is set once every source rank's part has arrived.
-        If another process pushes a rank's part before it has arrived, it replaces the first one.
-        The blocks are in use until the request is ready or forgotten.
+        If a second process pushes the same rank's part before it has arrived, the first push is
+        ended. The blocks are in use until the request is ready or forgotten.
         """
         self.process.check()
         tables, start, stop = self.checked_tables(blocks, tokens, "destination")

@@ -73,7 +73,7 @@ _MOST_CONNECTIONS = 1024
 
 
 def proof(token: bytes, challenge: bytes, session: bytes = bytes(SESSION_BYTES)) -> bytes:
-    """Return the answer to a challenge: the id of the session, then a proof of the token."""
+    """Return the answer to a challenge: the session's id, followed by an HMAC with the token."""
     shown = hmac.digest(token, b"kvatlas tcp 2" + challenge + session, hashlib.sha256)
     return session + shown
 
@@ -85,7 +85,7 @@ def gathers(length: Int64s) -> bool:
 
 
 def packed(length: Int64s) -> Int64s:
-    """Return the starts of runs that are concatenated."""
+    """Return the offset of each run in a buffer that contains the runs without gaps."""
     starts: Int64s = np.cumsum(length) - length
     return starts
 
@@ -96,7 +96,7 @@ def _anything(_: AskedRead) -> nullcontext[None]:
 
 
 class _Admitted(NamedTuple):
-    """An authenticated connection, which blocks."""
+    """An authenticated connection. Its socket is blocking."""
 
     connection: socket.socket
     session: bytes
@@ -109,7 +109,7 @@ def _host(_: socket.socket, address: tuple[str, int]) -> str:
 
 
 class RegionServer:
-    """Listens at one address. `regions` returns the readable regions for each request."""
+    """Serves reads at one address. `regions` is called for each request to get the regions."""
 
     def __init__(self, address: str, regions: Callable[[], Mapping[int, Memory]]) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
@@ -218,7 +218,7 @@ def _send_runs(one: socket.socket, region: Bytes, starts: Int64s, length: Int64s
 
 
 def _gathered(region: Bytes, starts: Int64s, length: Int64s) -> Bytes:
-    """Return the first byte of the reply, and the runs after it at an aligned address."""
+    """Return the reply as one array: the status byte, then the runs at an aligned address."""
     together = np.empty(_ALIGNMENT + int(length.sum()), np.uint8)
     together[_ALIGNMENT - 1] = GRANTED[0]
     into = together[_ALIGNMENT:]
