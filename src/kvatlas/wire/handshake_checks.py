@@ -51,7 +51,7 @@ class Peer:
 
 
 class PeerPlans:
-    """Plans of peers by hash, so that each is sent once; the oldest are dropped."""
+    """A cache of peers' plans by hash, so that each is sent only once. The oldest are dropped."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, Plan] = OrderedDict()

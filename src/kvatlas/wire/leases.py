@@ -267,7 +267,10 @@ class Leases:
             )
 
     def _count(self, lease: Lease, step: int) -> None:
-        """Count a lease (1), or stop counting it (-1), for all peers, its peer and its host."""
+        """Add a lease to the counts (`step` 1) or remove it (-1).
+
+        There is one count for all leases, one for its peer and one for its host.
+        """
         scopes: tuple[PeerKey | str | None, ...] = (None, lease.peer, lease.peer[0])
         for whose in scopes:
             count, entries = self._counts.get(whose, _NONE)
@@ -276,7 +279,10 @@ class Leases:
                 del self._counts[whose]  # so that gone peers take no memory
 
     def find(self, key: bytes, session: bytes | None = None) -> Lease:
-        """Return an open lease, of the given session if any, or raise `lease_expired`."""
+        """Return the open lease with this key, or raise `lease_expired`.
+
+        With `session`, the lease must also belong to that session.
+        """
         with self._lock:
             lease = self._open.get(key)
         if lease is None or session not in (None, lease.session) or not lease.held:

@@ -1,4 +1,4 @@
-"""Offers: the blocks of a request that peers may read, and which of its layers are written."""
+"""Offers: the blocks of a request that peers may read, and the layers already written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Destination = tuple[bytes, int]
 
 
 class WrittenLayers:
-    """The layers of an offer whose kernels are queued, each with a GPU event that follows them."""
+    """The written layers of an offer. Each has a GPU event that follows the layer's kernels."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)

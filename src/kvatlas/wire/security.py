@@ -223,9 +223,9 @@ def certified_names(connected: ssl.SSLSocket) -> frozenset[str]:
 
 
 def _send_tls_alert(accepted: ssl.SSLSocket) -> None:
-    """Send a TLS alert, by which a client without TLS learns why it is rejected.
+    """Send a TLS alert to a client that does not use TLS, to show why it is rejected.
 
-    OpenSSL sends none to a client without TLS.
+    OpenSSL itself sends no alert to such a client.
     """
     with suppress(OSError):
         socket.socket.send(accepted, _HANDSHAKE_FAILURE)
@@ -234,7 +234,7 @@ def _send_tls_alert(accepted: ssl.SSLSocket) -> None:
 
 
 def not_the_secret(got: object) -> AtlasError:
-    """Return the error for two ends that share no secret, or only one of which has a secret."""
+    """Return the error for two ends without a common secret, or of which only one has a secret."""
     hint = "Pass the same secret= to both ends, or tls= with the same certificate authority"
     return AtlasError(Code.BAD_SIGNATURE, got=got, hint=hint)
 

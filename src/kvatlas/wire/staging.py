@@ -86,7 +86,7 @@ class StagingBuffers:
             return [free.pop() for _ in range(count)]
 
     def give_back(self, buffers: Iterable[int]) -> None:
-        """Return buffers that were acquired."""
+        """Make acquired buffers free again."""
         with self._changed:
             for buffer in buffers:
                 self._free[buffer >= self._own].append(buffer)

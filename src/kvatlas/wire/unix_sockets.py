@@ -101,7 +101,7 @@ def _other_end(connected: socket.socket) -> tuple[int, int]:
 
 
 def forget_path(path: Path) -> None:
-    """Remove the socket at a path, if it exists. No process may listen at it anymore."""
+    """Remove the socket at a path, if it exists. Call this when no process listens there."""
     with suppress(FileNotFoundError):
         path.unlink()
 

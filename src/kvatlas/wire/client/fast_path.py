@@ -56,7 +56,7 @@ class LaunchedPull:
     def launch(
         cls, connections: Connections, endpoint: str, request: str, tokens: Any, blocks: Any
     ) -> LaunchedPull | None:
-        """Start reading if a peer is connected and this shape was pulled from it before."""
+        """Start the read if the peer is connected and the fast path applies; else return None."""
         connection = connections.take(endpoint)
         if connection is None:
             return None
@@ -70,7 +70,7 @@ class LaunchedPull:
 
     @property
     def total(self) -> int | None:
-        """The bytes that must arrive from all ranks; None if not counted yet."""
+        """The number of bytes that must arrive from all ranks; None if it is not computed yet."""
         return self.read.prepared.total
 
     def finish(

@@ -95,7 +95,10 @@ def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
 
 
 def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
-    """Return the way that is expected to be fastest and whose buffers, if any, are acquired."""
+    """Return `direct`, `coalesced` or `staged`: the one that is expected to be fastest.
+
+    The staging buffers that it needs, if any, are acquired.
+    """
     lease = reads.lease
     wanted, connection = lease.wanted, lease.connection
     if connection.link.adds or not lease.node.staging.most() or not _may_stage(lease):
@@ -122,7 +125,7 @@ def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
 
 
 def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> Way:
-    """Acquire the buffers of a way and return it, or `direct` if they are not free in time."""
+    """Acquire staging buffers for `way` and return it, or return `direct` if too few are free."""
     lease = reads.lease
     if way == "staged":
         lease.ask_after_all()
@@ -144,7 +147,7 @@ def _may_stage(lease: RankLease) -> bool:
 
 
 def _weighed(lease: RankLease, stream: Stream, costs: Costs) -> Way:
-    """Return the way with the lowest cost, computed from the costs of the link."""
+    """Return `direct`, `coalesced` or `staged`: the one with the lowest cost over this link."""
     connection = lease.connection
     # One request to borrow buffers and one to fill them; twice that, for switches of threads.
     asking = 4 * connection.question_seconds

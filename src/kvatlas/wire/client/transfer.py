@@ -102,7 +102,7 @@ class Transfer:
 
     @property
     def total(self) -> int | None:
-        """The bytes that must arrive according to the two plans; None for a push."""
+        """The number of bytes that must arrive, according to the two plans; None for a push."""
         total = self._total
         if callable(total):  # concurrent threads compute the same number
             total = self._total = total()
@@ -110,7 +110,7 @@ class Transfer:
 
     @property
     def moved(self) -> int:
-        """The bytes moved so far, over all ranks."""
+        """The number of bytes moved so far, over all ranks."""
         with self._lock:
             return sum(self._bytes.values())
 

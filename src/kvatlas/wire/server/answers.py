@@ -274,7 +274,8 @@ class Answers:
     def _must_gather(self, lease: Lease) -> bool:
         """Whether this node must gather the pull's bytes, because the peer cannot read the pools.
 
-        It cannot if the pools are not shared, or if it cannot cast their elements as it reads.
+        The peer cannot if the pools are not shared, or need a conversion that it cannot do as it
+        reads.
         """
         stream, casts = lease.stream, self.node.transport.casts
         converts = isinstance(stream, ConvertedStream) and not (casts and stream.by_element)

@@ -124,7 +124,10 @@ class OfferingNode(NodeState):
         self.release(request, "withdrawn")
 
     def release(self, request: str, why: str, only: Offer | None = None) -> None:
-        """End an offer and its leases, and notify its owner. With `only`, end just that offer."""
+        """End an offer and its leases, and notify its owner.
+
+        With `only`, a newer offer of the same name is not ended.
+        """
         with self.lock:
             if only is not None and self.offers.get(request) is not only:
                 return  # it has ended; a newer offer has its name

@@ -147,7 +147,7 @@ class Link(ABC):
         return all(copy.cast is None for copy in copies)
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
-        """Prepare the fast path: reads of requests of one shape, which start in microseconds.
+        """Prepare reads of requests of one shape, so that each starts in microseconds.
 
         Return None if the link has no fast path.
         """
@@ -332,7 +332,7 @@ class Transport(ABC):
 
     @abstractmethod
     def publish(self) -> bytes:
-        """Return the metadata that a peer passes to `connect`, together with the regions."""
+        """Return the metadata for a peer, which passes it to `connect` along with the regions."""
 
     def connect(
         self,

@@ -104,7 +104,7 @@ class CudaCopy(Handle):
         pace: CopyPace,
         nbytes: Callable[[], int],
     ) -> None:
-        """`launch` starts the copy, and returns it and a function to call once it has ended.
+        """`launch` starts the copy. It returns the posted copy, and a function to call at its end.
 
         `check` raises an error if the link is closed.
         """
@@ -128,7 +128,7 @@ class CudaCopy(Handle):
         pace: CopyPace,
         nbytes: int,
     ) -> CudaCopy:
-        """Wrap a copy that is already queued. `over` is called once it has ended."""
+        """Wrap a copy that is already queued. `over` is called once the copy has ended."""
         copy = cls(lambda: (posted, over), lambda: True, check, pace, lambda: nbytes)
         copy._posted, copy._over = posted, over
         copy.expected_end = pace.end_of(nbytes, copy._begun)

@@ -298,7 +298,7 @@ def open_board(place: BoardPlace) -> PeerBoard | None:
 
 
 def _take_all_down(rows: NDArray[np.int64], process: int) -> None:
-    """Make every generation even, unless this is a forked child of `process`."""
+    """Take all offers down: make every generation even. No effect unless this is `process`."""
     if os.getpid() == process:
         rows[:, 0] += rows[:, 0] % 2
 

@@ -77,7 +77,7 @@ class OpenedMemory:
             return True
 
     def release(self, mappings: Sequence[MappedAllocation]) -> None:
-        """End one use of each mapping, once no posted copy reads its allocation anymore."""
+        """End one use of each mapping. Call this only when no posted copy reads it anymore."""
         with self._lock:
             for mapping in mappings:
                 mapping.users -= 1

@@ -1,9 +1,10 @@
 """Serves reads of a process's regions over TCP, with one thread per authenticated connection.
 
-With a secret, a connection begins with a TLS handshake. It then answers a challenge with the token
-from the published metadata, and names its session. The peer then requests runs of a region, by
-offset and length, each time with the key of a lease. If the node allows that, the peer receives the
-bytes in order, else an error. Any other input ends the connection. Writes are not supported.
+With a secret, a connection begins with a TLS handshake. The peer then answers a challenge with the
+token from the published metadata, and sends the id of its session. It then requests runs of a
+region, by offset and length, each time with the key of a lease. If the node allows that, the peer
+receives the bytes in order, else an error. Any other input ends the connection. Writes are not
+supported.
 
 If a peer dies or stops, only its connection ends.
 """
