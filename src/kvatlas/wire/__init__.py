@@ -1,4 +1,4 @@
-"""Move KV caches between processes and hosts, along routes and over transports.
+"""Move KV caches between processes and hosts, over CUDA IPC, NIXL, TCP and other transports.
 
 A `Node` serves one rank's caches, a `Session` connects a node to its peers, and a `Transfer` tracks
 one request while it moves.

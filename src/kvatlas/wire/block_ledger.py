@@ -98,7 +98,7 @@ class BlockLedger:
         return len(self._claims)
 
     def by_pool(self, tables: Mapping[int, Int64s]) -> dict[int, Int64s]:
-        """Return the block ids of tables by group, as ids by pool. Negative ids are left out."""
+        """Convert block tables by group into block ids by pool, without negative ids."""
         ids: dict[int, list[Int64s]] = {}
         for group, table in tables.items():
             ids.setdefault(self._pool_of[group], []).append(table[table >= 0])
@@ -109,7 +109,10 @@ class BlockLedger:
         }
 
     def claim(self, use: Use, request: str, blocks: Mapping[int, Int64s]) -> BlockClaim:
-        """Claim block ids by pool, or raise `blocks_in_use`. Ids out of range are ignored."""
+        """Claim blocks, or raise `blocks_in_use`.
+
+        `blocks` maps each pool's index to block ids. Ids out of range are ignored.
+        """
         with self._lock:
             self._generation += 1
             claim = BlockClaim(self, self._generation, use, request, blocks)
@@ -162,7 +165,7 @@ class BlockLedger:
                 raise self._in_use(pool, ids[taken])
 
     def _existing(self, pool: int, ids: Int64s) -> Int64s:
-        """Return the ids without those out of range, for which routes raise an error later."""
+        """Return the ids that exist in the pool. For the others, routes raise an error later."""
         if len(ids) and (ids.min() < 0 or ids.max() >= len(self._state[pool])):
             return ids[(ids >= 0) & (ids < len(self._state[pool]))]
         return ids

@@ -1,4 +1,4 @@
-"""Byte ranges of pools that a stream reads at its source, as sorted arrays.
+"""The byte ranges of the source's pools that one transfer reads, as sorted arrays.
 
 A source checks that a peer reads only inside these ranges. A reader that coalesces neighbouring
 runs uses them to skip the bytes between the runs.
@@ -24,7 +24,7 @@ belongs to the same block, and so to the same request.
 
 
 class ByteRanges(NamedTuple):
-    """Ranges of one region, sorted, that neither overlap nor touch.
+    """Byte ranges of one memory region. They are sorted, and neither overlap nor touch.
 
     >>> ranges = ByteRanges.of(np.array([40, 0, 8]), np.array([50, 8, 12]))
     >>> ranges.starts.tolist(), ranges.stops.tolist()
@@ -45,12 +45,12 @@ class ByteRanges(NamedTuple):
         return cls(starts[first], stops[np.append(first[1:], len(starts)) - 1])
 
     def cover(self, starts: Int64s, lengths: Int64s) -> bool:
-        """Whether every run is inside one range."""
+        """Whether each run (start and length) is inside a range, not necessarily the same one."""
         at = np.searchsorted(self.starts, starts, side="right") - 1
         return bool(((at >= 0) & (starts + lengths <= self.stops[at])).all())
 
     def clip(self, copy: Copy) -> Copy:
-        """Return the parts of a copy whose source bytes are inside a range.
+        """Return the runs of `copy`, cut to the parts whose source bytes are inside a range.
 
         >>> ranges = ByteRanges.of(np.array([0, 40]), np.array([12, 50]))
         >>> some = ranges.clip(Copy(0, 0, np.array([8]), np.array([100]), np.array([34])))
@@ -69,9 +69,10 @@ class ByteRanges(NamedTuple):
 
 
 def source_ranges(stream: AnyStream) -> dict[int, ByteRanges]:
-    """Return the ranges that a stream reads at its source, by pool.
+    """Return the byte ranges that a transfer reads from the source's pools, by pool index.
 
-    A converted stream has none: over transports that check ranges, the source gathers it.
+    Empty for a transfer that converts the format: over transports that check ranges, the source
+    gathers the bytes into staging buffers, so the peer reads no pool.
     """
     found: defaultdict[int, list[ByteRanges]] = defaultdict(list)
     if isinstance(stream, Stream):
@@ -86,7 +87,10 @@ def _joined(several: list[ByteRanges]) -> ByteRanges:
 
 
 def _grid_ranges(grid: Copy, block: int) -> list[ByteRanges]:
-    """Return the ranges of a grid whose blocks are `block` bytes apart."""
+    """Return the source ranges of a copy that repeats the same runs in every block.
+
+    Blocks are `block` bytes apart. There is one result for each run length.
+    """
     found = []
     for length in np.unique(grid.length).tolist():
         spans, gap = grid.src[grid.length == length], 0

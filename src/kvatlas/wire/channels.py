@@ -111,12 +111,12 @@ class Channels:
             return pool.lost
 
     def has_idle(self, endpoint: str) -> bool:
-        """Whether an idle connection to the endpoint is kept, which shows if the peer exits."""
+        """Whether an idle connection to the endpoint is open. It breaks if the peer exits."""
         with self._lock:
             return bool(self._pools[endpoint].idle)
 
     def proved_names(self, endpoint: str) -> frozenset[str] | None:
-        """Return the names that the peer at an endpoint has proved; None for any name."""
+        """Return the node names that the peer has proved by its key; None if it may use any."""
         with self._lock:
             return self._pools[endpoint].names
 
@@ -127,7 +127,7 @@ class Channels:
                 self._drop_ended(pool)
 
     def close(self) -> None:
-        """Stop asking questions. A connection that waits for an answer is closed after it.
+        """Stop asking questions. Connections close now, or after the answer that they wait for.
 
         A call in a forked child has no effect.
         """

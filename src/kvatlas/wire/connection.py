@@ -193,7 +193,11 @@ def open_to_strangers(got: str) -> AtlasError:
 
 
 def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.socket:
-    """Return a listening socket. Without protection, it must be local or opted in explicitly."""
+    """Return a listening socket.
+
+    Raise `unprotected` for an address that other hosts can reach, unless connections are
+    `protected` by a secret or TLS, or `unprotected` is set.
+    """
     host, port = split_endpoint(endpoint)
     try:
         family, kind, number, _, address = socket.getaddrinfo(

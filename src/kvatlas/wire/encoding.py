@@ -1,8 +1,8 @@
 """The encoding of messages and errors, and what a peer of another protocol version may send.
 
 The hello and the welcome of a newer version may contain unknown fields. All other messages must
-match the types of this version exactly. A node sends an error to the peer whose request failed,
-which raises it.
+match the types of this version exactly. A node sends an error to the peer whose request failed, and
+the peer raises the error.
 """
 
 from __future__ import annotations

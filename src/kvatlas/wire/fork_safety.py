@@ -53,7 +53,7 @@ def fresh_in_children(lock: threading.Lock) -> threading.Lock:
 
 
 def keep_in_children(made: T) -> T:
-    """Never destroy an object of a library in forked children. Return the object.
+    """Keep forked children from destroying the object `made`. Return `made`.
 
     For libraries whose clean-up in a child would change what the parent still uses. UCX, for one,
     removes the parent's sockets from an epoll instance that both processes share.

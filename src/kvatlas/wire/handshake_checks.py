@@ -51,7 +51,7 @@ class Peer:
 
 
 class PeerPlans:
-    """Plans of peers by hash, so that each is sent once; the oldest are dropped."""
+    """A cache of peers' plans by hash, so that each is sent only once. The oldest are dropped."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, Plan] = OrderedDict()
@@ -120,7 +120,7 @@ def plan_hash(plan: Plan) -> bytes:
 
 
 def conversion_terms(plan: Plan, convert: str | None, scales: Scales) -> ConversionTerms | None:
-    """Return the conversion that a node accepts, and its scales; None if there is none."""
+    """Return the message with the conversion that a node accepts; None if `convert` is None."""
     if convert is None:
         return None
     given = tensor_scales(scales, plan.layers)
@@ -135,7 +135,7 @@ def checked_peer(
 ) -> Peer:
     """Return the peer that a hello describes, or raise an error.
 
-    `names` are the names that the peer's connection has proved.
+    `names` are the node names that the peer has proved by its key; None if it may use any.
     """
     if hello.transport != transport:
         raise bad_handshake(

@@ -93,31 +93,31 @@ class Lease:
 
     @property
     def buffers(self) -> tuple[int, ...]:
-        """The staging buffers that are lent to it."""
+        """The indices of the staging buffers that are lent to this lease."""
         return () if self.loan is None else self.loan.buffers
 
     @property
     def held(self) -> bool:
-        """Whether it has neither ended nor expired."""
+        """Whether the lease has neither ended nor expired."""
         return not self.over and time.monotonic() < self.expires
 
     @property
     def left(self) -> float:
-        """Seconds until it expires."""
+        """The seconds until the lease expires; 0 if it has expired."""
         return max(0.0, self.expires - time.monotonic())
 
     def check(self) -> None:
-        """Raise `lease_expired` if it is no longer held."""
+        """Raise `lease_expired` if the lease has ended or expired."""
         if not self.held:
             raise lease_expired()
 
     def keep_loan(self, loan: Loan) -> None:
-        """Record the buffers that are lent to it from now on."""
+        """Record that these staging buffers are now lent to the lease."""
         self.loan = loan
         self.lent_at = self.moved_at = time.monotonic()
 
     def check_lent(self) -> Loan:
-        """Return its buffers. Raise an error if they were reclaimed or never borrowed."""
+        """Return the lent buffers. Raise an error if they were reclaimed or never borrowed."""
         if self.reclaimed:
             raise buffers_reclaimed()
         if self.loan is None:
@@ -251,7 +251,8 @@ class Leases:
                 Code.TOO_MANY,
                 f"A node must not have more than {_MAX_LEASES:,} open leases, or {_MAX_ENTRIES:,} "
                 "block table entries in them",
-                got=f"{count:,} leases with {entries:,} entries, and one with {new.entries:,}",
+                got=f"{count:,} open leases with {entries:,} entries, and a new lease with "
+                f"{new.entries:,}",
                 hint="Wait until other transfers from this node have ended",
             )
         of_peer, kept = self._counts.get(new.peer, _NONE)
@@ -266,7 +267,10 @@ class Leases:
             )
 
     def _count(self, lease: Lease, step: int) -> None:
-        """Count a lease (1), or stop counting it (-1), for all peers, its peer and its host."""
+        """Add a lease to the counts (`step` 1) or remove it (-1).
+
+        There is one count for all leases, one for its peer and one for its host.
+        """
         scopes: tuple[PeerKey | str | None, ...] = (None, lease.peer, lease.peer[0])
         for whose in scopes:
             count, entries = self._counts.get(whose, _NONE)
@@ -275,7 +279,10 @@ class Leases:
                 del self._counts[whose]  # so that gone peers take no memory
 
     def find(self, key: bytes, session: bytes | None = None) -> Lease:
-        """Return an open lease, of the given session if any, or raise `lease_expired`."""
+        """Return the open lease with this key, or raise `lease_expired`.
+
+        With `session`, the lease must also belong to that session.
+        """
         with self._lock:
             lease = self._open.get(key)
         if lease is None or session not in (None, lease.session) or not lease.held:
@@ -283,7 +290,7 @@ class Leases:
         return lease
 
     def renew(self, lease: Lease, seconds: float) -> None:
-        """Extend a lease to at least `seconds` from now, as long as its offer lasts."""
+        """Extend a lease to `seconds` from now, but not beyond the end of its offer."""
         latest = math.inf if lease.part_of is None else lease.part_of.expires
         lease.expires = max(lease.expires, min(time.monotonic() + seconds, latest))
 

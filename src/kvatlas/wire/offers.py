@@ -1,4 +1,4 @@
-"""Offers: the blocks of a request that peers may read, and which of its layers are written."""
+"""Offers: the blocks of a request that peers may read, and the layers already written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Destination = tuple[bytes, int]
 
 
 class WrittenLayers:
-    """The layers of an offer that are written, each with its mark."""
+    """The written layers of an offer. Each has a GPU event that follows the layer's kernels."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
@@ -28,7 +28,7 @@ class WrittenLayers:
         self._changed = threading.Condition()
 
     def add(self, layer: str, mark: int | None) -> None:
-        """Record that a layer is written once its mark completes."""
+        """Record that a layer's content is valid once the GPU event `mark` completes; None: now."""
         with self._changed:
             problem = ""
             if layer not in self._names:
@@ -42,7 +42,7 @@ class WrittenLayers:
             self._changed.notify_all()
 
     def wait(self, layer: str, seconds: float) -> tuple[bool, int | None]:
-        """Wait up to `seconds` for a layer. Return whether it is written, and its mark."""
+        """Wait up to `seconds` until the layer is added. Return whether it was, and its mark."""
         with self._changed:
             written = self._changed.wait_for(lambda: layer in self._written, seconds)
             return written, self._written.get(layer)
@@ -78,10 +78,10 @@ class Offer:
         return self.readers is None or name in self.readers
 
     def finished(self, own: Destination, others: set[Destination], *, read: bool) -> str:
-        """Record that a destination has finished, and `read` everything or not.
+        """Record that destination rank `own` has finished: it `read` everything, or gave it up.
 
-        Return why the offer ends, `read` or `let_go`, or an empty string if not all of the `others`
-        that read it have finished.
+        Return an empty string if one of `others` has not finished. Otherwise the offer ends: return
+        "read" if all ranks have read it, or "let_go" if one gave it up.
         """
         if read:
             self.let_go_by.discard(own)
@@ -93,7 +93,7 @@ class Offer:
         return "let_go" if self.let_go_by & {own, *others} else "read"
 
     def check_asked(self, tokens: tuple[int, int], told: Mapping[int, Int64s], plan: Plan) -> None:
-        """Raise an error if the tokens are not offered, or the peer names other blocks for them."""
+        """Raise an error if a token is not offered, or `told` differs from the offered blocks."""
         for group, ids in told.items():
             mine = self.blocks.get(group)
             if mine is None or len(ids) != len(mine) or (ids != mine)[mine >= 0].any():

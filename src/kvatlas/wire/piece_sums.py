@@ -41,7 +41,7 @@ def piece_sum(piece: Any, key: bytes | None) -> bytes:
 def stream_sums(
     mover: PoolMover, copies: Sequence[Copy], piece: int, key: bytes | None, *, src: bool
 ) -> bytes:
-    """Return the concatenated checksums of each `piece` bytes of the stream of `copies`.
+    """Return the concatenated checksums of the bytes of `copies`, one for every `piece` bytes.
 
     With `src`, the bytes are read at the source of the copies, else at their destination.
     """

@@ -135,7 +135,7 @@ class Hello(Message, frozen=True, kw_only=True, omit_defaults=True, tag="hello")
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """The answer to a hello: the receiver's own hello, and the key of the new session."""
+    """The answer to a hello: the answering node's hello, and the key of the new session."""
 
     hello: Hello
     session: Key
@@ -188,7 +188,7 @@ class LeaseQuestion(Message, frozen=True, kw_only=True):
 
 
 class Borrow(LeaseQuestion, frozen=True, kw_only=True, tag="borrow"):
-    """Ask to borrow staging buffers of the receiver, and wait a while for them."""
+    """Ask to borrow staging buffers. The receiver waits up to `seconds` until some are free."""
 
     buffers: Annotated[int, Meta(ge=1, le=16)]
     seconds: Seconds
@@ -211,14 +211,14 @@ class Renew(LeaseQuestion, frozen=True, kw_only=True, tag="renew"):
 
 
 class AwaitLayer(LeaseQuestion, frozen=True, kw_only=True, tag="await_layer"):
-    """Ask whether a layer of an offer is written, and wait a while for it."""
+    """Ask whether a layer of an offer is written. The receiver waits up to `seconds` for it."""
 
     layer: Name
     seconds: Seconds
 
 
 class LayerWritten(Message, frozen=True, kw_only=True, tag="layer_written"):
-    """Whether the layer is written, and the mark after which it may be read."""
+    """Whether the layer is written, and the sender's GPU event that must complete before reads."""
 
     written: bool
     mark: Whole | None = None
@@ -235,7 +235,7 @@ class Gather(LeaseQuestion, frozen=True, kw_only=True, tag="gather"):
 class GetChecksums(
     LeaseQuestion, frozen=True, kw_only=True, omit_defaults=True, tag="get_checksums"
 ):
-    """Ask for a checksum of each piece of bytes start .. stop - 1 of the lease's stream."""
+    """Ask for checksums of bytes start .. stop - 1 of the lease's stream, one per `piece` bytes."""
 
     start: Whole
     stop: Whole
@@ -285,7 +285,7 @@ runs and scatters them at the destination. `auto` chooses by measured cost.
 
 
 class Announce(Message, frozen=True, kw_only=True, tag="announce"):
-    """Ask the receiver to read an expected request from the sender, and wait a while for it.
+    """Ask the receiver to read an expected request from the sender, and to report its progress.
 
     The sender repeats an announcement to poll its progress. A different announcement of the same
     rank replaces it, unless the receiver has read the rank's part.

@@ -72,7 +72,7 @@ def tls_context(protocol: int) -> ssl.SSLContext:
 
 
 def _certificate(secret: bytes) -> tuple[bytes, bytes]:
-    """Return the certificate (DER) and private key (PEM) of a secret, equal at all ends."""
+    """Derive a certificate (DER) and private key (PEM) from a secret, always the same ones."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization

@@ -96,7 +96,7 @@ class Security:
 
     @property
     def choices(self) -> int:
-        """The number of ways to open a connection: one per secret."""
+        """The number of secrets to try when opening a connection; 1 if there is no secret."""
         return max(1, len(self._identities))
 
     def wrap(self, accepted: socket.socket) -> socket.socket:
@@ -157,7 +157,7 @@ class Security:
         return self._proved(opened, self._identities[choice] if by_secret else None)
 
     def _proved(self, connected: socket.socket, identity: SecretIdentity | None) -> PeerIdentity:
-        """Return what the other end has proved: by its certificate, or by the secret `identity`."""
+        """Return the other end's identity, from its certificate or the secret of `identity`."""
         host = str(connected.getpeername()[0])
         if not isinstance(connected, ssl.SSLSocket):
             return PeerIdentity(host)
@@ -223,9 +223,9 @@ def certified_names(connected: ssl.SSLSocket) -> frozenset[str]:
 
 
 def _send_tls_alert(accepted: ssl.SSLSocket) -> None:
-    """Send a TLS alert, by which a client without TLS learns why it is rejected.
+    """Send a TLS alert to a client that does not use TLS, to show why it is rejected.
 
-    OpenSSL sends none to a client without TLS.
+    OpenSSL itself sends no alert to such a client.
     """
     with suppress(OSError):
         socket.socket.send(accepted, _HANDSHAKE_FAILURE)
@@ -234,7 +234,7 @@ def _send_tls_alert(accepted: ssl.SSLSocket) -> None:
 
 
 def not_the_secret(got: object) -> AtlasError:
-    """Return the error for two ends that share no secret, or only one of which has a secret."""
+    """Return the error for two ends without a common secret, or of which only one has a secret."""
     hint = "Pass the same secret= to both ends, or tls= with the same certificate authority"
     return AtlasError(Code.BAD_SIGNATURE, got=got, hint=hint)
 
@@ -266,7 +266,7 @@ def _checked_secrets(secret: Secret) -> tuple[bytes, ...]:
 def _peer_identities(
     peers: Mapping[str, PeerAccess], secret: Secret, tls: TlsContexts | None
 ) -> tuple[SecretIdentity, ...]:
-    """Return the identities of peers with secrets; none if certificates prove their names."""
+    """Return one identity per secret in `peers`; none with `tls`, where peers have no secrets."""
     hint = "Give each peer a different secret: peers={name: PeerAccess(secret)}"
     if secret is not None:
         raise _bad_secret("A node cannot have both secret= and peers=", "peers= and secret=", hint)

@@ -13,7 +13,9 @@ from kvatlas.wire.transports.shm import ShmTransport, map_published
 
 
 class SharedPools:
-    """Pools of this process, shared with every process of this user that has `published`.
+    """Shares pools of this process. A process of the same user maps them with `map_pools`.
+
+    `published` is the metadata that the other process needs.
 
     >>> import numpy as np
     >>> from kvatlas.wire.transports.shm import create_segment

@@ -30,7 +30,7 @@ def staging_memory(transport: Transport, device: str, nbytes: int) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Loan:
-    """Staging buffers that are lent to one lease, as indices into a memory."""
+    """Staging buffers that are lent to one lease: indices of `piece`-byte slices of `memory`."""
 
     memory: Any
     piece: int
@@ -86,7 +86,7 @@ class StagingBuffers:
             return [free.pop() for _ in range(count)]
 
     def give_back(self, buffers: Iterable[int]) -> None:
-        """Return buffers that were acquired."""
+        """Make acquired buffers free again."""
         with self._changed:
             for buffer in buffers:
                 self._free[buffer >= self._own].append(buffer)
@@ -102,7 +102,7 @@ class StagingBuffers:
         return Loan(self.memory, self.piece, tuple(self.acquire(count, for_peer=True)))
 
     def take_back(self, session: bytes, loan: Loan, *, keep: bool) -> None:
-        """Take buffers back from a peer."""
+        """Make lent buffers available again. `session` and `keep` have no effect here."""
         del session, keep
         if self._wiped:
             for buffer in loan.buffers:
@@ -153,7 +153,7 @@ class PeerSegments:
         return Loan(segment.view, self._piece, tuple(range(count)), segment)
 
     def take_back(self, session: bytes, loan: Loan, *, keep: bool) -> None:
-        """Keep a segment for its session, or free it."""
+        """Keep a segment for the session's next transfer (`keep`), or free it."""
         with self._lock:
             if keep:
                 self._idle.append((session, loan))

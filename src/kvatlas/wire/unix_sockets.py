@@ -93,7 +93,7 @@ def check_user(connected: socket.socket) -> int:
 
 
 def _other_end(connected: socket.socket) -> tuple[int, int]:
-    """Return the pid and user at the other end. The pid is 0 in another pid namespace."""
+    """Return the pid and user id of the other end. The pid is 0 if it is in another namespace."""
     credentials = struct.Struct("iii")
     packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     process, user, _ = credentials.unpack(packed)
@@ -101,7 +101,7 @@ def _other_end(connected: socket.socket) -> tuple[int, int]:
 
 
 def forget_path(path: Path) -> None:
-    """Remove the socket at a path, if it exists. No process may listen at it anymore."""
+    """Remove the socket at a path, if it exists. Call this when no process listens there."""
     with suppress(FileNotFoundError):
         path.unlink()
 

@@ -67,7 +67,7 @@ class PeerConnection:
         self._lent_lock = threading.Lock()
 
     def link_to_lent(self, transport: Transport, memory: Memory, metadata: bytes) -> Link:
-        """Return the link to staging memory that the peer has for this node alone."""
+        """Return the link to staging memory that the peer has allocated for this node only."""
         with self._lent_lock:
             link = self._lent.get(metadata)
             if link is None:
@@ -135,7 +135,7 @@ class Connections:
 
     @contextmanager
     def using(self, connection: PeerConnection) -> Iterator[None]:
-        """A context that returns a taken connection, and drops it if its peer was lost."""
+        """A context that calls `give_back` at its end, and `drop` if the peer was lost."""
         try:
             yield
         except AtlasError as refused:
@@ -146,7 +146,7 @@ class Connections:
             self.give_back(connection)
 
     def drop(self, connection: PeerConnection) -> None:
-        """Use a connection no longer. It is closed once no transfer uses it."""
+        """Stop handing out a connection. It is closed once no transfer uses it."""
         with self._lock:
             connection.gone = True
             if self._open.get(connection.endpoint) is connection:
@@ -156,7 +156,7 @@ class Connections:
             connection.close()
 
     def give_back(self, connection: PeerConnection) -> None:
-        """Return a connection that was taken."""
+        """End one transfer's use of a connection that `take` returned."""
         with self._lock:
             connection.users -= 1
             unused = [connection] if connection.gone and not connection.users else []
@@ -166,7 +166,7 @@ class Connections:
             one.close()
 
     def drop_lost(self) -> None:
-        """Close connections that no transfer uses and whose peers have exited, or may have."""
+        """Close unused connections, except those whose peer is known to be alive."""
         with self._lock:
             idle = [one for one in self._open.values() if not one.users]
         for connection in idle:
@@ -179,7 +179,7 @@ class Connections:
                 self.drop(connection)
 
     def take(self, endpoint: str) -> PeerConnection | None:
-        """Take the connection to an endpoint, if any, and keep it open until it is returned."""
+        """Return the connection to an endpoint, if any. It stays open until `give_back`."""
         with self._lock:
             connection = self._open.get(endpoint)
             if connection is None or not connection.link.open:  # it was severed
@@ -214,7 +214,7 @@ class Connections:
         return PeerConnection(endpoint, peer, answer.session, link, monitor, stream, self._beside)
 
     def _check_same_plan(self, endpoint: str, peer: Peer) -> None:
-        """Raise an error if the endpoint's rank has changed, or its plan is not the session's."""
+        """Raise an error if the endpoint has changed its rank, or its plan is not the session's."""
         known = self.known.get(endpoint, peer)
         if known.rank != peer.rank:
             problem = "The endpoint now serves another rank than when the session was opened"

@@ -59,7 +59,7 @@ _SETTLE_SECONDS = 30.0
 
 @dataclass(eq=False)
 class Announcement:
-    """One source rank's request to read its part, and the pull that reads it."""
+    """A source rank's announcement that this node may read its part, and the pull that does so."""
 
     peer: Peer
     question: protocol.Announce
@@ -71,7 +71,7 @@ class Announcement:
 
     @property
     def key(self) -> tuple[str, bytes, str]:
-        """Distinguishes the announcements of all processes."""
+        """The node's name, its process, and the offer's name: unique to one announcement."""
         return self.peer.name, self.peer.incarnation, self.question.offer
 
     @property
@@ -81,7 +81,7 @@ class Announcement:
         return announced_endpoint(self.question.endpoint, host, on_this_host=here)
 
     def end(self) -> None:
-        """End the pull, because the request was forgotten or another process replaces this one."""
+        """End the pull: the request was forgotten, or another announcement replaces this one."""
         self.transfer.failed(self.peer.rank, lease_expired())
 
 
@@ -122,8 +122,8 @@ class Expected:
 class ExpectedRequests:
     """The requests that a node expects. Any thread may use them.
 
-    The lock is taken before those of transfers and of the ledger, and with no other. No thread
-    blocks while it holds the lock.
+    A thread that holds this object's lock may take the lock of a transfer or of the block ledger,
+    but no other lock, and never waits for I/O.
     """
 
     def __init__(self, node: OfferingNode) -> None:
@@ -186,7 +186,7 @@ class ExpectedRequests:
     def announced(
         self, question: protocol.Announce, peer: Peer, caller: Caller
     ) -> protocol.Announced:
-        """Start to read what a peer announces, wait briefly for it, and return the progress."""
+        """Start the announced pull, wait briefly for its end, and return its progress."""
         one = self._find_or_add(question, peer, caller)
         if self._waiting.acquire(blocking=False):
             try:
@@ -212,7 +212,10 @@ class ExpectedRequests:
             if sum(other.peer.rank == peer.rank for other in expected.connecting) >= (
                 _MAX_CONNECTING
             ):
-                raise BusyError(f"{_MAX_CONNECTING} pending pushes of rank {peer.rank}", 0.25)
+                raise BusyError(
+                    f"{_MAX_CONNECTING} pushes of rank {peer.rank} that are still connecting",
+                    0.25,
+                )
             expected.connecting.append(one)
             self._known[one.key] = one
             self._drop_known()
@@ -221,7 +224,7 @@ class ExpectedRequests:
         return one
 
     def _drop_known(self) -> None:
-        """Drop the oldest outcomes. Announcements that are not over are kept."""
+        """Drop the oldest announcement whose pull has ended, if more than `_KEPT` are kept."""
         if len(self._known) > _KEPT:
             over = (key for key, one in self._known.items() if one.transfer.done)
             if (oldest := next(over, None)) is not None:
@@ -273,14 +276,14 @@ class ExpectedRequests:
         )  # fmt: skip
 
     def _needed(self, expected: Expected, peer: Peer) -> int:
-        """Return the number of bytes that all parts together must have."""
+        """Return the number of bytes of the request, which all source ranks together deliver."""
         node, tokens = self._node, (expected.start, expected.stop)
         return node.route_from(peer).needed_bytes(
             dst_rank=node.rank, tokens=tokens, layers=None, dst_blocks=expected.blocks
         )
 
     def _replace_older(self, expected: Expected, one: Announcement) -> None:
-        """Make an announcement the current one, once no older one can write to the blocks."""
+        """Make an announcement current, end older pulls of its rank, and wait for their end."""
         rank = one.peer.rank
         with self._lock:
             expected.connecting.remove(one)

@@ -47,7 +47,7 @@ class LaunchedPull:
     def launch(
         cls, connections: Connections, endpoint: str, request: str, tokens: Any, blocks: Any
     ) -> LaunchedPull | None:
-        """Start reading if a peer is connected and this shape was pulled from it before."""
+        """Start the read if the peer is connected and the fast path applies; else return None."""
         connection = connections.take(endpoint)
         if connection is None:
             return None
@@ -61,7 +61,7 @@ class LaunchedPull:
 
     @property
     def total(self) -> int | None:
-        """The bytes that must arrive from all ranks; None if not counted yet."""
+        """The number of bytes that must arrive from all ranks; None if it is not computed yet."""
         return self.read.prepared.total
 
     def finish(
@@ -105,7 +105,7 @@ class LaunchedPull:
         self.connections.give_back(self.connection)
 
     def _is_soon_over(self, transfer: Transfer) -> bool:
-        """Poll a short read without sleeping. Return whether it has succeeded in that time."""
+        """Poll a short read for a while without sleeping. Return whether it has succeeded."""
         handle, seen = self.read.handle, self.read.seen
         until = time.monotonic() + _SOON
         try:
@@ -127,9 +127,10 @@ class LaunchedPull:
     def tidy_up(
         self, node: NodeState, wanted: TransferRequest, transfer: Transfer, patience: float
     ) -> RankLease | None:
-        """Return the resources of a finished read, if that was deferred.
+        """Release the handle and the connection of a finished read, if that was deferred.
 
-        Returns the lease that the read stands for, if every byte has arrived.
+        Returns a lease object with which to notify the source, or None if not every byte has
+        arrived.
         """
         if self._untidy:
             self._untidy = False

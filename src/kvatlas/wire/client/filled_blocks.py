@@ -39,9 +39,11 @@ class FilledBlocks:
         tokens: tuple[int, int],
         layers: Collection[str] | None,
     ) -> BlockClaim:
-        """Claim the blocks that a pull fills; `tables` are its blocks as arrays.
+        """Claim the blocks that a pull fills.
 
-        The first pull of a shape checks its tables; the caller checks those of the next ones.
+        `tables` has the ids of `blocks` as arrays. The first pull with these tokens and table
+        lengths also checks that its block tables are valid. For later ones the caller must check
+        that.
         """
         key = (tokens, table_lengths(tables))
         entries = self._kept.get(key) if layers is None else None
@@ -70,7 +72,7 @@ class FilledBlocks:
 
 
 def _as_slice(entries: Int64s) -> slice | Int64s:
-    """Return consecutive entries as a slice, which is faster to apply."""
+    """Return consecutive indices as a slice, which is faster to apply; others unchanged."""
     if len(entries) and int(entries[-1] - entries[0]) == len(entries) - 1:
         return slice(int(entries[0]), int(entries[-1]) + 1)
     return np.asarray(entries)

@@ -1,4 +1,4 @@
-"""Measure what a link costs, and choose how a stream moves over it."""
+"""Measure the costs of a link, and choose between direct, coalesced and staged transfers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LEFT_FOR_DIRECT = 2
 
 
 def choose_way(reads: RankReads, stream: AnyStream) -> Way:
-    """Return the way a stream moves: the requested one, or the cheapest by measured cost."""
+    """Return `direct`, `coalesced` or `staged`: as requested, or the cheapest by measured cost."""
     lease, wanted = reads.lease, reads.lease.wanted
     if isinstance(stream, ConvertedStream):
         if converts_on_the_way(lease, stream):
@@ -67,10 +67,11 @@ def choose_way(reads: RankReads, stream: AnyStream) -> Way:
 
 
 def must_coalesce(lease: RankLease) -> bool:
-    """Whether a direct pull reads into staging buffers of this node instead of its blocks.
+    """Whether a direct pull must read into staging buffers of this node instead of its blocks.
 
-    If the read stalls, another replica fills the blocks. They must not wait for a link that cannot
-    end the stalled read. The same holds for a push, whose source another process may replace.
+    This is so if the link cannot end a stalled read, and another process may then fill the same
+    blocks: another replica, or in a push another source. The stalled read could overwrite them.
+    False if this node has no staging buffers in host memory.
     """
     link = lease.connection.link
     stalls = not link.prompt and not link.severs
@@ -82,9 +83,9 @@ def must_coalesce(lease: RankLease) -> bool:
 
 
 def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
-    """Whether the copy kernel can cast the elements, from the source's pools into this node's.
+    """Whether the GPU copy kernel can cast the elements while it copies them between the pools.
 
-    No stream is sent in that case, so there is nothing to checksum.
+    False if checksums are requested: there would be no intermediate bytes to compute them from.
     """
     wanted, link = lease.wanted, lease.connection.link
     if not link.adds or wanted.checksums or wanted.how not in ("auto", "direct"):
@@ -94,7 +95,10 @@ def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
 
 
 def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
-    """Return the way expected to be fastest, with less source work if two are close."""
+    """Return `direct`, `coalesced` or `staged`: the one that is expected to be fastest.
+
+    The staging buffers that it needs, if any, are acquired.
+    """
     lease = reads.lease
     wanted, connection = lease.wanted, lease.connection
     if connection.link.adds or not lease.node.staging.most() or not _may_stage(lease):
@@ -121,7 +125,7 @@ def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
 
 
 def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> Way:
-    """Return the way once its buffers are acquired; `direct` if that fails or takes too long."""
+    """Acquire staging buffers for `way` and return it, or return `direct` if too few are free."""
     lease = reads.lease
     if way == "staged":
         lease.ask_after_all()
@@ -138,12 +142,12 @@ def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> W
 
 
 def _may_stage(lease: RankLease) -> bool:
-    """Whether the peer lends buffers. Before it is asked for a lease, assume that it does."""
+    """Whether the peer lends staging buffers; True if this is unknown, as there is no lease yet."""
     return lease.seen is not None or lease.opened.piece > 0
 
 
 def _weighed(lease: RankLease, stream: Stream, costs: Costs) -> Way:
-    """Return the cheapest way, given the costs of the link."""
+    """Return `direct`, `coalesced` or `staged`: the one with the lowest cost over this link."""
     connection = lease.connection
     # One request to borrow buffers and one to fill them; twice that, for switches of threads.
     asking = 4 * connection.question_seconds
@@ -181,7 +185,7 @@ def _measured(reads: RankReads) -> Costs:
 
 
 def _measure(reads: RankReads) -> Costs:
-    """Measure many short runs and one long run, between staging buffers. Return the costs."""
+    """Return the costs of the link, from timed reads between staging buffers of the two nodes."""
     staging = reads.node.staging
     piece = min(reads.lease.opened.piece, staging.piece)
     short, count = 4096, max(1, min(64, piece // 8192))

@@ -53,7 +53,7 @@ MakeStream = Callable[[Mapping[int, Int64s], Mapping[int, Int64s], tuple[int, in
 
 
 class PreparedShape(NamedTuple):
-    """The shape of a request, and what a link has prepared for it."""
+    """The shape of a request (all but its block ids), and the prepared read for it."""
 
     shape: RequestShape
     read: PreparedRead
@@ -73,9 +73,9 @@ class StartedRead(NamedTuple):
 
     @property
     def sound(self) -> bool:
-        """Whether the offer is genuine, its blocks exist, and none is named twice.
+        """Whether the offer is genuine, its blocks exist, and no table contains a block twice.
 
-        This is checked during the read: an unsound read touches no other memory either.
+        The check runs during the read. That is safe: even an unsound read accesses only the pools.
         """
         (src, dst), shape = self.tables, self.prepared.shape
         distinct = shape.src.distinct(src) and shape.dst.distinct(dst)
@@ -92,7 +92,7 @@ class PreparedShapes:
         self._lock = threading.Lock()
 
     def learn(self, tokens: tuple[int, int], stream: Stream, total: int) -> None:
-        """Prepare for requests of the shape that was pulled, unless it is the first on the link."""
+        """Prepare the fast path for requests of this shape. The first pull of a link is ignored."""
         key = (tokens, *stream.table_lengths)
         with self._lock:
             self._pulled += 1
@@ -107,7 +107,7 @@ class PreparedShapes:
                 self._kept[key] = self._kept[key]._replace(total=total)
 
     def start(self, request: str, tokens: Any, blocks: Mapping[int, Int64s]) -> StartedRead | None:
-        """Read the offer of this name into blocks. Return None if the fast path does not apply."""
+        """Start to read a request into `blocks`. Return None if the fast path does not apply."""
         if not self._kept:
             return None
         try:
@@ -152,7 +152,7 @@ class PreparedShapes:
     def _foreseen(
         self, key: _Key, theirs: Mapping[int, BlockIds], mine: Mapping[int, Int64s]
     ) -> PreparedShape | None:
-        """Prepare the first request of a shape, and check its tables."""
+        """Check the block tables of a new shape, and return its prepared read, if any."""
         if max(map(len, theirs.values()), default=0) > _MOST_SPANS:
             return None
         wide = {group: ids.astype(np.int64) for group, ids in theirs.items()}

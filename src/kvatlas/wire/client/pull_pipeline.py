@@ -66,7 +66,7 @@ class _Plan(NamedTuple):
 
 
 class PullPipeline:
-    """Moves one stream in one way, after the source's mark `behind` completes.
+    """Moves the bytes of one transfer, after the source's GPU event `behind` completes.
 
     `arrived` is called for each piece of a converted stream that the source has gathered.
     """
@@ -119,11 +119,11 @@ class PullPipeline:
             self._end(failure)
 
     def _is_needed(self, nth: int) -> bool:
-        """Whether a worker may take a piece. `landing_threads` may be reduced at any time."""
+        """Whether worker `nth` may take a piece. `landing_threads` may be reduced meanwhile."""
         return not nth or self._gathers or nth < self._node.landing_threads
 
     def _take(self, nth: int) -> tuple[PullPiece, Sequence[Copy]] | None:
-        """Return the next piece and what to read for it; None if none is left."""
+        """Return the next piece and the runs to read for it; None if no piece is left."""
         while not self._taking.acquire(timeout=_LOOK_SECONDS):
             self._transfer.check_cancelled()
         try:
@@ -155,13 +155,13 @@ class PullPipeline:
         self._transfer.add(self._lease.rank, arrived)
 
     def _end(self, failure: BaseException | None = None) -> None:
-        """Let no worker take another piece."""
+        """Keep workers from taking another piece, and record `failure` if it is the first."""
         with self._changed:
             self._over, self._failure = True, self._failure or failure
             self._changed.notify_all()
 
     def _wait_for_workers(self) -> None:
-        """Wait until all pieces are in place. If the transfer ends, wait for busy workers alone."""
+        """Wait until all pieces are in place or the transfer has ended, and no worker is busy."""
         with self._changed:
             while not self._changed.wait_for(lambda: self._over, _LOOK_SECONDS):
                 self._over = self._transfer.done
@@ -206,7 +206,7 @@ class PullPipeline:
             yield PullPiece(partial(_same, copies), partial(_same, stop - start))
 
     def _at_once(self) -> Iterator[PullPiece]:
-        """Yield one piece of all runs, which the GPU computes. It may cast their elements."""
+        """Yield a single piece with all runs. The GPU computes the runs, and may cast elements."""
         stream, copies = self._stream, self._stream.grids() or []
         self._reads.count(sum(map(len, copies)))
         arriving = stream.nbytes if isinstance(stream, Stream) else stream.arriving
@@ -224,7 +224,7 @@ class PullPipeline:
     def _joined(
         self, batch: LandingBatch, exact: dict[int, ByteRanges] | None, nth: int
     ) -> list[Copy]:
-        """Return the runs of a batch, joined, from the source's pool to a worker's buffer."""
+        """Return copies from the source's pool to a worker's buffer, with adjacent runs joined."""
         read = batch.read(self._reads.buffers[nth] * self._node.staging.piece)
         return [read if exact is None else exact[read.src_pool].clip(read)]
 
@@ -257,11 +257,11 @@ class PullPipeline:
 
 
 def piece_bytes(stream: Stream) -> int:
-    """Return the maximum number of bytes of a direct piece."""
+    """Return the maximum number of bytes that one operation of a direct transfer reads."""
     by_runs = stream.nbytes * _BATCH_RUNS // max(1, stream.runs_apart)
     return max(4096, min(_BATCH, by_runs))
 
 
 def _same(value: T, _: int) -> T:
-    """Return a value that is the same for every worker."""
+    """Return `value`, whichever worker asks. With `partial`, a callback for `PullPiece`."""
     return value

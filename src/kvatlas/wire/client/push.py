@@ -82,7 +82,7 @@ class OfferedPush:
             self.withdraw()
 
     def _try_replicas(self, endpoints: Sequence[str]) -> int:
-        """Announce to the replicas in turn until one has read. Return the number of bytes."""
+        """Announce to the replicas in turn until one has read. Return the number of bytes read."""
         left = deque(endpoints)
         while True:
             try:
@@ -92,7 +92,7 @@ class OfferedPush:
                     raise
 
     def _announce(self, endpoint: str) -> int:
-        """Announce until the node at an endpoint has read. Return the number of bytes."""
+        """Repeat the announcement until the node has read. Return the number of bytes read."""
         pause, reconnected = _FIRST_PAUSE, False
         while True:
             self._transfer.check_cancelled()

@@ -41,7 +41,10 @@ _QUIET_SECONDS = 1.0
 
 @dataclass
 class RankLease:
-    """A transfer's lease at one peer, or an offer on the peer's board that needs no lease.
+    """A transfer's lease at one peer, or an offer that was found on the peer's board.
+
+    The board is shared memory in which a peer on this host posts its offers. Reading the blocks of
+    such an offer needs no lease.
 
     The peer has `patience` seconds to answer a question. If the transfer has `others`, replicas to
     fall back to, the same limit applies to each batch of bytes.
@@ -146,7 +149,7 @@ class RankLease:
         self._renew_at = time.monotonic() + self.opened.seconds / 2
 
     def _compared_identity(self) -> CacheIdentity | None:
-        """Return the identity that the peer must compare; None if this node compares none."""
+        """Return the cache identity that the peer must have too; None if none is compared."""
         if self.wanted.identity is not None:
             return self.wanted.identity
         return self.node.identity if self.node.check_identity else None
@@ -167,7 +170,7 @@ class RankLease:
             raise protocol.bad_handshake(got)
 
     def _check_seen(self, offer: PostedOffer, told: Mapping[int, Int64s]) -> None:
-        """Check an offer from the board as the peer would have done."""
+        """Raise an error if an offer from the board lacks the requested tokens or blocks."""
         mine = {group: np.asarray(ids) for group, ids in (self.theirs or {}).items()}
         if mine:
             told = {group: np.where(ids == _NOT_NEEDED, -1, ids) for group, ids in told.items()}
@@ -175,7 +178,7 @@ class RankLease:
         held.check_asked(self.tokens, mine, self.connection.peer.plan)
 
     def seconds_left(self, until: float = math.inf) -> float:
-        """Return the seconds until the transfer's deadline, or until a time before it."""
+        """Return the seconds until the transfer's deadline, or until `until` if that is earlier."""
         return max(0.001, min(self.deadline, until) - time.monotonic())
 
     def renew_in_time(self) -> None:
@@ -200,7 +203,7 @@ class RankLease:
             raise lease_expired()
 
     def await_layer(self, layer: str) -> int | None:
-        """Wait until the peer has written a layer. Return the mark after which it may be read."""
+        """Wait until the peer has queued a layer's kernels. Return the GPU event after them."""
         if not self.opened.layered:
             return self.opened.mark
         while True:
@@ -229,10 +232,11 @@ class RankLease:
                     )
             outside = any((one + 1) * self.opened.piece > self._staging_bytes() for one in lent)
             if outside:
-                sizes = f"{self.opened.piece:,} bytes each, in {self._staging_bytes():,} bytes"
-                raise protocol.bad_handshake(f"staging buffers {lent} of {sizes}")
+                count = self._staging_bytes() // self.opened.piece
+                got = f"staging buffer {max(lent)} in a memory of only {count} buffers"
+                raise protocol.bad_handshake(got)
             if len(set(lent)) < len(lent):
-                raise protocol.bad_handshake(f"staging buffers {lent}, one of them twice")
+                raise protocol.bad_handshake(f"staging buffers {lent}, expected distinct ones")
             self.lent = lent
             if 0 < len(lent) < count:
                 return
@@ -287,7 +291,7 @@ class RankLease:
 
     @property
     def mac_key(self) -> bytes | None:
-        """The key of checksums; None if the session is not protected and they are CRC-32."""
+        """The key of the MACs; None if connections are unprotected and checksums are CRC-32."""
         if not self.node.security.protected:
             return None
         version = self.connection.peer.version
@@ -299,7 +303,7 @@ class RankLease:
         return mac_key(self.connection.session, self.opened.lease)
 
     def stream(self, layers: Collection[str] | None) -> AnyStream:
-        """Return the stream of all layers, or of the given ones, between the two ends."""
+        """Describe the bytes that the transfer reads, in order, from these layers or all (None)."""
         mine, theirs, peer = self.mine, self.theirs, self.connection.peer
         return self.node.stream(peer, mine, theirs, self.tokens, layers, incoming=True)
 
@@ -312,10 +316,10 @@ class RankLease:
         return taken and all(map(self.connection.link.reaches, theirs))
 
     def may_fill_blocks(self) -> bool:
-        """Whether reads may go directly into the blocks.
+        """Whether reads may go directly into the blocks, rather than into staging buffers.
 
-        They may not if the link cannot end a stalled read promptly, and another process may then
-        fill the same blocks.
+        False if another process may fill the same blocks after a read stalls, and the link cannot
+        end the stalled read promptly.
         """
         others = self.others or self.wanted.replaceable
         return not others or self.connection.link.prompt
@@ -323,10 +327,10 @@ class RankLease:
 
 @contextmanager
 def reclaimed_if_lost() -> Iterator[None]:
-    """A context that turns `peer_lost` into `buffers_reclaimed`, for memory of this node alone.
+    """A context that turns `peer_lost` into `buffers_reclaimed`, so that the transfer starts over.
 
-    The peer frees that memory when it reclaims the buffers. If the peer itself is gone, the
-    transfer finds out when it starts over.
+    For reads of staging memory that the peer has allocated for this node only: the peer frees it
+    when it reclaims the buffers. If the peer has exited, the second attempt fails.
     """
     try:
         yield

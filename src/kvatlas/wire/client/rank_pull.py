@@ -1,4 +1,4 @@
-"""One rank's part of a pull: from one peer, and from the first replica that succeeds."""
+"""One rank's part of a pull. The replicas of the rank are tried until one succeeds."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RankPull:
         PullPipeline(self.reads, stream, way, behind, self._note_converted).run()
 
     def _behind(self) -> int | None:
-        """Wait until the source has written every layer. Return its last mark, which covers all."""
+        """Wait until the source has queued the kernels of all layers. Return its last GPU event."""
         lease = self.lease
         if not lease.opened.layered:
             return lease.opened.mark
@@ -117,7 +117,7 @@ class RankPull:
                 self.transfer.add_layer(lease.rank, name)
 
     def _bound_layers(self) -> Iterator[tuple[str, AnyStream]]:
-        """Yield each layer and its stream, which is bound while the previous layer is read."""
+        """Yield each layer's name and stream. The next stream is computed in the background."""
         names = self._streamed_layers()
         bind = self.lease.connection.beside.submit
         coming = [bind(self._layer_stream, name) for name in names[:1]]
@@ -126,7 +126,7 @@ class RankPull:
             yield name, coming.pop(0).result()
 
     def _layer_stream(self, name: str) -> AnyStream:
-        """Return the stream of one layer. Its grids are computed now if the link uses them."""
+        """Return the stream of one layer. If the link computes runs on a GPU, prepare them now."""
         stream = self.lease.stream([name])
         if self.lease.connection.link.adds:
             stream.grids()
@@ -138,7 +138,7 @@ class RankPull:
         return [name for name in layers if chosen is None or name in chosen]
 
     def follow_up(self) -> None:
-        """Notify the source of a read without a lease, and prepare the fast path for the next."""
+        """Notify the source that a read without a lease has ended, and prepare the fast path."""
         lease, wanted, total = self.lease, self.wanted, self.transfer.total
         lease.tell_read()
         if self._read_whole is None or total is None or lease.others:
@@ -152,12 +152,12 @@ class RankPull:
     # -- checksums --------------------------------------------------------------------------
 
     def _note_converted(self, start: int, stop: int, piece: Any) -> None:
-        """Keep the checksum of a converted piece as it was sent, if checksums are compared."""
+        """Store the checksum of a piece in the format in which it was sent, if it is needed."""
         if self.wanted.checksums:
             self._received[start, stop] = piece_sum(piece, self.lease.mac_key)
 
     def _verify(self, stream: AnyStream) -> None:
-        """Raise an error if the checksums of the two ends differ."""
+        """Raise an error if the bytes have different checksums at the source and at this node."""
         total, longest = stream.nbytes, protocol.MAX_CHECKSUM_SPAN
         if isinstance(stream, ConvertedStream):
             spans, pieces = sorted(self._received), len(self._received)
@@ -178,7 +178,7 @@ class RankPull:
             )
 
     def _differing(self, stream: AnyStream, start: int, stop: int) -> int:
-        """Return the number of pieces in a span of the stream that differ between the ends."""
+        """Count the pieces of bytes `start .. stop - 1` whose checksums differ at the two ends."""
         lease = self.lease
         key, piece = lease.mac_key, _CHECKSUM_PIECE
         span: dict[str, Any] = {"start": start, "stop": stop, "piece": piece}
@@ -208,7 +208,10 @@ class RankReader:
     def read(
         self, transfer: Transfer, wanted: TransferRequest, rank: int, replicas: Sequence[str]
     ) -> RankPull:
-        """Read one rank's part when it is its turn. Retry while the request is not offered yet."""
+        """Read one rank's part. Wait while many others read, and retry until it is offered.
+
+        An unoffered request is retried for `wanted.wait_for_offer` seconds.
+        """
         pause, until = _FIRST_PAUSE, transfer.begun + wanted.wait_for_offer
         while True:
             has_turn = self._turns.acquire(timeout=_TURN_SECONDS)

@@ -68,7 +68,7 @@ class RankReads:
     # -- staging buffers --------------------------------------------------------------------
 
     def borrow(self, *, both: bool, until: float = math.inf) -> bool:
-        """Acquire staging buffers of this node and, with `both`, then of the peer.
+        """Acquire staging buffers of this node and, with `both`, also of the peer.
 
         Waits until buffers are free. Returns False, without buffers, if an end has none or the time
         `until` passes first.
@@ -88,7 +88,10 @@ class RankReads:
         return False
 
     def staging_copy(self, buffer: int, nbytes: int, near: Any = (0,), far: Any = (0,)) -> Copy:
-        """Return runs of one length from a staging buffer of the peer to one of this node."""
+        """Describe a copy from a staging buffer of the peer to one of this node.
+
+        Each run has `nbytes` bytes. `far` and `near` are the runs' offsets in the two buffers.
+        """
         lease = self.lease
         mine = self.buffers[buffer] * self.node.staging.piece + np.asarray(near)
         theirs = lease.lent[buffer] * lease.opened.piece + np.asarray(far)
@@ -97,13 +100,13 @@ class RankReads:
     # -- reads ------------------------------------------------------------------------------
 
     def read(self, copies: Sequence[Copy], into: Target) -> None:
-        """Read runs of the peer's pools."""
+        """Read runs of the peer's pools into blocks or buffers, and wait for the end."""
         lease = self.lease
         handle = lease.connection.link.read(copies, lease=lease.opened.lease)
         self.finish(handle, into, renewing=False)
 
     def read_at_once(self, copies: Sequence[Copy], after: int | None) -> None:
-        """Read runs into blocks with one operation, after a mark of the peer completes."""
+        """Read runs into blocks with one operation, after the peer's GPU event `after`."""
         self.finish(self.lease.connection.link.read(copies, after), "blocks", renewing=True)
 
     def read_lent(self, copies: Sequence[Copy]) -> None:
@@ -119,7 +122,7 @@ class RankReads:
         self.runs = (self.runs or 0) + runs
 
     def finish(self, handle: Handle, into: Target, *, renewing: bool) -> None:
-        """Wait for a read. Keep its memory in quarantine if it is abandoned and may not be over.
+        """Wait for a read. If it fails but may still write, quarantine its memory until it cannot.
 
         With `renewing`, the lease is renewed during the read.
         """

@@ -112,7 +112,7 @@ class Session:
         `src_blocks` may be omitted: the source's offer contains them. With `streamed`, layers
         arrive one by one: `Transfer.layers` lists those that have arrived, and `wait_layers` waits
         for some. With `recompute`, this node computes the last `recompute` tokens itself: they are
-        not transferred, and sliding windows arrive as the first of these tokens needs them. A
+        not transferred, and each sliding window is the one before the first of these tokens. A
         `final` pull is this node's last read of the request, even if it reads only a part of the
         offer: the source may reuse its blocks once no other rank reads them. The pull waits up to
         `wait_for_offer` seconds for a request that is not offered yet. `identity` overrides the
@@ -308,7 +308,7 @@ class Session:
         return transfer
 
     def _sees_offers(self, rank: int) -> bool:
-        """Whether this node finds the offers of a rank on its board, without a request."""
+        """Whether this node sees a rank's offers in shared memory, without asking the rank."""
         found = map(self._connections.find, self._replicas[rank])
         return all(one is not None and one.link.board is not None for one in found)
 
@@ -345,9 +345,9 @@ class Session:
                 raise wrong_answer(answer, Ok)
 
     def _tell_unread(self, transfer: Transfer, wanted: TransferRequest) -> None:
-        """After a final pull, release its request at ranks from which no rank of this plan reads.
+        """After a final pull, release the request at source ranks that no rank of this plan reads.
 
-        Such a rank holds only bytes that other ranks hold too.
+        Such a source rank has only copies of bytes that other source ranks have.
         """
         if not wanted.final or not transfer.ready:
             return

@@ -67,10 +67,10 @@ class Transfer:
         layers: Collection[str] | None = None,
         claim: BlockClaim | None = None,
     ) -> None:
-        """`total` may be None and computed later, while bytes move.
+        """`total` is the number of bytes, a function that is called later to compute it, or None.
 
-        `layers` are the layers that it delivers, or None if it does not track layers. `claim` holds
-        its blocks, and is released once they may be reused.
+        `layers` are the layers that the transfer delivers, or None if it does not track layers.
+        `claim` is the claim on its blocks, and is released once they may be reused.
         """
         self.request = request
         self._total = total
@@ -102,7 +102,7 @@ class Transfer:
 
     @property
     def total(self) -> int | None:
-        """The bytes that must arrive according to the two plans; None for a push."""
+        """The number of bytes that must arrive, according to the two plans; None for a push."""
         total = self._total
         if callable(total):  # concurrent threads compute the same number
             total = self._total = total()
@@ -110,7 +110,7 @@ class Transfer:
 
     @property
     def moved(self) -> int:
-        """The bytes moved so far, over all ranks."""
+        """The number of bytes moved so far, over all ranks."""
         with self._lock:
             return sum(self._bytes.values())
 
@@ -133,7 +133,7 @@ class Transfer:
 
     @property
     def released(self) -> bool:
-        """Whether the blocks may be reused: it has ended, and nothing can access them anymore."""
+        """Whether the blocks may be reused: the transfer has ended and no longer uses them."""
         self._expire()
         return self._released.is_set()
 
@@ -215,7 +215,10 @@ class Transfer:
     # -- for the threads that carry it out --------------------------------------------------
 
     def add_part(self, act: Callable[[], None], *, quick: bool = False) -> TransferPart:
-        """Add a part. Waking a thread for a `quick` one would cost a tenth of the time it takes."""
+        """Add a part. A `quick` one may run in the thread that waits for the transfer.
+
+        Waking another thread would take a tenth as long as the part itself.
+        """
         part = TransferPart(act, quick=quick)
         self._parts.append(part)
         return part
@@ -293,7 +296,7 @@ class Transfer:
                 self._release()
 
     def settle(self) -> bool:
-        """Whether nothing can write to the blocks any longer: for `Quarantine`."""
+        """The same as `released`, under the name that `Quarantine` calls."""
         return self.released
 
     def finished(self, rank: int) -> None:

@@ -32,7 +32,7 @@ AnswerAnnounce = Callable[[protocol.Announce, Peer, Caller], protocol.Message]
 
 
 class Answers:
-    """Answers peers on behalf of a node. `announced` answers those that push."""
+    """Answers the questions of a node's peers. `announced` answers announcements of a push."""
 
     def __init__(self, node: OfferingNode, announced: AnswerAnnounce) -> None:
         self.node, self._announced = node, announced
@@ -51,11 +51,11 @@ class Answers:
         self.node.sweep()
 
     def close(self) -> None:
-        """End all sessions, and free peers' memory."""
+        """End the leases of all sessions, and free the staging memory lent to them."""
         self._sessions_ended(self.sessions.keys())
 
     def _sessions_ended(self, sessions: set[bytes]) -> None:
-        """End the leases of sessions, and free the memory of their peers."""
+        """End the leases of these sessions, and free the staging memory that was lent to them."""
         self.node.leases.drop_all(sessions)
         self.node.lending.buffers.end_sessions(sessions)
 
@@ -142,7 +142,10 @@ class Answers:
         )
 
     def _told(self, mark: int | None) -> int | None:
-        """Return the mark for a reader to wait for. If readers cannot wait for marks, wait here."""
+        """Return the GPU event that the reader must wait for; None if it need not wait.
+
+        If readers cannot wait for events, this method waits for it instead.
+        """
         transport = self.node.transport
         if mark is not None and not transport.marks_travel and transport.marks is not None:
             transport.marks.wait(mark)
@@ -165,7 +168,7 @@ class Answers:
         return protocol.Ok()
 
     def _finished(self, offer: Offer, peer: Peer, *, read: bool) -> None:
-        """Record that a peer has finished reading an offer. End it if that was the last one."""
+        """Record that a peer has finished reading an offer. End the offer after its last reader."""
         readers = {(peer.plan_hash, rank) for rank in self.node.readers(peer)}
         with self.node.lock:
             if not offer.may_be_read_by(peer.name):
@@ -269,14 +272,18 @@ class Answers:
         return protocol.Ok(seconds=left)
 
     def _must_gather(self, lease: Lease) -> bool:
-        """Whether the peer gets the bytes of a pull only if this node gathers them."""
+        """Whether this node must gather the pull's bytes, because the peer cannot read the pools.
+
+        The peer cannot if the pools are not shared, or need a conversion that it cannot do as it
+        reads.
+        """
         stream, casts = lease.stream, self.node.transport.casts
         converts = isinstance(stream, ConvertedStream) and not (casts and stream.by_element)
         return converts or not self.node.shares_pools
 
 
 def _is_complete(question: protocol.Open, offer: Offer) -> bool:
-    """Whether the pull is the last one: it covers everything, or its reader is done."""
+    """Whether this is the reader's last pull: it covers the whole offer, or is marked `final`."""
     whole = question.layers is None and (question.start, question.stop) == (offer.start, offer.stop)
     return whole or question.final
 

@@ -51,14 +51,14 @@ _PER_LEASE = 2
 
 
 class _Wish(NamedTuple):
-    """A peer that waits for buffers: since when, and when it asked last."""
+    """A peer's wait for buffers: the times when it began and when the peer last asked."""
 
     since: float
     last: float
 
 
 class Lending:
-    """The staging buffers of a node for its peers, `count` at once. Any thread may use it."""
+    """Lends a node's staging buffers to peers, at most `count` at once. Any thread may use it."""
 
     def __init__(self, buffers: StagingBuffers | PeerSegments, count: int) -> None:
         self.buffers, self.count = buffers, count
@@ -99,12 +99,12 @@ class Lending:
         return None
 
     def end(self, lease: Lease) -> None:
-        """Take back the buffers of a lease that has ended, for the next lease of its session."""
+        """Take back the buffers of an ended lease, and keep them for its session if possible."""
         if lease.loan is not None:
             self._take_back(lease, lease.loan, keep=True)
 
     def reclaim(self, lease: Lease) -> None:
-        """Take the staging buffers of a lease for another peer."""
+        """Take the staging buffers away from a lease that is still open, for another peer."""
         with lease.guard:
             if lease.over or lease.loan is None:
                 return
@@ -161,7 +161,7 @@ class Lending:
         return counts
 
     def _may_take(self, peer: PeerKey, count: int) -> bool:
-        """Whether `count` buffers are free, besides those that peers with priority wait for."""
+        """Whether `count` buffers are free, not counting those reserved for peers with priority."""
         held = self._held_by_peer()
         free = self.count - sum(held.values())
         own = held[peer], self._wishes[peer].since

@@ -27,7 +27,10 @@ from kvatlas.wire.transports.errors import coded_limits
 
 
 def pools_for(plan: Plan, rank: int, transport: Transport) -> dict[int, Bytes]:
-    """Allocate host memory for a rank's pools that peers of a transport can access, by index."""
+    """Allocate a rank's pools in host memory that peers of the transport can access.
+
+    Return the pools by index.
+    """
     pools = plan.rank_pools(rank).items()
     return {index: transport.allocate(pool.nbytes) for index, pool in pools}
 
@@ -43,12 +46,12 @@ class Node(OfferingNode):
     With a `secret` of 16 bytes or more, only peers with the same secret can connect, and the side
     channel is encrypted. Pass `(new, old)` to accept both during a rotation, or `tls` to use TLS
     contexts instead of secrets. Without either, the node and its transport listen only on this
-    host, unless `unprotected` is set. It is also needed for a transport between hosts that does not
-    authenticate its peers, such as Mooncake.
+    host, unless `unprotected` is set. `unprotected` is also needed for a transport between hosts
+    that does not authenticate its peers, such as Mooncake.
 
-    All holders of one secret can use any name. To bind names to keys, pass `peers`: a `PeerAccess`
-    with its own secret, and what it may do, for each name. With `tls`, the name of a peer must be
-    in its certificate.
+    All holders of one secret can use any name. To bind names to keys, pass `peers`, which maps each
+    name to a `PeerAccess`: the peer's secret, and what it may do. With `tls`, the name of a peer
+    must be in its certificate.
 
     The node keeps `buffers` staging buffers of `piece` bytes for staged transfers. The leases of a
     peer end soon after its connections do. With `convert` ("fp8->bf16"), the node also serves peers
@@ -117,8 +120,8 @@ class Node(OfferingNode):
 
         `pushers` names the nodes that may push. When one of them announces its part, this node
         connects to it and pulls the part. `ready` is set once every source rank's part has arrived.
-        If another process pushes a rank's part before it has arrived, it replaces the first one.
-        The blocks are in use until the request is ready or forgotten.
+        If a second process pushes the same rank's part before it has arrived, the first push is
+        ended. The blocks are in use until the request is ready or forgotten.
         """
         self.process.check()
         tables, start, stop = self.checked_tables(blocks, tokens, "destination")

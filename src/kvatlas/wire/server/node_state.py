@@ -177,8 +177,8 @@ class NodeState:
     def check_peer(self, peer: Peer) -> None:
         """Raise an error for a peer that this node cannot exchange caches with.
 
-        The peer may use a name that it has not proved, a version that is too old, a plan or a
-        conversion without a route, or caches of other weights or settings.
+        Possible reasons: its name does not match its key, its version is too old, there is no route
+        between the two plans, or the caches have different weights or settings.
         """
         self.security.check_name(peer.name, peer.names)
         if peer.version < self.transport.oldest_version:
@@ -222,7 +222,7 @@ class NodeState:
         self.mover = GpuMover(driver, marks, pools, self.staging.memory, count)
 
     def mark(self) -> int | None:
-        """Record a mark on the caller's GPU stream; None if the pools are not on a GPU."""
+        """Record a GPU event on the caller's stream, and return its number; None without a GPU."""
         return None if self.transport.marks is None else self.transport.marks.mark()
 
     def route_from(self, peer: Peer) -> Route:
@@ -272,7 +272,7 @@ class NodeState:
     def stream(
         self, peer: Peer, mine: Any, theirs: Any, tokens: Any, layers: Any, *, incoming: bool
     ) -> AnyStream:
-        """Return the stream between blocks of this node and blocks of a peer."""
+        """Describe the bytes to transfer between blocks of this node and of a peer, in order."""
         between = self.route_from(peer) if incoming else self.route_to(peer)
         ends = (peer.rank, theirs), (self.rank, mine)
         (src_rank, src_blocks), (dst_rank, dst_blocks) = ends if incoming else ends[::-1]
@@ -283,13 +283,16 @@ class NodeState:
         )  # fmt: skip
 
     def fill(self, part: StreamPiece, piece: Any) -> None:
-        """Fill a piece from this node's pools, in the format that is sent. Blocks until filled."""
+        """Gather a part of a stream from this node's pools into the buffer `piece`.
+
+        The bytes are converted to the format in which they are sent. Returns once they are there.
+        """
         part.fill(self.mover.gather, piece)
         if part.parts:
             self.mover.wait_for_caller()
 
     def deliver(self, piece: Any, part: StreamPiece) -> int:
-        """Copy a piece into this node's pools. Return the number of bytes that arrive there."""
+        """Scatter the buffer `piece` into this node's pools. Return the number of bytes written."""
         return part.deliver(piece, self._scatter_converted if part.parts else self.mover.scatter)
 
     def _scatter_converted(self, copies: Sequence[Copy], stream: Any) -> int:

@@ -101,7 +101,7 @@ class OfferingNode(NodeState):
             board.post(PostedOffer(offer.request, tables, offer.start, offer.stop, offer.mark))
 
     def posting(self, request: str) -> Posting | None:
-        """Return the posting of an offer on the board; None if it is not posted."""
+        """Return the slot and generation of an offer on the board; None if it is not posted."""
         board = self.transport.board
         return None if board is None else board.posting(request)
 
@@ -124,7 +124,10 @@ class OfferingNode(NodeState):
         self.release(request, "withdrawn")
 
     def release(self, request: str, why: str, only: Offer | None = None) -> None:
-        """End an offer and its leases, and notify its owner. With `only`, end just that offer."""
+        """End an offer and its leases, and notify its owner.
+
+        With `only`, a newer offer of the same name is not ended.
+        """
         with self.lock:
             if only is not None and self.offers.get(request) is not only:
                 return  # it has ended; a newer offer has its name
@@ -157,7 +160,10 @@ class OfferingNode(NodeState):
     def checked_tables(
         self, blocks: Any, tokens: Any, end: str, *, recompute: int = 0
     ) -> tuple[dict[int, Int64s], int, int]:
-        """Return block tables by group, the first token, and the end of the token range."""
+        """Return the checked block tables by group, and the `start` and `stop` of the tokens.
+
+        `end` ("source" or "destination") is for error messages.
+        """
         start, stop = token_range(tokens, self.plan.max_len)
         tables = check_tables(
             self.plan, self.rank, blocks, (start, stop), end=end, recompute=recompute

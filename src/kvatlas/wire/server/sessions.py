@@ -1,8 +1,8 @@
 """Sessions: connected peers, each under a key.
 
 A session ends a few seconds after its last connection: a process that was killed or restarted has
-lost its connections. A peer cannot end the session of another, whatever name it sends. Above the
-limit, a new peer gets a `busy` error.
+lost its connections. A peer cannot end the session of another, whatever name it sends. If there are
+too many sessions, a new peer gets a `busy` error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GRACE_SECONDS = 3.0
 
 @dataclass(eq=False)
 class _Welcomed:
-    """One session: the peer, and the connections over which it was heard from."""
+    """One session: the peer, and its open connections that have used the session."""
 
     key: bytes
     peer: Peer
@@ -121,7 +121,7 @@ class Sessions:
             session.ends = float("inf")
 
     def _left_behind(self, peer: Peer) -> set[bytes]:
-        """Return the sessions of an earlier process of this peer that have no connection left."""
+        """Return the keys of unconnected sessions of an earlier process of this peer."""
         return {
             key
             for key, one in self._open.items()

@@ -26,7 +26,7 @@ class Access(NamedTuple):
 
 
 class AskedRead(NamedTuple):
-    """Runs of a region that a peer asks for."""
+    """A peer's request to read runs of a region, for the node to allow or reject."""
 
     session: bytes
     names: frozenset[str] | None

@@ -36,7 +36,7 @@ _AT_ONCE = 16
 
 @dataclass(eq=False)
 class Newcomer:
-    """An accepted connection, which does not block."""
+    """An accepted connection during its handshake. Its socket is non-blocking."""
 
     connection: socket.socket
     source: object
@@ -47,15 +47,16 @@ class Newcomer:
     """When it is dropped; infinity once it is authenticated."""
 
     def admit(self) -> None:
-        """Keep the connection from now on, until its steps end."""
+        """Mark the connection as authenticated, so that it is not dropped for taking too long."""
         self.until = math.inf
 
 
 class Admission(threading.Thread):
-    """Accepts connections, and runs the steps that `handshake` returns for each.
+    """Accepts connections, and runs the generator that `handshake` returns for each of them.
 
-    Steps that return have taken the connection over. Steps that raise an error end it. `source`
-    returns the host or process of a connection and its address, or raises an error to reject it.
+    If the generator returns, it has taken over the connection. If it raises an error, the
+    connection is closed. `source` returns the host or process that a connection comes from, or
+    raises an error to reject the connection.
     """
 
     def __init__(
@@ -132,7 +133,10 @@ class Admission(threading.Thread):
             self._advance(one)
 
     def _make_room(self, most: int) -> None:
-        """Drop the oldest connections of the source with the most, until `most` are left."""
+        """Drop unauthenticated connections until `most` are left.
+
+        Each time, drop the oldest one of the host or process with the most.
+        """
         unproven = self._unproven()
         while len(unproven) > most:
             source = Counter(one.source for one in unproven).most_common(1)[0][0]

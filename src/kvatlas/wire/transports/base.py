@@ -87,8 +87,8 @@ class PreparedRead(ABC):
     ) -> Handle | None:
         """Read from the peer's blocks `src` into this process's blocks `dst`.
 
-        The read runs after the peer's mark `behind` and the work on the caller's current stream.
-        Return None, and read nothing, if it cannot start at once.
+        The read runs after the peer's GPU event `behind` and the work on the caller's current
+        stream. Return None, and read nothing, if it cannot start at once.
         """
 
 
@@ -121,12 +121,12 @@ class Link(ABC):
     ) -> Handle:
         """Read bytes of the peer into this process's memory. The peer is the source.
 
-        The read begins once the peer's mark `after` has completed. Only transports with
-        `marks_travel` accept a mark. `lease` is the key of the lease that covers the bytes, for
-        transports that check it.
+        The read begins once the peer's mark `after` (the number of a GPU event) has completed. Only
+        transports with `marks_travel` accept a mark. `lease` is the key of the lease that covers
+        the bytes, for transports that check it.
         """
         if after is not None and not self.owner.marks_travel:
-            raise NotImplementedError(f"{type(self).__name__} cannot wait for a peer's mark")
+            raise NotImplementedError(f"{type(self).__name__} cannot wait for a peer's GPU event")
         self.check()
         copies = [copy for copy in copies if len(copy)]
         check_bounds(copies, self.theirs, self.mine)
@@ -147,7 +147,7 @@ class Link(ABC):
         return all(copy.cast is None for copy in copies)
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
-        """Prepare the fast path: reads of requests of one shape, which start in microseconds.
+        """Prepare reads of requests of one shape, so that each starts in microseconds.
 
         Return None if the link has no fast path.
         """
@@ -155,7 +155,7 @@ class Link(ABC):
         return None
 
     def follow(self, mark: int | None) -> None:
-        """Make later operations wait for a mark of this process, if there is one.
+        """Make later operations wait for a GPU event of this process; None has no effect.
 
         The device waits if the transport supports that; otherwise the host waits here.
         """
@@ -332,7 +332,7 @@ class Transport(ABC):
 
     @abstractmethod
     def publish(self) -> bytes:
-        """Return the metadata that a peer passes to `connect`, together with the regions."""
+        """Return the metadata for a peer, which passes it to `connect` along with the regions."""
 
     def connect(
         self,

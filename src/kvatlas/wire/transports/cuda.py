@@ -101,7 +101,7 @@ class CudaTransport(Transport):
         return OpenedMemory(self._driver, self.device)
 
     def _own_marks(self) -> DeviceMarks:
-        """Return the marks of this end, or raise an error before any memory is registered."""
+        """Return the GPU events of this end. Raise an error if no memory is registered yet."""
         if self.marks is None:
             problem = "The transport has no registered memory"
             hint = "Register memory before publishing and connecting"

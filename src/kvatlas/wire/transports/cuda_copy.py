@@ -82,8 +82,8 @@ class CopyPace:
     def took(self, begun: float, ended: float, nbytes: int) -> None:
         """Record the start and end of a copy. Time that overlaps another copy counts once.
 
-        At most the time for `_SLOWEST` counts: a copy that took longer did not run all the time,
-        because the GPU ran kernels of other processes, or the host polled late.
+        A copy slower than `_SLOWEST` bytes per second counts as if it had that speed: it did not
+        run all the time, because the GPU ran kernels of other processes, or the host polled late.
         """
         with self._lock:
             seconds = max(0.0, ended - max(begun, self._ended))
@@ -104,7 +104,7 @@ class CudaCopy(Handle):
         pace: CopyPace,
         nbytes: Callable[[], int],
     ) -> None:
-        """`launch` starts the copy, and returns it and a function to call once it has ended.
+        """`launch` starts the copy. It returns the posted copy, and a function to call at its end.
 
         `check` raises an error if the link is closed.
         """
@@ -128,7 +128,7 @@ class CudaCopy(Handle):
         pace: CopyPace,
         nbytes: int,
     ) -> CudaCopy:
-        """Wrap a copy that is already queued. `over` is called once it has ended."""
+        """Wrap a copy that is already queued. `over` is called once the copy has ended."""
         copy = cls(lambda: (posted, over), lambda: True, check, pace, lambda: nbytes)
         copy._posted, copy._over = posted, over
         copy.expected_end = pace.end_of(nbytes, copy._begun)
@@ -153,7 +153,7 @@ class CudaCopy(Handle):
         return False
 
     def peek(self) -> bool:
-        """Whether the device has finished the copy. Queries the device several times."""
+        """Whether the copy has ended. Queries the device several times before it returns False."""
         posted = self._posted
         if posted is not None:
             for _ in range(_LOOKS):
@@ -183,11 +183,14 @@ class CudaCopy(Handle):
         return over is not None
 
     def _pause(self, seconds: float) -> None:
-        """Do not sleep at first: a sleep takes at least 0.1 ms, and a copy of 1 GB only 0.5 ms."""
+        """Sleep, except in the first `_SPIN` seconds after the launch.
+
+        A sleep takes at least 0.1 ms, and a copy of 1 GB only 0.5 ms.
+        """
         super()._pause(0.0 if time.monotonic() - self._begun < _SPIN else seconds)
 
     def _release(self) -> None:
-        """Do not launch the copy anymore. A launched copy continues."""
+        """Prevent the launch of the copy. A copy that was already launched continues."""
         self._given_up = True
 
     def _settle(self) -> bool:

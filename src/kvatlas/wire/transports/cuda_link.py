@@ -47,7 +47,7 @@ class CudaEnd(NamedTuple):
 
 
 class _PeerMarks:
-    """The marks of a peer, whose events are opened when they are needed."""
+    """The GPU events of a peer. Each is opened over CUDA IPC when it is first needed."""
 
     def __init__(self, end: CudaEnd, handles: Sequence[bytes], board: PeerBoard | None) -> None:
         self._end, self._handles, self._board = end, handles, board
@@ -55,7 +55,7 @@ class _PeerMarks:
         self._lock = threading.Lock()
 
     def passed(self, mark: int | None) -> bool:
-        """Whether a mark has completed; True for no mark."""
+        """Whether the peer's GPU event `mark` has completed; True for None."""
         if mark is None:
             return True
         if (here := self._end.marks_here()) is not None:
@@ -68,7 +68,7 @@ class _PeerMarks:
             raise errors.peer_lost(f"an event that cannot be queried: {problem}") from problem
 
     def open(self, mark: int) -> int:
-        """Return the event of a mark of a peer in another process."""
+        """Return the CUDA event for a mark that a peer in another process recorded."""
         number = mark % EVENTS
         with self._lock:
             if number not in self._events:
@@ -81,7 +81,7 @@ class _PeerMarks:
             return self._events[number]
 
     def warm_up(self) -> None:
-        """Open and query all events, because that is slow for the first time."""
+        """Open and query all events now, because the first time is slow."""
         if len(self._events) < EVENTS:
             for number in range(EVENTS):
                 self._end.driver.finished(self._end.device, self.open(number))
@@ -122,15 +122,15 @@ class CudaLink(Link):
                 end.opened.release([end.opened.map(one)])
 
     def follow(self, mark: int | None) -> None:
-        """Make the queue wait for the mark on the device, without blocking the host."""
+        """Make later copies wait on the GPU for an event of this process. Does not block."""
         if mark is not None and self.owner.marks is not None:
             self._queue.after(self.owner.marks.event(mark))
 
     def _read(self, copies: Sequence[Copy], after: int | None, lease: bytes) -> Handle:
-        """Read runs with a kernel, which is launched once the peer's mark completes.
+        """Read runs with a kernel, which is launched once the peer's GPU event `after` completes.
 
-        No stream waits for the mark: if the peer died before it, that stream would wait forever,
-        and with it every thread that synchronizes the GPU.
+        The host polls the event. A stream that waits for it would wait forever if the peer dies
+        first, and with it every thread that synchronizes the GPU.
         """
         del lease
         return self._copy(copies, partial(self._marks.passed, after), write=False)

@@ -83,10 +83,10 @@ class Handle(ABC):
         """Release the operation in the transport's library, if there is one. Must not block."""
 
     def settle(self) -> bool:
-        """Whether the operation can no longer access this process's memory.
+        """Return True if the operation can no longer read or write this process's memory.
 
-        Until then it may still write to the memory or send its content, even if it was released or
-        has failed. Once True, the result stays True. Never raises, and may be called at any time
+        While the result is False, the operation may still do so, even if it was released or has
+        failed. Once True, the result stays True. Never raises, and may be called at any time
         from any thread.
         """
         if not self._settled:
@@ -97,7 +97,10 @@ class Handle(ABC):
         return self._settled
 
     def _settle(self) -> bool:
-        """Whether an operation that is not done certainly cannot access memory anymore."""
+        """Return True only if an unfinished operation can certainly no longer access memory.
+
+        Transports override this. `settle` calls it if the operation was not polled as done.
+        """
         return False
 
 

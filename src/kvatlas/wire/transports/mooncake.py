@@ -156,8 +156,8 @@ def make_engine(host: str) -> Any:
 def _narrowed(before: Container[int], addresses: Iterable[str]) -> bool:
     """Restrict the listening sockets of a new engine to `addresses`.
 
-    Return False if a process has already connected to one of them, or if they cannot be
-    distinguished from sockets that another thread opened at the same time.
+    Return False if a process has already connected to one of the sockets, or if they cannot be told
+    apart from sockets that another thread opened at the same time.
     """
     after = listeners()
     new = [one for inode, one in after.items() if inode not in before and _everywhere(one)]
@@ -262,10 +262,10 @@ class MooncakeLink(Link):
         return None
 
     def _meet(self, engine: Any) -> AtlasError | None:
-        """Read one byte of the peer into a buffer of the link. Return the error if that fails.
+        """Make the engine's first call: read one byte of the peer. Return the error if that fails.
 
-        An engine's first call asks the peer for its regions, and waits a minute for the reply of
-        a stopped peer. During this call, Mooncake has no address of a block yet.
+        The first call asks the peer for its regions, and waits a minute if the peer is stopped. It
+        reads into a separate buffer, so this wait does not involve any block.
         """
         region = next((region for region in self.theirs.values() if region.nbytes), None)
         if region is None:
@@ -334,7 +334,7 @@ class MooncakeHandle(Handle):
             self.outcome.exception(max(seconds, _SHORTEST_PAUSE))
 
     def begin(self) -> bool:
-        """Return whether the next call may be made: False after a release."""
+        """Record that a call begins. Return False if the call must not be made, after a release."""
         with self._lock:
             self.begun = self.begun or not self._given_up
             return not self._given_up

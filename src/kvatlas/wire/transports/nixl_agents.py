@@ -131,10 +131,10 @@ def _network_device(wanted: str | None) -> str:
 
 
 def _reads_over_tcp(device: str) -> bool:
-    """Whether UCX can read from some peers only over TCP.
+    """Whether there may be peers that UCX can reach only over TCP.
 
-    With TCP, the peer that is read from has to send the bytes. UCX aborts it if the connection
-    breaks before the first byte, because `ucp_request_send` does not handle that error.
+    Over TCP, the process that is read from has to send the bytes. UCX aborts that process if the
+    connection breaks before the first byte: `ucp_request_send` does not handle that error.
     """
     devices = [name.partition(":")[0] for name in device.split(",")]
     if _has_rdma() and ("all" in devices or any((_RDMA / name).exists() for name in devices)):

@@ -210,12 +210,12 @@ class NixlLink(Link):
 
     @property
     def over(self) -> bool:
-        """Whether the agent was given up."""
+        """Whether the link has given up its agent, by destroying or retiring it."""
         return self.agent is None
 
     @property
     def ended(self) -> bool:
-        """Whether no bytes can arrive anymore: the agent is retired or destroyed."""
+        """Whether no bytes can arrive anymore: the agent is retired, or fully destroyed."""
         return self.retired or self._below() is None
 
 
@@ -275,7 +275,7 @@ class NixlHandle(Handle):
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """A context for calls to the agent. If a call fails, so has the transfer."""
+        """A context for calls to the agent. An error in a call makes the transfer fail."""
         try:
             with translated():
                 yield

@@ -69,7 +69,7 @@ class PostedOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
 
 class BoardPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The location of a board: a descriptor of a process, given by its pid and start time."""
+    """The location of a board: a process (pid and start time), and a file descriptor in it."""
 
     process: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
     started: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -152,7 +152,7 @@ class OfferBoard:
                 self._free.append(slot)
 
     def tell_done(self, mark: int) -> None:
-        """Publish that all marks up to and including `mark` have completed."""
+        """Publish that all GPU events up to and including number `mark` have completed."""
         if os.getpid() == self._process:
             self._done[0] = mark
 
@@ -213,7 +213,7 @@ class PeerBoard:
 
     @property
     def marks_done(self) -> int:
-        """The last mark that the source has published as completed; -1 if there is none."""
+        """The number of the last GPU event that the source published as completed; -1 if none."""
         mark: int = _NAME.unpack_from(self._memory, _SLOTS * _ROW.size)[0]
         return mark
 
@@ -298,7 +298,7 @@ def open_board(place: BoardPlace) -> PeerBoard | None:
 
 
 def _take_all_down(rows: NDArray[np.int64], process: int) -> None:
-    """Make every generation even, unless this is a forked child of `process`."""
+    """Take all offers down: make every generation even. No effect unless this is `process`."""
     if os.getpid() == process:
         rows[:, 0] += rows[:, 0] % 2
 

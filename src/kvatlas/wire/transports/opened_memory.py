@@ -17,7 +17,7 @@ _MOST = 256
 
 @dataclass(frozen=True, slots=True)
 class ForeignAllocation:
-    """An allocation of a peer. `peer` is its token, because other peers may have equal handles."""
+    """An allocation of a peer. `peer` is the peer's token: two peers may have equal handles."""
 
     peer: str
     handle: bytes
@@ -38,7 +38,7 @@ class MappedAllocation:
 
     @property
     def stale(self) -> bool:
-        """Whether it was unmapped, or soon will be."""
+        """Whether the allocation is unmapped, or will be as soon as it has no users."""
         return self.gone or self.forgotten
 
 
@@ -68,7 +68,7 @@ class OpenedMemory:
             return mapping
 
     def hold(self, mappings: Sequence[MappedAllocation]) -> bool:
-        """Use mappings again. Return False, and use none, if one is no longer usable."""
+        """Add one use to each mapping. Return False, and add none, if one of them is `stale`."""
         with self._lock:
             if any(mapping.stale for mapping in mappings):
                 return False
@@ -77,7 +77,7 @@ class OpenedMemory:
             return True
 
     def release(self, mappings: Sequence[MappedAllocation]) -> None:
-        """End one use of each mapping, once no posted copy reads its allocation anymore."""
+        """End one use of each mapping. Call this only when no posted copy reads it anymore."""
         with self._lock:
             for mapping in mappings:
                 mapping.users -= 1

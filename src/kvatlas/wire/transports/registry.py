@@ -70,5 +70,5 @@ def _from_package(name: str) -> type[Transport]:
 
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
-    """Return the transports of other packages by name. Names of kvatlas's own are ignored."""
+    """Return other packages' entry points by name, except names of kvatlas's own transports."""
     return {one.name: one for one in entry_points(group=_GROUP) if one.name not in _CLASSES}

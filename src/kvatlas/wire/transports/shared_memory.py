@@ -99,7 +99,7 @@ def watch_sealed(descriptor: int, nbytes: int) -> mmap.mmap:
 
 @contextmanager
 def _mapping(descriptor: int) -> Iterator[None]:
-    """A context for mapping a descriptor. Raises `bad_handshake` if it is no sealed memory."""
+    """A context in which to map a descriptor. Raises `bad_handshake` if its file is not sealed."""
     try:
         # Only memfds have seals, so this call raises OSError for all other kinds of files.
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:

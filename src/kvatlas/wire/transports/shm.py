@@ -3,7 +3,7 @@
 Each end publishes the name of a socket and the positions of its regions in segments. A peer that
 connects to the socket receives the segments' descriptors. The segments are sealed, so they cannot
 shrink. The connection stays open, so each end notices at once if the other has closed its transport
-or exited. The shared memory would stay readable.
+or exited. (The shared memory itself stays readable, so it does not show that.)
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Published(msgspec.Struct, tag="shm", forbid_unknown_fields=True):
 class ShmTransport(Transport):
     """Moves bytes between pools of two processes on one host.
 
-    Allocate memory that peers should access with `allocate` or `create_segment`. Other memory can
-    be registered too, but only this end can access it.
+    Use `allocate` or `create_segment` to allocate memory that peers access. Other memory can be
+    registered too, but only this end can access it.
 
     >>> ends = [ShmTransport(), ShmTransport()]
     >>> pools = [create_segment(64), create_segment(64)]

@@ -101,7 +101,10 @@ class SegmentServer:
         raise EOFError
 
     def _has_most_links(self, process: object) -> bool:
-        """Whether a process may open no further link: half of all links are left for others."""
+        """Whether a process must not open another link.
+
+        True if all links are in use, or the process itself has half of the maximum.
+        """
         return self.links.total() >= self._most or self.links[process] >= self._most // 2
 
 

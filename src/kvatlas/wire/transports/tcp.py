@@ -65,7 +65,7 @@ class TcpTransport(Transport):
         self._server.protect(security, authorise)
 
     def publish(self) -> bytes:
-        """Return its address, its readable regions, and the token that authorizes reads."""
+        """Return the encoded address, readable regions and token that a peer needs to connect."""
         self.check()
         regions = {pool: (at.address, at.nbytes) for pool, at in self.reachable.items()}
         server = self._server
@@ -82,7 +82,8 @@ class TcpTransport(Transport):
             raise errors.bad_metadata(got) from None
         for pool, at in memory.items():
             if published.regions.get(pool) != (at.address, at.nbytes):
-                raise errors.bad_metadata(f"region {pool}, unlike its address or size in the hello")
+                got = f"region {pool} with another address or size than in the handshake"
+                raise errors.bad_metadata(got)
         return TcpLink(self, published, memory, self.security)
 
     def _close(self) -> None:

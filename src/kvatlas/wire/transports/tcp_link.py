@@ -152,7 +152,7 @@ class _Question:
 
 
 def _questions(copy: Copy, mine: Mapping[int, Memory], lease: bytes) -> Iterator[_Question]:
-    """Split a copy into requests, with short and long runs in separate ones."""
+    """Split the runs of `copy` into requests. Short and long runs go into separate requests."""
     into = as_bytes(mine[copy.dst_pool])
     long = copy.length >= SHORT
     for chosen in (np.flatnonzero(~long), np.flatnonzero(long)):
@@ -167,7 +167,7 @@ def _questions(copy: Copy, mine: Mapping[int, Memory], lease: bytes) -> Iterator
 
 
 class _Read(Stepwise):
-    """Sends requests, one ahead of the reply that it waits for, and stores the replies."""
+    """A read over TCP: it sends each request before the previous reply has arrived."""
 
     def __init__(self, link: TcpLink, questions: Sequence[_Question]) -> None:
         super().__init__(self._run(link, questions))
@@ -177,7 +177,10 @@ class _Read(Stepwise):
         self._moved = 0
 
     def _pause(self, seconds: float) -> None:
-        """Wait for the event that the next step needs: 0 if it needs none."""
+        """Wait until the socket is ready for the next step, if that needs it.
+
+        Sleep for `seconds` if there is no connection.
+        """
         one = self._connection
         if one is None or one.fileno() < 0:
             time.sleep(seconds)

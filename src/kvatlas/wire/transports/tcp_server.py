@@ -1,9 +1,10 @@
 """Serves reads of a process's regions over TCP, with one thread per authenticated connection.
 
-With a secret, a connection begins with a TLS handshake. It then answers a challenge with the token
-from the published metadata, and names its session. The peer then requests runs of a region, by
-offset and length, each time with the key of a lease. If the node allows that, the peer receives the
-bytes in order, else an error. Any other input ends the connection. Writes are not supported.
+With a secret, a connection begins with a TLS handshake. The peer then answers a challenge with the
+token from the published metadata, and sends the id of its session. It then requests runs of a
+region, by offset and length, each time with the key of a lease. If the node allows that, the peer
+receives the bytes in order, else an error. Any other input ends the connection. Writes are not
+supported.
 
 If a peer dies or stops, only its connection ends.
 """
@@ -73,7 +74,7 @@ _MOST_CONNECTIONS = 1024
 
 
 def proof(token: bytes, challenge: bytes, session: bytes = bytes(SESSION_BYTES)) -> bytes:
-    """Return the answer to a challenge: the id of the session, then a proof of the token."""
+    """Return the answer to a challenge: the session's id, followed by an HMAC with the token."""
     shown = hmac.digest(token, b"kvatlas tcp 2" + challenge + session, hashlib.sha256)
     return session + shown
 
@@ -85,7 +86,7 @@ def gathers(length: Int64s) -> bool:
 
 
 def packed(length: Int64s) -> Int64s:
-    """Return the starts of runs that are concatenated."""
+    """Return the offset of each run in a buffer that contains the runs without gaps."""
     starts: Int64s = np.cumsum(length) - length
     return starts
 
@@ -96,7 +97,7 @@ def _anything(_: AskedRead) -> nullcontext[None]:
 
 
 class _Admitted(NamedTuple):
-    """An authenticated connection, which blocks."""
+    """An authenticated connection. Its socket is blocking."""
 
     connection: socket.socket
     session: bytes
@@ -109,7 +110,7 @@ def _host(_: socket.socket, address: tuple[str, int]) -> str:
 
 
 class RegionServer:
-    """Listens at one address. `regions` returns the readable regions for each request."""
+    """Serves reads at one address. `regions` is called for each request to get the regions."""
 
     def __init__(self, address: str, regions: Callable[[], Mapping[int, Memory]]) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
@@ -218,7 +219,7 @@ def _send_runs(one: socket.socket, region: Bytes, starts: Int64s, length: Int64s
 
 
 def _gathered(region: Bytes, starts: Int64s, length: Int64s) -> Bytes:
-    """Return the first byte of the reply, and the runs after it at an aligned address."""
+    """Return the reply as one array: the status byte, then the runs at an aligned address."""
     together = np.empty(_ALIGNMENT + int(length.sum()), np.uint8)
     together[_ALIGNMENT - 1] = GRANTED[0]
     into = together[_ALIGNMENT:]
