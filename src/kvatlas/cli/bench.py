@@ -88,7 +88,7 @@ def _plan() -> Plan:
 
 
 def _scattered(run: int, room: int) -> Copy:
-    """Return a copy of runs of `run` bytes between random places in two pools of `room` bytes."""
+    """Return a `Copy` of runs of `run` bytes, at random offsets in two pools of `room` bytes."""
     rng = np.random.default_rng(run)
     many, places = _MOVED // run, room // run
     src, dst = (rng.permutation(places)[:many].astype(np.int64) * run for _ in range(2))

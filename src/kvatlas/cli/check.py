@@ -124,7 +124,10 @@ def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
 
 
 def _conversion_table(answer: Check) -> RenderableType:
-    """Return a table of dtype conversions: which end performs each, and its largest error."""
+    """Return a table of dtype conversions, one row each.
+
+    A row contains the largest errors, and whether the source or the destination converts.
+    """
     made = table("conversion", "layers", "by", "at the", "error", "with outliers", words=(0, 2, 3))
     for change in answer.conversion:
         errors = (f"{error:.2g}" for error in change.error)

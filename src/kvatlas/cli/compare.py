@@ -82,7 +82,8 @@ def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
 def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()) -> list[Row]:
     """Return one row for each value of the compared option `axis`, with the plan's figures.
 
-    `ratio` compares the requests that fit while decoding with those of the first plan that fits.
+    In each row, `ratio` is the number of decoding requests that fit, divided by that number in the
+    first row whose plan was not refused.
     """
     if axis == "memory" and options.gpu is not None:
         hint = "Omit --gpu to compare memory sizes"
@@ -122,9 +123,10 @@ def usual(model: Model, axis: str) -> tuple[str, ...]:
 
 
 def way_of(plan: Plan) -> str | None:
-    """Return where a hybrid model's plan stores recurrent states: `pack N` or `states apart`.
+    """Return where a hybrid model's plan stores recurrent states; None for other models.
 
-    Return None for other models.
+    `pack N` means that a state shares a page with N attention layers. `states apart` means that
+    states have a separate pool.
     """
     states = {group.pool for group in plan.groups if group.kind == "recurrent"}
     others = {group.pool for group in plan.groups if group.kind != "recurrent"}

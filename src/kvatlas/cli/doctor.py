@@ -23,7 +23,10 @@ Engines = tuple[EngineArguments | Plan, EngineArguments | Plan]
 
 
 def two_engines(first: str, second: str | None, prefill: str | None, decode: str | None) -> Engines:
-    """Read two engines from files, or make them from one model and the options of each."""
+    """Read two engines from files, or make them from one model and two lists of options.
+
+    With one model, `first` is its name, and `prefill` and `decode` are the engines' options.
+    """
     if second is not None:
         if prefill is not None or decode is not None:
             problem = "--from and --to cannot be combined with two engine files; pass a model."

@@ -37,7 +37,7 @@ def draw(
     tokens: int | None,
     knobs: bool,
 ) -> Map:
-    """Return the map of the plan with these options, or of the plan file that `model` names.
+    """Return the map of the plan with these options. `options.model` may be a plan file instead.
 
     With `target`, it is the map of the route to that plan. With `knobs`, other plans of the model
     are included, for the controls of the HTML page.

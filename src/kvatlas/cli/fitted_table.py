@@ -36,7 +36,7 @@ class FittedTable(Table):
         return sum(widest) + gap * (len(widest) - 1)
 
     def _needs(self, console: Console) -> tuple[list[int], list[int]]:
-        """Return the width of each column without wrapping, and its minimum width."""
+        """Return two lists with one width per column: without wrapping, and the minimum width."""
         wide = console.options.update(width=_UNLIMITED)
         widest, least = [], []
         for column in self.columns:

@@ -91,7 +91,7 @@ def hit_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[R
 
 
 def curve_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[Row]:
-    """Simulate each memory size with each value of the other options, and yield rows."""
+    """Simulate each memory size with each value of the other options; yield one row per pair."""
     memories = next((given for axis, given in axes if axis == "memory"), ())
     others = [(axis, given) for axis, given in axes if axis != "memory"]
     for memory in memories or usual(options.load(), "memory"):

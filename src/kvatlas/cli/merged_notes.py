@@ -11,7 +11,7 @@ _MOST_DIFFERENCES = 1
 
 
 def merged_notes(messages: Iterable[tuple[str, str]]) -> list[str]:
-    """Return one text for all (label, message) pairs that are equal or differ in one number.
+    """Return texts for (label, message) pairs; merge messages that differ in at most one number.
 
     >>> merged_notes([("tp 8", "Got 20 heads, tp 8."), ("tp 16", "Got 20 heads, tp 16.")])
     ['tp 8, tp 16: Got 20 heads, tp 8 and 16.']

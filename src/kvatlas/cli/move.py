@@ -100,7 +100,7 @@ def _runs_here(name: str) -> bool:
 def move_request(
     src: Plan, dst: Plan, tokens: int, transport: str, how: How, convert: str | None = None
 ) -> Iterator[MovedRank]:
-    """Move one request between two processes, and yield measurements for each rank."""
+    """Move one request between two processes; yield measurements for each destination rank."""
     task = SampleTask(
         plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens,
         convert=convert,
@@ -162,7 +162,8 @@ def _copy_ranges(
 ) -> None:
     """Copy a request from the pools `sent` to the pools `expected`, range by range.
 
-    Transports are compared with the result. `about` contains the blocks and tokens of the request.
+    The result is the reference for the bytes that a transport moves. `about` contains the block
+    tables and the number of tokens of the request.
     """
     for source, pools in sent.items():
         for copy in way.bind(src_rank=source, dst_rank=rank, **about).copies:

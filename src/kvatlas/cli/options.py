@@ -181,7 +181,7 @@ class PlanOptions:
         return found.plan
 
     def fit(self, **changes: Any) -> Plan | Fit:
-        """Return a plan in `memory` or, if `gpu` is set, a fit on these GPUs.
+        """Return a plan for a cache of size `memory` or, if `gpu` is set, a fit on these GPUs.
 
         `changes` replace some of the options.
         """

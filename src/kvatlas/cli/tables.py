@@ -138,7 +138,10 @@ def headline(summary: dict[str, Any]) -> Group:
 
 
 def plan_details(summary: dict[str, Any]) -> list[RenderableType]:
-    """Return tables of a plan's groups, and of its pools if there are several, and its notes."""
+    """Return a table of a plan's groups, a table of its pools, and its notes.
+
+    The table of pools is omitted if there is only one pool.
+    """
     parts: list[RenderableType] = [indented(_groups(summary["groups"]))]
     if len(summary["pools"]) > 1:
         parts.append(indented(_pools(summary["pools"], stages=summary["pp"] > 1)))

@@ -18,7 +18,11 @@ Space = Annotated[str, typer.Option(help="Remove this namespace: a digest from `
 
 
 def gc(where: Where, tenant: Tenant = "", namespace: Space = "", as_json: Json = False) -> None:
-    """Remove incomplete rows and files that dead processes left, or a tenant or namespace."""
+    """Remove incomplete rows, and files that dead processes left.
+
+    A row is one stored block, split into several objects. With --tenant or --namespace, remove
+    all objects of that tenant or namespace instead.
+    """
     from kvatlas.tier import collect_garbage
 
     with opened(where) as store:

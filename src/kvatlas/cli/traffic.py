@@ -107,7 +107,11 @@ def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -
 
 
 def candidates(options: PlanOptions) -> Candidates:
-    """Return the plan with these options, vLLM's plan, and plans with other packs or blocks."""
+    """Return the plan with these options, vLLM's plan, and variants.
+
+    Variants of a model with recurrent states differ in `pack`, those of other models in the block
+    size.
+    """
     first = options.plan()
     plans, refused = {options.policy: first}, []
     changes: dict[str, dict[str, Any]] = {options.policy: {}, "vllm": {"policy": "vllm"}}

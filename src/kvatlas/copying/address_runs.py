@@ -1,9 +1,9 @@
-"""Copy runs between two addresses of one device. A run is the sum of a start and a span.
+"""Copy runs of contiguous bytes between two addresses of one device.
 
 A start is a pair of offsets, at the source and at the target. A span is a pair of offsets and a
-length. One run is copied for every pair of a start and a span. Starts are known before a request
-and stay on the device. Spans come with each request and are few. The memory may belong to another
-process, so the interface takes addresses instead of tensors.
+length. One run is copied for every pair of a start and a span, at the sum of their offsets. Starts
+are known before a request and stay on the device. Spans come with each request and are few. The
+memory may belong to another process, so the interface takes addresses instead of tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Offsets = NDArray[np.int64]
 
 
 class PlacedStarts(NamedTuple):
-    """Source and target offsets of starts (see the module), stored on the device that copies."""
+    """Starts (pairs of a source and a target offset), stored on the device that copies."""
 
     table: torch.Tensor
     bits: int
@@ -36,7 +36,7 @@ class PlacedStarts(NamedTuple):
 
 
 def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> PlacedStarts:
-    """Upload source and target offsets of starts to a device, for any number of copies.
+    """Upload starts (pairs of a source and a target offset) to a device, for any number of copies.
 
     >>> place_starts(np.array([0, 64]), np.array([0, 96]), "cpu")[1:]
     (96, 96)
@@ -48,7 +48,10 @@ def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> Plac
 
 
 class BlockSpans(NamedTuple):
-    """Spans as offsets in their blocks, for all requests that differ only in block ids.
+    """Spans (byte ranges to copy), each given by its block and its offset in that block.
+
+    Blocks are given by their index in a request's list of block ids. Requests that differ only in
+    block ids therefore share the spans.
 
     >>> two = np.arange(2)
     >>> spans = BlockSpans((two, two // 2), (two * 0, two * 32), two * 0 + 32, (64, 128), 9)
@@ -76,7 +79,10 @@ class BlockSpans(NamedTuple):
 
     @property
     def apart(self) -> int:
-        """Distance in bytes between the first two spans at the target, for adjacent block ids."""
+        """Distance in bytes between the first two spans at the target.
+
+        If they are in different blocks, these are assumed to be adjacent in memory.
+        """
         entries, offsets = self.entries[1][:2].tolist(), self.offsets[1][:2].tolist()
         if len(entries) < 2:
             return 0
@@ -149,10 +155,11 @@ def copy_address_runs(
 ) -> None:
     """Copy one run for every pair of a start and a span, on `stream` or on the current stream.
 
-    `spans` holds source offsets, target offsets and lengths, in bytes. `programs` limits the
-    number of Triton programs; 0 means no limit. `place` uploads a table to the device in stream
-    order. `choice` overrides the tuned launch parameters. Runs are not bounds-checked: the caller
-    must ensure that they are inside its memory. No byte may be written twice.
+    A run is at the sum of the offsets of its start and its span. `spans` holds source offsets,
+    target offsets and lengths, in bytes. `programs` limits the number of Triton programs; 0 means
+    no limit. `place` uploads a table to the device in stream order. `choice` overrides the tuned
+    launch parameters. Runs are not bounds-checked: the caller must ensure that they are inside its
+    memory. No byte may be written twice.
     """
     tables = _tables(starts, spans, source | target, place)
     if tables is not None:

@@ -26,7 +26,7 @@ STAGED_BYTES = 32 << 20
 
 @dataclass(frozen=True, eq=False)
 class BlockPiece:
-    """Whole blocks of one host pool that cross the link together, packed in the GPU buffer."""
+    """Whole blocks of one host pool that are copied together to or from a buffer on the GPU."""
 
     pool: int
     blocks: Int64s
@@ -35,7 +35,7 @@ class BlockPiece:
     """The runs between the buffer and the GPU's pools. Host offsets are offsets in the buffer."""
 
     def stretches(self, block_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (pool offset, buffer offset, number of bytes) of each contiguous stretch.
+        """Yield (pool offset, buffer offset, number of bytes) of each sequence of adjacent blocks.
 
         >>> piece = BlockPiece(0, np.array([3, 4, 9]), [])
         >>> list(piece.stretches(100))
@@ -108,7 +108,10 @@ def _host_spans(grid: Copy, end: int) -> Int64s:
 
 
 def _with_spans(grid: Copy, chosen: Any, end: int, at: Int64s) -> Copy:
-    """Return the `chosen` spans of a copy, with their offsets on the host replaced by `at`."""
+    """Return `grid` with only the `chosen` spans, and with `at` as their offsets on the host.
+
+    `end` is 0 if the host is the source, 1 if it is the destination.
+    """
     src, dst = grid.src[chosen], grid.dst[chosen]
     src, dst = (src, at) if end else (at, dst)
     return replace(grid, src=src, dst=dst, length=grid.length[chosen])
@@ -194,7 +197,7 @@ class BlockStaging:
 def address_runs(
     grids: Sequence[Copy], src: Mapping[int, Memory], dst: Mapping[int, Memory]
 ) -> list[AddressRuns]:
-    """Return copies between memory regions, given by pool index, as runs between addresses."""
+    """Convert copies between pools to runs between addresses. `src` and `dst` hold the pools."""
     return [
         AddressRuns(
             src[grid.src_pool].address, dst[grid.dst_pool].address,

@@ -379,7 +379,10 @@ class LibCuda(CudaDriver):
         self._check("cuEventRecord", self._looks.cuEventRecord(event, stream))
 
     def order(self, event: int, before: int, stream: int) -> None:
-        """Make `stream` wait for the work on stream `before`. Their device must be current."""
+        """Make `stream` wait, through `event`, for the work on stream `before`.
+
+        Their device must be current.
+        """
         if self._looks.cuStreamQuery(before):  # not idle
             self.record(event, before)
             self._call("cuStreamWaitEvent", stream, event, 0)

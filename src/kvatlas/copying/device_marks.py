@@ -5,9 +5,9 @@ fills them. Reads and writes of these blocks, in this process or another, then r
 that were launched before the mark.
 
 A few events are reused in rotation. They are recorded in order, so an event that was reused covers
-more work than its mark, never less. An event is reused only once it has completed, except for the
-latest one. Its completion is published before the reuse, because on a device with a long backlog
-other processes might never see the event completed.
+more work than its mark, never less. The oldest event is reused if it has completed. Otherwise the
+latest event is recorded again. The completion of the oldest event is published before its reuse,
+because on a device with a long backlog other processes might never see it completed.
 """
 
 from __future__ import annotations

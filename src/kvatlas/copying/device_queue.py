@@ -20,7 +20,10 @@ Tables = Mapping[int, BlockIds]
 
 
 class AddressRuns(NamedTuple):
-    """Runs between two addresses: one run at the sum of each start and each span."""
+    """Runs between two addresses: one run for each pair of a start and a span.
+
+    A run is at the sum of the addresses and of both offsets.
+    """
 
     source: int
     target: int
@@ -45,7 +48,7 @@ class AddressRuns(NamedTuple):
 
 
 class AddressPattern(NamedTuple):
-    """Runs between two addresses that are complete except for block ids."""
+    """Runs between two addresses. Only the block ids are missing; each request supplies them."""
 
     source: int
     target: int
@@ -103,7 +106,9 @@ class PreparedRuns(ABC):
 
     @abstractmethod
     def post(self, src: Tables, dst: Tables) -> Posted | None:
-        """Copy from the blocks of `src` to those of `dst`, after the caller's current stream.
+        """Copy from the blocks of `src` to those of `dst`, without waiting for the copy.
+
+        It runs after the work that is queued on the caller's current stream.
 
         The destination's ids must be valid. The source's ids come from a peer, as unsigned
         integers, and are not trusted: an id that is not below the number of source blocks is

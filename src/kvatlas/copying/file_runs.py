@@ -99,7 +99,10 @@ def _stretches(far: Int64s, length: Int64s) -> Int64s:
 
 
 def _cut(first: Int64s, ends: Int64s, length: Int64s) -> Int64s:
-    """Split calls over `_MAX_RANGES` ranges or about `STEP` bytes; return each call's first run."""
+    """Split calls with more than `_MAX_RANGES` ranges or about `STEP` bytes.
+
+    Return the index of each call's first run.
+    """
     calls = -(-np.diff(first, append=len(ends)) // _MAX_RANGES)
     if int(calls.max()) > 1:
         turn = np.arange(calls.sum()) - np.repeat(np.cumsum(calls) - calls, calls)

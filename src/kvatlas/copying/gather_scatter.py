@@ -19,12 +19,12 @@ from kvatlas.routing import Copy
 
 
 def stream_bytes(copies: Sequence[Copy]) -> int:
-    """Return the size in bytes of the stream of `copies`."""
+    """Return the size in bytes of the stream of `copies`: of all their runs, concatenated."""
     return sum(copy.nbytes for copy in copies)
 
 
 def gather(copies: Sequence[Copy], pools: Mapping[int, Bytes], stream: Bytes) -> int:
-    """Gather `copies` from the source's pools into `stream`. Return the number of bytes."""
+    """Gather the source runs of `copies` from `pools` into `stream`. Return the number of bytes."""
     done = 0
     for copy in copies:
         src, _, length = copy.runs()
@@ -36,7 +36,7 @@ def gather(copies: Sequence[Copy], pools: Mapping[int, Bytes], stream: Bytes) ->
 
 
 def scatter(copies: Sequence[Copy], stream: Bytes, pools: Mapping[int, Bytes]) -> int:
-    """Scatter `stream` into the destination's pools. Return the number of bytes."""
+    """Scatter `stream` to the target runs of `copies` in `pools`. Return the number of bytes."""
     done = 0
     for copy in copies:
         _, dst, length = copy.runs()
@@ -58,9 +58,10 @@ def _stream_places(length: Int64s, first: int) -> Places:
 def checksums(
     copies: Sequence[Copy], pools: Mapping[int, Bytes], piece: int, *, src: bool
 ) -> Int64s:
-    """Return a CRC-32 of every `piece` bytes of the stream of `copies`.
+    """Return one CRC-32 for each `piece` bytes of the stream of `copies`.
 
-    `src` means that `pools` are the source's; otherwise they are the destination's.
+    The stream is the concatenation of their runs. `src` means that `pools` are the source's;
+    otherwise they are the destination's.
     """
     if not src:
         copies = [copy.reversed() for copy in copies]
@@ -70,7 +71,7 @@ def checksums(
 
 
 def crc_pieces(stream: Bytes, piece: int) -> Int64s:
-    """Return a CRC-32 of every `piece` bytes of a stream; the last piece may be shorter.
+    """Return one CRC-32 for each `piece` bytes of a stream; the last piece may be shorter.
 
     >>> crc_pieces(np.zeros(3, np.uint8), 2).tolist()
     [1104745215, 3523407757]

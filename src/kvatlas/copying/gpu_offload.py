@@ -131,7 +131,7 @@ class GpuOffload:
 
 
 def piece_bytes(pieces: Sequence[Sequence[Copy]]) -> int:
-    """Return the size in bytes of the largest of some pieces, each a list of copies."""
+    """Return the size in bytes of the largest piece. A piece is a list of copies."""
     return max((sum(copy.nbytes for copy in piece) for piece in pieces), default=0)
 
 

@@ -218,7 +218,7 @@ def _index(places: Places) -> Int64s | slice:
 
 
 def _elements(buffer: Bytes, size: int) -> NDArray[Any]:
-    """Return a view with one element of `size` bytes starting at each byte of a buffer."""
+    """Return a view whose element i is bytes i .. i + size - 1 of a buffer; elements overlap."""
     return np.ndarray((len(buffer) - size + 1,), f"V{size}", buffer, strides=(1,))
 
 

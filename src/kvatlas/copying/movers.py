@@ -52,13 +52,17 @@ class PoolMover(ABC):
 
     @abstractmethod
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """Return a CRC-32 of every `piece` bytes of the stream of `copies`.
+        """Return one CRC-32 for each `piece` bytes of the stream of `copies`.
 
-        `src` means that this node is the source; otherwise it is the destination.
+        The stream is the concatenation of their runs. `src` means that this node is the source;
+        otherwise it is the destination.
         """
 
     def follow(self, mark: int | None) -> None:  # noqa: B027
-        """Make later copies wait for the GPU work before a mark; do nothing if `mark` is None."""
+        """Make later copies wait for the GPU work before `mark`, a number that `DeviceMarks` gave.
+
+        Do nothing if `mark` is None.
+        """
 
     def wait_for_caller(self) -> None:  # noqa: B027
         """Wait for the work that is queued on the caller's GPU stream."""
@@ -91,7 +95,7 @@ class HostMover(PoolMover):
         return act
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """Return a CRC-32 of every `piece` bytes of the stream, computed on the CPU."""
+        """Return one CRC-32 for each `piece` bytes of the stream, computed on the CPU."""
         return checksums(copies, self._pools, piece, src=src)
 
 
@@ -116,7 +120,7 @@ class GpuMover(PoolMover):
         self._pinned = PinnedMemory(staging) if bounces else None
 
     def follow(self, mark: int | None) -> None:
-        """Make the GPU stream wait for the work before a mark, without blocking the host."""
+        """Make the GPU stream wait for the work before `mark`, without blocking the host."""
         if mark is not None and self._marks is not None:
             self._queue.after(self._marks.event(mark))
 
@@ -171,7 +175,7 @@ class GpuMover(PoolMover):
         return nbytes
 
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
-        """Return a CRC-32 of every `piece` bytes; the gathered stream is copied to the host."""
+        """Gather the stream to the host, and return one CRC-32 for each `piece` bytes of it."""
         if not src:
             copies = [copy.reversed() for copy in copies]
         stream = np.empty(stream_bytes(copies), dtype=np.uint8)
@@ -189,9 +193,9 @@ class GpuMover(PoolMover):
 def stream_runs(
     copies: Iterable[Copy], pools: Mapping[int, Memory], stream: int, *, out: bool
 ) -> list[AddressRuns]:
-    """Return the runs between `pools` and a stream at address `stream`.
+    """Return the runs that gather `copies` into a buffer, or scatter the buffer.
 
-    `out` means from the pools to the stream.
+    `stream` is the address of the buffer. `out` means from the pools to the buffer.
     """
     runs, done = [], 0
     for copy in copies:

@@ -39,7 +39,7 @@ _KEPT = 1 << 10
 
 
 class Placing(NamedTuple):
-    """Runs of one length in a batch, and their places in the destination pool."""
+    """Runs of one length: their offsets in a batch and in the destination pool."""
 
     pool: int
     places: NestedSteps
@@ -73,7 +73,11 @@ class LandingBatch(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """The tiles of one copy: their starts relative to its spans, and the strides inside a tile."""
+    """The tiles of one copy. A tile is a set of runs that are close together at the source.
+
+    `src` and `dst` are the offsets of the tiles relative to each span of `grid`. `steps` are the
+    strides between the runs of a tile.
+    """
 
     grid: Copy
     src: Int64s
@@ -86,12 +90,12 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def of(cls, grid: Copy, most: int) -> _Tiles:
-        """Divide the runs of a copy into dense tiles of at most `most` bytes each."""
+        """Group the runs of a copy into tiles that span at most `most` bytes at the source."""
         return cls(grid, *_tiled(grid.starts, int(grid.length.max()), most))
 
     @property
     def source_stop(self) -> int:
-        """The offset in the source pool at which the last tile ends."""
+        """An offset in the source pool at or after the end of every tile."""
         return int((self.grid.src + self.grid.length).max()) + int(self.src.max()) + self.reach
 
 
@@ -138,7 +142,7 @@ def _cut(grid: Copy, most: int) -> Copy:
 
 
 class _SortedTiles(NamedTuple):
-    """The tiles of all spans, one row per tile, in the order in which they are read."""
+    """Tiles of several copies, in the order in which they are read. Arrays are indexed by tile."""
 
     tiles: Sequence[_Tiles]
     owner: Int64s
@@ -156,7 +160,10 @@ class _SortedTiles(NamedTuple):
 
     @classmethod
     def of(cls, tiles: Sequence[_Tiles], spans: slice) -> _SortedTiles:
-        """Return the tiles of the spans `spans` of all grids, sorted in the order of the reads."""
+        """Return the tiles of several copies, in the order in which they are read.
+
+        Only the spans in the slice `spans` of each copy are included.
+        """
         grid, extent = tiles[0].grid, max(one.extent for one in tiles)
         far = 1 + max(one.source_stop for one in tiles)
         apart = _blocks(grid.src[spans], grid.dst[spans], extent) * far
@@ -193,7 +200,10 @@ class _SortedTiles(NamedTuple):
             yield LandingBatch(pool, src[some], length[some], [one for one in placing if one])
 
     def _cuts(self, room: int) -> list[int]:
-        """Return the first tile of each batch of at most `room` bytes, and the number of tiles."""
+        """Divide the tiles into batches of at most `room` bytes; return the first tile of each.
+
+        The number of tiles is appended to the list.
+        """
         edges = np.flatnonzero(self.start[1:] >= self.reached[:-1]) + 1
         edges = np.append(edges, len(self.start))
         end = self.place[-1] + self.reached[-1] - self.start[-1]
@@ -219,7 +229,7 @@ class _SortedTiles(NamedTuple):
 
 
 class _AlikeTiles(NamedTuple):
-    """Tiles of one grid whose runs have one length. `cuts[i]` is the first tile of batch i."""
+    """Tiles of one copy whose runs have the same length. `cuts[i]` is the first tile of batch i."""
 
     tiles: _Tiles
     length: int
@@ -252,7 +262,10 @@ def _nested(src: Int64s, dst: Int64s) -> NestedSteps:
 def _tiled(
     starts: Starts, length: int, most: int
 ) -> tuple[Int64s, Int64s, tuple[Steps, ...], int, int]:
-    """Return the fields of `_Tiles` after `grid`; cached, as all requests of a route share them."""
+    """Return all fields of `_Tiles` except `grid`, in order.
+
+    The result is cached, because all requests of a route share it.
+    """
     nested = NestedSteps.of(starts.src, starts.dst)
     nbytes, reach, extent, dense = length, 0, 0, list[Steps]()
     for one in sorted(nested.steps, key=lambda one: abs(one.src)):
@@ -273,7 +286,7 @@ def _steps_of(src: bytes, dst: bytes) -> NestedSteps:
 
 
 def _blocks(src: Int64s, dst: Int64s, extent: int) -> Int64s:
-    """Return a block number for each span, the same for spans that are interleaved at the source.
+    """Return a block number for each span. Spans interleaved at the source have the same number.
 
     Blocks are numbered in the order of their destinations, so that neighbours at the destination
     are in one batch if there is room.

@@ -34,7 +34,7 @@ _CONVERTED = 1 << 20
 
 
 class StreamPiece(NamedTuple):
-    """A piece of a stream, with its runs in the pools of the source or of the destination."""
+    """The runs of a piece of a stream, in the pools of the source or of the destination."""
 
     copies: Sequence[Copy]
     parts: Sequence[ConvertedPart] = ()
@@ -42,7 +42,10 @@ class StreamPiece(NamedTuple):
 
     @classmethod
     def of(cls, stream: AnyStream, start: int, stop: int, end: int) -> StreamPiece:
-        """Return bytes `start .. stop - 1` of a stream. `end` is `SOURCE` or `DESTINATION`."""
+        """Return the runs of the piece that contains bytes `start .. stop - 1` of a stream.
+
+        `end` is `SOURCE` or `DESTINATION`, and selects the pools of the runs.
+        """
         if isinstance(stream, Stream):
             return cls(stream.copies(start, stop))
         parts = list(stream.parts(start, stop))
@@ -76,7 +79,7 @@ class StreamPiece(NamedTuple):
 
 
 def piece_spans(stream: AnyStream, piece: int) -> Iterator[tuple[int, int]]:
-    """Return the start and stop of each piece of a stream; a piece has at most `piece` bytes."""
+    """Divide a stream into pieces of at most `piece` bytes; return (start, stop) of each."""
     if isinstance(stream, ConvertedStream):
         return stream.spans(min(piece, _CONVERTED))
     total = stream.nbytes
@@ -149,7 +152,10 @@ def _convert_pools(
 
 
 def convert_parts(parts: Iterable[ConvertedPart], gather: MoveRuns, scatter: MoveRuns) -> int:
-    """Gather, convert and scatter each part in turn. Return the number of bytes written."""
+    """Gather, convert and scatter the parts of a stream, one after the other.
+
+    Return the number of bytes written.
+    """
     arrived = 0
     for part in parts:
         cells = np.empty(part.nbytes(SOURCE), dtype=np.uint8)
@@ -166,7 +172,10 @@ def _bytes_like(piece: Any, nbytes: int) -> Any:
 
 
 def _converted(part: ConvertedPart, cells: Any) -> Any:
-    """Return cells converted from the source's format to the destination's."""
+    """Return the bytes of `cells` converted from the source's format to the destination's.
+
+    A cell is what one head stores of one token.
+    """
     from kvatlas.kernels.cell_conversion import convert_cells  # imports torch
 
     src, dst = part.formats

@@ -62,7 +62,7 @@ class LaunchDriver(Protocol):
         """Record an event on a stream."""
 
     def order(self, event: int, before: int, stream: int) -> None:
-        """Make `stream` wait for the work on stream `before`."""
+        """Make `stream` wait, through `event`, for the work on stream `before`."""
 
     def capture(self, stream: int, act: Callable[[], None]) -> int:
         """Capture the work that `act` queues on a stream, without running it. Return the graph."""
@@ -103,7 +103,7 @@ class LaunchQueue(Protocol):
         """The block tables that prepared launches use in rotation."""
 
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
-        """Return source and target offsets of starts in device memory."""
+        """Return starts (source offsets and target offsets) as a table in device memory."""
 
     def on_stream(self) -> AbstractContextManager[None]:
         """A context in which the stream is current."""
@@ -170,7 +170,10 @@ class GroupIds(NamedTuple):
         return ids[self.first : self.first + self.blocks]
 
     def pieces(self, ids: Int64s) -> Iterator[_Piece]:
-        """Yield the pieces in which the group's block table is copied into `ids`."""
+        """Yield (end, group, slice of the group's block table, part of `ids` to write it to).
+
+        Each piece is written by one call.
+        """
         mine = self.among(ids)
         for first in range(0, self.blocks, _WRITTEN_AT_ONCE):
             part = slice(first, min(self.blocks, first + _WRITTEN_AT_ONCE))
@@ -291,7 +294,7 @@ class PostedTable(Posted):
 
 
 def group_ids(patterns: Sequence[AddressPattern]) -> list[GroupIds]:
-    """Return where a table stores the block ids of each group that the patterns use."""
+    """Return, for each group that the patterns use, where a `RequestTable` stores its block ids."""
     used: dict[tuple[int, int], int] = {}
     for one in patterns:
         for end in (0, 1):
@@ -306,7 +309,7 @@ def group_ids(patterns: Sequence[AddressPattern]) -> list[GroupIds]:
 
 
 def fits(patterns: Sequence[AddressPattern]) -> bool:
-    """Whether the patterns use block ids, and these fit into one table."""
+    """Whether the patterns use block ids, and all of these ids fit into one `RequestTable`."""
     tables = group_ids(patterns)
     return bool(tables) and tables[-1].first + tables[-1].blocks <= MOST_IDS
 

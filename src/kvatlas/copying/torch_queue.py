@@ -150,10 +150,11 @@ class TorchQueue(DeviceQueue):
     def staged(
         self, runs: Sequence[AddressRuns], stretches: Sequence[tuple[int, int, int]], *, out: bool
     ) -> Posted:
-        """Copy runs between pools and a GPU buffer, and stretches between it and pinned memory.
+        """Copy between pools and pinned host memory, through a buffer on the GPU.
 
-        A stretch is (host address, address in the buffer, number of bytes). `out` means from the
-        pools to pinned memory.
+        `runs` are between the pools and the buffer. `stretches` are between pinned memory and the
+        buffer: (host address, address in the buffer, number of bytes). `out` means from the pools
+        to pinned memory.
         """
         stream = self._stream.cuda_stream
         with self._posting(), self.driver.on(self.number), self._no_launch_left_behind():
@@ -273,7 +274,10 @@ class TorchQueue(DeviceQueue):
         return slot.table[: table.size].view(table.shape)
 
     def placed(self, starts: tuple[Int64s, Int64s]) -> Any:
-        """Return starts in device memory; cached, and the least recently used are evicted."""
+        """Return starts (source offsets and target offsets) as a table in device memory.
+
+        Tables are cached; the least recently used are evicted.
+        """
         from kvatlas.copying.address_runs import place_starts
 
         if id(starts[0]) not in self._starts:
@@ -298,7 +302,7 @@ class TorchQueue(DeviceQueue):
 
 
 class _KeptStarts(NamedTuple):
-    """Starts in device memory, and their scales."""
+    """Starts (pairs of a source and a target offset) in device memory, and their scales."""
 
     starts: tuple[Int64s, Int64s]
     """Kept alive so that its `id` is not reused."""

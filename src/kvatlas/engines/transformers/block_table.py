@@ -98,9 +98,9 @@ class BlockTable:
         self._changed()
 
     def can_crop(self, lengths: Sequence[int]) -> bool:
-        """Return whether the next tokens of sequences cropped to `lengths` can be computed.
+        """Return whether the sequences can be cropped to `lengths` tokens and then continue.
 
-        This is false if a block that the next token attends to was freed.
+        They cannot if a block that the next token attends to was freed.
         """
         return not any(
             NO_BLOCK
@@ -184,9 +184,10 @@ class BlockTable:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the slots of `tokens`, and a mask of tokens that are not stored or not visible.
 
-        Masked tokens have slot 0. The mask is None if all tokens are visible. Tokens of a chunk
-        that ended before `start` are masked, because they may never have been stored. All layers
-        of a group read the same tokens, and only the first call may wait for the device.
+        Masked tokens have slot 0. The mask is None if all tokens are visible. With chunked
+        attention, tokens of a chunk that ended before `start` are masked, because they may never
+        have been stored. All layers of a group read the same tokens, and only the first call may
+        wait for the device.
         """
         if tokens not in self._to_read:
             slots = self.slots(tokens, padding)
@@ -219,9 +220,9 @@ class BlockTable:
         return self._ids
 
     def kernel_ids(self, layer: LayerCache, block: int | None = None) -> Tensor:
-        """Return the ids of all blocks, or of one `block`, as kernels number them.
+        """Convert the ids of all blocks, or the id `block`, to ids of kernel blocks.
 
-        One block of the plan may be several kernel blocks.
+        One block of the plan may consist of several kernel blocks of a layer.
         """
         ids = self.ids if block is None else torch.tensor([block], device=self.device)
         return layer.kernel_ids(ids)

@@ -2,7 +2,7 @@
 
 Pass it as `past_key_values=` (`cache_params=` for Mamba models) to `generate()` or to a forward
 call. With `attn_implementation="kvatlas"`, attention reads the pages directly. With any other
-implementation, the visible rows are gathered first.
+implementation, the K and V of visible tokens are gathered first.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ class AtlasCache(TransformersCache):
         return [layer for layer in self.layers if isinstance(layer, PagedStateLayer)]
 
     def _groups_of(self, name: str) -> list[int]:
-        """Return the index of the group that stores each part of a layer's cache.
+        """Return the group indices of a layer's cache.
 
-        Only a recurrent layer may have several parts.
+        There is one for each part of the cache. Only a recurrent layer may have several parts.
         """
         plan = self.plan
         return [plan.region_of(name, part)[0].group for part in range(plan.parts(name))]
@@ -199,7 +199,7 @@ class AtlasCache(TransformersCache):
         return {group: list(table.sequences[sequence]) for group, table in enumerate(self._tables)}
 
     def adopt(self, tokens: int, sequences: int = 1) -> list[dict[int, list[int]]]:
-        """Begin with sequences of `tokens` tokens whose content the caller writes.
+        """Begin a batch of sequences with `tokens` tokens each, whose cache the caller writes.
 
         Returns the block ids of each sequence, by group index. The caller must fill these blocks
         before the model computes further tokens.

@@ -91,7 +91,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         (write_latent if self.latent else write)(self.pages, k, v, slots)
 
     def _in_sight(self, start: int, heads: int, dtype: torch.dtype) -> Pair:
-        """Return K and V of the tokens that transformers' mask covers; zeros if not stored."""
+        """Return K and V of the tokens that transformers' mask covers; zeros where not stored."""
         tokens = range(self._offset(start), self.seen)
         slots, missing = self.table.slots_to_read(tokens, start, self.batch.padding)
         if self.latent:
@@ -146,7 +146,7 @@ class PagedAttentionLayer(CacheLayerMixin):
 
 @dataclass(frozen=True)
 class LentState:
-    """A layer's `conv_states` or `recurrent_states`. Models update its item `[0]` in place."""
+    """A layer's `conv_states` or `recurrent_states`. Models update item 0, a tensor, in place."""
 
     layer: PagedStateLayer
     name: str
@@ -218,7 +218,10 @@ class PagedStateLayer(LinearAttentionCacheLayerMixin):
         return [table.ids[:, 0] for table in self.state_tables]
 
     def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Store the last inputs. Return the previously stored inputs followed by the new ones."""
+        """Store the convolution's last inputs.
+
+        Return the previously stored inputs followed by `conv_states`, the new ones.
+        """
         self.batch.admit(conv_states.shape[0])
         before = self.lend("conv")
         if before is not None:
@@ -287,7 +290,7 @@ class EmptyLayer(LinearAttentionCacheLayerMixin):
 
 
 def model_axes(state: State) -> str | None:
-    """Return a state's axis order in transformers' models; None if they have no such state."""
+    """Return the axis order that transformers' models use for a state; None if they lack it."""
     own = {axis for axis, _ in state.axes}
     return next((axes for axes in _MODEL_AXES.get(state.name, ()) if set(axes) == own), None)
 

@@ -183,7 +183,10 @@ class PrefixReuse:
             self.tiered.store(chain, self.cache.cache, self.pool.tables(self), stop)
 
     def _compute(self, stop: int) -> None:
-        """Run the model on the prompt up to token `stop`, and register a checkpoint there."""
+        """Run the model on the prompt's first `stop` tokens, except those already cached.
+
+        Then register them for reuse, with the recurrent state after them.
+        """
         prompt, seen = self._prompt or [], self.cache.seen
         self._reserve(stop)
         ids = torch.tensor([prompt[seen:stop]], device=self.model.device)

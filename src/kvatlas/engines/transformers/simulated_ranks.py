@@ -46,7 +46,7 @@ class SimulatedRanks(ExitStack):
         return [node.endpoint for node in self.nodes]
 
     def copy_from(self, cache: AtlasCache, tokens: int, sequence: int = 0) -> dict[int, list[int]]:
-        """Copy a sequence of a cache to the ranks and return its blocks there, by group."""
+        """Copy a sequence of a cache to the ranks; return its block ids on the ranks, by group."""
         blocks = scattered(self.plan, tokens)
         copy_request(
             route(cache.plan, self.plan), _pools(cache), self.pools,

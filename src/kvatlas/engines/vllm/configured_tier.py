@@ -81,8 +81,8 @@ class ConfiguredTier:
     def find_in_store(self, rows: set[bytes | None]) -> PrefixTier | None:
         """Open the store for lookups; None if it cannot be used.
 
-        `rows` contains the tier's plan as each rank reported it. If the ranks differ, some shards
-        of each row would be missing, so the store is not used.
+        `rows` contains the tier's plan as each rank reported it. If the plans differ, the store is
+        not used, because parts of each stored block would be missing.
         """
         plan = rows.pop() if len(rows) == 1 else None
         if plan is None:

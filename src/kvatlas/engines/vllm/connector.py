@@ -70,7 +70,10 @@ class KVAtlasStep(KVConnectorMetadata):
 
 @dataclass
 class KVAtlasEndpoint(KVConnectorHandshakeMetadata):
-    """The handshake metadata of one rank: its endpoint, and the plan of its tier in a store."""
+    """The handshake metadata of one rank: its endpoint, and the plan of its tier.
+
+    The plan is sent only if the tier is in a store.
+    """
 
     endpoint: str | None
     rows: bytes | None = None
@@ -235,7 +238,10 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
             log.info("%s at %s: %s", self._settings.transport, self._worker.endpoint, plan)
 
     def get_handshake_metadata(self) -> KVAtlasEndpoint | None:
-        """Return this rank's endpoint and the plan of its tier in a store; None without either."""
+        """Return this rank's endpoint, and the plan of its tier if the tier is in a store.
+
+        Return None if the rank has neither.
+        """
         if self._worker is None and not self._settings.fleet_tier:
             return None
         endpoint = None if self._worker is None else self._worker.endpoint

@@ -29,7 +29,7 @@ _STATE_MODES = ("none", "align")
 
 
 class DescribedLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer's cache: its spec, the placement of its cells, and its group index."""
+    """One layer's cache: its spec, its sizes and byte strides in memory, and its group index."""
 
     layer: Layer
     sizes: tuple[int, ...]
@@ -44,7 +44,7 @@ class DescribedLayer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placement(self) -> Placement:
-        """The placement of the layer's cells in the allocation."""
+        """The layer's axes in the allocation: kernel blocks, heads, tokens and bytes per head."""
         return Placement(("B", "H", "N", "C"), self.sizes, self.strides, self.offset)
 
 
@@ -71,8 +71,9 @@ def describe_engine(
 ) -> Plan:
     """Return the plan of an engine with one pipeline stage, from vLLM's configs.
 
-    By layer name, `backends` gives the attention backend, `kernel_blocks` the tokens per kernel
-    block where vLLM splits blocks for its kernels, and `seen` the window or chunk.
+    Three mappings are keyed by layer name. `backends` contains attention backends. `kernel_blocks`
+    contains the tokens per kernel block, for layers whose blocks vLLM splits. `seen` contains
+    windows or chunks.
     """
     about: dict[str, Any] = {"backends": backends, "kernel_blocks": kernel_blocks, "seen": seen}
     return join_stages([describe_stage(vllm_config, kv_cache_config, **about)])
@@ -275,7 +276,10 @@ def _own_spec(spec: Any, layer: str) -> Any:
 def _placed_layers(
     config: Any, kernel_blocks: Mapping[str, int]
 ) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[int, ...], int]]]:
-    """Yield each layer's sizes, byte strides (over B, H, N, C) and offset, as in vLLM's views."""
+    """Yield each layer's name with the sizes, byte strides and byte offset of vLLM's view.
+
+    The axes are kernel blocks, heads, tokens and bytes.
+    """
     specs = {
         name: _own_spec(group.kv_cache_spec, name)
         for group in config.transfer_groups

@@ -151,7 +151,10 @@ def _managers(ends: Ends) -> Finding | None:
 
 
 def _backends(ends: Ends) -> Finding | None:
-    """Compare the attention backends: kvatlas does not support bf16 with CPU_ATTN."""
+    """Return a finding about the attention backends; None if neither engine names one.
+
+    The verdict is `no` for bf16 with CPU_ATTN, which kvatlas does not support.
+    """
     names = [str((end.arguments and end.arguments.attention_backend) or "-") for end in ends]
     if set(names) == {"-"}:
         return None

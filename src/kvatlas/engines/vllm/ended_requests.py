@@ -36,7 +36,7 @@ class EndedRequests:
         self._lock = threading.Lock()
 
     def hold_twice(self, requests: set[str]) -> None:
-        """Mark requests that count as sent after two reports: from a peer and from the tier."""
+        """Count requests as sent only after two reports: one from a peer and one from the tier."""
         with self._lock:
             self._twice |= requests
 

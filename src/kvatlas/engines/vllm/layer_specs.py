@@ -184,7 +184,7 @@ def _dense(
 def _heads(name: str, local: int, model: ServedModel) -> int:
     """Return the number of KV heads over all ranks, from the `local` number on one rank.
 
-    A single head on a rank may be a replica, so the config then decides.
+    A single head on a rank may be a replica. The number then comes from the config.
     """
     if local > 1 or model.tp == 1:
         return local * model.tp
@@ -211,13 +211,14 @@ def _cache(name: str, spec: Any, model: ServedModel) -> str:
 def _packing(
     name: str, spec: Any, cache: str, model: ServedModel, backend: str | None
 ) -> Packing | None:
-    """Return how a page stores K and V; None if each cell stores `k | v`."""
+    """Return how a page stores K and V; None if V follows K for each token and head."""
     if backend == "CPU_ATTN" and dtype_name(spec.dtype) not in _CPU_DTYPES:
         # The CPU backend tiles bf16 and fp8 keys for the instruction set of the processor.
         hint = "Serve the model with --dtype float32 or --dtype float16"
         raise refused(name, f"{dtype_name(spec.dtype)} with {backend}", hint)
     if backend == "CPU_ATTN" and spec.head_size % 32:
-        raise refused(name, f"head size {spec.head_size} with {backend}", "Serve it on GPUs")
+        got = f"head size {spec.head_size}, not a multiple of 32, with {backend}"
+        raise refused(name, got, "Serve the model on a GPU")
     if backend in _PACKINGS:
         return _PACKINGS[backend]
     slots, heads = spec.num_head_slots, spec.num_kv_heads
@@ -227,7 +228,8 @@ def _packing(
         return "head_groups"
     if slots == 2:
         return "planes"
-    raise refused(name, f"{slots} head slots and {heads} heads at tp {model.tp}", "Upgrade kvatlas")
+    got = f"an unknown page layout with {slots} head slots, {heads} KV heads and tp {model.tp}"
+    raise refused(name, got, "Upgrade kvatlas")
 
 
 def _latent(name: str, spec: Any, model: ServedModel) -> AnySpec:
@@ -248,7 +250,9 @@ def _recurrent(name: str, spec: Any, model: ServedModel) -> AnySpec:
     known = _known(name, model)
     if not isinstance(known, Recurrent):
         raise refused(
-            name, f"recurrent states, expected {type(known).__name__},", "Upgrade kvatlas"
+            name,
+            f"recurrent states, expected {type(known).__name__} from the config,",
+            "Upgrade kvatlas",
         )
     if spec.tp_replicated and model.tp > 1:
         raise refused(name, f"states replicated at tp {model.tp}", "Set --tensor-parallel-size 1")
@@ -263,9 +267,10 @@ def _recurrent(name: str, spec: Any, model: ServedModel) -> AnySpec:
 
 
 def _candidates(known: Any, dtypes: list[str]) -> Iterator[Any]:
-    """Yield variants of a recurrent spec with these dtypes of its states.
+    """Yield variants of a recurrent spec, with `dtypes` as the dtypes of its states.
 
-    They differ in the axis order of the convolution and in its taps for speculative decoding.
+    Variants differ in the axis order of the convolution state, and in how many additional inputs it
+    stores for speculative decoding.
     """
     states = [state.name for state in known.layer_states()]
     if len(states) != len(dtypes):

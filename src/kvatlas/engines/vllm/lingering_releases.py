@@ -9,7 +9,9 @@ from kvatlas.engines.vllm.orders import RemoteRequest
 
 
 class LingeringReleases:
-    """Call `release` with an offer a fixed time after its last reader is gone.
+    """Call `release` with an offer `seconds` after its last reader is gone.
+
+    An offer is a finished request whose blocks another engine keeps for this one to read.
 
     >>> released: list[RemoteRequest] = []
     >>> waiting = LingeringReleases(released.append, seconds=60.0)

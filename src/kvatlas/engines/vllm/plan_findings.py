@@ -10,7 +10,10 @@ from kvatlas.specs import Visibility
 
 
 def plan_findings(ends: Ends, tokens: int) -> tuple[list[Finding], Check | None]:
-    """Return findings about both plans, and the cost of a transfer; None if none is possible."""
+    """Return findings about both plans, and the cost of a transfer of `tokens` tokens.
+
+    The cost is None if no transfer is possible.
+    """
     for name, end in zip(("prefill", "decode"), ends, strict=True):
         if end.refusal is not None:
             refusal = end.refusal

@@ -55,7 +55,7 @@ class FoundPrefix:
 
     @property
     def pin(self) -> bytes:
-        """The name under which workers join the pin; empty for a store, which has no pins."""
+        """The pin's name, by which workers fetch the blocks; empty for a store: it has no pins."""
         return self.hit.name if isinstance(self.hit, Hit) else b""
 
     def let_go(self) -> None:
@@ -120,7 +120,8 @@ class PrefixTier:
     def whole_blocks(self, tokens: int) -> int:
         """Return how many of a request's first `tokens` tokens to store.
 
-        These are whole blocks or, if some layers store only windows or states, all tokens.
+        An incomplete last block is left out, unless some layers store only windows or states.
+        The result is at most the tier's longest request.
         """
         return self._finder.whole_blocks(min(tokens, self.longest))
 
@@ -135,7 +136,7 @@ class PrefixTier:
         return self._events is not None
 
     def note(self, chain: PrefixChain, tokens: int) -> None:
-        """Publish events for a prefix of `tokens` tokens as soon as the tier finds it."""
+        """Publish events for a prefix of `tokens` tokens, once a lookup finds it in the tier."""
         if self._events is not None:
             self._events.note(chain, tokens)
             self._tell_at = 0.0

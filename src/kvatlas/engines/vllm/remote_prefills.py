@@ -50,12 +50,15 @@ class RemotePrefills:
     def take(self, request_id: str) -> RemoteRequest | None:
         """Return the offer that a request will read, and forget it.
 
-        A failed read is not retried, but computed.
+        If the read fails, the tokens are computed; the read is not retried.
         """
         return self._waiting.pop(request_id, None)
 
     def begin_read(self, request_id: str) -> bool:
-        """Begin a read; return whether it releases the offer, because it has no other reader."""
+        """Begin a read; return whether the request is the only reader of its offer.
+
+        The read then also releases the offer.
+        """
         final = self._readers.reads_alone(request_id)
         if final:
             self._readers.remove(request_id)

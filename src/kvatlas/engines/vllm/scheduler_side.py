@@ -280,16 +280,20 @@ class SchedulerSide:
         return int(min(request.num_prompt_tokens - self._left_out, remote.tokens))
 
     def _read_until(self, request: Any, stop: int) -> int:
-        """Return `stop`, minus 1 if it includes the prompt's last token, which vLLM recomputes.
+        """Return how many tokens to read: `stop`, or one less if the last one need not be read.
 
-        If K is transposed, a single token in a block takes thousands of short runs. A token that
-        completes its block is read: other requests may reuse the block before it is recomputed.
+        The prompt's last token need not be read, because vLLM recomputes it, unless it completes a
+        block: other requests may reuse that block before the token is recomputed. Reading one token
+        less saves thousands of short runs if K is transposed.
         """
         last = stop == request.num_prompt_tokens
         return stop - int(last and self._groups.end_inside_blocks(stop))
 
     def _note_windows_alone(self, request_id: str) -> None:
-        """Record that only windows are read for a request, if this engine keeps all tokens."""
+        """Record that a request is read without the tokens before its layers' windows.
+
+        Do nothing unless vLLM keeps all tokens of some window layers.
+        """
         if self._groups.windows_kept_whole:
             self._windows_alone.add(request_id)
 

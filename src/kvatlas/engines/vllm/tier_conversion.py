@@ -60,7 +60,8 @@ def prefix_identity(settings: ConnectorSettings, vllm_config: Any) -> bytes:
     """Return the identity from which the keys of stored prefixes are computed.
 
     For a tier in a file or in memory, the identity includes the cache dtype, so that engines of
-    another dtype find no blocks that they cannot read. In a store, the names of rows contain it.
+    another dtype find no blocks that they cannot read. In a store, object names contain the
+    dtype.
     """
     dtype = stored_dtype(settings, vllm_config.model_config)
     cache = None if settings.fleet_tier else stored_cache(settings, vllm_config)

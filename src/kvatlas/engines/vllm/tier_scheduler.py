@@ -83,9 +83,9 @@ class TierScheduler:
         return None
 
     def begun(self, request_id: str) -> None:
-        """Register a request from another engine, so that a weight update outdates it too.
+        """Register a request whose prompt another engine computed.
 
-        Outdated requests are not stored in the tier.
+        If the weights are updated while it runs, it is not stored in the tier.
         """
         self._found.setdefault(request_id, None)
 
@@ -105,7 +105,7 @@ class TierScheduler:
         return self._tier.take_events()
 
     def forget(self, request_id: str) -> None:
-        """Forget a finished request, and unpin what its lookup finds."""
+        """Forget a finished request, and unpin the prefix that its lookup found or will find."""
         self._outdated.discard(request_id)
         self._wait_until.pop(request_id, None)
         self._let_go(self._found.pop(request_id, None))
@@ -127,7 +127,7 @@ class TierScheduler:
     def worth_keeping(
         self, request: Any, *, windows_alone: bool = False
     ) -> tuple[BlockKeys, int, int] | None:
-        """Return the keys of a finished request, and start and stop of its tokens to store.
+        """Return (block keys, start, stop) to store tokens start .. stop - 1 of a finished request.
 
         Return None if nothing should be stored. With `windows_alone`, the engine lacks the tokens
         before the layers' windows.

@@ -33,9 +33,10 @@ class TransferGroup:
         self.partial = self.recurrent or self.window is not None
 
     def table(self, ids: Any, tokens: int) -> tuple[int, ...]:
-        """Return the blocks in `ids` that hold a request's first `tokens` tokens; -1 for none.
+        """Return the ids of the blocks that hold a request's first `tokens` tokens.
 
-        For a recurrent group, return the blocks that hold the state after these tokens.
+        `ids` are all block ids of the request; vLLM's null block becomes -1. For a recurrent
+        group, return the blocks that hold the state after these tokens.
         """
         entries = ceil_div(tokens, self.block)
         if self.recurrent and not self.by_position:
@@ -46,7 +47,7 @@ class TransferGroup:
         """Return how many leading blocks are incomplete after tokens start .. stop - 1 were read.
 
         Blocks before a window are incomplete, because only the window is read. With
-        `windows_alone`, that includes the windows of layers that otherwise keep all tokens.
+        `windows_alone`, this also applies to window layers for which vLLM keeps all tokens.
 
         >>> sliding = type("SlidingWindowSpec", (), {"block_size": 64, "sliding_window": 64})
         >>> TransferGroup(sliding(), 0).incomplete_blocks(0, 150)
@@ -88,7 +89,7 @@ class TransferGroups:
     def windows(self, *, windows_alone: bool) -> tuple[int, ...]:
         """Return the sizes, in tokens, of windows and chunks before which no tokens are kept.
 
-        With `windows_alone`, these include the windows of layers that otherwise keep all tokens.
+        With `windows_alone`, also return those of window layers for which vLLM keeps all tokens.
         """
         sizes = {group.window for group in self._groups if group.window}
         if windows_alone:
@@ -102,9 +103,10 @@ class TransferGroups:
     def exclude_from_prefix_cache(
         self, request_id: str, start: int, stop: int, *, windows_alone: bool
     ) -> None:
-        """Keep incomplete blocks out of vLLM's prefix cache when start .. stop - 1 are read.
+        """Keep blocks that a read leaves incomplete out of vLLM's prefix cache.
 
-        Tokens before a window are not read, but a later request with a shorter prefix needs them.
+        Of tokens start .. stop - 1, those before a window are not read. A later request with a
+        shorter prefix would need them.
         """
         if not self._prefix_caching or self._managers is None:
             return

@@ -37,9 +37,9 @@ def engine_identity(
 ) -> CacheIdentity | None:
     """Return the identity of an engine's weights and of the config that determines K and V.
 
-    `untouched` is the model's config without the engine's arguments; the values that the arguments
-    changed are part of the identity. Paths, names and the compute dtype are not. Return None if the
-    weights are unknown and the settings accept any identity.
+    `untouched` is the model's config without the engine's arguments. The identity includes the
+    config values that the arguments changed, but no paths, names or compute dtype. Return None if
+    the weights are unknown and the settings accept any identity.
     """
     served = vllm_config.model_config
     try:
@@ -175,7 +175,7 @@ def _process_start() -> float:
 
 
 def stored_config(folder: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's `config.json`; None if it has none that is readable."""
+    """Return a checkpoint's `config.json`; None if it is missing or cannot be read."""
     try:
         found = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
