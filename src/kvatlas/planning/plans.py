@@ -151,7 +151,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         return tuple(self._homes)
 
     def region_of(self, layer: str, part: int = 0) -> tuple[Region, int]:
-        """Return the region with part `part` of a layer, and the index of its page in the region."""
+        """Return the region that holds part `part` of a layer, and the index of the page in it."""
         if part and not 0 < part < len(self._homes.get(layer, ())):
             raise AtlasError(
                 Code.OUT_OF_RANGE,
