@@ -381,8 +381,14 @@ def test_events_that_lie_are_refused_with_their_line(tmp_path: Path) -> None:
         (b'{"ts": 1e999, "events": []}', "line 2: this is not a valid event"),
         (b'{"type": "BlockStored", "block', "line 2: this is not a valid event"),
         (b"[" * 100_000, "line 2: this is not a valid event"),
-        (other, "line 2: the events contradict each other. Got block hash 2 "),
-        (stored([2]), "line 2: the events contradict each other. Got block hash 2 "),
+        (
+            other,
+            "line 2: two events use the same block hash for different prefixes. Got block hash 2 ",
+        ),
+        (
+            stored([2]),
+            "line 2: two events use the same block hash for different prefixes. Got block hash 2 ",
+        ),
         (stored([3], 2, block=4), "line 2: the block size differs from earlier events"),
         (
             BlockStored([3], 2, [3] * 4, 2),

@@ -1,12 +1,12 @@
 """Attention backends as data: the block sizes, layouts and cache dtypes that each supports.
 
 Planning never calls a backend; it only needs to know what the backend accepts. The
-defaults are the backends that vLLM selects on a Hopper GPU. `backend=` selects another
-one for the layers of its family.
+defaults are the backends that vLLM selects on a Hopper GPU. The option `backend=` selects
+another one for all layers whose default backend has the same `family`.
 
-A backend supports a block size that is a multiple of one of its `sizes`. Its kernels read
-blocks of exactly such a size or, if `multiples` is set, of any multiple. Larger blocks are
-split into kernel blocks.
+A backend supports every block size that is a multiple of one of its `sizes`. Its kernels read
+blocks of exactly these sizes or, if `multiples` is set, of any multiple of them. Other blocks
+are split into kernel blocks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Backend(msgspec.Struct, frozen=True):
     """The packing of K and V in a page; None for the default of the cache dtype."""
 
     def takes(self, block: int) -> bool:
-        """Return whether the backend supports blocks of `block` tokens, whole or split."""
+        """Return whether the backend supports blocks of `block` tokens, even if it splits them."""
         return any(block % size == 0 for size in self.sizes)
 
     def reads(self, block: int) -> bool:
@@ -74,7 +74,7 @@ class Backend(msgspec.Struct, frozen=True):
         return self.takes(block) if self.multiples else block in self.sizes
 
     def kernel_block(self, block: int) -> int | None:
-        """Return the largest kernel block size that divides `block`; None if none does."""
+        """Return the largest kernel block size (in tokens) that divides `block`, or None."""
         if self.reads(block):
             return block
         return max((size for size in self.sizes if block % size == 0), default=None)
@@ -128,8 +128,8 @@ BACKENDS: dict[str, Backend] = {
 def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | None]:
     """Return the backend of each layer, by layer name; None for recurrent layers.
 
-    `chosen` names a backend for the layers of its family; the other layers keep vLLM's default.
-    Sparse and compressed attention always use their specific backends.
+    The backend named `chosen` replaces vLLM's default in all layers whose default has the same
+    `family`; the other layers keep their defaults.
     """
     named = BACKENDS.get(str(chosen).upper())
     if chosen is not None and named is None:
@@ -167,9 +167,9 @@ def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | 
 
 
 def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
-    """Return the model with the packing of K and V that its layers' backends require.
+    """Return the model with `packing` set in each spec as the layer's backend requires.
 
-    A packing that a spec sets explicitly is kept.
+    The packing is the arrangement of K and V in a page. One that a spec sets already is kept.
 
     >>> model = Model.load("Llama-3.1-8B")
     >>> packed_for(model, backends_of(model, "CPU_ATTN")).layers[0].spec.packing

@@ -39,7 +39,10 @@ def used_backends(request: PlanRequest) -> list[Backend]:
 
 
 def kernel_size(request: PlanRequest) -> BlockSize:
-    """Return the block size that kernels need, before recurrent states increase it."""
+    """Return the requested block size, or by default one that all attention backends support.
+
+    `block_size()` may increase it so that a page can hold a recurrent state.
+    """
     used = used_backends(request)
     if request.block_size is None:
         if not used:
@@ -87,7 +90,7 @@ def block_size(request: PlanRequest) -> BlockSize:
 
 
 def kernel_multiple(request: PlanRequest, block: int) -> int:
-    """Return the number of tokens that must divide a hybrid's block size.
+    """Return the number of tokens of which a hybrid's block size must be a multiple.
 
     `block` is the smallest block size that the kernels support.
     """
@@ -98,7 +101,7 @@ def kernel_multiple(request: PlanRequest, block: int) -> int:
 
 
 def state_bytes(model: Model, tp: int) -> int:
-    """Return the bytes per rank of the largest recurrent state; 0 without recurrent layers."""
+    """Return the bytes on one rank of the largest recurrent state of a layer; 0 without any."""
     specs = {layer.spec for layer in model.layers if kind_of(layer.spec) == "recurrent"}
     return max((page_of(spec, 1, tp).unpadded for spec in specs), default=0)
 

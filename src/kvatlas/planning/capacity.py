@@ -1,10 +1,10 @@
-"""Compare how many requests two drafts of a plan fit, for every request length.
+"""Compare how many requests fit in two drafts of a plan, for every request length.
 
 This module enforces the promise of policy atlas: for every request length, while prefilling
 and while decoding, a plan fits at least `PROMISE` of the requests that vLLM's plan fits. It
-is enough to compare the lengths at which a request takes one more block in the plan. Between
-two such lengths, the number of blocks stays the same in the plan and does not decrease in
-vLLM's plan, so the plan cannot become worse in comparison.
+is enough to compare at the lengths at which a request starts to take one more block in the plan.
+Between two such lengths, a request takes the same number of blocks in the plan and no fewer blocks
+in vLLM's plan, so the ratio cannot become worse.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class Capacity:
     dcp: int = 1
 
     def requests(self, lengths: NDArray[np.int64], in_flight: int) -> NDArray[np.float64]:
-        """Return how many requests fit at once, for each request length in `lengths`."""
+        """Return, for each request length in `lengths`, how many such requests fit at once.
+
+        `in_flight` is the number of tokens per request that are scheduled but not computed.
+        """
         taken = blocks_taken(self.groups, lengths, in_flight=in_flight, dcp=self.dcp)
         with np.errstate(divide="ignore"):  # without encoder tokens, cross attention takes 0 blocks
             fits = [self.blocks[pool] / blocks for pool, blocks in taken.items()]
@@ -46,10 +49,10 @@ class Capacity:
 
 
 def steps(groups: Iterable[Group], request: PlanRequest) -> NDArray[np.int64]:
-    """Return every length at which a request takes one more block of a group.
+    """Return every request length, in tokens, at which one more block of a group is needed.
 
-    Lengths range up to `max_len`, and at least up to `LENGTHS`. Above `MOST_LENGTHS` only
-    `max_len` is included, because fixed costs no longer matter there.
+    The range ends at `max_len` or `LENGTHS`, whichever is larger. Of the lengths above
+    `MOST_LENGTHS`, only `max_len` is included, because fixed costs no longer matter there.
     """
     longest = min(max(request.max_len, LENGTHS), MOST_LENGTHS)
     sizes = {group.block * request.dcp for group in groups if group.kind != "recurrent"}
@@ -83,9 +86,9 @@ def capacity_of(request: PlanRequest, draft: PlanDraft) -> Capacity:
 
 
 def least_share(mine: Capacity, theirs: Capacity, request: PlanRequest) -> Share:
-    """Return the number of requests that `mine` fits, divided by the number that `theirs` fits.
+    """Return the smallest ratio of the requests that `mine` fits to those that `theirs` fits.
 
-    The result is the smallest ratio over all request lengths, prefilling and decoding.
+    It is the minimum over all request lengths, both while prefilling and while decoding.
     """
     lengths = steps(mine.groups, request)
     found = []

@@ -90,7 +90,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def rank(self) -> tuple[Any, ...]:
-        """Sort key; the smallest is the best fit.
+        """Sort key of fits; the fit with the smallest key is the best.
 
         Fits with a plan come first. Fewer pipeline stages are better, then more users, then
         fewer replicas. Among fits without a plan, fewer weight bytes per rank are better, so
@@ -124,7 +124,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Fitting:
-    """One model and one kind of GPU; the methods fit the model in any number of topologies.
+    """Fits one model on GPUs of one kind, in any topology.
 
     `options` are passed to `plan()`. They must not include the memory or the topology.
     """
@@ -147,7 +147,7 @@ class Fitting:
         self.overhead = quantity(overhead, "the overhead")
 
     def on(self, topology: Topology) -> Fit:
-        """Return the fit in one topology; if the model does not fit, its `refusal` is the error."""
+        """Return the fit in one topology. If the model does not fit, `Fit.refusal` is the error."""
         held = 0
         try:
             check_topology(self.model, topology.tp, topology.pp, topology.dcp)
@@ -178,7 +178,7 @@ class Fitting:
         return min(found, key=lambda fit: fit.rank)
 
     def suggestions(self, topology: Topology) -> Iterator[Fit]:
-        """Yield fits that replicate the cache on fewer ranks than `topology` does.
+        """Yield fits in other topologies that replicate the cache on fewer ranks than `topology`.
 
         Yields nothing if `topology` does not replicate the cache.
         """

@@ -117,7 +117,7 @@ def foreign(
 
 
 class _Seen:
-    """One layer's tensor in the engine, with its page and block size."""
+    """The engine's tensor of one layer, with the layer's page and block size."""
 
     group = 0
 
@@ -138,7 +138,7 @@ class _Seen:
         if self.block % self.kernel_block:
             kernel = f"the {self.kernel_block} tokens of its N axis"
             raise _wrong_tensor(
-                layer.name, f"a block of {self.block} tokens, not a multiple of {kernel}"
+                layer.name, f"a block of {self.block} tokens, which is not a multiple of {kernel}"
             )
         self.page: Page = page_of(layer.spec, self.kernel_block, tp)
         self.split = self.block // self.kernel_block
@@ -149,7 +149,7 @@ class _Seen:
         sizes = [size(axis) for axis in "HNC"]
         if sizes != [self.page.heads, self.page.states, self.page.content]:
             page = f"{self.page.heads} heads, {self.page.states} states, {self.page.content} bytes"
-            raise _wrong_tensor(layer.name, f"sizes {sizes} of H, N, C instead of {page}")
+            raise _wrong_tensor(layer.name, f"H, N and C of sizes {sizes}, expected {page}")
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -182,9 +182,9 @@ def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
 
 
 def _table(members: list[_Seen], pool: int, full: Collection[str]) -> Group:
-    """Return the group of the given layers; it keeps all tokens if any layer needs them.
+    """Return the group of the given layers.
 
-    Layers in `full` need all tokens.
+    It keeps all tokens if any layer needs them. Layers in `full` always need all tokens.
     """
     kinds = {kind_of(one.layer.spec) for one in members}
     kind, kept = kind_of(members[0].layer.spec), [k for k in FULL_KINDS if k in kinds]

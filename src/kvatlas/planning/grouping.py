@@ -98,7 +98,7 @@ def same_tokens(layers: list[SizedLayer]) -> bool:
 
 
 def promote(layers: list[SizedLayer]) -> list[SizedLayer]:
-    """Return the layers, with windows and chunks changed to keep all tokens.
+    """Return the layers, with sliding-window and chunked layers changed to keep all tokens.
 
     vLLM does the same if its hybrid manager is disabled.
     """
@@ -209,12 +209,12 @@ def pack_unlike_pages(layers: list[SizedLayer]) -> list[GroupDraft]:
 
 
 def kinds_of(layers: Iterable[SizedLayer]) -> list[list[SizedLayer]]:
-    """Divide layers into lists whose members can share a block table and a kind of page."""
+    """Divide layers into lists; the layers of a list can share a block table and kind of page."""
     return list(_by(_merged, layers).values())
 
 
 def by_tokens(layers: list[SizedLayer]) -> list[GroupDraft]:
-    """Return one group for each set of layers that need the same tokens; their pages may differ."""
+    """Return one group per set of layers that need the same tokens, even if their pages differ."""
     sets: list[list[SizedLayer]] = []
     homes: dict[tuple[object, ...], list[SizedLayer]] = {}
     for layer in layers:
@@ -246,7 +246,7 @@ def _merged(layer: SizedLayer) -> tuple[object, ...]:
 def _by(
     key: Callable[[SizedLayer], Any], layers: Iterable[SizedLayer]
 ) -> dict[Any, list[SizedLayer]]:
-    """Return the layers with each value of `key`, in order of appearance."""
+    """Group layers by `key(layer)`. Keys and layers keep their order of appearance."""
     together: dict[Any, list[SizedLayer]] = {}
     for layer in layers:
         together.setdefault(key(layer), []).append(layer)
@@ -258,9 +258,10 @@ def _width(pages: dict[int, list[SizedLayer]], groups: int) -> int:
 
 
 def _fewest_unused(counts: list[int], floor: int) -> int:
-    """Return the group size that leaves the fewest pages unused; of equals, the largest.
+    """Return the number of layers per group that leaves the fewest pages unused.
 
-    `counts` is the number of layers in each set, and `floor` is the smallest group size.
+    Of equally good numbers, the largest is returned. `counts` is the number of layers in each set
+    that is divided into groups, and `floor` is the smallest number to try.
     """
     if not floor:
         return 0

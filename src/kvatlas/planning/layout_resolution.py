@@ -1,8 +1,9 @@
 """Choose the layout of a plan, one for all layers.
 
-A layout is a candidate if all backends support it and every field can be a strided view in
-it. If the model's pages differ in shape, a page must also be contiguous. The plan uses the layout
-that the caller requested if it is a candidate, and by default the first candidate.
+A layout is a candidate if all backends support it and every field of a page, such as K or V, can
+be a strided view in it. If the model's pages differ in shape, a page must also be contiguous. The
+plan uses the layout that the caller requested, which must be a candidate. By default, it uses the
+first candidate.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def supported_orders(
 
 
 def viewable_orders(orders: tuple[str, ...], layers: list[SizedLayer]) -> tuple[str, ...]:
-    """Return the layouts among `orders` in which every field of every layer can be a strided view.
+    """Return the layouts among `orders` in which K, V and all other fields can be strided views.
 
     >>> from kvatlas.planning import plan
     >>> plan("Qwen3-8B", memory="60GiB", kv_dtype="nvfp4").accepted_layouts  # whole pages
@@ -56,7 +57,7 @@ def viewable_orders(orders: tuple[str, ...], layers: list[SizedLayer]) -> tuple[
 
 @lru_cache(maxsize=4096)
 def _can_view(page: Page, order: str) -> bool:
-    """Return whether every field of a page can be a strided view in layout `order`."""
+    """Return whether every field of a page, such as K or V, can be a strided view in `order`."""
     try:
         placed = page.place(order, pages=2, blocks=2)
         for field in page.fields:
@@ -77,7 +78,10 @@ def candidate_orders(layers: list[SizedLayer]) -> tuple[str, ...]:
 
 
 def resolve_order(candidates: tuple[str, ...], chosen: str | None) -> Layout:
-    """Return the layout `chosen`, which must be a candidate; by default the first candidate."""
+    """Return the layout `chosen`; the first candidate if it is None.
+
+    Raises an error if `chosen` is not a candidate.
+    """
     layout = Layout(next(iter(candidates), "LBNHC") if chosen is None else chosen)
     if layout.order not in candidates:
         problem = "The backends of the model's layers support no common layout"

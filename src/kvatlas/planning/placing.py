@@ -62,7 +62,7 @@ class PoolDraft:
 
     @cached_property
     def width(self) -> int:
-        """Bytes of a block, as many as the largest group needs; 0 if there are no layers."""
+        """Bytes per block, which the largest group determines; 0 if there are no layers."""
         filled = [group.layers for group in self.groups if group.layers]
         if not filled:
             return 0
@@ -217,8 +217,8 @@ def divide_memory(
 def _least_blocks(needs: Sequence[int], named: Sequence[int | None]) -> list[int]:
     """Return the minimum number of blocks of each pool, including its null block.
 
-    `needs` is the number of blocks per request, and `named` is the number of requests that
-    each pool must hold; None stands for 1.
+    Both arguments have one element per pool: `needs` is the number of blocks per request, and
+    `named` is the number of requests that must fit; None stands for 1.
     """
     return [need * (many or 1) + 1 for need, many in zip(needs, named, strict=True)]
 
@@ -291,9 +291,9 @@ def place_group(
 def _place_packed(
     pool: PoolDraft, layers: Sequence[SizedLayer], blocks: int, warnings: list[str]
 ) -> Iterator[Spot]:
-    """Yield a `Spot` for each region of a pool whose pages attention layers and states share.
+    """Yield a `Spot` for each region of a pool in which attention and states share pages.
 
-    A page holds `pool.pack` attention layers or one state.
+    A page holds either `pool.pack` attention layers or one recurrent state.
     """
     layout, width, first = pool.layout, pool.width, layers[0]
     shared = shared_pages(layout, pool.page, blocks=blocks, width=width)
@@ -325,7 +325,7 @@ def kernels_read(backends: Mapping[str, Backend | None], plan: Plan) -> bool:
 def _kernel_block(layer: SizedLayer, warnings: list[str], *, dense: bool) -> int:
     """Return the kernel block size of a layer in tokens; its block size if blocks are not split.
 
-    Blocks can be split only if `dense`: all kernel blocks of the layer follow each other.
+    Blocks can be split only if `dense`: the layer's kernel blocks follow each other without gaps.
     """
     if layer.backend is None or layer.backend.reads(layer.block):
         return layer.block

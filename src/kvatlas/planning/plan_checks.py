@@ -1,8 +1,8 @@
 """Validation of plans, whenever one is built or read.
 
 The checks: counts are in range; every layer has all of its parts and tokens; groups match the
-specs of their layers; regions are in bounds and do not overlap; every field can be a strided
-view; and blocks of different groups overlap only if they have the same id.
+specs of their layers; regions are in bounds and do not overlap; every field, such as K or V, can
+be a strided view; and blocks of different groups overlap only if they have the same id.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check_plan(plan: PlanData) -> None:
     placed_in_pool: dict[tuple[int, int], list[tuple[Region, Placement]]] = {}
     for region in plan.regions:
         if not region.layers:
-            raise _bad_plan(f"a region of group {region.group} without layers")
+            raise _bad_plan(f"an empty region in group {region.group}; a region must have layers")
         if not 0 <= region.group < len(plan.groups):
             last = len(plan.groups) - 1
             raise _bad_plan(f"a region of group {region.group}; group indices are 0..{last}")
@@ -177,7 +177,7 @@ def _check_region(plan: PlanData, region: Region) -> None:
 def _may_join(kind: Kind, group: Kind) -> bool:
     """Return whether a layer of kind `kind` can be in a group of kind `group`.
 
-    Windows and chunks can be in a group of full attention.
+    Sliding-window and chunked layers can be in a group of full attention.
     """
     if group in FULL_KINDS:
         return kind in (*FULL_KINDS, *LOCAL_KINDS)
@@ -185,7 +185,10 @@ def _may_join(kind: Kind, group: Kind) -> bool:
 
 
 def _check_tokens(plan: PlanData, group: Group, layer: str, replicas: int) -> None:
-    """Check that decode context parallelism (dcp) leaves every token of a layer on some rank."""
+    """Check that a layer supports dcp, so that some rank stores each of its tokens.
+
+    dcp is decode context parallelism: ranks with the same heads store different tokens.
+    """
     if group.kind in LOCAL_KINDS:
         raise _bad_plan(
             f"dcp {plan.dcp} with layer {layer} of kind {group.kind}, which needs dcp 1"
@@ -198,7 +201,7 @@ def _check_tokens(plan: PlanData, group: Group, layer: str, replicas: int) -> No
 def _check_views(
     plan: PlanData, region: Region, placed: Placement, viewed: set[tuple[object, ...]]
 ) -> None:
-    """Check that every field of a region can be a strided view with aligned elements.
+    """Check that every field of a region, such as K or V, can be an aligned strided view.
 
     `viewed` records the regions checked so far, so that equivalent ones are not checked again.
     """
@@ -218,7 +221,7 @@ def _check_views(
 
 
 def _unlike_layers(region: Region) -> Iterator[int]:
-    """Yield the index of the first layer with each different spec."""
+    """For each distinct spec of a region, yield the index of the first layer that has it."""
     first: dict[Spec, int] = {}
     for index, layer in enumerate(region.layers):
         first.setdefault(layer.spec, index)
@@ -226,7 +229,7 @@ def _unlike_layers(region: Region) -> Iterator[int]:
 
 
 def _check_layers(plan: PlanData) -> None:
-    """Check that every layer is on one stage and has each part of its state once."""
+    """Check that every layer is on one stage and that each part of its state is stored once."""
     homes: dict[str, list[tuple[int, Region, Layer]]] = {}
     for region in plan.regions:
         for index, layer in enumerate(region.layers):
@@ -249,13 +252,13 @@ def _check_layers(plan: PlanData) -> None:
 
 
 def _check_groups(plan: PlanData) -> None:
-    """Check that the window, source and held blocks of each group match its layers."""
+    """Check that `window`, `source` and `held` of each group match the specs of its layers."""
     members: dict[int, list[Region]] = {}
     for region in plan.regions:
         members.setdefault(region.group, []).append(region)
     if set(members) != set(range(len(plan.groups))):
         empty = sorted(set(range(len(plan.groups))) - set(members))
-        raise _bad_plan(f"group {empty[0]} without layers")
+        raise _bad_plan(f"an empty group {empty[0]}; a group must have layers")
     for index, group in enumerate(plan.groups):
         specs = {layer.spec for region in members[index] for layer in region.layers}
         seen = {spec.visibility for spec in specs}
@@ -291,7 +294,7 @@ def _refuse_mixed_blocks(regions: list[tuple[Region, Placement]], blocks: int) -
         if region.block_stride != cell or not kept:
             name = region.layers[0].name
             raise _bad_plan(
-                f"a block of {name} that overlaps a block of another group with a different id"
+                f"a block of {name} that overlaps a block with a different id in another group"
             )
 
 

@@ -52,7 +52,7 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.tp * self.pp
 
     def split_rank(self, rank: int) -> tuple[int, int]:
-        """Return (pipeline stage, tensor-parallel rank) of a rank.
+        """Return the (pipeline stage, tensor-parallel rank) of a global rank.
 
         Ranks are numbered stage by stage.
 
@@ -109,23 +109,27 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of a block of the first pool, on the first stage that has it."""
+        """Bytes of a block of the first pool, on the first stage that has this pool."""
         return self._first_pool.block_bytes
 
     def blocks_per_request(
         self, length: int | None = None, *, in_flight: int | None = None
     ) -> dict[int, int]:
-        """Return how many blocks of each pool a request of `length` tokens takes, by pool index."""
+        """Return how many blocks of each pool a request of `length` tokens takes, by pool index.
+
+        `length` defaults to `max_len`. `in_flight` is the number of tokens that are scheduled but
+        not computed; it defaults to the plan's `in_flight`.
+        """
         tokens = self.max_len if length is None else positive(length, "the length")
         flying = self.in_flight if in_flight is None else natural(in_flight, "in_flight")
         return blocks_taken(self.groups, tokens, in_flight=flying, dcp=self.dcp)
 
     def requests(self, length: int | None = None, *, in_flight: int | None = None) -> float:
-        """Return how many requests of `length` tokens fit at once.
+        """Return how many requests of `length` tokens (default: `max_len`) fit at once.
 
-        Windows keep blocks for the tokens in flight too. `in_flight` defaults to the plan's
-        value, which assumes that all requests prefill at once. Pass `in_flight=DECODING` for
-        requests that decode.
+        `in_flight` is the number of tokens of each request that are scheduled but not computed;
+        sliding windows hold extra blocks for them. The default is the plan's `in_flight`, for
+        requests that all prefill. Pass 1 (`DECODING`) for requests that all decode.
 
         >>> from kvatlas.planning import plan
         >>> made = plan("gpt-oss-20b", memory="40GiB", max_len="128K")
@@ -140,5 +144,5 @@ class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def tokens(self) -> int:
-        """Total number of tokens that fit, in requests of `max_len` tokens."""
+        """Total number of tokens that fit if every request has `max_len` tokens."""
         return int(self.requests() * self.max_len)

@@ -35,7 +35,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def of(
         cls, kind: Kind, spec: Spec, *, block: int, pool: int, held: int = 1, mixed: bool = False
     ) -> Group:
-        """Create a group of `kind`, with the window and source of `spec`."""
+        """Create a group of `kind` that keeps the tokens that `spec` needs.
+
+        The window or chunk size and the number of encoder tokens are taken from `spec`.
+        """
         seen = spec.visibility
         return cls(
             kind=kind,
@@ -65,7 +68,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def blocks(self, length: Whole, *, in_flight: int = 0, dcp: int = 1) -> Whole:
         """Return the maximum number of blocks that a request of `length` tokens holds.
 
-        `length` may be an array. A window keeps blocks for the tokens in flight too.
+        `length` may be an array. A window also holds blocks for `in_flight` tokens, which are
+        scheduled but not computed.
         """
         if self.kind == "recurrent":
             return length * 0 + self.held
@@ -88,7 +92,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def blocks_taken(
     groups: Iterable[Group], length: Whole, *, in_flight: int, dcp: int
 ) -> dict[int, Whole]:
-    """Return how many blocks of each pool a request of `length` tokens takes, by pool index."""
+    """Return how many blocks of each pool a request of `length` tokens takes, by pool index.
+
+    A window also takes blocks for `in_flight` tokens, which are scheduled but not computed.
+    """
     taken: dict[int, Whole] = {}
     for group in groups:
         blocks = group.blocks(length, in_flight=in_flight, dcp=dcp)
@@ -138,18 +145,18 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """If states are split, the part of the state that each page along L holds."""
 
     def part(self, index: int) -> int:
-        """Return which part of a state the page at `index` along L holds; 0 if states are whole."""
+        """Return which part of a state page `index` of the region holds; 0 if states are whole."""
         return self.parts[index] if self.parts else 0
 
     def page(self, tp: int, rank: int = 0, index: int = 0) -> Page:
-        """Return the page of the layer at `index` along L, for one kernel block on one rank.
+        """Return page `index` of the region, for one kernel block on tensor-parallel rank `rank`.
 
         If states are split, a part has the same page as a whole state at tp x `splits` ranks.
         """
         return self._page(tp, index, rank * self.splits + self.part(index))
 
     def first_page(self, tp: int, index: int = 0) -> Page:
-        """Return the page of the layer at `index` along L, for its first part on rank 0.
+        """Return the page of `layers[index]`, for the first part of its state on rank 0.
 
         The pages of other parts and ranks have the same layout.
         """
@@ -160,9 +167,10 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return page_of(self.layers[index].spec, self.kernel_block, tp * self.splits, shard, padded)
 
     def placement(self, tp: int, blocks: int) -> Placement:
-        """Return the placement of the cells of all layers, in a pool of `blocks` blocks.
+        """Return the offset, sizes and strides of all layers' pages in a pool of `blocks` blocks.
 
-        The axes are L, B, H, N, C, and k if a block has several kernel blocks.
+        The axes are L (layer), B (block), H (head), N (state, usually one token) and C (bytes), and
+        k (kernel block in a block) if a block has several.
         """
         split = self.block // self.kernel_block
         placed = _placed(

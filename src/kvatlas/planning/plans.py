@@ -48,7 +48,7 @@ class _RegionOutline(msgspec.Struct):
 
 
 class _PlanOutline(msgspec.Struct):
-    """The part of a plan's JSON that shows how many layers and regions it has."""
+    """The fields of a plan's JSON from which its layers and regions can be counted."""
 
     regions: list[_RegionOutline]
 
@@ -151,7 +151,7 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         return tuple(self._homes)
 
     def region_of(self, layer: str, part: int = 0) -> tuple[Region, int]:
-        """Return the region that holds part `part` of a layer, and the part's index along L."""
+        """Return the region that holds part `part` of a layer, and the index of the page in it."""
         if part and not 0 < part < len(self._homes.get(layer, ())):
             raise AtlasError(
                 Code.OUT_OF_RANGE,
@@ -171,20 +171,24 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         return len(self._homes[layer])
 
     def page(self, layer: str, rank: int = 0, part: int = 0) -> Page:
-        """Return a layer's page for one kernel block on one tensor-parallel rank."""
+        """Return the page of a layer, or of one part of its state, on a tensor-parallel rank.
+
+        A page describes the fields and bytes of one kernel block.
+        """
         region, index = self.region_of(layer, part)
         return region.page(self.tp, rank, index)
 
     def placement(self, layer: str, part: int = 0) -> Placement:
-        """Return the placement of a layer's cells in its pool.
+        """Return the offset, sizes and strides of a layer's pages in its pool.
 
-        The axes are B, H, N, C, and k if a block has several kernel blocks.
+        The axes are B (block), H (head), N (state, usually one token) and C (bytes), and k (kernel
+        block in a block) if a block has several.
         """
         region, index = self.region_of(layer, part)
         return region.placement(self.tp, self.pool_of(layer).blocks).select("L", index)
 
     def view(self, layer: str, field: str, part: int = 0) -> Placement:
-        """Return the placement of one field of a layer in its pool."""
+        """Return the offset, sizes and strides of a layer's field, such as `k`, in its pool."""
         return self.page(layer, part=part).view(self.placement(layer, part), field)
 
     def spec(self, layer: str) -> Spec:

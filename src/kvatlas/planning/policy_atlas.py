@@ -93,7 +93,10 @@ def plan_atlas(request: PlanRequest) -> Plan:
 def _layout(
     request: PlanRequest, orders: tuple[str, ...], layers: list[SizedLayer], *, hybrid: bool
 ) -> Layout:
-    """Return the requested layout, or the first in which all groups share a pool."""
+    """Return the requested layout; by default, the first of `orders` in which groups share a pool.
+
+    If there is none, the result is the first of `orders`.
+    """
     preferred = request.layout
     if preferred is None and hybrid and request.pack == "auto":
         # In a block-outermost layout, pages of any shape can share blocks.
@@ -153,7 +156,7 @@ class Yardstick:
             return None
 
     def share(self, draft: PlanDraft) -> Share:
-        """Return the number of requests that a draft fits, divided by the number in vLLM's plan."""
+        """Return the smallest ratio of the requests that a draft fits to those of vLLM's plan."""
         mine = capacity_of(self.request, draft)
         if self.capacity is None:
             return Share(1.0, self.request.max_len, DECODING)
@@ -194,7 +197,7 @@ class Hybrid:
 
     @cached_property
     def theirs(self) -> Yardstick:
-        """The plan of vLLM for the same request."""
+        """The plan of vLLM for the same request, for comparison."""
         return Yardstick(self.request)
 
     @cached_property
@@ -207,7 +210,7 @@ class Hybrid:
 
     @property
     def can_pack(self) -> bool:
-        """Whether one page can hold either several attention layers or one state."""
+        """Whether a page can be shared: it holds either several attention layers or one state."""
         striped = not self.layout.page_contiguous and not self.layout.block_outermost
         uniform = alike(self.attention) and alike(self.states)
         return uniform and not (striped and self.attention[0].page.heads > 1)
@@ -218,7 +221,7 @@ class Hybrid:
         return self.attention[0].page.unpadded // self.attention[0].block
 
     def draft(self, pools: list[PoolDraft], tokens: int, *reasons: str) -> PlanDraft:
-        """Return a draft with the given pools and a block size of `tokens`."""
+        """Return a draft with the given pools, a block size of `tokens`, and the reasons for it."""
         return PlanDraft(tuple(pools), BlockSize(tokens, reasons=reasons), self.orders)
 
 

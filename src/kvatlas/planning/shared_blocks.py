@@ -56,7 +56,8 @@ class SharedBlock:
     def preference(self) -> tuple[float, ...]:
         """Sort key; the smallest is the best.
 
-        Compares the block size, then padding (rounded to a percent), parts and block tables.
+        Compares the block size, then the padding rounded to a percent, then the number of parts
+        per state, then the number of block tables.
         """
         return (self.tokens, round(self.padding, 2), self.splits, sum(self.groups))
 
@@ -73,11 +74,14 @@ class LayerKind:
         return self.layers[0].kind == "recurrent"
 
     def parts(self, splits: int) -> int:
-        """Return the number of pages of all layers if states are split into `splits` parts."""
+        """Return the total number of pages of the layers if each state has `splits` parts."""
         return len(self.layers) * (splits if self.recurrent else 1)
 
     def nbytes(self, tokens: Whole, splits: int) -> Whole:
-        """Return the bytes of a page; 0 if heads cannot be divided into `splits` parts."""
+        """Return the bytes of one page for `tokens` tokens, or of one of `splits` parts of a state.
+
+        Returns 0 if the heads cannot be divided into `splits` parts.
+        """
         first = self.layers[0]
         if not self.recurrent:
             return tokens * (first.page.unpadded // first.block)
@@ -88,7 +92,7 @@ class LayerKind:
 
     @cached_property
     def held(self) -> int:
-        """Number of blocks of a recurrent group that a request holds."""
+        """Number of blocks that a request holds if the layers are recurrent."""
         return 1 + max(layer.checkpoints for layer in self.layers)
 
     def group(self, tokens: int) -> Group:
@@ -142,7 +146,7 @@ class SharedBlockSearch:
                     yield block
 
     def groups_of(self, block: SharedBlock) -> tuple[GroupDraft, ...]:
-        """Return the groups into which the layers are divided if blocks are like `block`."""
+        """Divide the layers into groups that fit in blocks such as `block`."""
         return tuple(
             group
             for kind, count in zip(self.kinds, block.groups, strict=True)
@@ -155,7 +159,10 @@ class SharedBlockSearch:
         return (draft.size.tokens, round(1 - self._useful / claimed, 2), 1, len(draft.groups))
 
     def _tried(self, tokens: Numbers) -> Iterator[SharedBlock]:
-        """Yield blocks of `tokens[i]` tokens that keep the promise at a few sampled lengths."""
+        """Yield blocks that keep the promise of policy atlas at a few sampled request lengths.
+
+        `tokens` contains the block sizes to try.
+        """
         held = {n: self._held(tokens, n) for n in (DECODING, self.request.in_flight)}
         for splits in _SPLITS:
             at, counts, nbytes = self._ways_to_deal(tokens, splits)
@@ -177,7 +184,10 @@ class SharedBlockSearch:
                 yield SharedBlock(int(tokens[at[i]]), int(nbytes[i]), splits, groups, waste)
 
     def _held(self, tokens: Numbers, in_flight: int) -> Numbers:
-        """Return how many blocks a request holds, by block size, kind of layer and length."""
+        """Return blocks per request as an array [block size, kind of layer, request length].
+
+        The counts are per group. `tokens` contains the block sizes, and the lengths are sampled.
+        """
         lengths, dcp = self._few_lengths, self.request.dcp
         held = np.empty((len(tokens), len(self.kinds), len(lengths)), dtype=np.int64)
         for k, kind in enumerate(self.kinds):
@@ -189,10 +199,10 @@ class SharedBlockSearch:
         return held
 
     def _ways_to_deal(self, tokens: Numbers, splits: int) -> tuple[Numbers, Numbers, Numbers]:
-        """Return all possible blocks as three arrays.
+        """Return all possible blocks as three arrays with one row per block.
 
-        They are the index of a block's size in `tokens`, its number of groups of each kind of
-        layer, and its bytes.
+        They contain the index of the block's size in `tokens`, its number of groups of each kind
+        of layer, and its bytes. Each state is split into `splits` parts.
         """
         parts = np.array([kind.parts(splits) for kind in self.kinds])
         sizes = np.stack([kind.nbytes(tokens, splits) for kind in self.kinds], axis=1)

@@ -144,7 +144,7 @@ class SizedLayer:
 
     @property
     def alignment(self) -> int:
-        """The number of bytes that must divide the block stride."""
+        """The number of bytes of which the block stride must be a multiple."""
         if self.apart is None:
             return 1
         unit, size = self.apart
@@ -166,10 +166,9 @@ class SizedLayer:
 
     @property
     def apart(self) -> tuple[str, int] | None:
-        """The unit that must divide the block stride, and its size; None if any stride is allowed.
+        """The (unit, size) of which the block stride must be a multiple; None if any is allowed.
 
-        Some backends need a block stride of whole rows (size in bytes) or of whole kernel
-        blocks (size in tokens).
+        The unit is "rows", with the size in bytes, or "kernel blocks", with the size in tokens.
         """
         if self.backend is None:
             return None
@@ -236,7 +235,7 @@ def size_layers(
 ) -> list[SizedLayer]:
     """Return all layers with blocks of `block` tokens, in the order in which engines list them.
 
-    Pages of recurrent states are padded to `state_padding` bytes.
+    Pages of recurrent states are padded to `state_padding` bytes if it is given.
     """
     indexed = {layer.index for layer in request.model.layers if isinstance(layer.spec, Indexer)}
     sized = []

@@ -30,9 +30,9 @@ class _AsArrays(NamedTuple):
     """The index of each block in the list last passed to `distinct`; may be stale."""
 
     def distinct(self, blocks: Sequence[int]) -> Int64s | None:
-        """Return block ids as an array, or None if a Python loop must handle them.
+        """Return block ids as an array, or None if the caller must loop over them in Python.
 
-        That is the case if there are few, or if an id is repeated or negative.
+        It must if there are few ids, or if an id is repeated or negative.
         """
         if len(blocks) < _MANY:
             return None
@@ -46,8 +46,9 @@ class _AsArrays(NamedTuple):
 class BlockIds:
     """The block ids of a pool, with reference counts. `take` returns the last freed block first.
 
-    A block without an owner is free or kept. The content of a kept block can still be reused.
-    When no block is free, kept blocks without an owner are evicted in the order of `eviction`.
+    The owners of a block are the requests that use it. A block without an owner is either free, or
+    kept so that its content can be reused. When no block is free, kept blocks without an owner are
+    evicted in the order of `eviction`.
 
     >>> ids = BlockIds(3)
     >>> block = ids.take()
@@ -142,7 +143,7 @@ class BlockIds:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add an owner to each block, which must have an owner or be kept."""
+        """Add an owner to each block. Each block must already have an owner or be kept."""
         many = self._arrays.distinct(blocks)
         if many is not None:
             self._share_many(many)
@@ -181,7 +182,7 @@ class BlockIds:
         return bool(self._kept[block])
 
     def keep(self, blocks: Sequence[int]) -> None:
-        """Keep the content of blocks for reuse, from now until they are evicted."""
+        """Mark blocks as kept: their content can be reused until they are evicted."""
         ids = np.array(blocks, np.int64)
         owned = self._arrays.owners[ids] > 0
         if not owned.all():
@@ -225,7 +226,7 @@ class BlockIds:
             self._rest(last[stays])
 
     def drop(self) -> list[int]:
-        """Stop keeping the content of all blocks, and return the ids of those that become free."""
+        """Stop keeping the content of all blocks. Return the ids of the blocks that become free."""
         owners, kept, *_ = self._arrays
         found = np.flatnonzero(kept)
         idle: list[int] = found[owners[found] == 0].tolist()
@@ -251,7 +252,7 @@ class BlockIds:
         self._let_go(ids)
 
     def _rest(self, idle: Int64s) -> None:
-        """Queue kept blocks that have lost their last owner for eviction, in the given order."""
+        """Add kept blocks whose last owner is gone to the eviction queue, in the given order."""
         if self._eviction is None:
             raise AtlasError(
                 Code.CONTRADICTORY, "Keeping blocks for reuse requires an eviction policy",

@@ -124,11 +124,17 @@ class BlockPool:
         return self._get(request).computed
 
     def match(self, chain: HashChain) -> int:
-        """Return how many leading tokens of a prompt, except the last, are cached in all groups."""
+        """Return how many leading tokens of a prompt are cached in all groups.
+
+        The last token of the prompt never counts, because it is always computed.
+        """
         return self._index.longest(chain)
 
     def stops(self, request: Hashable, tokens: int) -> list[int]:
-        """Return the token counts up to `tokens` at which `computed` keeps recurrent states."""
+        """Return the numbers of tokens, up to `tokens`, after which to keep a recurrent state.
+
+        Call `computed` at exactly these numbers; otherwise the states are not kept.
+        """
         asked = self._get(request)
         recurrent = any(group.kind == "recurrent" for group in self.plan.groups)
         return self._kept_ends(asked, tokens) if recurrent else []
@@ -192,7 +198,7 @@ class BlockPool:
         return made
 
     def computed(self, request: Hashable, tokens: int, new: Sequence[int] = ()) -> None:
-        """Record that the first `tokens` tokens are stored. `new` are tokens after the prompt.
+        """Record that the first `tokens` tokens are stored. `new` are generated tokens to append.
 
         Other requests can reuse complete blocks from now on. A recurrent state is kept only if the
         checkpoint policy requests a checkpoint at exactly `tokens` tokens; see `stops`.
@@ -206,7 +212,11 @@ class BlockPool:
         self._tell()
 
     def loaded(self, request: Hashable, tokens: int) -> None:
-        """Record that the first `tokens` tokens were loaded, as far as the next token sees them."""
+        """Record that the cache of the first `tokens` tokens was loaded instead of computed.
+
+        Only tokens to which the next token attends in all layers are assumed to be loaded. Blocks
+        with earlier tokens are not published to other requests.
+        """
         asked = self._get(request)
         tokens = checked_tokens(tokens, asked.computed, asked.reserved, len(asked.chain))
         asked.incomplete = [
@@ -286,7 +296,7 @@ class BlockPool:
                 table[entry] = NO_BLOCK
 
     def _entries(self, index: int, asked: _Request, tokens: int) -> int:
-        """Return how many entries must be added to a group's table for `tokens` tokens."""
+        """Return how many blocks must be added to a group's block table to hold `tokens` tokens."""
         group = self.plan.groups[index]
         if group.kind == "recurrent":
             stop = 1
@@ -296,7 +306,10 @@ class BlockPool:
         return max(0, stop - len(asked.tables[index]))
 
     def _copied(self, index: int, asked: _Request, tokens: int) -> list[int]:
-        """Return the table entries that are written next but whose blocks are shared or kept."""
+        """Return the indices of table entries whose blocks must be copied before they are written.
+
+        These blocks have other owners, or are kept for reuse.
+        """
         group, table = self.plan.groups[index], asked.tables[index]
         if tokens == asked.computed or group.kind == "cross_attention":
             return []
@@ -313,7 +326,11 @@ class BlockPool:
     def _take(
         self, index: int, asked: _Request, entries: int, copied: list[int], made: Reservation
     ) -> list[tuple[int, int]]:
-        """Add blocks to a group's table, and return the (pool, block) pairs to release."""
+        """Add `entries` new blocks to a group's table, and replace the entries in `copied`.
+
+        Adds the blocks to zero and to copy to `made`. Returns the (pool, block id) of each replaced
+        block, which the caller must release.
+        """
         if not entries and not copied:
             return []
         group, table = self.plan.groups[index], asked.tables[index]
@@ -335,9 +352,10 @@ class BlockPool:
         return left
 
     def _publish(self, asked: _Request, tokens: int) -> bool:
-        """Publish complete blocks, and return whether a recurrent state was published.
+        """Make complete blocks available to other requests.
 
         Full attention publishes every block. Windows and recurrent layers publish checkpoints.
+        Returns whether a recurrent state was published.
         """
         everything = all(group.keeps_all for group in self._index.groups)
         ends = [] if everything else self._kept_ends(asked, tokens)
@@ -362,7 +380,10 @@ class BlockPool:
         return kept_state
 
     def _kept_ends(self, asked: _Request, tokens: int) -> list[int]:
-        """Return the token counts of checkpoints after the computed tokens, up to `tokens`."""
+        """Return the numbers of tokens after which the policy wants a checkpoint.
+
+        They are greater than the number of computed tokens, and at most `tokens`.
+        """
         begun, stop = asked.computed // self._step, tokens // self._step
         seen, end = asked.seen // self._step, asked.prompt // self._step
         known = Prompt(self._step, begun, seen, end, max(stop, end))
@@ -370,7 +391,10 @@ class BlockPool:
         return [one * self._step for one in chosen if begun < one <= stop]
 
     def _keep(self, index: int, chain: HashChain, first: int, blocks: list[int]) -> bool:
-        """Publish new blocks of a group, from table entry `first`. Return whether there are any."""
+        """Publish a group's blocks, starting at table entry `first`, that are not published yet.
+
+        Returns whether any block was published.
+        """
         group, kept = self.plan.groups[index], False
         share = None if self._index.groups[index].keeps_all else self._shares.get(group.pool)
         if share is not None:

@@ -1,4 +1,4 @@
-"""Limit the part of a pool that checkpoints may take if full attention uses the pool too."""
+"""Limit the fraction of a pool that checkpoints may take if full attention uses it too."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class CheckpointShare:
         return len(self._kept)
 
     def make_room(self, count: int, beside: Collection[int] = ()) -> bool:
-        """Evict the least recently used blocks to make room for `count` more.
+        """Evict the least recently used checkpoint blocks until `count` more are allowed.
 
-        Returns whether there is room; if not, nothing is evicted. Blocks in `beside`, and blocks
-        with an owner, are not evicted.
+        Blocks in `beside` and blocks with an owner are not evicted. If that does not leave enough
+        to evict, nothing is evicted and False is returned.
         """
         over = len(self._kept) + count - self.most
         if over <= 0:
@@ -39,18 +39,18 @@ class CheckpointShare:
         return True
 
     def use(self, blocks: Iterable[int]) -> None:
-        """Record that checkpoints were stored in these blocks or reused."""
+        """Record that the checkpoints in these blocks were just stored or reused."""
         for block in blocks:
             self._kept[block] = None
             self._kept.move_to_end(block)
 
     def lose(self, blocks: Iterable[int]) -> None:
-        """Stop counting blocks that were evicted."""
+        """Remove evicted blocks from the count of checkpoint blocks."""
         for block in blocks:
             self._kept.pop(block, None)
 
     def clear(self) -> None:
-        """Stop counting all blocks."""
+        """Remove all blocks from the count of checkpoint blocks."""
         self._kept.clear()
 
 

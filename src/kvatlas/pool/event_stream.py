@@ -141,7 +141,7 @@ class EventPublisher:
 
 
 class ReceivedBatch(NamedTuple):
-    """A received batch, its number, and whether batches before it are missing."""
+    """A received batch with its number and a flag for missing batches before it."""
 
     number: int
     batch: EventBatch
@@ -151,7 +151,7 @@ class ReceivedBatch(NamedTuple):
 
 
 class EventSubscriber:
-    """Receives batches from a publisher, kvatlas's or vLLM's, and requests missed batches again.
+    """Receives batches from a publisher of kvatlas or vLLM, and requests missed batches again.
 
     Frames, numbers and batches are validated. `read` raises `bad_handshake` for an invalid
     message. Only one thread may call `read`.
@@ -205,10 +205,10 @@ class EventSubscriber:
         return self._waiting.popleft()
 
     def _begin_anew(self) -> None:
-        """Handle a lost connection, after which a restarted publisher may send the next batch.
+        """Handle a lost connection. The publisher may have restarted in the meantime.
 
-        Queued batches may be from before or after the loss. Only the latest of them is kept. Both
-        it and the batch after it are marked with a gap.
+        Batches that are still in the socket may be from before or after the loss, so only the
+        latest of them is kept. That batch and the next one that arrives are marked with a gap.
         """
         while self._lost.poll(0):
             self._lost.recv_multipart()
@@ -222,7 +222,10 @@ class EventSubscriber:
             self._receive(latest, anew=True)
 
     def _receive(self, frames: list[bytes], *, anew: bool) -> None:
-        """Queue a batch for `read`, after the missing batches before it that can be replayed."""
+        """Request the batches missed before this one, and queue them and this one for `read`.
+
+        With `anew`, the publisher may have restarted, so the batch is marked with a gap.
+        """
         number, payload = _checked(frames)
         batch = decode_batch(payload)
         anew |= number < self._expected

@@ -52,7 +52,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     session_id: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise an error if the blocks have too few tokens or not one extra key each.
+        """Raise an error if token ids are missing, or if `extra_keys` does not have one per block.
 
         There may be more tokens than the blocks hold: for windows, vLLM omits evicted blocks, but
         not their tokens.
@@ -132,7 +132,10 @@ def decode_batch(payload: bytes) -> EventBatch:
 def stored_event(
     number: int, group: Group, chain: HashChain, first: int, blocks: int
 ) -> BlockStored:
-    """Return the event for stored blocks: entries first .. first + blocks - 1 of group `number`."""
+    """Return the event that `blocks` blocks of group `number` were stored.
+
+    They are the entries of its block table from `first` on.
+    """
     size, stop = group.block, first + blocks
     identity, keys = chain.identity, None
     if identity.lora or identity.salt or identity.media:
@@ -152,7 +155,10 @@ def stored_event(
 
 
 def removed_events(names: list[BlockName]) -> list[BlockEvent]:
-    """Return events for evicted blocks, one for each run of consecutive names of one group."""
+    """Return events for evicted blocks, given their keys in the prefix index.
+
+    Consecutive blocks of the same group share an event.
+    """
     return [
         BlockRemoved([_external(name.digest) for name in part], group_idx=number)
         for number, part in groupby(names, key=lambda name: name.group)
@@ -164,7 +170,10 @@ def _external(digest: bytes) -> int:
 
 
 def _extra_keys(identity: PrefixIdentity, start: int, stop: int) -> tuple[Any, ...] | None:
-    """Return the inputs of a block's hash other than its tokens, in vLLM's order."""
+    """Return the inputs of the hash of tokens start .. stop - 1, other than the tokens.
+
+    They are in vLLM's order: adapter, media and salt. Returns None if there are none.
+    """
     keys: list[Any] = [identity.lora] if identity.lora else []
     keys += [(one.hex(), at - start) for at, one in identity.media if start <= at < stop]
     keys += [identity.salt.hex()] if identity.salt and not start else []

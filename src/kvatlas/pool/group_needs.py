@@ -10,7 +10,7 @@ from kvatlas.specs import Attention, CrossAttention, Indexer, LatentAttention, S
 
 
 def first_needed(group: Group, tokens: int) -> int:
-    """Return the first token that the token at position `tokens` still attends to.
+    """Return the position of the first token to which the token at position `tokens` attends.
 
     >>> first_needed(Group(kind="sliding_window", block=16, pool=0, window=128), 1000)
     873
@@ -19,10 +19,10 @@ def first_needed(group: Group, tokens: int) -> int:
 
 
 def first_seen(plan: Plan, index: int, tokens: int) -> int:
-    """Return the first token that position `tokens` attends to in every layer of a group.
+    """Return the position of the first token that all layers of a group see from `tokens`.
 
-    It may differ from `first_needed`, because a group that keeps all tokens may contain layers
-    with a window.
+    That is, all layers attend to it when they compute the token at position `tokens`. It may be
+    after `first_needed`, because a group that keeps all tokens may contain layers with a window.
 
     >>> from kvatlas.planning import plan
     >>> made = plan("gpt-oss-20b", memory="20GiB", policy="uniform")
@@ -35,10 +35,10 @@ def first_seen(plan: Plan, index: int, tokens: int) -> int:
 
 
 def needed_blocks(group: Group, tokens: int) -> range:
-    """Return the table entries of a group that are needed to continue after `tokens` tokens.
+    """Return the block table entries that a group needs to continue after `tokens` tokens.
 
-    Full attention needs all entries, a window the last ones, and a recurrent layer the state after
-    `tokens` tokens, which is the entry that ends there.
+    Full attention needs all entries, and a window needs the last ones. A recurrent layer needs only
+    the state after `tokens` tokens, which is in the last entry.
 
     >>> needed_blocks(Group(kind="recurrent", block=16, pool=0), 64)
     range(3, 4)
@@ -59,9 +59,9 @@ def needed_blocks(group: Group, tokens: int) -> range:
 
 
 def last_without_need(group: Group, tokens: int) -> int:
-    """Return the last position, at most `tokens`, whose token attends to no earlier token.
+    """Return the last position, at most `tokens`, at which a token attends to no earlier token.
 
-    That is the start of a chunk, or 0 for layers without chunks.
+    For chunked attention, that is the start of a chunk; for other layers, it is 0.
 
     >>> last_without_need(Group(kind="chunked_local_attention", block=16, pool=0, window=24), 80)
     72
@@ -74,21 +74,24 @@ def last_without_need(group: Group, tokens: int) -> int:
 
 
 def hit_step(plan: Plan) -> int:
-    """Return the least common multiple of all block sizes; complete hits end at its multiples."""
+    """Return the least common multiple of the block sizes of all groups, in tokens.
+
+    A hit that consists of whole blocks in every group ends at a multiple of it.
+    """
     return lcm(*(group.block for group in plan.groups))
 
 
 def hash_grain(plan: Plan) -> int:
-    """Return the number of tokens per hash, which divides the block sizes of all groups."""
+    """Return the tokens between two prefix hashes: the greatest common divisor of block sizes."""
     return gcd(*(group.block for group in plan.groups))
 
 
 def can_be_cut(plan: Plan) -> bool:
-    """Return whether hits may end at any token, not only at the ends of blocks.
+    """Return whether prefix cache hits may end at any token, not only at the ends of blocks.
 
-    This is not possible for recurrent layers, which store one state for many tokens, nor for
-    compressed layers, which store one row for several tokens. Nor is it possible if a chunk begins
-    inside a block: a request that continues there lacks the block's first tokens.
+    They may if every layer stores a separate row for each prompt token, and chunks of chunked
+    attention begin only at block boundaries. Recurrent layers, which have one state per block,
+    compressed layers and cross attention do not have such rows.
     """
     layers = [layer for region in plan.regions for layer in region.layers]
     chunked = [group for group in plan.groups if group.kind == "chunked_local_attention"]
@@ -103,6 +106,6 @@ def _keeps_tokens(spec: Spec) -> bool:
 
 
 def reuses_prefixes(plan: Plan) -> bool:
-    """Return whether requests can reuse prefixes. Models with cross attention cannot."""
+    """Return whether prefix caching is enabled and the model has no cross attention."""
     kinds = {group.kind for group in plan.groups}
     return "cross_attention" not in kinds and plan.prefix_caching

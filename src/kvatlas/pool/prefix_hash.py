@@ -101,17 +101,23 @@ class HashChain:
         return joined
 
     def ends(self, block: int, start: int, stop: int) -> list[bytes]:
-        """Return the prefix hash after each of blocks start .. stop - 1 of `block` tokens."""
+        """Return the prefix hash at the end of each of blocks start .. stop - 1.
+
+        Blocks have `block` tokens.
+        """
         step = block // self.grain
         return self._links[(start + 1) * step : stop * step + 1 : step]
 
     def starts(self, block: int, start: int, stop: int) -> list[bytes]:
-        """Return the prefix hash before each of blocks start .. stop - 1 of `block` tokens."""
+        """Return the prefix hash at the beginning of each of blocks start .. stop - 1.
+
+        Blocks have `block` tokens.
+        """
         step = block // self.grain
         return self._links[start * step : stop * step : step]
 
     def at(self, tokens: int) -> bytes:
-        """Return the hash of the first `tokens` tokens, which must be a multiple of the grain."""
+        """Return the hash of the first `tokens` tokens. `tokens` must be a multiple of `grain`."""
         return self._links[tokens // self.grain]
 
     def tokens(self, start: int, stop: int) -> list[int]:
@@ -119,13 +125,16 @@ class HashChain:
         return list(struct.unpack(f"{stop - start}q", self._bytes(start, stop)))
 
     def rows(self, block: int, start: int, stop: int) -> list[bytes]:
-        """Return the result of `row` for each of blocks start .. stop - 1 of `block` tokens."""
+        """Return the packed tokens of each of blocks start .. stop - 1; see `row`.
+
+        Blocks have `block` tokens.
+        """
         if block == self.grain and not self._media:
             return self._rows[start:stop]
         return [self.row(n * block, (n + 1) * block) for n in range(start, stop)]
 
     def row(self, start: int, stop: int) -> bytes:
-        """Return tokens start .. stop - 1 in packed form, up to the first image or audio clip."""
+        """Return tokens start .. stop - 1 as packed bytes, up to the first image or audio clip."""
         after = bisect_left(self._media, (start, b""))
         if after < len(self._media):
             stop = min(stop, self._media[after][0])

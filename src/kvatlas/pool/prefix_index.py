@@ -1,4 +1,4 @@
-"""The index of cached prefixes: the blocks of every group, by the hash up to their end.
+"""The index of cached prefixes: each group's blocks, by the hash of the prefix they end.
 
 If hits may end at any token, the index also finds a block of which only the first tokens match the
 prompt. The blocks that follow one prefix are sorted by their tokens, so the longest match is next
@@ -56,9 +56,9 @@ class GroupIndex:
     # -- lookups ----------------------------------------------------------------------
 
     def reach(self, chain: HashChain, tokens: int) -> int:
-        """Return the longest prefix, in tokens, after which this group can continue.
+        """Return the length in tokens of the longest prefix after which this group can continue.
 
-        It is at most `tokens` long.
+        That is, all blocks that the next token needs are cached. The result is at most `tokens`.
         """
         block = self.group.block
         if self.keeps_all:
@@ -77,9 +77,10 @@ class GroupIndex:
         return least
 
     def needed(self, chain: HashChain, tokens: int) -> list[int]:
-        """Return the ids of the blocks that are needed to continue after `tokens` tokens.
+        """Return the ids of the cached blocks that are needed to continue after `tokens` tokens.
 
-        All of them must be cached. If a hit ends inside a block, only its first tokens match.
+        The caller must ensure that all are cached. If `tokens` ends inside the last block, only the
+        first tokens of that block match the prompt.
         """
         block = self.group.block
         entries, whole = needed_blocks(self.group, tokens), tokens // block
@@ -89,9 +90,10 @@ class GroupIndex:
         return list(map(self.blocks.__getitem__, digests))
 
     def _within(self, chain: HashChain, entry: int, stop: int) -> int:
-        """Return how many leading tokens of the prompt match, at most `stop`.
+        """Return how many leading tokens of the prompt are cached, at most `stop`.
 
-        All tokens before table entry `entry` must match already.
+        The search is limited to the block at table entry `entry`; the tokens before it must be
+        cached.
         """
         start = entry * self.group.block
         if stop - start == self.group.block and chain.at(stop) in self.blocks:
@@ -99,9 +101,10 @@ class GroupIndex:
         return start + self._agreeing(chain, start, stop)[0]
 
     def _agreeing(self, chain: HashChain, start: int, stop: int) -> tuple[int, bytes]:
-        """Return (matching tokens, hash) of the block that best matches tokens start .. stop - 1.
+        """Return the block with the most leading tokens in common with tokens start .. stop - 1.
 
-        Only blocks that follow the first `start` tokens are compared. Returns (0, b"") without any.
+        Only cached blocks that follow the first `start` tokens are compared. The result is the
+        number of equal tokens and the block's hash, or (0, b"") if there is no such block.
         """
         followers = self._behind.get(chain.at(start))
         if followers is None or start == stop:
@@ -122,7 +125,7 @@ class GroupIndex:
     # -- changes ----------------------------------------------------------------------
 
     def add(self, blocks: list[int], chain: HashChain, first: int) -> list[BlockName]:
-        """Add blocks as table entries first, first + 1, ..., and return their names.
+        """Add blocks as table entries first, first + 1, ..., and return their keys.
 
         The caller must ensure that the entries are not in the index yet.
         """
@@ -146,7 +149,7 @@ class GroupIndex:
             self._behind[name.before] = sorted((others, name))
 
     def remove(self, name: BlockName) -> None:
-        """Remove a block from the index."""
+        """Remove the block with this key from the index."""
         del self.blocks[name.digest]
         if self.cut:
             others = self._behind[name.before]
@@ -230,7 +233,7 @@ class PrefixIndex:
         return {group.blocks[one] for one in digests if one in group.blocks}
 
     def remove(self, pool: int, blocks: Iterable[int]) -> list[BlockName]:
-        """Remove blocks of a pool and return their names."""
+        """Remove blocks of a pool from the index, and return their keys."""
         names = self._names[pool]
         removed = [names.pop(block) for block in blocks]
         for name in removed:
@@ -246,7 +249,7 @@ class PrefixIndex:
 
 
 def _leading(known: dict[bytes, int], digests: list[bytes]) -> int:
-    """Return the number of leading hashes that are known."""
+    """Return how many leading elements of `digests` are in `known`."""
     return len(list(takewhile(known.__contains__, digests)))
 
 

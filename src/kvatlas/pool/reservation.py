@@ -10,9 +10,9 @@ from kvatlas.geometry.integers import integer
 
 
 class CopyOnWrite(NamedTuple):
-    """A block to copy before the next tokens are computed, because it must not be changed.
+    """A block to copy before the next tokens are computed.
 
-    It has other owners, or other requests can find it.
+    The source must not be changed, because it has other owners or other requests can find it.
     """
 
     group: int
@@ -33,7 +33,11 @@ class Reservation:
 
 
 def checked_tokens(tokens: int, computed: int, reserved: int, known: int) -> int:
-    """Return `tokens`; raise an error if it is not a valid number of computed tokens."""
+    """Return `tokens`, the new number of computed tokens of a request, after checking it.
+
+    It must be at least `computed`, the old number, and at most `reserved` and `known`, the numbers
+    of tokens for which there are blocks and token ids.
+    """
     tokens = integer(tokens, "the tokens")
     if tokens < computed:
         problem = f"The number of computed tokens must not decrease; it is {computed}"

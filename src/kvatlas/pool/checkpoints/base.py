@@ -20,7 +20,7 @@ Positions = NDArray[np.int64]
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """The facts about a prompt that checkpoint policies use. All except `block` count blocks."""
+    """The input of checkpoint policies. All fields except `block` are in blocks, not tokens."""
 
     block: int
     """Number of tokens per block."""
@@ -58,7 +58,7 @@ class Checkpoints:
             )
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Return the numbers of leading blocks after which to keep a checkpoint.
+        """Return the positions of checkpoints; position n is after the first n blocks.
 
         They are ascending, greater than `prompt.hit` and at most `prompt.stop`.
         """

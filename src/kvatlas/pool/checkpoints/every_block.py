@@ -15,5 +15,5 @@ class EveryBlock(Checkpoints):
     """Keep a checkpoint at the end of every computed block."""
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Return the ends of all blocks after the hit."""
+        """Return the end of every block after the cached prefix."""
         return np.arange(prompt.hit + 1, prompt.stop + 1)

@@ -12,7 +12,9 @@ from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class EveryTokens(Checkpoints):
-    """Keep a checkpoint at the last block end up to each multiple of `tokens`, and at the end.
+    """Keep a checkpoint every `tokens` tokens, and one at the end of the prompt.
+
+    A checkpoint that would be inside a block is moved back to the beginning of that block.
 
     >>> EveryTokens(tokens=100).positions(Prompt(block=16, hit=0, seen=0, end=19, stop=20))
     array([ 6, 12, 18, 19])
@@ -25,7 +27,7 @@ class EveryTokens(Checkpoints):
         positive(self.tokens, "the tokens between checkpoints")
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Return the block ends after the hit at which to keep checkpoints, without duplicates."""
+        """Return the positions of checkpoints after the cached prefix, without duplicates."""
         step = max(self.tokens, prompt.block)
         ends = np.arange(step, prompt.stop * prompt.block + 1, step) // prompt.block
         chosen = np.unique(np.append(ends, prompt.end))

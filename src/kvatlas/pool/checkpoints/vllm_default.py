@@ -14,7 +14,10 @@ from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 
 
 class VllmDefault(Checkpoints):
-    """Keep a checkpoint at the end of prompts, and one where only full attention was cached.
+    """Keep a checkpoint at the end of the prompt, and one after the prefix in full attention.
+
+    The second is where the prefix ends that full attention has cached. It is kept only if the
+    states or windows of other layers are not cached there.
 
     >>> VllmDefault().positions(Prompt(block=16, hit=2, seen=0, end=9, stop=9, attention=5))
     array([5, 9])
@@ -23,9 +26,10 @@ class VllmDefault(Checkpoints):
     asks_for_seen = True
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Return at most two block ends.
+        """Return the end of the prefix that full attention has cached, and the end of the prompt.
 
-        If `prompt.attention` is unknown, `prompt.seen` is used instead.
+        Positions up to `prompt.hit` are omitted. If `prompt.attention` is unknown, `prompt.seen`
+        is used instead.
         """
         shared = prompt.seen if prompt.attention is None else prompt.attention
         last = prompt.end if prompt.resend is None else min(prompt.end, prompt.resend)

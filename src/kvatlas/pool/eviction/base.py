@@ -1,6 +1,7 @@
 """`Eviction`: the order in which unused entries are evicted.
 
-An entry is a small integer: a block id of a pool, or a span of a simulated trace. Each entry has a
+An entry is a small integer: a block id of a pool, or the number of a span (a fixed number of
+tokens) in a simulated trace. Each entry has a
 rank, and the entry with the lowest rank is evicted first. Among equal ranks, the entry that was
 ranked earlier is evicted first. Entries are ranked in bulk, and arrays of entries with equal ranks,
 called segments, are stored in a heap. When an entry is ranked again, its old place in a segment
@@ -40,7 +41,7 @@ class Use:
     """The index of the next request that uses each entry. Only known when a trace is replayed."""
 
     def part(self, chosen: Any) -> Use:
-        """Return the facts about the entries that `chosen` selects, an index or a mask."""
+        """Return the facts about some entries. `chosen` is a numpy index or mask of them."""
         parts = [None if x is None else x[chosen] for x in (self.saved, self.next_use)]
         return Use(self.now, *parts)
 
@@ -66,7 +67,10 @@ class Eviction:
         """The serial number of each entry's segment; 0 if the entry is not in the queue."""
 
     def ranked(self, ids: Ids, use: Use) -> Iterator[tuple[Rank, Ids]]:
-        """Yield (rank, entries) for each segment of used entries, in order of eviction."""
+        """Yield (rank, entries) for used entries, in order of eviction.
+
+        Each array of entries becomes a segment of the queue.
+        """
         raise NotImplementedError
 
     def used(self, ids: Ids, use: Use) -> None:
@@ -79,9 +83,10 @@ class Eviction:
         self._place[ids] = 0
 
     def victims(self, blocks: int, pinned: NDArray[np.bool_]) -> Ids:
-        """Remove and return the entries to evict first, with at least `blocks` blocks in total.
+        """Remove and return the first entries that have at least `blocks` blocks in total.
 
-        Pinned entries are skipped. If the others have fewer blocks, all of them are returned.
+        Entries whose element of `pinned` is true are skipped. If the others have fewer blocks, all
+        of them are returned.
         """
         found: list[Ids] = []
         aside = []

@@ -1,8 +1,9 @@
 """The block tables of one request in vLLM, while a prompt is computed step by step.
 
-A place is the index of a span in the request. A place is named if its blocks have a hash, so that
-later requests can find them. A table only grows, but the blocks of places that a window or a
-recurrent layer no longer needs are freed before each step.
+A span is a fixed number of tokens (`step`) that fills whole blocks in every group. A place is the
+index of a span in the request. A place is named if its blocks have a hash, so that later requests
+can find them. A table only grows, but blocks that a window or a recurrent layer no longer needs
+are freed before each step.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from kvatlas.pool.simulation.layer_classes import LayerClass
 
 
 class SimulatedTable:
-    """The block table of one layer class: a window, or recurrent states at every block."""
+    """The block table of window layers, or of recurrent layers with a state in every block."""
 
     def __init__(self, one: LayerClass, step: int, places: Sequence[int], hit: int) -> None:
         self._one, self._step = one, step
         self._places = places
-        """Places that are named once they are computed, ascending."""
+        """Indices of the spans whose blocks get a hash once they are computed, ascending."""
         self.named = self._until(hit)
-        """Number of leading `_places` that are computed and named."""
+        """Number of leading `_places` that are computed and have hashes."""
         self.left = 0
         """Number of leading `_places` that are no longer needed and were freed."""
         self._cut = one.first_place(hit * step, step)
-        """The first place in use."""
+        """The index of the first span whose blocks are in use."""
         self._taken = hit * one.blocks
         """Number of blocks of the table, including freed ones."""
 
@@ -37,17 +38,17 @@ class SimulatedTable:
 
     @property
     def unnamed(self) -> int:
-        """Number of blocks in use that are not named."""
+        """Number of owned blocks that have no hash, so that later requests cannot find them."""
         return self.in_use - (self.named - self.left) * self._one.blocks
 
     def _until(self, place: int) -> int:
-        """Return how many of `_places` come before `place`."""
+        """Return how many of the span indices in `_places` are less than `place`."""
         return bisect_left(self._places, place)
 
     def leave(self, tokens: int) -> slice:
-        """Free blocks that are not needed after `tokens` tokens.
+        """Free the blocks that are not needed to compute tokens after the first `tokens`.
 
-        Returns the indices in `_places` of the freed places.
+        Returns the slice of `_places` whose blocks were freed.
         """
         before = self.left
         cut = self._one.first_place(tokens, self._step)
@@ -58,7 +59,7 @@ class SimulatedTable:
         return slice(before, self.left)
 
     def take(self, stop: int) -> int:
-        """Take blocks for all tokens up to `stop` and return how many were added."""
+        """Extend the table to the first `stop` tokens, and return the number of added blocks."""
         before = self._taken
         self._taken = max(before, self._blocks(stop))
         return self._taken - before
@@ -69,17 +70,18 @@ class SimulatedTable:
         return ceil_div(stop * self._one.blocks, self._step)
 
     def behind(self, stop: int, spans: int | None = None) -> int:
-        """Return how many blocks the first `stop` tokens need beyond those of `spans` spans.
+        """Return the blocks of the first `stop` tokens, minus the blocks of `spans` whole spans.
 
-        By default, `spans` is the number of complete spans in `stop` tokens.
+        `spans` defaults to the number of complete spans in `stop` tokens; the result is then the
+        number of blocks of the incomplete last span.
         """
         whole = stop // self._step if spans is None else spans
         return self._blocks(stop) - whole * self._one.blocks
 
     def name(self, stop: int) -> slice:
-        """Record that tokens up to `stop` are computed.
+        """Record that the first `stop` tokens are computed, so that their blocks get hashes.
 
-        Returns the indices in `_places` of the places that are named now.
+        Returns the slice of `_places` whose blocks get a hash in this call.
         """
         before = self.named
         self.named = max(before, self._until(stop // self._step))
@@ -87,19 +89,19 @@ class SimulatedTable:
 
 
 class AttentionTable(SimulatedTable):
-    """The blocks of full attention: all places are named, and none is freed."""
+    """The block table of full attention: all complete spans get hashes, and none is freed."""
 
     def _until(self, place: int) -> int:
         return min(place, len(self._places))
 
 
 class StateTable(SimulatedTable):
-    """Recurrent states that are written only at the end of each step."""
+    """The block table of recurrent layers that write a state only at the end of each step."""
 
     def __init__(self, one: LayerClass, step: int, places: Sequence[int], hit: int) -> None:
         super().__init__(one, step, places, hit)
         self._loose: list[int] = []
-        """Places in use that are not named."""
+        """Indices of the spans in use whose states have no hash."""
 
     @property
     def in_use(self) -> int:
@@ -108,22 +110,22 @@ class StateTable(SimulatedTable):
 
     @property
     def unnamed(self) -> int:
-        """Number of blocks in use that are not named."""
+        """Number of owned blocks that have no hash, so that later requests cannot find them."""
         return len(self._loose) * self._one.blocks
 
     def leave(self, tokens: int) -> slice:
-        """Free all states except the one after `tokens` tokens.
+        """Free all states except the latest, which is the state after `tokens` tokens.
 
-        Returns the indices in `_places` of the freed places.
+        Returns the slice of `_places` whose blocks were freed.
         """
         left = super().leave(tokens)
         self._loose = [place for place in self._loose if place >= self._cut]
         return left
 
     def take(self, stop: int) -> int:
-        """Take a block for the state after `stop` tokens, unless it exists.
+        """Add the blocks for the state after `stop` tokens, unless the table has them.
 
-        Returns the number of blocks that were added.
+        Returns the number of added blocks.
         """
         if self._blocks(stop) <= self._taken:
             return 0
@@ -132,9 +134,10 @@ class StateTable(SimulatedTable):
         return self._one.blocks
 
     def name(self, stop: int) -> slice:
-        """Name the state after `stop` tokens, if it is kept.
+        """Record that the first `stop` tokens are computed, so that kept states get hashes.
 
-        Returns the indices in `_places` of the places that are named now.
+        The kept states are those in `_places`. Returns the slice of `_places` whose states get a
+        hash in this call.
         """
         new = super().name(stop)
         for place in self._places[new]:

@@ -81,7 +81,7 @@ def choose(
 def _that_differ(
     model: PoolModel, policies: tuple[tuple[str, str], ...]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the policies that may give other hits than the policy of the first round.
+    """Yield the policies whose hits may differ from those of the first round's policy.
 
     Without windows and recurrent states, checkpoints make no difference.
     """

@@ -138,7 +138,7 @@ def found_by_request(
     checkpoints: str | None = None,
     by_group: bool | None = None,
 ) -> Ints:
-    """Return how many tokens of each request are cached, as simulated by `simulate`."""
+    """Simulate a trace as `simulate` does, and return the cached tokens of each request."""
     replay = _one_by_one(plan, trace, _policy(plan, eviction, checkpoints, by_group), None)
     return np.minimum(replay.run().hits * replay.spans.step, trace.lengths)
 
@@ -162,7 +162,7 @@ def _options(
 def _one_by_one(
     plan: Plan, trace: Trace, policy: ReplayPolicy, cost: PrefillCost | None
 ) -> ReplayBase:
-    """Return a replay of requests one after the other: `VllmReplay` if it applies, or `Replay`."""
+    """Return a replay without overlapping requests: `VllmReplay` if it applies, else `Replay`."""
     as_vllm = policy.by_group and policy.eviction == "lru"
     model = PoolModel.of(plan, by_group=as_vllm)
     spans = spans_of(trace, model.step)
@@ -187,7 +187,7 @@ def _lower_tiers(
 
 @lru_cache(maxsize=2)
 def spans_of(trace: Trace, step: int) -> Spans:
-    """Cut a trace into spans of `step` tokens.
+    """Cut the prompts of a trace into spans of `step` tokens.
 
     Results are cached, because comparisons repeat calls.
     """
@@ -212,10 +212,10 @@ def ceiling(trace: Trace) -> Ints:
 def _saved(
     model: PoolModel, cost: PrefillCost | None
 ) -> Callable[[LayerClass, Ints], NDArray[np.float64]]:
-    """Return a function that computes how many FLOPs per byte a hit on each entry saves.
+    """Return a function that computes the FLOPs that a hit saves, per byte of cache.
 
-    A block of full attention saves the FLOPs of its tokens, and a checkpoint those of all tokens
-    before it.
+    Its arguments are a layer class and the indices of spans in a prompt. A span of full attention
+    saves the FLOPs of its tokens, and a checkpoint saves those of all tokens before it.
     """
     priced = cost or PrefillCost(1.0)
 

@@ -1,4 +1,4 @@
-"""Layer classes: groups of one pool whose blocks are kept and evicted together."""
+"""Layer classes: groups of one pool that need the same tokens, simulated as one group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVERYTHING = Visibility()
 
 @dataclass(frozen=True)
 class LayerClass:
-    """Groups with the same kind, visibility, block size and pool."""
+    """Groups of one pool that have the same kind, visible tokens and block size."""
 
     needs: Literal["all", "window", "state"]
     pool: int
@@ -30,7 +30,10 @@ class LayerClass:
     block_bytes: int = 1
 
     def first(self, ends: Ints, step: int) -> Ints:
-        """Return, for each number of spans in `ends`, the first span needed to continue there."""
+        """For each n in `ends`, return the first span that is needed to continue after n spans.
+
+        A span is `step` tokens. The result contains indices of spans in the request.
+        """
         if self.needs == "all":
             return ends * 0
         if self.needs == "state":
@@ -39,7 +42,7 @@ class LayerClass:
         return np.minimum(first, ends)
 
     def first_place(self, tokens: int, step: int) -> int:
-        """Return the index of the first span that is needed to continue after `tokens` tokens.
+        """Return the first span of `step` tokens that is needed to continue after `tokens` tokens.
 
         >>> LayerClass("window", 0, 1, Visibility(window=33)).first_place(100, 16)
         4
@@ -104,10 +107,10 @@ class PoolModel:
         return cls(step, (LayerClass("all", 0, 1),), (blocks,))
 
     def in_flight(self, lengths: Ints, spans: Ints) -> Ints:
-        """Return [pool, request]: how many blocks a running request holds besides complete spans.
+        """Return the blocks that each running request holds besides those of complete spans.
 
         These are the block that is being filled, the blocks of the answer and of windows, and the
-        recurrent states that are being written.
+        recurrent states that are being written. The result is an array [pool, request].
         """
         held = np.zeros((len(self.blocks), len(lengths)), np.int64)
         order = {index: place for place, index in enumerate(sorted({g.pool for g in self.groups}))}

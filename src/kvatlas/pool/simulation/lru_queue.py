@@ -43,7 +43,7 @@ class LruQueue:
         self._coming_size = 0
 
     def put(self, ids: Ints, size: int) -> None:
-        """Append entries of `size` blocks each, in order of eviction."""
+        """Append entries of `size` blocks each. The first of them is evicted first."""
         if size != self._coming_size:
             self._join()
             self._coming_size = size
@@ -55,9 +55,9 @@ class LruQueue:
         self._place[ids] = 0
 
     def victims(self, blocks: int) -> tuple[Ints, int]:
-        """Remove and return the first entries, and their total number of blocks.
+        """Remove the first entries, and return them and their total number of blocks.
 
-        The total is at least `blocks`, unless the queue has fewer.
+        The total is at least `blocks`, unless the whole queue has fewer blocks.
         """
         self._join()
         found = [_NOTHING]

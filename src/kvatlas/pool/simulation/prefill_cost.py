@@ -28,6 +28,8 @@ _ACTIVE = re.compile(r"-A(\d+(?:\.\d+)?)B\b", re.IGNORECASE)
 class PrefillCost:
     """A cost model of prefill: how many FLOPs the tokens of a prompt take.
 
+    A token takes `per_token` FLOPs, plus the FLOPs in `pairs` for each key that it attends to.
+
     >>> cost = PrefillCost(per_token=10.0, pairs=((None, 2.0), (4, 1.0)))
     >>> cost.flops(np.array([0, 10]), np.array([10, 12]))
     array([244.,  74.])
@@ -50,7 +52,7 @@ class PrefillCost:
         return cls(2.0 * active, tuple(pairs.items()), tflops)
 
     def flops(self, start: Ints, stop: Ints) -> NDArray[np.float64]:
-        """Return the FLOPs of tokens start .. stop - 1 of each prompt."""
+        """Return, for each prompt i, the FLOPs of its tokens start[i] .. stop[i] - 1."""
         total = self.per_token * (stop - start)
         for window, each in self.pairs:
             total = total + each * (_seen(stop, window) - _seen(start, window))
@@ -79,14 +81,14 @@ def active_parameters(weights: Weights) -> int | None:
 
 
 def _row(spec: Spec) -> int:
-    """Return how many elements a key and a value have together, for one query head."""
+    """Return the elements of one key plus the elements of one value, for one query head."""
     if isinstance(spec, Attention):
         return 2 * spec.head_dim
     return int(getattr(spec, "latent", 0) * 2 + getattr(spec, "rope", 0))
 
 
 def _seen(count: Ints, window: int | None) -> NDArray[np.float64]:
-    """Return the number of visible (query, key) pairs among the first `count` tokens."""
+    """Return the number of (query, key) pairs in attention over the first `count` tokens."""
     tokens = count.astype(np.float64)
     if window is None:
         return tokens * (tokens + 1) / 2

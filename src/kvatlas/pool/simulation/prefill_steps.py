@@ -16,9 +16,10 @@ BATCHED_TOKENS = 8192
 
 
 def batched_tokens(plan: Plan) -> int:
-    """Return the number of tokens per step for which a plan was made.
+    """Return the maximum number of tokens per step that a plan assumes.
 
-    A plan reserves space for one more step than it has pipeline stages.
+    It is `plan.in_flight` / (pp + 1), because one step per pipeline stage and one more are in
+    flight.
     """
     return plan.in_flight // (plan.pp + 1) or BATCHED_TOKENS
 
@@ -35,7 +36,9 @@ class PrefillSteps:
     """Whether steps end at blocks and kept states: if only some recurrent states are kept."""
 
     def between(self, start: int, stop: int, kept: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield the (start, stop) tokens of each step. `kept` are the positions of kept states.
+        """Yield (start, stop) of each step: it computes tokens start .. stop - 1.
+
+        `kept` are the numbers of tokens after which a recurrent state is kept.
 
         >>> list(PrefillSteps(100, 16, ends_at_blocks=True).between(32, 200, [64, 192]))
         [(32, 64), (64, 160), (160, 192), (192, 200)]

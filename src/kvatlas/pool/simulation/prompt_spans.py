@@ -1,9 +1,9 @@
 """Spans: the prompts of a trace, cut at the positions where hits can end.
 
 The length of a span is the smallest number of tokens that is a whole number of blocks in every
-group. The ids of the trace, which may be coarser or finer, determine which spans two requests
-share: a span is identified by the id that contains its last token, because an id represents
-everything before it.
+group. A trace has one id per block of a prompt, and these blocks may be larger or smaller than
+spans. The ids determine which spans two requests share: a span is identified by the id of the trace
+block with its last token, because an id represents everything up to the end of its block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvatlas.pool.traces import Ints, Trace
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """The spans of every request, numbered over the whole trace."""
+    """The spans of every request. Equal spans have the same number in the whole trace."""
 
     step: int
     """Number of tokens per span."""
@@ -35,7 +35,7 @@ class Spans:
 
     @classmethod
     def of(cls, trace: Trace, step: int) -> Spans:
-        """Cut a trace into spans of `step` tokens."""
+        """Cut the prompts of a trace into spans of `step` tokens."""
         block, counts = trace.block, np.diff(trace.starts)
         covered = np.minimum(trace.lengths, counts * block)
         stop = covered // step
@@ -70,7 +70,7 @@ class Spans:
         return self.numbers[self.starts[request] : self.starts[request + 1]]
 
     def next_uses(self) -> Ints:
-        """Return, for each element of `numbers`, the next request that has the same span.
+        """Return, for each element of `numbers`, the index of the next request with that span.
 
         If there is none, the result is larger than all request numbers.
         """
@@ -84,7 +84,7 @@ class Spans:
 
 
 def check_step(step: int) -> None:
-    """Raise an error if spans of `step` tokens would be too long for any hit."""
+    """Raise an error if spans of `step` tokens are too long for a simulation."""
     if step > 1 << 20:
         problem = f"The least common multiple of all block sizes must be at most {1 << 20:,} tokens"
         hint = "Plan with another block size"

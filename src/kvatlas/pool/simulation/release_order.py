@@ -1,4 +1,7 @@
-"""The order in which a request releases its entries. Entries released earlier are evicted first."""
+"""The order in which a request releases its cache entries.
+
+An entry is the blocks of one span in one layer class. Entries released earlier are evicted first.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ Ordered = tuple[Ints, Ints]
 def along_the_request(entries: list[Ints], parts: list[Ints], *, head_first: bool) -> Ordered:
     """Return the entries of all layer classes, from the end of the request to its beginning.
 
-    With `head_first`, the order is reversed. `entries` and `parts` contain, for each class, its
-    entries and the index of each entry's span in the request.
+    With `head_first`, the order is reversed. `entries` contains the entries of each class, and
+    `parts` the index of each entry's span in the request. The result has both, in this order.
     """
     if len(parts) == 1:
         entry, place = entries[0], parts[0]
@@ -38,13 +41,15 @@ def by_group(
 ) -> Ordered:
     """Return entries in vLLM's order: those freed during prefill, then the rest group by group.
 
-    During prefill, windows and recurrent layers free the places that they no longer need. `needs`
-    holds, for each class, the first place that is still needed at the end of the prompt: for a
-    window the first that the next token sees, for states the block with the prompt's last token.
+    `entries` contains the entries of each class, and `parts` the index of each entry's span in the
+    request. During prefill, windows and recurrent layers free the spans that they no longer need.
+    `needs` contains, for each class, the first span that is still needed after the prompt. For a
+    window, that is the first span that the next token sees. For recurrent layers, it is the span
+    with the prompt's last token.
 
-    If states are kept at every block, they are freed like the blocks of a window. Otherwise
-    (`in_parts`), the prompt is computed in parts that end at the kept states, and a state is freed
-    in all groups when the part after the next one begins.
+    With `in_parts`, only some states are kept, and prefill steps end at them. All groups then free
+    the same state at the same time, the earliest state first. Otherwise every block has a state,
+    and each group frees its states like the blocks of a window.
     """
     passed: list[Ordered] = []
     left: list[Ordered] = []

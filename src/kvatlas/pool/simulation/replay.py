@@ -1,7 +1,8 @@
 """`Replay`: replay the requests of a trace through the pools of a plan, one after the other.
 
-For each request, other entries are evicted to make space for new ones, and the eviction policy
-ranks the entries that the request uses.
+For each request, entries of earlier requests are evicted to make space for new ones, and the
+eviction policy ranks the entries that the request uses. An entry is the blocks of one span in one
+layer class.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ class Replay(ReplayBase):
             self._in_flight[: len(in_flight)] = in_flight
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
-        """Make space for a request and add its entries. Return False if it can never fit."""
+        """Make space for a request and add its entries. Return False if it can never fit.
+
+        `ReplayBase._admit` describes the arguments.
+        """
         if self.policy.store:
             self._store(request, parts)
             return True
@@ -75,9 +79,10 @@ class Replay(ReplayBase):
     def _fitting(
         self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]
     ) -> list[Ints] | None:
-        """Return the places to keep in each class, without early checkpoints if there are too many.
+        """Return the spans to keep in each class, as indices of spans in the request.
 
-        Returns None if the request does not fit into empty pools even without checkpoints.
+        If the request does not fit into empty pools, the earliest checkpoints are omitted. Returns
+        None if it does not fit even without checkpoints.
         """
         while self._too_much(request, parts):
             if not len(wanted):
@@ -95,10 +100,10 @@ class Replay(ReplayBase):
         return False
 
     def _store(self, request: int, parts: list[Ints]) -> None:
-        """Add a request's entries to an external store, then evict, possibly even new entries.
+        """Add a request's entries to an external store, then evict entries until they fit.
 
-        With `head_first`, entries are added one after the other, so an existing entry may be
-        evicted before its turn and then added again.
+        Even new entries may be evicted. With `head_first`, entries are added one after the other,
+        so a stored entry may be evicted by earlier ones and then be added again.
         """
         entries, places = self._in_order(request, parts)
         while len(entries):
@@ -119,7 +124,7 @@ class Replay(ReplayBase):
             self._evict(pool, self._used[pool] - self._blocks[pool])
 
     def _in_order(self, request: int, parts: list[Ints]) -> tuple[Ints, Ints]:
-        """Return entries in order of eviction, and the index of each one's span in the request."""
+        """Return a request's entries in order of eviction, and the span index of each entry."""
         spans = self._of_request(request)
         entries = []
         for number, (one, part) in enumerate(zip(self.model.classes, parts, strict=True)):
@@ -157,7 +162,7 @@ class Replay(ReplayBase):
         return sizes
 
     def _room(self, entries: Ints) -> int:
-        """Return how many blocks all these entries have in total."""
+        """Return the total number of blocks of these entries."""
         if self._alike:
             return len(entries) * int(self._sizes[0])
         return int(self._size(entries).sum())

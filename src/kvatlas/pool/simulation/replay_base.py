@@ -88,7 +88,7 @@ class ReplayBase:
         self.outcome = Outcome(np.zeros(len(spans.starts) - 1, np.int64))
 
     def _share_out(self) -> None:
-        """If checkpoints are limited to a share of the memory, make that share a separate pool."""
+        """If checkpoints may take only a share of a pool, make that share a separate pool."""
         share, classes = self.policy.checkpoints.share, self.model.classes
         self._blocks = list(self.model.blocks)
         self._pools = [one.pool for one in classes]
@@ -113,7 +113,7 @@ class ReplayBase:
         return self.outcome
 
     def serve(self, request: int) -> int:
-        """Replay one request and return the number of spans that it found."""
+        """Replay one request and return how many of its leading spans were cached."""
         spans = self._of_request(request)
         prompt = self._prompt(request, spans)
         hit = prompt.hit
@@ -127,14 +127,18 @@ class ReplayBase:
         return hit
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
-        """Make space for a request and add its entries. Return False if it can never fit."""
+        """Make space for a request and add its entries. Return False if it can never fit.
+
+        `spans` are its span numbers, of which the first `hit` are cached. `wanted` are the
+        checkpoints to keep. `parts` are the indices of the spans to keep in each layer class.
+        """
         raise NotImplementedError
 
     def _of_request(self, request: int) -> Ints:
         return self.spans.numbers[self._starts[request] : self._starts[request + 1]]
 
     def _prompt(self, request: int, spans: Ints) -> Prompt:
-        """Return the facts about a request that checkpoint policies use."""
+        """Return the input of checkpoint policies for a request."""
         reusable, known = self._reusable[request], self._known[request]
         hit, attention = self.find(spans[:reusable])
         asked = self.policy.checkpoints.asks_for_seen
@@ -156,7 +160,10 @@ class ReplayBase:
         return there + bisect_left(rest, True, key=lambda place: not seen[spans[place]])
 
     def find(self, spans: Ints) -> tuple[int, int]:
-        """Return how many leading spans all layer classes can serve, and how many attention can."""
+        """Return the number of leading spans after which a request can continue.
+
+        The second result is the number of leading spans that full attention has cached.
+        """
         longest, others = len(spans), []
         for place, one in enumerate(self.model.classes):
             if one.needs == "all":
@@ -190,7 +197,8 @@ class ReplayBase:
     def _entries(self, spans: Ints, hit: int, wanted: Ints) -> list[Ints]:
         """Return the indices of the spans that each class keeps for a request.
 
-        Full attention keeps all. Others keep those that the hit and the checkpoints need.
+        Full attention keeps all spans. Windows and recurrent layers keep the spans that are needed
+        to continue after the first `hit` spans and after each checkpoint in `wanted`.
         """
         ends = np.concatenate([self._places[hit : hit + 1], wanted]) if hit else wanted
         parts: list[Ints] = []
@@ -206,7 +214,10 @@ class ReplayBase:
         return parts
 
     def _windows(self, ends: Ints, first: Ints) -> Ints:
-        """Return the indices of all spans in windows that end at `ends`, without duplicates."""
+        """Return the indices of all spans in the windows before `ends`, without duplicates.
+
+        The window before n spans consists of spans first[n] .. n - 1.
+        """
         # Ends and begins ascend, so a window adds only the places after the previous end.
         if len(ends) <= FEW_ENDS:
             pieces, before = [self._places[:0]], 0
@@ -226,7 +237,7 @@ class ReplayBase:
 
 
 def _leading_there(there: NDArray[np.bool_], spans: Ints) -> int:
-    """Return how many leading spans are cached. This is fast if few are cached."""
+    """Return how many leading elements of `spans` are cached; `there` has a flag for each span."""
     start, count = 0, 64
     while start < len(spans):
         part = there[spans[start : start + count]]

@@ -90,7 +90,7 @@ class _Store:
         self._pinned = np.zeros(len(kinds) << bits, bool)
 
     def put(self, entries: Ints, now: int) -> Ints:
-        """Add entries and return those that were evicted for them, in order of eviction."""
+        """Add entries, and return the entries that were evicted to make space, in order."""
         gone = []
         for part, queue in enumerate(self._queues):
             mine = entries[self._part[entries >> self._bits] == part]
@@ -129,7 +129,7 @@ class TieredReplay(Replay):
         """[tier, request]: number of cached spans, by the lowest tier that was needed."""
 
     def _admit(self, request: int, spans: Ints, hit: int, wanted: Ints, parts: list[Ints]) -> bool:
-        """Make space on the GPU for a request, and move entries that it finds in lower tiers to it.
+        """Make space on the GPU for a request, and move its entries from lower tiers to the GPU.
 
         Returns False if the request can never fit.
         """

@@ -119,7 +119,10 @@ class TimedReplay(Replay):
         return hit
 
     def _prefilled(self, request: int) -> None:
-        """Publish a request's new blocks. Free those that another request published meanwhile."""
+        """Publish a request's new blocks after its prefill.
+
+        Blocks that another request has published in the meantime are freed instead.
+        """
         new = self._running[request].new
         twice = new[self._present[new]]
         fresh = self._pins[twice] == 0

@@ -46,8 +46,9 @@ Served = tuple[AlikeGroups, SimulatedTable, Ints]
 class VllmReplay(ReplayBase):
     """A replay in which entries may have several copies, with LRU eviction, as in vLLM.
 
-    Ids below `_entries_end` are entries, and also stand for their first copies. All other ids are
-    further copies. A step computes at most `batched_tokens` tokens.
+    An entry is the blocks of one span in one group. Each copy has an id: the first copy has the id
+    of the entry, and further copies have ids from `_entries_end` on. A prefill step computes at
+    most `batched_tokens` tokens.
     """
 
     def __init__(
@@ -132,7 +133,10 @@ class VllmReplay(ReplayBase):
         return True
 
     def _begin(self, spans: Ints, hit: int, parts: list[Ints]) -> list[Served]:
-        """Return the block tables of a request with `hit` cached spans: one per kind of group."""
+        """Return the block tables of a request, one per kind of group.
+
+        The first `hit` spans of the request are cached.
+        """
         served = []
         for some, table in zip(self._groups, self._tables(hit, parts), strict=True):
             mine = spans if some.keeps_all else spans[parts[some.first]]
@@ -168,7 +172,7 @@ class VllmReplay(ReplayBase):
         return True
 
     def _make_room(self, length: int, end: int, served: list[Served]) -> None:
-        """Evict blocks once, so that all steps of a request find enough free blocks."""
+        """Evict enough blocks for all steps of a request at once."""
         needs = [0] * len(self._blocks)
         for some, table, ids in served:
             named = ids.shape[1]
@@ -189,9 +193,9 @@ class VllmReplay(ReplayBase):
     def _take(self, stop: int, end: int, served: list[Served]) -> None:
         """Take blocks for the tokens up to `stop`. Full attention takes blocks up to `end`.
 
-        In the last step, `end` includes the answer. Windows and states need no blocks for it,
-        because they reuse those that they free. Blocks of the answer are never named, because a
-        trace does not contain its tokens.
+        In the last step, `end` includes the answer. Windows and recurrent layers need no blocks for
+        the answer, because they reuse those that they free. Blocks of the answer never get a hash,
+        because a trace does not contain the tokens of answers.
         """
         needs = [0] * len(self._blocks)
         for some, table, _ in served:
@@ -202,7 +206,10 @@ class VllmReplay(ReplayBase):
         self.outcome.peak = max(self.outcome.peak, sum(self._used))
 
     def _name(self, stop: int, served: list[Served]) -> None:
-        """Publish the blocks completed up to `stop`. A block that is cached gets a further copy."""
+        """Publish the blocks of the first `stop` tokens that are complete and not published yet.
+
+        If an entry is cached already, its blocks become a further copy.
+        """
         for _, table, ids in served:
             new = ids[:, table.name(stop)]
             if new.size:
@@ -213,14 +220,14 @@ class VllmReplay(ReplayBase):
                     new[again.reshape(new.shape)] = self._copy(entries[again])
 
     def _let_go(self, some: AlikeGroups, named: Ints) -> None:
-        """Queue released blocks for eviction, group by group, the last blocks first."""
+        """Add released copies to the eviction queue, group by group, the last spans first."""
         if named.size:
             self._queues[some.pool].put(named[:, ::-1], some.one.blocks)
 
     def _take_oldest(self, pool: int, found: Ints) -> None:
-        """Replace each entry in `found` by its oldest copy.
+        """Replace each entry in the array `found` by the id of its oldest copy, in place.
 
-        The copy is in use, so it is removed from the eviction queue.
+        Removes these copies from the eviction queue, because the request uses them.
         """
         if not found.size:
             return
@@ -246,7 +253,7 @@ class VllmReplay(ReplayBase):
         return ids
 
     def _evict(self, pool: int, blocks: int) -> None:
-        """Free `blocks` blocks of a pool. Blocks in use are not in the queue."""
+        """Evict at least `blocks` blocks of a pool. Blocks in use are not in the queue."""
         if blocks <= 0:
             return
         victims, freed = self._queues[pool].victims(blocks)
@@ -255,14 +262,14 @@ class VllmReplay(ReplayBase):
         self.outcome.evictions += freed
 
     def _gone(self, victims: Ints) -> None:
-        """Remove evicted copies, and mark entries without copies as absent."""
+        """Remove evicted copies, and mark entries whose last copy was evicted as absent."""
         if self._copies and np.count_nonzero(copied := self._copied[victims]):
             self._lose_copies(victims[copied])
             victims = victims[~copied]
         self._present[victims] = False
 
     def _lose_copies(self, ids: Ints) -> None:
-        """Remove evicted copies of entries that have further copies."""
+        """Remove evicted copies of entries that have, or had, several copies."""
         further = ids >= self._entries_end
         self._free += ids[further].tolist()
         entries = ids.copy()

@@ -75,7 +75,7 @@ def read_conversations(name: str, files: list[Path], progress: Progress | None) 
 
 
 def _read_file(path: Path) -> tuple[bytes, _Conversation]:
-    """Return the text of a file and its conversation, with requests that are not decoded yet."""
+    """Return the text of a file, and its conversation. The requests are not decoded yet."""
     if path.stat().st_size > LONGEST_LINE:
         raise bad_trace(
             path.name,

@@ -41,7 +41,7 @@ class InferredRequest:
 
 
 class EngineRequests:
-    """The cache of one data-parallel rank, and its open requests: those that may continue."""
+    """The cache of one data-parallel rank, and its open requests, which may still continue."""
 
     def __init__(self) -> None:
         self.blocks = StoredBlocks()
@@ -50,7 +50,10 @@ class EngineRequests:
         """Open requests, by the hash of the last block that they stored."""
 
     def store(self, line: int, event: BlockStored) -> InferredRequest | None:
-        """Process an event of stored blocks. Return the request that begins with it, or None."""
+        """Process an event of stored blocks.
+
+        Returns a new request if the event begins one, or None if it continues another request.
+        """
         added, tokens = self.blocks.store(event), len(event.token_ids)
         going_on = self._going_on(event, added)
         if going_on is None:
@@ -81,9 +84,10 @@ class EngineRequests:
             del self._open[request.last.name]
 
     def _going_on(self, event: BlockStored, added: Addition) -> tuple[InferredRequest, bool] | None:
-        """Return the open request that an event continues, and whether it continues the answer.
+        """Return the open request that an event continues, or None.
 
-        Returns None if the event continues no open request.
+        The second element of the result is True if the event continues the answer, and False if it
+        continues the prompt.
         """
         if event.parent_block_hash is None:
             waiting = None if added.new else self._waiting_for_room(added.last)
@@ -100,9 +104,10 @@ class EngineRequests:
         return None if pieces is None else (pieces, self.now - pieces.stored > quick)
 
     def _waiting_for_room(self, last: StoredBlock) -> InferredRequest | None:
-        """Return the open request that reports its cached blocks up to `last` again, or None.
+        """Return the open request for which vLLM reports the cached blocks up to `last` again.
 
-        vLLM may report them in every step in which the request waits for space.
+        vLLM may do so in every step in which the request waits for space. Returns None if there is
+        no such request.
         """
         for request in self._open.get(last.name, ()):
             if request.stored == self.now:
@@ -114,8 +119,8 @@ class EngineRequests:
     def _in_pieces(self, before: StoredBlock) -> InferredRequest | None:
         """Return the open request whose last stored block is an ancestor of `before`, or None.
 
-        The blocks between them were cached. A `BlockPool` reports only new blocks, so it reports
-        such a request in pieces.
+        The blocks between these two were cached. A `BlockPool` reports only new blocks, so the
+        events of such a request are not consecutive.
         """
         if before.content is None:
             return None

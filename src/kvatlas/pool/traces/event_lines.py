@@ -21,7 +21,7 @@ _TAGS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
 class _Stamped(msgspec.Struct):
-    """The fields of a line's object that belong to the batch, not to an event."""
+    """The batch fields of a JSON object, as opposed to the fields of an event."""
 
     ts: float = 0.0
     data_parallel_rank: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] | None = None

@@ -44,7 +44,7 @@ class EventTraceBuilder:
         self._unseen = Unseen()
 
     def take(self, line: int, batch: EventBatch, *, gap: bool = False) -> None:
-        """Process the next batch of a file. `gap` means that batches before it are missing."""
+        """Process the next batch of a file. With `gap`, batches directly before it are missing."""
         where = f"{self._file}, {self._unit} {line}"
         self._begun = batch.ts if self._begun is None else self._begun
         engine = self._engines.setdefault(batch.data_parallel_rank, EngineRequests())
@@ -87,9 +87,10 @@ class EventTraceBuilder:
             self._stored(line, where, engine, event)
 
     def _counts(self, where: str, event: BlockStored) -> bool:
-        """Return whether to use an event: it has complete blocks of the first full-attention group.
+        """Return whether an event has complete blocks of the first full-attention group.
 
-        Raises an error if its block size contradicts earlier events.
+        All other events are ignored. Raises an error if the event's block size differs from that of
+        earlier events.
         """
         if event.kv_cache_spec_kind is not None and event.kv_cache_spec_kind not in FULL_KINDS:
             return False
@@ -121,9 +122,9 @@ class EventTraceBuilder:
         except ContradictionError as problem:
             raise bad_trace(
                 where,
-                "the events contradict each other",
+                "two events use the same block hash for different prefixes",
                 problem,
-                "Record one engine per file, or set the number of each data-parallel rank",
+                "Record one engine per file, or set data_parallel_rank in each batch",
             ) from None
         except TooManyBlocksError as problem:
             raise bad_trace(
@@ -145,7 +146,7 @@ class EventTraceBuilder:
     # -- requests -----------------------------------------------------------------------
 
     def _let_go(self, *, everything: bool = False) -> None:
-        """Add requests to the trace in order of arrival, up to the first that may continue."""
+        """Add finished requests to the trace in order of arrival; stop at one that may continue."""
         longest = max(PAUSE, self._builder.block / SLOWEST)
         while self._waiting and (
             everything

@@ -48,7 +48,7 @@ BEGINNING = StoredBlock(None, ROOT, None)
 
 
 class Addition(NamedTuple):
-    """The blocks of an event: the block before them and the last of them."""
+    """The result of adding an event's blocks: the block before them, and the last of them."""
 
     before: StoredBlock
     last: StoredBlock
@@ -57,7 +57,7 @@ class Addition(NamedTuple):
 
 
 class ContradictionError(ValueError):
-    """Raised if an engine's events contradict each other."""
+    """Raised if two events of an engine use the same block hash for different prefixes."""
 
 
 class TooManyBlocksError(ValueError):
@@ -73,7 +73,10 @@ class StoredBlocks:
         """Removed blocks, oldest removal first."""
 
     def _before(self, event: BlockStored) -> StoredBlock:
-        """Return the block before an event's blocks. Its content is None if it was never stored."""
+        """Return the block that precedes an event's blocks.
+
+        If the engine never reported that block as stored, its `content` is None.
+        """
         name = event.parent_block_hash
         if name is None:
             return BEGINNING
@@ -84,13 +87,13 @@ class StoredBlocks:
         return found
 
     def _use(self, block: StoredBlock | None) -> None:
-        """Restart the time for which a removed block and its predecessors are remembered."""
+        """Mark a removed block and its predecessors as recently used, so they are kept longer."""
         while block is not None and block.name is not None and block.name in self._removed:
             self._removed.move_to_end(block.name)
             block = block.before
 
     def store(self, event: BlockStored) -> Addition:
-        """Add an event's blocks, and return the block before them and the last of them."""
+        """Add an event's blocks. The result has the block before them and the last of them."""
         before = self._before(event)
         size, block, new = event.block_size, before, False
         adapter = event.lora_id if event.lora_name is None else event.lora_name
@@ -107,7 +110,7 @@ class StoredBlocks:
                 known = StoredBlock(name, content, block)
             elif content is not None and content != known.content:
                 raise ContradictionError(
-                    f"block hash {name!r} with other tokens than in an earlier event"
+                    f"block hash {name!r} for another prefix than in an earlier event"
                 )
             self._there[name] = block = known
         if len(self._there) > MOST_BLOCKS:

@@ -145,13 +145,13 @@ class TraceBuilder:
         return len(self._lengths)
 
     def begin(self, file: str) -> None:
-        """Begin a new file. Errors name it for all requests that are added from now on."""
+        """Begin a new file. Errors in requests that are added from now on contain its name."""
         self._where.append((len(self), file))
 
     def place(self, line: int, request: int | None = None) -> str:
-        """Return the file and line of a request for error messages.
+        """Return the file and line of a request, for error messages.
 
-        By default, this is the request that is added next.
+        `request` is its index; it defaults to the request that is added next.
         """
         first, file = self._where[-1]
         if request is None:
@@ -209,7 +209,10 @@ class TraceBuilder:
         self._lines.append(line)
 
     def finish(self, *, by_time: bool = False) -> Trace:
-        """Return the trace with renumbered ids, after a check that they form a tree."""
+        """Return the trace with renumbered ids.
+
+        Raises an error unless ids form a tree: each always has the same predecessor.
+        """
         if not len(self):
             raise bad_trace(
                 self.name,
@@ -234,7 +237,7 @@ class TraceBuilder:
         return _sorted(trace) if by_time else trace
 
     def _check_tree(self, ids: Ints, starts: Ints, lengths: Ints) -> None:
-        """Raise an error unless every id has one predecessor and one number of tokens."""
+        """Raise an error unless each id always has the same predecessor and number of tokens."""
         begins = starts[:-1][np.diff(starts) > 0]
         # Assign in reverse order, so that the first occurrence of an id is written last.
         first = np.zeros(int(ids.max(initial=-1)) + 1, np.int32)
@@ -259,9 +262,10 @@ class TraceBuilder:
         self, facts: NDArray[np.int32], first: NDArray[np.int32], starts: Ints, problem: str,
         hint: str,
     ) -> None:  # fmt: skip
-        """Raise an error with this problem and hint unless equal ids have equal facts.
+        """Raise an error unless all occurrences of an id have equal values in `facts`.
 
-        `first` contains, for each id, the index of its first occurrence.
+        `first[i]` is the index of the first occurrence of the id at index i. `problem` and `hint`
+        are the text of the error.
         """
         wrong = np.flatnonzero(facts != facts[first])
         if len(wrong):
