@@ -166,7 +166,7 @@ class GroupIds(NamedTuple):
     blocks: int
 
     def among(self, ids: Any) -> Any:
-        """Return the block ids of this group, a part of all `ids` of a request."""
+        """Return the block ids of this group, out of the ids of all groups of a request."""
         return ids[self.first : self.first + self.blocks]
 
     def pieces(self, ids: Int64s) -> Iterator[_Piece]:

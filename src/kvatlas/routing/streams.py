@@ -197,7 +197,10 @@ class Stream:
             yield from span_patterns(pools, section.compiled, section.states, span)
 
     def pieces(self, nbytes: int) -> Iterator[tuple[Copy, ...]]:
-        """Yield the copies of each piece of `nbytes` bytes; the last piece may be shorter."""
+        """Split the stream into pieces of `nbytes` bytes, and yield the copies that move each piece.
+
+        The last piece may be shorter.
+        """
         nbytes = positive(nbytes, "the piece size")
         for start in range(0, self.nbytes, nbytes):
             yield self.copies(start, min(start + nbytes, self.nbytes))

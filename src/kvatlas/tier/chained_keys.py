@@ -1,9 +1,10 @@
 """Keys for the blocks of a tier, computed from a request's tokens: equal prefixes have equal keys.
 
-Hashes are chained at one granularity, the greatest common divisor of all groups' block sizes. A key
-therefore identifies all tokens up to the end of its block. The weights are part of the namespace of
-a store, or of the keys if `identity` is passed. The chain is part of a format that other programs
-implement (docs/reference/tier_format.md), so it is independent of the hashes that pools use.
+Each hash includes the one before it, so a key identifies all tokens up to the end of its block. The
+tokens of one hash are the greatest common divisor of all groups' block sizes. The model's weights
+are identified by the namespace of a store, or by the keys if `identity` is passed. The chain is
+part of a format that other programs implement (docs/reference/tier_format.md), so it is independent
+of the hashes that pools use.
 """
 
 from __future__ import annotations

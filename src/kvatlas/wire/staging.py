@@ -4,8 +4,8 @@ If a transport shares the pools anyway (`shared="all"`), or authorises every rea
 peers use buffers of the node's one staging memory (`StagingBuffers`). Otherwise every peer gets
 segments that no other process can read or write (`PeerSegments`). A segment belongs to one session:
 it is kept for the session's next transfer, and freed when the session ends or another peer needs
-the room. So bytes of one peer are never in memory that another peer can access, however late a
-stopped peer continues to read.
+the room. So bytes of one peer are never in memory that another peer can access, even if a peer
+stalls and continues to read much later.
 """
 
 from __future__ import annotations

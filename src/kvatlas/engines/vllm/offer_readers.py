@@ -26,7 +26,10 @@ def parent_of(request_id: str) -> str | None:
 
 
 class OfferReaders:
-    """The offers of other engines and their local readers.
+    """Offers of other engines, and the local requests that read each of them.
+
+    Several samples of one request may read the same offer. `remove` returns the offer once its last
+    reader is removed.
 
     >>> offer = RemoteRequest(version=1, request="p", tokens=9, endpoints=("tcp://h:1",))
     >>> readers = OfferReaders()

@@ -129,8 +129,8 @@ class TierScheduler:
     ) -> tuple[BlockKeys, int, int] | None:
         """Return (block keys, start, stop) to store tokens start .. stop - 1 of a finished request.
 
-        Return None if nothing should be stored. With `windows_alone`, the engine lacks the tokens
-        before the layers' windows.
+        Return None if nothing should be stored. `windows_alone` means that the engine no longer has
+        the blocks before the sliding windows. Tiers that need those blocks then store nothing.
         """
         if windows_alone and self._tier.keeps_windows_whole:
             return None
