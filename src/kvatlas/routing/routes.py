@@ -218,7 +218,7 @@ class Route:
         return ConvertedStream(boxes, request, casts)
 
     def by_element(self, *, src_rank: Any, dst_rank: Any) -> bool:
-        """Return whether every element can be converted separately; True if nothing is converted."""
+        """Return whether elements can be converted one by one; True if nothing is converted."""
         if self._converter is None:
             return True
         boxes = self._boxes(self._converter, int(src_rank), int(dst_rank), None)

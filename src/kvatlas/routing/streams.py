@@ -197,7 +197,7 @@ class Stream:
             yield from span_patterns(pools, section.compiled, section.states, span)
 
     def pieces(self, nbytes: int) -> Iterator[tuple[Copy, ...]]:
-        """Split the stream into pieces of `nbytes` bytes, and yield the copies that move each piece.
+        """Split the stream into pieces of `nbytes` bytes, and yield the copies for each piece.
 
         The last piece may be shorter.
         """
