@@ -145,7 +145,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """If states are split, the part of the state that each page along L holds."""
 
     def part(self, index: int) -> int:
-        """Return which part of a state page `index` of the region holds; 0 if states are whole."""
+        """Return which part of a state is stored in page `index`; 0 if states are not split."""
         return self.parts[index] if self.parts else 0
 
     def page(self, tp: int, rank: int = 0, index: int = 0) -> Page:

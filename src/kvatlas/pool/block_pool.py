@@ -126,14 +126,14 @@ class BlockPool:
     def match(self, chain: HashChain) -> int:
         """Return how many leading tokens of a prompt are cached in all groups.
 
-        The last token of the prompt never counts, because it is always computed.
+        The last token never counts, because it is always computed.
         """
         return self._index.longest(chain)
 
     def stops(self, request: Hashable, tokens: int) -> list[int]:
-        """Return the numbers of tokens, up to `tokens`, after which to keep a recurrent state.
+        """Return the numbers of tokens at which to call `computed`, so that it keeps states.
 
-        Call `computed` at exactly these numbers; otherwise the states are not kept.
+        They are the checkpoints of recurrent layers up to `tokens`.
         """
         asked = self._get(request)
         recurrent = any(group.kind == "recurrent" for group in self.plan.groups)
@@ -306,10 +306,7 @@ class BlockPool:
         return max(0, stop - len(asked.tables[index]))
 
     def _copied(self, index: int, asked: _Request, tokens: int) -> list[int]:
-        """Return the indices of table entries whose blocks must be copied before they are written.
-
-        These blocks have other owners, or are kept for reuse.
-        """
+        """Return the table entries to copy before a write, because they are shared or kept."""
         group, table = self.plan.groups[index], asked.tables[index]
         if tokens == asked.computed or group.kind == "cross_attention":
             return []
@@ -328,8 +325,8 @@ class BlockPool:
     ) -> list[tuple[int, int]]:
         """Add `entries` new blocks to a group's table, and replace the entries in `copied`.
 
-        Adds the blocks to zero and to copy to `made`. Returns the (pool, block id) of each replaced
-        block, which the caller must release.
+        Records in `made` which blocks to zero and to copy. Returns the (pool, block id) of each
+        replaced block, which the caller must release.
         """
         if not entries and not copied:
             return []
@@ -380,10 +377,7 @@ class BlockPool:
         return kept_state
 
     def _kept_ends(self, asked: _Request, tokens: int) -> list[int]:
-        """Return the numbers of tokens after which the policy wants a checkpoint.
-
-        They are greater than the number of computed tokens, and at most `tokens`.
-        """
+        """Return the numbers of tokens, up to `tokens`, after which to keep a new checkpoint."""
         begun, stop = asked.computed // self._step, tokens // self._step
         seen, end = asked.seen // self._step, asked.prompt // self._step
         known = Prompt(self._step, begun, seen, end, max(stop, end))
@@ -391,10 +385,7 @@ class BlockPool:
         return [one * self._step for one in chosen if begun < one <= stop]
 
     def _keep(self, index: int, chain: HashChain, first: int, blocks: list[int]) -> bool:
-        """Publish a group's blocks, starting at table entry `first`, that are not published yet.
-
-        Returns whether any block was published.
-        """
+        """Publish a group's blocks from table entry `first` on. Return whether any was new."""
         group, kept = self.plan.groups[index], False
         share = None if self._index.groups[index].keeps_all else self._shares.get(group.pool)
         if share is not None:

@@ -82,7 +82,7 @@ def hit_step(plan: Plan) -> int:
 
 
 def hash_grain(plan: Plan) -> int:
-    """Return the tokens between two prefix hashes: the greatest common divisor of block sizes."""
+    """Return the number of tokens between prefix hashes: the gcd of all block sizes."""
     return gcd(*(group.block for group in plan.groups))
 
 
@@ -90,8 +90,8 @@ def can_be_cut(plan: Plan) -> bool:
     """Return whether prefix cache hits may end at any token, not only at the ends of blocks.
 
     They may if every layer stores a separate row for each prompt token, and chunks of chunked
-    attention begin only at block boundaries. Recurrent layers, which have one state per block,
-    compressed layers and cross attention do not have such rows.
+    attention begin only at block boundaries. There are no such rows in recurrent layers (one state
+    per block), compressed layers (one row for several tokens) and cross attention.
     """
     layers = [layer for region in plan.regions for layer in region.layers]
     chunked = [group for group in plan.groups if group.kind == "chunked_local_attention"]

@@ -1,4 +1,6 @@
-"""The index of cached prefixes: each group's blocks, by the hash of the prefix they end.
+"""The index of cached prefixes: the block ids of every group, by prefix hash.
+
+The hash of a block covers everything from the beginning of the prompt to the end of the block.
 
 If hits may end at any token, the index also finds a block of which only the first tokens match the
 prompt. The blocks that follow one prefix are sorted by their tokens, so the longest match is next

@@ -14,10 +14,9 @@ from kvatlas.pool.checkpoints.base import Checkpoints, Positions, Prompt
 
 
 class VllmDefault(Checkpoints):
-    """Keep a checkpoint at the end of the prompt, and one after the prefix in full attention.
+    """Keep checkpoints at the end of the prompt and of the prefix that full attention has cached.
 
-    The second is where the prefix ends that full attention has cached. It is kept only if the
-    states or windows of other layers are not cached there.
+    The second is kept only if states or windows of other layers are missing there.
 
     >>> VllmDefault().positions(Prompt(block=16, hit=2, seen=0, end=9, stop=9, attention=5))
     array([5, 9])

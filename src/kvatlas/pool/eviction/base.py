@@ -1,13 +1,12 @@
 """`Eviction`: the order in which unused entries are evicted.
 
 An entry is a small integer: a block id of a pool, or the number of a span (a fixed number of
-tokens) in a simulated trace. Each entry has a
-rank, and the entry with the lowest rank is evicted first. Among equal ranks, the entry that was
-ranked earlier is evicted first. Entries are ranked in bulk, and arrays of entries with equal ranks,
-called segments, are stored in a heap. When an entry is ranked again, its old place in a segment
-becomes stale. Stale places are skipped during eviction, and removed when they outnumber the
-entries. The cost of an operation therefore depends only on the entries that it touches, and the
-memory on the number of entries.
+tokens) in a simulated trace. Each entry has a rank, and the entry with the lowest rank is evicted
+first. Among equal ranks, the entry that was ranked earlier is evicted first. Entries are ranked in
+bulk, and arrays of entries with equal ranks, called segments, are stored in a heap. When an entry
+is ranked again, its old place in a segment becomes stale. Stale places are skipped during eviction,
+and removed when they outnumber the entries. The cost of an operation therefore depends only on the
+entries that it touches, and the memory on the number of entries.
 """
 
 from __future__ import annotations

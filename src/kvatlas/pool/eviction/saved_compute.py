@@ -13,7 +13,7 @@ LEVELS = 4
 
 
 class SavedCompute(Eviction):
-    """Evict entries that save little compute per byte, or were not used for long, first.
+    """Evict first the entries that save little compute per byte or have long been unused.
 
     The rank of an entry is the clock plus its level, which grows with the logarithm of the saved
     compute. The clock is the rank of the last evicted entry, so entries that are not used again

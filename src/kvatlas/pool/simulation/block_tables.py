@@ -70,7 +70,7 @@ class SimulatedTable:
         return ceil_div(stop * self._one.blocks, self._step)
 
     def behind(self, stop: int, spans: int | None = None) -> int:
-        """Return the blocks of the first `stop` tokens, minus the blocks of `spans` whole spans.
+        """Return how many blocks `stop` tokens need, minus the blocks of `spans` complete spans.
 
         `spans` defaults to the number of complete spans in `stop` tokens; the result is then the
         number of blocks of the incomplete last span.

@@ -84,10 +84,10 @@ class EngineRequests:
             del self._open[request.last.name]
 
     def _going_on(self, event: BlockStored, added: Addition) -> tuple[InferredRequest, bool] | None:
-        """Return the open request that an event continues, or None.
+        """Return (request, answer) for the open request that an event continues, or None.
 
-        The second element of the result is True if the event continues the answer, and False if it
-        continues the prompt.
+        `answer` is True if the event continues the request's answer, and False if it continues the
+        prompt.
         """
         if event.parent_block_hash is None:
             waiting = None if added.new else self._waiting_for_room(added.last)
