@@ -88,7 +88,7 @@ def flex_attention(layer: LayerCache) -> KV:
 
 
 def sdpa(layer: LayerCache, first: int, blocks: int) -> KV:
-    """Return K and V of consecutive blocks as [1, H, blocks * N, D], for SDPA."""
+    """Return K and V of blocks first .. first + blocks - 1 as [1, H, blocks * N, D], for SDPA."""
     chosen = ((name, layer.place(name).narrow("B", first, blocks)) for name in "kv")
     k, v = (_flat_states(layer, name, placed).transpose(0, 1)[None] for name, placed in chosen)
     return KV(k, v)

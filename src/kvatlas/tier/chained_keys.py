@@ -92,7 +92,7 @@ class PrefixChain:
         return _digest(self._links[whole] + tail) if tail else self._links[whole]
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Return the ids of tokens start .. stop - 1."""
+        """Return the vocabulary ids of the request's tokens start .. stop - 1."""
         found: list[int] = np.frombuffer(self._between(start, stop), "<i8").tolist()
         return found
 

@@ -111,7 +111,7 @@ def read_all(fd: int, nbytes: int, offset: int) -> bytes:
 
 
 def read_plan(fd: int, path: Path) -> tuple[Plan, bytes, Extent]:
-    """Return the plan, the id and the section offsets of a tier file after checking its header."""
+    """Check the header of a tier file and return (plan, file id, section offsets)."""
     first_page = read_all(fd, PAGE, 0)
     if not first_page.startswith(MAGIC):
         raise _unreadable(path, "a file that is not a tier of kvatlas")

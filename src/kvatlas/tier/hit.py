@@ -78,7 +78,7 @@ class Hit:
             storage.carry("fetch", copies, carry or storage.reading(plan, rank, pools or {}))
 
     def copies(self, plan: Plan, *, rank: int = 0, blocks: Any) -> tuple[Copy, ...]:
-        """Return copies from `tier.memory` to a rank's pools, to execute with any transport.
+        """Return the copy operations from `tier.memory` to a rank's pools, for any transport.
 
         For a tier in a file, the bytes are valid until the hit is released.
         """
@@ -97,7 +97,7 @@ class Hit:
             return way.bind(**self._ends(rank, blocks, start)).copies
 
     def _sums(self, plan: Plan, rank: int, blocks: Any, start: int | None) -> list[Copy]:
-        """Return the copies of a fetch, with many runs described by one `Copy`.
+        """Return the copy operations of a fetch; one `Copy` describes many runs.
 
         Such a copy contains spans and starts instead of a list of runs (see `Copy.starts`).
         """

@@ -34,7 +34,7 @@ class OpenStore:
 
     @property
     def ids(self) -> dict[NeededBlock, int]:
-        """The ids of the blocks that the rank fills."""
+        """The id of each tier block that the rank fills."""
         return {need: block.block_id for need, block in self.claim.fills}
 
 
