@@ -51,7 +51,7 @@ class BlockClaim:
 
     @property
     def shared(self) -> bool:
-        """Whether other offers may use the same blocks."""
+        """Whether other offers and pushes may claim the same blocks."""
         return self.use == "offered"
 
     def quarantine(self) -> None:
@@ -98,7 +98,7 @@ class BlockLedger:
         return len(self._claims)
 
     def by_pool(self, tables: Mapping[int, Int64s]) -> dict[int, Int64s]:
-        """Convert block tables by group into block ids by pool, without negative ids."""
+        """Return the block ids of the groups' block tables, by pool index, without negative ids."""
         ids: dict[int, list[Int64s]] = {}
         for group, table in tables.items():
             ids.setdefault(self._pool_of[group], []).append(table[table >= 0])
@@ -142,7 +142,7 @@ class BlockLedger:
                     self._state[pool][ids] = 0
 
     def uses(self) -> Counter[Use]:
-        """Return the number of claims by use."""
+        """Return the number of claims of each use, such as `offered`."""
         with self._lock:
             return Counter(claim.use for claim in self._claims.values())
 
@@ -156,7 +156,7 @@ class BlockLedger:
                 self._state[pool][ids] = claim.generation
 
     def _check(self, claim: BlockClaim) -> None:
-        """Raise `blocks_in_use` if another claim conflicts."""
+        """Raise `blocks_in_use` if an earlier claim on one of the blocks conflicts."""
         for pool, given in claim.blocks.items():
             ids = self._existing(pool, given)
             state = self._state[pool][ids]
@@ -165,7 +165,7 @@ class BlockLedger:
                 raise self._in_use(pool, ids[taken])
 
     def _existing(self, pool: int, ids: Int64s) -> Int64s:
-        """Return the ids that exist in the pool. For the others, routes raise an error later."""
+        """Return the block ids that exist in the pool. Routes raise an error for others later."""
         if len(ids) and (ids.min() < 0 or ids.max() >= len(self._state[pool])):
             return ids[(ids >= 0) & (ids < len(self._state[pool]))]
         return ids

@@ -1,7 +1,7 @@
 """The byte ranges of the source's pools that one transfer reads, as sorted arrays.
 
-A source checks that a peer reads only inside these ranges. A reader that coalesces neighbouring
-runs uses them to skip the bytes between the runs.
+A source checks that a peer reads only inside these ranges. A reader that joins neighbouring runs
+(contiguous bytes to read) uses the ranges to skip the bytes between the runs.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class ByteRanges(NamedTuple):
 
     @classmethod
     def of(cls, starts: Int64s, stops: Int64s, gap: int = 0) -> ByteRanges:
-        """Sort ranges, and join those with at most `gap` bytes between them."""
+        """Return the ranges, sorted. Ranges with at most `gap` bytes between them are joined."""
         order = np.argsort(starts, kind="stable")
         starts, stops = starts[order], np.maximum.accumulate(stops[order])
         first = np.flatnonzero(np.append(True, starts[1:] - stops[:-1] > gap))
         return cls(starts[first], stops[np.append(first[1:], len(starts)) - 1])
 
     def cover(self, starts: Int64s, lengths: Int64s) -> bool:
-        """Whether each run (start and length) is inside a range, not necessarily the same one."""
+        """Whether every run of `lengths` bytes at `starts` is inside one of the ranges."""
         at = np.searchsorted(self.starts, starts, side="right") - 1
         return bool(((at >= 0) & (starts + lengths <= self.stops[at])).all())
 
@@ -87,9 +87,10 @@ def _joined(several: list[ByteRanges]) -> ByteRanges:
 
 
 def _grid_ranges(grid: Copy, block: int) -> list[ByteRanges]:
-    """Return the source ranges of a copy that repeats the same runs in every block.
+    """Return the source ranges of a copy operation that repeats the same runs in every block.
 
-    Blocks are `block` bytes apart. There is one result for each run length.
+    Blocks are `block` bytes apart. The list has one entry per distinct run length. With very many
+    ranges, ranges in one block are joined across small gaps.
     """
     found = []
     for length in np.unique(grid.length).tolist():

@@ -111,12 +111,12 @@ class Channels:
             return pool.lost
 
     def has_idle(self, endpoint: str) -> bool:
-        """Whether an idle connection to the endpoint is open. It breaks if the peer exits."""
+        """Whether an idle connection to the endpoint is open. It ends if the peer exits."""
         with self._lock:
             return bool(self._pools[endpoint].idle)
 
     def proved_names(self, endpoint: str) -> frozenset[str] | None:
-        """Return the node names that the peer has proved by its key; None if it may use any."""
+        """Return the node names that the peer has proved by its key; None if it may use any name."""
         with self._lock:
             return self._pools[endpoint].names
 
@@ -178,7 +178,7 @@ class Channels:
         raise AssertionError  # the second turn returns or raises
 
     def _take(self, endpoint: str, deadline: float) -> tuple[Connection, bool]:
-        """Return a connection for one question, and whether it was used before."""
+        """Return a connection for one question, and whether it was used before, as a tuple."""
         with self._lock:
             pool = self._pools[endpoint]
         if not pool.turns.acquire(timeout=max(0.0, deadline - time.monotonic())):

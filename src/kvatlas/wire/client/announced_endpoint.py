@@ -14,15 +14,14 @@ def announced_endpoint(endpoint: str, host: str, *, on_this_host: bool) -> str:
     """Return the endpoint to connect to for an announcement that came from `host`.
 
     A peer may only announce an endpoint at its own host, so it cannot make this node connect to
-    others. A wildcard address is replaced by `host`.
+    other hosts. A wildcard address is replaced by `host`. If `on_this_host` is true, the peer runs
+    on this host, and loopback and `unix://` endpoints are allowed as well.
 
     >>> announced_endpoint("tcp://0.0.0.0:5555", "10.0.0.7", on_this_host=False)
     'tcp://10.0.0.7:5555'
     >>> announced_endpoint("tcp://10.0.0.8:5555", "10.0.0.7", on_this_host=False)
     Traceback (most recent call last):
-    kvatlas.errors.AtlasError: A node must push from the host that it listens at. Got \
-tcp://10.0.0.8:5555, announced from 10.0.0.7. Let the source listen at the address from which it \
-connects, or at 0.0.0.0. [bad_handshake]
+    kvatlas.errors.AtlasError: A node must push from the host that it listens at. Got tcp://10.0.0.8:5555, announced from 10.0.0.7. Let the source listen at the address from which it connects, or at 0.0.0.0. [bad_handshake]
     """
     if unix_path(endpoint) is not None:
         if on_this_host:
@@ -48,7 +47,7 @@ def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return an address without its zone. An IPv4-mapped IPv6 address becomes an IPv4 one."""
+    """Parse an IP address without its IPv6 zone. An IPv4-mapped address becomes IPv4."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address

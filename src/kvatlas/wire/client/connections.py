@@ -114,7 +114,7 @@ class Connections:
 
     @contextmanager
     def use(self, endpoint: str, deadline: float) -> Iterator[PeerConnection]:
-        """Connect to a peer for one transfer. Its link stays open while any transfer uses it."""
+        """Connect to a peer for one transfer, or share the open connection to the peer."""
         with self._lock:
             connecting = self._connecting.setdefault(endpoint, threading.Lock())
         if not connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -135,7 +135,7 @@ class Connections:
 
     @contextmanager
     def using(self, connection: PeerConnection) -> Iterator[None]:
-        """A context that calls `give_back` at its end, and `drop` if the peer was lost."""
+        """A context that calls `give_back` at its end, and also `drop` if the peer was lost."""
         try:
             yield
         except AtlasError as refused:
@@ -179,7 +179,7 @@ class Connections:
                 self.drop(connection)
 
     def take(self, endpoint: str) -> PeerConnection | None:
-        """Return the connection to an endpoint, if any. It stays open until `give_back`."""
+        """Return the open connection to an endpoint, or None. It stays open until `give_back`."""
         with self._lock:
             connection = self._open.get(endpoint)
             if connection is None or not connection.link.open:  # it was severed
@@ -214,7 +214,7 @@ class Connections:
         return PeerConnection(endpoint, peer, answer.session, link, monitor, stream, self._beside)
 
     def _check_same_plan(self, endpoint: str, peer: Peer) -> None:
-        """Raise an error if the endpoint has changed its rank, or its plan is not the session's."""
+        """Raise an error if the peer's rank has changed, or its plan is not that of the session."""
         known = self.known.get(endpoint, peer)
         if known.rank != peer.rank:
             problem = "The endpoint now serves another rank than when the session was opened"

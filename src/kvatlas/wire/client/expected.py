@@ -8,8 +8,8 @@ An announcement is, in this order:
 
 - announced: this node connects to the announced endpoint and checks that the announcing node
   answers there;
-- current: it has replaced the announcement of the same rank before it, whose pull was ended and can
-  no longer write to the blocks; this node reads the rank's part;
+- current: it has replaced the previous announcement of the same rank. The previous pull was ended
+  and can no longer write to the blocks. This node now reads the rank's part;
 - over: arrived, or failed with an error code. A rank that has arrived is not read again.
 """
 
@@ -59,7 +59,7 @@ _SETTLE_SECONDS = 30.0
 
 @dataclass(eq=False)
 class Announcement:
-    """A source rank's announcement that this node may read its part, and the pull that does so."""
+    """A source rank's announcement that this node may read its part, and the pull of that part."""
 
     peer: Peer
     question: protocol.Announce
@@ -114,7 +114,7 @@ class Expected:
     forgotten: bool = False
 
     def may_be_pushed_by(self, peer: Peer) -> bool:
-        """Whether a peer may push its part now."""
+        """Whether a peer is a permitted source of the request whose part has not arrived yet."""
         named = peer.plan_hash == self.source and peer.name in self.pushers
         return named and peer.rank in self.sources and peer.rank not in self.arrived
 
@@ -140,7 +140,10 @@ class ExpectedRequests:
     # -- the node ---------------------------------------------------------------------------
 
     def add(self, request: str, **about: Any) -> Expected:
-        """Expect a request in the given blocks, or raise `blocks_in_use`."""
+        """Expect a request, and claim its blocks. Raise `blocks_in_use` if other claims conflict.
+
+        `about` are the fields of the new `Expected`.
+        """
         ledger = self._node.ledger
         with self._lock:
             check_new_request(request, self.requests)
@@ -276,7 +279,7 @@ class ExpectedRequests:
         )  # fmt: skip
 
     def _needed(self, expected: Expected, peer: Peer) -> int:
-        """Return the number of bytes of the request, which all source ranks together deliver."""
+        """Return how many bytes all source ranks together must deliver for the request."""
         node, tokens = self._node, (expected.start, expected.stop)
         return node.route_from(peer).needed_bytes(
             dst_rank=node.rank, tokens=tokens, layers=None, dst_blocks=expected.blocks
@@ -301,7 +304,11 @@ class ExpectedRequests:
             raise AtlasError(Code.DEADLINE, got=got, hint=hint)
 
     def _count(self, expected: Expected, one: Announcement, needed: int) -> None:
-        """Record that a part was read. The request is ready if it was the last one."""
+        """Record that a rank's part was read.
+
+        After the last part, raise an error unless all parts together have `needed` bytes. Then the
+        request is ready.
+        """
         rank = one.peer.rank
         with self._lock:
             one.transfer.check_cancelled()

@@ -69,7 +69,8 @@ class LaunchedPull:
     ) -> bool:
         """Wait for the read, and check that the source held its blocks; raise if the read failed.
 
-        Returns False if the read is over but invalid: the offer it read was not genuine.
+        Returns False if the read is over but invalid, because the offer that it used was not
+        genuine.
         """
         read, nbytes = self.read, self.read.prepared.shape.nbytes
         try:
@@ -96,7 +97,7 @@ class LaunchedPull:
         return True
 
     def _hold(self, node: NodeState, transfer: Transfer) -> None:
-        """Keep the blocks of a transfer from being reused until the copy is over."""
+        """Keep the blocks of a transfer from being reused until the read is over."""
         self._untidy = False
         handle, sever = self.read.handle, self.connection.link.sever
         handle.release()

@@ -41,9 +41,9 @@ class FilledBlocks:
     ) -> BlockClaim:
         """Claim the blocks that a pull fills.
 
-        `tables` has the ids of `blocks` as arrays. The first pull with these tokens and table
-        lengths also checks that its block tables are valid. For later ones the caller must check
-        that.
+        `tables` are the block tables `blocks` as arrays. The first pull with these tokens and table
+        lengths also checks that the tables are valid. For later pulls the caller must check the
+        tables.
         """
         key = (tokens, table_lengths(tables))
         entries = self._kept.get(key) if layers is None else None

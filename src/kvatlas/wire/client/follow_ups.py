@@ -1,8 +1,8 @@
 """Deferred work after launched pulls: clean up, and notify the source, in another thread.
 
-The caller that waits for such a pull finishes it. The work after it is deferred, because a thread
-that is woken at once would take the interpreter lock from the caller just as it continues. One
-thread does all deferred work at intervals. It exits shortly after the work runs out.
+The caller that waits for a launched pull also finishes it. The work after the pull is deferred: a
+thread that is woken at once would take the interpreter lock from the caller. One thread does all
+deferred work at intervals. It exits shortly after the work runs out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _FollowUp:
 
 
 class FollowUps:
-    """Launched pulls whose cleanup is due. Any thread may add one."""
+    """Launched pulls whose cleanup is still to be done. Any thread may add one."""
 
     def __init__(self, workers: Executor, beside: Executor) -> None:
         self._workers, self._beside = workers, beside
@@ -82,7 +82,11 @@ class FollowUps:
                 over = []
 
     def _is_over(self, one: _FollowUp) -> bool:
-        """Whether a pull is finished, so that its follow-up can run. Else check it later."""
+        """Whether a pull is finished, so that its follow-up can run.
+
+        If no thread finishes the pull, a worker thread does. An unfinished pull is checked again
+        later.
+        """
         if self._closing:
             _carefully(one.part)
             one.part.join()
@@ -98,7 +102,7 @@ class FollowUps:
         return False
 
     def _do_all(self, over: list[_FollowUp]) -> None:
-        """Follow up in order. If a source stalls, handle all the others in parallel."""
+        """Run the follow-ups one after another. If one is slow, run all later ones in parallel."""
         try:
             for place, one in enumerate(over):
                 begun = time.monotonic()
@@ -113,7 +117,7 @@ class FollowUps:
 
 
 def _hand_on(to: Executor, act: Callable[..., None], *given: Any) -> None:
-    """Call `act` in another thread, or in this one if the executor is shut down."""
+    """Submit `act(*given)` to an executor, or call it in this thread if that is shut down."""
     try:
         to.submit(act, *given)
     except RuntimeError:

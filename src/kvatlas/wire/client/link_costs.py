@@ -69,9 +69,9 @@ def choose_way(reads: RankReads, stream: AnyStream) -> Way:
 def must_coalesce(lease: RankLease) -> bool:
     """Whether a direct pull must read into staging buffers of this node instead of its blocks.
 
-    This is so if the link cannot end a stalled read, and another process may then fill the same
-    blocks: another replica, or in a push another source. The stalled read could overwrite them.
-    False if this node has no staging buffers in host memory.
+    True if the link cannot end a stalled read, and after the stall another process may fill the
+    same blocks: another replica, or another source of a push. The stalled read could overwrite the
+    new bytes. False if this node has no staging buffers in host memory.
     """
     link = lease.connection.link
     stalls = not link.prompt and not link.severs
@@ -97,7 +97,7 @@ def converts_on_the_way(lease: RankLease, stream: ConvertedStream) -> bool:
 def _cheapest_way(reads: RankReads, stream: Stream) -> Way:
     """Return `direct`, `coalesced` or `staged`: the one that is expected to be fastest.
 
-    The staging buffers that it needs, if any, are acquired.
+    If the returned way needs staging buffers, they are acquired here.
     """
     lease = reads.lease
     wanted, connection = lease.wanted, lease.connection
@@ -142,7 +142,7 @@ def _with_buffers(reads: RankReads, stream: Stream, way: Way, costs: Costs) -> W
 
 
 def _may_stage(lease: RankLease) -> bool:
-    """Whether the peer lends staging buffers; True if this is unknown, as there is no lease yet."""
+    """Whether the peer lends staging buffers. True before there is a lease to tell."""
     return lease.seen is not None or lease.opened.piece > 0
 
 

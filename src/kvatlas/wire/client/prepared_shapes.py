@@ -1,13 +1,14 @@
 """Fast path: reads that were prepared for the shapes of earlier requests.
 
-A pull computes, from two plans, the tokens and the block tables, which bytes to read from where.
-For the next request with the same tokens and the same number of blocks, only the block ids are new,
-and the link may have prepared the launches (`Link.prepare`). Such a pull starts at once, in the
-calling thread: it finds the offer on the peer's board, checks that the caller's blocks are inside
-their pools, and launches the copy. All other work of the pull happens while the copy runs. If the
-offer then proves not to be genuine, or names blocks that do not exist or one block twice, the
-result is discarded and the pull takes the normal path. For a new shape, the fast path first
-computes the runs, which takes some tenths of a millisecond, and caches them.
+From two plans, the tokens and the block tables, a pull computes which bytes to read. For the next
+request with the same tokens and the same number of blocks, only the block ids are new, and the link
+may have prepared the launches (`Link.prepare`). Such a pull starts at once, in the calling thread:
+it finds the offer on the peer's board (shared memory), checks that the caller's blocks are inside
+their pools, and launches the copy. All other work of the pull happens while the copy runs.
+
+The result is discarded, and the pull takes the normal path, if the offer proves not to be genuine.
+The same happens if a block of the offer does not exist or is named twice. For a new shape, the fast
+path first computes the runs, which takes some tenths of a millisecond, and caches them.
 
 Unusual requests do not take this path. The normal path reports their errors and waits where that is
 necessary.
@@ -92,7 +93,7 @@ class PreparedShapes:
         self._lock = threading.Lock()
 
     def learn(self, tokens: tuple[int, int], stream: Stream, total: int) -> None:
-        """Prepare the fast path for requests of this shape. The first pull of a link is ignored."""
+        """Prepare the fast path for requests of this shape, from the second pull over a link on."""
         key = (tokens, *stream.table_lengths)
         with self._lock:
             self._pulled += 1
@@ -152,7 +153,7 @@ class PreparedShapes:
     def _foreseen(
         self, key: _Key, theirs: Mapping[int, BlockIds], mine: Mapping[int, Int64s]
     ) -> PreparedShape | None:
-        """Check the block tables of a new shape, and return its prepared read, if any."""
+        """Check the block tables of a new shape, and return its prepared read, or None."""
         if max(map(len, theirs.values()), default=0) > _MOST_SPANS:
             return None
         wide = {group: ids.astype(np.int64) for group, ids in theirs.items()}
@@ -175,7 +176,7 @@ class PreparedShapes:
 
 
 def plain_tables(blocks: Any) -> dict[int, Int64s]:
-    """Return block tables by group as arrays. Arrays of the right type are not copied.
+    """Return block tables by group index, as int64 arrays. Such arrays are not copied.
 
     >>> plain_tables([2, 5])
     {0: array([2, 5])}

@@ -12,8 +12,8 @@ differ only in their pieces:
 - `staged`: the source gathers the piece into a staging buffer, before it is read into one of this
   node. Pieces must be gathered in order.
 
-Each worker has its own staging buffer. One reads while another scatters, or while the source
-gathers for another.
+Each worker has its own staging buffer. One worker reads while another scatters, or while the source
+gathers a piece for another worker.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ class PullPipeline:
             self._end(failure)
 
     def _is_needed(self, nth: int) -> bool:
-        """Whether worker `nth` may take a piece. `landing_threads` may be reduced meanwhile."""
+        """Whether worker `nth` may take a piece. `landing_threads` may shrink during a transfer."""
         return not nth or self._gathers or nth < self._node.landing_threads
 
     def _take(self, nth: int) -> tuple[PullPiece, Sequence[Copy]] | None:
-        """Return the next piece and the runs to read for it; None if no piece is left."""
+        """Return (piece, copies): the next piece and the runs to read; None if no piece is left."""
         while not self._taking.acquire(timeout=_LOOK_SECONDS):
             self._transfer.check_cancelled()
         try:
@@ -224,12 +224,15 @@ class PullPipeline:
     def _joined(
         self, batch: LandingBatch, exact: dict[int, ByteRanges] | None, nth: int
     ) -> list[Copy]:
-        """Return copies from the source's pool to a worker's buffer, with adjacent runs joined."""
+        """Return the runs to read from the source's pool into a worker's staging buffer.
+
+        Adjacent runs are joined. If `exact` is given, bytes outside of these ranges are not read.
+        """
         read = batch.read(self._reads.buffers[nth] * self._node.staging.piece)
         return [read if exact is None else exact[read.src_pool].clip(read)]
 
     def _spread(self, batch: LandingBatch, nth: int) -> int:
-        """Scatter a batch from a worker's buffer into the blocks."""
+        """Scatter a batch from a worker's buffer into the blocks. Return its number of bytes."""
         staging = self._node.staging
         here = staging.view(self._reads.buffers[nth], staging.piece)
         for one in batch.placing:
@@ -242,13 +245,19 @@ class PullPipeline:
             yield PullPiece(partial(self._gather, *span), partial(self._scatter, *span))
 
     def _gather(self, start: int, stop: int, nth: int) -> list[Copy]:
-        """Have the source gather a piece, and return the copy from its buffer to a worker's."""
+        """Have the source gather bytes `start .. stop - 1` of the stream into its staging buffer.
+
+        Return the runs to read from there into the buffer of worker `nth`.
+        """
         about = {"start": start, "stop": stop, "buffer": self._lease.lent[nth]}
         self._lease.ask_of_lease(protocol.Gather, protocol.Ok, **about)
         return [self._reads.staging_copy(nth, stop - start)]
 
     def _scatter(self, start: int, stop: int, nth: int) -> int:
-        """Scatter a gathered piece from a worker's buffer into the blocks."""
+        """Scatter a gathered piece from a worker's buffer into the blocks.
+
+        Return the number of bytes written.
+        """
         here = self._node.staging.view(self._reads.buffers[nth], stop - start)
         if isinstance(self._stream, ConvertedStream):
             self._arrived(start, stop, here)
@@ -263,5 +272,5 @@ def piece_bytes(stream: Stream) -> int:
 
 
 def _same(value: T, _: int) -> T:
-    """Return `value`, whichever worker asks. With `partial`, a callback for `PullPiece`."""
+    """Return `value` for every worker. `partial(_same, value)` is a callback for `PullPiece`."""
     return value

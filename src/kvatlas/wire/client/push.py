@@ -23,10 +23,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 
 
 class OfferedPush:
-    """A request that is offered to the ranks of its destination, and announced to each.
+    """A request that is offered and announced to every rank of its destination.
 
-    The name of the offer is random. So only nodes that it was announced to can read the offer, and
-    a node may push one request several times at once.
+    The name of the offer is random. So only nodes that receive the announcement can read the offer,
+    and a node may push one request several times at once.
     """
 
     def __init__(
@@ -65,7 +65,10 @@ class OfferedPush:
         self._node.withdraw(self._offer)
 
     def run(self, rank: int, endpoints: Sequence[str]) -> None:
-        """Have one rank read its part from this node, and record the outcome."""
+        """Have one destination rank read its part from this node, and record the outcome.
+
+        `endpoints` are those of the rank's replicas.
+        """
         transfer = self._transfer
 
         def push() -> None:
@@ -82,7 +85,7 @@ class OfferedPush:
             self.withdraw()
 
     def _try_replicas(self, endpoints: Sequence[str]) -> int:
-        """Announce to the replicas in turn until one has read. Return the number of bytes read."""
+        """Announce to the replicas in turn until one has read. Return how many bytes it read."""
         left = deque(endpoints)
         while True:
             try:
@@ -92,7 +95,7 @@ class OfferedPush:
                     raise
 
     def _announce(self, endpoint: str) -> int:
-        """Repeat the announcement until the node has read. Return the number of bytes read."""
+        """Repeat the announcement until the node has read. Return how many bytes it read."""
         pause, reconnected = _FIRST_PAUSE, False
         while True:
             self._transfer.check_cancelled()

@@ -46,8 +46,8 @@ class RankLease:
     The board is shared memory in which a peer on this host posts its offers. Reading the blocks of
     such an offer needs no lease.
 
-    The peer has `patience` seconds to answer a question. If the transfer has `others`, replicas to
-    fall back to, the same limit applies to each batch of bytes.
+    The peer has `patience` seconds to answer a question. If `others` is true, there are replicas to
+    fall back to, and each batch of bytes must also arrive within `patience` seconds.
     """
 
     node: NodeState
@@ -89,7 +89,7 @@ class RankLease:
     def ask_of_lease(
         self, message: Callable[..., protocol.Message], kind: type[A], **fields: Any
     ) -> A:
-        """Return the peer's answer to a question about this lease, unless the transfer ends."""
+        """Return the peer's answer to a question about this lease. Raise if the transfer ends."""
         session, lease = self.connection.session, self.opened.lease
         about = {"session": session, "lease": lease, "request": self.wanted.request}
         self._asked_at = time.monotonic()
@@ -124,7 +124,7 @@ class RankLease:
         return seen
 
     def ask_after_all(self) -> None:
-        """Ask for a lease on an offer found on the board, if the peer must gather its bytes."""
+        """Ask for a lease on an offer found on the board, if the peer must gather the bytes."""
         if self.seen is not None:
             self._ask_for_lease()  # for the blocks that were seen, and no others
             self.seen = None
@@ -155,7 +155,10 @@ class RankLease:
         return self.node.identity if self.node.check_identity else None
 
     def check_opened(self) -> None:
-        """Check and store the peer's blocks and staging size from its answer."""
+        """Check the block tables and the staging buffer size in the peer's answer.
+
+        Use its block tables if the caller gave none.
+        """
         told = protocol.unpack_tables(self.opened.blocks)
         if self.seen is not None:
             self._check_seen(self.seen.offer, told)
@@ -170,7 +173,10 @@ class RankLease:
             raise protocol.bad_handshake(got)
 
     def _check_seen(self, offer: PostedOffer, told: Mapping[int, Int64s]) -> None:
-        """Raise an error if an offer from the board lacks the requested tokens or blocks."""
+        """Raise an error if an offer from the board lacks the requested tokens or source blocks.
+
+        `told` are the offer's block tables.
+        """
         mine = {group: np.asarray(ids) for group, ids in (self.theirs or {}).items()}
         if mine:
             told = {group: np.where(ids == _NOT_NEEDED, -1, ids) for group, ids in told.items()}
@@ -203,7 +209,10 @@ class RankLease:
             raise lease_expired()
 
     def await_layer(self, layer: str) -> int | None:
-        """Wait until the peer has queued a layer's kernels. Return the GPU event after them."""
+        """Wait until the peer has queued a layer's kernels. Return its GPU event after them.
+
+        None if there is no event to wait for.
+        """
         if not self.opened.layered:
             return self.opened.mark
         while True:
@@ -303,7 +312,7 @@ class RankLease:
         return mac_key(self.connection.session, self.opened.lease)
 
     def stream(self, layers: Collection[str] | None) -> AnyStream:
-        """Describe the bytes that the transfer reads, in order, from these layers or all (None)."""
+        """Return the stream of bytes that the transfer reads, of the given layers; None: of all."""
         mine, theirs, peer = self.mine, self.theirs, self.connection.peer
         return self.node.stream(peer, mine, theirs, self.tokens, layers, incoming=True)
 

@@ -178,7 +178,10 @@ class RankPull:
             )
 
     def _differing(self, stream: AnyStream, start: int, stop: int) -> int:
-        """Count the pieces of bytes `start .. stop - 1` whose checksums differ at the two ends."""
+        """Return how many pieces have different checksums at the source and at this node.
+
+        Only the pieces in bytes `start .. stop - 1` of the stream are compared.
+        """
         lease = self.lease
         key, piece = lease.mac_key, _CHECKSUM_PIECE
         span: dict[str, Any] = {"start": start, "stop": stop, "piece": piece}
@@ -208,9 +211,9 @@ class RankReader:
     def read(
         self, transfer: Transfer, wanted: TransferRequest, rank: int, replicas: Sequence[str]
     ) -> RankPull:
-        """Read one rank's part. Wait while many others read, and retry until it is offered.
+        """Read one rank's part. If many parts are being read, wait a while before.
 
-        An unoffered request is retried for `wanted.wait_for_offer` seconds.
+        A request that is not offered yet is retried for `wanted.wait_for_offer` seconds.
         """
         pause, until = _FIRST_PAUSE, transfer.begun + wanted.wait_for_offer
         while True:

@@ -60,7 +60,7 @@ class RankReads:
         self._uses_blocks = True
 
     def follow(self) -> None:
-        """Order later copies after the GPU work that was queued when the transfer began."""
+        """Order later copies after the GPU work that was already queued when the transfer began."""
         mark = self.lease.wanted.mark
         self.node.mover.follow(mark)
         self.lease.connection.link.follow(mark)
@@ -68,10 +68,10 @@ class RankReads:
     # -- staging buffers --------------------------------------------------------------------
 
     def borrow(self, *, both: bool, until: float = math.inf) -> bool:
-        """Acquire staging buffers of this node and, with `both`, also of the peer.
+        """Acquire staging buffers of this node. If `both` is true, also borrow some of the peer.
 
-        Waits until buffers are free. Returns False, without buffers, if an end has none or the time
-        `until` passes first.
+        Waits until buffers are free. Returns False, without buffers, if one of the nodes has none
+        or the time `until` (monotonic clock) passes first.
         """
         staging, lease = self.node.staging, self.lease
         most = min(BUFFERS, staging.most())
@@ -88,9 +88,10 @@ class RankReads:
         return False
 
     def staging_copy(self, buffer: int, nbytes: int, near: Any = (0,), far: Any = (0,)) -> Copy:
-        """Describe a copy from a staging buffer of the peer to one of this node.
+        """Return the runs to copy from a staging buffer of the peer to one of this node.
 
-        Each run has `nbytes` bytes. `far` and `near` are the runs' offsets in the two buffers.
+        `buffer` indexes the acquired pairs of buffers. Each run has `nbytes` bytes. Runs begin at
+        the offsets `far` in the peer's buffer and `near` in this node's buffer.
         """
         lease = self.lease
         mine = self.buffers[buffer] * self.node.staging.piece + np.asarray(near)
@@ -100,7 +101,7 @@ class RankReads:
     # -- reads ------------------------------------------------------------------------------
 
     def read(self, copies: Sequence[Copy], into: Target) -> None:
-        """Read runs of the peer's pools into blocks or buffers, and wait for the end."""
+        """Read runs of the peer's pools into blocks or staging buffers, and wait for the end."""
         lease = self.lease
         handle = lease.connection.link.read(copies, lease=lease.opened.lease)
         self.finish(handle, into, renewing=False)
@@ -110,7 +111,7 @@ class RankReads:
         self.finish(self.lease.connection.link.read(copies, after), "blocks", renewing=True)
 
     def read_lent(self, copies: Sequence[Copy]) -> None:
-        """Read runs of the peer's staging buffers into those of this node."""
+        """Read runs of the peer's staging buffers into staging buffers of this node."""
         lease = self.lease
         own = lease.lent_link is not lease.connection.link
         with reclaimed_if_lost() if own else nullcontext():
@@ -118,13 +119,13 @@ class RankReads:
             self.finish(handle, "buffers", renewing=True)
 
     def count(self, runs: int) -> None:
-        """Add to the count of runs read."""
+        """Add `runs` to the number of runs that were read."""
         self.runs = (self.runs or 0) + runs
 
     def finish(self, handle: Handle, into: Target, *, renewing: bool) -> None:
         """Wait for a read. If it fails but may still write, quarantine its memory until it cannot.
 
-        With `renewing`, the lease is renewed during the read.
+        If `renewing` is true, the lease is renewed during the read.
         """
         lease = self.lease
 

@@ -109,14 +109,19 @@ class Session:
     ) -> Transfer:
         """Read a request's tokens from its source ranks into blocks of this node.
 
-        `src_blocks` may be omitted: the source's offer contains them. With `streamed`, layers
-        arrive one by one: `Transfer.layers` lists those that have arrived, and `wait_layers` waits
-        for some. With `recompute`, this node computes the last `recompute` tokens itself: they are
-        not transferred, and each sliding window is the one before the first of these tokens. A
-        `final` pull is this node's last read of the request, even if it reads only a part of the
-        offer: the source may reuse its blocks once no other rank reads them. The pull waits up to
-        `wait_for_offer` seconds for a request that is not offered yet. `identity` overrides the
-        node's identity for this request, for example if it uses an adapter or a salt.
+        `src_blocks` may be omitted: the source's offer contains them. `layers` are the names of the
+        layers to read; None for all. The pull fails after `seconds`. `how` selects the way to move
+        the bytes (see `How`), and `costs` replaces the measured costs for `auto`. If `checksums` is
+        true, the bytes at both ends are compared by checksums before the pull is ready.
+
+        If `streamed` is true, layers arrive one by one: `Transfer.layers` lists the layers that
+        have arrived, and `wait_layers` waits for some. The last `recompute` tokens are not
+        transferred, because this node computes them itself. Sliding windows are then read as they
+        are before the first of these tokens. If `final` is true, this is the node's last read of
+        the request, even if it reads only a part of the offer: the source may reuse its blocks once
+        no other rank reads them. The pull waits up to `wait_for_offer` seconds for a request that
+        is not offered yet. `identity` overrides the node's identity for this request, for example
+        if it uses an adapter or a salt.
 
         Raises `blocks_in_use` if an offer, a push or another pull uses one of the blocks. The
         blocks of a failed pull stay in use until the transfer is `released`.
@@ -185,9 +190,13 @@ class Session:
         """Have every rank that reads from this node read a request's tokens from its blocks.
 
         The destination must expect the request from this node, with the same tokens. This node
-        offers the blocks to it and asks it to pull them. The transfer is ready once every
-        destination rank has read and verified its part. The blocks must not change until the
-        transfer is `released`. Raises `blocks_in_use` if a pull is filling one of the blocks.
+        offers the blocks to the destination and asks it to pull them. The push fails after
+        `seconds`. `how` selects the way to move the bytes (see `How`). If `checksums` is true, each
+        destination rank compares checksums of its part with this node.
+
+        The transfer is ready once every destination rank has read its part. The blocks must not
+        change until the transfer is `released`. Raises `blocks_in_use` if a pull is filling one of
+        the blocks.
         """
         check_request_name(request)
         check_how(how)
@@ -272,7 +281,10 @@ class Session:
         tokens: Any,
         tables: Mapping[int, Int64s],
     ) -> None:
-        """Start to read from the ranks for which the fast path applies; add them to `launched`."""
+        """Start to read from each rank for which the fast path applies.
+
+        The started reads are added to `launched`, by rank.
+        """
         for rank, endpoints in self._replicas.items():
             if len(endpoints) == 1:
                 read = LaunchedPull.launch(self._connections, endpoints[0], request, tokens, tables)
@@ -347,7 +359,7 @@ class Session:
     def _tell_unread(self, transfer: Transfer, wanted: TransferRequest) -> None:
         """After a final pull, release the request at source ranks that no rank of this plan reads.
 
-        Such a source rank has only copies of bytes that other source ranks have.
+        Such a source rank holds only bytes that other source ranks hold as well.
         """
         if not wanted.final or not transfer.ready:
             return

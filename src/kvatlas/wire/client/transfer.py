@@ -20,7 +20,7 @@ class TransferPart:
     """A part of a transfer that runs once, in a worker thread or in the waiting thread."""
 
     def __init__(self, act: Callable[[], None], *, quick: bool = False) -> None:
-        """A `quick` part may also run in the thread that waits for the transfer."""
+        """If `quick` is true, the part may also run in the thread that waits for the transfer."""
         self._act, self.quick = act, quick
         self._claim, self._under_way = threading.Lock(), threading.Lock()
         self._under_way.acquire()
@@ -67,10 +67,11 @@ class Transfer:
         layers: Collection[str] | None = None,
         claim: BlockClaim | None = None,
     ) -> None:
-        """`total` is the number of bytes, a function that is called later to compute it, or None.
+        """`total` is the number of bytes that must arrive, a function that returns it, or None.
 
-        `layers` are the layers that the transfer delivers, or None if it does not track layers.
-        `claim` is the claim on its blocks, and is released once they may be reused.
+        `layers` are the names of the layers that the transfer delivers, or None if it does not
+        track layers. `claim` is the claim on the blocks, and is released once the blocks may be
+        reused.
         """
         self.request = request
         self._total = total
@@ -116,7 +117,7 @@ class Transfer:
 
     @property
     def layers(self) -> set[str]:
-        """The layers that every rank has delivered, in a streamed transfer."""
+        """The names of the layers that every rank has delivered, in a streamed transfer."""
         with self._lock:
             return set.intersection(*self._layers.values()) if self._layers else set()
 
@@ -215,9 +216,9 @@ class Transfer:
     # -- for the threads that carry it out --------------------------------------------------
 
     def add_part(self, act: Callable[[], None], *, quick: bool = False) -> TransferPart:
-        """Add a part. A `quick` one may run in the thread that waits for the transfer.
+        """Add a part. If `quick` is true, it may run in the thread that waits for the transfer.
 
-        Waking another thread would take a tenth as long as the part itself.
+        For a quick part, waking another thread would add a tenth to the time.
         """
         part = TransferPart(act, quick=quick)
         self._parts.append(part)
@@ -226,7 +227,7 @@ class Transfer:
     def run_rank(
         self, rank: int, act: Callable[[], None], ended: Callable[[str], None] = lambda _: None
     ) -> bool:
-        """Run one rank's part, and record its outcome. Return whether it has succeeded.
+        """Run `act`, one rank's part, and record its outcome. Return whether it has succeeded.
 
         `ended` is called with the error code of the transfer, or with "ok".
         """
@@ -300,7 +301,7 @@ class Transfer:
         return self.released
 
     def finished(self, rank: int) -> None:
-        """Record that a rank has delivered and its source has confirmed."""
+        """Record that a rank has delivered all its bytes and its source has confirmed the lease."""
         total = self.total
         with self._lock:
             self._waiting.discard(rank)

@@ -53,7 +53,7 @@ def check_how(how: object) -> None:
 
 
 def how_hint(how: object) -> str:
-    """Return the hint for a value that is not one of `How`.
+    """Return the hint of the error for a value that is not one of `How`.
 
     >>> how_hint("landed")
     "'landed' is now called 'coalesced'"
