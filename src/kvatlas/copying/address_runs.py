@@ -1,9 +1,10 @@
 """Copy runs of contiguous bytes between two addresses of one device.
 
 A start is a pair of offsets, at the source and at the target. A span is a pair of offsets and a
-length. One run is copied for every pair of a start and a span, at the sum of their offsets. Starts
-are known before a request and stay on the device. Spans come with each request and are few. The
-memory may belong to another process, so the interface takes addresses instead of tensors.
+length. One run is copied for every pair of a start and a span. At the source and at the target, a
+run begins at the sum of their two offsets. Starts are known before a request and stay on the
+device. Spans come with each request and are few. The memory may belong to another process, so the
+interface takes addresses instead of tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Offsets = NDArray[np.int64]
 
 
 class PlacedStarts(NamedTuple):
-    """Starts (pairs of a source and a target offset), stored on the device that copies."""
+    """Starts (pairs of a source and a target offset) in the memory of the copying device."""
 
     table: torch.Tensor
     bits: int
@@ -37,6 +38,8 @@ class PlacedStarts(NamedTuple):
 
 def place_starts(src: Offsets, dst: Offsets, device: torch.device | str) -> PlacedStarts:
     """Upload starts (pairs of a source and a target offset) to a device, for any number of copies.
+
+    The two numbers below are the fields `bits` and `step`.
 
     >>> place_starts(np.array([0, 64]), np.array([0, 96]), "cpu")[1:]
     (96, 96)
@@ -71,7 +74,10 @@ class BlockSpans(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bitwise OR of all strides, offsets and lengths; its lowest set bit is the alignment."""
+        """Bitwise OR of all strides, offsets and lengths.
+
+        Its lowest set bit is their common alignment in bytes.
+        """
         bits = abs(self.strides[0]) | abs(self.strides[1])
         for numbers in (*self.offsets, self.length):
             bits |= int(np.bitwise_or.reduce(numbers))
@@ -81,7 +87,7 @@ class BlockSpans(NamedTuple):
     def apart(self) -> int:
         """Distance in bytes between the first two spans at the target.
 
-        If they are in different blocks, these are assumed to be adjacent in memory.
+        If the two spans are in different blocks, the blocks are assumed to be adjacent in memory.
         """
         entries, offsets = self.entries[1][:2].tolist(), self.offsets[1][:2].tolist()
         if len(entries) < 2:
@@ -91,12 +97,12 @@ class BlockSpans(NamedTuple):
 
 
 class RepeatedCopy:
-    """A copy between two addresses, for requests that differ only in their block ids.
+    """A copy operation between two addresses, repeated for requests that differ only in block ids.
 
     Everything else is computed and uploaded once, so each later launch costs the host only a few
-    microseconds. `ids` are two int64 tensors, for source and target, on the device or in pinned
-    memory. The caller writes the block ids into them before each launch. All copies of one
-    `RepeatedCopy` must run in order on one stream.
+    microseconds. `ids` are two int64 tensors, on the device or in pinned memory: source block ids
+    and target block ids. The caller writes the block ids into these tensors before each launch.
+    All launches of one `RepeatedCopy` must run in order on one stream.
     """
 
     def __init__(
@@ -155,7 +161,7 @@ def copy_address_runs(
 ) -> None:
     """Copy one run for every pair of a start and a span, on `stream` or on the current stream.
 
-    A run is at the sum of the offsets of its start and its span. `spans` holds source offsets,
+    A run begins at the sum of the offsets of its start and its span. `spans` holds source offsets,
     target offsets and lengths, in bytes. `programs` limits the number of Triton programs; 0 means
     no limit. `place` uploads a table to the device in stream order. `choice` overrides the tuned
     launch parameters. Runs are not bounds-checked: the caller must ensure that they are inside its
@@ -179,8 +185,9 @@ def convert_address_runs(
     place: Callable[[Offsets], torch.Tensor] | None = None,
     **choice: Any,
 ) -> None:
-    """Copy runs like `copy_address_runs`, and cast their elements; all offsets count elements.
+    """Copy runs like `copy_address_runs`, and cast each element.
 
+    All offsets and lengths count elements instead of bytes.
     Each address must be a multiple of its element size. `scales` holds the scale of each start.
     """
     items = source // cast.source.item | target // cast.target.item
@@ -191,7 +198,7 @@ def convert_address_runs(
 
 
 def can_convert(cast: ElementCast, device: torch.device) -> bool:
-    """Whether `convert_address_runs` supports both element types on a device."""
+    """Whether `convert_address_runs` supports both element types of `cast` on a device."""
     converts: bool = _launcher().converts(cast, device)
     return converts
 
@@ -220,7 +227,7 @@ def _tables(
 
 
 def _uploaded(table: Offsets, device: torch.device) -> torch.Tensor:
-    """Return a copy of a table on a device, without waiting for the copy."""
+    """Return a table as a tensor on a device, without waiting for the upload."""
     tensor = torch.from_numpy(table)
     if device.type != "cuda":
         return tensor

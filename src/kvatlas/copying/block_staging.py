@@ -59,10 +59,11 @@ class SplitBlocks(NamedTuple):
 def split_blocks(
     grids: Sequence[Copy], block_bytes: Mapping[int, int], *, end: int, room: int
 ) -> SplitBlocks:
-    """Divide the runs of a copy into pieces of whole host blocks, and the remaining runs.
+    """Separate the runs of `grids` that make up whole host blocks from all other runs.
 
-    `end` is 0 if the host is the source, 1 if it is the destination. `room` is the maximum size of
-    a piece in bytes. A block is whole if all of its bytes move.
+    A block is whole if all of its bytes move. Whole blocks are grouped into pieces.
+    `block_bytes` maps each host pool to the size of a block in bytes. `end` is 0 if the host is the
+    source, 1 if it is the destination. `room` is the maximum size of a piece in bytes.
     """
     split = SplitBlocks([], [])
     for pool in dict.fromkeys(_host_pool(grid, end) for grid in grids):
@@ -108,8 +109,9 @@ def _host_spans(grid: Copy, end: int) -> Int64s:
 
 
 def _with_spans(grid: Copy, chosen: Any, end: int, at: Int64s) -> Copy:
-    """Return `grid` with only the `chosen` spans, and with `at` as their offsets on the host.
+    """Return `grid` with only the `chosen` spans (contiguous byte ranges).
 
+    `at` replaces the offsets of the chosen spans on the host.
     `end` is 0 if the host is the source, 1 if it is the destination.
     """
     src, dst = grid.src[chosen], grid.dst[chosen]
@@ -118,7 +120,7 @@ def _with_spans(grid: Copy, chosen: Any, end: int, at: Int64s) -> Copy:
 
 
 class BlockBuffer:
-    """A staging buffer on a GPU, and the queue whose copies use it."""
+    """A staging buffer on a GPU, and the queue of copy operations that use the buffer."""
 
     def __init__(self, queue: Any, room: int) -> None:
         self.queue, self.room = queue, room
@@ -128,9 +130,9 @@ class BlockBuffer:
         self, piece: BlockPiece, gpu: Mapping[int, Memory], pool: int, block_bytes: int, *,
         out: bool,
     ) -> Posted:  # fmt: skip
-        """Queue the copy of a piece between the GPU's pools and the host pool at address `pool`.
+        """Queue a copy of one piece between the GPU's pools and the host pool at address `pool`.
 
-        `out` means from the GPU to the host.
+        The direction is GPU to host if `out` is true, otherwise host to GPU.
         """
         if self._buffer is None:
             self._buffer = self.queue.buffer(self.room)
@@ -176,10 +178,10 @@ class BlockStaging:
         self, split: SplitBlocks, gpu: Mapping[int, Memory], host: Mapping[int, Memory],
         block_bytes: Mapping[int, int], under_way: list[Posted], *, out: bool,
     ) -> None:  # fmt: skip
-        """Queue the copies of all pieces, in order.
+        """Queue one copy operation for each piece, in order.
 
         Each posted copy is appended to `under_way`, so the caller can wait for it even if a later
-        piece fails. `out` means from the GPU to the host.
+        piece fails. The direction is GPU to host if `out` is true, otherwise host to GPU.
         """
         for piece in split.pieces:
             pool, size = host[piece.pool].address, block_bytes[piece.pool]
@@ -197,7 +199,10 @@ class BlockStaging:
 def address_runs(
     grids: Sequence[Copy], src: Mapping[int, Memory], dst: Mapping[int, Memory]
 ) -> list[AddressRuns]:
-    """Convert copies between pools to runs between addresses. `src` and `dst` hold the pools."""
+    """Convert copies between pools to runs between addresses.
+
+    `src` and `dst` map pool indices to memory regions.
+    """
     return [
         AddressRuns(
             src[grid.src_pool].address, dst[grid.dst_pool].address,

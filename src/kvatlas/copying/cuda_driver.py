@@ -53,7 +53,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def allocation(self, device: int, address: int) -> tuple[int, int]:
-        """Return the start and size of the allocation that contains an address."""
+        """Return (start address, size in bytes) of the allocation that contains an address."""
 
     @abstractmethod
     def export_memory(self, device: int, base: int) -> bytes:
@@ -93,7 +93,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def synchronize(self, device: int, event: int) -> None:
-        """Block the host until the last recorded work of an event has completed."""
+        """Block the host until the work before the last recording of an event has completed."""
 
     @abstractmethod
     def finished(self, device: int, event: int) -> bool:
@@ -108,7 +108,7 @@ class CudaDriver(ABC):
 
     @abstractmethod
     def queue(self, device: int, multiprocessors: int) -> DeviceQueue:
-        """Create a queue whose kernels use at most that many multiprocessors; 0 means no limit."""
+        """Create a queue whose kernels use at most `multiprocessors` SMs; 0 means no limit."""
 
 
 @lru_cache(maxsize=1)
@@ -213,7 +213,7 @@ class LibCuda(CudaDriver):
         return uuids
 
     def allocation(self, device: int, address: int) -> tuple[int, int]:
-        """Return the start and size of the driver's allocation, which torch may have subdivided."""
+        """Return (start, bytes) of the driver's allocation, which torch may have subdivided."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         with self.on(device):
             self._call(
@@ -258,7 +258,7 @@ class LibCuda(CudaDriver):
             self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def _wipe(self, device: int, address: int, nbytes: int) -> None:
-        """Set bytes to zero on a separate stream, and wait for it."""
+        """Set `nbytes` bytes to zero on a separate stream, and wait until that is done."""
         lent = self.streams.lend(device, self)
         stream = ctypes.c_void_p(lent.address)
         try:
@@ -375,13 +375,13 @@ class LibCuda(CudaDriver):
             self._call("cuStreamWaitEvent", stream, event, 0)
 
     def record(self, event: int, stream: int) -> None:
-        """Record an event on a stream. Its device must be current."""
+        """Record an event on a stream. The stream's device must be current."""
         self._check("cuEventRecord", self._looks.cuEventRecord(event, stream))
 
     def order(self, event: int, before: int, stream: int) -> None:
         """Make `stream` wait, through `event`, for the work on stream `before`.
 
-        Their device must be current.
+        The device of both streams must be current.
         """
         if self._looks.cuStreamQuery(before):  # not idle
             self.record(event, before)
@@ -403,7 +403,7 @@ class LibCuda(CudaDriver):
         return made.value or 0
 
     def launch_graph(self, graph: int, stream: int) -> None:
-        """Launch a captured graph. Its device must be current."""
+        """Launch a captured graph on a stream. The stream's device must be current."""
         self._check("cuGraphLaunch", self._looks.cuGraphLaunch(graph, stream))
 
     def end_graph(self, device: int, graph: int) -> None:

@@ -5,8 +5,9 @@ stream. A graph captured on a shared stream would include the other owner's work
 it. These streams are therefore created through the driver, and torch never hands them out.
 
 Streams are reused, not destroyed. torch's allocators cache memory by the stream that used it, and
-may use that stream to free the memory long after its owner is gone. Work of a stream's next owner
-runs after the work still queued on it, and reuses the memory that torch has cached for it.
+may use that stream to free the memory long after the stream's owner is gone. The next owner's work
+runs after the work that is still queued on the stream. It reuses the memory that torch has cached
+for the stream.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 
 class LentStream(NamedTuple):
-    """A lent stream: its address, and a function that returns it to its `StreamStock`.
+    """A lent stream: its address, and a function that gives it back to its `StreamStock`.
 
     Only the first call of `give_back` has an effect.
     """
@@ -59,5 +60,5 @@ class StreamStock:
         return LentStream(address, give_back)
 
     def idle(self, device: int) -> int:
-        """Return the number of free streams of a device."""
+        """Return the number of streams of a device that are not lent."""
         return len(self._idle.get(device, ()))

@@ -75,13 +75,13 @@ class DeviceMarks:
         return self._made - 1
 
     def _tell_done(self, number: int) -> None:
-        """Record and publish that a mark has completed, before its event is reused."""
+        """Store and publish that mark `number` has completed. Called before its event is reused."""
         self.done = number
         if self.board is not None:
             self.board.tell_done(number)
 
     def passed(self, number: int) -> bool:
-        """Whether the work before a mark has completed."""
+        """Whether the work before mark `number` has completed."""
         return number <= self.done or self._driver.finished(self._device, self.event(number))
 
     def event(self, number: int) -> int:
@@ -97,15 +97,15 @@ class DeviceMarks:
         return events[number % EVENTS]
 
     def wait(self, number: int) -> None:
-        """Block the host until the work before a mark has completed."""
+        """Block the host until the work before mark `number` has completed."""
         self._driver.synchronize(self._device, self.event(number))
 
     def export(self) -> tuple[bytes, ...]:
-        """Return the IPC handles of the events, in order."""
+        """Return the IPC handles of the events; mark n uses event n modulo `EVENTS`."""
         return tuple(self._driver.export_event(self._device, event) for event in self._events)
 
     def close(self) -> None:
-        """Destroy the events and return the stream that records them."""
+        """Destroy the events, and give back the stream that recorded them."""
         with self._lock:
             events, self._events = self._events, []
             self._order.give_back()

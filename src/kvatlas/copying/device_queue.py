@@ -22,7 +22,7 @@ Tables = Mapping[int, BlockIds]
 class AddressRuns(NamedTuple):
     """Runs between two addresses: one run for each pair of a start and a span.
 
-    A run is at the sum of the addresses and of both offsets.
+    At the source and at the target, a run begins at address + start offset + span offset.
     """
 
     source: int
@@ -48,7 +48,7 @@ class AddressRuns(NamedTuple):
 
 
 class AddressPattern(NamedTuple):
-    """Runs between two addresses. Only the block ids are missing; each request supplies them."""
+    """Runs between two addresses, without the block ids. Each request supplies its block ids."""
 
     source: int
     target: int
@@ -58,7 +58,7 @@ class AddressPattern(NamedTuple):
 
 
 class Posted(ABC):
-    """Copies that were posted to a queue."""
+    """Copy operations that were posted to a queue."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -70,11 +70,11 @@ class Posted(ABC):
 
 
 class DeviceQueue(ABC):
-    """A queue of copies on one device, which run in order on a separate stream."""
+    """A queue of copy operations on one device. They run in order on a separate stream."""
 
     @abstractmethod
     def after(self, event: int) -> None:
-        """Make copies that are posted later wait for the last recorded work of an event."""
+        """Make copies that are posted later wait for the last recording of an event."""
 
     @abstractmethod
     def after_caller(self) -> None:
@@ -82,7 +82,7 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def post(self, runs: Sequence[AddressRuns]) -> Posted:
-        """Queue copies of all runs, without waiting for them."""
+        """Queue copy operations for all runs, without waiting for their completion."""
 
     def converts(self, cast: ElementCast) -> bool:
         """Whether runs with this cast can be posted."""
@@ -94,21 +94,21 @@ class DeviceQueue(ABC):
         """Release the stream. Posted copies continue; nothing else can be posted."""
 
     def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
-        """Prepare copies of requests that differ only in block ids.
+        """Prepare copy operations for requests that differ only in block ids.
 
-        Return None if a request has too many block ids.
+        Return None if such a request has too many block ids.
         """
         return _PostedAsRuns(self, patterns)
 
 
 class PreparedRuns(ABC):
-    """Prepared copies of requests that differ only in block ids."""
+    """Copy operations that were prepared for requests that differ only in block ids."""
 
     @abstractmethod
     def post(self, src: Tables, dst: Tables) -> Posted | None:
-        """Copy from the blocks of `src` to those of `dst`, without waiting for the copy.
+        """Queue a copy from the blocks with ids `src` to the blocks with ids `dst`.
 
-        It runs after the work that is queued on the caller's current stream.
+        The copy runs after the work that is queued on the caller's current stream.
 
         The destination's ids must be valid. The source's ids come from a peer, as unsigned
         integers, and are not trusted: an id that is not below the number of source blocks is
@@ -118,13 +118,13 @@ class PreparedRuns(ABC):
 
 
 class _PostedAsRuns(PreparedRuns):
-    """Computes the runs of each request when it is posted, for queues that prepare nothing."""
+    """Computes the runs only when a request is posted, for queues that prepare nothing."""
 
     def __init__(self, queue: DeviceQueue, patterns: Sequence[AddressPattern]) -> None:
         self._queue, self._patterns = queue, patterns
 
     def post(self, src: Tables, dst: Tables) -> Posted | None:
-        """Compute the runs and post them."""
+        """Compute the runs of one request and post them."""
         runs = []
         for source, target, pattern, blocks in self._patterns:
             known = {group: np.where(ids < blocks, ids, 0) for group, ids in src.items()}

@@ -32,9 +32,10 @@ for _call in (_system.preadv, _system.pwritev):
 def copy_file_runs(
     file: Callable[[], int], near: Int64s, far: Int64s, length: Int64s, *, write: bool
 ) -> Iterator[None]:
-    """Copy runs between addresses of this process and offsets of a file, one step per iteration.
+    """Copy runs between memory and a file, one step per iteration.
 
-    `near` are addresses, `far` are file offsets. `file` returns the descriptor; it is called before
+    `near` are addresses in this process, `far` are file offsets. The direction is memory to file if
+    `write` is true, otherwise file to memory. `file` returns the descriptor; it is called before
     every system call, because the file may be closed in between. Raises `OSError`, also if the file
     ends before a run does.
     """
@@ -64,14 +65,16 @@ class VectoredCalls(NamedTuple):
     nbytes: Int64s
 
     def each(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (index of the first range, number of ranges, file offset, bytes) of every call."""
+        """Yield (index of first range, range count, file offset, size in bytes) of each call."""
         count = np.diff(self.first, append=len(self.ranges))
         columns = (self.first, count, self.offset, self.nbytes)
         yield from zip(*(column.tolist() for column in columns), strict=True)
 
 
 def vectored_calls(near: Int64s, far: Int64s, length: Int64s) -> VectoredCalls:
-    """Group runs that are adjacent in the file into calls, within the system's limits.
+    """Group runs that are adjacent in the file into vectored calls, within the system's limits.
+
+    `near` are memory addresses, `far` are file offsets.
 
     >>> near, far, length = np.array([70, 50, 10]), np.array([4, 0, 90]), np.array([4, 4, 8])
     >>> calls = vectored_calls(near, far, length)

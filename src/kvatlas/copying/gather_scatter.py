@@ -19,7 +19,7 @@ from kvatlas.routing import Copy
 
 
 def stream_bytes(copies: Sequence[Copy]) -> int:
-    """Return the size in bytes of the stream of `copies`: of all their runs, concatenated."""
+    """Return the total size in bytes of all runs of `copies`."""
     return sum(copy.nbytes for copy in copies)
 
 
@@ -60,8 +60,8 @@ def checksums(
 ) -> Int64s:
     """Return one CRC-32 for each `piece` bytes of the stream of `copies`.
 
-    The stream is the concatenation of their runs. `src` means that `pools` are the source's;
-    otherwise they are the destination's.
+    The stream is the concatenation of the runs. If `src` is true, `pools` are the source's pools,
+    otherwise the destination's.
     """
     if not src:
         copies = [copy.reversed() for copy in copies]

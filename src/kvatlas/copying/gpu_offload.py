@@ -41,7 +41,7 @@ class GpuOffload:
         block_bytes: Mapping[int, int],
         staging: BlockStaging,
     ) -> None:
-        """`pinned` means that the GPU can access all host pools.
+        """If `pinned` is true, all host pools are pinned, so that the GPU can access them.
 
         `block_bytes` maps each host pool with contiguous blocks to the size of a block in bytes.
         """
@@ -65,7 +65,10 @@ class GpuOffload:
             self._across_link(copies, out=out)
 
     def _across_link(self, copies: Sequence[Copy], *, out: bool) -> None:
-        """Copy with a kernel that accesses the host's pinned pools over the link."""
+        """Copy with a kernel that accesses the host's pinned pools over the link.
+
+        The direction is GPU to host if `out` is true, otherwise host to GPU.
+        """
         host = self._host_memory()
         runs = address_runs(copies, *((self._gpu, host) if out else (host, self._gpu)))
         self._queue.after_caller()
@@ -74,7 +77,8 @@ class GpuOffload:
     def _by_blocks(self, copies: Sequence[Copy], *, out: bool) -> None:
         """Copy whole blocks through a GPU buffer; a kernel copies the other runs across the link.
 
-        The caller ensures that no span crosses a block boundary.
+        The direction is GPU to host if `out` is true, otherwise host to GPU. The caller ensures
+        that no span (contiguous byte range) crosses a block boundary.
         """
         self._staging.after_caller()
         host = self._host_memory()
@@ -94,7 +98,10 @@ class GpuOffload:
         return {i: Memory(pool.ctypes.data, pool.nbytes) for i, pool in self._host.items()}
 
     def _bounced(self, copies: Sequence[Copy], *, out: bool) -> None:
-        """Copy through two pinned buffers: the link transfers one while the CPU uses the other."""
+        """Copy through two pinned buffers: the link transfers one while the CPU uses the other.
+
+        The direction is GPU to host if `out` is true, otherwise host to GPU.
+        """
         self._queue.after_caller()
         pieces = list(_pieces(copies))
         buffers = [self._queue.buffers(min(_PIECE, piece_bytes(pieces))) for _ in "ab"]
@@ -116,7 +123,10 @@ class GpuOffload:
             self._by_host(pieces[-1], buffers[(len(pieces) - 1) % 2][0], out=True)
 
     def _by_host(self, piece: list[Copy], buffer: Any, *, out: bool) -> None:
-        """Copy a piece between a pinned buffer and the host's pools, on the CPU."""
+        """Copy a piece on the CPU, between a pinned buffer and the host's pools.
+
+        The direction is buffer to pools if `out` is true, otherwise pools to buffer.
+        """
         stream, done = buffer.numpy(), 0
         for copy in piece:
             at = np.cumsum(copy.length) - copy.length + done
@@ -131,12 +141,14 @@ class GpuOffload:
 
 
 def piece_bytes(pieces: Sequence[Sequence[Copy]]) -> int:
-    """Return the size in bytes of the largest piece. A piece is a list of copies."""
+    """Return the size in bytes of the largest piece. A piece is a list of copy operations."""
     return max((sum(copy.nbytes for copy in piece) for piece in pieces), default=0)
 
 
 def _pieces(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Yield the copies in pieces of at most `_PIECE` bytes.
+    """Split `copies` into pieces of at most `_PIECE` bytes, and yield each piece.
+
+    A piece is a list of copy operations.
 
     >>> copy = Copy(0, 0, *(np.array(n) for n in ([0, 64], [8, 0], [20 << 20, 30 << 20])))
     >>> [[part.length.tolist() for part in piece] for piece in _pieces([copy])]

@@ -123,7 +123,9 @@ def find_pool(pools: Mapping[int, Bytes], index: int) -> Bytes:
 
 
 def copy_runs(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, length: Int64s) -> Steps:
-    """Copy runs between two buffers, one step per iteration.
+    """Copy runs from `src` to `dst`, one step per iteration.
+
+    `src_at` and `dst_at` are the byte offsets of the runs in the buffers.
 
     >>> src, dst = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
     >>> for _ in copy_runs(src, dst, np.array([6, 0]), np.array([0, 5]), np.array([2, 3])):
@@ -191,10 +193,10 @@ def _of_one_length(src: Bytes, dst: Bytes, src_at: Places, dst_at: Places, lengt
 
 
 def _grid(src: Bytes, starts: Int64s, size: int) -> tuple[NDArray[Any], Int64s] | None:
-    """Return `src` as an array of `size`-byte elements, and the index of each run in it.
+    """Return (`src` as an array of `size`-byte elements, index of each run's element).
 
-    Return None unless all starts are multiples of `size` apart. `numpy.take` gathers adjacent
-    elements without a temporary copy; it does not support overlapping elements.
+    Return None unless all distances between starts are multiples of `size`. `numpy.take` gathers
+    adjacent elements without a temporary copy; it does not support overlapping elements.
     """
     first = int(starts.min())
     places, phases = np.divmod(starts - first, size)
@@ -254,7 +256,7 @@ def split_runs(src_at: Int64s, dst_at: Int64s, length: Int64s) -> tuple[Int64s, 
 
 
 def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Bytes]:
-    """Return the pools of a rank as bytes, by index.
+    """Return the pools of a rank as byte arrays, by pool index.
 
     `given` holds `Memory` on the host, numpy arrays or CPU tensors. Raise `out_of_bounds` if a pool
     is missing, too small, not contiguous or not in host memory.
@@ -270,8 +272,9 @@ def rank_pools(plan: Plan, rank: int, given: Mapping[int, Any]) -> dict[int, Byt
 
 
 def gpu_pools(plan: Plan, rank: int, given: Any) -> dict[int, Memory]:
-    """Return the GPU pools of a rank as regions, from any input of `memory_of`.
+    """Return the GPU pools of a rank as regions, by pool index.
 
+    `given` is anything that `memory_of` accepts.
     Raise `out_of_bounds` if a pool is missing or too small.
     """
     memory = memory_of(given)
@@ -299,7 +302,7 @@ def _no_access(index: int, nbytes: int, given: Mapping[int, Any], held: int | No
 
 
 def _bytes_of(pool: Any) -> Bytes | None:
-    """Return a pool as bytes; None if it is not contiguous or not in host memory."""
+    """Return a pool as a byte array; None if it is not contiguous or not in host memory."""
     if isinstance(pool, Memory):
         return as_bytes(pool) if pool.device == HOST else None
     if isinstance(pool, np.ndarray):

@@ -54,12 +54,12 @@ class PoolMover(ABC):
     def checksums(self, copies: Sequence[Copy], piece: int, *, src: bool) -> Int64s:
         """Return one CRC-32 for each `piece` bytes of the stream of `copies`.
 
-        The stream is the concatenation of their runs. `src` means that this node is the source;
-        otherwise it is the destination.
+        The stream is the concatenation of the runs. If `src` is true, this node is the source of
+        `copies`, otherwise the destination.
         """
 
     def follow(self, mark: int | None) -> None:  # noqa: B027
-        """Make later copies wait for the GPU work before `mark`, a number that `DeviceMarks` gave.
+        """Make later copies wait for the GPU work before `mark`, a result of `DeviceMarks.mark`.
 
         Do nothing if `mark` is None.
         """
@@ -153,7 +153,7 @@ class GpuMover(PoolMover):
     ) -> int:
         """Copy between pools and `stream`, and wait for the copy. Return the number of bytes.
 
-        `out` means from the pools to the stream.
+        The direction is pools to stream if `out` is true, otherwise stream to pools.
         """
         total = stream_bytes(copies)
         if not total:
@@ -193,9 +193,9 @@ class GpuMover(PoolMover):
 def stream_runs(
     copies: Iterable[Copy], pools: Mapping[int, Memory], stream: int, *, out: bool
 ) -> list[AddressRuns]:
-    """Return the runs that gather `copies` into a buffer, or scatter the buffer.
+    """Return the runs that copy between pools and a contiguous buffer at address `stream`.
 
-    `stream` is the address of the buffer. `out` means from the pools to the buffer.
+    The direction is pools to buffer if `out` is true, otherwise buffer to pools.
     """
     runs, done = [], 0
     for copy in copies:

@@ -39,7 +39,7 @@ _KEPT = 1 << 10
 
 
 class Placing(NamedTuple):
-    """Runs of one length: their offsets in a batch and in the destination pool."""
+    """Runs of one length: the offset of each run in a batch, and in the destination pool."""
 
     pool: int
     places: NestedSteps
@@ -51,7 +51,10 @@ class Placing(NamedTuple):
 
 
 class LandingBatch(NamedTuple):
-    """Ranges of a source pool that are read into contiguous memory, and their destinations."""
+    """Ranges of a source pool that are read together into contiguous memory.
+
+    `placing` lists where the bytes are copied afterwards.
+    """
 
     pool: int
     src: Int64s
@@ -67,7 +70,7 @@ class LandingBatch(NamedTuple):
         )
 
     def read(self, at: int) -> Copy:
-        """Return the copy that reads the batch into staging memory, starting at offset `at`."""
+        """Return a `Copy` from the source pool to offset `at` of staging memory."""
         places = np.cumsum(self.length) - self.length + at
         return Copy(self.pool, STAGING, self.src, places, self.length)
 
@@ -75,8 +78,8 @@ class LandingBatch(NamedTuple):
 class _Tiles(NamedTuple):
     """The tiles of one copy. A tile is a set of runs that are close together at the source.
 
-    `src` and `dst` are the offsets of the tiles relative to each span of `grid`. `steps` are the
-    strides between the runs of a tile.
+    `src` and `dst` are the offsets of the tiles relative to a span (contiguous byte range) of
+    `grid`, and are the same for each span. `steps` are the strides between the runs of a tile.
     """
 
     grid: Copy
@@ -114,9 +117,9 @@ def landing_batches(grids: Sequence[Copy], room: int) -> Generator[LandingBatch]
 
 
 def expected_reads(grids: Sequence[Copy], room: int) -> tuple[int, int]:
-    """Estimate the reads that copy `grids`: return the number of ranges, and their bytes.
+    """Return an estimate of (number of ranges to read, bytes to read) for copying `grids`.
 
-    The estimate is based on the first spans of each grid.
+    The estimate is based on the first spans (contiguous byte ranges) of each grid.
     """
     some = [_first_spans(grid) for grid in grids if len(grid)]
     reads = [batch.length for batch in landing_batches(some, room)]
@@ -131,7 +134,7 @@ def _first_spans(grid: Copy) -> Copy:
 
 
 def _cut(grid: Copy, most: int) -> Copy:
-    """Return a copy of the same bytes, in runs of at most `most` bytes."""
+    """Return a `Copy` that moves the same bytes as `grid`, in runs of at most `most` bytes."""
     if int(grid.length.max()) <= most:
         return grid
     parts = -(-grid.length // most)
@@ -162,7 +165,7 @@ class _SortedTiles(NamedTuple):
     def of(cls, tiles: Sequence[_Tiles], spans: slice) -> _SortedTiles:
         """Return the tiles of several copies, in the order in which they are read.
 
-        Only the spans in the slice `spans` of each copy are included.
+        Of each copy, only the spans (contiguous byte ranges) in the slice `spans` are included.
         """
         grid, extent = tiles[0].grid, max(one.extent for one in tiles)
         far = 1 + max(one.source_stop for one in tiles)
@@ -200,9 +203,9 @@ class _SortedTiles(NamedTuple):
             yield LandingBatch(pool, src[some], length[some], [one for one in placing if one])
 
     def _cuts(self, room: int) -> list[int]:
-        """Divide the tiles into batches of at most `room` bytes; return the first tile of each.
+        """Divide the tiles into batches of at most `room` bytes.
 
-        The number of tiles is appended to the list.
+        Return the index of each batch's first tile, followed by the number of tiles.
         """
         edges = np.flatnonzero(self.start[1:] >= self.reached[:-1]) + 1
         edges = np.append(edges, len(self.start))
@@ -219,7 +222,7 @@ class _SortedTiles(NamedTuple):
         return cuts
 
     def _alike(self, number: int, cuts: list[int]) -> Iterator[_AlikeTiles]:
-        """Yield the tiles of one grid, grouped by the length of their runs."""
+        """Yield the tiles of grid `number`, grouped by the length of their runs."""
         own = np.flatnonzero(self.owner == number)
         lengths = self.length[own]
         for length in np.unique(lengths).tolist():
@@ -229,7 +232,7 @@ class _SortedTiles(NamedTuple):
 
 
 class _AlikeTiles(NamedTuple):
-    """Tiles of one copy whose runs have the same length. `cuts[i]` is the first tile of batch i."""
+    """Tiles of one `Copy` whose runs have the same length. Tile `cuts[i]` begins batch i."""
 
     tiles: _Tiles
     length: int
@@ -238,7 +241,7 @@ class _AlikeTiles(NamedTuple):
     cuts: list[int]
 
     def placing(self, batch: int, at: int) -> Placing | None:
-        """Return the runs of these tiles in a batch; None if the batch has none of the tiles.
+        """Return the runs of these tiles that are in batch number `batch`; None if there are none.
 
         `at` is the offset of the batch in the concatenation of all reads.
         """
@@ -286,10 +289,11 @@ def _steps_of(src: bytes, dst: bytes) -> NestedSteps:
 
 
 def _blocks(src: Int64s, dst: Int64s, extent: int) -> Int64s:
-    """Return a block number for each span. Spans interleaved at the source have the same number.
+    """Return a group number for each span. Spans that interleave at the source share a number.
 
-    Blocks are numbered in the order of their destinations, so that neighbours at the destination
-    are in one batch if there is room.
+    A span stands for several runs, which begin within `extent` bytes at the source. Groups are
+    numbered in the order of their destinations, so that neighbours at the destination are in one
+    batch if there is room.
     """
     order = np.argsort(src, kind="stable")
     block = np.empty_like(src)

@@ -24,9 +24,9 @@ _LARGEST = int(np.iinfo(np.int64).max)
 def check_runs(
     starts: Places, length: Int64s, buffer: Bytes, *, written: bool = False
 ) -> tuple[Int64s, Int64s]:
-    """Return starts and lengths as int64 arrays, or raise an error if a run leaves the buffer.
+    """Return (starts, lengths) as int64 arrays, or raise an error if a run leaves the buffer.
 
-    `written` means that the buffer must be writable.
+    If `written` is true, also raise an error if the buffer is read-only.
 
     >>> check_runs(np.array([0, 60]), np.array([8, 8]), np.zeros(64, np.uint8))
     Traceback (most recent call last):

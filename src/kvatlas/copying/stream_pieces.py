@@ -1,7 +1,8 @@
 """Copy pieces of streams into and out of pools, and convert them if the route converts.
 
-The source gathers a piece from its pools, and the destination scatters it into its own. If the
-route converts, a piece is sent in the format of one end, and the other end converts it.
+The source gathers a piece from its pools, and the destination scatters it into the destination's
+pools. If the route converts, a piece is sent in the format of one end, and the other end converts
+it.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ class StreamPiece(NamedTuple):
 
     @classmethod
     def of(cls, stream: AnyStream, start: int, stop: int, end: int) -> StreamPiece:
-        """Return the runs of the piece that contains bytes `start .. stop - 1` of a stream.
+        """Return the runs of bytes `start .. stop - 1` of a stream.
 
-        `end` is `SOURCE` or `DESTINATION`, and selects the pools of the runs.
+        The runs are in the source's pools if `end` is `SOURCE`, in the destination's pools if it
+        is `DESTINATION`.
         """
         if isinstance(stream, Stream):
             return cls(stream.copies(start, stop))
@@ -79,7 +81,7 @@ class StreamPiece(NamedTuple):
 
 
 def piece_spans(stream: AnyStream, piece: int) -> Iterator[tuple[int, int]]:
-    """Divide a stream into pieces of at most `piece` bytes; return (start, stop) of each."""
+    """Yield the byte offsets (start, stop) of each piece of at most `piece` bytes of a stream."""
     if isinstance(stream, ConvertedStream):
         return stream.spans(min(piece, _CONVERTED))
     total = stream.nbytes

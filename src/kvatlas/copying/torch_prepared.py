@@ -1,4 +1,4 @@
-"""Prepared copies of requests that differ only in block ids: write the ids, launch the kernels.
+"""Copies prepared for requests that differ only in block ids: write the ids, launch kernels.
 
 Everything else exists before the request arrives: span offsets on the device, pinned memory,
 events, and launches with fixed arguments. Requests that differ only in block ids have the same
@@ -53,7 +53,7 @@ class LaunchDriver(Protocol):
         """Destroy an event."""
 
     def synchronize(self, device: int, event: int) -> None:
-        """Wait for the last recorded work of an event."""
+        """Wait for the work before the last recording of an event."""
 
     def finished(self, device: int, event: int) -> bool:
         """Whether the last recorded work of an event has completed."""
@@ -112,7 +112,7 @@ class LaunchQueue(Protocol):
         """Allocate host memory that the GPU can access."""
 
     def wait_for_launches(self) -> None:
-        """Wait for the earlier launches after one has failed, because they still write."""
+        """Wait for earlier launches, which still write, after a later launch has failed."""
 
 
 class LaunchTables:
@@ -134,7 +134,7 @@ class LaunchTables:
 
 
 class RequestTable:
-    """Pinned memory for one request's block ids and a completion word, and two events."""
+    """Pinned memory for one request's block ids and a 32-bit completion word, plus two events."""
 
     def __init__(self, queue: LaunchQueue) -> None:
         import torch
@@ -172,7 +172,7 @@ class GroupIds(NamedTuple):
     def pieces(self, ids: Int64s) -> Iterator[_Piece]:
         """Yield (end, group, slice of the group's block table, part of `ids` to write it to).
 
-        Each piece is written by one call.
+        `end` is 0 for source ids, 1 for destination ids. One call writes each such piece.
         """
         mine = self.among(ids)
         for first in range(0, self.blocks, _WRITTEN_AT_ONCE):
@@ -185,7 +185,7 @@ _Piece = tuple[int, int, slice, Int64s]
 
 
 class _TableLaunches:
-    """Launches that read block ids from one table, for requests of one shape."""
+    """Launches that read block ids from one `RequestTable`, for requests of one shape."""
 
     def __init__(self, copies: list[Any], pieces: list[_Piece]) -> None:
         self.copies, self.pieces = copies, pieces
@@ -250,7 +250,8 @@ class TorchPreparedRuns(PreparedRuns):
     def _capture(self, made: _TableLaunches) -> None:
         """Capture the launches in a graph, so that the next request needs only one launch.
 
-        Called for the second request: a capture needs the kernels that the first compiled.
+        Called for the second request, because a capture needs compiled kernels. The first request
+        compiles them.
         """
         driver, aside = self._queue.driver, self._tables.aside
         try:
@@ -287,7 +288,7 @@ class PostedTable(Posted):
         return over
 
     def wait(self) -> None:
-        """Wait without blocking other threads."""
+        """Wait for the copy without blocking other Python threads."""
         table = self._table
         if table is not None:
             table.driver.synchronize(table.number, table.over)

@@ -55,7 +55,7 @@ class QueueDriver(LaunchDriver, Protocol):
 
 
 class TorchQueue(DeviceQueue):
-    """A queue of copies on one stream of one device. Any thread may use it."""
+    """A queue of copy operations on one stream of one device. Any thread may use it."""
 
     def __init__(self, driver: QueueDriver, device: int, multiprocessors: int) -> None:
         import torch
@@ -115,7 +115,7 @@ class TorchQueue(DeviceQueue):
         return can_convert(cast, self._device)
 
     def prepare(self, patterns: Sequence[AddressPattern]) -> PreparedRuns | None:
-        """Prepare launches for requests of one shape. Return None if they have too many ids."""
+        """Prepare launches for requests of one shape; None if they have too many block ids."""
         with self._posting():
             return TorchPreparedRuns(self, patterns) if fits(patterns) else None
 
@@ -127,7 +127,7 @@ class TorchQueue(DeviceQueue):
         return self._tables
 
     def wait_for_launches(self) -> None:
-        """Wait for the earlier launches after one has failed, because they still write."""
+        """Wait for earlier launches, which still write, after a later launch has failed."""
         with suppress(Exception):  # a failed device writes nothing
             TorchPosted(self._stream).wait()
 
@@ -136,7 +136,7 @@ class TorchQueue(DeviceQueue):
     ) -> Posted:
         """Copy `nbytes` bytes between pools and buffer `host`, through GPU buffer `gpu`.
 
-        `out` means from the pools to the host.
+        The direction is pools to host if `out` is true, otherwise host to pools.
         """
         with self._posting(), self.on_stream(), self._no_launch_left_behind():
             if not out:
@@ -153,8 +153,8 @@ class TorchQueue(DeviceQueue):
         """Copy between pools and pinned host memory, through a buffer on the GPU.
 
         `runs` are between the pools and the buffer. `stretches` are between pinned memory and the
-        buffer: (host address, address in the buffer, number of bytes). `out` means from the pools
-        to pinned memory.
+        buffer: (host address, address in the buffer, number of bytes). The direction is pools to
+        host if `out` is true, otherwise host to pools.
         """
         stream = self._stream.cuda_stream
         with self._posting(), self.driver.on(self.number), self._no_launch_left_behind():
@@ -198,7 +198,7 @@ class TorchQueue(DeviceQueue):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def buffers(self, nbytes: int) -> tuple[Any, Any]:
-        """Return `nbytes` of pinned host memory, and `nbytes` of GPU memory."""
+        """Return two new buffers of `nbytes` bytes: (pinned host memory, GPU memory)."""
         return self.pinned(nbytes), self.buffer(nbytes)
 
     def pinned(self, nbytes: int) -> Any:
@@ -246,7 +246,7 @@ class TorchQueue(DeviceQueue):
 
     @contextmanager
     def _no_launch_left_behind(self) -> Iterator[None]:
-        """A context that waits for earlier launches if its body fails, because they still write."""
+        """A context that, if its body fails, waits for the launches that were made before."""
         try:
             yield
         except BaseException:
@@ -339,5 +339,5 @@ class TorchPosted(Posted):
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Wait without blocking other threads."""
+        """Wait for the work without blocking other Python threads."""
         self._event.synchronize()

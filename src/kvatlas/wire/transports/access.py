@@ -1,7 +1,7 @@
 """Access control of transports: what they guarantee, and what they ask before they serve a read.
 
-A transport has no plans, sessions or leases. It passes their keys on as bytes, and the node that
-uses the transport decides.
+A transport has no plans, sessions or leases. It passes their keys on as bytes to the node that
+uses the transport. The node decides which reads are allowed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Admission of new connections: one thread runs the handshakes of all of them.
 
 A connection that is not authenticated yet costs a descriptor, but no thread. Few such connections
-are kept: a new one replaces the oldest of the source (host or process) with the most.
+are kept. If there are too many, the host or process with the most of them loses its oldest one.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Admission(threading.Thread):
     def _make_room(self, most: int) -> None:
         """Drop unauthenticated connections until `most` are left.
 
-        Each time, drop the oldest one of the host or process with the most.
+        Each time, find the host or process with the most such connections, and drop its oldest.
         """
         unproven = self._unproven()
         while len(unproven) > most:

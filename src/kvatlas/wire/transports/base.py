@@ -60,7 +60,10 @@ class OnePeerMemory:
     def of(
         cls, alone: Transport, view: Any, region: Memory, wipe: Callable[[], None]
     ) -> OnePeerMemory:
-        """Publish a region with the transport `alone`, which has no other region."""
+        """Publish a region with the transport `alone`, which has no other region.
+
+        `view` is the same memory as an array or tensor. `wipe` is called at the end to free it.
+        """
         alone.register({STAGING: region})
 
         def end() -> None:
@@ -71,7 +74,7 @@ class OnePeerMemory:
 
 
 class PreparedRead(ABC):
-    """Prepared reads of requests that differ only in block ids.
+    """Reads that were prepared for requests that differ only in block ids.
 
     The peer's block ids are not trusted. Invalid ids never cause a read outside the peer's pools.
     """
@@ -147,7 +150,7 @@ class Link(ABC):
         return all(copy.cast is None for copy in copies)
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
-        """Prepare reads of requests of one shape, so that each starts in microseconds.
+        """Prepare reads for requests of one shape, so that each read starts in microseconds.
 
         Return None if the link has no fast path.
         """
@@ -172,7 +175,10 @@ class Link(ABC):
         return self._post([copy.expanded() for copy in copies], write=True) if copies else Done()
 
     def _addresses(self, copies: Sequence[Copy], *, write: bool) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the addresses of all runs at this end and at the peer, and their lengths."""
+        """Return arrays over all runs: (addresses at this end, addresses at the peer, lengths).
+
+        If `write` is true, this end is the source, otherwise the peer.
+        """
         src, dst = (self.mine, self.theirs) if write else (self.theirs, self.mine)
         source = np.concatenate([copy.src + src[copy.src_pool].address for copy in copies])
         target = np.concatenate([copy.dst + dst[copy.dst_pool].address for copy in copies])
@@ -198,8 +204,8 @@ class Link(ABC):
     def sever(self) -> None:
         """Break the connection without waiting for the operations in flight.
 
-        They fail. `Handle.settle` returns True for each of them as soon as the transport is certain
-        that it no longer accesses memory. That takes seconds if the link does not have `severs`.
+        These operations fail. `Handle.settle` returns True for an operation as soon as it certainly
+        no longer accesses memory. That takes seconds unless the link's `severs` is true.
         """
         self.close()
 
@@ -312,7 +318,7 @@ class Transport(ABC):
 
     @property
     def reachable(self) -> dict[int, Memory]:
-        """The regions that peers may access. The handshake contains these."""
+        """The regions that peers may access, by pool index. The handshake contains these."""
         return {pool: region for pool, region in self.memory.items() if self.shares(pool)}
 
     @property
@@ -324,10 +330,10 @@ class Transport(ABC):
         """Register the regions with the transport's library, if there is one."""
 
     def protect(self, security: Security, authorise: Authorise) -> None:  # noqa: B027
-        """Use the security of a node for connections, and ask the node before a read is served.
+        """Use the node's `security` for connections, and call `authorise` before each served read.
 
-        The node calls this before it publishes anything. A transport that cannot protect bytes
-        ignores it.
+        The node calls this method before it publishes anything. For a transport that cannot
+        protect bytes, the call has no effect.
         """
 
     @abstractmethod

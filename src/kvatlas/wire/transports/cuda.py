@@ -147,7 +147,7 @@ class CudaTransport(Transport):
         _here[self.token] = self
 
     def _located(self, region: Memory) -> PublishedRegion:
-        """Return a region's position in its allocation, and publish the allocation's handle."""
+        """Return a region's position in its allocation, and add the allocation to the metadata."""
         try:
             base, nbytes = self._driver.allocation(self.device, region.address)
             if base not in self._allocations:

@@ -68,7 +68,9 @@ class CopyPace:
             return self._saved > 0
 
     def end_of(self, nbytes: int, begun: float) -> float:
-        """Return the estimated end of a copy, from the speed of the last one; infinity if unknown.
+        """Estimate when a copy of `nbytes` bytes ends, from the speed of the last copy.
+
+        Times are in seconds. The result is infinity if there was no copy yet.
 
         >>> pace = CopyPace(1.0)
         >>> pace.end_of(100, begun=5.0)
@@ -104,9 +106,10 @@ class CudaCopy(Handle):
         pace: CopyPace,
         nbytes: Callable[[], int],
     ) -> None:
-        """`launch` starts the copy. It returns the posted copy, and a function to call at its end.
+        """`launch` starts the copy. It returns (posted copy, function to call once it has ended).
 
-        `check` raises an error if the link is closed.
+        The copy is launched once `may_begin` returns True and `pace` permits it. `check` raises an
+        error if the link is closed. `nbytes` returns the size of the copy in bytes.
         """
         self._launch, self._may_begin, self._check = launch, may_begin, check
         self._pace, self._nbytes = pace, nbytes
@@ -206,7 +209,7 @@ class CudaCopy(Handle):
 
 @dataclass(frozen=True)
 class CudaPreparedRead(PreparedRead):
-    """Reads of requests of one shape over one link, which do little before the launch."""
+    """Prepared reads over one link, for requests of one shape. Little is left to do per request."""
 
     runs: PreparedRuns
     opened: OpenedMemory

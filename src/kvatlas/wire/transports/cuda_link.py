@@ -156,7 +156,7 @@ class CudaLink(Link):
         return self.theirs[pool].address if here else self._regions[pool].offset
 
     def prepare(self, shape: RequestShape) -> PreparedRead | None:
-        """Prepare reads of requests of one shape.
+        """Prepare reads for requests of one shape.
 
         Return None if a block of the shape is outside its pool, or the link prepares nothing.
         """
@@ -211,9 +211,10 @@ class CudaLink(Link):
     def _launch(
         self, runs: Sequence[AddressRuns], pools: Sequence[tuple[int, int]], *, write: bool
     ) -> tuple[Posted, Callable[[], None]]:
-        """Launch runs between pools. Return the posted work, and a function for when it has ended.
+        """Launch runs between pools. Return (posted work, function to call once it has ended).
 
-        Runs are offsets from the start of their pools, whose addresses are looked up here.
+        `pools` are (source pool, target pool) of each item of `runs`, whose offsets are relative
+        to these pools. If `write` is true, the peer is the target, otherwise the source.
         """
         mapped: list[MappedAllocation] = []
         unused = partial(self._end.opened.release, mapped)
@@ -231,9 +232,10 @@ class CudaLink(Link):
             raise
 
     def _map(self, pools: Iterable[int], mapped: list[MappedAllocation]) -> dict[int, int]:
-        """Map regions of the peer, and return their addresses in this process.
+        """Map regions of the peer. Return their addresses in this process, by pool index.
 
-        They stay mapped until their allocations, which are appended to `mapped`, are released.
+        The regions stay mapped until their allocations, which are appended to `mapped`, are
+        released.
         """
         if self._end.marks_here() is not None:
             return {pool: self.theirs[pool].address for pool in pools}

@@ -19,7 +19,7 @@ _Handle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES
 
 
 class PublishedRegion(msgspec.Struct, forbid_unknown_fields=True, array_like=True):
-    """A region: the index of its allocation, its offset there, and its size in bytes."""
+    """A region: index of its allocation, byte offset in the allocation, and size in bytes."""
 
     allocation: int
     offset: int

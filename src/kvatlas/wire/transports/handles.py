@@ -1,4 +1,4 @@
-"""Handles: reads and writes that were posted, and those that this process performs itself."""
+"""Handles of posted reads and writes, including those that this process performs itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Handle(ABC):
     """The expected end of the operation, by the monotonic clock; infinity if it is unknown."""
 
     def poll(self) -> bool:
-        """Whether the operation is done. Raises the error of a failed one, also on later calls."""
+        """Whether the operation is done. If it has failed, every call raises its error."""
         if self._failure is not None:
             raise self._failure
         if not self._done:
@@ -43,7 +43,7 @@ class Handle(ABC):
         return self._done
 
     def peek(self) -> bool:
-        """Like `poll`, but cleanup after the operation may be left to the next `poll`."""
+        """Like `poll`, but may leave the cleanup of a finished operation to the next `poll`."""
         return self.poll()
 
     @abstractmethod
@@ -53,8 +53,9 @@ class Handle(ABC):
     def wait(self, deadline: float, interrupt: Callable[[], None] = lambda: None) -> None:
         """Wait until the operation is done.
 
-        Raise the error `deadline` if it is still in flight at the time `deadline` (monotonic
-        clock). `interrupt` is called between polls; an error that it raises ends the wait.
+        Raise the error `deadline` if the operation is still in flight at the time `deadline`
+        (monotonic clock). `interrupt` is called between polls; if it raises an error, the wait ends
+        with that error.
         """
         begun = time.monotonic()
         while not self.poll():
@@ -114,9 +115,9 @@ class Done(Handle):
 
 
 class Stepwise(Handle):
-    """An operation of several steps, which this process performs: each poll performs the next one.
+    """An operation that this process performs in steps: each poll performs the next step.
 
-    A step yields the event that the next step waits for, if there is one.
+    A step yields the socket event that the next step waits for, or None.
 
     >>> work = Stepwise(iter([None, None]))
     >>> work.poll(), work.poll(), work.poll()

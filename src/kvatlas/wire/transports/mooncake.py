@@ -1,18 +1,20 @@
 """Mooncake's transfer engine over TCP, without a metadata server.
 
 Mooncake's calls block, possibly forever if the peer is stopped, and return 0 or -1. So each link
-has a thread that makes the calls, and a handle only checks that thread's progress. A call has fewer
-slices than Mooncake's queues hold, because an overrun makes a peer unusable for seconds, and so few
-bytes that it ends soon.
+has a thread that makes the calls, and a handle only checks that thread's progress.
 
-After -1, parts of a call may still be in flight, and write to memory when the peer continues. Only
-destroying the engine stops them: that closes its connections and joins the one thread that reads
-from them. So a transport has one engine that serves peers, and each link has a separate engine for
-its calls, which it destroys after a failed call.
+Each call is limited in two ways. Its slices (contiguous runs) are fewer than Mooncake's queues
+hold: a queue that overflows makes the peer unusable for seconds. Its number of bytes is small, so
+that the call ends soon.
 
-Mooncake listens on every interface, whatever host it is given; `socket_filter` restricts that. It
-rejects ranges outside the peer's registered memory but does not check ranges at this end, so the
-link's bounds check is the only one for these.
+After a call has returned -1, some of its slices may still be in flight. They write to memory when
+the peer continues. Only destroying the engine stops them: this closes the engine's connections and
+joins the one thread that reads from them. So a transport has one engine that serves peers, and each
+link has a separate engine for its calls. The link destroys that engine after a failed call.
+
+Mooncake listens on every interface, whatever host it is given; `socket_filter` restricts that.
+Mooncake rejects ranges outside the peer's registered memory. It does not check ranges in this
+process; only the link's bounds check does.
 """
 
 from __future__ import annotations
@@ -194,7 +196,7 @@ def answers(peer: _Published, deadline: float = math.inf) -> bool:
 
 
 class MooncakeLink(Link):
-    """A connection to a peer's engine, and the thread that makes the calls."""
+    """A connection to a peer's engine, and the thread that makes the calls to Mooncake."""
 
     severs: ClassVar[bool] = False
     owner: MooncakeTransport
@@ -264,8 +266,8 @@ class MooncakeLink(Link):
     def _meet(self, engine: Any) -> AtlasError | None:
         """Make the engine's first call: read one byte of the peer. Return the error if that fails.
 
-        The first call asks the peer for its regions, and waits a minute if the peer is stopped. It
-        reads into a separate buffer, so this wait does not involve any block.
+        In its first call, an engine asks the peer for its regions, and waits a minute if the peer
+        is stopped. The byte is read into a separate buffer, so no cache block is in use meanwhile.
         """
         region = next((region for region in self.theirs.values() if region.nbytes), None)
         if region is None:
@@ -274,7 +276,7 @@ class MooncakeLink(Link):
         return self._called(engine.batch_transfer_sync_read, call)
 
     def _called(self, act: Callable[..., int], part: list[list[int]]) -> AtlasError | None:
-        """Call `act` for a part of the runs. Return the error if it fails, otherwise None."""
+        """Call `act` for one part of `in_calls`. Return the error if it fails, otherwise None."""
         answer = act(self.peer.session, *part)
         if answer == 0:
             return None
@@ -287,12 +289,14 @@ class MooncakeLink(Link):
         )
 
     def _close(self) -> None:
-        """End the thread, and with it the engine, after the call in progress."""
+        """Make the thread end after the call in progress. The engine ends with the thread."""
         self._jobs.put(None)
 
 
 def in_calls(near: Int64s, far: Int64s, length: Int64s) -> Iterator[list[list[int]]]:
-    """Yield the runs in parts, one per call, as lists of addresses and lengths.
+    """Divide runs into parts, one per Mooncake call, within the limits of a call.
+
+    Yield each part as three lists: addresses at this end, addresses at the peer, lengths in bytes.
 
     >>> runs = np.array([0, 0, 0]), np.array([5, 6, 7]), np.array([1 << 20, 70 << 20, 1])
     >>> [len(part[0]) for part in in_calls(*runs)]  # 16 MiB at most in a run, 64 in a call
@@ -334,7 +338,7 @@ class MooncakeHandle(Handle):
             self.outcome.exception(max(seconds, _SHORTEST_PAUSE))
 
     def begin(self) -> bool:
-        """Record that a call begins. Return False if the call must not be made, after a release."""
+        """Record that a call begins. Return False if the handle was released: then make no call."""
         with self._lock:
             self.begun = self.begun or not self._given_up
             return not self._given_up
@@ -345,7 +349,11 @@ class MooncakeHandle(Handle):
             self._given_up = True
 
     def _settle(self) -> bool:
-        """Whether no call was or will be made, or the thread is done and no call is in flight."""
+        """Whether the operation certainly no longer accesses memory.
+
+        True if it was released before its first call. Also true if the thread is done with it and
+        each call has succeeded or its engine is destroyed.
+        """
         with self._lock:
             if self._given_up and not self.begun:
                 return True

@@ -142,8 +142,8 @@ class NixlLink(Link):
     def failed(self, handle: NixlHandle, problem: AtlasError) -> None:
         """Close the link after an operation has failed. The lock must be held.
 
-        NIXL does not report whether all parts of the failed operation have stopped. Only after a
-        broken connection is that certain, once NIXL has reported the end of every operation.
+        NIXL does not report whether all parts of the failed operation have stopped. If the
+        connection broke, they have stopped once NIXL has reported the end of every operation.
         """
         self.open = False
         if problem.code is not Code.PEER_LOST:
@@ -166,7 +166,7 @@ class NixlLink(Link):
         self._end_after(math.inf)
 
     def _end_after(self, seconds: float) -> None:
-        """Give up the agent once no operation is in flight, or after a number of seconds.
+        """Give up the agent once no operation is in flight, at the latest after `seconds`.
 
         If operations are in flight, a thread waits for them.
         """

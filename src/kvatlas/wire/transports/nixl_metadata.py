@@ -41,7 +41,7 @@ class KeyedRegion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """The address, size and device of the region."""
+        """(address, size in bytes, device index) of the region."""
         return self.address, self.nbytes, self.device
 
     @property
@@ -158,7 +158,7 @@ def _field(tag: str, value: bytes) -> bytes:
 
 
 def _field_at(metadata: bytes, at: int, tag: str) -> tuple[bytes, int]:
-    """Return the value of the field at an offset, and the offset after the field."""
+    """Return (value of the field at offset `at`, offset after the field)."""
     start = at + len(tag) + 8
     stop = start + int.from_bytes(metadata[start - 8 : start], "little")
     return metadata[start:stop], stop + 1

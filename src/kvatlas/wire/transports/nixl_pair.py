@@ -57,7 +57,7 @@ class PairedNixlLink(NixlLink):
             self.lock.release()
 
     def _divided(self, copies: Sequence[Copy], second: NixlLink) -> Handle:
-        """Read half of the runs here, and the other half with the second agent in its thread."""
+        """Read half of the runs in this thread, the other half over `second` in a helper thread."""
         near = [half for copy in copies if len(half := _rows(copy, slice(0, len(copy) // 2)))]
         far = [half for copy in copies if len(half := _rows(copy, slice(len(copy) // 2, None)))]
         helper = self._helper
@@ -150,6 +150,6 @@ class _BothHandles(Handle):
 
 
 def _rows(copy: Copy, rows: slice) -> Copy:
-    """Return the runs of a copy in the slice `rows`."""
+    """Return a `Copy` with only those runs of `copy` whose index is in the slice `rows`."""
     src, dst, length = (column[rows] for column in (copy.src, copy.dst, copy.length))
     return Copy(copy.src_pool, copy.dst_pool, src, dst, length)

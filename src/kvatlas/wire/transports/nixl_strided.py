@@ -26,7 +26,10 @@ Indices = NDArray[np.int32]
 def describe(
     copies: Sequence[Copy], regions: Mapping[int, Memory], *, src: bool
 ) -> tuple[Rows, Indices]:
-    """Return one end of `copies` as strided rows, and the index of each run in them.
+    """Return (strided rows, index of each run among the positions of all rows) for `copies`.
+
+    If `src` is true, `regions` are the source's and the source runs are described, otherwise the
+    destination's. A row with count n has n positions.
 
     >>> at = np.array([128, 0, 192, 40])
     >>> copy = Copy(0, 0, at, at, np.array([64, 64, 64, 8]))
@@ -51,11 +54,11 @@ def describe(
 
 
 def _grid(starts: Int64s, length: Int64s, region: Memory, first: int) -> tuple[Rows, Indices, int]:
-    """Return the rows of one copy, the index of each run, and the number of positions.
+    """Return (rows, index of each run's position, number of positions) for one copy.
 
-    One row covers all runs with the length and alignment of the run in the middle; the first and
-    the last run are often shorter. Every other run has a separate row. `first` is the index of the
-    copy's first position.
+    One row covers all runs with the length and alignment of the middle run, because the first and
+    the last run are often shorter. Each of the remaining runs has a separate row. Positions are
+    numbered from `first`.
     """
     size = int(length[len(length) // 2])
     place, phase = np.divmod(starts, size)

@@ -22,7 +22,8 @@ Steps = Generator[int, None, T]
 def until_ready(call: Callable[[], T], event: int = EVENT_READ) -> Steps[T]:
     """Repeat a call on a socket until it does not have to wait, and return its result.
 
-    `event` is the one that the call waits for on a socket without TLS.
+    `event` is the event to wait for if the socket has no TLS. TLS sockets report the event
+    themselves.
     """
     while True:
         try:

@@ -6,9 +6,9 @@ unchanged and the source's process has not begun to exit, the source held the bl
 byte was read. So a memory read replaces a confirmation by message.
 
 Every slot has a generation, which is odd while an offer is posted. To take an offer down, the
-source first makes it even, and only then releases the blocks. A reader checks the generation before
-and after everything else. Each posting contains a digest of its content and generation, so the
-order in which another processor sees the writes does not matter.
+source first makes the generation even, and only then releases the blocks. A reader checks the
+generation before and after everything else. Each posting contains a digest of its content and
+generation, so the order in which another processor sees the writes does not matter.
 
 A process is identified by its pid and start time within one pid namespace. A board also has a
 random token, because different hosts use the same pids. Once a process exits, the kernel reports
@@ -157,7 +157,7 @@ class OfferBoard:
             self._done[0] = mark
 
     def posting(self, request: str) -> Posting | None:
-        """Return the slot and generation of a posted offer; None if it is not posted."""
+        """Return (slot, generation) of a request's offer; None if no offer is posted."""
         with self._lock:
             slot = self._slots.get(request)
             return None if slot is None else (slot, int(self._rows[slot, 0]))

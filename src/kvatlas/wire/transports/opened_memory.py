@@ -55,7 +55,7 @@ class OpenedMemory:
             return len(self._open)
 
     def map(self, allocation: ForeignAllocation) -> MappedAllocation:
-        """Map an allocation, unless it is mapped. Each call needs one `release`."""
+        """Map an allocation, unless it is already mapped. Each call needs one `release`."""
         with self._lock:
             mapping = self._open.get(allocation)
             if mapping is None:
@@ -77,7 +77,7 @@ class OpenedMemory:
             return True
 
     def release(self, mappings: Sequence[MappedAllocation]) -> None:
-        """End one use of each mapping. Call this only when no posted copy reads it anymore."""
+        """End one use of each mapping. No posted copy may still be reading them."""
         with self._lock:
             for mapping in mappings:
                 mapping.users -= 1

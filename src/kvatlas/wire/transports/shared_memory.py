@@ -69,7 +69,7 @@ def _no_segment(nbytes: int, fault: OSError) -> AtlasError:
 
 
 def _most_bytes() -> int:
-    """Return the maximum size of a segment. Larger ones would make the kernel kill processes."""
+    """Return the maximum size of a segment in bytes. Above it, the kernel might kill processes."""
     host = dict(line.split(":") for line in _HOST.read_text().splitlines())
     free = sum(int(host[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
     limit = _CONTAINER.read_text().strip() if _CONTAINER.exists() else "max"
@@ -167,7 +167,7 @@ def create_segment(nbytes: int) -> Segment:
 
 
 def containing(memory: Memory) -> tuple[Segment, int] | None:
-    """Return the open segment that contains a region, and the region's offset in it, or None."""
+    """Return (open segment that contains a region, region's offset in it), or None."""
     with _guard:
         segments = list(_mine)
     for segment in segments:

@@ -103,20 +103,20 @@ class SegmentServer:
     def _has_most_links(self, process: object) -> bool:
         """Whether a process must not open another link.
 
-        True if all links are in use, or the process itself has half of the maximum.
+        True if the server has its maximum number of links, or the process has half of that maximum.
         """
         return self.links.total() >= self._most or self.links[process] >= self._most // 2
 
 
 def _process(connection: socket.socket, _: object) -> int:
-    """Return the process at the other end, which must belong to this user."""
+    """Return the pid of the process at the other end, which must belong to this user."""
     return check_user(connection)
 
 
 def receive_descriptors(
     name: str, token: bytes, deadline: float = math.inf
 ) -> tuple[socket.socket, list[int]]:
-    """Connect to a server of the same user. Return the connection and the descriptors received.
+    """Connect to a server of the same user. Return (connection, received file descriptors).
 
     Raise an error if the server has not replied by `deadline` or within `HANDSHAKE_SECONDS`.
     """

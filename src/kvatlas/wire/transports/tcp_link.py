@@ -177,7 +177,7 @@ class _Read(Stepwise):
         self._moved = 0
 
     def _pause(self, seconds: float) -> None:
-        """Wait until the socket is ready for the next step, if that needs it.
+        """Wait until the socket is ready, if the next step needs that.
 
         Sleep for `seconds` if there is no connection.
         """

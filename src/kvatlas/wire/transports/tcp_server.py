@@ -2,9 +2,9 @@
 
 With a secret, a connection begins with a TLS handshake. The peer then answers a challenge with the
 token from the published metadata, and sends the id of its session. It then requests runs of a
-region, by offset and length, each time with the key of a lease. If the node allows that, the peer
-receives the bytes in order, else an error. Any other input ends the connection. Writes are not
-supported.
+region, by offset and length, each time with the key of a lease. If the node allows the read, the
+peer receives the bytes in order, otherwise an error. Any other input ends the connection. Writes
+are not supported.
 
 If a peer dies or stops, only its connection ends.
 """
@@ -80,7 +80,7 @@ def proof(token: bytes, challenge: bytes, session: bytes = bytes(SESSION_BYTES))
 
 
 def gathers(length: Int64s) -> bool:
-    """Whether the runs of a request are gathered into a buffer at both ends."""
+    """Whether runs of these lengths are gathered into one buffer, at both ends."""
     total = int(length.sum())
     return total <= GATHERED and total < SHORT * len(length)
 
@@ -157,7 +157,7 @@ class RegionServer:
         self._begin(_Admitted(connection, session, identity.names))
 
     def _begin(self, admitted: _Admitted) -> None:
-        """Serve a connection, if there are not too many."""
+        """Serve a connection, unless too many connections are being served."""
         one = admitted.connection
         most = min(_MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
         thread = threading.Thread(target=self._serve, args=[admitted], daemon=True)

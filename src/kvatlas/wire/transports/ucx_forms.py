@@ -94,7 +94,7 @@ class _Reader:
         return self.take(1)[0]
 
     def number(self, mask: int, version: int) -> tuple[int, int]:
-        """Return a number and the flags that share its byte.
+        """Return (number, flags that share its byte).
 
         In newer versions, a number that does not fit into `mask` is in the next byte.
         """
