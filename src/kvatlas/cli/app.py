@@ -56,7 +56,10 @@ def _version(wanted: bool) -> None:
 
 
 def answer(as_json: bool, value: object, *parts: RenderableType) -> None:
-    """Print `value` as JSON if `as_json`, otherwise `parts`: the same data as text and tables."""
+    """Print `value` as JSON if `as_json` is true, otherwise print `parts`.
+
+    `parts` show the same data as text and tables.
+    """
     if as_json:
         # Bytes are written without the terminal's encoding, so the output is always valid JSON.
         typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))

@@ -31,7 +31,10 @@ _SEED = 7
 
 @dataclass(frozen=True)
 class TransportRate:
-    """Throughput in GB/s of one transport and of memcpy, for runs of `run` contiguous bytes."""
+    """Throughput of one transport and of memcpy, in GB/s.
+
+    Both copied contiguous runs of `run` bytes each.
+    """
 
     transport: str
     run: int
@@ -42,9 +45,9 @@ class TransportRate:
 
 
 def transport_rates() -> Iterator[TransportRate]:
-    """Yield the throughput of each transport for each run size.
+    """Measure each transport with each run size, and yield one result per measurement.
 
-    For a transport that cannot run on this host, yield the reason instead.
+    For a transport that cannot run on this host, yield one result with the reason in `refused`.
     """
     for name in TRANSPORTS:
         transport = None
@@ -88,7 +91,10 @@ def _plan() -> Plan:
 
 
 def _scattered(run: int, room: int) -> Copy:
-    """Return a `Copy` of runs of `run` bytes, at random offsets in two pools of `room` bytes."""
+    """Describe a copy of many runs of `run` bytes between two pools of `room` bytes.
+
+    Each run has a random offset in the source pool and another one in the destination pool.
+    """
     rng = np.random.default_rng(run)
     many, places = _MOVED // run, room // run
     src, dst = (rng.permutation(places)[:many].astype(np.int64) * run for _ in range(2))

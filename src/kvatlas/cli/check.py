@@ -33,7 +33,11 @@ _ERROR_NOTE = "error: the largest relative change of a row, in the 2-norm."
 
 
 def two_plans(first: str, second: str | None, source: str | None, target: str | None) -> list[Plan]:
-    """Read two plans from files, or plan one model with the options `source` and `target`."""
+    """Return the source's and the destination's plan.
+
+    They are read from the files `first` and `second`. If `second` is None, `first` is a model,
+    which is planned once with the options in `source` and once with the options in `target`.
+    """
     if second is not None:
         if source is not None or target is not None:
             problem = "--from and --to cannot be combined with two plan files; pass a model."
@@ -44,7 +48,9 @@ def two_plans(first: str, second: str | None, source: str | None, target: str | 
 
 
 def changes(text: str, where: str) -> dict[str, Any]:
-    """Parse plan options of the form `name=value,name=value`. Errors name the flag `where`.
+    """Parse plan options of the form `name=value,name=value`.
+
+    `where` is the command line flag that contains them; error messages name it.
 
     >>> changes("tp=2,layout=LBHNC,max-len=4k", "'--from'")
     {'tp': 2, 'layout': 'LBHNC', 'max_len': '4k'}
@@ -88,7 +94,10 @@ def read_plan(path: str) -> Plan:
 
 
 def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
-    """Return the answer as text and tables: yes and the cost, or no and all reasons."""
+    """Return a check's result as text and tables.
+
+    If caches can be copied, this is the cost; otherwise it is a list of reasons.
+    """
     head = both_ends(src, dst)
     if not answer.ok:
         no = Text("No.", style="bold red")
@@ -124,9 +133,10 @@ def check_parts(src: Plan, dst: Plan, answer: Check) -> list[RenderableType]:
 
 
 def _conversion_table(answer: Check) -> RenderableType:
-    """Return a table of dtype conversions, one row each.
+    """Return a table with one row for each dtype conversion.
 
-    A row contains the largest errors, and whether the source or the destination converts.
+    A row contains the largest conversion errors, and whether the source or the destination
+    converts.
     """
     made = table("conversion", "layers", "by", "at the", "error", "with outliers", words=(0, 2, 3))
     for change in answer.conversion:

@@ -80,7 +80,7 @@ def axes_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()) -> list[Row]:
-    """Return one row for each value of the compared option `axis`, with the plan's figures.
+    """Return one row of figures for each plan, one plan per value of the option `axis`.
 
     In each row, `ratio` is the number of decoding requests that fit, divided by that number in the
     first row whose plan was not refused.
@@ -97,7 +97,10 @@ def compared_plans(options: PlanOptions, axis: str, values: tuple[str, ...] = ()
 
 
 def compared_title(options: PlanOptions, model: Model, *axes: str) -> Text:
-    """Return a title with the options that all plans share: model, ranks, memory and length."""
+    """Return a title that names the model and the options that all compared plans share.
+
+    These are ranks, memory and request length, except the compared options `axes`.
+    """
     sizes = {name: getattr(options, name) for name in ("tp", "pp", "dp", "dcp") if name not in axes}
     parts = [f"{name} {n}" for name, n in sizes.items() if n and (n > 1 or name == "tp")]
     if "memory" not in axes:

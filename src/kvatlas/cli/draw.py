@@ -37,10 +37,12 @@ def draw(
     tokens: int | None,
     knobs: bool,
 ) -> Map:
-    """Return the map of the plan with these options. `options.model` may be a plan file instead.
+    """Return the map of one plan, or of the route between two plans.
 
-    With `target`, it is the map of the route to that plan. With `knobs`, other plans of the model
-    are included, for the controls of the HTML page.
+    The first plan has these options, changed by those in `source`. If `options.model` is a plan
+    file, the first plan is read from it. If `target` is given, which is a plan file or options, the
+    map shows the route of a request of `tokens` tokens to that plan. If `knobs` is true, the map of
+    a model includes other plans, for the controls of the HTML page.
     """
     if _is_plan(options.model):
         if source is not None or options != PlanOptions(model=options.model):

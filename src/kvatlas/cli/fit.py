@@ -90,10 +90,10 @@ def _memory_line(fit: Fit, made: Plan) -> str:
 def fit_models(
     models: Sequence[str], gpus: str, **options: Any
 ) -> tuple[list[Fit], list[AtlasError]]:
-    """Return the best fit of each model, sorted by users, and the errors of the other models.
+    """Return a tuple (fits, errors): a fit for each model that can be loaded, otherwise an error.
 
-    The best fit is the topology that serves the most users. A model that cannot be loaded has an
-    error instead.
+    A model's fit is on the topology that serves the most users. Fits are sorted by users, the most
+    first.
     """
     number, gpu = find_gpus(gpus)
     found, failed = [], []
@@ -157,7 +157,7 @@ def _fit_table(fits: list[Fit], sizes_per_line: int, *, lengths: bool) -> Fitted
 
 
 def _broken(topology: str, sizes: int) -> str:
-    r"""Return a topology's text with a line break after every `sizes` sizes.
+    r"""Return a topology's text with a line break after every `sizes` entries such as `tp 1`.
 
     >>> _broken("tp 1, dp 16, ep 16", 2)
     'tp 1, dp 16,\nep 16'

@@ -36,7 +36,7 @@ class FittedTable(Table):
         return sum(widest) + gap * (len(widest) - 1)
 
     def _needs(self, console: Console) -> tuple[list[int], list[int]]:
-        """Return two lists with one width per column: without wrapping, and the minimum width."""
+        """Return a tuple of two lists, (widths without wrapping, minimum widths), by column."""
         wide = console.options.update(width=_UNLIMITED)
         widest, least = [], []
         for column in self.columns:

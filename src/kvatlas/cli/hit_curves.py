@@ -31,7 +31,10 @@ def curve_name(row: Row) -> str:
 
 
 def hits_page(name: str, facts: str, rows: list[Row]) -> str:
-    """Return the HTML page for rows that were simulated with different memory sizes."""
+    """Return an HTML page with curves of hit rates over memory sizes. Each row is one point.
+
+    The page has the title `name` and the description `facts`.
+    """
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         point = quantity(row["value"]), row["hit_rate"]

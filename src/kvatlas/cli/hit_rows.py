@@ -69,9 +69,9 @@ def axes_of_hits(texts: list[str]) -> Axes:
 
 
 def hit_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[Row]:
-    """Simulate each value of each compared option, and yield a row of results.
+    """Simulate the trace with each value of each compared option; yield one row per value.
 
-    If the plan of a value is refused, its row contains the reason.
+    If the plan of a value is refused, the row contains the reason instead of hit rates.
     """
     cost = _cost(options, question)
     for axis, given in axes:
@@ -91,7 +91,10 @@ def hit_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[R
 
 
 def curve_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator[Row]:
-    """Simulate each memory size with each value of the other options; yield one row per pair."""
+    """Simulate the trace with each memory size and each value of the other compared options.
+
+    Yield one row for each pair of a memory size and a value.
+    """
     memories = next((given for axis, given in axes if axis == "memory"), ())
     others = [(axis, given) for axis, given in axes if axis != "memory"]
     for memory in memories or usual(options.load(), "memory"):
@@ -134,7 +137,7 @@ def _row(
 
 
 def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
-    """Raise an error if a value of `--compare tier` is invalid, or if there is no tier."""
+    """Raise an error if `--compare tier` lists an invalid value, or if no tier is configured."""
     if not (replay.host_memory or replay.disk):
         hint = "Add --host-memory, --disk or both"
         problem = "--compare tier requires a tier"
@@ -146,7 +149,7 @@ def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
 
 
 def _cost(options: PlanOptions, question: Question) -> PrefillCost | None:
-    """Return the cost of prefill; None if the number of active parameters is unknown."""
+    """Return the prefill cost in FLOPs; None if the number of active parameters is unknown."""
     from kvatlas.pool.simulation.prefill_cost import PrefillCost, active_parameters
 
     given = question.replay.active_params

@@ -65,7 +65,10 @@ def hybrids() -> list[str]:
 
 
 def patiently(items: Sequence[T], what: str) -> Iterator[T]:
-    """Yield the items. After two seconds, show a progress bar if stderr is a terminal."""
+    """Yield the items. After two seconds, show a progress bar if stderr is a terminal.
+
+    `what` is the label of the progress bar.
+    """
     console = Console(stderr=True)
     progress = Progress(console=console, transient=True)
     task = progress.add_task(what, total=len(items))

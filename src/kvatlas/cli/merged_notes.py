@@ -41,7 +41,7 @@ def _differences(texts: list[str]) -> int:
 
 
 def _numbers(texts: list[str]) -> list[tuple[str, ...]]:
-    """Return one tuple for each number in the texts, with its value in every text."""
+    """Return one tuple for each position of a number: the number at that position in every text."""
     return list(zip(*(_NUMBER.findall(text) for text in texts), strict=True))
 
 

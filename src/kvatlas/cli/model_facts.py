@@ -64,7 +64,7 @@ def grows(spec: AnySpec) -> float:
 
 
 def fixed(spec: AnySpec) -> int:
-    """Return the bytes of a layer's window or state, which do not grow with the request.
+    """Return the bytes that a request needs in a layer's window or state, whatever its length.
 
     >>> from kvatlas.specs import SlidingAttention
     >>> fixed(SlidingAttention(heads=8, head_dim=128, window=128))

@@ -100,7 +100,10 @@ def _runs_here(name: str) -> bool:
 def move_request(
     src: Plan, dst: Plan, tokens: int, transport: str, how: How, convert: str | None = None
 ) -> Iterator[MovedRank]:
-    """Move one request between two processes; yield measurements for each destination rank."""
+    """Move one request from a second process to each destination rank.
+
+    Yield the measurements of each destination rank.
+    """
     task = SampleTask(
         plan=src, transport=transport, seed=_SEED, requests=(_REQUEST,), tokens=tokens,
         convert=convert,
@@ -135,7 +138,10 @@ def move_request(
 
 
 def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:
-    """Return how many bytes in a rank's pools differ from a copy made within this process."""
+    """Return the number of wrong bytes in a destination rank's pools after a transfer.
+
+    The expected bytes are computed by copying the same request within this process.
+    """
     expected = {i: random_bytes(p.nbytes, _SEED + 1, rank, i) for i, p in pools.items()}
     tables = scattered(way.src, tokens), scattered(way.dst, tokens)
     about = {"src_blocks": tables[0], "dst_blocks": tables[1], "tokens": tokens}
@@ -160,10 +166,10 @@ def _copy_ranges(
     expected: dict[int, Bytes],
     about: dict[str, Any],
 ) -> None:
-    """Copy a request from the pools `sent` to the pools `expected`, range by range.
+    """Copy a request within this process, from the pools `sent` to the pools `expected`.
 
-    The result is the reference for the bytes that a transport moves. `about` contains the block
-    tables and the number of tokens of the request.
+    The result shows which bytes a transport must deliver. `about` contains the request's block
+    tables and its number of tokens.
     """
     for source, pools in sent.items():
         for copy in way.bind(src_rank=source, dst_rank=rank, **about).copies:
@@ -188,7 +194,7 @@ def quiet(doing: str) -> Iterator[None]:
 def move_parts(
     src: Plan, dst: Plan, transport: str, moved: list[MovedRank]
 ) -> list[RenderableType]:
-    """Return a table of the transfer of each rank, and whether all bytes are correct."""
+    """Return a table with each rank's transfer, and a sentence on whether all bytes are correct."""
     columns = ("to rank", "from ranks", "bytes", "descriptors", "ms", "GB/s", "way", "wrong bytes")
     made = table(*columns, words=(1, 6))
     for one in moved:

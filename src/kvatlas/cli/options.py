@@ -183,7 +183,7 @@ class PlanOptions:
     def fit(self, **changes: Any) -> Plan | Fit:
         """Return a plan for a cache of size `memory` or, if `gpu` is set, a fit on these GPUs.
 
-        `changes` replace some of the options.
+        `changes` replaces some of the options.
         """
         options = self._options(changes)
         if options["gpu"] is not None:
@@ -258,10 +258,10 @@ def _spread(
     instead: dict[str, inspect.Parameter],
     made: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., None]:
-    """Return a command that takes the plan options in place of its first parameter.
+    """Return a command like `command` whose first parameter is replaced by the plan options.
 
-    `instead` replaces some of these options by other parameters. The values are passed to `made`,
-    and its result is the first argument of `command`.
+    `instead` maps names of plan options to parameters that replace them. The values of the options
+    are passed to `made`, and the result of `made` is the first argument of `command`.
     """
     own = inspect.signature(command, eval_str=True)
     named = inspect.signature(PlanOptions, eval_str=True).parameters

@@ -82,9 +82,9 @@ class ReplayOptions:
     ] = None
 
     def tiers(self, options: PlanOptions) -> dict[str, Plan]:
-        """Return the plans of the tiers `host` and `disk`, if the options specify them.
+        """Return a plan for each configured tier: `host` for host memory, `disk` for disk.
 
-        A tier stores the caches of all ranks together.
+        A tier stores the caches of all ranks, so its plan has a single rank.
         """
         whole: dict[str, Any] = {"gpu": None, "utilization": None, "overhead": None, "ep": 1}
         whole |= {"tp": 1, "pp": 1, "dp": 1, "dcp": 1}

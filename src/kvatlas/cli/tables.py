@@ -40,9 +40,10 @@ def show(*parts: RenderableType) -> None:
 
 
 def table(*columns: str, words: Iterable[int] = (0,), wraps: Iterable[int] = ()) -> FittedTable:
-    """Return a table of right-aligned numbers with these column headers.
+    """Return an empty table with these column headers.
 
-    The columns with indices in `words` are left-aligned. Those in `wraps` may take several lines.
+    Columns are right-aligned, except those with indices in `words`. Columns with indices in `wraps`
+    may take several lines.
     """
     made = FittedTable()
     for number, column in enumerate(columns):

@@ -48,7 +48,7 @@ def tier_command(name: str, *examples: str) -> Callable[[Callable[..., None]], C
 def opened(where: str, *, create: bool = False) -> Iterator[ObjectStore]:
     """Yield the open store at an address, and close it at the end.
 
-    With `create`, a missing folder is created.
+    If `create` is true, a missing folder is created.
     """
     from kvatlas.tier import open_store
 

@@ -34,7 +34,7 @@ def ls(where: Where, as_json: Json = False) -> None:
 def _table(found: list[NamespaceSummary], *, stacked: bool) -> FittedTable:
     """Return a table of namespaces, with columns for model, tenant and namespace.
 
-    If `stacked`, these three are in one column, one below the other.
+    If `stacked` is true, these three are in one column, one below the other.
     """
     columns = ("\n".join(_NAMES),) if stacked else _NAMES
     shown = table(*columns, *_NUMBERS, words=range(len(columns)), wraps=(0,))

@@ -43,7 +43,7 @@ class PlanForTrace:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the chosen plan that differ from the given ones."""
+        """The options in which the chosen plan differs from the options given by the user."""
         return self.candidates.changes[self.tried[0].name]
 
     def facts(self) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ class PlanForTrace:
 
 
 def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -> PlanForTrace:
-    """Simulate the trace at `path` with several plans, and several policies for each.
+    """Simulate the trace at `path` with several plans, and each plan with several pool policies.
 
     `block` is the number of tokens for which each id of the trace stands.
     """
@@ -107,10 +107,10 @@ def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -
 
 
 def candidates(options: PlanOptions) -> Candidates:
-    """Return the plan with these options, vLLM's plan, and variants.
+    """Return the plans to simulate: the plan with these options, vLLM's plan, and variants.
 
-    Variants of a model with recurrent states differ in `pack`, those of other models in the block
-    size.
+    For a model with recurrent states, the variants differ in `pack`. For other models, they differ
+    in the block size.
     """
     first = options.plan()
     plans, refused = {options.policy: first}, []

@@ -56,9 +56,10 @@ class BlockTable:
     # -- sequences ------------------------------------------------------------------
 
     def admit(self, count: int, *, padded: bool) -> None:
-        """Begin a batch of `count` sequences, and take one block for each recurrent state.
+        """Begin a batch of `count` sequences.
 
-        `padded` is true if stored tokens may include padding.
+        In a recurrent group, take one block for each sequence. If `padded` is true, stored tokens
+        may include padding, so chunk boundaries are unknown.
         """
         self.padded = padded
         self.sequences = [[self._take()] if self.recurrent else [] for _ in range(count)]
@@ -120,18 +121,22 @@ class BlockTable:
     # -- slots ----------------------------------------------------------------------
 
     def reserve(self, start: int, count: int, padding: Sequence[int]) -> Tensor:
-        """Reserve slots in unshared blocks for tokens start .. start + count - 1 and return them.
+        """Reserve slots for tokens start .. start + count - 1, and return them.
 
-        The result is a tensor [sequences, count]. `padding` is the number of tokens on the left of
-        each sequence that have no slot. All layers of a group call this with the same tokens.
-        The first call takes the blocks.
+        A slot is the position of a token in the pages: block id * block size + offset. The result
+        is a tensor [sequences, count]. `padding` is the number of tokens on the left of each
+        sequence that have no slot. All layers of a group call this with the same tokens. The first
+        call takes the blocks, and copies those that sequences share.
         """
         tokens = range(start, start + count)
         self._take_blocks(tokens, padding)
         return self.slots(tokens, padding)
 
     def reserve_next(self, start: int, padding: Sequence[int]) -> list[int]:
-        """Like `reserve` for the token at index `start`, but return a list, without device work."""
+        """Like `reserve` for one token at index `start`, but return a list, one slot per sequence.
+
+        This needs no work on the device.
+        """
         self._take_blocks(range(start, start + 1), padding)
         slots = []
         for blocks, skipped in zip(self.sequences, padding, strict=True):
@@ -156,8 +161,8 @@ class BlockTable:
     def append_step(self, start: int, count: int, first: int) -> AppendStep:
         """Return a function that stores tokens start .. start + count - 1 of every sequence.
 
-        It also gathers tokens first .. start + count - 1, which attention reads. Sequences must
-        have no padding.
+        The function then gathers tokens first .. start + count - 1, which attention reads.
+        Sequences must have no padding.
         """
         step = self._append_steps.get((start, count, first))
         if step is None:
@@ -182,12 +187,12 @@ class BlockTable:
     def slots_to_read(
         self, tokens: range, start: int, padding: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the slots of `tokens`, and a mask of tokens that are not stored or not visible.
+        """Return a tuple (slots, mask) for `tokens`. The mask is true for tokens not to be read.
 
-        Masked tokens have slot 0. The mask is None if all tokens are visible. With chunked
-        attention, tokens of a chunk that ended before `start` are masked, because they may never
-        have been stored. All layers of a group read the same tokens, and only the first call may
-        wait for the device.
+        These are tokens that are not stored or not visible; their slot is 0. The mask is None if
+        all tokens can be read. With chunked attention, tokens of a chunk that ended before `start`
+        are masked, because they may never have been stored. All layers of a group read the same
+        tokens, and only the first call may wait for the device.
         """
         if tokens not in self._to_read:
             slots = self.slots(tokens, padding)
@@ -220,7 +225,7 @@ class BlockTable:
         return self._ids
 
     def kernel_ids(self, layer: LayerCache, block: int | None = None) -> Tensor:
-        """Convert the ids of all blocks, or the id `block`, to ids of kernel blocks.
+        """Return the kernel block ids of all blocks, or only of the block with the id `block`.
 
         One block of the plan may consist of several kernel blocks of a layer.
         """

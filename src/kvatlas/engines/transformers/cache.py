@@ -183,7 +183,7 @@ class AtlasCache(TransformersCache):
         return visible
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of tokens that a layer attends to and the index of the first."""
+        """Return a tuple (number of tokens that a layer attends to, index of the first of them)."""
         self.batch.settle()
         layer = self.layers[layer_idx]
         if not isinstance(layer, PagedAttentionLayer):
@@ -264,7 +264,10 @@ class AtlasCache(TransformersCache):
         self.batch.select(torch.arange(self.batch.size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens. As in transformers, `tokens_to_remove` is zero or negative."""
+        """Remove the last tokens of every sequence.
+
+        As in transformers, `tokens_to_remove` is zero or negative: -3 removes three tokens.
+        """
         count = -tokens_to_remove
         if not 0 <= count <= self.seen:
             raise AtlasError(

@@ -91,7 +91,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         (write_latent if self.latent else write)(self.pages, k, v, slots)
 
     def _in_sight(self, start: int, heads: int, dtype: torch.dtype) -> Pair:
-        """Return K and V of the tokens that transformers' mask covers; zeros where not stored."""
+        """Return K and V of the tokens that transformers' mask covers; zeros if not stored."""
         tokens = range(self._offset(start), self.seen)
         slots, missing = self.table.slots_to_read(tokens, start, self.batch.padding)
         if self.latent:
@@ -104,11 +104,11 @@ class PagedAttentionLayer(CacheLayerMixin):
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def _room(self, rows: int, heads: int, dtype: torch.dtype) -> Pair:
-        """Allocate K and V for `rows` tokens, with room for up to an eighth more.
+        """Allocate K and V for `rows` tokens; up to an eighth more memory is allocated.
 
-        The number of rows grows at every step. Rounding it up lets torch's caching allocator
-        reuse the memory of the previous step. A new device allocation would take longer than
-        the step itself.
+        The number of tokens grows at every step. Rounding it up lets torch's caching allocator
+        reuse the memory of the previous step. A new device allocation would take longer than the
+        step itself.
         """
         unit = 1 << max(0, rows.bit_length() - 4)
         room = ceil_div(rows, unit) * unit
@@ -123,7 +123,7 @@ class PagedAttentionLayer(CacheLayerMixin):
         return 0 if self.reach is None else max(start - self.reach + 1, 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of tokens that `update` will return and the index of the first."""
+        """Return a tuple (number of tokens that `update` will return, index of the first one)."""
         offset = self._offset(self.seen)
         return self.seen + query_length - offset, offset
 
@@ -146,7 +146,10 @@ class PagedAttentionLayer(CacheLayerMixin):
 
 @dataclass(frozen=True)
 class LentState:
-    """A layer's `conv_states` or `recurrent_states`. Models update item 0, a tensor, in place."""
+    """The `conv_states` or `recurrent_states` of a layer, as models access them.
+
+    Item 0 is a tensor that models update in place.
+    """
 
     layer: PagedStateLayer
     name: str

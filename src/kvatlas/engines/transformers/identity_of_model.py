@@ -41,7 +41,7 @@ def _changed(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _is_loaded(model: Any, folder: Path) -> bool:
-    """Return whether samples of a model's tensors equal those in its checkpoint's files.
+    """Return whether a model's tensors equal those in its checkpoint's files, judged by samples.
 
     Tensors that transformers renames or fuses at load time are not compared.
     """

@@ -28,10 +28,11 @@ def make_plan(
     """Make a plan that has exactly enough blocks for `batch` sequences of `max_len` tokens.
 
     K, V and latents are stored in `kv_dtype`, by default the model's dtype. Recurrent states are
-    stored in `ssm_dtype`; transformers computes them in fp32. `in_flight` is the maximum number
-    of tokens in one forward call, by default `max_len`; windows must cover them too.
-    `prefix_caching` adds blocks for the states that `PrefixReuse` stores. Further `options` are
-    passed to `kvatlas.plan`: layout, pack, block_size, states, tp, pp.
+    stored in `ssm_dtype`; transformers computes them in fp32. `in_flight` is the maximum number of
+    tokens in one forward call, by default `max_len`. Layers with a sliding window need blocks for
+    these tokens in addition to the window. If `prefix_caching` is true, the plan has more blocks,
+    for the states that `PrefixReuse` stores. Further `options` are passed to `kvatlas.plan`:
+    layout, pack, block_size, states, tp, pp.
     """
     dtype = _dtype(config)
     model = Model.load(config, conv_dtype=dtype, ssm_dtype=ssm_dtype)

@@ -142,7 +142,10 @@ class PrefixReuse:
     # -- inside -------------------------------------------------------------------------
 
     def _admit(self, prompt: Sequence[int], identity: PrefixIdentity | None) -> int:
-        """Begin a sequence with the longest prefix in the pool; return its number of tokens."""
+        """Begin a sequence with the longest prefix of the prompt that the pool stores.
+
+        Return the number of tokens in that prefix.
+        """
         hit = self.pool.admit(self, prompt, identity)
         self._prompt, self._identity = list(prompt), identity
         self._go_on_behind(hit)
@@ -154,9 +157,9 @@ class PrefixReuse:
         self._assign()
 
     def _load(self, tiered: TieredPrefixes, hit: int) -> int:
-        """Load tokens of the prompt that the tier stores beyond the pool's `hit` tokens.
+        """Load tokens of the prompt from the tier, if it stores more than the pool's `hit` tokens.
 
-        Return how many tokens of the prompt are cached now.
+        Return the number of leading prompt tokens that are cached now.
         """
         prompt, identity = self._prompt or [], self._identity
         chain = tiered.chain(prompt[:-1], identity)  # the last token is computed anyway
@@ -185,7 +188,7 @@ class PrefixReuse:
     def _compute(self, stop: int) -> None:
         """Run the model on the prompt's first `stop` tokens, except those already cached.
 
-        Then register them for reuse, with the recurrent state after them.
+        Then register these tokens for reuse, and the recurrent state after the last of them.
         """
         prompt, seen = self._prompt or [], self.cache.seen
         self._reserve(stop)
@@ -199,7 +202,10 @@ class PrefixReuse:
             self._store(prompt, stop)
 
     def _reserve(self, tokens: int) -> None:
-        """Reserve blocks for `tokens` tokens, and zero and copy blocks as the pool requires."""
+        """Reserve blocks for the request's first `tokens` tokens.
+
+        Also zero blocks and copy blocks where the pool requests it.
+        """
         if tokens <= self._reserved:
             return
         made = self.pool.reserve(self, tokens)

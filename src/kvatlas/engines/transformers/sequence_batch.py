@@ -13,7 +13,10 @@ from kvatlas.errors import AtlasError, Code
 
 
 class StepTensors(NamedTuple):
-    """Sequence lengths and numbers of queries in one step, the same for all attention layers."""
+    """Lengths and numbers of new tokens of all sequences in one step.
+
+    All attention layers use the same tensors.
+    """
 
     lengths: Tensor
     """Number of stored tokens of each sequence, including the new ones."""
@@ -106,7 +109,10 @@ class SequenceBatch:
             self.clear()
 
     def _require(self, needs: Mapping[BlockTable, int]) -> None:
-        """Raise an error if a pool has fewer free blocks than its tables need."""
+        """Raise an error if a pool has too few free blocks.
+
+        `needs` is the number of blocks that each table needs.
+        """
         for free in {table.free for table in needs}:
             free.require(sum(n for table, n in needs.items() if table.free is free))
 
@@ -115,8 +121,8 @@ class SequenceBatch:
     def lend(self, take_back: Callable[[], None]) -> None:
         """Register `take_back`, which writes the states lent by a layer back to the pages.
 
-        Only one layer lends states to the model at a time. Those of the previous layer are written
-        back first.
+        Only one layer lends states to the model at a time. The states that another layer has lent
+        are written back first.
         """
         if self._take_back != take_back:
             self.settle()
@@ -131,7 +137,10 @@ class SequenceBatch:
     # -- how pages are read ---------------------------------------------------------
 
     def step_tensors(self, start: int, count: int) -> StepTensors:
-        """Return the lengths and query counts of a step on tokens start .. start + count - 1."""
+        """Return the tensors of a step that computes tokens start .. start + count - 1.
+
+        They contain the length and the number of new tokens of each sequence.
+        """
         if self.fixed is not None:
             return self.fixed.tensors
         if self._step is None or self._step[0] != (start, count):
@@ -150,9 +159,11 @@ class SequenceBatch:
     def expect_paged_attention(
         self, mask: Tensor | None, size: int, start: int, count: int
     ) -> None:
-        """Record that attention reads the pages for tokens start .. start + count - 1.
+        """Record that attention reads tokens start .. start + count - 1 from the pages.
 
-        `mask` [sequences, tokens] is False for padding. Padding is not stored.
+        `mask` [sequences, tokens] is False for padding, which is not stored. A batch of `size`
+        sequences without a mask has no padding. Raise an error if the mask hides more than left
+        padding.
         """
         self.paged_tokens = (start, count)
         padding = [0] * size if mask is None else (mask.cumsum(-1) == 0).sum(-1).tolist()

@@ -21,8 +21,9 @@ from kvatlas.wire import Node, make_transport, memory_of, pools_for
 class SimulatedRanks(ExitStack):
     """The pools of all ranks of a plan, with one `Node` per rank.
 
-    `model` is the transformers model that computes the caches. Nodes compare its identity with that
-    of their peers. `options` are passed to `Node`.
+    `model` is the transformers model that computes the caches. Before a transfer, nodes compare the
+    identity of this model with the identity that their peers report. `options` are passed to
+    `Node`.
     """
 
     def __init__(

@@ -47,9 +47,11 @@ class TieredPrefixes:
         *,
         own: bool = False,
     ) -> None:
-        """Use an open tier. With `own`, `close` also closes the tier.
+        """Use an open tier. If `own` is true, `close` also closes the tier.
 
-        A `StoreTier` must have been opened with the same `identity`; this is not checked.
+        `identity` identifies the model's caches in the tier. A `StoreTier` must have been opened
+        with the same `identity`; this is not checked. `events` is called with stored and evicted
+        prefixes.
         """
         about = {"weights": identity.computed_with, "tenant": identity.tenant}
         said = b"" if isinstance(tier, StoreTier) else msgspec.msgpack.encode(about)
@@ -62,9 +64,9 @@ class TieredPrefixes:
         `no_room` and `not_stored`."""
 
     def chain(self, tokens: Sequence[int], identity: PrefixIdentity | None) -> PrefixChain | None:
-        """Return the tier's keys for the prefixes of a request, or None if it contains media.
+        """Return the tier's keys for a request's prefixes; None if the request contains media.
 
-        The keys of a tier are computed from tokens only, so they cannot identify media.
+        Keys are computed from tokens, salt and adapter, so they cannot identify media.
         """
         about = identity or PrefixIdentity()
         if about.media:

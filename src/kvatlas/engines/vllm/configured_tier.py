@@ -81,8 +81,8 @@ class ConfiguredTier:
     def find_in_store(self, rows: set[bytes | None]) -> PrefixTier | None:
         """Open the store for lookups; None if it cannot be used.
 
-        `rows` contains the tier's plan as each rank reported it. If the plans differ, the store is
-        not used, because parts of each stored block would be missing.
+        `rows` contains the tier's plan as JSON, as each rank reported it. If the plans differ, the
+        store is not used, because no block would be stored completely.
         """
         plan = rows.pop() if len(rows) == 1 else None
         if plan is None:
@@ -100,7 +100,7 @@ class ConfiguredTier:
     def _prefixes(self, tier: TierClient | StoreTier, identity: bytes) -> PrefixTier:
         """Return an object that looks up prefixes in a tier.
 
-        It also reports the tier's blocks as events if vLLM publishes KV cache events.
+        If vLLM publishes KV cache events, the object also reports events for the tier's blocks.
         """
         events, medium = getattr(self._vllm_config, "kv_events_config", None), None
         if events is not None and events.enable_kv_cache_events:

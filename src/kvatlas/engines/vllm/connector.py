@@ -61,7 +61,10 @@ log = logging.getLogger("kvatlas.vllm")
 
 @dataclass
 class KVAtlasStep(KVConnectorMetadata):
-    """The orders that the scheduler sends to the workers with each step."""
+    """The orders that the scheduler sends to the workers with each step.
+
+    An order is a transfer to start, a transfer to cancel, or blocks to keep or release.
+    """
 
     orders: StepOrders = field(default_factory=StepOrders)
     idle: bool = False
@@ -146,16 +149,17 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens to load beyond the computed ones, and whether asynchronously.
+        """Return a tuple (number of tokens to load, whether the load is asynchronous).
 
-        They come from another engine or the tier. The number is None while a lookup is running.
+        The tokens follow the computed ones, and come from another engine or the tier. The number is
+        None while a lookup is running.
         """
         return self._in_scheduler().matched_tokens(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Return the source of the external tokens, for vLLM's statistics."""
+        """Return the number of external tokens by their source, for vLLM's statistics."""
         source = self._cache_hit_source
         if self._in_scheduler().from_tier(request.request_id):
             source = self._tier.hit_source
@@ -186,7 +190,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         self._in_scheduler().sent(connector_output.finished_sending)
 
     def take_events(self) -> list[Any]:
-        """Return the tier's stored and removed blocks since the last call, as vLLM events."""
+        """Return vLLM events for blocks that the tier has stored or removed since the last call."""
         return as_vllm_events(self._in_scheduler().take_events())
 
     def request_finished(
@@ -198,7 +202,7 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether to keep a finished request's blocks, and its `kv_transfer_params`."""
+        """Return a tuple (whether to keep the finished request's blocks, `kv_transfer_params`)."""
         return self._in_scheduler().finished(request, block_ids)
 
     # -- worker methods ----------------------------------------------------------------------
@@ -320,9 +324,9 @@ class KVAtlasConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def _use_tier(self, tier: PrefixTier | None) -> None:
-        """Look up requests in a tier, if there is one, and store finished requests in it.
+        """Look up requests in a tier, and store finished requests in it; do nothing for None.
 
-        Requests are not stored in a tier of another dtype.
+        Finished requests are not stored if the tier contains blocks of another dtype.
         """
         if tier is None:
             return

@@ -38,7 +38,7 @@ class KVAtlasStats(KVConnectorStats):
 
     @classmethod
     def of(cls, *counts: PullCounts | TierCounts) -> KVAtlasStats:
-        """Combine a rank's counts of reads from engines and from the tier."""
+        """Combine the counts of one rank: reads from other engines, and uses of the tier."""
         made = cls()
         for one in counts:
             made.data |= asdict(one)
@@ -49,7 +49,7 @@ class KVAtlasStats(KVConnectorStats):
         self.data = asdict(PullCounts()) | asdict(TierCounts())
 
     def aggregate(self, other: KVConnectorStats) -> KVAtlasStats:
-        """Add the counts of another rank to these."""
+        """Add the counts of another rank to this object, and return this object."""
         self.data = {name: self.data[name] + other.data.get(name, 0) for name in COUNTERS}
         return self
 

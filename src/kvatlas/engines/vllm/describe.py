@@ -1,7 +1,8 @@
 """Derive the plan of a running vLLM engine from its `KVCacheConfig`, without its memory.
 
-Each pipeline stage describes its own layers. Joined, the stages form the plan of the engine, which
-is the same on every rank. `check_tensors` then compares the tensors that vLLM allocated with it.
+Each pipeline stage describes its own layers. The descriptions of all stages form the plan of the
+engine, which is the same on every rank. `check_tensors` then compares this plan with the tensors
+that vLLM allocated.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ def describe_engine(
 ) -> Plan:
     """Return the plan of an engine with one pipeline stage, from vLLM's configs.
 
-    Three mappings are keyed by layer name. `backends` contains attention backends. `kernel_blocks`
-    contains the tokens per kernel block, for layers whose blocks vLLM splits. `seen` contains
-    windows or chunks.
+    Three mappings are keyed by layer name. `backends` contains the names of attention backends.
+    `kernel_blocks` contains the tokens per kernel block, for layers whose blocks vLLM splits.
+    `seen` contains the attention window or chunk of layers.
     """
     about: dict[str, Any] = {"backends": backends, "kernel_blocks": kernel_blocks, "seen": seen}
     return join_stages([describe_stage(vllm_config, kv_cache_config, **about)])
@@ -245,7 +246,7 @@ def _check_topology(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _own_windows(config: Any) -> dict[str, Visibility]:
-    """Return the window or chunk of each layer in groups that have one spec per layer."""
+    """Return the window or chunk of each layer, by name, in groups that have one spec per layer."""
     return {
         name: seen_by_group(spec)
         for group in config.transfer_groups
@@ -254,7 +255,7 @@ def _own_windows(config: Any) -> dict[str, Visibility]:
 
 
 def check_windows(name: str, spec: Any, seen: Visibility) -> None:
-    """Raise if a layer has a window that the spec of its group lacks.
+    """Raise if a group keeps all tokens and its spec lacks the window of this layer.
 
     vLLM's scheduler uses the group's spec.
     """
@@ -268,7 +269,10 @@ def check_windows(name: str, spec: Any, seen: Visibility) -> None:
 
 
 def _own_spec(spec: Any, layer: str) -> Any:
-    """Return vLLM's spec of one layer: its own in a group with one spec per layer, else `spec`."""
+    """Return vLLM's spec of one layer, from the spec of its group.
+
+    If the group has one spec for all layers, return that.
+    """
     several = getattr(spec, "kv_cache_specs", None)
     return spec if several is None else several[layer]
 
@@ -276,7 +280,7 @@ def _own_spec(spec: Any, layer: str) -> Any:
 def _placed_layers(
     config: Any, kernel_blocks: Mapping[str, int]
 ) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[int, ...], int]]]:
-    """Yield each layer's name with the sizes, byte strides and byte offset of vLLM's view.
+    """Yield (layer name, (axis sizes, byte strides, byte offset)) of vLLM's view of each layer.
 
     The axes are kernel blocks, heads, tokens and bytes.
     """

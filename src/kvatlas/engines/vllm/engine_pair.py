@@ -29,7 +29,7 @@ class Finding:
 
 
 def beside(what: str, said: Iterable[str], verdict: Verdict = "ok", why: str = "") -> Finding:
-    """Return a finding. `said` contains two values: of the prefill and of the decode engine."""
+    """Return a finding about `what`. `said` contains the prefill and the decode engine's value."""
     prefill, decode = said
     return Finding(what, prefill, decode, verdict, why)
 

@@ -46,8 +46,9 @@ def open_tier(
 ) -> TierClient | None:
     """Open the configured tier for one worker; create it if it does not exist.
 
-    With `convert`, the tier is shared with engines of another cache dtype. Return None if the
-    file is damaged or belongs to another model; the engine then runs without a tier.
+    If `convert` is given, a tier in a file stores blocks in the source dtype of this conversion.
+    Return None if the file is damaged or belongs to another model; the engine then runs without a
+    tier.
     """
     if where == IN_MEMORY:
         made = _planned(model, memory, own)

@@ -1,7 +1,8 @@
 """Open a tier in an object store for an engine's workers and its scheduler.
 
-The workers derive the format of rows from the model's layers and send it to the scheduler, which
-only looks up keys. If the store cannot be reached at startup, the engine runs without it.
+A row is one stored block. The workers derive the format of rows from the model's layers and send it
+to the scheduler, which only looks up keys. If the store cannot be reached at startup, the engine
+runs without the store.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def open_fleet_tier(
 ) -> StoreTier | None:
     """Open the tier in the configured store for one worker; None if it cannot be reached.
 
-    With `convert`, lookups also find rows of engines with another cache dtype.
+    If `convert` is given, lookups also find blocks that engines with another cache dtype stored.
     """
     if own.pp > 1 and settings.tier_options.stages % own.pp:
         log.error(

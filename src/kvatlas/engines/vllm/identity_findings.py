@@ -31,7 +31,7 @@ class _Served:
 
 
 def weights_finding(ends: Ends) -> Finding | None:
-    """Compare the weights of both engines; None if the arguments of one are unknown."""
+    """Return a finding that compares the engines' weights; None if an engine has no arguments."""
     if any(end.arguments is None for end in ends):
         return None
     unnamed = [end for end in ends if _makes_up_weights(end)]
@@ -116,7 +116,7 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _makes_up_weights(end: EngineEnd) -> bool:
-    """Return whether an engine has dummy weights but lacks the required `weights_identity`."""
+    """Return whether an engine has random dummy weights, and its settings do not identify them."""
     if end.arguments is None or end.settings is None:
         return False
     unnamed = end.settings.weights_identity is None and end.settings.check_identity

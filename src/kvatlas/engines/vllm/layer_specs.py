@@ -124,7 +124,7 @@ def seen_by_group(spec: Any) -> Visibility:
 
 
 def keeps_all_tokens(spec: Any) -> bool:
-    """Return whether vLLM keeps all tokens of a layer, even if it attends to a window only."""
+    """Return whether vLLM keeps all tokens of a layer, even if its attention has a window."""
     return bool({kind.__name__ for kind in type(spec).__mro__} & set(_KEEPS_ALL))
 
 
@@ -182,9 +182,9 @@ def _dense(
 
 
 def _heads(name: str, local: int, model: ServedModel) -> int:
-    """Return the number of KV heads over all ranks, from the `local` number on one rank.
+    """Return the number of KV heads over all ranks; `local` is the number on one rank.
 
-    A single head on a rank may be a replica. The number then comes from the config.
+    A single head on a rank may be a replica. The result then comes from the config.
     """
     if local > 1 or model.tp == 1:
         return local * model.tp

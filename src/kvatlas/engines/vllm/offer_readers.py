@@ -59,7 +59,7 @@ class OfferReaders:
         return offer.request in self._readers
 
     def reads_alone(self, request_id: str) -> bool:
-        """Return whether a request is the only local reader of its offer, now and later."""
+        """Return whether a request is the only local reader of its offer and has no siblings."""
         offer = self._offers[request_id]
         return parent_of(request_id) is None and len(self._readers[offer.request]) == 1
 

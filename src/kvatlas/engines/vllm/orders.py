@@ -84,7 +84,7 @@ Got no key 'kvatlas'. Run KVAtlasConnector in both engines, and forward its para
 
 
 def prompt_digest(prompt: Sequence[int] | None, tokens: int, context: bytes = b"") -> str:
-    """Return a digest of a prompt's first tokens and of the request's context.
+    """Return a digest of a prompt's first `tokens` tokens and of the request's context.
 
     `context` comes from `request_context`. It is empty for a request without adapter, salt, media
     and embeddings.

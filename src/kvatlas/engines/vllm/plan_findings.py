@@ -10,7 +10,7 @@ from kvatlas.specs import Visibility
 
 
 def plan_findings(ends: Ends, tokens: int) -> tuple[list[Finding], Check | None]:
-    """Return findings about both plans, and the cost of a transfer of `tokens` tokens.
+    """Return a tuple (findings about both plans, cost of a transfer of `tokens` tokens).
 
     The cost is None if no transfer is possible.
     """

@@ -76,8 +76,8 @@ class PrefixTier:
     ) -> None:
         """Set up lookups for one model and its weights, which `identity` identifies.
 
-        `max_len` is the engine's longest request. If `events_from` names a medium, `take_events`
-        reports the tier's blocks under that medium.
+        `max_len` is the number of tokens in the engine's longest request. `events_from` is the
+        storage medium that events of the tier's blocks name; if None, no events are reported.
         """
         self._tier, self._finder = tier, PrefixFinder(tier, identity)
         self.recurrent, self.partial = self._finder.recurrent, self._finder.partial
@@ -110,7 +110,7 @@ class PrefixTier:
         return asked
 
     def stored(self, chain: PrefixChain, tokens: int) -> int:
-        """Return how many leading tokens the tier already stores; 0 if the lookup is slow."""
+        """Return how many of the first `tokens` tokens the tier stores; 0 if the lookup is slow."""
         # Rows that are converted on read are not stored in this engine's dtype.
         tier = self._tier
         match = partial(tier.match, convert=False) if isinstance(tier, StoreTier) else tier.match
@@ -120,8 +120,8 @@ class PrefixTier:
     def whole_blocks(self, tokens: int) -> int:
         """Return how many of a request's first `tokens` tokens to store.
 
-        An incomplete last block is left out, unless some layers store only windows or states.
-        The result is at most the tier's longest request.
+        An incomplete last block is left out, unless some layers store only windows or states. The
+        result is at most the number of tokens in the longest request that engine and tier support.
         """
         return self._finder.whole_blocks(min(tokens, self.longest))
 

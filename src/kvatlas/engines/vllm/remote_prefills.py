@@ -22,7 +22,8 @@ class RemotePrefills:
     def __init__(self, *, spreads_siblings: bool) -> None:
         """Start without requests.
 
-        `spreads_siblings` is true if siblings of a request may run on other data-parallel ranks.
+        If `spreads_siblings` is true, siblings of a request may run on other data-parallel ranks.
+        After its last local reader, their offer is then left to expire instead of being released.
         """
         self._spreads_siblings = spreads_siblings
         self._waiting: dict[str, RemoteRequest] = {}
@@ -30,7 +31,10 @@ class RemotePrefills:
         self._readers = OfferReaders()
 
     def expect(self, request: Any, offer: RemoteRequest, orders: StepOrders) -> None:
-        """Count a request as a reader of an offer; raise if the offer is for another prompt."""
+        """Count a request as a reader of an offer, and order the workers to keep the offer.
+
+        Raise an error if the offer is for another prompt.
+        """
         try:
             _check_prompt(request, offer)
         except AtlasError:
@@ -44,11 +48,11 @@ class RemotePrefills:
         orders.keep.append(offer.request)
 
     def waiting(self, request_id: str) -> RemoteRequest | None:
-        """Return the offer that a request will read; None without one, or after `take`."""
+        """Return the offer that a request will read; None if there is none, or after `take`."""
         return self._waiting.get(request_id)
 
     def take(self, request_id: str) -> RemoteRequest | None:
-        """Return the offer that a request will read, and forget it.
+        """Return the offer that a request will read, or None, and forget the offer.
 
         If the read fails, the tokens are computed; the read is not retried.
         """
@@ -57,7 +61,7 @@ class RemotePrefills:
     def begin_read(self, request_id: str) -> bool:
         """Begin a read; return whether the request is the only reader of its offer.
 
-        The read then also releases the offer.
+        If so, the read also releases the offer.
         """
         final = self._readers.reads_alone(request_id)
         if final:
@@ -65,7 +69,7 @@ class RemotePrefills:
         return final
 
     def end_read(self, request_id: str, orders: StepOrders) -> None:
-        """Remove a reader from its offer, and order the offer's release after its last reader."""
+        """Remove a request from its offer's readers; after the last, order the offer's release."""
         offer = self._readers.remove(request_id)
         if offer is None:
             return

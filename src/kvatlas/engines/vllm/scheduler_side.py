@@ -45,8 +45,8 @@ class SchedulerSide:
     ) -> None:
         """Set up the connector in the scheduler of one engine.
 
-        `tier` stores finished requests. An engine that is `alone` exchanges no caches with others.
-        Workers keep the blocks of an offered request for `lease_seconds`.
+        `tier` stores finished requests. If `alone` is true, the engine exchanges no caches with
+        other engines. Workers keep the blocks of an offered request for `lease_seconds`.
         """
         self._alone = alone
         self._groups = TransferGroups(
@@ -111,9 +111,9 @@ class SchedulerSide:
                 request.kv_transfer_params = params | {"do_remote_prefill": False}
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return the number of tokens to load, and whether they load asynchronously.
+        """Return a tuple (number of tokens to load, whether the load is asynchronous).
 
-        The number excludes the `computed` tokens. It is None while a lookup is running.
+        The number excludes the first `computed` tokens. It is None while a lookup is running.
         """
         remote = self._remote.waiting(request.request_id)
         if remote is None:
@@ -149,7 +149,7 @@ class SchedulerSide:
         return any(order.request_id == request_id for order in self._orders.loads)
 
     def finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether to keep a finished request's blocks, and its `kv_transfer_params`."""
+        """Return a tuple (whether to keep the finished request's blocks, `kv_transfer_params`)."""
         name = request.request_id
         self._remote.take(name)
         self._remote.end_read(name, self._orders)
@@ -169,7 +169,7 @@ class SchedulerSide:
     def _offer(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Offer a finished request that was prefilled for another engine.
 
-        Return whether to keep its blocks, and the `kv_transfer_params` of its response.
+        Return a tuple (whether to keep its blocks, `kv_transfer_params` of its response).
         """
         if self._alone:
             return False, None
@@ -182,7 +182,7 @@ class SchedulerSide:
     def _store(self, request: Any, block_ids: Any) -> bool:
         """Order the workers to store a finished request in the tier, if it is worth storing.
 
-        Return whether its blocks must be kept until then.
+        Return whether such an order was made; vLLM must then keep the blocks until they are stored.
         """
         if self._tier is None or not any(block_ids):
             return False
@@ -280,11 +280,11 @@ class SchedulerSide:
         return int(min(request.num_prompt_tokens - self._left_out, remote.tokens))
 
     def _read_until(self, request: Any, stop: int) -> int:
-        """Return how many tokens to read: `stop`, or one less if the last one need not be read.
+        """Return how many tokens to read: `stop`, or `stop - 1` if the last one need not be read.
 
-        The prompt's last token need not be read, because vLLM recomputes it, unless it completes a
-        block: other requests may reuse that block before the token is recomputed. Reading one token
-        less saves thousands of short runs if K is transposed.
+        vLLM recomputes the prompt's last token, so it need not be read. It is read nevertheless if
+        it completes a block, because other requests may reuse that block before the token is
+        recomputed. Reading one token less saves thousands of short runs if K is transposed.
         """
         last = stop == request.num_prompt_tokens
         return stop - int(last and self._groups.end_inside_blocks(stop))

@@ -48,8 +48,8 @@ def run_on(cores: set[int], thread: int = 0) -> None:
 class ReadingThreads:
     """Transfer threads of an engine, which yield to its compute threads.
 
-    With `behind`, transfer threads get a lower priority. While the engine computes, they also avoid
-    the cores to which vLLM bound its compute threads.
+    If `behind` is true, transfer threads get a lower priority. While the engine computes, transfer
+    threads also avoid the cores to which vLLM bound its compute threads.
 
     >>> reading = ReadingThreads(set(), behind=False)
     >>> reading.join()
@@ -57,7 +57,11 @@ class ReadingThreads:
     """
 
     def __init__(self, cores: set[int], *, behind: bool) -> None:
-        """Start without threads. `cores` are the engine's; empty if vLLM binds no threads."""
+        """Start without threads.
+
+        `cores` are the cores of the engine's process, or empty if vLLM binds no threads to cores.
+        If `behind` is true, the transfer threads get a lower priority.
+        """
         self._cores, self._behind = cores, behind
         self._beside = (cores - _computing_cores(cores)) or cores
         self._computing = False
@@ -76,7 +80,10 @@ class ReadingThreads:
             run_on(self._now, thread)
 
     def make_room(self, *, computing: bool) -> None:
-        """Keep transfer threads off the engine's compute cores while it is `computing`."""
+        """Keep transfer threads off the compute cores if `computing` is true.
+
+        If it is false, transfer threads may run on all cores of the engine.
+        """
         if computing == self._computing or self._cores == self._beside:
             return
         with self._lock:

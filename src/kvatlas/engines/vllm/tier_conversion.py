@@ -1,7 +1,7 @@
 """Convert blocks of a tier that were stored by engines with another cache dtype.
 
 The setting `convert` names both formats. This engine's scales come from its layers. Blocks do not
-contain the scales of the engines that stored them; the setting `convert_scales` specifies those.
+contain the scales with which they were stored; the setting `convert_scales` specifies these.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class TierScheduler:
     def take(self, request_id: str, *, wanted: bool) -> FoundPrefix | None:
         """Return the prefix that was found for a request; it stays pinned until `loaded`.
 
-        If it is not `wanted`, or its lookup is not done, unpin it and return None.
+        If `wanted` is false, or the lookup is still running, unpin the prefix and return None.
         """
         looked_up = self._found.get(request_id)
         self._found[request_id] = None

@@ -46,8 +46,8 @@ class TransferGroup:
     def incomplete_blocks(self, start: int, stop: int, *, windows_alone: bool = False) -> int:
         """Return how many leading blocks are incomplete after tokens start .. stop - 1 were read.
 
-        Blocks before a window are incomplete, because only the window is read. With
-        `windows_alone`, this also applies to window layers for which vLLM keeps all tokens.
+        Blocks before a window are incomplete, because only the window is read. If `windows_alone`
+        is true, this also applies to window layers for which vLLM keeps all tokens.
 
         >>> sliding = type("SlidingWindowSpec", (), {"block_size": 64, "sliding_window": 64})
         >>> TransferGroup(sliding(), 0).incomplete_blocks(0, 150)
@@ -80,16 +80,17 @@ class TransferGroups:
         self._managers = kv_cache_manager.coordinator.single_type_managers
 
     def tables(self, block_ids: Any, tokens: int) -> Tables:
-        """Return each group's table of the blocks that hold a request's first `tokens` tokens.
+        """Return one block table per group: the blocks that hold a request's first `tokens` tokens.
 
-        `block_ids` are all blocks of the request, by group, as vLLM lists them.
+        `block_ids` are the ids of all blocks of the request, by group, as vLLM lists them.
         """
         return tuple(group.table(block_ids[group.index], tokens) for group in self._groups)
 
     def windows(self, *, windows_alone: bool) -> tuple[int, ...]:
         """Return the sizes, in tokens, of windows and chunks before which no tokens are kept.
 
-        With `windows_alone`, also return those of window layers for which vLLM keeps all tokens.
+        If `windows_alone` is true, include the window sizes of layers for which vLLM keeps all
+        tokens.
         """
         sizes = {group.window for group in self._groups if group.window}
         if windows_alone:
@@ -103,10 +104,11 @@ class TransferGroups:
     def exclude_from_prefix_cache(
         self, request_id: str, start: int, stop: int, *, windows_alone: bool
     ) -> None:
-        """Keep blocks that a read leaves incomplete out of vLLM's prefix cache.
+        """Exclude blocks from vLLM's prefix cache that a read of tokens leaves incomplete.
 
         Of tokens start .. stop - 1, those before a window are not read. A later request with a
-        shorter prefix would need them.
+        shorter prefix would need them. If `windows_alone` is true, this also applies to window
+        layers for which vLLM keeps all tokens.
         """
         if not self._prefix_caching or self._managers is None:
             return

@@ -91,7 +91,7 @@ def folder_identity(folder: Path) -> str:
 
 
 def _served_weights(vllm_config: Any, given: str | None) -> str:
-    """Return the name `given` to the weights, or else a digest of the checkpoint's files."""
+    """Return `given` unless it is None; otherwise return a digest of the checkpoint's files."""
     if given is not None:
         return given
     load = getattr(vllm_config, "load_config", None)

@@ -58,7 +58,7 @@ class _Pull:
         self._lock = threading.Lock()
 
     def begin(self, start: Callable[[], Transfer]) -> Transfer | None:
-        """Start and return the transfer; return None if the read was cancelled before."""
+        """Start and return the transfer; return None if the read has already been cancelled."""
         with self._lock:
             if not self._cancelled:
                 self.transfer = start()
@@ -123,7 +123,10 @@ class WorkerSide:
         self._counts_lock = threading.Lock()
 
     def carry_out(self, orders: StepOrders, *, idle: bool = False) -> None:
-        """Start the transfers of a step. If the engine is `idle`, they may use its cores."""
+        """Carry out the orders of a step: start and cancel transfers, keep and release offers.
+
+        If `idle` is true, the engine computes no tokens, and transfers may use its cores.
+        """
         self.node.landing_threads = self.node.transport.copy_threads = 2 if idle else 1
         self._reading.make_room(computing=not idle)
         for offer in orders.offers:
@@ -144,8 +147,8 @@ class WorkerSide:
     def take_ended(self, *, idle: bool = False) -> Ended:
         """Return the requests whose transfers have ended since the last step.
 
-        An `idle` engine waits here briefly instead of polling, which leaves its core and the
-        interpreter lock to the threads that read.
+        If `idle` is true, wait briefly for a transfer to end. An idle engine would otherwise poll,
+        and take its core and the interpreter lock from the threads that read.
         """
         seconds = _READING_SECONDS if self._pulls else _OFFERING_SECONDS if self._offered else 0.0
         ended = self._ended.take(seconds if idle else 0.0)
