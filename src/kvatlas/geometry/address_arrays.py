@@ -116,7 +116,7 @@ def join_ranges(starts: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def join_copies(src: Int64s, dst: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Sort the byte ranges of a copy by `dst`, and join ranges that are adjacent at both ends.
+    """Sort the byte ranges of a copy by `dst`; join ranges adjacent in both `src` and `dst`.
 
     >>> join_copies(np.array([8, 0, 32]), np.array([108, 100, 200]), np.array([4, 8, 4]))
     (array([ 0, 32]), array([100, 200]), array([12,  4]))
@@ -141,12 +141,12 @@ def join_copies(src: Int64s, dst: Int64s, length: Int64s) -> tuple[Int64s, Int64
 def fill_descriptors(
     parts: Sequence[Int64s], starts: Int64s, lengths: Int64s, base: int, device: int
 ) -> NDArray[np.uint64]:
-    """Return rows (address, length, device), one per start and choice of an entry of each part.
+    """Return rows (address, length, device) for all combinations of a start and part entries.
 
-    `parts` are arrays of byte offsets. An address is `base` plus one start plus one entry of
-    each part, and `lengths[i]` belongs to `starts[i]`. Starts vary fastest, the first part
-    slowest. The rows of the last parts are computed once as a template that fits in the CPU
-    cache, and all other rows are copies of the template plus a constant.
+    `parts` are arrays of byte offsets; a combination takes one entry of each. An address is
+    `base` plus one start plus one entry of each part, and `lengths[i]` belongs to `starts[i]`.
+    Starts vary fastest, the first part slowest. The rows of the last parts are computed once as
+    a template that fits in the CPU cache. All other rows are the template plus a constant.
 
     >>> halves, starts, lengths = np.array([0, 100]), np.array([0, 16]), np.array([8, 8])
     >>> fill_descriptors([halves], starts, lengths, base=1000, device=3).tolist()

@@ -92,7 +92,7 @@ def fold_beside(*ends: Placement, axis: str) -> tuple[Placement, ...]:
 def widest_word(*ends: Placement) -> int:
     """Return the largest word size (1, 2, 4, 8 or 16 bytes) for copying between `ends`.
 
-    It divides every offset, item size and byte stride.
+    The word size divides every offset, item size and byte stride of these placements.
 
     >>> widest_word(Placement.packed([("B", 4)], item=24, offset=8))
     8

@@ -55,7 +55,7 @@ class Section:
 
     A unit, such as a head, is never divided.
 
-    If `shared`, units are replicated when there are more ranks than units; otherwise more
+    If `shared` is true, units are replicated when there are more ranks than units; otherwise more
     ranks than units raise an error.
 
     >>> Section(units=4, rows=128).deal(tp=2, rank=1)  # first unit, number of units

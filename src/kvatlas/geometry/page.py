@@ -74,7 +74,7 @@ class Page:
 
     @property
     def lies_flat(self) -> bool:
-        """Whether some field extends past the cells of one head and cannot be divided by cell."""
+        """Whether some field extends past the cells of one head, so cells do not divide it."""
         return any(self._over_page(field) for field in self.fields)
 
     @property

@@ -109,9 +109,9 @@ class StridedRuns(NamedTuple):
         """Return (source starts, destination starts, lengths) in bytes of spans of states.
 
         Add `item_offsets` to the starts to get offsets in the pool. `ids` are the block ids of
-        each span, for source and destination. With `join`, ranges that are adjacent at both
-        ends are joined. With `whole`, the states of a kernel block are already folded into the
-        item.
+        each span, for source and destination. If `join` is true, ranges that are adjacent at
+        both ends are joined. `whole` says that the states of a kernel block are already folded
+        into the item.
         """
         src, dst = self._starts(0, spans.src, ids[0]), self._starts(1, spans.dst, ids[1])
         count = spans.length

@@ -32,10 +32,10 @@ def validate(
 ) -> None:
     """Raise an error if parts are out of bounds, overlap, are misaligned or leave holes.
 
-    `padding` declares bytes that belong to no part; with `holes`, all remaining bytes are
-    padding. `align` applies to the offset of each part and to its strides along L and B.
-    Groups may overlay each other, because a block id belongs to one group at a time: validate
-    each group separately.
+    `padding` declares bytes that belong to no part; if `holes` is true, all remaining
+    bytes count as padding. `align` applies to the offset of each part and to its strides
+    along L and B. Groups may overlay each other, because a block id belongs to one group at a
+    time: validate each group separately.
 
     >>> rows = Placement.packed([("B", 4)], item=96, strides={"B": 128})
     >>> gaps = Placement.packed([("B", 4)], item=32, strides={"B": 128}, offset=96)

@@ -76,9 +76,10 @@ def check_cache(kv_dtype: object) -> str:
 def cached(spec: S, cache: str, *, sparse: bool = False) -> S:
     """Return `spec` with its cache dtype set to `cache`.
 
-    Specs other than attention are returned unchanged. With `sparse`, an indexer selects the
-    states of latent attention; its kernels store fp8 as `fp8_ds_mla`. DeepSeek-V4 uses
-    `fp8_ds_mla` for `auto` too, because its kernels do not support the model's dtype.
+    Specs other than attention are returned unchanged. If `sparse` is true, fp8 latent
+    attention becomes `fp8_ds_mla`, the fp8 format of kernels whose states an indexer selects.
+    DeepSeek-V4 uses `fp8_ds_mla` for `auto` too, because its kernels do not support the
+    model's dtype.
     """
     if isinstance(spec, Attention):
         # None makes the spec choose the packing that the new cache dtype requires.

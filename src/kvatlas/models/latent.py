@@ -23,7 +23,7 @@ def latent(decoder: Decoder) -> Iterator[Layer]:
 
 
 def latent_attention(decoder: Decoder, *, sparse: bool = False) -> LatentAttention:
-    """Return the spec of an MLA layer; with `sparse`, an indexer selects its states.
+    """Return the spec of an MLA layer; `sparse` is true if an indexer selects its states.
 
     The rotary elements are cached even if the model does not rotate them.
     """

@@ -53,7 +53,7 @@ class Starts:
         return self.dst if end else self.src
 
     def touch(self, near: int, far: int) -> bool:
-        """Return whether some consecutive starts are `near` apart in `dst` and `far` in `src`."""
+        """Return whether two successive starts are `near` apart in `dst` and `far` in `src`."""
         return bool(((np.diff(self.dst) == near) & (np.diff(self.src) == far)).any())
 
 
@@ -63,7 +63,7 @@ ORIGIN = Starts.of(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """Byte ranges of one source pool and their positions in one destination pool.
+    """Runs to copy from one source pool to one destination pool.
 
     There is one run for every pair of a start and a span. Span i copies `length[i]` bytes from
     offset `src[i]` to offset `dst[i]`, and a start adds one offset to `src` and one to `dst`. With
@@ -119,14 +119,14 @@ class Copy:
         return Copy(self.src_pool, self.dst_pool, *self.runs())
 
     def reversed(self) -> Copy:
-        """Return the copy from destination to source, with `ORIGIN` as the only start."""
+        """Return a `Copy` of the runs from destination to source; its only start is `ORIGIN`."""
         src, dst, length = self.runs()
         return Copy(self.dst_pool, self.src_pool, dst, src, length)
 
     def descriptors(
         self, *, src_base: int = 0, dst_base: int = 0, src_device: int = 0, dst_device: int = 0
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return the descriptors of source and destination: rows (address, length, device)."""
+        """Return (source rows, destination rows); a row is (address, length, device) of one run."""
         src, dst, length = self.runs()
         return (
             _rows(src, length, src_base, src_device),
@@ -225,7 +225,7 @@ def repeated(
 class Runs(NamedTuple):
     """Runs of bytes: source offsets, destination offsets and lengths.
 
-    `fewest` is true if they are known to be sorted, with no two neighbours that can be joined.
+    `fewest` is true if the runs are known to be sorted and no two of them can be joined.
     """
 
     src: Int64s
@@ -321,7 +321,7 @@ def _all_sums(starts: Starts, src: Int64s, dst: Int64s, length: Int64s) -> Runs:
 
 
 def _apart(outer: Starts, inner: Starts, item: int) -> bool:
-    """Return whether runs at all sums outer + inner are sorted, and no two can be joined.
+    """Return whether the runs at all sums outer + inner are sorted and none can be joined.
 
     Each run is `item` bytes long. The order is by destination; inner starts vary fastest.
     """
@@ -334,7 +334,7 @@ def _apart(outer: Starts, inner: Starts, item: int) -> bool:
 
 
 def joined(runs_by_pools: Mapping[tuple[int, int], list[Runs]]) -> tuple[Copy, ...]:
-    """Return one copy per pair (source pool, destination pool), with adjacent runs joined."""
+    """Return one `Copy` per pair (source pool, destination pool), with adjacent runs joined."""
     copies = []
     for pools, runs in sorted(runs_by_pools.items()):
         if not runs:

@@ -59,7 +59,7 @@ def reasons(
     layers: Collection[str] | None = None,
     converting: bool = False,
 ) -> list[Reason]:
-    """Return all differences that prevent a copy; `converting` permits different dtypes."""
+    """Return all differences that prevent a copy; if `converting`, dtypes may differ."""
     if not src.specs.keys() & dst.specs.keys():
         got = f"{src.plan.model!r} and {dst.plan.model!r}, which have no layer in common"
         return [Reason(Code.UNLIKE_MODELS, got)]

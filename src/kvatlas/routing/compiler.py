@@ -189,7 +189,7 @@ class Compiler:
         return self._chosen[dst_rank]
 
     def _needed(self, layer: str, dst_tp_rank: int) -> Iterator[NeededShard]:
-        """Yield each range of a layer that a rank needs, with the sources that hold all of it."""
+        """Yield each row range of a layer that a rank needs, with the source ranks that hold it."""
         for index, part in enumerate(self.dst.parts[layer]):
             for name, view in self.fields_chosen_by(layer, part).items():
                 cells = _dealt_out(view.cells, self.dst, layer, dst_tp_rank)

@@ -45,7 +45,7 @@ _MOST_NAMED = 256
 
 
 class RowError(NamedTuple):
-    """The largest relative error that a format adds to a row, in the 2-norm."""
+    """The largest relative error, in the 2-norm, that a format adds to one row of K or V."""
 
     usual: float
     outliers: float

@@ -86,7 +86,7 @@ class ConvertedBox(NamedTuple):
         return self.copied or all(end.cell.by_element for end in self.ends)
 
     def unit(self, end: int) -> int:
-        """Return how many bytes the smallest separately convertible unit has at one end."""
+        """Return the bytes of a cell at `end` (0: source, 1: destination); 1 if not converted."""
         return 1 if self.copied else self.ends[end].cell.nbytes
 
 
@@ -275,7 +275,7 @@ class ConvertedStream:
     def __init__(
         self, boxes: Sequence[ConvertedBox], request: RequestEnds, casts: MakeGrids
     ) -> None:
-        """Create the stream; `casts()` returns copies that cast elements, or None if impossible."""
+        """Create the stream; `casts()` returns `Copy` objects that cast elements, or None."""
         self._request, self._casts = request, casts
         found = [ConvertedSection(box, request.states(box.pair)) for box in boxes]
         request.check_distinct()
@@ -314,7 +314,7 @@ class ConvertedStream:
         return all(one.box.by_element for one in self.sections)
 
     def grids(self) -> list[Copy] | None:
-        """Return copies that cast elements on the way from source to destination pages; cached.
+        """Return `Copy` objects that cast elements from source to destination pages; cached.
 
         Returns None if the conversion is not element-wise.
         """

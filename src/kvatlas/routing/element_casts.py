@@ -72,7 +72,7 @@ def _compile_scaled(pair: GroupPair, strips: Sequence[Sequence[StridedRuns]]) ->
 
 
 def cast_grids(pairs: CastPairs, request: RequestEnds) -> list[Copy]:
-    """Return the copies of a request, each with the cast of its elements."""
+    """Return the `Copy` objects of a request; each includes the cast for its elements."""
     return [
         replace(grid, cast=cast)
         for cast, own in pairs.items()

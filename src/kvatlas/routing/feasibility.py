@@ -171,7 +171,7 @@ def scattered(plan: Plan, tokens: int) -> dict[int, list[int]]:
 
 
 def _entries(group: Group, tokens: int, dcp: int) -> tuple[int, int]:
-    """Return (length of a group's block table, number of its last entries that hold blocks).
+    """Return (entries of a group's block table, how many entries at its end hold blocks).
 
     Earlier entries hold no block, because their tokens have left the window.
     """

@@ -21,7 +21,7 @@ from kvatlas.specs import Spec
 
 
 class LayerPart(NamedTuple):
-    """A layer's cache in one region: all of it, or one part of a state that is split by heads."""
+    """A layer's whole cache in one region, or some heads of a state that is split by heads."""
 
     region: int
     part: int

@@ -74,18 +74,20 @@ class DescriptorGrid(NamedTuple):
         return self.pair.cells[end].states // self.chunk
 
     def steps(self, end: int) -> list[Int64s]:
-        """Return the byte offsets of starts, of kernel blocks and of chunks at one end.
+        """Return [start offsets, kernel block offsets, chunk offsets] in bytes.
 
-        The address of a descriptor is a sum of one offset of each kind.
+        `end` is 0 for the source and 1 for the destination. A descriptor's address in block 0 is
+        the pool's address plus one offset from each list.
         """
         kernel = np.arange(self.pair.cells[end].split) * self.runs.strip.kernel_strides[end]
         chunk = np.arange(self.chunks(end)) * (self.chunk * self.state[end])
         return [self.runs.starts.at(end), kernel, chunk]
 
     def indices(self, end: int, spots: SpanStarts, ids: Int64s, blocks: int) -> Int64s:
-        """Return the indices, in the list of one end, of the descriptors for the chunks at `spots`.
+        """Return descriptor indices of the given chunks: all chunks of run 0, then of run 1, ...
 
-        `ids` are the block ids of the chunks, and `blocks` is the number of blocks of the pool.
+        The indices refer to `PreparedRoute.src` if `end` is 0, else to `PreparedRoute.dst`.
+        Chunk i is chunk `spots.kernel[i]` of block `ids[i]`. The pool has `blocks` blocks.
         """
         each = self.pair.cells[end].split * self.chunks(end) * blocks
         starts = np.arange(len(self.runs.starts.src)) * each
@@ -143,10 +145,10 @@ class PreparedRoute:
     def select(
         self, *, src_blocks: Blocks, dst_blocks: Blocks, tokens: Any
     ) -> tuple[Int64s, Int64s]:
-        """Return matching indices into both lists for a request's tokens.
+        """Return (indices into `src`, indices into `dst`): the descriptors of a request's tokens.
 
         Whole chunks are copied. The last chunk may extend past the tokens, and the first chunk
-        of a window may begin before the window; both stay in the request's own blocks. A range
+        of a window may begin before the window; both chunks stay in blocks of the request. A range
         of tokens that starts inside a chunk raises an error.
         """
         src, dst = self.ends

@@ -35,8 +35,8 @@ class RequestEnds:
     def states(self, pair: GroupPair, chunk: int | None = None) -> CommonStates:
         """Return the states to copy between two groups.
 
-        With `chunk`, they are extended to whole chunks of that many states. The blocks at both
-        ends are checked and marked as used.
+        If `chunk` is given, the states are extended to whole chunks of `chunk` states. The blocks
+        at both ends are checked and marked as used.
         """
         if pair.per_state is None:
             states = self._recurrent(pair)
@@ -140,7 +140,7 @@ def _use_tables(
 ) -> None:
     """Check and mark the entries that a token range needs in every group.
 
-    With `recurrent`, these include the recurrent states after the last token.
+    If `recurrent` is true, these include the entries of recurrent states after the last token.
     """
     kept = RequestEnds(tables, tables, tokens)
     plan, rank = tables.plan, tables.rank

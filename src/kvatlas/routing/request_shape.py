@@ -24,7 +24,7 @@ Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def table_lengths(tables: Mapping[int, BlockIds]) -> Lengths:
-    """Return the group indices and lengths of block tables.
+    """Return (group indices, numbers of entries) of block tables.
 
     >>> table_lengths({0: np.array([7, 4]), 3: np.array([9])})
     ((0, 3), (2, 1))
@@ -47,7 +47,7 @@ class TableShape:
         self._used = [(blocks[pool], used) for pool, used in by_pool.items()]
 
     def in_range(self, tables: Mapping[int, BlockIds]) -> bool:
-        """Return whether all used ids are valid. The tables must have the lengths of the shape."""
+        """Return whether all used block ids are valid; tables must have this shape's lengths."""
         for blocks, used in self._used:
             for group, entries in used:
                 ids = tables[group][entries]

@@ -410,7 +410,8 @@ def route(
 
     Compatibility depends on what the layers store, not on the model's name. `layers` restricts
     the route to the named layers. `convert` names the conversions between different formats, for
-    example "fp8->bf16". Converting fp8 or nvfp4 requires the per-tensor scales of that end.
+    example "fp8->bf16". To convert from fp8 or nvfp4, pass the source's per-tensor scales as
+    `src_scales`; to convert to fp8 or nvfp4, pass the destination's as `dst_scales`.
     """
     return Route(
         src, dst, layers=layers, convert=convert, src_scales=src_scales, dst_scales=dst_scales

@@ -60,7 +60,7 @@ class SpanPattern(NamedTuple):
         return len(self.template.starts.src) * int(self.template.length.sum())
 
     def fill(self, end: int, tables: Mapping[int, BlockIds], out: Int64s) -> None:
-        """Write the offset of each span at one end to `out`; `tables` must cover all spans."""
+        """Write each span's byte offset at one end to `out`; `tables` maps group to block ids."""
         made, table = self.template, tables[self.groups[end]]
         used = table[: len(out)] if made.one_each[end] else table[made.entries[end]]
         np.multiply(used, self.strides[end], out=out, dtype=np.int64)
@@ -68,7 +68,7 @@ class SpanPattern(NamedTuple):
             out += made.offsets[end]
 
     def grid(self, src: Mapping[int, BlockIds], dst: Mapping[int, BlockIds]) -> Copy:
-        """Return the runs of the request with block tables `src` and `dst`."""
+        """Return a `Copy` with the runs of a request whose block tables are `src` and `dst`."""
         made = self.template
         at = np.empty((2, len(made.length)), dtype=np.int64)
         self.fill(0, src, at[0])
@@ -76,7 +76,7 @@ class SpanPattern(NamedTuple):
         return Copy(*self.pools, at[0], at[1], made.length, starts=made.starts)
 
     def reach(self, end: int, blocks: int) -> tuple[int, int]:
-        """Return (first, stop) of the bytes at one end that ids in 0..blocks - 1 can address."""
+        """Return (first, stop), the byte range at one end that ids 0..blocks - 1 can address."""
         made, last = self.template, (blocks - 1) * self.strides[end]
         starts, offsets = made.starts.at(end), made.offsets[end]
         first = int(starts.min()) + int(offsets.min()) + min(0, last)

@@ -69,7 +69,7 @@ class StreamSection(NamedTuple):
         return self.offset(self.stop)
 
     def offset(self, state: int) -> int:
-        """Return the byte offset of a state in the section."""
+        """Return the offset in bytes from the start of the section to state `state`."""
         return (state - self.first) // self.cell * self.cell_bytes
 
     def chunk_at(self, offset: int) -> tuple[int, int]:
@@ -172,7 +172,7 @@ class Stream:
             index += start == self._ends[index]
 
     def grids(self) -> list[Copy]:
-        """Return the whole stream as copies with starts and spans, in unspecified order.
+        """Return the whole stream as `Copy` objects with starts and spans, in unspecified order.
 
         Computed once and cached.
         """
@@ -183,7 +183,7 @@ class Stream:
 
     @property
     def table_lengths(self) -> tuple[Lengths, Lengths]:
-        """Lengths of the block tables at the source and at the destination."""
+        """(source, destination) lengths of the block tables, in entries."""
         return table_lengths(self._request.src.by_group), table_lengths(self._request.dst.by_group)
 
     def shape(self) -> RequestShape:
@@ -197,7 +197,7 @@ class Stream:
             yield from span_patterns(pools, section.compiled, section.states, span)
 
     def pieces(self, nbytes: int) -> Iterator[tuple[Copy, ...]]:
-        """Split the stream into pieces of `nbytes` bytes, and yield the copies for each piece.
+        """Split the stream into pieces of `nbytes` bytes; yield the `Copy` objects of each piece.
 
         The last piece may be shorter.
         """
@@ -308,12 +308,12 @@ def _divided(repeated: list[RepeatedRuns], each: int) -> Iterator[list[RepeatedR
 
 
 def _runs(repeated: list[RepeatedRuns], spans: int, states: int) -> int:
-    """Return an upper bound on the runs of `spans` spans that contain `states` states in all."""
+    """Return the maximum number of runs of `spans` spans with `states` states in total."""
     return sum(
         len(runs.starts.src) * (spans if runs.strip.gapless else states) for runs in repeated
     )
 
 
 def _bytes(repeated: list[RepeatedRuns]) -> int:
-    """Return the number of bytes per state, or per kernel block if the runs are of whole blocks."""
+    """Return how many bytes the runs copy per state; per kernel block if they cover whole ones."""
     return sum(len(runs.starts.src) * runs.strip.item for runs in repeated)

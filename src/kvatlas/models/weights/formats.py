@@ -210,8 +210,8 @@ class NamePatterns:
     """A set of patterns for tensor names: names, globs, `re:` expressions and single words.
 
     Before matching, wrapper prefixes such as `model.` are removed from the patterns, and module
-    names that differ between families are unified (`ffn` becomes `mlp`). With `inside`, the
-    name of a module also matches all tensors inside it.
+    names that differ between families are unified (`ffn` becomes `mlp`). If `inside` is
+    true, the name of a module also matches all tensors inside the module.
 
     >>> patterns = NamePatterns(["lm_head", "model.layers.0.self_attn*", "re:.*experts.*"])
     >>> names = ("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.experts.0")
@@ -231,7 +231,7 @@ class NamePatterns:
         self._expression = re.compile("|".join(parts)) if parts else None
 
     def match(self, name: str) -> bool:
-        """Return whether a pattern matches `name`, a word in it or (`inside`) a parent module."""
+        """Return whether a pattern matches `name`, one of its words or (`inside`) its parent."""
         words = name.split(".")
         shortest = 1 if self._inside else len(words)
         if any(".".join(words[:end]) in self._exact for end in range(shortest, len(words) + 1)):

@@ -182,7 +182,7 @@ def delta_net(hidden: int, spec: GatedDeltaNet) -> list[Tensor]:
 
 
 def kimi_delta(hidden: int, spec: KimiDelta, *, full_gate: bool) -> list[Tensor]:
-    """Return the weights of Kimi delta attention; its output gate is full or low-rank."""
+    """Return the weights of Kimi delta attention; its gate is low-rank unless `full_gate`."""
     heads, head_dim = spec.heads, spec.head_dim
     width, name = heads * head_dim, "self_attn"
     tensors = [

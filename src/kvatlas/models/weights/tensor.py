@@ -60,9 +60,10 @@ def linear(
     bias: bool = False,
     whole_bias: bool = False,
 ) -> list[Tensor]:
-    """Return a matrix and, with `bias`, its bias.
+    """Return a list of a matrix and, if `bias` is true, its bias.
 
-    `whole_bias` marks a bias that is added after the all-reduce, so that it is not divided.
+    If `whole_bias` is true, every rank holds the whole bias, which is added after the
+    all-reduce.
 
     >>> [t.elements for t in linear("mlp", "mlp.up_proj", 8, 4, bias=True)]
     [32, 8]
@@ -75,7 +76,7 @@ def linear(
 
 
 def norm(name: str, width: int, *, bias: bool = False, parts: int = 1) -> Tensor:
-    """Return the weight of a norm; with `bias`, the same tensor includes its bias."""
+    """Return the weight of a norm; if `bias` is true, the tensor also includes the bias."""
     return Tensor("norm", name, width, 2 if bias else 1, parts=parts)
 
 
