@@ -20,7 +20,7 @@ def split(values: torch.Tensor, *sizes: int) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return codes of `bits` bits packed into bytes along the last axis, lowest bits first.
+    """Pack codes of `bits` bits into bytes along the last axis, the first code in the lowest bits.
 
     >>> pack(torch.tensor([1, 2, 3]), 4).tolist(), pack(torch.arange(8), 3).tolist()
     ([33, 3], [136, 198, 250])
@@ -38,7 +38,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Return the first `count` codes of `bits` bits along the last axis, unpacked.
+    """Unpack the first `count` codes of `bits` bits each from the bytes of the last axis.
 
     >>> unpack(torch.tensor([136, 198, 250], dtype=torch.uint8), 3, 8).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]

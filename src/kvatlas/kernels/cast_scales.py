@@ -12,7 +12,7 @@ from kvatlas.specs.cell_formats import ElementCast
 
 
 class PlacedScales(NamedTuple):
-    """The scales of a copy that casts, on the device that casts: one column for each start.
+    """Scales of a copy that casts elements: a table on the device, with one column per start.
 
     A start is a pair of offsets, one in the source and one in the target (see `address_runs`).
     """
@@ -26,11 +26,11 @@ class PlacedScales(NamedTuple):
 def place_scales(
     cast: ElementCast, which: NDArray[np.int64] | None, starts: int, device: torch.device | str
 ) -> PlacedScales:
-    """Upload the scales that `cast` applies, one column for each of `starts` starts.
+    """Upload the scales that `cast` applies, as a table with one column per start.
 
     A start is a pair of offsets, one in the source and one in the target (see `address_runs`).
-    `which` holds the index in `cast.scales` of each start; None means index 0 for all. The rows of
-    the table are factors, divisors and inverses of the divisors.
+    There are `starts` starts. Start i uses `cast.scales[which[i]]`, or `cast.scales[0]` if `which`
+    is None. The rows of the table are factors, divisors and inverses of the divisors.
 
     >>> from kvatlas.geometry import DType
     >>> cast = ElementCast(DType.of("bf16"), DType.of("fp8"), ((1.0, 0.5), (1.0, 4.0)))

@@ -13,7 +13,9 @@ _TINY = 1e-12
 
 
 def to_fp8(values: torch.Tensor, *, e5m2: bool = False) -> torch.Tensor:
-    """Round each value to the nearest fp8 number. Large values saturate; NaN stays NaN.
+    """Round each value to the nearest e4m3 number, or e5m2 number if `e5m2` is true.
+
+    Large values saturate; NaN stays NaN.
 
     >>> to_fp8(torch.tensor([0.3, 1e9, -float("inf")])).tolist()
     [0.3125, 448.0, -448.0]
@@ -30,7 +32,7 @@ def not_finite_is_nan(values: torch.Tensor) -> torch.Tensor:
 
 
 def power_above(values: torch.Tensor) -> torch.Tensor:
-    """Return the exponent of the smallest power of two that is at least each positive value.
+    """Return log2 of each positive value, rounded up to an integer.
 
     >>> power_above(torch.tensor([1.0, 1.01, 0.3])).tolist()
     [0.0, 1.0, -1.0]
@@ -54,9 +56,9 @@ def from_ue8m0(codes: torch.Tensor) -> torch.Tensor:
 
 
 def to_nvfp4(rows: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise to nvfp4: return packed e2m1 codes, and one e4m3 scale per 16 elements.
+    """Quantise to nvfp4: return (packed e2m1 codes, e4m3 scales), one scale per 16 elements.
 
-    `scale` is a further scale for the whole tensor.
+    `scale` is the per-tensor scale; an element is its e2m1 number times both scales.
     """
     blocks = bits.split(rows, -1, 16)
     largest = not_finite_is_nan(blocks.abs().amax(-1))
@@ -69,7 +71,10 @@ def to_nvfp4(rows: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torc
 def from_nvfp4(
     data: torch.Tensor, steps: torch.Tensor, count: int, scale: float = 1.0
 ) -> torch.Tensor:
-    """Decode nvfp4 rows of `count` elements to float32; `steps` has a scale per 16 elements."""
+    """Decode nvfp4 rows of `count` elements to float32.
+
+    `steps` holds one e4m3 scale per 16 elements, and `scale` is the per-tensor scale.
+    """
     values = bits.split(bits.from_e2m1(bits.unpack(data, 4, count)), -1, 16)
     return (values * (steps.float() * scale).unsqueeze(-1)).flatten(-2)
 
@@ -77,10 +82,10 @@ def from_nvfp4(
 def to_fp8_blocks(
     rows: torch.Tensor, block: int, *, powers: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise to fp8: return e4m3 elements, and one float32 scale per `block` elements.
+    """Quantise to fp8: return (e4m3 elements, float32 scales), one scale per `block` elements.
 
-    With `powers`, each scale is a power of two, and its exponent is returned instead. A scale is
-    never smaller than that of a block whose largest absolute value is 1e-4.
+    If `powers` is true, scales are rounded up to powers of two, and their exponents are returned
+    instead. Blocks whose largest absolute value is below 1e-4 get the scale for 1e-4.
     """
     blocks = bits.split(rows, -1, block)
     step = not_finite_is_nan(blocks.abs().amax(-1)).clamp(min=1e-4) / E4M3_MAX
@@ -93,7 +98,7 @@ def to_fp8_blocks(
 
 
 def to_mxfp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise to mxfp4: return packed e2m1 codes, and one ue8m0 scale per 32 elements."""
+    """Quantise to mxfp4: return (packed e2m1 codes, ue8m0 scales), one scale per 32 elements."""
     blocks = bits.split(rows, -1, 32)
     largest = not_finite_is_nan(blocks.abs().amax(-1)).clamp(min=E2M1_MAX * 2.0**-126)
     exponent = torch.where(

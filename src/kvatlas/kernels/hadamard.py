@@ -44,7 +44,7 @@ def rotate_signed_back(rows: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=32)
 def signs(size: int, device: torch.device) -> torch.Tensor:
-    """Return the random signs of a block's elements, the same in every process.
+    """Return a random sign (1 or -1) for each of `size` elements; the same in every process.
 
     >>> signs(4, torch.device("cpu")).abs().tolist()
     [1.0, 1.0, 1.0, 1.0]
@@ -61,7 +61,7 @@ def _blocks(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _transform(values: torch.Tensor) -> torch.Tensor:
-    """Apply the unnormalised transform, with sums and differences only."""
+    """Apply the unnormalised Hadamard transform to the last axis, by sums and differences."""
     size = values.shape[-1]
     width = 1
     while width < size:

@@ -210,7 +210,7 @@ def _batch(
     queries: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> list[_Sequence]:
-    """Return, for each sequence that has queries, its query rows, visible slots and mask."""
+    """Return the query rows, visible slots and attention mask of each sequence that has queries."""
     hint = "Pass tensors of int32 or int64"
     tables, lengths = whole_tensor(tables, "Tables", hint), whole_tensor(lengths, "Lengths", hint)
     if tables.dim() != 2 or lengths.dim() != 1:
@@ -261,7 +261,7 @@ def _batch(
 
 
 def _edges(q: torch.Tensor, queries: torch.Tensor | None, starts: torch.Tensor | None) -> list[int]:
-    """Return the row number in `q` where each sequence's queries begin, then where the last end."""
+    """Return the first row of each sequence in `q`, then the end of the last sequence's rows."""
     counts = starts if queries is None else queries
     given = [] if counts is None else whole_tensor(counts, "Queries", "Pass int32").tolist()
     if starts is not None and queries is None and given:
@@ -295,9 +295,10 @@ def _bad_edges(given: list[int], rows: int, queries: bool, starts: bool) -> Atla
 def _seen(
     visibility: Visibility, length: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the token positions that a sequence's last `count` tokens see, and the attention mask.
+    """Return (positions, mask) of the tokens that the last `count` tokens of a sequence see.
 
-    The mask is [queries, tokens], or None if every query sees all returned tokens.
+    A sequence has `length` tokens, and the last `count` are its queries. The mask is
+    [queries, positions], or None if every query sees all positions.
     """
     if not visibility.causal:
         return torch.arange(length), None

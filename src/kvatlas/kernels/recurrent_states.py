@@ -150,7 +150,7 @@ def _shape(parts: Sequence[LayerCache], name: str, conv: ConvOrder | None) -> tu
 def _oriented(
     part: LayerCache, name: str, conv: ConvOrder | None
 ) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """Return the view of a field and its axis names; a convolution's axes are in `conv` order."""
+    """Return (view, axis names) of a field. A convolution state is permuted to the order `conv`."""
     view, axes = part.field(name), part.place(name).axes
     if name != "conv" or conv is None:
         return view, axes

@@ -74,7 +74,7 @@ def find_slots(layer: LayerCache, slots: torch.Tensor) -> Slots:
 
 
 def kept_slots(slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return `slots` and `rows` without the rows whose slot is negative.
+    """Return (slots, *rows) without the entries whose slot is negative.
 
     Raises an error if there is not exactly one slot per row.
     """
@@ -152,10 +152,10 @@ def _by_row(layer: LayerCache, name: str) -> torch.Tensor:
 
 
 def _row_words(layer: LayerCache, name: str, pages: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Return a view of a field as the widest possible integers, and whether B and N are one axis.
+    """Return (view, flat): a field viewed as the widest integers that its alignment permits.
 
-    B are blocks, and N the tokens of a block. The view is [B * N, ...] if all tokens are evenly
-    spaced, otherwise [B, N, ...].
+    If all tokens are evenly spaced, `flat` is true and the view is [blocks * tokens, ...].
+    Otherwise `flat` is false and the view is [blocks, tokens, ...].
     """
     kept: tuple[torch.Tensor, bool] | None = layer.kept.get(("row words", name))
     if kept is None:
@@ -211,7 +211,7 @@ def _copy_runs(
 def _copy_whole_blocks(
     pages: torch.Tensor, blocks: Int64s, lines: torch.Tensor, *, into_pages: bool
 ) -> None:
-    """Copy whole blocks between `pages` and `lines` [blocks, tokens, ...], in `blocks` order.
+    """Copy `pages[blocks]` to `lines` [blocks, tokens, ...], or back if `into_pages` is true.
 
     If ranges of adjacent blocks are large, each range is one copy. Otherwise a single indexed copy
     moves all blocks.
@@ -232,7 +232,7 @@ def _copy_whole_blocks(
 
 
 def _in_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return views of the tensors as the widest integers that the alignment of all permits."""
+    """Return the tensors viewed as integers, as wide as the alignment of every tensor permits."""
     word = min(_widest_word(tensor) for tensor in tensors)
     return [tensor.view(WORDS[word]) for tensor in tensors]
 

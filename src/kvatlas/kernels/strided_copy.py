@@ -4,9 +4,9 @@ The axes of source and target are folded together, so an item is the longest run
 contiguous in both. Items are moved as the widest words that their alignment permits, independent
 of the element type. The method depends on the blocks:
 
-- Blocks that are adjacent in both are joined and copied as one.
+- Blocks that are adjacent in both source and target are joined and copied as one.
 - Scattered blocks are copied one by one, because a call per block costs less than staging its
-  bytes. If they are adjacent in only one, a single call copies them all.
+  bytes. If they are adjacent in the source or in the target, a single call copies them all.
 - Scattered blocks that are small are gathered in a staging buffer that fits in the CPU cache.
 
 On devices other than the CPU, an indexed copy handles several blocks at a time.
@@ -44,7 +44,7 @@ _INDEXED = 64
 
 
 class StridedBlocks(NamedTuple):
-    """The source or target of a copy: a buffer of bytes, and how its blocks are placed (axis B)."""
+    """The source or target of a copy: a buffer, and the placement of its blocks along axis B."""
 
     buffer: torch.Tensor
     placement: Placement
@@ -54,7 +54,7 @@ class StridedBlocks(NamedTuple):
         return view(self.buffer, in_words(self.placement, word), WORDS[word])
 
     def runs(self) -> NDArray[np.void]:
-        """Return a view of the blocks whose elements are whole runs of contiguous bytes."""
+        """Return a view of the blocks in which each element is a whole run of contiguous bytes."""
         return as_runs(self.placement.view(self.buffer.numpy()))
 
 
@@ -63,7 +63,8 @@ def move_blocks(
 ) -> None:
     """Copy blocks `ids` of the source to blocks `places` of the target.
 
-    The caller must ensure that ids are in range, and that no block is both read and written.
+    The caller must ensure that block ids are in range, and that no block is both read
+    and written.
     """
     if not ids.numel():
         return
@@ -98,8 +99,8 @@ def _one_sided(
 ) -> bool:
     """Copy all blocks in one call if they are adjacent in the source or in the target.
 
-    Returns False if nothing was copied. This is also the case if both have long stretches of
-    adjacent blocks, because one copy per stretch is then faster.
+    Returns whether the blocks were copied. Nothing is copied if source and target both have long
+    stretches of adjacent blocks, because one copy per stretch is then faster.
     """
     here, there = (len(stretch_starts(end.numpy())) for end in (ids, places))
     if max(here, there) * 4 < len(ids):
@@ -127,22 +128,26 @@ def as_runs(array: NDArray[Any]) -> NDArray[np.void]:
 
 @lru_cache(maxsize=1024)
 def _folded(a: Placement, b: Placement) -> tuple[Placement, Placement, int]:
-    """Return both placements with axes folded inside a block, and their widest word in bytes."""
+    """Return (a, b, word): the placements with axes merged inside each block, and a word size.
+
+    Axes that are contiguous in both placements become one. `word` is the size in bytes of the
+    widest integers that the alignment of both placements permits.
+    """
     a, b = fold_beside(a, b, axis="B")
     return a, b, widest_word(a, b)
 
 
 def _alignment(buffer: torch.Tensor) -> int:
-    """Return the widest word size, in bytes, to which the start of a buffer is aligned."""
+    """Return the size in bytes of the widest word to which the start of a buffer is aligned."""
     start = buffer.storage_offset() * buffer.element_size()
     return next(word for word in WORDS if start % word == 0)
 
 
 def _stretches(ids: Int64s, places: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return (ids, places, lengths) of the stretches that are adjacent in source and in target.
+    """Return (first source ids, first target ids, block counts) of the stretches to copy.
 
-    A stretch is a range of blocks. If most stretches are short, blocks are first sorted by source
-    id, because ascending reads are fastest.
+    A stretch is a range of blocks that are adjacent in both source and target. If most stretches
+    are short, blocks are first sorted by source id, because ascending reads are fastest.
     """
     starts = stretch_starts(ids, places)
     if len(ids) < 4 * len(starts):
@@ -153,7 +158,9 @@ def _stretches(ids: Int64s, places: Int64s) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def stretch_starts(*ends: Int64s) -> Int64s:
-    """Return the indices that begin a stretch: in one array or more, the id is not the last id + 1.
+    """Return the indices where a stretch of consecutive ids begins.
+
+    An index continues a stretch if, in every array, its id is the previous id + 1.
 
     >>> stretch_starts(np.array([4, 5, 6, 9]), np.array([0, 1, 7, 8])).tolist()
     [0, 2, 3]
@@ -167,7 +174,7 @@ def stretch_starts(*ends: Int64s) -> Int64s:
 def _runs(
     source: StridedBlocks, ids: Int64s, target: StridedBlocks, places: Int64s, nbytes: list[int]
 ) -> None:
-    """Copy `nbytes[i]` contiguous bytes, from the start of block `ids[i]` to that of `places[i]`.
+    """Copy the first `nbytes[i]` bytes of source block `ids[i]` to target block `places[i]`.
 
     Uses memoryviews, which have the lowest overhead.
     """

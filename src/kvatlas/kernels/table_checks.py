@@ -10,7 +10,7 @@ from kvatlas.specs import Attention
 
 
 def check_block(layer: LayerCache, block: int) -> None:
-    """Raise an error unless `block`, the block size of the tables, is that of the layer."""
+    """Raise an error unless the block size of the layer is `block` tokens, as in the tables."""
     if layer.block_states != block:
         raise AtlasError(
             Code.CONTRADICTORY,
@@ -43,7 +43,10 @@ def check_pairs(ids: torch.Tensor, places: torch.Tensor) -> None:
 
 
 def race(ids: torch.Tensor, places: torch.Tensor, *, twice: bool) -> AtlasError:
-    """Return the error for a copy that writes a block `twice`, or reads a block that it writes."""
+    """Return the error for a copy that writes a block that it also reads.
+
+    If `twice` is true, return the error for a copy that writes a block twice.
+    """
     return AtlasError(
         Code.OVERLAP,
         f"A copy must not {'write a block twice' if twice else 'read a block that it writes'}",

@@ -71,7 +71,7 @@ def copy_rows(
     source, target, blocks, layers, SHAPE: tl.constexpr, TILING: tl.constexpr, TABLE: tl.constexpr,
     FILL: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of words that are contiguous in source and target; `FILL` writes zeros instead.
+    """Copy rows of words that are contiguous in source and target; if `FILL` is set, write zeros.
 
     Rows are numbered by block, then along three axes; a program processes several at a time.
     """

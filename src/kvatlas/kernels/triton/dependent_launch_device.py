@@ -18,7 +18,10 @@ import triton.language as tl
 
 @triton.jit
 def after_previous(EARLY: tl.constexpr):
-    """Wait for the previous kernel's writes. Call it before any read or write."""
+    """Wait for the previous kernel's writes if `EARLY` is set, else do nothing.
+
+    `EARLY` means that this kernel was launched early. Call this before any read or write.
+    """
     if EARLY:
         tl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -27,7 +30,10 @@ def after_previous(EARLY: tl.constexpr):
 
 @triton.jit
 def before_next(EARLY: tl.constexpr):
-    """Permit the launch of the next kernel once all programs of this one called `before_next`."""
+    """Permit the launch of the next kernel, if `EARLY` is set.
+
+    The next kernel may start once all programs of this kernel have called `before_next`.
+    """
     if EARLY:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False,

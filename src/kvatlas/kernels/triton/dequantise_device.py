@@ -100,7 +100,7 @@ def _codes_of_bytes(one: int, minus: int, kind: str) -> str:
     """Return PTX that converts the codes of four bytes, low nibbles first.
 
     Operands $5 and $6 are subtracted from the codes. `one` is the upper byte of a 16-bit float
-    whose lowest mantissa bit is worth 1. `minus` holds the bits of -1.
+    whose lowest mantissa bit is worth 1. `minus` holds the bits of -1 in that type.
     """
     ones = f"0x{one * 0x01010101:08X}"
     return f"""
@@ -286,9 +286,10 @@ def read(
     buffer, side, states, FORMAT: tl.constexpr, DOT: tl.constexpr, MASKED: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of rows, converted to `DOT`, and a factor per row that the caller must apply.
+    """Load a tile of rows; return (rows converted to `DOT`, one factor per row).
 
-    The factor is 1 for formats without one (see the table of the module).
+    The caller must multiply by the factor, which is 1 for formats without one (see the table of the
+    module).
     """
     KIND: tl.constexpr = FORMAT.kind
     DIM: tl.constexpr = FORMAT.dim

@@ -36,9 +36,10 @@ def rotate_rows(
     source, target, signs, starts, last, count, factor, SHAPE: tl.constexpr,
     BACK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rotate rows [tokens, heads, D]: apply signs, then the transform; with `BACK`, the inverse.
+    """Rotate rows [tokens, heads, D]: apply random signs, then the Hadamard transform.
 
-    With `BACK`, only rows between the first and the last of `starts` are rotated.
+    If `BACK` is set, apply the inverse instead. In this case, only rows between the first and the
+    last of `starts` are rotated.
     """
     COUNT: tl.constexpr = SHAPE.rows
     WIDTH: tl.constexpr = SHAPE.width

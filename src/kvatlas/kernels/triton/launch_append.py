@@ -206,7 +206,7 @@ def _for_any_step(layer: LayerCache) -> LayerAppend:
 
 
 def _checked(own: LayerAppend, rows: StepRows, k: torch.Tensor, v: torch.Tensor) -> AppendedRows:
-    """Return the strides of new rows; raise an error if they do not match the layer or step."""
+    """Return the strides of K and V; raise an error if K or V does not match the layer or step."""
     checks.rows_of(k, "k", (*rows.new, own.dims[0]))
     checks.rows_of(v, "v", (*rows.new, own.dims[1]))
     checks.same_device(own.device, k=k, v=v, tables=rows.tables[0])

@@ -156,7 +156,7 @@ def fold_conversion(
 ) -> FoldedConversion:
     """Return the conversion between two placements, with contiguous axes folded into rows.
 
-    Both ends must start at multiples of `alignment` elements.
+    Source and target must start at multiples of `alignment` elements.
 
     >>> bf16, fp8 = (DType.of(name) for name in ("bf16", "fp8"))
     >>> page = [("B", 9), ("N", 16), ("H", 8), ("C", 256)]

@@ -1,12 +1,12 @@
-"""Copies between any two placements, with scattered blocks at both ends, in one launch.
+"""Copies of scattered blocks between any two placements, in one launch.
 
-Axes that are contiguous at both ends are first folded into one row of words. Rows of 32 bytes
-or more are copied directly, in any layout. Rows are shorter if the ends are contiguous along
-different axes; then the kernel transposes tiles. Layers with the same folded shape share a launch,
-also across pools.
+Axes that are contiguous in both source and target are first folded into one row of words. Rows of
+32 bytes or more are copied directly, in any layout. Rows are shorter if source and target are
+contiguous along different axes; then the kernel transposes tiles. Layers with the same folded shape
+share a launch, also across pools.
 
-One end may be pinned host memory, which a kernel accesses directly. A few programs saturate the
-link, and the rest of the GPU stays free.
+The source or the target may be pinned host memory, which a kernel accesses directly. A few programs
+saturate the link, and the rest of the GPU stays free.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class EndAddresses(NamedTuple):
 def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> FoldedCopy:
     """Return the copy between two placements, with contiguous axes folded into rows of words.
 
-    Both ends start at multiples of `alignment` bytes. The example copies state-major to head-major
-    pages. A row is one cell: 512 bytes, or 64 words of 8 bytes.
+    Source and target must start at multiples of `alignment` bytes. The example copies state-major
+    to head-major pages. A row is one cell: 512 bytes, or 64 words of 8 bytes.
 
     >>> from kvatlas import Layout
     >>> page = {"B": 9, "L": 1, "H": 8, "N": 16, "C": 512}
@@ -143,9 +143,10 @@ def fold_copy(source: Placement, target: Placement, alignment: int = VECTOR) -> 
 def _transposed(
     a: Placement, b: Placement, blocks: tuple[int, int]
 ) -> tuple[tuple[int, int, int], ...] | None:
-    """Return the innermost axes of target and source, for a transposed copy; None if unsuitable.
+    """Return (innermost axis of the target, innermost axis of the source) of a transposed copy.
 
-    An axis is (size, source stride, target stride), with strides in bytes.
+    None if the copy cannot be transposed. An axis is (size, source stride, target stride), with
+    strides in bytes.
     """
     axes = list(zip(a.sizes, a.strides, b.strides, strict=True))
     across = next((axis for axis in axes if axis[1] == a.item), None)
@@ -157,7 +158,10 @@ def _transposed(
 
 
 class _Launch(NamedTuple):
-    """One launch for all layers with the same folded shape; several layers use address tables."""
+    """One launch for all layers with the same folded shape.
+
+    If there are several layers, `tables` holds their source and target addresses.
+    """
 
     copy: FoldedCopy
     pairs: list[tuple[CopyEnd, CopyEnd]]
@@ -210,7 +214,7 @@ class BlockCopy:
     def __call__(self, ids: torch.Tensor, places: torch.Tensor, **choice: Any) -> None:
         """Copy blocks `ids` of the sources to blocks `places` of the targets.
 
-        Both lists must be on the device that copies. No block may be written twice, or be both
+        Both tensors must be on the device that copies. No block may be written twice, or be both
         read and written. `choice` overrides the tuned settings.
         """
         check_pairs(ids, places)
@@ -303,7 +307,9 @@ def _copy_rows(
 
 
 def tile_of(words: int, word: int, nbytes: int) -> tuple[int, int]:
-    """Return the columns and rows of a tile of about `nbytes` that wastes few columns.
+    """Return (columns, rows) of a tile of about `nbytes` bytes that wastes few columns.
+
+    The rows to copy have `words` words of `word` bytes each.
 
     >>> tile_of(64, 8, 16384), tile_of(144, 8, 16384), tile_of(8192, 8, 16384), tile_of(3, 8, 64)
     ((64, 32), (16, 128), (2048, 1), (4, 2))
@@ -328,7 +334,7 @@ def copy_blocks(
 def between(
     source: LayerCache | Sequence[LayerCache], target: LayerCache | Sequence[LayerCache]
 ) -> BlockCopy:
-    """Prepare the copy of blocks from some layers to the same number of other layers.
+    """Prepare to copy blocks from each source layer to the target layer at the same index.
 
     A cell is all bytes of one head and token. Whole cells are copied if fields (K, V, scales) have
     the same offsets in them. Fields are copied one by one if their packing differs, or if they span

@@ -100,7 +100,7 @@ _SIGNS = tl.constexpr(-0x77777778)
 
 @triton.jit
 def by_twos(values):
-    """Return the even and the odd elements of each part of [rows, parts, elements per part]."""
+    """Split the last axis of [rows, parts, elements]; return (even elements, odd elements)."""
     pairs = tl.reshape(values, [values.shape[0], values.shape[1], values.shape[2] // 2, 2])
     return tl.split(pairs)
 

@@ -38,7 +38,7 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
 
 
 def number_kind(number: int) -> tuple[bool, bool]:
-    """Return whether a 32-bit integer is 1, and whether 16 divides it; both affect compilation."""
+    """Return (`number` is 1, 16 divides `number`); Triton specialises kernels on both."""
     return number == 1, number % ALIGNED == 0
 
 
@@ -50,7 +50,7 @@ def launch(
     options: dict[str, Any],
     compiled: Compiled,
 ) -> None:
-    """Launch the kernel in `compiled`; the first time, let Triton compile it and store it there.
+    """Launch a kernel, compiled by Triton the first time and then cached in `compiled`.
 
     `constants` are in the order of the kernel's parameters, after its arguments. Within one
     `compiled`, a kernel must always have the same constants and options. `options` are Triton's

@@ -19,7 +19,8 @@ def tile_runs(
 ):  # fmt: skip
     """Return a tile's start numbers, source offsets, target offsets, columns and mask.
 
-    Offsets have the unit of the tables, bytes or elements. A word has `WIDTH` of these.
+    Offsets are in bytes or elements, like the tables `starts` and `spans`. A word consists of
+    `WIDTH` bytes or elements.
     """
     ROWS: tl.constexpr = TILING.rows
     COLUMNS: tl.constexpr = TILING.columns
@@ -96,10 +97,10 @@ def convert_run_grid(
     source, target, starts, spans, scales, first_count, second_count, rows, elements,
     CAST: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
-    """Copy runs of elements and convert their type, one for every pair of a start and a span.
+    """Copy runs and convert their element type; one run for every pair of a start and a span.
 
-    Tables are as in `copy_run_grid`, but count elements. `scales` has three rows for every start:
-    factors, divisors and inverses of the divisors.
+    Tables are as in `copy_run_grid`, but count elements. `scales` [3, starts] has a row of factors,
+    a row of divisors, and a row of inverses of the divisors.
     """
     FROM: tl.constexpr = CAST.source
     TO: tl.constexpr = CAST.target

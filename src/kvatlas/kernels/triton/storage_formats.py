@@ -183,7 +183,7 @@ def device_takes_ptx(device: torch.device) -> bool:
 
 @lru_cache(maxsize=256)
 def _kind(cache: str, dtype: str, side: str) -> tuple[str, int]:
-    """Return the quantisation kind of one side (K or V), and the bits per element or code."""
+    """Return (quantisation kind, bits per stored element) of one side (K or V)."""
     both = sides(cache, DType.of(dtype), 128, 128)
     data = (both.k if side == "k" else both.v)[0].dtype
     if cache == "int4_per_token_head":
@@ -198,7 +198,7 @@ def _kind(cache: str, dtype: str, side: str) -> tuple[str, int]:
 
 
 def refuse_head(dim: int, name: str) -> None:
-    """Raise an error if `dim`, the row length of field `name`, exceeds what kernels support."""
+    """Raise an error if kernels do not support rows of `dim` elements for field `name`."""
     if not 1 <= dim <= WIDEST:
         raise checks.no_kernel(
             f"GPU kernels require rows of {name} with 1 to {WIDEST} elements",

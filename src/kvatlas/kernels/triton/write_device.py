@@ -61,7 +61,7 @@ def put_elements(
 ):  # fmt: skip
     """Store the first `COUNT` columns of rows, given as [rows, parts, elements per part].
 
-    With `IN_PLACE`, each thread stores its own elements instead of exchanging them with other
+    If `IN_PLACE` is set, each thread stores its own elements instead of exchanging them with other
     threads for wider stores; see `unaligned`.
     """
     PARTS: tl.constexpr = values.shape[1]
@@ -141,7 +141,7 @@ def put_codes(buffer, steps, states, codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def int4_scale(low, high, PTX: tl.constexpr):
-    """Return the step, its inverse and the zero point of rows with range `low` to `high`."""
+    """Return (step, 1 / step, zero point) of rows with minimum `low` and maximum `high`."""
     low = tl.minimum(low, 0.0)
     span = larger(high, 0.0) - low
     # A step is never close to the limits of float32, so a division without range checks is safe. It
@@ -154,7 +154,7 @@ def int4_scale(low, high, PTX: tl.constexpr):
 
 @triton.jit
 def put_int4(buffer, steps, states, rotated, ELEMENT: tl.constexpr, FORMAT: tl.constexpr):
-    """Store rotated rows as 4-bit codes; return their steps and zero points.
+    """Store rotated rows as 4-bit codes; return (quantisation steps, zero points) of the rows.
 
     Rows are first rounded to the model's dtype, as in the torch kernels.
     """

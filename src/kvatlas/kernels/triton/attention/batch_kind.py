@@ -14,9 +14,9 @@ from kvatlas.kernels.triton.relaunch import TensorKind, kind_of, number_kind
 class BatchKind(NamedTuple):
     """The properties of a batch that identify its compiled kernels.
 
-    Batches that agree in them also pass the same checks, except for tensor sizes, which are checked
-    in each call. Triton specialises kernels on whether 16 divides an address or an integer, whether
-    an integer is 1, and how many bits it has. Strides are part of the tensors' kinds.
+    Batches with equal properties also pass the same checks, except for tensor sizes, which are
+    checked in each call. Triton specialises kernels on whether 16 divides an address or an integer,
+    whether an integer is 1, and how many bits it has. Strides are part of the tensors' kinds.
     """
 
     tensors: tuple[TensorKind | None, ...]

@@ -3,8 +3,8 @@
 The cached tokens of all sequences are divided into one list of tiles. Each worker takes an equal
 range of it, which may begin and end inside a sequence. A worker consists of one program per kv head
 (or per tile of its query rows), so that concurrent programs read adjacent bytes. A worker that
-processes a whole sequence writes its output. For other sequences, workers store partial results, at
-most two each, and `merge` combines them.
+processes a whole sequence writes the sequence's output. For other sequences, workers store partial
+results, at most two each, and `merge` combines them.
 
 `decode` launches as many programs as the GPU can run at once. It is not launched early (see
 `dependent_launch_device`): while programs of the previous kernel still run, its programs would be

@@ -74,7 +74,7 @@ def above_zero(scale):
 
 @triton.jit
 def power_of(scale, PTX: tl.constexpr):
-    """Return the base-2 logarithm and the inverse of each scale.
+    """Return (log2(scale), 1 / scale), approximately.
 
     Errors are below 1e-6: absolute for logarithms of scales from 0.5 to 2, otherwise relative.
     """
@@ -111,7 +111,7 @@ def grows(logits, top):
 
 @triton.jit
 def word_offsets(steps, states, UNIT: tl.constexpr, STEP: tl.constexpr):
-    """Return the offsets in the pool of a tile's rows of K, in 16-bit words, like `row_offsets`.
+    """Return the pool offset of each K row of a tile, in 16-bit words, like `row_offsets`.
 
     `STEP` is the stride between tokens of a block, in units of `UNIT` words. As a constant, it
     becomes part of the load instructions. If `STEP` is 0, the stride is taken from `steps`.
@@ -244,8 +244,8 @@ def walk_words(
 
     Rows of V start `WORDS.delta` bytes after those of K. If `WORDS.lead` is not 0, reads of V start
     that many bytes before the row, so that they are as wide as reads of K. Such a read misses the
-    last elements of the row, which are loaded as a separate tile. Their sums replace the columns of
-    the accumulator that belong to the bytes before the row.
+    last elements of the row, which are loaded as a separate tile. Their sums
+    overwrite the accumulator columns of the bytes before the row, which are not elements of V.
     """
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v

@@ -35,7 +35,7 @@ def _codes(one: int, minus: int, kind: str) -> str:
     """Return PTX that converts the eight 4-bit codes of a word and subtracts operand $5 from each.
 
     `one` is the upper byte of a 16-bit float whose lowest mantissa bit is worth 1. `minus` holds
-    the bits of -1.
+    the bits of -1 in that float type.
     """
     ones = f"0x{one * 0x01010101:08X}"
     parts = "".join(
@@ -151,7 +151,7 @@ def int4_apart(words, zeros, DOT: gl.constexpr):
 def nvfp4_apart(words, steps):
     """Unpack 32-bit words of eight e2m1 codes to float16.
 
-    An element is the number, times the scale of its block (in `steps`), times 2**-14.
+    A result is the e2m1 number, times the scale of its block (in `steps`), times 2**-14.
     """
     steps = gl.inline_asm_elementwise(
         _TWICE, "=r,r", [steps.to(gl.int32)], dtype=gl.int32, is_pure=True, pack=1

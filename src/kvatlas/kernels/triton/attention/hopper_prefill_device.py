@@ -34,9 +34,10 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def row_offsets(rows, work, row, GROUP: gl.constexpr):
-    """Return the offsets of a sequence's rows in a batch of queries or outputs, in elements.
+    """Return the offset, in elements, of each row in the batch tensor `rows`.
 
-    A row is a (token, head) pair; `row` holds row numbers in the sequence.
+    A row is a (token, head) pair. `row` holds row numbers, counted from the first row of the
+    sequence of `work`.
     """
     token = (work.start + row // GROUP).to(gl.int64)
     return token * rows.token + (work.head * GROUP + row % GROUP).to(gl.int64) * rows.head
@@ -96,7 +97,7 @@ def release(free, tiles):
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale, LIFT: gl.constexpr):
-    """Return the weights of a tile's states, and each row's running maximum.
+    """Return (weights, running maximum of each row) of a tile.
 
     The weights are 2**(scale * logit - maximum + LIFT). `scale` must be positive.
     """

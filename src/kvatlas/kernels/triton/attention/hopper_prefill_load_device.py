@@ -39,9 +39,9 @@ def loads_of(wide, count, bits, tile, warps):
     """Return the layout in which threads load the words of rows that must be unpacked.
 
     Each thread loads `wide` words at a time, and later stores them as 16-bit elements. Four threads
-    share a row. Eight do if elements have 8 bits and `wide` is less than 4, because a warp needs
-    one cache access for each row that it loads. The rows of a warp are ordered so that threads that
-    store at the same time use different banks.
+    share a row. Eight threads do if elements have 8 bits and `wide` is less than 4, because a warp
+    needs one cache access for each row that it loads. The rows of a warp are ordered so that
+    threads that store at the same time use different banks.
     """
     lanes = 8 if bits == 8 and wide < 4 else 4
     across = lanes * wide
@@ -114,7 +114,10 @@ def copy_tiles(cache, table, work, room, signals, tiles, SHAPE: gl.constexpr):
 @gluon.jit
 def load_apart(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                FORMAT: gl.constexpr):  # fmt: skip
-    """Load the words of a tile's rows of K or V, and the zero points or scales to unpack them."""
+    """Load a tile's rows of K or V; return (words, zero points or scales to unpack them).
+
+    The second result is 0 for formats that need neither.
+    """
     UNIT: gl.constexpr = FORMAT.unit // 4
     COUNT: gl.constexpr = FORMAT.dim * FORMAT.bits // 32
     WIDE: gl.constexpr = min(UNIT, 4)
@@ -152,7 +155,7 @@ def put_apart(words, with_rows, to, FORMAT: gl.constexpr, DOT: gl.constexpr):
 @gluon.jit
 def load_factors(cache, side, table, begin, work, STATES: gl.constexpr, TILE: gl.constexpr,
                  FORMAT: gl.constexpr):  # fmt: skip
-    """Load one scale per state (cached token) of a tile: scales that unpacking does not apply."""
+    """Load the scales that unpacking does not apply: one per state (cached token) of a tile."""
     WARPS: gl.constexpr = loading_warps(FORMAT.kind, FORMAT.element, False)
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     states = states_of(begin, work, TILE, EACH)

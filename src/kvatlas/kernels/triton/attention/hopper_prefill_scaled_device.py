@@ -95,9 +95,9 @@ def load_k(cache, pages, begin, work, SHAPE: gl.constexpr, LOADS: gl.constexpr):
 
 @gluon.jit
 def load_v(cache, pages, begin, work, SHAPE: gl.constexpr, LOADS: gl.constexpr):
-    """Return the words of rows of V, read from four bytes early, and the 8 bytes after each read.
+    """Load rows of V; each read starts four bytes before the row. Return (words, next 8 bytes).
 
-    The first word of a read is K's scale, and the 8 bytes are V's last word and V's scale.
+    The first word of a read is K's scale. The next 8 bytes are V's last word and V's scale.
     """
     UNIT: gl.constexpr = SHAPE.k.scale_unit // 2
     return load_rows(cache, cache.k.scales, pages, begin, work, SHAPE, UNIT, LOADS, gl.int64)

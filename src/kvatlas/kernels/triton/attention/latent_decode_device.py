@@ -70,12 +70,12 @@ def has_grown(room, OF: gl.constexpr):
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale, room, WHO: gl.constexpr):
-    """Return the weights of a tile's states, 2**(scale * logit - maximum), and the row maxima.
+    """Return (weights, row maxima) of a tile; a weight is 2**(scale * logit - row maximum).
 
     A row's maximum is updated only if it grew by more than `GROWTH`. `scale` must be positive.
     Only tiles with states after the first query's position, or past the end, are masked. Each
-    warp stores its growth in shared memory, where both MMA groups read it later, so no warp waits
-    here for another's maxima.
+    warp stores the growth of its maxima in shared memory. Both MMA groups read it later, so no
+    warp waits here for the maxima of another warp.
     """
     limit, least = seen
     if begin + TILE > least:

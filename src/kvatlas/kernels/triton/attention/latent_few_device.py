@@ -57,10 +57,10 @@ def begin_logits(room, signals, phase, zero, WHO: gl.constexpr, LAYOUT: gl.const
 
 @gluon.jit
 def weigh(logits, top, begin, seen, scale):
-    """Return the weights of a tile's states, each query's maximum, and the largest growth.
+    """Return (weights, maximum of each query, largest growth of a maximum) of a tile.
 
     Weights are 2**(scale * logit - maximum). A query's maximum is updated only if it grew by more
-    than `GROWTH`. The returned growth is the largest of all queries. `scale` must be positive.
+    than `GROWTH`. `scale` must be positive.
     """
     limit, least = seen
     if begin + TILE > least:

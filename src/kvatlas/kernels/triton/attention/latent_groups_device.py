@@ -37,7 +37,7 @@ AT_ONCE = gl.constexpr(512)
 
 
 class Room(NamedTuple):
-    """Buffers in shared memory. Those for two tiles are indexed by the tile's MMA group."""
+    """Buffers in shared memory. Buffers of tiles are indexed by the tile's MMA group (0 or 1)."""
 
     query: Any
     query_rope: Any
@@ -92,7 +92,7 @@ def signals_of():
 
 @gluon.jit
 def after_previous(EARLY: gl.constexpr):
-    """Wait for the previous kernel, and permit the launch of the next one.
+    """If `EARLY` is set, wait for the previous kernel, and permit the launch of the next one.
 
     The next kernel may be launched at once, because each program occupies a whole multiprocessor:
     programs of the next kernel start only where this kernel has finished.
@@ -106,7 +106,10 @@ def after_previous(EARLY: gl.constexpr):
 
 @gluon.jit
 def load_ends(ends, begin, count):
-    """Load where the tiles of several sequences end; entries past `count` are the largest int32."""
+    """Load the cumulative tile counts after sequences `begin`, `begin + 1`, and so on.
+
+    Entries past `count`, the number of sequences, are the largest int32.
+    """
     SOME: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     at = begin + gl.arange(0, AT_ONCE, layout=SOME)
     return gl.load(ends + 1 + at, mask=at < count, other=0x7FFFFFFF)
@@ -114,7 +117,7 @@ def load_ends(ends, begin, count):
 
 @gluon.jit
 def stretch_of(batch, TILING: gl.constexpr):
-    """Return the range of tiles of this program's worker, and the sequence of the first tile.
+    """Return (first tile, end tile, sequence of the first tile) of this program's worker.
 
     The tile ends of many sequences are loaded at once. A binary search would be slower, because
     each of its loads waits for the previous one.

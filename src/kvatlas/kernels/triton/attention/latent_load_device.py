@@ -40,7 +40,7 @@ E4M3_AS_HALVES = gl.constexpr("""
 
 @gluon.jit
 def states_of(begin, last, LOADS: gl.constexpr):
-    """Return a tile's states; those past the end are replaced by the last one."""
+    """Return the positions of a tile's states (cached tokens), clamped to position `last`."""
     return gl.minimum(begin + gl.arange(0, TILE, layout=gl.SliceLayout(1, LOADS)), last)
 
 

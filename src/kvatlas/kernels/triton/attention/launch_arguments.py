@@ -125,7 +125,7 @@ class PagedCache(NamedTuple):
 
 
 class BatchSequences(NamedTuple):
-    """The sequences of a batch: their lengths, and cumulative counts of their work."""
+    """The sequences of a batch: lengths, and cumulative counts of queries and tiles."""
 
     lengths: torch.Tensor
     ends: torch.Tensor
@@ -149,7 +149,7 @@ class Scoring(NamedTuple):
 
 
 def mask_of(visibility: Visibility) -> tuple[str, int, int]:
-    """Return the visibility as kernels take it: mask, size of window or chunk, sink tokens.
+    """Return (mask name, size of window or chunk, number of sink tokens) for kernels.
 
     >>> mask_of(Visibility()), mask_of(Visibility(window=128, sink_tokens=4))
     (('causal', 0, 0), ('sinks', 128, 4))
@@ -207,7 +207,10 @@ def launch_key(layer: LayerCache, query_heads: int, dtype: torch.dtype) -> Launc
 
 
 def parameters(kernel: str, key: LaunchKey, rows: int, choice: dict[str, Any]) -> dict[str, Any]:
-    """Return launch parameters, reduced until a program fits in the GPU's shared memory."""
+    """Return launch parameters, reduced until a program fits in the GPU's shared memory.
+
+    `rows` is the number of query rows per program. `choice` overrides the tuned parameters.
+    """
     facts = {"dim": key.dim, "cache": key.cache, "latent": key.latent}
     if kernel == "decode":
         facts["rows"] = rows
@@ -290,7 +293,7 @@ def rows_for(group: int, max_queries: int | None) -> int:
 
 
 def merged_together(workers: int, sequences: int, width: int) -> tuple[int, int]:
-    """Return (count, warps) of a merge: partial results of a row loaded at once, and warps.
+    """Return (number of partial results to load at once, number of warps) for a merge program.
 
     In a batch of many sequences, each sequence has few partials, because workers divide the tiles
     evenly. Programs that reserve registers for more partials would run at lower occupancy. The
@@ -317,7 +320,7 @@ def stored_as(cache: str) -> str:
 
 
 def dot_for(own: Any, side: StoredSide, *, values: bool) -> Any:
-    """Return the operand type of dot products with K, or with V if `values`.
+    """Return the operand type of dot products with K, or with V if `values` is true.
 
     Elements of 8 and 4 bits are exact in float16, and converting to it is fast. V with a scale per
     row uses bfloat16, because its range covers weights times any scale. If `own`, the operand type

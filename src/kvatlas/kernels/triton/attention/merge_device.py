@@ -15,10 +15,11 @@ def merge(
     DEPTH: tl.constexpr, FEW: tl.constexpr, WRAP: tl.constexpr, AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge a part of the rows of one sequence, if several workers processed it.
+    """Merge the partial results of one sequence, if several workers processed the sequence.
 
-    Only the first `DEPTH` rows of a tile contain queries. `AT_ONCE` partials are loaded together,
-    because the loop waits for each load. A sequence without states is written as zeros.
+    A program merges some rows of the sequence. Only the first `DEPTH` rows of a tile contain
+    queries. `AT_ONCE` partials are loaded together, because the loop waits for each load. A
+    sequence without states is written as zeros.
     """
     WIDTH: tl.constexpr = OUT.width
     GROUP: tl.constexpr = OUT.group

@@ -124,7 +124,10 @@ times 2**-14. Times a scale, the result has at most 24 fractional bits, so float
 
 
 def _level_bytes(which: int) -> str:
-    """Return the lower (0) or upper (1) bytes of the eight positive float16 levels, as PTX."""
+    """Return one byte of each of the eight positive float16 levels, as two PTX constants.
+
+    It is the lower byte if `which` is 0, and the upper byte if `which` is 1.
+    """
     halves = [struct.pack("<e", level)[which] for level in normal_levels(4)[8:]]
     first, second = (int.from_bytes(bytes(halves[i : i + 4]), "little") for i in (0, 4))
     return f"0x{first:08X}, 0x{second:08X}"
@@ -179,7 +182,7 @@ class QuerySums(NamedTuple):
 
 @triton.jit
 def pairs(words, ELEMENT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr, PTX: tl.constexpr):
-    """Return the first and the second elements of words that hold two."""
+    """Return (first elements, second elements) of words that hold two elements each."""
     if PTX:
         CODE: tl.constexpr = (
             _E4M3 if ELEMENT == tl.float8e4nv else _E5M2 if ELEMENT == tl.float8e5
@@ -254,7 +257,7 @@ def block_steps(buffer, scales, states, FORMAT: tl.constexpr, MASKED: tl.constex
 def apart(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.constexpr):
     """Return the first, second, third and fourth elements of words as operands.
 
-    For words with fewer than four elements, the other results repeat these.
+    There are always four results. If words have only one or two elements, results are repeated.
     """
     COUNT: tl.constexpr = 16 // FORMAT.bits
     if COUNT == 4:
@@ -270,7 +273,11 @@ def apart(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.cons
 
 @triton.jit
 def columns_apart(tile, COUNT: tl.constexpr):
-    """Split a tile into the columns that are first, second, ... in their words."""
+    """Split a tile by the place of its columns in words of `COUNT` elements; return four tiles.
+
+    The first result has the first element of each word, the second the second, and so on. If
+    `COUNT` is 1 or 2, results are repeated.
+    """
     a, b, c, d = tile, tile, tile, tile
     if COUNT == 4:
         last = tl.reshape(tile, [tile.shape[0], tile.shape[1] // 4, 2, 2])
@@ -285,7 +292,7 @@ def columns_apart(tile, COUNT: tl.constexpr):
 
 @triton.jit
 def columns_together(a, b, c, d, COUNT: tl.constexpr):
-    """Invert `columns_apart`."""
+    """Invert `columns_apart`: join the first `COUNT` of the four tiles."""
     tile = a
     if COUNT == 4:
         tile = tl.join(tl.join(a, c), tl.join(b, d))
@@ -296,7 +303,10 @@ def columns_together(a, b, c, d, COUNT: tl.constexpr):
 
 @triton.jit
 def query_columns(q, K: tl.constexpr, RAISED: tl.constexpr):
-    """Return queries, transposed and split like the elements of K's words, and sums per query."""
+    """Return (columns, sums): the queries in four transposed tiles, and their `QuerySums`.
+
+    Queries are split by `columns_apart`, like the elements of K's words.
+    """
     COUNT: tl.constexpr = 16 // K.bits
     a, b, c, d = columns_apart(q, COUNT)
     whole = tl.sum(q.to(tl.float32), 1)

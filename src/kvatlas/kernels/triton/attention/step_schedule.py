@@ -60,7 +60,7 @@ class Schedule:
         self._partials: dict[tuple[int, int], Partials] = {}
 
     def partials(self, rows: int, width: int) -> Partials:
-        """Return the buffer for partial results of `rows` rows of `width` columns; created once."""
+        """Return the buffer for `rows` partial results of `width` columns each; created once."""
         kept = self._partials.get((rows, width))
         if kept is None:
             count = rows * (width + 2)
@@ -70,9 +70,10 @@ class Schedule:
 
 
 def fit_of(states: int, tile: int) -> tuple[str, int]:
-    """Return how tiles align with pages, and the alignment of the first state that is read.
+    """Return (fit, alignment): how tiles fit pages, and the alignment of the first state to read.
 
-    A state is a cached token. Arguments and alignment are numbers of states.
+    A state is a cached token. A page has `states` states, a tile has `tile` states, and the
+    alignment is a number of states.
 
     >>> fit_of(16, 64), fit_of(64, 64), fit_of(256, 64), fit_of(24, 64)
     (('pages in tile', 16), ('tile in page', 64), ('tile in page', 64), ('neither', 16))

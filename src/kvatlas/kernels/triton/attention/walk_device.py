@@ -158,7 +158,7 @@ def pages(stretch, begin, STATES: tl.constexpr, TILE: tl.constexpr, FIT: tl.cons
 
 @triton.jit
 def state_of(n, offset, STATES: tl.constexpr, FIT: tl.constexpr):
-    """Return the index of each state (cached token) of a tile in its page, as two terms to add.
+    """Return two terms whose sum is the index of each state (cached token) in its page.
 
     The first term is the same for all states of the tile.
     """
