@@ -116,7 +116,7 @@ class Channels:
             return bool(self._pools[endpoint].idle)
 
     def proved_names(self, endpoint: str) -> frozenset[str] | None:
-        """Return the node names that the peer has proved by its key; None if it may use any name."""
+        """Return the node names that the peer has proved by key; None if it may use any name."""
         with self._lock:
             return self._pools[endpoint].names
 
