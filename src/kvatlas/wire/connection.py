@@ -92,7 +92,7 @@ class Connection:
     def hang_up(self, *, reading_only: bool = False) -> None:
         """Shut the connection down, so that a thread that reads from it returns.
 
-        With `reading_only`, data may still be sent.
+        If `reading_only` is true, data may still be sent.
         """
         with suppress(OSError):
             # `SSLSocket.shutdown` would drop TLS: later data would be sent unencrypted.
@@ -195,8 +195,9 @@ def open_to_strangers(got: str) -> AtlasError:
 def listen_at(endpoint: str, *, protected: bool, unprotected: bool) -> socket.socket:
     """Return a listening socket.
 
-    Raise `unprotected` for an address that other hosts can reach, unless connections are
-    `protected` by a secret or TLS, or `unprotected` is set.
+    Raise the error `unprotected` for an address that other hosts can reach. No error is raised if
+    `protected` is true (a secret or TLS protects connections), or if `unprotected` is true (the
+    user accepts the risk).
     """
     host, port = split_endpoint(endpoint)
     try:

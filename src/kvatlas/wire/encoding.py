@@ -22,7 +22,7 @@ class NewerHello(Hello, frozen=True, kw_only=True, forbid_unknown_fields=False, 
 
 
 class _HelloVersions(msgspec.Struct, frozen=True, tag_field="type", tag="hello"):
-    """A hello, decoded only as far as the versions of its sender."""
+    """A hello, of which only the sender's protocol versions are decoded."""
 
     version: int
     oldest: int | None = None
@@ -35,7 +35,7 @@ class NewerWelcome(Welcome, frozen=True, kw_only=True, forbid_unknown_fields=Fal
 
 
 class _WelcomeVersions(msgspec.Struct, frozen=True, tag_field="type", tag="welcome"):
-    """A welcome, decoded only as far as the versions of its sender."""
+    """A welcome, of which only the sender's protocol versions are decoded."""
 
     hello: _HelloVersions
 

@@ -199,7 +199,7 @@ both ends, or pass check_identity=False at both. [different_identity]
 
 
 def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
-    """Raise an error for regions that are too small, misaligned, overlapping or not expected."""
+    """Raise an error for a memory region that is too small, misaligned, overlapping or unknown."""
     pools = plan.rank_pools(rank)
     if set(memory) - {STAGING} != set(pools):
         given = sorted(set(memory) - {STAGING})
@@ -216,7 +216,7 @@ def check_memory(plan: Plan, rank: int, memory: Mapping[int, Memory]) -> None:
 
 
 def _check_places(memory: Mapping[int, Memory]) -> None:
-    """Raise an error for regions that overlap."""
+    """Raise an error for memory regions that overlap."""
     placed = sorted(memory.values(), key=lambda region: (region.device, region.address))
     for one, two in pairwise(placed):
         if one.device == two.device and one.address + one.nbytes > two.address:

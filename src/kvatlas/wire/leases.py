@@ -138,7 +138,7 @@ class Lease:
 
     @contextmanager
     def reading(self, asked: AskedRead) -> Iterator[None]:
-        """Allow the peer to read bytes while the context lasts, or raise an error."""
+        """Allow the peer to read the bytes it asks for during the context, or raise an error."""
         same_session = hmac.compare_digest(asked.session, session_id(self.session))
         if not same_session or (self.names is not None and asked.names != self.names):
             raise lease_expired()
@@ -172,7 +172,7 @@ class Lease:
         return source_ranges(self.stream)
 
     def _readable(self, region: int) -> ByteRanges | None:
-        """Return the byte ranges of a region that the peer may read, if any."""
+        """Return which byte ranges of a memory region the peer may read, or None."""
         if region != STAGING:
             return self._stream_ranges.get(region)
         if self.reclaimed:
@@ -281,7 +281,7 @@ class Leases:
     def find(self, key: bytes, session: bytes | None = None) -> Lease:
         """Return the open lease with this key, or raise `lease_expired`.
 
-        With `session`, the lease must also belong to that session.
+        If `session` is given, the lease must also belong to that session.
         """
         with self._lock:
             lease = self._open.get(key)

@@ -42,7 +42,7 @@ class WrittenLayers:
             self._changed.notify_all()
 
     def wait(self, layer: str, seconds: float) -> tuple[bool, int | None]:
-        """Wait up to `seconds` until the layer is added. Return whether it was, and its mark."""
+        """Wait up to `seconds` until the layer is added. Return (added, GPU event of the layer)."""
         with self._changed:
             written = self._changed.wait_for(lambda: layer in self._written, seconds)
             return written, self._written.get(layer)
@@ -93,7 +93,10 @@ class Offer:
         return "let_go" if self.let_go_by & {own, *others} else "read"
 
     def check_asked(self, tokens: tuple[int, int], told: Mapping[int, Int64s], plan: Plan) -> None:
-        """Raise an error if a token is not offered, or `told` differs from the offered blocks."""
+        """Raise an error if a token is not offered, or `told` differs from the offered blocks.
+
+        `told` are the source's block tables as the reader gave them.
+        """
         for group, ids in told.items():
             mine = self.blocks.get(group)
             if mine is None or len(ids) != len(mine) or (ids != mine)[mine >= 0].any():

@@ -43,7 +43,7 @@ def stream_sums(
 ) -> bytes:
     """Return the concatenated checksums of the bytes of `copies`, one for every `piece` bytes.
 
-    With `src`, the bytes are read at the source of the copies, else at their destination.
+    If `src` is true, the bytes are read at the source of the copies, else at their destination.
     """
     if key is None:
         return mover.checksums(copies, piece, src=src).astype("<u4").tobytes()

@@ -225,7 +225,7 @@ class LayerWritten(Message, frozen=True, kw_only=True, tag="layer_written"):
 
 
 class Gather(LeaseQuestion, frozen=True, kw_only=True, tag="gather"):
-    """Gather bytes start .. stop - 1 of an offered stream into a staging buffer of the lease."""
+    """Gather bytes start .. stop - 1 of the lease's stream into a staging buffer of the lease."""
 
     start: Whole
     stop: Whole
@@ -251,7 +251,7 @@ class Checksums(Message, frozen=True, kw_only=True, tag="checksums"):
 
 
 class Close(LeaseQuestion, frozen=True, kw_only=True, tag="close"):
-    """End a transfer. `complete` means that every byte has moved."""
+    """End a transfer. If `complete` is true, the sender has received every byte."""
 
     complete: bool
 
@@ -263,7 +263,7 @@ class Ok(Message, frozen=True, kw_only=True, tag="ok"):
 
 
 class Release(Message, frozen=True, kw_only=True, omit_defaults=True, tag="release"):
-    """The sender has finished reading an offered request. The offer ends with its last reader."""
+    """The sender has finished reading an offer, which ends once all its readers have finished."""
 
     session: Key
     request: Name

@@ -72,7 +72,7 @@ def tls_context(protocol: int) -> ssl.SSLContext:
 
 
 def _certificate(secret: bytes) -> tuple[bytes, bytes]:
-    """Derive a certificate (DER) and private key (PEM) from a secret, always the same ones."""
+    """Return (certificate as DER, private key as PEM), which depend only on the secret."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization

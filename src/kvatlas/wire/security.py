@@ -127,7 +127,7 @@ class Security:
         return self._proved(accepted, next(chosen, None))
 
     def open(self, connection: socket.socket, host: str, choice: int) -> socket.socket:
-        """Open a protected connection with the chosen secret or context."""
+        """Open a protected connection with secret number `choice`, or with the TLS context."""
         protected = self.begin(connection, host, choice)
         if isinstance(protected, ssl.SSLSocket):
             try:
@@ -139,7 +139,10 @@ class Security:
         return protected
 
     def begin(self, connection: socket.socket, host: str, choice: int) -> socket.socket:
-        """Wrap a new connection for its TLS handshake with the chosen secret or context."""
+        """Wrap a new connection for its TLS handshake.
+
+        Secret number `choice` is used, or the TLS context if there is one.
+        """
         if not self.protected:
             return connection
         if self._tls is not None:

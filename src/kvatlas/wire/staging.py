@@ -74,7 +74,7 @@ class StagingBuffers:
             return sum(map(len, self._free.values()))
 
     def most(self, *, for_peer: bool = False) -> int:
-        """The number of buffers available to transfers of this node, or to its peers."""
+        """The number of buffers for transfers of this node or, if `for_peer` is true, for peers."""
         return self.count - self._own if for_peer else self._own
 
     def acquire(self, count: int, seconds: float = 0.0, *, for_peer: bool = False) -> list[int]:
@@ -153,7 +153,7 @@ class PeerSegments:
         return Loan(segment.view, self._piece, tuple(range(count)), segment)
 
     def take_back(self, session: bytes, loan: Loan, *, keep: bool) -> None:
-        """Keep a segment for the session's next transfer (`keep`), or free it."""
+        """Keep a segment for the session's next transfer if `keep` is true, else free it."""
         with self._lock:
             if keep:
                 self._idle.append((session, loan))

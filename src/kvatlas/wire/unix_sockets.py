@@ -93,7 +93,7 @@ def check_user(connected: socket.socket) -> int:
 
 
 def _other_end(connected: socket.socket) -> tuple[int, int]:
-    """Return the pid and user id of the other end. The pid is 0 if it is in another namespace."""
+    """Return (pid, user id) of the other end. The pid is 0 if it is in another namespace."""
     credentials = struct.Struct("iii")
     packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     process, user, _ = credentials.unpack(packed)

@@ -142,9 +142,9 @@ class Answers:
         )
 
     def _told(self, mark: int | None) -> int | None:
-        """Return the GPU event that the reader must wait for; None if it need not wait.
+        """Return `mark`, the GPU event that the reader must wait for; None if it need not wait.
 
-        If readers cannot wait for events, this method waits for it instead.
+        If readers cannot wait for GPU events, this method waits for the event and returns None.
         """
         transport = self.node.transport
         if mark is not None and not transport.marks_travel and transport.marks is not None:

@@ -272,7 +272,11 @@ class NodeState:
     def stream(
         self, peer: Peer, mine: Any, theirs: Any, tokens: Any, layers: Any, *, incoming: bool
     ) -> AnyStream:
-        """Describe the bytes to transfer between blocks of this node and of a peer, in order."""
+        """Return the stream of bytes to transfer between this node's blocks and a peer's.
+
+        `mine` and `theirs` are the block tables. If `incoming` is true, the peer is the source,
+        else this node is.
+        """
         between = self.route_from(peer) if incoming else self.route_to(peer)
         ends = (peer.rank, theirs), (self.rank, mine)
         (src_rank, src_blocks), (dst_rank, dst_blocks) = ends if incoming else ends[::-1]
@@ -296,6 +300,9 @@ class NodeState:
         return part.deliver(piece, self._scatter_converted if part.parts else self.mover.scatter)
 
     def _scatter_converted(self, copies: Sequence[Copy], stream: Any) -> int:
-        """Scatter a converted piece, after waiting for the GPU work that converts it."""
+        """Scatter a converted piece, after waiting for the GPU work that converts it.
+
+        Return the number of bytes written.
+        """
         self.mover.wait_for_caller()
         return self.mover.scatter(copies, stream)

@@ -89,10 +89,10 @@ class OfferingNode(NodeState):
             self._post(offer)
 
     def _post(self, offer: Offer) -> None:
-        """Post an offer on the board, where peers on this host find it without a request.
+        """Post an offer on the board, where peers on this host find it without asking this node.
 
-        Offers that are restricted to some readers, that are written layer by layer, or that have
-        another identity than this node, are not posted.
+        Not posted are offers that are restricted to some readers, that are written layer by layer,
+        or whose identity is not the node's.
         """
         board = self.transport.board
         own = offer.identity == self.identity
@@ -106,7 +106,7 @@ class OfferingNode(NodeState):
         return None if board is None else board.posting(request)
 
     def layer_written(self, request: str, layer: str) -> None:
-        """Mark a layer of a layered offer as written, once the caller's stream has finished it."""
+        """Mark a layer as written, once the caller's CUDA stream has finished its queued work."""
         self.process.check()
         with self.lock:
             offer = self.offers.get(request)
@@ -126,7 +126,7 @@ class OfferingNode(NodeState):
     def release(self, request: str, why: str, only: Offer | None = None) -> None:
         """End an offer and its leases, and notify its owner.
 
-        With `only`, a newer offer of the same name is not ended.
+        If `only` is given, nothing ends unless `only` is still the offer of this name.
         """
         with self.lock:
             if only is not None and self.offers.get(request) is not only:
@@ -160,7 +160,7 @@ class OfferingNode(NodeState):
     def checked_tables(
         self, blocks: Any, tokens: Any, end: str, *, recompute: int = 0
     ) -> tuple[dict[int, Int64s], int, int]:
-        """Return the checked block tables by group, and the `start` and `stop` of the tokens.
+        """Return (block tables by group, start, stop) of the tokens, after checking them.
 
         `end` ("source" or "destination") is for error messages.
         """
