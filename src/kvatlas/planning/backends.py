@@ -74,7 +74,7 @@ class Backend(msgspec.Struct, frozen=True):
         return self.takes(block) if self.multiples else block in self.sizes
 
     def kernel_block(self, block: int) -> int | None:
-        """Return the largest kernel block size (in tokens) that divides `block`, or None."""
+        """Return the largest kernel block size, in tokens, that divides `block`; None if none."""
         if self.reads(block):
             return block
         return max((size for size in self.sizes if block % size == 0), default=None)
@@ -169,7 +169,7 @@ def backends_of(model: Model, chosen: str | None = None) -> dict[str, Backend | 
 def packed_for(model: Model, backends: dict[str, Backend | None]) -> Model:
     """Return the model with `packing` set in each spec as the layer's backend requires.
 
-    The packing is the arrangement of K and V in a page. One that a spec sets already is kept.
+    The packing is the arrangement of K and V in a page. A `packing` that is already set is kept.
 
     >>> model = Model.load("Llama-3.1-8B")
     >>> packed_for(model, backends_of(model, "CPU_ATTN")).layers[0].spec.packing

@@ -41,7 +41,7 @@ def used_backends(request: PlanRequest) -> list[Backend]:
 def kernel_size(request: PlanRequest) -> BlockSize:
     """Return the requested block size, or by default one that all attention backends support.
 
-    `block_size()` may increase it so that a page can hold a recurrent state.
+    `block_size()` may increase this size so that a page can hold a recurrent state.
     """
     used = used_backends(request)
     if request.block_size is None:
@@ -90,7 +90,7 @@ def block_size(request: PlanRequest) -> BlockSize:
 
 
 def kernel_multiple(request: PlanRequest, block: int) -> int:
-    """Return the number of tokens of which a hybrid's block size must be a multiple.
+    """Return a number of tokens; the block size of a hybrid must be a multiple of it.
 
     `block` is the smallest block size that the kernels support.
     """
@@ -101,13 +101,19 @@ def kernel_multiple(request: PlanRequest, block: int) -> int:
 
 
 def state_bytes(model: Model, tp: int) -> int:
-    """Return the bytes on one rank of the largest recurrent state of a layer; 0 without any."""
+    """Return the size of the model's largest recurrent state on one rank, in bytes.
+
+    The result is 0 if the model has no recurrent layers.
+    """
     specs = {layer.spec for layer in model.layers if kind_of(layer.spec) == "recurrent"}
     return max((page_of(spec, 1, tp).unpadded for spec in specs), default=0)
 
 
 def token_bytes(model: Model, tp: int) -> int:
-    """Return the bytes per token of one attention layer on one rank; 0 without attention layers."""
+    """Return how many bytes per token the first attention layer stores on one rank.
+
+    The result is 0 if the model has no attention layers.
+    """
     for layer in model.layers:
         if kind_of(layer.spec) != "recurrent":
             return page_of(layer.spec, layer.spec.tokens_per_state or 1, tp).unpadded

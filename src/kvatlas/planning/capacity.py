@@ -49,10 +49,11 @@ class Capacity:
 
 
 def steps(groups: Iterable[Group], request: PlanRequest) -> NDArray[np.int64]:
-    """Return every request length, in tokens, at which one more block of a group is needed.
+    """Return the request lengths, in tokens, at which a request starts to need one more block.
 
-    The range ends at `max_len` or `LENGTHS`, whichever is larger. Of the lengths above
-    `MOST_LENGTHS`, only `max_len` is included, because fixed costs no longer matter there.
+    The lengths of all groups are included. The range ends at `max_len` or `LENGTHS`, whichever is
+    larger. Of the lengths above `MOST_LENGTHS`, only `max_len` is included, because fixed costs no
+    longer matter at such lengths.
     """
     longest = min(max(request.max_len, LENGTHS), MOST_LENGTHS)
     sizes = {group.block * request.dcp for group in groups if group.kind != "recurrent"}
@@ -64,8 +65,8 @@ def steps(groups: Iterable[Group], request: PlanRequest) -> NDArray[np.int64]:
 class Share:
     """The number of requests that a plan fits, divided by the number that another plan fits.
 
-    `share` is the smallest ratio over all request lengths. `length` and `in_flight` are the
-    request length and the tokens in flight at which it occurs.
+    `share` is the smallest ratio over all request lengths. `length` and `in_flight` are the request
+    length and the number of tokens in flight at which the ratio is this small.
     """
 
     share: float
@@ -86,9 +87,10 @@ def capacity_of(request: PlanRequest, draft: PlanDraft) -> Capacity:
 
 
 def least_share(mine: Capacity, theirs: Capacity, request: PlanRequest) -> Share:
-    """Return the smallest ratio of the requests that `mine` fits to those that `theirs` fits.
+    """Return the smallest ratio of two numbers: the requests that `mine` and that `theirs` fits.
 
-    It is the minimum over all request lengths, both while prefilling and while decoding.
+    The number for `mine` is divided by the number for `theirs`. The result is the minimum over all
+    request lengths, both while prefilling and while decoding.
     """
     lengths = steps(mine.groups, request)
     found = []

@@ -80,8 +80,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def users(self, length: int | None = None, *, decoding: bool = True) -> int:
         """Return how many requests of `length` tokens all replicas together serve at once.
 
-        `length` defaults to the plan's `max_len`. With `decoding`, all requests decode;
-        otherwise they prefill, which takes more blocks.
+        `length` defaults to the plan's `max_len`. If `decoding` is true, all requests decode. If it
+        is false, all requests prefill, which takes more blocks.
         """
         if self.plan is None:
             return 0
@@ -147,7 +147,7 @@ class Fitting:
         self.overhead = quantity(overhead, "the overhead")
 
     def on(self, topology: Topology) -> Fit:
-        """Return the fit in one topology. If the model does not fit, `Fit.refusal` is the error."""
+        """Return the fit in one topology; if the model does not fit, `refusal` is the error."""
         held = 0
         try:
             check_topology(self.model, topology.tp, topology.pp, topology.dcp)
@@ -178,7 +178,7 @@ class Fitting:
         return min(found, key=lambda fit: fit.rank)
 
     def suggestions(self, topology: Topology) -> Iterator[Fit]:
-        """Yield fits in other topologies that replicate the cache on fewer ranks than `topology`.
+        """Yield fits in topologies that replicate the cache on fewer ranks than `topology` does.
 
         Yields nothing if `topology` does not replicate the cache.
         """
@@ -203,7 +203,7 @@ class Fitting:
             yield Topology(tp=tp, pp=pp, dp=dp, ep=gpus if deal else 1)
 
     def _copies(self, tp: int) -> int:
-        """Return the number of tensor-parallel ranks that hold the same cache."""
+        """Return how many of `tp` ranks hold the cache of the same KV heads."""
         kept = [layer.spec for layer in self.model.layers if kind_of(layer.spec) != "recurrent"]
         heads = max((getattr(spec, "heads", 1) for spec in kept), default=tp)
         return tp // heads if tp % heads == 0 else 1
@@ -253,9 +253,11 @@ def fit(
 ) -> Fit:
     """Fit a model on GPUs such as `8xH100`, in the given topology or the one with the most users.
 
-    `model` is anything that `Weights.load` takes; a `Model` is not enough, because it has no
-    weights. Options are `utilization`, the fraction of GPU memory to use (0.9 by default),
-    `overhead`, the bytes for everything except weights and cache, and the options of `plan()`.
+    The topology is given by `tp`, `pp`, `dp`, `dcp` and `ep`; see `Topology`. If all of them have
+    their defaults, the topology with the most users is searched. `model` is anything that
+    `Weights.load` takes; a `Model` is not enough, because it has no weights. Options are
+    `utilization`, the fraction of GPU memory to use (0.9 by default), `overhead`, the bytes per GPU
+    for everything except weights and cache, and the options of `plan()`.
 
     >>> found = fit("Llama-3.1-8B", "2xH100", max_len="32K")
     >>> print(found.topology, found.users())

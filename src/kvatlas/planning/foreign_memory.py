@@ -182,9 +182,10 @@ def _group(seen: list[_Seen], groups: Sequence[Sequence[str]] | None) -> None:
 
 
 def _table(members: list[_Seen], pool: int, full: Collection[str]) -> Group:
-    """Return the group of the given layers.
+    """Return a group of the layers `members`, with its blocks in pool `pool`.
 
-    It keeps all tokens if any layer needs them. Layers in `full` always need all tokens.
+    The group keeps all tokens if any of its layers needs all tokens. Layers named in `full` always
+    need all tokens.
     """
     kinds = {kind_of(one.layer.spec) for one in members}
     kind, kept = kind_of(members[0].layer.spec), [k for k in FULL_KINDS if k in kinds]
@@ -195,7 +196,11 @@ def _table(members: list[_Seen], pool: int, full: Collection[str]) -> Group:
 
 
 def _homes(first: dict[int, _Seen], pools: Sequence[int] | None) -> dict[int, int]:
-    """Return the pool index of each group; `first` maps each group to one of its layers."""
+    """Return the pool index of each group, by group index.
+
+    `first` maps the index of each group to one layer of the group. `pools` is the argument of
+    `foreign`.
+    """
     if pools is None:
         counts = list(dict.fromkeys(one.blocks for one in first.values()))
         return {group: counts.index(one.blocks) for group, one in first.items()}
@@ -210,7 +215,10 @@ def _homes(first: dict[int, _Seen], pools: Sequence[int] | None) -> dict[int, in
 
 
 def _pools(seen: list[_Seen], homes: dict[int, int]) -> tuple[Pool, ...]:
-    """Return the pools of all stages; each pool ends where its last tensor ends."""
+    """Return the pools of all stages; each pool ends where its last tensor ends.
+
+    `homes` maps the index of each group to the index of its pool.
+    """
     reach: dict[tuple[int, int], int] = defaultdict(int)
     counts: dict[tuple[int, int], int] = {}
     for one in seen:
@@ -247,7 +255,10 @@ def _regions(seen: list[_Seen], tp: int) -> list[Region]:
 
 
 def _region(family: list[_Seen], step: int, tp: int) -> Region | None:
-    """Return the region of layers that are `step` bytes apart; None if no layout matches."""
+    """Return one region for layers whose offsets are `step` bytes apart.
+
+    Returns None if no layout has the strides of the tensors.
+    """
     one = family[0]
     # An axis of size 1 has no stride, so it can be anywhere in the layout; put it outermost.
     strides = {axis: one.placed.stride(axis) or _FAR for axis in "BHN"}

@@ -46,7 +46,7 @@ _PROMOTED: dict[Kind, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class GroupDraft:
-    """The layers of a group. If `mixed`, their pages differ."""
+    """The layers of a group. If `mixed` is true, the pages of the layers may differ."""
 
     layers: tuple[SizedLayer, ...]
     mixed: bool
@@ -260,8 +260,8 @@ def _width(pages: dict[int, list[SizedLayer]], groups: int) -> int:
 def _fewest_unused(counts: list[int], floor: int) -> int:
     """Return the number of layers per group that leaves the fewest pages unused.
 
-    Of equally good numbers, the largest is returned. `counts` is the number of layers in each set
-    that is divided into groups, and `floor` is the smallest number to try.
+    Of equally good numbers, the largest is returned. `counts` contains the number of layers of each
+    set that is divided into groups. `floor` is the smallest number of layers per group to try.
     """
     if not floor:
         return 0

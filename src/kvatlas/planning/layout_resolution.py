@@ -78,7 +78,7 @@ def candidate_orders(layers: list[SizedLayer]) -> tuple[str, ...]:
 
 
 def resolve_order(candidates: tuple[str, ...], chosen: str | None) -> Layout:
-    """Return the layout `chosen`; the first candidate if it is None.
+    """Return the layout named `chosen`, or the first candidate if `chosen` is None.
 
     Raises an error if `chosen` is not a candidate.
     """

@@ -62,7 +62,7 @@ class PoolDraft:
 
     @cached_property
     def width(self) -> int:
-        """Bytes per block, which the largest group determines; 0 if there are no layers."""
+        """Bytes per block of the pool, as its largest group requires; 0 if there are no layers."""
         filled = [group.layers for group in self.groups if group.layers]
         if not filled:
             return 0
@@ -192,8 +192,10 @@ def divide_memory(
 ) -> list[int]:
     """Return the number of blocks of each pool.
 
-    Memory is divided in proportion to the bytes of each pool that a request of `max_len` tokens
-    needs. Every pool also has a null block, which engines never allocate.
+    Every pool gets one null block, which engines never allocate. A separate pool of states gets
+    blocks for `request.requests` requests, if that is given. The rest of the memory is divided
+    among the other pools in proportion to the bytes that a request of `max_len` tokens needs in
+    each. `stages` contains the pools of each pipeline stage, as `PlanDraft.stages` returns them.
     """
     needs = [draft.needed(request) for draft in drafts]
     named = [request.requests if draft.states else None for draft in drafts]
@@ -217,8 +219,8 @@ def divide_memory(
 def _least_blocks(needs: Sequence[int], named: Sequence[int | None]) -> list[int]:
     """Return the minimum number of blocks of each pool, including its null block.
 
-    Both arguments have one element per pool: `needs` is the number of blocks per request, and
-    `named` is the number of requests that must fit; None stands for 1.
+    Both arguments have one element per pool. `needs` contains the number of blocks that a request
+    needs. `named` contains the number of requests that must fit, or None for one request.
     """
     return [need * (many or 1) + 1 for need, many in zip(needs, named, strict=True)]
 
@@ -239,7 +241,7 @@ def least_memory(request: PlanRequest, draft: PlanDraft) -> int:
 def not_enough(request: PlanRequest, needed: int, *, states: bool = False) -> AtlasError:
     """Return the error for too little memory; `needed` is the minimum, in bytes per rank.
 
-    With `states`, the message mentions the separate pool of recurrent states.
+    If `states` is true, the message also mentions the separate pool of recurrent states.
     """
     what = f"one request of {request.max_len:,} tokens needs"
     if states:
@@ -261,9 +263,10 @@ def not_enough(request: PlanRequest, needed: int, *, states: bool = False) -> At
 def place_group(
     pool: PoolDraft, group: GroupDraft, blocks: int, warnings: list[str]
 ) -> Iterator[Spot]:
-    """Yield one `Spot` for each kind of page of a group, in the pool of one stage.
+    """Yield one `Spot` for each kind of page of a group.
 
-    `blocks` is the number of blocks of the pool. Problems are appended to `warnings`.
+    `pool` contains only the layers of one pipeline stage. `blocks` is the number of blocks of the
+    pool. Problems are appended to `warnings`.
     """
     layout, width, sets = pool.layout, pool.width, group.regions
     if pool.page and group.layers:
@@ -291,7 +294,7 @@ def place_group(
 def _place_packed(
     pool: PoolDraft, layers: Sequence[SizedLayer], blocks: int, warnings: list[str]
 ) -> Iterator[Spot]:
-    """Yield a `Spot` for each region of a pool in which attention and states share pages.
+    """Yield a `Spot` for each region of `layers`, in a pool where attention and states share pages.
 
     A page holds either `pool.pack` attention layers or one recurrent state.
     """
@@ -325,7 +328,9 @@ def kernels_read(backends: Mapping[str, Backend | None], plan: Plan) -> bool:
 def _kernel_block(layer: SizedLayer, warnings: list[str], *, dense: bool) -> int:
     """Return the kernel block size of a layer in tokens; its block size if blocks are not split.
 
-    Blocks can be split only if `dense`: the layer's kernel blocks follow each other without gaps.
+    Blocks can be split only if `dense` is true, that is, if the layer's kernel blocks follow each
+    other without gaps. If the backend needs smaller blocks but they cannot be split, a warning is
+    appended to `warnings`.
     """
     if layer.backend is None or layer.backend.reads(layer.block):
         return layer.block

@@ -185,9 +185,10 @@ def _may_join(kind: Kind, group: Kind) -> bool:
 
 
 def _check_tokens(plan: PlanData, group: Group, layer: str, replicas: int) -> None:
-    """Check that a layer supports dcp, so that some rank stores each of its tokens.
+    """Raise an error if a layer does not support the plan's dcp (decode context parallelism).
 
-    dcp is decode context parallelism: ranks with the same heads store different tokens.
+    With dcp, ranks that have the same heads store different tokens. `replicas` is the number of
+    ranks that have the same heads of this layer.
     """
     if group.kind in LOCAL_KINDS:
         raise _bad_plan(

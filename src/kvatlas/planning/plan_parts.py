@@ -69,7 +69,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Return the maximum number of blocks that a request of `length` tokens holds.
 
         `length` may be an array. A window also holds blocks for `in_flight` tokens, which are
-        scheduled but not computed.
+        scheduled but not computed. With decode context parallelism, tokens are divided over `dcp`
+        ranks.
         """
         if self.kind == "recurrent":
             return length * 0 + self.held
@@ -94,7 +95,8 @@ def blocks_taken(
 ) -> dict[int, Whole]:
     """Return how many blocks of each pool a request of `length` tokens takes, by pool index.
 
-    A window also takes blocks for `in_flight` tokens, which are scheduled but not computed.
+    A window also takes blocks for `in_flight` tokens, which are scheduled but not computed. With
+    decode context parallelism, tokens are divided over `dcp` ranks.
     """
     taken: dict[int, Whole] = {}
     for group in groups:
@@ -149,9 +151,10 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.parts[index] if self.parts else 0
 
     def page(self, tp: int, rank: int = 0, index: int = 0) -> Page:
-        """Return page `index` of the region, for one kernel block on tensor-parallel rank `rank`.
+        """Return page `index` of the region, for one kernel block on rank `rank` of `tp` ranks.
 
-        If states are split, a part has the same page as a whole state at tp x `splits` ranks.
+        If states are split, the page of a part equals the page of a whole state at tp x `splits`
+        ranks.
         """
         return self._page(tp, index, rank * self.splits + self.part(index))
 

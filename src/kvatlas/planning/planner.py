@@ -45,13 +45,18 @@ def plan(
 ) -> Plan:
     """Plan where a model's caches are stored in `memory` bytes per rank.
 
-    `model` is a `Model` or anything that `Model.load` takes. `max_len` is the length of the
-    longest request in tokens. `in_flight` is the number of tokens that an engine schedules
-    before they are computed; windows keep blocks for these tokens too.
-
-    For hybrids under policy atlas, `states` selects where recurrent states are stored:
-    `"shared"` in the same pool as attention, `"apart"` in a separate pool for the states of
-    `requests` requests, or `"auto"`, which is `"shared"` if possible.
+    - `model`: a `Model`, or anything that `Model.load` takes.
+    - `layout`, `backend`, `block_size`, `kv_dtype`: replace the defaults for the model and policy.
+    - `policy`: `"atlas"`, `"vllm"` (the plan of vLLM) or `"uniform"` (vLLM without its hybrid
+      manager).
+    - `pack`: the number of attention layers in a page of a hybrid, under policy atlas.
+    - `max_len`: the length of the longest request, in tokens.
+    - `in_flight`: the number of tokens that an engine schedules before they are computed. Windows
+      keep blocks for these tokens too.
+    - `prefix_caching`: if true, a request holds additional blocks for saved recurrent states.
+    - `states`: where hybrids store recurrent states under policy atlas. `"shared"` is the pool of
+      attention, `"apart"` a separate pool for the states of `requests` requests, and `"auto"` is
+      `"shared"` if possible.
 
     >>> made = plan("Qwen3.5-397B-A17B", memory="60GiB", tp=2, policy="vllm")
     >>> made.block_size, made.num_blocks

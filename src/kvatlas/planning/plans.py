@@ -151,7 +151,10 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         return tuple(self._homes)
 
     def region_of(self, layer: str, part: int = 0) -> tuple[Region, int]:
-        """Return the region that holds part `part` of a layer, and the index of the page in it."""
+        """Return (region, page index): where part `part` of a layer's state is stored.
+
+        A layer that is not split has only part 0.
+        """
         if part and not 0 < part < len(self._homes.get(layer, ())):
             raise AtlasError(
                 Code.OUT_OF_RANGE,
@@ -182,13 +185,17 @@ class Plan(PlanData, frozen=True, kw_only=True, forbid_unknown_fields=True, dict
         """Return the offset, sizes and strides of a layer's pages in its pool.
 
         The axes are B (block), H (head), N (state, usually one token) and C (bytes), and k (kernel
-        block in a block) if a block has several.
+        block in a block) if a block has several. If the layer's state is split, only the pages of
+        part `part` are included.
         """
         region, index = self.region_of(layer, part)
         return region.placement(self.tp, self.pool_of(layer).blocks).select("L", index)
 
     def view(self, layer: str, field: str, part: int = 0) -> Placement:
-        """Return the offset, sizes and strides of a layer's field, such as `k`, in its pool."""
+        """Return the offset, sizes and strides of a layer's field, such as `k`, in its pool.
+
+        If the layer's state is split, the field of part `part` is returned.
+        """
         return self.page(layer, part=part).view(self.placement(layer, part), field)
 
     def spec(self, layer: str) -> Spec:
@@ -280,7 +287,7 @@ def checked_plan(given: Any) -> Plan:
 
 
 def _check_outline(text: bytes | str) -> None:
-    """Raise an error if a plan has too many layers, regions or specs to decode."""
+    """Raise an error if the JSON of a plan has too many layers, regions or specs to decode."""
     regions = msgspec.json.decode(text, type=_PlanOutline).regions
     specs = [bytes(layer.spec) for region in regions for layer in region.layers]
     counts = (

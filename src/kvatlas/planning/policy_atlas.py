@@ -93,9 +93,10 @@ def plan_atlas(request: PlanRequest) -> Plan:
 def _layout(
     request: PlanRequest, orders: tuple[str, ...], layers: list[SizedLayer], *, hybrid: bool
 ) -> Layout:
-    """Return the requested layout; by default, the first of `orders` in which groups share a pool.
+    """Return the requested layout, or by default the first suitable layout in `orders`.
 
-    If there is none, the result is the first of `orders`.
+    A layout is suitable if all groups can share a pool; for hybrids, if it is block-outermost. If
+    no layout is suitable, the first of `orders` is returned. `hybrid` is whether the model is one.
     """
     preferred = request.layout
     if preferred is None and hybrid and request.pack == "auto":
@@ -156,7 +157,10 @@ class Yardstick:
             return None
 
     def share(self, draft: PlanDraft) -> Share:
-        """Return the smallest ratio of the requests that a draft fits to those of vLLM's plan."""
+        """Return how many requests a draft fits, divided by the number that vLLM's plan fits.
+
+        The result is the smallest ratio over all request lengths.
+        """
         mine = capacity_of(self.request, draft)
         if self.capacity is None:
             return Share(1.0, self.request.max_len, DECODING)
@@ -210,7 +214,7 @@ class Hybrid:
 
     @property
     def can_pack(self) -> bool:
-        """Whether a page can be shared: it holds either several attention layers or one state."""
+        """Whether a page can hold either several attention layers or one recurrent state."""
         striped = not self.layout.page_contiguous and not self.layout.block_outermost
         uniform = alike(self.attention) and alike(self.states)
         return uniform and not (striped and self.attention[0].page.heads > 1)
@@ -305,7 +309,7 @@ def _shared_drafts(hybrid: Hybrid) -> Iterator[PlanDraft]:
 
 
 def _largest(hybrid: Hybrid) -> int:
-    """Return the largest useful block size, at which one attention page can hold a state."""
+    """Return the largest block size to try, in tokens: one attention page then holds a state."""
     state = max(layer.nbytes for layer in hybrid.states)
     return hybrid.search.step * ceil_div(state, hybrid.search.step * hybrid.token)
 

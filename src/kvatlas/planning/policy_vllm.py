@@ -30,9 +30,10 @@ def plan_uniform(request: PlanRequest) -> Plan:
 def draft_vllm(
     request: PlanRequest, *, uniform: bool = False, layers: list[SizedLayer] | None = None
 ) -> PlanDraft:
-    """Return the draft of vLLM's plan; with `uniform`, windows keep all tokens.
+    """Return the draft of vLLM's plan.
 
-    `layers` are the model's layers at vLLM's block size, if the caller has them already.
+    If `uniform` is true, layers with windows or chunks keep all tokens. `layers` are the model's
+    layers at vLLM's block size, if the caller has them already.
     """
     size = block_size(request)
     if layers is None:

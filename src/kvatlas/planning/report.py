@@ -29,7 +29,10 @@ class Padding(msgspec.Struct, frozen=True):
 
 
 def padding(plan: PlanData, length: int | None = None) -> Padding:
-    """Return the padding in the blocks of a request of `length` tokens, over all stages."""
+    """Return the bytes that a request of `length` tokens takes, and its padding, on all stages.
+
+    The bytes are those of one tensor-parallel rank of each stage. `length` defaults to `max_len`.
+    """
     tokens = plan.max_len if length is None else length
     blocks = [g.blocks(tokens, in_flight=plan.in_flight, dcp=plan.dcp) for g in plan.groups]
     # A block id is allocated on every stage, even on stages without layers of its group.

@@ -78,9 +78,10 @@ class LayerKind:
         return len(self.layers) * (splits if self.recurrent else 1)
 
     def nbytes(self, tokens: Whole, splits: int) -> Whole:
-        """Return the bytes of one page for `tokens` tokens, or of one of `splits` parts of a state.
+        """Return the bytes of a page: `tokens` tokens of attention, or one part of a state.
 
-        Returns 0 if the heads cannot be divided into `splits` parts.
+        States are split into `splits` parts. Returns 0 if the heads cannot be divided into `splits`
+        parts.
         """
         first = self.layers[0]
         if not self.recurrent:
@@ -92,7 +93,7 @@ class LayerKind:
 
     @cached_property
     def held(self) -> int:
-        """Number of blocks that a request holds if the layers are recurrent."""
+        """Number of blocks per group that a request holds if the layers are recurrent."""
         return 1 + max(layer.checkpoints for layer in self.layers)
 
     def group(self, tokens: int) -> Group:
@@ -184,9 +185,9 @@ class SharedBlockSearch:
                 yield SharedBlock(int(tokens[at[i]]), int(nbytes[i]), splits, groups, waste)
 
     def _held(self, tokens: Numbers, in_flight: int) -> Numbers:
-        """Return blocks per request as an array [block size, kind of layer, request length].
+        """Return the blocks per request in a group: an array [block size, kind of layer, length].
 
-        The counts are per group. `tokens` contains the block sizes, and the lengths are sampled.
+        `tokens` contains the block sizes. The request lengths are those of `_few_lengths`.
         """
         lengths, dcp = self._few_lengths, self.request.dcp
         held = np.empty((len(tokens), len(self.kinds), len(lengths)), dtype=np.int64)
@@ -201,8 +202,9 @@ class SharedBlockSearch:
     def _ways_to_deal(self, tokens: Numbers, splits: int) -> tuple[Numbers, Numbers, Numbers]:
         """Return all possible blocks as three arrays with one row per block.
 
-        They contain the index of the block's size in `tokens`, its number of groups of each kind
-        of layer, and its bytes. Each state is split into `splits` parts.
+        The first array contains the index of the block size in `tokens`, the second the number of
+        groups of each kind of layer, and the third the bytes of the block. Each state is split into
+        `splits` parts.
         """
         parts = np.array([kind.parts(splits) for kind in self.kinds])
         sizes = np.stack([kind.nbytes(tokens, splits) for kind in self.kinds], axis=1)
@@ -255,7 +257,10 @@ class SharedBlockSearch:
 
     @cached_property
     def _theirs(self) -> dict[int, Numbers]:
-        """Bytes that a request takes in vLLM's plan at the sampled lengths, by tokens in flight."""
+        """Bytes that a request takes in vLLM's plan, as an array, by number of tokens in flight.
+
+        Each array has one element per request length in `_few_lengths`.
+        """
         request, lengths = self.request, self._few_lengths
         if self.theirs is None:
             boundless = np.full(len(lengths), np.iinfo(np.int64).max)

@@ -117,7 +117,8 @@ class SizedLayer:
     def cut(self, block: int, splits: int = 1, part: int = 0) -> SizedLayer:
         """Return the layer with blocks of `block` tokens.
 
-        With `splits` > 1, return part `part` of `splits` parts of its state.
+        If `splits` is greater than 1, the recurrent state is split into `splits` parts, and the
+        result has only part `part`.
         """
         return SizedLayer(
             self.layer,
@@ -144,7 +145,7 @@ class SizedLayer:
 
     @property
     def alignment(self) -> int:
-        """The number of bytes of which the block stride must be a multiple."""
+        """The block stride must be a multiple of this number of bytes."""
         if self.apart is None:
             return 1
         unit, size = self.apart
@@ -155,7 +156,7 @@ class SizedLayer:
 
     @property
     def spread(self) -> int:
-        """Bytes of the page, rounded up to `alignment`."""
+        """Bytes of the page, rounded up to a multiple of `alignment`."""
         return round_up(self.nbytes, self.alignment)
 
     @property
@@ -166,7 +167,7 @@ class SizedLayer:
 
     @property
     def apart(self) -> tuple[str, int] | None:
-        """The (unit, size) of which the block stride must be a multiple; None if any is allowed.
+        """(unit, size): the block stride must be a multiple of `size`. None if any is allowed.
 
         The unit is "rows", with the size in bytes, or "kernel blocks", with the size in tokens.
         """

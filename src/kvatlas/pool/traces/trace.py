@@ -209,9 +209,11 @@ class TraceBuilder:
         self._lines.append(line)
 
     def finish(self, *, by_time: bool = False) -> Trace:
-        """Return the trace with renumbered ids.
+        """Check all requests and return them as a trace, with block ids renumbered from 0.
 
-        Raises an error unless ids form a tree: each always has the same predecessor.
+        If `by_time` is true, requests are sorted by arrival time; otherwise they stay in the order
+        in which they were added. Raises an error unless block ids form a tree: an id always has the
+        same predecessor.
         """
         if not len(self):
             raise bad_trace(
