@@ -153,7 +153,7 @@ def bench(
     from kvatlas.cli.move import quiet
 
     if what != "wire":
-        raise typer.BadParameter("the only benchmark is wire.", param_hint="'wire'")
+        raise typer.BadParameter(f"{what!r}. The only benchmark is wire.", param_hint="WHAT")
     with quiet("Measuring transports between two processes ..."):
         rates = list(transport_rates())
     answer(as_json, {"rates": rates}, *bench_parts(rates))

@@ -52,7 +52,7 @@ class Costs:
         return received + first + pieces * self.descriptor
 
     def coalesced(self, descriptors: int, nbytes: int) -> float:
-        """Estimate the seconds of a transfer with one descriptor per source run, and a scatter."""
+        """Estimate the seconds of a coalesced transfer: read each source run, then scatter them."""
         return self.direct(descriptors, nbytes) + nbytes / self.copy
 
 

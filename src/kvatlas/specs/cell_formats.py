@@ -4,8 +4,9 @@ A format specifies how numbers are encoded: in the model's dtype, in fp8 with on
 the tensor, in int8 with one scale per token and head, and so on. Attention layers have one
 format for their rows; recurrent layers have one for each state.
 
-A cell is the unit of conversion: the fields of one head and state, one after another,
-without padding. For a recurrent state, a cell is one element.
+A cell is the unit of conversion. In attention layers it is what one head stores for one token (or
+for one compressed state): all its fields, one after another, without padding. In recurrent layers
+it is one element of a state.
 """
 
 from __future__ import annotations

@@ -102,8 +102,9 @@ def stored_dtype(settings: ConnectorSettings, served: Any) -> str:
 def keeps_finished(settings: ConnectorSettings, served: Any) -> bool:
     """Return whether an engine stores its finished requests in the tier.
 
-    Blocks are never converted when they are stored. With `convert`, an engine therefore does not
-    store into a file, which has one dtype, nor into a store of engines with another compute dtype.
+    With `convert`, the tier's blocks have another format than this engine's, and blocks are
+    converted only when they are loaded. Such an engine stores blocks only in a store that several
+    engines share, and only if the compute dtype of those engines is its own.
     """
     if settings.convert is None:
         return True

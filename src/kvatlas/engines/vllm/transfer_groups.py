@@ -87,10 +87,11 @@ class TransferGroups:
         return tuple(group.table(block_ids[group.index], tokens) for group in self._groups)
 
     def windows(self, *, windows_alone: bool) -> tuple[int, ...]:
-        """Return the sizes, in tokens, of windows and chunks before which no tokens are kept.
+        """Return the sizes, in tokens, of windows and chunks before which this engine has no tokens.
 
-        If `windows_alone` is true, include the window sizes of layers for which vLLM keeps all
-        tokens.
+        vLLM frees the tokens before the windows of some layers, and keeps those of the others. If
+        `windows_alone` is true, this engine never received the latter, so the sizes of all windows
+        are returned.
         """
         sizes = {group.window for group in self._groups if group.window}
         if windows_alone:

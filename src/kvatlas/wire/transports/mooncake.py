@@ -344,7 +344,7 @@ class MooncakeHandle(Handle):
             return not self._given_up
 
     def _release(self) -> None:
-        """Make no further call. A call in progress cannot be cancelled."""
+        """Start no further call of Mooncake. A call in progress continues."""
         with self._lock:
             self._given_up = True
 

@@ -273,10 +273,10 @@ def apart(words, steps, FORMAT: tl.constexpr, DOT: tl.constexpr, RAISED: tl.cons
 
 @triton.jit
 def columns_apart(tile, COUNT: tl.constexpr):
-    """Split a tile by the place of its columns in words of `COUNT` elements; return four tiles.
+    """De-interleave the columns of a tile: return four tiles (a, b, c, d).
 
-    The first result has the first element of each word, the second the second, and so on. If
-    `COUNT` is 1 or 2, results are repeated.
+    If `COUNT` is 4, a has columns 0, 4, 8, ..., b has columns 1, 5, 9, ..., and so on. If it is 2,
+    a and c have the even columns, b and d the odd ones. If it is 1, each result is the whole tile.
     """
     a, b, c, d = tile, tile, tile, tile
     if COUNT == 4:
