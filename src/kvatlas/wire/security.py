@@ -279,7 +279,9 @@ def _peer_identities(
     owned = [(one, name) for name, own in peers.items() for one in _checked_secrets(own.secret)]
     if tls is not None and owned:
         problem = "Peers cannot have secrets if the node has tls="
-        raise _bad_secret(problem, "tls=, and secrets in peers=", "Pass PeerAccess() without secret")
+        raise _bad_secret(
+            problem, "tls=, and secrets in peers=", "Pass PeerAccess() without secret"
+        )
     missing = [name for name, own in peers.items() if own.secret is None]
     if tls is None and missing:
         got = f"no secret for {missing[:8]}"

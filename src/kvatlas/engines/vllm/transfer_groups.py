@@ -87,7 +87,7 @@ class TransferGroups:
         return tuple(group.table(block_ids[group.index], tokens) for group in self._groups)
 
     def windows(self, *, windows_alone: bool) -> tuple[int, ...]:
-        """Return the sizes, in tokens, of windows and chunks before which this engine has no tokens.
+        """Return the sizes, in tokens, of windows and chunks before which the engine has no tokens.
 
         vLLM frees the tokens before the windows of some layers, and keeps those of the others. If
         `windows_alone` is true, this engine never received the latter, so the sizes of all windows
