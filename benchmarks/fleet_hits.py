@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from kvatlas.planning import plan
-from kvatlas.pool import Trace, read_trace, simulate
+from kvatlas.simulate import Trace, read_trace, simulate
 
 MODEL = "Qwen3-8B"
 ENGINES = (1, 4, 16)

@@ -23,8 +23,16 @@ import numpy as np
 from benchmarks.hits_page import CONCLUSION, HEAD
 from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan, plan
-from kvatlas.pool import Trace, TriedPlan, choose, read_trace, simulate
-from kvatlas.pool.simulation import POLICIES, PoolModel, Spans
+from kvatlas.simulate import (
+    POLICIES,
+    PoolModel,
+    Spans,
+    Trace,
+    TriedPlan,
+    choose,
+    read_trace,
+    simulate,
+)
 
 MODELS = (
     "Qwen3.5-397B-A17B", "Nemotron-H-8B", "gpt-oss-120b", "Gemma-3-27B", "DeepSeek-V4-Flash",

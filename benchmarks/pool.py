@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks.timing import median_ms, show
 from kvatlas.planning import Policy, plan
-from kvatlas.pool import BlockPool, Trace, read_trace, simulate
-from kvatlas.pool.simulation import PoolModel, Replay, ReplayPolicy, Spans
+from kvatlas.pool import BlockPool
+from kvatlas.simulate import PoolModel, Replay, ReplayPolicy, Spans, Trace, read_trace, simulate
 
 TOKENS, BLOCK = 65_536, 16
 REQUESTS, PROMPT = 400, 40

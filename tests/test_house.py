@@ -20,8 +20,8 @@ import kvatlas.specs
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvatlas"
 ROOMS = (
-    "errors", "geometry", "specs", "models", "planning", "cache", "kernels", "pool", "routing",
-    "copying", "wire", "tier", "maps", "engines", "cli",
+    "errors", "geometry", "specs", "models", "planning", "cache", "kernels", "pool", "simulate",
+    "routing", "copying", "wire", "tier", "maps", "engines", "cli",
 )  # fmt: skip
 """From the ground up: a room imports only rooms below it."""
 CORE = {"numpy", "msgspec", "kvatlas"}
@@ -70,7 +70,11 @@ INTERNAL: dict[str, str] = {
         specs.cell_content specs.cell_formats
     """,
     "pool": """
-        geometry.address_arrays geometry.integers planning.plans planning.sized_layers
+        geometry.address_arrays geometry.integers planning.plans
+    """,
+    "simulate": """
+        geometry.integers planning.sized_layers pool.checkpoints pool.event_recording pool.events
+        pool.eviction pool.eviction.base pool.group_needs
     """,
     "routing": """
         geometry.address_arrays geometry.combine geometry.integers geometry.state_spans
@@ -111,7 +115,7 @@ INTERNAL: dict[str, str] = {
     "cli": """
         geometry.byte_sizes geometry.integers planning.backends planning.fitting
         planning.plan_data planning.planner planning.plans planning.request
-        planning.sized_layers pool.simulation.prefill_cost tier.store_inspection copying.run_bounds
+        planning.sized_layers tier.store_inspection copying.run_bounds
         wire.sample_server
     """,
 }

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvatlas import planning as planning
     from kvatlas import pool as pool
     from kvatlas import routing as routing
+    from kvatlas import simulate as simulate
     from kvatlas import specs as specs
     from kvatlas import tier as tier
     from kvatlas import wire as wire
@@ -57,6 +58,7 @@ _NAMES_BY_PACKAGE: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "copying": (),
     "pool": ("BlockPool",),
+    "simulate": (),
     "wire": ("Node", "Session"),
     "tier": ("Tier",),
     "maps": ("Map", "map"),

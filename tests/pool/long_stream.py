@@ -18,8 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvatlas.errors import AtlasError
-from kvatlas.pool import read_trace
-from kvatlas.pool.traces.trace import MOST_IDS
+from kvatlas.simulate import read_trace
+from kvatlas.simulate.traces.trace import MOST_IDS
 
 TOKENS = 3_000
 """Of a prompt: a line of about 20 KB."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvatlas.pool.simulation import PoolModel, Replay, ReplayPolicy, Spans
-from kvatlas.pool.traces import read_trace
+from kvatlas.simulate import PoolModel, Replay, ReplayPolicy, Spans
+from kvatlas.simulate.traces import read_trace
 
 FACTS = os.environ.get("KVATLAS_FACTS")
 SAMPLE = Path(__file__).parent / "sample_trace.jsonl"

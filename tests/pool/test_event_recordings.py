@@ -14,10 +14,11 @@ import msgspec
 import pytest
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.pool import BlockStored, EventBatch, EventRecording, ReceivedBatch, read_trace
+from kvatlas.pool import BlockStored, EventBatch, EventRecording, ReceivedBatch
 from kvatlas.pool import event_recording as recordings
 from kvatlas.pool import events as event_classes
-from kvatlas.pool.traces.event_trace import EventTraceBuilder
+from kvatlas.simulate import read_trace
+from kvatlas.simulate.traces.event_trace import EventTraceBuilder
 
 FIRST = BlockStored([1], None, [5, 6], 2)
 

@@ -22,15 +22,13 @@ from kvatlas.pool import (
     EventRecording,
     PrefixIdentity,
     ReceivedBatch,
-    Trace,
-    read_trace,
-    simulate,
 )
 from kvatlas.pool.event_recording import FIRST_LINE
-from kvatlas.pool.traces import event_trace, stored_blocks
-from kvatlas.pool.traces.content_ids import ids_of
-from kvatlas.pool.traces.event_trace import EventTraceBuilder
-from kvatlas.pool.traces.trace import Unseen
+from kvatlas.simulate import Trace, read_trace, simulate
+from kvatlas.simulate.traces import event_trace, stored_blocks
+from kvatlas.simulate.traces.content_ids import ids_of
+from kvatlas.simulate.traces.event_trace import EventTraceBuilder
+from kvatlas.simulate.traces.trace import Unseen
 from tests.pool.models import small_plan
 
 BLOCK = 16

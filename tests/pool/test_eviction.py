@@ -14,8 +14,8 @@ from kvatlas.pool import BlockIds, block_ids
 from kvatlas.pool.block_ids import NO_BLOCK
 from kvatlas.pool.checkpoints import EveryBlock, checkpoint_policy
 from kvatlas.pool.eviction import EVICTIONS, Eviction, Fifo, Lru, Use
-from kvatlas.pool.simulation import LayerClass, PoolModel, Replay, ReplayPolicy, Spans
-from kvatlas.pool.simulation.lru_queue import LruQueue
+from kvatlas.simulate import LayerClass, PoolModel, Replay, ReplayPolicy, Spans
+from kvatlas.simulate.lru_queue import LruQueue
 
 NOBODY = np.zeros(20, bool)
 

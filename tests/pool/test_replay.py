@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from kvatlas.pool.checkpoints import checkpoint_policy
 from kvatlas.pool.eviction import EVICTIONS
-from kvatlas.pool.simulation import Replay, ReplayPolicy
-from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
-from kvatlas.pool.simulation.prompt_spans import Spans
-from kvatlas.pool.simulation.timed_replay import TimedReplay
-from kvatlas.pool.traces import Trace, TraceBuilder, read_trace
+from kvatlas.simulate import Replay, ReplayPolicy
+from kvatlas.simulate.layer_classes import LayerClass, PoolModel
+from kvatlas.simulate.prompt_spans import Spans
+from kvatlas.simulate.timed_replay import TimedReplay
+from kvatlas.simulate.traces import Trace, TraceBuilder, read_trace
 from kvatlas.specs import Visibility
 from tests.pool.oracle import Oracle, OracleClass, worth
 from tests.profiles import DEEP

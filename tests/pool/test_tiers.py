@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 
 from kvatlas.errors import AtlasError
 from kvatlas.planning import plan
-from kvatlas.pool import read_trace, simulate
 from kvatlas.pool.checkpoints import checkpoint_policy
-from kvatlas.pool.simulation import LowerTier, PoolModel, ReplayPolicy, Spans, TieredReplay
+from kvatlas.simulate import (
+    LowerTier,
+    PoolModel,
+    ReplayPolicy,
+    Spans,
+    TieredReplay,
+    read_trace,
+    simulate,
+)
 from tests.pool.oracle import TieredOracle
 from tests.pool.test_replay import KEPT, SAMPLE, random_classes, random_trace, simulated
 from tests.profiles import DEEP

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.pool.simulation.prompt_spans import Spans
-from kvatlas.pool.traces import read_trace, reading
+from kvatlas.simulate.prompt_spans import Spans
+from kvatlas.simulate.traces import read_trace, reading
 from tests.pool.long_stream import token_line, write_lines
 from tests.profiles import DEEP
 

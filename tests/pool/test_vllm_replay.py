@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvatlas.pool.checkpoints import checkpoint_policy
-from kvatlas.pool.simulation import (
+from kvatlas.simulate import (
     LayerClass,
     PoolModel,
     Replay,
@@ -17,7 +17,7 @@ from kvatlas.pool.simulation import (
     Spans,
     VllmReplay,
 )
-from kvatlas.pool.traces import TraceBuilder
+from kvatlas.simulate.traces import TraceBuilder
 from tests.pool.test_replay import KEPT, random_classes, random_trace, simulated
 from tests.profiles import DEEP
 

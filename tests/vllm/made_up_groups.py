@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvatlas.pool.traces import Trace
+from kvatlas.simulate.traces import Trace
 
 BLOCK = 256
 WINDOW = 1024

@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvatlas.pool import EventRecording, ReceivedBatch, Trace, read_trace
+from kvatlas.pool import EventRecording, ReceivedBatch
 from kvatlas.pool.events import decode_batch
-from kvatlas.pool.traces.content_ids import ids_of
+from kvatlas.simulate import Trace, read_trace
+from kvatlas.simulate.traces.content_ids import ids_of
 from tests.vllm.made_up_groups import BLOCK, chunks, manager_of, tokens_of
 from tests.vllm.test_hit_rates import SAMPLE, ending_with_blocks
 

@@ -27,9 +27,8 @@ from vllm.v1.request import Request
 
 from kvatlas.models import Model
 from kvatlas.planning import Plan, plan
-from kvatlas.pool import simulate
-from kvatlas.pool.simulation import found_by_request
-from kvatlas.pool.traces import Trace, read_trace
+from kvatlas.simulate import found_by_request, simulate
+from kvatlas.simulate.traces import Trace, read_trace
 from tests.vllm.kv_cache_configs import kv_cache_config
 
 FACTS = os.environ.get("KVATLAS_FACTS")

@@ -18,8 +18,7 @@ from kvatlas.models import Weights
 from kvatlas.planning.request import quantity
 
 if TYPE_CHECKING:
-    from kvatlas.pool import Trace
-    from kvatlas.pool.simulation.prefill_cost import PrefillCost
+    from kvatlas.simulate import PrefillCost, Trace
 
 PLAN_AXES = ("policy", "block-size", "memory", "states", "pack", "kv-dtype", "tp")
 SHARES = ("none", "shared", "10", "25", "50", "75")
@@ -107,7 +106,7 @@ def curve_rows(options: PlanOptions, question: Question, axes: Axes) -> Iterator
 def _row(
     options: PlanOptions, question: Question, cost: PrefillCost | None, axis: str, value: str
 ) -> Row:
-    from kvatlas.pool import simulate
+    from kvatlas.simulate import simulate
 
     replay, changes, tier = question.replay, dict[str, Any](), "shared"
     if axis == "tier":
@@ -150,7 +149,7 @@ def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:
 
 def _cost(options: PlanOptions, question: Question) -> PrefillCost | None:
     """Return the prefill cost in FLOPs; None if the number of active parameters is unknown."""
-    from kvatlas.pool.simulation.prefill_cost import PrefillCost, active_parameters
+    from kvatlas.simulate import PrefillCost, active_parameters
 
     given = question.replay.active_params
     active = quantity(given, "the number of parameters") if given else None

@@ -29,7 +29,7 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.byte_sizes import size
 
 if TYPE_CHECKING:
-    from kvatlas.pool import Trace
+    from kvatlas.simulate import Trace
 
 __all__ = ["simulate"]
 
@@ -79,7 +79,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Replay a trace and report how many prompt tokens are cached, and the prefill time saved."""
-    from kvatlas.pool import read_trace
+    from kvatlas.simulate import read_trace
 
     with progress_bar(f"Reading {plain(trace.name)}") as told:
         read = read_trace(trace, block=trace_block, progress=told)

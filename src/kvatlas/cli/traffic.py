@@ -17,7 +17,7 @@ from kvatlas.errors import AtlasError
 from kvatlas.planning import Plan
 
 if TYPE_CHECKING:
-    from kvatlas.pool import Trace, TriedPlan
+    from kvatlas.simulate import Trace, TriedPlan
 
 _PACKS = (1, 2, 4, 8)
 _BLOCKS = (32, 64, 128, 256)
@@ -96,7 +96,7 @@ def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -
 
     `block` is the number of tokens for which each id of the trace stands.
     """
-    from kvatlas.pool import choose, read_trace
+    from kvatlas.simulate import choose, read_trace
 
     with progress_bar(f"Reading {plain(path.name)}") as told:
         trace = read_trace(path, block=block, progress=told)

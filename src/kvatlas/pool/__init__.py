@@ -1,8 +1,7 @@
 """Block pool and prefix caching: allocate block ids, reuse their content and evict them.
 
 `BlockPool` is for engines: block tables for every group of a plan, prefix reuse, fork and
-preemption. `simulate` replays a trace of real requests through the pools of a plan and reports
-hit rates. Both use the policies in `checkpoints` and `eviction`.
+preemption, with the policies in `checkpoints` and `eviction`. `kvatlas.simulate` replays traces.
 """
 
 from kvatlas.pool.block_ids import NO_BLOCK, BlockIds
@@ -14,8 +13,6 @@ from kvatlas.pool.events import AllBlocksCleared, BlockEvent, BlockRemoved, Bloc
 from kvatlas.pool.eviction import EVICTIONS, Eviction
 from kvatlas.pool.prefix_hash import HashChain, PrefixIdentity
 from kvatlas.pool.reservation import CopyOnWrite, Reservation
-from kvatlas.pool.simulation import HitRates, TriedPlan, choose, simulate
-from kvatlas.pool.traces import Trace, Unseen, read_trace
 
 __all__ = [
     "CHECKPOINTS",
@@ -35,15 +32,8 @@ __all__ = [
     "EventSubscriber",
     "Eviction",
     "HashChain",
-    "HitRates",
     "PrefixIdentity",
     "ReceivedBatch",
     "Reservation",
-    "Trace",
-    "TriedPlan",
-    "Unseen",
     "checkpoint_policy",
-    "choose",
-    "read_trace",
-    "simulate",
 ]

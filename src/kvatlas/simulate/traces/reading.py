@@ -16,11 +16,11 @@ import msgspec
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.pool.event_recording import is_recording, recorded_batches
-from kvatlas.pool.traces.content_ids import ids_of
-from kvatlas.pool.traces.conversations import read_conversations
-from kvatlas.pool.traces.event_lines import batch_of_line, is_event_line
-from kvatlas.pool.traces.event_trace import EventTraceBuilder
-from kvatlas.pool.traces.trace import (
+from kvatlas.simulate.traces.content_ids import ids_of
+from kvatlas.simulate.traces.conversations import read_conversations
+from kvatlas.simulate.traces.event_lines import batch_of_line, is_event_line
+from kvatlas.simulate.traces.event_trace import EventTraceBuilder
+from kvatlas.simulate.traces.trace import (
     LONGEST_LINE,
     Progress,
     Trace,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvatlas.pool.traces.trace import (
+from kvatlas.simulate.traces.trace import (
     LONGEST_LINE,
     Progress,
     Trace,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.models import Model, Weights
-from kvatlas.pool.traces import Ints
+from kvatlas.simulate.traces import Ints
 from kvatlas.specs import Attention, Spec
 
 TFLOPS = 400.0

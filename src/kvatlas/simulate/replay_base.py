@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvatlas.pool.checkpoints import Checkpoints, EveryBlock, Prompt
-from kvatlas.pool.simulation.layer_classes import PoolModel
-from kvatlas.pool.simulation.prompt_spans import Spans
-from kvatlas.pool.traces import Ints
+from kvatlas.simulate.layer_classes import PoolModel
+from kvatlas.simulate.prompt_spans import Spans
+from kvatlas.simulate.traces import Ints
 
 Progress = Callable[[float], None]
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from kvatlas.pool.checkpoints import EveryBlock
-from kvatlas.pool.simulation.block_tables import AttentionTable, SimulatedTable, StateTable
-from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
-from kvatlas.pool.simulation.lru_queue import LruQueue
-from kvatlas.pool.simulation.prefill_steps import BATCHED_TOKENS, PrefillSteps
-from kvatlas.pool.simulation.prompt_spans import Spans
-from kvatlas.pool.simulation.replay_base import ReplayBase, ReplayPolicy
-from kvatlas.pool.traces import MOST_TOKENS, Ints, Trace
+from kvatlas.simulate.block_tables import AttentionTable, SimulatedTable, StateTable
+from kvatlas.simulate.layer_classes import LayerClass, PoolModel
+from kvatlas.simulate.lru_queue import LruQueue
+from kvatlas.simulate.prefill_steps import BATCHED_TOKENS, PrefillSteps
+from kvatlas.simulate.prompt_spans import Spans
+from kvatlas.simulate.replay_base import ReplayBase, ReplayPolicy
+from kvatlas.simulate.traces import MOST_TOKENS, Ints, Trace
 
 
 class AlikeGroups(NamedTuple):

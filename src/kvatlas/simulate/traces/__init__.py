@@ -1,6 +1,6 @@
 """Traces of real requests: their arrival times and their shared prefixes."""
 
-from kvatlas.pool.traces.reading import read_trace
-from kvatlas.pool.traces.trace import MOST_TOKENS, Ints, Trace, TraceBuilder, Unseen
+from kvatlas.simulate.traces.reading import read_trace
+from kvatlas.simulate.traces.trace import MOST_TOKENS, Ints, Trace, TraceBuilder, Unseen
 
 __all__ = ["MOST_TOKENS", "Ints", "Trace", "TraceBuilder", "Unseen", "read_trace"]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvatlas.pool.simulation.layer_classes import LayerClass
-from kvatlas.pool.traces import Ints
+from kvatlas.simulate.layer_classes import LayerClass
+from kvatlas.simulate.traces import Ints
 
 Ordered = tuple[Ints, Ints]
 """Entries in order of release, and the place of each: the index of its span in the request."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvatlas.pool.events import BlockHash, BlockStored
-from kvatlas.pool.traces.stored_blocks import Addition, StoredBlock, StoredBlocks
+from kvatlas.simulate.traces.stored_blocks import Addition, StoredBlock, StoredBlocks
 
 PAUSE = 2.0
 """Seconds after which further blocks of a prompt count as another request."""

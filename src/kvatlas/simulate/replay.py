@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.pool.checkpoints import EveryBlock
 from kvatlas.pool.eviction import Use, eviction_policy
-from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
-from kvatlas.pool.simulation.prompt_spans import Spans
-from kvatlas.pool.simulation.release_order import along_the_request, by_group
-from kvatlas.pool.simulation.replay_base import ReplayBase, ReplayPolicy
-from kvatlas.pool.traces import Ints
+from kvatlas.simulate.layer_classes import LayerClass, PoolModel
+from kvatlas.simulate.prompt_spans import Spans
+from kvatlas.simulate.release_order import along_the_request, by_group
+from kvatlas.simulate.replay_base import ReplayBase, ReplayPolicy
+from kvatlas.simulate.traces import Ints
 
 
 class Replay(ReplayBase):

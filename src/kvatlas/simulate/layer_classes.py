@@ -11,8 +11,8 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning import Group, Plan
 from kvatlas.pool.group_needs import hit_step, reuses_prefixes
-from kvatlas.pool.simulation.prompt_spans import check_step
-from kvatlas.pool.traces import Ints
+from kvatlas.simulate.prompt_spans import check_step
+from kvatlas.simulate.traces import Ints
 from kvatlas.specs import Visibility
 
 EVERYTHING = Visibility()

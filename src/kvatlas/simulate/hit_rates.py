@@ -14,16 +14,16 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.pool.checkpoints import checkpoint_policy
 from kvatlas.pool.eviction import eviction_policy
-from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
-from kvatlas.pool.simulation.prefill_cost import PrefillCost
-from kvatlas.pool.simulation.prefill_steps import batched_tokens
-from kvatlas.pool.simulation.prompt_spans import Spans
-from kvatlas.pool.simulation.replay import Replay
-from kvatlas.pool.simulation.replay_base import Outcome, Progress, ReplayBase, ReplayPolicy
-from kvatlas.pool.simulation.tiers import LowerTier, TieredReplay
-from kvatlas.pool.simulation.timed_replay import TimedReplay
-from kvatlas.pool.simulation.vllm_replay import VllmReplay
-from kvatlas.pool.traces import Ints, Trace
+from kvatlas.simulate.layer_classes import LayerClass, PoolModel
+from kvatlas.simulate.prefill_cost import PrefillCost
+from kvatlas.simulate.prefill_steps import batched_tokens
+from kvatlas.simulate.prompt_spans import Spans
+from kvatlas.simulate.replay import Replay
+from kvatlas.simulate.replay_base import Outcome, Progress, ReplayBase, ReplayPolicy
+from kvatlas.simulate.tiers import LowerTier, TieredReplay
+from kvatlas.simulate.timed_replay import TimedReplay
+from kvatlas.simulate.traces import Ints, Trace
+from kvatlas.simulate.vllm_replay import VllmReplay
 
 BRANCH_POINTS = "branch-points"
 """The default checkpoint policy."""

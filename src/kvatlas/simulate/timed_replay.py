@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvatlas.pool.simulation.prefill_cost import DECODE_SECONDS, PrefillCost
-from kvatlas.pool.simulation.replay import Replay
-from kvatlas.pool.simulation.replay_base import Outcome, Progress
-from kvatlas.pool.traces import Ints, Trace
+from kvatlas.simulate.prefill_cost import DECODE_SECONDS, PrefillCost
+from kvatlas.simulate.replay import Replay
+from kvatlas.simulate.replay_base import Outcome, Progress
+from kvatlas.simulate.traces import Ints, Trace
 
 _PREFILLED, _DONE = 0, 1
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.pool.eviction.base import LAST_SERIAL, SPARE
-from kvatlas.pool.traces import Ints
+from kvatlas.simulate.traces import Ints
 
 
 class LruQueue:

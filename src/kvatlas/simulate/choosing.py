@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvatlas.planning import Plan
-from kvatlas.pool.simulation.hit_rates import HitRates, simulate
-from kvatlas.pool.simulation.layer_classes import PoolModel
-from kvatlas.pool.simulation.prefill_cost import PrefillCost
-from kvatlas.pool.simulation.replay_base import Progress
-from kvatlas.pool.traces import Trace
+from kvatlas.simulate.hit_rates import HitRates, simulate
+from kvatlas.simulate.layer_classes import PoolModel
+from kvatlas.simulate.prefill_cost import PrefillCost
+from kvatlas.simulate.replay_base import Progress
+from kvatlas.simulate.traces import Trace
 
 FIRST = ("branch-points", "lru")
 """Checkpoints and eviction of the first round."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvatlas.errors import AtlasError, Code
-from kvatlas.pool.traces import Ints, Trace
+from kvatlas.simulate.traces import Ints, Trace
 
 
 @dataclass(frozen=True, eq=False)

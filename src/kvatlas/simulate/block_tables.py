@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from kvatlas.geometry.integers import ceil_div
-from kvatlas.pool.simulation.layer_classes import LayerClass
+from kvatlas.simulate.layer_classes import LayerClass
 
 
 class SimulatedTable:

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from kvatlas.pool.events import BlockEvent, EventBatch
-from kvatlas.pool.traces.trace import bad_trace
+from kvatlas.simulate.traces.trace import bad_trace
 
 _ARRAY = re.compile(rb"\s*\[\s*[-\d]")
 """The beginning of a batch in array form: its time."""

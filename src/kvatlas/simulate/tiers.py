@@ -18,9 +18,9 @@ from kvatlas.errors import AtlasError, Code
 from kvatlas.geometry.integers import ceil_div
 from kvatlas.planning import Plan
 from kvatlas.pool.eviction import Lru, Use
-from kvatlas.pool.simulation.layer_classes import LayerClass, PoolModel
-from kvatlas.pool.simulation.replay import Replay
-from kvatlas.pool.traces import Ints
+from kvatlas.simulate.layer_classes import LayerClass, PoolModel
+from kvatlas.simulate.replay import Replay
+from kvatlas.simulate.traces import Ints
 from kvatlas.specs import Visibility
 
 NOWHERE = -1

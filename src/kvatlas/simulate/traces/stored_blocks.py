@@ -11,7 +11,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from kvatlas.pool.events import BlockHash, BlockStored
-from kvatlas.pool.traces.content_ids import ROOT, hash_after, id_of
+from kvatlas.simulate.traces.content_ids import ROOT, hash_after, id_of
 
 MOST_BLOCKS = 4 << 20
 """Maximum number of blocks of an engine: 64 million tokens in blocks of 16. They take about 1 GB of

@@ -19,9 +19,9 @@ from kvatlas.pool.events import (
     BlockStored,
     EventBatch,
 )
-from kvatlas.pool.traces.engine_requests import PAUSE, SLOWEST, EngineRequests, InferredRequest
-from kvatlas.pool.traces.stored_blocks import ContradictionError, TooManyBlocksError
-from kvatlas.pool.traces.trace import Trace, TraceBuilder, Unseen, bad_trace
+from kvatlas.simulate.traces.engine_requests import PAUSE, SLOWEST, EngineRequests, InferredRequest
+from kvatlas.simulate.traces.stored_blocks import ContradictionError, TooManyBlocksError
+from kvatlas.simulate.traces.trace import Trace, TraceBuilder, Unseen, bad_trace
 
 MOST_OPEN = 100_000
 """Maximum number of open requests. If there are more, the oldest count as finished."""
