@@ -232,7 +232,7 @@ def test_every_code_has_a_way_to_it() -> None:
     elsewhere |= {  # tests/engines/test_cache.py
         Code.NO_BLOCKS, Code.ENGINE_REFUSES, Code.CANNOT_TAKE_BACK,
     }  # fmt: skip
-    elsewhere |= {Code.BAD_TRACE}  # tests/pool/test_traces.py
+    elsewhere |= {Code.BAD_TRACE}  # tests/simulate
     elsewhere |= {Code.UNWRITABLE}  # tests/maps/test_map.py
     elsewhere |= {Code.WRONG_DEVICE, Code.NO_KERNEL}  # tests/kernels/triton/test_refusals.py
     assert {code for code, _ in REFUSALS} | elsewhere == set(Code)

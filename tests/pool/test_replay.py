@@ -19,7 +19,7 @@ from kvatlas.simulate import Replay, ReplayPolicy
 from kvatlas.simulate.layer_classes import LayerClass, PoolModel
 from kvatlas.simulate.prompt_spans import Spans
 from kvatlas.simulate.timed_replay import TimedReplay
-from kvatlas.simulate.traces import Trace, TraceBuilder, read_trace
+from kvatlas.simulate.traces import Trace, TraceBuilder, TraceRequest, read_trace
 from kvatlas.specs import Visibility
 from tests.pool.oracle import Oracle, OracleClass, worth
 from tests.profiles import DEEP
@@ -34,7 +34,6 @@ def random_trace(dice: Random) -> tuple[Trace, Requests]:
     """Requests along the branches of a small tree of ids, and their tokens."""
     block, whole = dice.randint(1, 4), dice.random() < 0.5
     builder = TraceBuilder("drawn", block)
-    builder.begin("drawn")
     numbers: dict[tuple[int, ...], int] = {}
     paths: list[list[int]] = [[]]
     requests = []
@@ -54,7 +53,7 @@ def random_trace(dice: Random) -> tuple[Trace, Requests]:
             name = (*path[: depth + 1], *([-count] if count < block else []))
             ids.append(numbers.setdefault(name, len(numbers)))
             tokens += [(ids[-1], n) for n in range(count)]
-        builder.add(line + 1, ids, length, 0, 0.0)
+        builder.add(f"line {line}", TraceRequest(length, ids))
         requests.append(tuple(tokens))
     return builder.finish(), requests
 

@@ -17,7 +17,7 @@ from kvatlas.simulate import (
     Spans,
     VllmReplay,
 )
-from kvatlas.simulate.traces import TraceBuilder
+from kvatlas.simulate.traces import TraceBuilder, TraceRequest
 from tests.pool.test_replay import KEPT, random_classes, random_trace, simulated
 from tests.profiles import DEEP
 
@@ -62,9 +62,8 @@ def test_copies_are_counted_found_and_evicted_one_by_one(seed: int) -> None:
 
 def test_what_is_computed_again_takes_room_of_its_own() -> None:
     builder = TraceBuilder("made", 1)
-    builder.begin("made")
     for line, ids in enumerate(([0, 1, 2, 3], [9], [0, 1, 2, 3])):
-        builder.add(line, ids, len(ids), 0, 0.0)
+        builder.add(f"line {line}", TraceRequest(len(ids), ids))
     trace = builder.finish()
     spans = Spans.of_ids(trace)
     classes = (LayerClass("all", 0, 1), LayerClass("state", 0, 1))

@@ -1,92 +1,189 @@
-"""Read conversations of coding agents in kv-cache-tester's format: one JSON object per file."""
+"""Read conversations of coding agents in kv-cache-tester's format: one JSON object per file.
+
+A sub-agent is an element of `requests` with requests inside; their times count from its start.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from kvatlas.errors import AtlasError
+from kvatlas.simulate.traces.line_format import BAD_JSON, Unused, fields_of
 from kvatlas.simulate.traces.trace import (
     LONGEST_LINE,
     Progress,
     Trace,
-    TraceBuilder,
     bad_trace,
     check_block,
 )
+from kvatlas.simulate.traces.trace_builder import TraceBuilder, TraceRequest
+from kvatlas.simulate.traces.trace_files import opened
 
-_BAD_JSON = (msgspec.MsgspecError, ValueError, RecursionError)
+_NONE = msgspec.Raw()
+_NAMED = 3
+"""Number of invalid files that are named in a remark."""
 
 
-class _AgentRequest(msgspec.Struct, forbid_unknown_fields=True):
+class _AgentRequest(msgspec.Struct):
     t: float
-    tokens: int = msgspec.field(name="in")
-    out: int
-    hash_ids: list[int]
+    tokens: int = msgspec.field(name="in", default=0)
+    out: int = 0
+    hash_ids: list[int | str] = []
+    requests: list[msgspec.Raw] | None = None
+    """The requests of a sub-agent."""
     type: str = ""
-    model: str = ""
-    input_types: msgspec.Raw = msgspec.Raw(b"")
-    output_types: msgspec.Raw = msgspec.Raw(b"")
-    stop: msgspec.Raw = msgspec.Raw(b"")
-    api_time: msgspec.Raw = msgspec.Raw(b"")
-    think_time: msgspec.Raw = msgspec.Raw(b"")
-    ttft: msgspec.Raw = msgspec.Raw(b"")
+    agent_id: Unused = _NONE
+    subagent_type: Unused = _NONE
+    duration_ms: Unused = _NONE
+    total_tokens: Unused = _NONE
+    tool_use_count: Unused = _NONE
+    status: Unused = _NONE
+    models: Unused = _NONE
+    model: Unused = _NONE
+    tool_tokens: Unused = _NONE
+    system_tokens: Unused = _NONE
+    input_types: Unused = _NONE
+    output_types: Unused = _NONE
+    stop: Unused = _NONE
+    api_time: Unused = _NONE
+    think_time: Unused = _NONE
+    ttft: Unused = _NONE
 
 
-class _Conversation(msgspec.Struct, forbid_unknown_fields=True):
+class _Conversation(msgspec.Struct):
     block_size: int
     requests: list[msgspec.Raw]
     """Requests as JSON text. Each is decoded separately, so that an error can name the request."""
     hash_id_scope: str = "local"
-    id: str = ""
-    models: msgspec.Raw = msgspec.Raw(b"")
-    tool_tokens: int = 0
-    system_tokens: int = 0
-    totals: msgspec.Raw = msgspec.Raw(b"")
+    id: Unused = _NONE
+    models: Unused = _NONE
+    tool_tokens: Unused = _NONE
+    system_tokens: Unused = _NONE
+    totals: Unused = _NONE
 
 
 _CONVERSATION = msgspec.json.Decoder(_Conversation)
 _REQUEST = msgspec.json.Decoder(_AgentRequest)
+_KNOWN = {*_Conversation.__struct_encode_fields__, *_AgentRequest.__struct_encode_fields__}
 
 
-def read_conversations(name: str, files: list[Path], progress: Progress | None) -> Trace:
-    """Return a trace of the requests of all files, ordered by time."""
-    builder: TraceBuilder | None = None
-    first = 0
-    for place, path in enumerate(files):
+class _Reader:
+    """Reads conversations into one trace."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.builder: TraceBuilder | None = None
+        self.unknown: Counter[str] = Counter()
+        self._files = 0
+
+    def add(self, path: Path) -> None:
+        """Add the requests of a file. If one of them is invalid, none is added."""
         text, found = _read_file(path)
-        if builder is None:
-            check_block(found.block_size, path.name)
-            builder = TraceBuilder(name, found.block_size, numbered=True)
-        elif found.block_size != builder.block:
+        check_block(found.block_size, path.name)
+        builder = self.builder or TraceBuilder(self.name, found.block_size)
+        if found.block_size != builder.block:
             raise bad_trace(
                 path.name,
                 "the block size differs from earlier files",
                 f"{found.block_size} tokens, after {builder.block} tokens in earlier files",
                 "Use conversations with the same block_size",
             )
-        builder.begin(path.name)
-        shift = first if found.hash_id_scope == "local" else 0
-        first += _add_requests(builder, text, found.requests, shift) + 1
+        unknown = Counter(fields_of(text).keys() - _KNOWN)
+        requests = list(self._requests(path.name, text, found.requests, unknown))
+        for where, request in requests:
+            builder.check(where, request)
+        self._files += 1
+        scope = self._files if found.hash_id_scope == "local" else 0
+        for where, request in requests:
+            builder.add(where, request._replace(scope=scope))
+        self.builder = builder
+        self.unknown += unknown
+
+    def _requests(
+        self, name: str, text: bytes, raws: list[msgspec.Raw], unknown: Counter[str]
+    ) -> Iterator[tuple[str, TraceRequest]]:
+        """Yield the requests of a file, each with its file, line and number."""
+        end, line, counted = max(text.find(b'"requests"'), 0), 1, 0
+        for number, raw in enumerate(raws, 1):
+            begin = text.find(raw, end)  # `raw` is a part of `text`, after the previous one
+            line += text.count(b"\n", counted, begin)
+            counted, end = begin, begin + memoryview(raw).nbytes
+            where = f"{name}, line {line}, request {number}"
+            for request in _decoded(where, raw, 0.0, unknown):
+                yield where, request
+
+
+def read_conversations(name: str, files: list[Path], progress: Progress | None) -> Trace:
+    """Return a trace of the requests of all files, ordered by time.
+
+    Invalid files among several are left out, and the remarks of the trace name them.
+    """
+    reader, refused = _Reader(name), []
+    for place, path in enumerate(files):
+        try:
+            reader.add(path)
+        except AtlasError as problem:
+            if len(files) == 1:
+                raise
+            refused.append(problem)
         if progress:
             progress((place + 1) / len(files))
-    return (builder or TraceBuilder(name, 1)).finish(by_time=True)
+    if reader.builder is None and refused:
+        raise refused[0]
+    remarks = []
+    if refused:
+        named = "; ".join(f"{one.problem}, got {one.got}" for one in refused[:_NAMED])
+        more = f"; and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
+        remarks.append(f"{len(refused):,} of {len(files):,} files are left out: {named}{more}.")
+    if reader.unknown:
+        names = ", ".join(f"{name} ({count:,})" for name, count in reader.unknown.most_common(8))
+        remarks.append(f"Unknown fields were ignored: {names}.")
+    return (reader.builder or TraceBuilder(name, 1)).finish(remarks)
+
+
+def _decoded(
+    where: str, raw: msgspec.Raw, start: float, unknown: Counter[str]
+) -> Iterator[TraceRequest]:
+    """Yield a request, or the requests of a sub-agent, which began `start` seconds in."""
+    try:
+        one = _REQUEST.decode(raw)
+        fields = fields_of(bytes(raw))
+        if one.requests is None and not {"in", "hash_ids"} <= fields.keys():
+            raise ValueError("a request without `in` or `hash_ids`")
+    except BAD_JSON as problem:
+        raise bad_trace(
+            where,
+            "this is not a valid request",
+            problem,
+            "Use requests in the format of kv-cache-tester",
+        ) from None
+    unknown.update(fields.keys() - _KNOWN)
+    if one.requests is None:
+        yield TraceRequest(one.tokens, one.hash_ids, one.out, start + one.t)
+        return
+    for inner in one.requests:
+        yield from _decoded(where, inner, start + one.t, unknown)
 
 
 def _read_file(path: Path) -> tuple[bytes, _Conversation]:
     """Return the text of a file, and its conversation. The requests are not decoded yet."""
-    if path.stat().st_size > LONGEST_LINE:
+    with opened(path) as (content, _):
+        text = content.read(LONGEST_LINE + 1).removeprefix(b"\xef\xbb\xbf")
+    if len(text) > LONGEST_LINE:
         raise bad_trace(
             path.name,
             f"the file is too long: the limit is {LONGEST_LINE:,} bytes",
-            f"{path.stat().st_size:,} bytes",
+            f"more than {LONGEST_LINE:,} bytes",
             "Write one conversation per file",
         )
-    text = path.read_bytes()
     try:
         return text, _CONVERSATION.decode(text)
-    except _BAD_JSON as problem:
+    except BAD_JSON as problem:
         where = _place_of(path, text, problem)
         raise bad_trace(
             where,
@@ -94,39 +191,6 @@ def _read_file(path: Path) -> tuple[bytes, _Conversation]:
             problem,
             "Use a conversation in the format of kv-cache-tester",
         ) from None
-
-
-def _add_requests(
-    builder: TraceBuilder, text: bytes, requests: list[msgspec.Raw], shift: int
-) -> int:
-    """Add a file's requests and return the largest of their ids, before `shift` is added."""
-    greatest, end = -1, max(text.find(b'"requests"'), 0)
-    line, counted = 1, 0
-    for raw in requests:
-        begin = text.find(raw, end)  # `raw` is a part of `text`, after the previous one
-        line += text.count(b"\n", counted, begin)
-        counted, end = begin, begin + memoryview(raw).nbytes
-        where = builder.place(line)
-        try:
-            one = _REQUEST.decode(raw)
-        except _BAD_JSON as problem:
-            raise bad_trace(
-                where,
-                "this is not a valid request",
-                problem,
-                "Use requests in the format of kv-cache-tester",
-            ) from None
-        if min(one.hash_ids, default=0) < 0:
-            raise bad_trace(
-                where,
-                "hash_ids contains a negative id",
-                f"id {min(one.hash_ids)}",
-                "Use only integers of at least 0 in hash_ids",
-            )
-        greatest = max(greatest, max(one.hash_ids, default=-1))
-        ids = [shift + each for each in one.hash_ids] if shift else one.hash_ids
-        builder.add(line, ids, one.tokens, one.out, one.t)
-    return greatest
 
 
 def _place_of(path: Path, text: bytes, problem: Exception) -> str:

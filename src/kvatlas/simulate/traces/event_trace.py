@@ -21,7 +21,8 @@ from kvatlas.pool.events import (
 )
 from kvatlas.simulate.traces.engine_requests import PAUSE, SLOWEST, EngineRequests, InferredRequest
 from kvatlas.simulate.traces.stored_blocks import ContradictionError, TooManyBlocksError
-from kvatlas.simulate.traces.trace import Trace, TraceBuilder, Unseen, bad_trace
+from kvatlas.simulate.traces.trace import Trace, Unseen, bad_trace
+from kvatlas.simulate.traces.trace_builder import TraceBuilder, TraceRequest
 
 MOST_OPEN = 100_000
 """Maximum number of open requests. If there are more, the oldest count as finished."""
@@ -34,8 +35,7 @@ class EventTraceBuilder:
         self._file, self._unit = file, unit
         self._group: tuple[int | None] | None = None
         """The group whose events are used: the first that keeps every token."""
-        self._builder = TraceBuilder(name, block or 0, unit)
-        self._builder.begin(file)
+        self._builder = TraceBuilder(name, block or 0)
         self._engines: dict[int | None, EngineRequests] = {}
         self._waiting: deque[InferredRequest] = deque()
         """Requests that are not in the trace yet, in order of arrival."""
@@ -167,4 +167,5 @@ class EventTraceBuilder:
         ids = request.prompt.ids()
         block = self._builder.block
         length = len(ids) * block + (block > 1)
-        self._builder.add(request.line, ids, length, request.answer, request.came)
+        where = f"{self._file}, {self._unit} {request.line}"
+        self._builder.add(where, TraceRequest(length, ids, request.answer, request.came))

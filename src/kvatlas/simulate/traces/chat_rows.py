@@ -1,0 +1,128 @@
+"""Rows with text: chat messages or prompts, as OpenAI, LMCache, AIPerf and SGLang write them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvatlas.simulate.traces.line_format import Fields, LineFormat, Unused, seconds
+from kvatlas.simulate.traces.text_tokens import TextTokens
+from kvatlas.simulate.traces.trace_builder import TraceRequest
+
+_NONE = msgspec.Raw()
+
+
+class _Part(msgspec.Struct):
+    type: str = "text"
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    """One message of a chat."""
+
+    role: str = ""
+    content: str | list[_Part] | None = None
+    tool_calls: msgspec.Raw = _NONE
+
+
+class _Body(msgspec.Struct):
+    messages: list[Message] | None = None
+    prompt: str | list[int | str] | None = None
+    tools: msgspec.Raw = _NONE
+
+
+class _Row(_Body):
+    body: _Body | None = None
+    """The request of a batch file."""
+    input: str | list[Message] | None = None
+    text_input: str | None = None
+    output_length: int | None = None
+    timestamp: float | str | None = None
+    """Milliseconds; in rows of LMCache, seconds."""
+    delay: float | None = None
+    pre_gap: float | None = None
+    """Seconds after the previous answer of the session."""
+    session_id: str | int | None = None
+    custom_id: Unused = _NONE
+    method: Unused = _NONE
+    url: Unused = _NONE
+    model: Unused = _NONE
+    max_tokens: Unused = _NONE
+    temperature: Unused = _NONE
+
+
+class ChatRows(LineFormat):
+    """One request per line, with its messages or its prompt as text."""
+
+    row = _Row
+    example = 'messages: [{"role", "content"}], prompt, or a batch row with body'
+
+    def __init__(self, block: int | None, text: TextTokens) -> None:
+        super().__init__(block, text)
+        self._parts: Counter[str] = Counter()
+        """Number of message parts that are not text, by type."""
+        self._sessions: dict[str | int, float] = {}
+
+    @classmethod
+    def fits(cls, fields: Fields) -> bool:
+        """Return whether a row has messages or a prompt."""
+        names = ("messages", "body", "prompt", "input", "text_input")
+        return not fields.keys().isdisjoint(names)
+
+    def requests(self, where: str, row: Any) -> Iterable[TraceRequest]:  # noqa: ARG002
+        """Yield the request of a row. A last message of the assistant is the answer."""
+        body = row.body or row
+        prompt = next((x for x in (body.prompt, row.text_input, row.input) if x is not None), None)
+        messages = body.messages if prompt is None else prompt
+        if messages is None:
+            raise ValueError("neither messages nor a prompt")
+        output = row.output_length
+        time = self._time(row)
+        if isinstance(messages, str):
+            tokens = [*self.text.of(messages)]
+        elif messages and not isinstance(messages[0], Message):
+            tokens = self._mixed(messages)
+        else:
+            answered = len(messages) > 1 and messages[-1].role == "assistant"
+            if answered and output is None:
+                output = len(self.tokens(messages[-1:]))
+            tokens = [*self.text.of(bytes(body.tools).decode())] if body.tools else []
+            tokens += self.tokens(messages[:-1] if answered else messages)
+        yield self.of_tokens(tokens, output or 0, time)
+
+    def _mixed(self, prompt: Sequence[int | str]) -> list[int]:
+        """Return the tokens of a prompt that is a list of token ids or of texts."""
+        parts = ((one,) if isinstance(one, int) else self.text.of(one) for one in prompt)
+        return [token for part in parts for token in part]
+
+    def tokens(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of messages, each with its role before it."""
+        found: list[int] = []
+        for one in messages:
+            parts = [_Part(text=one.content)] if isinstance(one.content, str) else one.content
+            texts = [part.text for part in parts or () if part.text is not None]
+            self._parts.update(part.type for part in parts or () if part.text is None)
+            texts += [bytes(one.tool_calls).decode()] if one.tool_calls else []
+            found += self.text.of("\n".join([one.role, *texts, ""]))
+        return found
+
+    def _time(self, row: Any) -> float | None:
+        """Return the arrival time of a row in seconds, and remember it for the row's session."""
+        time = seconds(row.timestamp, 0.001 if row.input is None else 1.0)
+        gap = row.pre_gap if row.delay is None else row.delay / 1000
+        if time is None and gap is not None:
+            time = self._sessions.get(row.session_id, 0.0) + gap
+        if time is not None and row.session_id is not None:
+            self._sessions[row.session_id] = time
+        return time
+
+    def remarks(self) -> list[str]:
+        """Return sentences about the rows that were read."""
+        told = super().remarks()
+        if self._parts:
+            names = ", ".join(f"{name} ({count:,})" for name, count in self._parts.most_common(8))
+            told.append(f"Message parts without text have no tokens here: {names}.")
+        return told
