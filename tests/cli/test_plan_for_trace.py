@@ -8,7 +8,7 @@ import kvatlas as library
 from tests.cli.helpers import kvatlas, said, shown
 
 TRACE = str(Path(__file__).parents[1] / "pool" / "sample_trace.jsonl")
-HYBRID = ("plan", "Qwen3.5-397B-A17B", "--memory", "8GiB", "--max-len", "8K", "--trace", TRACE)
+HYBRID = ("plan", "Qwen3.5-397B-A17B", "--memory", "8GiB", "--max-len", "9K", "--trace", TRACE)
 
 
 def test_the_plan_that_finds_the_most_is_chosen(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_what_cannot_be_simulated_is_refused(tmp_path: Path) -> None:
 
 def test_curves_over_memory_are_a_page_without_a_network(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    options = ["Qwen3.5-397B-A17B", "--trace", TRACE, "--max-len", "8K", "-o", str(page)]
+    options = ["Qwen3.5-397B-A17B", "--trace", TRACE, "--max-len", "9K", "-o", str(page)]
     # 100 MiB hold no request: a point that is missing, and no reason to fail.
     compared = ["--compare", "memory=100MiB,2GiB,4GiB", "--compare", "policy=vllm,atlas"]
     rows = said("simulate", *options, *compared)["rows"]

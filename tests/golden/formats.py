@@ -202,6 +202,7 @@ def json_keys(folder: Path) -> dict[str, list[str]]:
         "move": said("move", "Qwen3-8B", *ends, "--transport", "shm"),
         "bench": bench_over_shm(),
         "simulate": said("simulate", *simulated),
+        "trace": said("trace", TRACE),
         "simulate (--compare)": said("simulate", *simulated, "--compare", "memory=1GiB,2GiB"),
         "events": recorded_events(events, folder / "some.events"),
         "models": said("models"),

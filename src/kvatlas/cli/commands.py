@@ -18,7 +18,13 @@ from kvatlas.cli.catalogue_commands import hybrids, layouts, models
 from kvatlas.cli.compare import AXES, axes_of, compared_plans, compared_title
 from kvatlas.cli.failures import REFUSED, no_traceback, plain, report
 from kvatlas.cli.fit import fit_models, fit_parts, plan_on
-from kvatlas.cli.options import MODELS, PlanOptions, completer, takes_plan_options
+from kvatlas.cli.options import (
+    MODELS,
+    PlanOptions,
+    TokenizerOption,
+    completer,
+    takes_plan_options,
+)
 from kvatlas.cli.record_events import events
 from kvatlas.cli.simulate import simulate
 from kvatlas.cli.tables import (
@@ -32,6 +38,7 @@ from kvatlas.cli.tables import (
     written,
 )
 from kvatlas.cli.tier_commands import tier_app
+from kvatlas.cli.trace_summary import trace
 from kvatlas.cli.traffic import plan_for_trace
 from kvatlas.cli.transfer_commands import bench, check, doctor, move
 
@@ -80,6 +87,7 @@ def plan(
         int | None,
         typer.Option(help="Tokens for which each id of the trace stands. See `kvatlas simulate`."),
     ] = None,
+    tokenizer: TokenizerOption = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -95,13 +103,17 @@ def plan(
             raise typer.BadParameter(problem, param_hint="'--trace'")
         _compare(options, compare, as_json=as_json)
         return
-    chosen = plan_for_trace(options, trace, trace_block) if trace else None
+    chosen = plan_for_trace(options, trace, trace_block, tokenizer) if trace else None
     planned = plan_on(replace(options, **chosen.options) if chosen else options)
     if save:
         _save(save, planned.plan.to_json())
     facts = planned.facts()
     if chosen:
-        facts |= {"tried": chosen.facts(), "unseen": chosen.trace.unseen}
+        facts |= {
+            "tried": chosen.facts(),
+            "unseen": chosen.trace.unseen,
+            "notes": chosen.trace.notes(),
+        }
     wrote = [written(save)] if save else []
     answer(as_json, facts, *planned.parts(), *(chosen.parts() if chosen else ()), *wrote)
 
@@ -257,6 +269,11 @@ command(
     "simulate gpt-oss-120b --gpu 2xH100 --trace traces/ --compare policy,checkpoints",
     "simulate Llama-3.1-70B --trace my.jsonl --compare memory=40GiB,80GiB --json",
 )(simulate)
+command(
+    "trace conversation_trace.jsonl",
+    "trace chats.jsonl.gz --tokenizer ./Qwen3-8B/tokenizer.json",
+    "trace traces/ --json",
+)(trace)
 command(
     "events tcp://127.0.0.1:5557 -o monday.events --seconds 3600",
     "events tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558 -o monday.events",

@@ -15,7 +15,7 @@ from kvatlas.cli.progress import progress_bar
 from kvatlas.cli.replay_options import CHECKPOINTS, EVICTIONS, ReplayOptions
 from kvatlas.errors import AtlasError
 from kvatlas.models import Weights
-from kvatlas.planning.request import quantity
+from kvatlas.planning.request import length, quantity
 
 if TYPE_CHECKING:
     from kvatlas.simulate import PrefillCost, Trace
@@ -120,10 +120,11 @@ def _row(
         numeric = axis in ("block-size", "tp") and value.isdecimal()
         changes[AXES[axis]] = int(value) if numeric else value
     plan = options.plan(**changes)
+    trace = within_limit(question.trace, options)
     with progress_bar(f"{plain(plan.model)} {value}") as told:
         rates = simulate(
             plan,
-            question.trace,
+            trace,
             eviction=replay.eviction,
             checkpoints=replay.checkpoints,
             cost=cost and dataclasses.replace(cost, tflops=replay.tflops * plan.ranks),
@@ -133,6 +134,17 @@ def _row(
             progress=told,
         )
     return rates.as_dict()
+
+
+def within_limit(trace: Trace, options: PlanOptions) -> Trace:
+    """Return the trace without the requests that exceed `--max-len` or else the model's limit."""
+    limit = options.load().max_len if options.max_len is None else length(options.max_len)
+    found = trace.within(limit)
+    if not len(found):
+        problem = f"All requests of the trace exceed the limit of {limit:,} tokens"
+        shortest = f"prompts of {int(trace.lengths.min()):,} tokens or more"
+        raise contradictory(shortest, "Pass a greater --max-len, or another model", problem)
+    return found
 
 
 def _check_tiers(replay: ReplayOptions, values: tuple[str, ...]) -> None:

@@ -107,6 +107,16 @@ _STATES = (
 _ORDERS = (*(layout.order for layout in ENGINE_LAYOUTS), "NHD", "HND")
 
 
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        help="For a trace with text: a tokenizer.json, its folder or a hub id. "
+        "[dim]By default, 4 bytes count as one token.[/]",
+        show_default=False,
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """A model and all options of its plan."""

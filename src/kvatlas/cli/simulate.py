@@ -21,7 +21,7 @@ from kvatlas.cli.hit_rows import (
     curve_rows,
     hit_rows,
 )
-from kvatlas.cli.options import PlanOptions, completer, takes_models
+from kvatlas.cli.options import PlanOptions, TokenizerOption, completer, takes_models
 from kvatlas.cli.progress import progress_bar
 from kvatlas.cli.replay_options import ReplayOptions, takes_replay_options
 from kvatlas.cli.tables import indented, labelled_notes, table, written
@@ -42,9 +42,8 @@ def simulate(
     trace: Annotated[
         Path,
         typer.Option(
-            help="The trace: JSON lines in Mooncake's format or with token_ids, one request per "
-            "line; a conversation of a coding agent, or a folder of them; a recording of "
-            "`kvatlas events`; or KV events as JSON lines.",
+            help="The trace: a file in one of the formats of `kvatlas trace`, or a folder of "
+            "conversations of coding agents.",
             show_default=False,
         ),
     ],
@@ -55,6 +54,7 @@ def simulate(
             "[dim]By default 512 in Mooncake's format.[/]"
         ),
     ] = None,
+    tokenizer: TokenizerOption = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(
@@ -82,7 +82,7 @@ def simulate(
     from kvatlas.simulate import read_trace
 
     with progress_bar(f"Reading {plain(trace.name)}") as told:
-        read = read_trace(trace, block=trace_block, progress=told)
+        read = read_trace(trace, block=trace_block, tokenizer=tokenizer, progress=told)
     question = Question(read, replay, output is not None)
     axes = axes_of_hits(compare or [])
     simulated = hit_rows if output is None else curve_rows
@@ -92,7 +92,7 @@ def simulate(
     parts = _parts(read, rows)
     if output is not None:
         parts.append(written(output))
-    answer(as_json, {"rows": rows, "unseen": read.unseen}, *parts)
+    answer(as_json, {"rows": rows, "unseen": read.unseen, "notes": read.notes()}, *parts)
 
 
 def _save(path: Path, trace: Trace, rows: list[Row]) -> None:
@@ -107,8 +107,16 @@ def _save(path: Path, trace: Trace, rows: list[Row]) -> None:
             got=message,
             hint="Pass more memory with --compare memory=..., or a smaller --max-len",
         )
+    if not trace.content_known:
+        raise AtlasError(
+            Code.CONTRADICTORY,
+            "Hit rates of this trace are unknown, so there is nothing to draw",
+            got="a trace with the lengths of prompts, but without their content",
+            hint="Omit --output, or pass a trace with ids, tokens or text",
+        )
     facts = f"{len(trace):,} requests, {trace.tokens:,} prompt tokens. Hit rates over memory."
-    facts = " ".join([facts, *_unseen(trace)])
+    aside = [f"{label}: {note}".removeprefix(": ") for label, note in _set_aside(found)]
+    facts = " ".join([facts, *trace.notes(), *dict.fromkeys(aside)])
     save_page(path, hits_page(trace.name, facts, found))
 
 
@@ -130,9 +138,9 @@ def _parts(trace: Trace, rows: list[Row]) -> list[RenderableType]:
             told.append((_label(row), row["refused_plan"]["message"]))
         elif row["refused"]:
             told.append((_label(row), f"{row['refused']:,} requests are too long for the memory."))
-    told += [("", sentence) for sentence in _unseen(trace)]
     found = [row for row in rows if not row["refused_plan"]]
-    if any(row["seconds_saved"] is None for row in found):
+    told += [("", sentence) for sentence in trace.notes()] + _set_aside(found)
+    if trace.content_known and any(row["seconds_saved"] is None for row in found):
         unknown = "The number of active parameters is unknown. Pass --active-params."
         models = dict.fromkeys(row["model"] for row in found if row["seconds_saved"] is None)
         told += [(model, unknown) for model in models]
@@ -145,14 +153,21 @@ def _label(row: Row) -> str:
     return " ".join(filter(None, (row["model"], row["curve"], varied)))
 
 
-def _unseen(trace: Trace) -> list[str]:
-    return trace.unseen.sentences() if trace.unseen else []
+def _set_aside(rows: list[Row]) -> list[tuple[str, str]]:
+    """Return a labelled note for each model whose limit excludes requests of the trace."""
+    found = {
+        row["model"]: f"{row['set_aside']:,} requests of the trace exceed the limit of "
+        f"{row['limit']:,} tokens. They are set aside and not replayed."
+        for row in rows
+        if row["set_aside"]
+    }
+    return list(found.items())
 
 
 def _tier_table(rows: list[Row]) -> list[RenderableType]:
     """Return a table of the tokens that each tier served, if there are tiers below the GPU."""
     tiers = list(dict.fromkeys(tier for row in rows for tier in row["found_by_tier"]))
-    if len(tiers) < 2:
+    if len(tiers) < 2 or not rows[0]["content_known"]:
         return []
     made = table("found in", *tiers, words=(0,), wraps=(0,))
     for row in rows:
@@ -165,7 +180,7 @@ def _tier_table(rows: list[Row]) -> list[RenderableType]:
 def _table(name: str, rows: list[Row], key: str) -> Table:
     columns = ("block", "total", "found", "mean", "half", "again", "saved", "evicted")
     made = table(name, *columns, words=(0,), wraps=(0,))
-    best = max((row.get("hit_rate", 0.0) for row in rows), default=0.0)
+    best = max((row.get("hit_rate") or 0.0 for row in rows), default=0.0)
     for row in rows:
         if row["refused_plan"]:
             made.add_row(plain(row[key]), "-", "-", "refused", *["-"] * 5, style="yellow")
@@ -176,6 +191,9 @@ def _table(name: str, rows: list[Row], key: str) -> Table:
 
 
 def _figures(row: Row) -> tuple[str, ...]:
+    if not row["content_known"]:
+        unknown = ("unknown", *["-"] * 4)
+        return f"{row['block']:,}", size(row["memory"]), *unknown, f"{row['evictions']:,}"
     saved = row["seconds_saved"]
     return (
         f"{row['block']:,}",
@@ -190,7 +208,7 @@ def _figures(row: Row) -> tuple[str, ...]:
 
 
 def _legend(found: list[Row]) -> list[RenderableType]:
-    if not found:
+    if not found or not found[0]["content_known"]:
         return []
     text = (
         "total: cache memory of all ranks. found: share of the prompt tokens that the cache "

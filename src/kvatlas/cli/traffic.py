@@ -10,7 +10,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvatlas.cli.failures import plain
-from kvatlas.cli.options import PlanOptions
+from kvatlas.cli.hit_rows import within_limit
+from kvatlas.cli.options import PlanOptions, contradictory
 from kvatlas.cli.progress import progress_bar
 from kvatlas.cli.tables import indented, notes, table
 from kvatlas.errors import AtlasError
@@ -72,8 +73,7 @@ class PlanForTrace:
             "with every other policy."
         )
         reason = Text(plain(self.reason()))
-        unseen = self.trace.unseen.sentences() if self.trace.unseen else []
-        noted = notes([*self.candidates.refused, *unseen])
+        noted = notes([*self.candidates.refused, *self.trace.notes()])
         return [reason, indented(made), *noted, Text(legend, style="dim")]
 
     def reason(self) -> str:
@@ -91,15 +91,22 @@ class PlanForTrace:
         )
 
 
-def plan_for_trace(options: PlanOptions, path: Path, block: int | None = None) -> PlanForTrace:
+def plan_for_trace(
+    options: PlanOptions, path: Path, block: int | None = None, tokenizer: str | None = None
+) -> PlanForTrace:
     """Simulate the trace at `path` with several plans, and each plan with several pool policies.
 
-    `block` is the number of tokens for which each id of the trace stands.
+    `block` is the number of tokens for which each id of the trace stands. `tokenizer` is for traces
+    with text.
     """
     from kvatlas.simulate import choose, read_trace
 
     with progress_bar(f"Reading {plain(path.name)}") as told:
-        trace = read_trace(path, block=block, progress=told)
+        read = read_trace(path, block=block, tokenizer=tokenizer, progress=told)
+    if not read.content_known:
+        got, hint = "a trace with lengths only", "Pass a trace with ids, tokens or text"
+        raise contradictory(got, hint, "Hit rates of this trace are unknown, so no plan is best")
+    trace = within_limit(read, options)
     found = candidates(options)
     with progress_bar("Simulating") as told:
         tried = choose(found.plans, trace, progress=told)

@@ -12,6 +12,7 @@ from kvatlas.simulate.prompt_spans import Spans
 from kvatlas.simulate.replay import Replay
 from kvatlas.simulate.replay_base import Outcome, ReplayPolicy
 from kvatlas.simulate.tiers import LowerTier, TieredReplay
+from kvatlas.simulate.trace_facts import TraceFacts, trace_facts
 from kvatlas.simulate.traces import Trace, Unseen, read_trace
 from kvatlas.simulate.vllm_replay import VllmReplay
 
@@ -30,6 +31,7 @@ __all__ = [
     "Spans",
     "TieredReplay",
     "Trace",
+    "TraceFacts",
     "TriedPlan",
     "Unseen",
     "VllmReplay",
@@ -38,4 +40,5 @@ __all__ = [
     "found_by_request",
     "read_trace",
     "simulate",
+    "trace_facts",
 ]

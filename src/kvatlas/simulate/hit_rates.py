@@ -29,6 +29,13 @@ BRANCH_POINTS = "branch-points"
 """The default checkpoint policy."""
 
 
+_OF_HITS = (
+    "found", "hit_rate", "hit_rate_by_request", "hit_rate_last_half", "ceiling", "computed",
+    "computed_again", "flops_saved", "seconds_saved",
+)  # fmt: skip
+"""Fields of `HitRates` that require the content of prompts."""
+
+
 class HitRates(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a simulation. A hit rate is the share of prompt tokens that were cached."""
 
@@ -74,10 +81,17 @@ class HitRates(msgspec.Struct, frozen=True, kw_only=True):
     seconds_saved: float | None
     found_by_tier: dict[str, int] = {}
     """Number of cached tokens, by the lowest tier that was needed to serve them."""
+    set_aside: int = 0
+    """Requests beyond the limit of tokens. They are not replayed and count nowhere else."""
+    limit: int | None = None
+    """The limit of prompt and output tokens of a request (`Trace.within`)."""
+    content_known: bool = True
+    """False if the trace has lengths only. Figures of hits are then meaningless."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result as a dictionary, for JSON."""
-        return msgspec.structs.asdict(self)
+        """Return the result as a dictionary, for JSON. Figures of hits are None if unknown."""
+        found = msgspec.structs.asdict(self)
+        return found if self.content_known else found | dict.fromkeys(_OF_HITS)
 
 
 def simulate(
@@ -200,12 +214,16 @@ def ceiling(trace: Trace) -> Ints:
 
     The block size is that of the trace.
     """
-    counts = np.diff(trace.starts)
-    requests = np.repeat(np.arange(len(trace)), counts)
-    first = np.zeros(int(trace.ids.max(initial=-1)) + 1, np.int64)
-    first[trace.ids[::-1]] = requests[::-1]  # the earliest request with an id is written last
-    # An id represents everything before it, so the new ids of a request are its last ones.
-    new = np.bincount(requests[first[trace.ids] == requests], minlength=len(trace))
+    counts, new = np.diff(trace.starts), np.zeros(len(trace), np.int64)
+    first = np.full(trace.distinct, len(trace))
+    for some, ids in trace.pieces():
+        requests = np.repeat(np.arange(some.start, some.stop), counts[some])
+        unseen = first[ids] == len(trace)
+        # Assign in reverse order, so that the earliest request with an id is written last.
+        first[ids[unseen][::-1]] = requests[unseen][::-1]
+        # An id represents everything before it, so the new ids of a request are its last ones.
+        mine = requests[first[ids] == requests] - some.start
+        new[some] = np.bincount(mine, minlength=some.stop - some.start)
     return np.minimum((counts - new) * trace.block, trace.lengths)
 
 
@@ -266,6 +284,9 @@ def _rates(
         flops=total,
         flops_saved=saved,
         seconds_saved=None if saved is None or cost is None else cost.seconds(saved),
+        set_aside=trace.set_aside,
+        limit=trace.limit,
+        content_known=trace.content_known,
         **said,
     )
 

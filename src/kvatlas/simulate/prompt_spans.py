@@ -39,19 +39,24 @@ class Spans:
         block, counts = trace.block, np.diff(trace.starts)
         covered = np.minimum(trace.lengths, counts * block)
         stop = covered // step
-        depth = np.arange(len(trace.ids)) - np.repeat(trace.starts[:-1], counts)
-        begin, end = depth * block // step, (depth + 1) * block // step
-        every = np.zeros(int(trace.ids.max(initial=-1)) + 1, np.int64)
-        every[trace.ids] = end - begin
+        every = np.zeros(trace.distinct, np.int64)
+        for some, ids in trace.pieces():
+            depth = _depths(counts[some])
+            every[ids] = (depth + 1) * block // step - depth * block // step
         base = np.concatenate([[0], np.cumsum(every)])
-        here = np.maximum(np.minimum(end, np.repeat(stop, counts)) - begin, 0)
-        # Add in place, because there may be tens of millions of spans.
-        numbers = np.repeat(base[trace.ids] - (np.cumsum(here) - here), here)
-        numbers += np.arange(len(numbers))
+        starts = np.concatenate([[0], np.cumsum(stop)])
+        numbers = np.empty(int(starts[-1]), np.int64)
+        for some, ids in trace.pieces():
+            depth = _depths(counts[some])
+            begin, end = depth * block // step, (depth + 1) * block // step
+            here = np.maximum(np.minimum(end, np.repeat(stop[some], counts[some])) - begin, 0)
+            mine = np.repeat(base[ids] - (np.cumsum(here) - here), here)
+            mine += np.arange(len(mine))
+            numbers[starts[some.start] : starts[some.stop]] = mine
         return cls(
             step=step,
             numbers=numbers,
-            starts=np.concatenate([[0], np.cumsum(stop)]),
+            starts=starts,
             count=int(base[-1]),
             reusable=np.minimum(stop, np.maximum(trace.lengths - 1, 0) // step),
             known=np.minimum(stop, np.minimum(trace.lengths // block, counts) * block // step),
@@ -62,7 +67,7 @@ class Spans:
         """Use each id of a trace as one span, including the id of an incomplete last block."""
         counts = np.diff(trace.starts)
         return cls(
-            trace.block, trace.ids, trace.starts, int(trace.ids.max(initial=-1)) + 1, counts, counts
+            trace.block, trace.ids.astype(np.int64), trace.starts, trace.distinct, counts, counts
         )
 
     def of_request(self, request: int) -> Ints:
@@ -81,6 +86,16 @@ class Spans:
         same = np.flatnonzero(ordered[1:] == ordered[:-1])
         later[order[same]] = requests[order[same + 1]]
         return later
+
+
+def _depths(counts: Ints) -> Ints:
+    """Return the index of each id in its prompt, for prompts with these numbers of ids.
+
+    >>> _depths(np.array([2, 0, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    stops = np.cumsum(counts)
+    return np.arange(int(counts.sum())) - np.repeat(stops - counts, counts)
 
 
 def check_step(step: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-
 import msgspec
 
 from kvatlas.simulate.traces.line_format import LineFormat, seconds
@@ -19,6 +17,7 @@ _COLUMNS = {
     "response tokens": "output",
 }
 """The names of columns in lower case, and their meaning."""
+_LONGEST_HEADER = 4096
 
 
 def is_length_table(line: bytes) -> bool:
@@ -32,8 +31,7 @@ def is_length_table(line: bytes) -> bool:
 
 def _meanings(header: bytes) -> dict[str, int]:
     """Return the index of each column whose name is known, by its meaning."""
-    (cells,) = csv.reader([header.decode("utf-8", "replace").strip()])
-    names = [cell.strip().lower() for cell in cells]
+    names = [cell.lower() for cell in _cells(header[:_LONGEST_HEADER])]
     return {_COLUMNS[name]: place for place, name in enumerate(names) if name in _COLUMNS}
 
 
@@ -52,15 +50,19 @@ class LengthTable(LineFormat):
         if not self._places:
             self._places = _meanings(line)
             return []
-        (cells,) = csv.reader([line.decode("utf-8", "replace").strip()])
+        cells = _cells(line)
         try:
-            values = {name: cells[place].strip() for name, place in self._places.items()}
+            values = {name: cells[place] for name, place in self._places.items()}
             length, output = (int(float(values.get(name) or 0)) for name in ("prompt", "output"))
             time = _time(values["time"]) if values.get("time") else None
         except (IndexError, ValueError, OverflowError) as problem:
             hint = f"Write {self.example}, or those of BurstGPT"
             raise bad_trace(where, "this is not a valid row", problem, hint) from None
         return [TraceRequest(length, None, output, time)]
+
+
+def _cells(line: bytes) -> list[str]:
+    return [cell.strip(' "\r\n') for cell in line.decode("utf-8", "replace").split(",")]
 
 
 def _time(cell: str) -> float | None:

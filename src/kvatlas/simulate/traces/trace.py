@@ -6,7 +6,7 @@ therefore always has the same predecessor, the same depth and the same number of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -18,6 +18,8 @@ from kvatlas.errors import AtlasError, Code
 Ints = NDArray[np.int64]
 
 MOST_TOKENS = 1 << 40
+PIECE = 1 << 22
+"""Maximum number of ids that are processed at once."""
 LONGEST_LINE = 64 << 20
 """Maximum length of a line or a conversation in bytes."""
 Progress = Callable[[float], None]
@@ -115,6 +117,18 @@ class Trace:
     def distinct(self) -> int:
         """Number of distinct ids."""
         return int(self.ids.max(initial=-1)) + 1
+
+    def pieces(self) -> Iterator[tuple[slice, NDArray[np.int32] | Ints]]:
+        """Yield ranges of requests, each with its ids, so that temporary arrays stay small.
+
+        A range has at most `PIECE` ids, or a single request.
+        """
+        begin = 0
+        while begin < len(self):
+            most = int(self.starts[begin]) + PIECE
+            end = max(int(np.searchsorted(self.starts, most, side="right")) - 1, begin + 1)
+            yield slice(begin, end), self.ids[self.starts[begin] : self.starts[end]]
+            begin = end
 
     def notes(self) -> list[str]:
         """Return sentences that a report of this trace should contain."""

@@ -17,7 +17,6 @@ import numpy as np
 from kvatlas.simulate.traces.prefix_numbers import (
     MOST_DISTINCT,
     Hashes,
-    Numbers,
     PrefixNumbers,
     mixed,
     prefix_hashes,
@@ -25,7 +24,7 @@ from kvatlas.simulate.traces.prefix_numbers import (
 from kvatlas.simulate.traces.trace import MOST_TOKENS, Trace, bad_trace
 
 _SINCE_1970 = 1e8
-"""Times above this number of seconds count from 1970. They are changed to count from the first one."""
+"""Larger times, in seconds, count from 1970. `finish` makes them relative to the first request."""
 CHUNK = 1 << 20
 """Number of ids that are collected before they are numbered."""
 
@@ -54,7 +53,7 @@ class TraceBuilder:
         """The ids of requests that are not numbered yet; and of each of these requests the number
         of ids, the number of tokens in an incomplete last block, and the scope."""
         self._numbers = PrefixNumbers()
-        self._ids: list[Numbers] = []
+        self._ids = array("i")
         self._starts, self._total = array("q", [0]), 0
         self._lengths, self._outputs, self._times = array("q"), array("q"), array("d")
         self._unknown = self._untimed = 0
@@ -127,7 +126,7 @@ class TraceBuilder:
             if scopes.any():
                 raw ^= np.repeat(mixed(scopes.astype(np.uint64)), counts)
             hashes = prefix_hashes(raw, counts, partial)
-            self._ids.append(self._numbers.number(hashes, raw))
+            self._ids.frombytes(self._numbers.number(hashes, raw).tobytes())
 
     def finish(self, remarks: Sequence[str] = ()) -> Trace:
         """Return all requests as a trace, ordered by time. `remarks` become those of the trace."""
@@ -145,7 +144,7 @@ class TraceBuilder:
         trace = Trace(
             self.name,
             self.block,
-            np.concatenate([*self._ids, np.empty(0, np.int32)]),
+            np.frombuffer(self._ids, np.int32) if self._ids else np.empty(0, np.int32),
             np.frombuffer(self._starts, np.int64),
             np.frombuffer(self._lengths, np.int64),
             np.frombuffer(self._outputs, np.int64),
@@ -153,7 +152,6 @@ class TraceBuilder:
             remarks=(*remarks, *self._remarks()),
             content_known=self._unknown < len(self),
         )
-        self._ids.clear()
         late = np.flatnonzero(np.diff(times) < 0)
         return trace.chosen(np.argsort(times, kind="stable")) if len(late) else trace
 
