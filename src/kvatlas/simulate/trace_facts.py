@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -119,7 +121,7 @@ def _reuse(
     )
 
 
-def _percentiles(values: NDArray[np.generic]) -> dict[str, int]:
+def _percentiles(values: NDArray[Any]) -> dict[str, Any]:
     """Return for each share the smallest value that this share of the values does not exceed.
 
     >>> _percentiles(np.arange(1, 101))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -57,7 +57,7 @@ class _Row(_Body):
 class ChatRows(LineFormat):
     """One request per line, with its messages or its prompt as text."""
 
-    row = _Row
+    row: ClassVar[Any] = _Row
     example = 'messages: [{"role", "content"}], prompt, or a batch row with body'
 
     def __init__(self, block: int | None, text: TextTokens) -> None:

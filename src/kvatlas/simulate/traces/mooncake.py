@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.simulate.traces.line_format import Fields, LineFormat, Unused
+from kvatlas.simulate.traces.line_format import Fields, LineFormat, Unused, seconds
 from kvatlas.simulate.traces.text_tokens import TextTokens
 from kvatlas.simulate.traces.trace import bad_trace, check_block
 from kvatlas.simulate.traces.trace_builder import TraceRequest
@@ -67,7 +67,7 @@ class Mooncake(LineFormat):
 
     def _time(self, row: Any) -> float | None:
         """Return the arrival time of a row in seconds, and remember it for the row's session."""
-        time = None if row.timestamp is None else row.timestamp / 1000
+        time = seconds(row.timestamp, 0.001)
         if row.session_id is None:
             return time
         first = row.hash_ids[0] if row.hash_ids else None

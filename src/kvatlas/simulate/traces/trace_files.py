@@ -40,7 +40,7 @@ def opened(path: Path) -> Iterator[tuple[Any, BinaryIO]]:
             content = file
         try:
             yield content, file
-        except (EOFError, gzip.BadGzipFile, zlib.error, *_zstd_errors()) as problem:
+        except _corrupt() as problem:
             raise bad_trace(
                 path.name,
                 "the compressed file is truncated or corrupt",
@@ -63,9 +63,9 @@ def _zstd(file: BinaryIO) -> Any:
     return library.ZstdDecompressor().stream_reader(file, read_across_frames=True)
 
 
-def _zstd_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that the installed Zstandard libraries raise for corrupt files."""
-    found = []
+def _corrupt() -> tuple[type[Exception], ...]:
+    """Return the errors that the installed libraries raise for corrupt files."""
+    found: list[type[Exception]] = [EOFError, gzip.BadGzipFile, zlib.error]
     for name in ("compression.zstd", "zstandard"):
         try:
             found.append(import_module(name).ZstdError)
