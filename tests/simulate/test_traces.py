@@ -96,6 +96,7 @@ def test_a_conversation_that_lies_is_refused_with_its_line_and_request(tmp_path:
         (good | {"in": -5, "hash_ids": []}, "prompts and answers must have"),
         (good | {"t": -1.0}, "the time of a request"),
         (good | {"hash_ids": [None]}, "this is not a valid request"),
+        (good | {"hash_ids": [1 << 70, 2]}, "an id has more than 64 bits"),
         ({"t": 0.0}, "this is not a valid request"),
         (128, "this is not a valid request"),  # which stands in the request before it, too
     ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvatlas.errors import AtlasError, Code
 from kvatlas.simulate.traces import Ints, Trace
@@ -22,7 +23,7 @@ class Spans:
 
     step: int
     """Number of tokens per span."""
-    numbers: Ints
+    numbers: NDArray[np.int32] | Ints
     """The span numbers of all requests, concatenated."""
     starts: Ints
     count: int
@@ -45,7 +46,8 @@ class Spans:
             every[ids] = (depth + 1) * block // step - depth * block // step
         base = np.concatenate([[0], np.cumsum(every)])
         starts = np.concatenate([[0], np.cumsum(stop)])
-        numbers = np.empty(int(starts[-1]), np.int64)
+        # With hundreds of millions of spans, this array is most of the memory.
+        numbers = np.empty(int(starts[-1]), np.int32 if base[-1] < 1 << 31 else np.int64)
         for some, ids in trace.pieces():
             depth = _depths(counts[some])
             begin, end = depth * block // step, (depth + 1) * block // step
@@ -66,13 +68,12 @@ class Spans:
     def of_ids(cls, trace: Trace) -> Spans:
         """Use each id of a trace as one span, including the id of an incomplete last block."""
         counts = np.diff(trace.starts)
-        return cls(
-            trace.block, trace.ids.astype(np.int64), trace.starts, trace.distinct, counts, counts
-        )
+        return cls(trace.block, trace.ids, trace.starts, trace.distinct, counts, counts)
 
     def of_request(self, request: int) -> Ints:
         """Return the span numbers of one request."""
-        return self.numbers[self.starts[request] : self.starts[request + 1]]
+        found = self.numbers[self.starts[request] : self.starts[request + 1]]
+        return found.astype(np.int64)
 
     def next_uses(self) -> Ints:
         """Return, for each element of `numbers`, the index of the next request with that span.

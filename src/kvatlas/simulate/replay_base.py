@@ -83,7 +83,6 @@ class ReplayBase:
         """One pair for all windows or states that keep the same places: the first span needed to
         continue after n spans, at index n; and [class, 1] the first entry of each class."""
         self._used = [0] * len(self._blocks)
-        self._starts = spans.starts.tolist()
         self._reusable, self._known = spans.reusable.tolist(), spans.known.tolist()
         self.outcome = Outcome(np.zeros(len(spans.starts) - 1, np.int64))
 
@@ -135,7 +134,7 @@ class ReplayBase:
         raise NotImplementedError
 
     def _of_request(self, request: int) -> Ints:
-        return self.spans.numbers[self._starts[request] : self._starts[request + 1]]
+        return self.spans.of_request(request)
 
     def _prompt(self, request: int, spans: Ints) -> Prompt:
         """Return the input of checkpoint policies for a request."""

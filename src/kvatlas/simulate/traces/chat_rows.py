@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvatlas.simulate.traces.line_format import Fields, LineFormat, Unused, seconds
+from kvatlas.simulate.traces.line_format import Fields, LineFormat, counted, seconds
 from kvatlas.simulate.traces.text_tokens import TextTokens
 from kvatlas.simulate.traces.trace_builder import TraceRequest
 
@@ -46,18 +46,13 @@ class _Row(_Body):
     pre_gap: float | None = None
     """Seconds after the previous answer of the session."""
     session_id: str | int | None = None
-    custom_id: Unused = _NONE
-    method: Unused = _NONE
-    url: Unused = _NONE
-    model: Unused = _NONE
-    max_tokens: Unused = _NONE
-    temperature: Unused = _NONE
 
 
 class ChatRows(LineFormat):
     """One request per line, with its messages or its prompt as text."""
 
     row: ClassVar[Any] = _Row
+    unused = "custom_id method url model max_tokens temperature"
     example = 'messages: [{"role", "content"}], prompt, or a batch row with body'
 
     def __init__(self, block: int | None, text: TextTokens) -> None:
@@ -123,6 +118,5 @@ class ChatRows(LineFormat):
         """Return sentences about the rows that were read."""
         told = super().remarks()
         if self._parts:
-            names = ", ".join(f"{name} ({count:,})" for name, count in self._parts.most_common(8))
-            told.append(f"Message parts without text have no tokens here: {names}.")
+            told.append(f"Message parts without text have no tokens here: {counted(self._parts)}.")
         return told

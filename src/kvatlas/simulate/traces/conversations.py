@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kvatlas.errors import AtlasError
-from kvatlas.simulate.traces.line_format import BAD_JSON, Unused, fields_of
+from kvatlas.simulate.traces.line_format import BAD_JSON, fields_of, unknown_fields
 from kvatlas.simulate.traces.trace import (
     LONGEST_LINE,
     Progress,
@@ -24,7 +24,6 @@ from kvatlas.simulate.traces.trace import (
 from kvatlas.simulate.traces.trace_builder import TraceBuilder, TraceRequest
 from kvatlas.simulate.traces.trace_files import opened
 
-_NONE = msgspec.Raw()
 _NAMED = 3
 """Number of invalid files that are named in a remark."""
 
@@ -36,23 +35,6 @@ class _AgentRequest(msgspec.Struct):
     hash_ids: list[int | str] = []
     requests: list[msgspec.Raw] | None = None
     """The requests of a sub-agent."""
-    type: str = ""
-    agent_id: Unused = _NONE
-    subagent_type: Unused = _NONE
-    duration_ms: Unused = _NONE
-    total_tokens: Unused = _NONE
-    tool_use_count: Unused = _NONE
-    status: Unused = _NONE
-    models: Unused = _NONE
-    model: Unused = _NONE
-    tool_tokens: Unused = _NONE
-    system_tokens: Unused = _NONE
-    input_types: Unused = _NONE
-    output_types: Unused = _NONE
-    stop: Unused = _NONE
-    api_time: Unused = _NONE
-    think_time: Unused = _NONE
-    ttft: Unused = _NONE
 
 
 class _Conversation(msgspec.Struct):
@@ -60,16 +42,19 @@ class _Conversation(msgspec.Struct):
     requests: list[msgspec.Raw]
     """Requests as JSON text. Each is decoded separately, so that an error can name the request."""
     hash_id_scope: str = "local"
-    id: Unused = _NONE
-    models: Unused = _NONE
-    tool_tokens: Unused = _NONE
-    system_tokens: Unused = _NONE
-    totals: Unused = _NONE
 
 
 _CONVERSATION = msgspec.json.Decoder(_Conversation)
 _REQUEST = msgspec.json.Decoder(_AgentRequest)
-_KNOWN = {*_Conversation.__struct_encode_fields__, *_AgentRequest.__struct_encode_fields__}
+_UNUSED = (
+    "id models totals tool_tokens system_tokens type model agent_id subagent_type duration_ms "
+    "total_tokens tool_use_count status input_types output_types stop api_time think_time ttft"
+)
+_KNOWN = {
+    *_Conversation.__struct_encode_fields__,
+    *_AgentRequest.__struct_encode_fields__,
+    *_UNUSED.split(),
+}
 
 
 class _Reader:
@@ -93,14 +78,11 @@ class _Reader:
                 f"{found.block_size} tokens, after {builder.block} tokens in earlier files",
                 "Use conversations with the same block_size",
             )
-        unknown = Counter(fields_of(text).keys() - _KNOWN)
-        requests = list(self._requests(path.name, text, found.requests, unknown))
-        for where, request in requests:
-            builder.check(where, request)
         self._files += 1
         scope = self._files if found.hash_id_scope == "local" else 0
-        for where, request in requests:
-            builder.add(where, request._replace(scope=scope))
+        unknown = Counter(fields_of(text).keys() - _KNOWN)
+        requests = self._requests(path.name, text, found.requests, unknown)
+        builder.add_all([(where, one._replace(scope=scope)) for where, one in requests])
         self.builder = builder
         self.unknown += unknown
 
@@ -140,9 +122,7 @@ def read_conversations(name: str, files: list[Path], progress: Progress | None) 
         named = "; ".join(f"{one.problem}, got {one.got}" for one in refused[:_NAMED])
         more = f"; and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
         remarks.append(f"{len(refused):,} of {len(files):,} files are left out: {named}{more}.")
-    if reader.unknown:
-        names = ", ".join(f"{name} ({count:,})" for name, count in reader.unknown.most_common(8))
-        remarks.append(f"Unknown fields were ignored: {names}.")
+    remarks += unknown_fields(reader.unknown)
     return (reader.builder or TraceBuilder(name, 1)).finish(remarks)
 
 

@@ -15,8 +15,6 @@ from kvatlas.simulate.traces.trace import bad_trace
 from kvatlas.simulate.traces.trace_builder import TraceRequest
 
 Fields = Mapping[str, msgspec.Raw]
-Unused = msgspec.Raw
-"""The type of fields that are known and not needed."""
 BAD_JSON = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -32,6 +30,22 @@ def fields_of(text: bytes) -> Fields:
         return _FIELDS.decode(text)
     except BAD_JSON:
         return {}
+
+
+def counted(names: Counter[str]) -> str:
+    """Return the most frequent names as text, with their numbers.
+
+    >>> counted(Counter(a=3, b=1))
+    'a (3), b (1)'
+    """
+    some = [f"{name} ({count:,})" for name, count in names.most_common(8)]
+    more = [f"and {len(names) - len(some)} others"] if len(names) > len(some) else []
+    return ", ".join(some + more)
+
+
+def unknown_fields(names: Counter[str]) -> list[str]:
+    """Return a sentence that lists unknown fields, or nothing if there are none."""
+    return [f"Unknown fields were ignored: {counted(names)}."] if names else []
 
 
 def seconds(time: float | str | None, unit: float = 1.0) -> float | None:
@@ -50,6 +64,8 @@ class LineFormat:
 
     row: ClassVar[Any]
     """The `msgspec.Struct` of one line."""
+    unused: ClassVar[str] = ""
+    """The names of fields that are known and not needed."""
     usual_block: ClassVar[int] = 16
     example: ClassVar[str]
     """The fields of a request, for error messages."""
@@ -58,7 +74,7 @@ class LineFormat:
         self.block, self.text = block or self.usual_block, text
         self.given_block = block
         self._unknown: Counter[str] = Counter()
-        self._names = set(self.row.__struct_encode_fields__)
+        self._names = {*self.row.__struct_encode_fields__, *self.unused.split()}
         self._decoder = msgspec.json.Decoder(self.row)
 
     @classmethod
@@ -86,13 +102,7 @@ class LineFormat:
 
     def remarks(self) -> list[str]:
         """Return sentences about the rows that were read."""
-        told = self.text.remarks()
-        if self._unknown:
-            names = [f"{name} ({count:,})" for name, count in self._unknown.most_common(8)]
-            more = len(self._unknown) - len(names)
-            rest = f" and {more} others" if more else ""
-            told.append(f"Unknown fields were ignored: {', '.join(names)}{rest}.")
-        return told
+        return self.text.remarks() + unknown_fields(self._unknown)
 
     def of_tokens(
         self, tokens: list[int], output: int = 0, time: float | None = None

@@ -7,12 +7,10 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.simulate.traces.line_format import Fields, LineFormat, Unused, seconds
+from kvatlas.simulate.traces.line_format import Fields, LineFormat, seconds
 from kvatlas.simulate.traces.text_tokens import TextTokens
 from kvatlas.simulate.traces.trace import bad_trace, check_block
 from kvatlas.simulate.traces.trace_builder import TraceRequest
-
-_NONE = msgspec.Raw()
 
 
 class _Row(msgspec.Struct):
@@ -25,16 +23,13 @@ class _Row(msgspec.Struct):
     """Milliseconds after the previous request of the session."""
     session_id: str | int | None = None
     block_size: int | None = None
-    priority: Unused = _NONE
-    extra: Unused = _NONE
-    type: Unused = _NONE
-    turn: Unused = _NONE
 
 
 class Mooncake(LineFormat):
     """One request per line: its length, and one id per 512 tokens of the prompt."""
 
     row = _Row
+    unused = "priority extra type turn"
     usual_block = 512
     example = "timestamp, input_length, output_length and hash_ids"
 
@@ -96,16 +91,13 @@ class _BailianRow(msgspec.Struct):
     output_length: int = 0
     timestamp: float | None = None
     """Arrival time in seconds."""
-    chat_id: Unused = _NONE
-    parent_chat_id: Unused = _NONE
-    turn: Unused = _NONE
-    type: Unused = _NONE
 
 
 class Bailian(LineFormat):
     """One request per line, with one id per 16 tokens of the prompt and times in seconds."""
 
     row = _BailianRow
+    unused = "chat_id parent_chat_id turn type"
     example = "chat_id, timestamp, input_length, output_length and hash_ids"
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.simulate.traces.line_format import Fields, LineFormat, Unused, seconds
+from kvatlas.simulate.traces.line_format import Fields, LineFormat, seconds
 from kvatlas.simulate.traces.text_tokens import TextTokens
 from kvatlas.simulate.traces.trace_builder import TraceRequest
 
@@ -34,14 +34,13 @@ class _Row(msgspec.Struct):
     timestamp: float | str | None = None
     obj: _Prompt = _Prompt()
     out: _Result = _Result()
-    level: Unused = msgspec.Raw()
-    message: Unused = msgspec.Raw()
 
 
 class SglangLog(LineFormat):
     """Events of requests. A request is complete when it has finished."""
 
     row = _Row
+    unused = "level message"
     example = "the events of --log-requests-format json"
 
     def __init__(self, block: int | None, text: TextTokens) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvatlas.simulate.traces.chat_rows import ChatRows, Message
-from kvatlas.simulate.traces.line_format import Fields, Unused
+from kvatlas.simulate.traces.line_format import Fields
 from kvatlas.simulate.traces.trace_builder import TraceRequest
 
 _ANSWERS = ("gpt", "chatgpt", "bard", "assistant", "model", "bing")
@@ -21,13 +21,13 @@ class _Turn(msgspec.Struct):
 
 class _Row(msgspec.Struct):
     conversations: list[_Turn]
-    id: Unused = msgspec.Raw()
 
 
 class ShareGpt(ChatRows):
     """One conversation per row. Each answer is a request; its prompt is everything before it."""
 
     row = _Row
+    unused = "id"
     example = 'conversations: [{"from": "human" or "gpt", "value": text}]'
 
     @classmethod

@@ -8,10 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kvatlas.simulate.traces.line_format import Fields, LineFormat, Unused, seconds
+from kvatlas.simulate.traces.line_format import Fields, LineFormat, seconds
 from kvatlas.simulate.traces.trace_builder import TraceRequest
-
-_NONE = msgspec.Raw()
 
 
 class _Row(msgspec.Struct):
@@ -24,9 +22,6 @@ class _Row(msgspec.Struct):
     """Arrival time in milliseconds, or in ISO format."""
     arrival_time: float | None = None
     """Arrival time in seconds."""
-    request_id: Unused = _NONE
-    prompt: Unused = _NONE
-    model: Unused = _NONE
 
 
 _NAMES = ("token_ids", "prompt_token_ids", "input_ids")
@@ -36,6 +31,7 @@ class TokenRows(LineFormat):
     """One request per line, with its token ids."""
 
     row = _Row
+    unused = "request_id prompt model"
     example = "token_ids or prompt_token_ids; also timestamp (ms) and output_length"
 
     @classmethod

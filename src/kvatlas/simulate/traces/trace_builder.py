@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvatlas.errors import AtlasError
 from kvatlas.simulate.traces.prefix_numbers import (
     MOST_DISTINCT,
     Hashes,
@@ -54,7 +55,7 @@ class TraceBuilder:
         of ids, the number of tokens in an incomplete last block, and the scope."""
         self._numbers = PrefixNumbers()
         self._ids = array("i")
-        self._starts, self._total = array("q", [0]), 0
+        self._starts = array("q", [0])
         self._lengths, self._outputs, self._times = array("q"), array("q"), array("d")
         self._unknown = self._untimed = 0
         """Number of requests without ids, and without a time."""
@@ -62,7 +63,7 @@ class TraceBuilder:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def check(self, where: str, request: TraceRequest) -> None:
+    def _check(self, where: str, request: TraceRequest) -> None:
         """Raise an error if a request is invalid. `where` is its file and line."""
         length, ids, output, time, _ = request
         if time is not None and not (isfinite(time) and time >= 0):
@@ -90,34 +91,47 @@ class TraceBuilder:
 
     def add(self, where: str, request: TraceRequest) -> None:
         """Add a request, or raise an error if it is invalid. `where` is its file and line."""
-        self.check(where, request)
-        ids, before = request.ids or (), len(self._raw)
+        self.add_all([(where, request)])
+
+    def add_all(self, requests: Sequence[tuple[str, TraceRequest]]) -> None:
+        """Add several requests, each with its file and line. If one is invalid, none is added."""
+        before = len(self._raw)
+        try:
+            for where, request in requests:
+                self._check(where, request)
+                self._add_ids(where, request.ids or ())
+        except AtlasError:
+            del self._raw[before:]
+            raise
+        for _, (length, ids, output, time, scope) in requests:
+            count = len(ids or ())
+            partial = length % self.block if count * self.block > length else 0
+            self._of_prompts.extend((count, partial, scope))
+            self._starts.append(self._starts[-1] + count)
+            self._lengths.append(length)
+            self._outputs.append(output)
+            self._times.append(time or 0.0)
+            self._unknown += ids is None
+            self._untimed += time is None
+        if len(self._raw) >= CHUNK or len(self._of_prompts) >= CHUNK:
+            self._number()
+
+    def _add_ids(self, where: str, ids: Sequence[int | str]) -> None:
+        before = len(self._raw)
         try:
             self._raw.extend(ids)  # type: ignore[arg-type]  # fast path: integers from 0 to 2**64
         except (OverflowError, TypeError):
             del self._raw[before:]
             self._raw.extend(_as_hashes(where, ids))
-        incomplete = len(ids) * self.block > request.length
-        partial = request.length % self.block if incomplete else 0
-        self._of_prompts.extend((len(ids), partial, request.scope))
-        self._total += len(ids)
-        self._starts.append(self._total)
-        self._lengths.append(request.length)
-        self._outputs.append(request.output)
-        self._times.append(request.time or 0.0)
-        self._unknown += request.ids is None
-        self._untimed += request.time is None
-        if len(self._raw) >= CHUNK or len(self._of_prompts) >= CHUNK:
-            self._number(where)
 
-    def _number(self, where: str) -> None:
+    def _number(self) -> None:
         """Number the ids of the requests that were added since the last call."""
         raw: Hashes = np.array(self._raw, np.uint64)
         counts, partial, scopes = np.array(self._of_prompts, np.int64).reshape(-1, 3).T
         self._raw, self._of_prompts = array("Q"), array("q")
         if len(self._numbers) + len(raw) > MOST_DISTINCT:
             raise bad_trace(
-                where,
+                self.name,
                 f"a trace can have at most {MOST_DISTINCT:,} distinct ids",
                 f"up to {len(self._numbers) + len(raw):,} ids",
                 "Split the trace into several files, or write ids of larger blocks",
@@ -137,7 +151,7 @@ class TraceBuilder:
                 "an empty trace",
                 "Write one request per line",
             )
-        self._number(self.name)
+        self._number()
         times = np.frombuffer(self._times, np.float64)
         if times.min() > _SINCE_1970:
             times = times - times.min()
