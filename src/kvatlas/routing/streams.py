@@ -122,13 +122,19 @@ class Stream:
 
     def __init__(self, pairs: Sequence[CompiledPair], request: RequestEnds) -> None:
         self._request = request
-        moving = [(compiled, request.states(compiled.pair)) for compiled in pairs]
+        self._moving = [(compiled, request.states(compiled.pair)) for compiled in pairs]
         request.check_distinct()
-        self._sections = [part for compiled, own in moving for part in _sections(compiled, own)]
-        self._ends = list(accumulate(section.nbytes for section in self._sections))
         # Each value is replaced as a whole, so threads need no lock. At worst, two compute it.
         self._last: StreamChunk | None = None
         self._grids: list[Copy] | None = None
+
+    @cached_property
+    def _sections(self) -> list[StreamSection]:
+        return [part for compiled, own in self._moving for part in _sections(compiled, own)]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(section.nbytes for section in self._sections))
 
     def __repr__(self) -> str:
         return f"<Stream of {self.nbytes:,} bytes in at most {self.runs:,} runs>"
