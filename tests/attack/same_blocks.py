@@ -245,6 +245,8 @@ def _quarantined(scene: SourceRanks, seconds: dict[str, float]) -> tuple[list[st
     how = rng.choice(["direct", "staged", "staged"])
     role = rng.choice(_PAIRS["one"])
     scene.offer(request, *_PAIRS["one"])
+    instead = scene.name()
+    scene.offer(instead, *_PAIRS["two"])  # now, so that the blocks are wanted at once after it
     with (
         Session(node, scene.endpoints(*_PAIRS["one"])) as session,
         Session(node, scene.endpoints(*_PAIRS["two"])) as other,
@@ -261,11 +263,13 @@ def _quarantined(scene: SourceRanks, seconds: dict[str, float]) -> tuple[list[st
             hit = False
         else:
             goes_on = time.monotonic() + rng.choice([0.0, rng.uniform(0.0, 0.5)])
-            faults, hit = _wanted(scene, other, transfer, scene[role].go_on, goes_on)
+            refill = partial(scene.pull, other, instead, seconds=SECONDS)
+            faults, hit = _wanted(scene, transfer, scene[role].go_on, goes_on, refill)
             if not all(handle.settle() for handle in handles):
                 faults.append("blocks were reused before the transport was done")
         transfer.wait_released(SECONDS)
     scene.withdraw(request, *_PAIRS["one"])
+    scene.withdraw(instead, *_PAIRS["two"])
     if not faults and not transfer.ready:
         time.sleep(LATE)
         faults += scene.holds(_SEEDS["two"], "late bytes in reused blocks")
@@ -274,17 +278,16 @@ def _quarantined(scene: SourceRanks, seconds: dict[str, float]) -> tuple[list[st
 
 def _wanted(
     scene: SourceRanks,
-    other: Session,
     failed: Transfer,
     go_on: Callable[[], None],
     goes_on: float,
+    refill: Callable[[], Transfer],
 ) -> tuple[list[str], bool]:
     """Ask for the blocks of a failed pull until they are free, then fill them from elsewhere.
 
     Returns what was wrong, and whether a claim was refused while they were quarantined.
     """
-    request, refused = scene.name(), False
-    scene.offer(request, *_PAIRS["two"])
+    refused = False
     deadline = time.monotonic() + 2 * SECONDS
     faults: list[str] = []
     while not faults and time.monotonic() < deadline:
@@ -307,9 +310,7 @@ def _wanted(
         faults.append("blocks of a failed pull are never released")
     go_on()
     if not faults:
-        transfer = scene.pull(other, request, seconds=SECONDS)
-        faults += _served(scene, "two", code_of(transfer, SECONDS + SLACK))
-    scene.withdraw(request, *_PAIRS["two"])
+        faults += _served(scene, "two", code_of(refill(), SECONDS + SLACK))
     return faults, refused
 
 

@@ -194,7 +194,10 @@ def _fork_on_signal(note: str) -> None:
         if forking or Path(note).exists():  # the signal is sent again while this runs
             return
         forking = True
+        # Linux starts a fork over if a signal arrives: on a busy machine it might never end.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         Path(note).write_text(str(forked_idler()))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         forking = False
 
     signal.signal(signal.SIGUSR1, fork)
@@ -297,6 +300,7 @@ class Child:
             self.signal(signal.SIGUSR1)
             if waited(lambda: self._note.exists() and self._note.read_text() != "", 0.25):
                 return int(self._note.read_text())
+        self.signal(signal.SIGABRT)  # it prints where each of its threads is
         raise AssertionError("it does not fork")
 
     def kill(self) -> None:

@@ -20,6 +20,7 @@ import math
 import secrets
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -90,6 +91,8 @@ class NixlLink(Link):
                 self.agent.get_new_notifs()
                 time.sleep(1e-3)
         except Exception as problem:
+            # A stored error must not keep the agent alive through the frames of its traceback.
+            traceback.clear_frames(problem.__traceback__)
             got = f"{type(problem).__name__}: {problem}"
             # The metadata was checked before, so an error of the backend means: no connection.
             unreachable = type(problem).__name__ in (PEER_LOST, "nixlBackendError")
