@@ -20,10 +20,10 @@ from kvatlas.engines.vllm.engine_pair import Ends, EngineEnd, Finding, beside
 from kvatlas.engines.vllm.identity_findings import latent_on_cpu_finding, weights_finding
 from kvatlas.engines.vllm.plan_findings import dtypes_of, plan_findings, windows_of
 from kvatlas.engines.vllm.supported_versions import KNOWN
+from kvatlas.engines.vllm.transport_finding import opened_transport_finding
 from kvatlas.errors import AtlasError, Code
 from kvatlas.planning import Plan
 from kvatlas.routing import Check
-from kvatlas.wire import make_transport
 
 TOKENS = 1000
 """Tokens of the request whose transfer is estimated."""
@@ -199,11 +199,7 @@ def _transport(ends: Ends) -> Finding | None:
         )
     if names[0] == "shm" and ends[0].reachable != ends[1].reachable:
         return beside("transport", names, "no", "shm connects processes on one host only")
-    try:
-        make_transport(names[0]).close()
-    except AtlasError as refusal:
-        return beside("transport", names, "look", f"not available on this host: {refusal.got}")
-    return beside("transport", names, why="available on this host")
+    return opened_transport_finding(ends, names)
 
 
 def _addresses(ends: Ends) -> Finding | None:
