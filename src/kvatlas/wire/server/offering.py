@@ -51,7 +51,7 @@ class OfferingNode(NodeState):
         blocks: Any,
         tokens: Any,
         *,
-        seconds: float = 30.0,
+        timeout: float = 30.0,
         readers: Collection[str] | None = None,
         released: Released | None = None,
         recompute: int = 0,
@@ -76,7 +76,7 @@ class OfferingNode(NodeState):
         self.process.check()
         held = self.checked_tables(blocks, tokens, "source", recompute=recompute)
         names = None if readers is None else frozenset(text_list(readers, "readers"))
-        lasting = min(duration(seconds, math.inf), _LONGEST_OFFER)
+        lasting = min(duration(timeout, math.inf), _LONGEST_OFFER)
         whose = self.identity if identity is None else checked_identity(identity)
         with self.lock:
             check_new_request(request, self.offers)
@@ -114,7 +114,7 @@ class OfferingNode(NodeState):
             problem = "There is no offer of this name, or it has expired"
             if offer is not None:
                 problem = "The offer is not layered"
-            hint = "Call offer(..., layered=True) first, with a larger seconds= if it expired"
+            hint = "Call offer(..., layered=True) first, with a larger timeout= if it expired"
             raise AtlasError(Code.UNKNOWN_REQUEST, problem, got=repr(request)[:300], hint=hint)
         offer.layers.add(layer, self.mark())
 
