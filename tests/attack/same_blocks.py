@@ -263,7 +263,7 @@ def _quarantined(scene: SourceRanks, seconds: dict[str, float]) -> tuple[list[st
             hit = False
         else:
             goes_on = time.monotonic() + rng.choice([0.0, rng.uniform(0.0, 0.5)])
-            refill = partial(scene.pull, other, instead, seconds=SECONDS)
+            refill = partial(scene.pull, other, instead, timeout=SECONDS)
             faults, hit = _wanted(scene, transfer, scene[role].go_on, goes_on, refill)
             if not all(handle.settle() for handle in handles):
                 faults.append("blocks were reused before the transport was done")

@@ -79,7 +79,7 @@ def test_a_transfer_in_progress_delays_the_end_of_its_offer(
     """It takes 2 s: longer than both offers, and longer than the second can be prolonged."""
     monkeypatch.setattr("kvatlas.wire.client.pull_pipeline._BATCH", 1000)
     with ends(*pair()) as (source, target):
-        source.offer("r", seconds=seconds)
+        source.offer("r", timeout=seconds)
 
         def slowly(act: Act, copies: Sequence[Copy]) -> Handle:
             del copies
@@ -89,7 +89,7 @@ def test_a_transfer_in_progress_delays_the_end_of_its_offer(
         target.arounds = slowly
         with Session(target.nodes[0], source.endpoints) as session:
             begun = time.monotonic()
-            transfer = pull(session, target, how="direct", seconds=20)
+            transfer = pull(session, target, how="direct", timeout=20)
             while not transfer.done:
                 time.sleep(0.01)
             assert time.monotonic() - begun > seconds

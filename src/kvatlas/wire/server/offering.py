@@ -73,7 +73,7 @@ class OfferingNode(NodeState):
         for each layer, and a `streamed` pull reads each layer as it becomes available. `identity`
         overrides the node's identity for this request, for example if it uses an adapter or a salt.
 
-        The offer expires after `seconds`. A transfer that is still in progress then delays this, by
+        The offer expires after `timeout`. A transfer that is still in progress then delays this, by
         up to three times as long.
 
         Several offers may share blocks. Raises `blocks_in_use` if a pull fills one of the blocks or
