@@ -324,7 +324,7 @@ def test_an_idle_engine_waits_a_moment_for_what_it_reads_and_no_longer() -> None
         assert time.monotonic() < begun + 1.5
         for idle, threads in ((True, 2), (False, 1)):
             side.carry_out(StepOrders(), idle=idle)
-            assert side.node.landing_threads == threads, "an engine that computes needs its cores"
+            assert side.node.scatter_threads == threads, "an engine that computes needs its cores"
 
 
 def test_an_offer_that_nobody_reads_expires() -> None:

@@ -59,6 +59,12 @@ class MovedRank:
     wrong: int
     """Number of wrong bytes, including changed bytes outside the request's blocks."""
     staged: bool
+    coalesced: bool
+
+    @property
+    def way(self) -> str:
+        """`staged`, `coalesced` or `direct`."""
+        return "staged" if self.staged else "coalesced" if self.coalesced else "direct"
 
 
 def small_plan(options: PlanOptions, tokens: int) -> Plan:
@@ -141,6 +147,7 @@ def move_request(
                     transfer.seconds,
                     _wrong(way, rank, pools, tokens),
                     node.metrics.seconds["staged"] > 0,
+                    node.metrics.seconds["coalesced"] > 0,
                 )
 
 
@@ -212,7 +219,7 @@ def move_parts(
             f"{one.descriptors:,}",
             f"{one.seconds * 1e3:.1f}",
             f"{one.nbytes / max(one.seconds, 1e-9) / 1e9:.2f}",
-            "staged" if one.staged else "direct",
+            one.way,
             str(one.wrong),
         )
     wrong = sum(one.wrong for one in moved)

@@ -114,8 +114,8 @@ def move(
     how: Annotated[
         str,
         typer.Option(
-            help="How to send: direct (one descriptor per run), staged (gather, send, scatter) or "
-            "auto (by measured cost)."
+            help="How to send: direct (one descriptor per run), staged (gather at the source), "
+            "coalesced (scatter at the destination) or auto (by measured cost)."
         ),
     ] = "auto",
     convert: Annotated[
@@ -130,8 +130,9 @@ def move(
     from kvatlas.cli.check import changes
     from kvatlas.cli.move import choose_transport, move_parts, move_request, quiet, small_plan
 
-    if how not in ("auto", "direct", "staged"):
-        raise typer.BadParameter("choose auto, direct or staged.", param_hint="'--how'")
+    if how not in ("auto", "direct", "staged", "coalesced"):
+        problem = "choose auto, direct, staged or coalesced."
+        raise typer.BadParameter(problem, param_hint="'--how'")
     with quiet("Moving a request between two processes ..."):
         chosen = choose_transport(transport)
         ends = (("'--from'", source_options), ("'--to'", target_options))

@@ -50,7 +50,7 @@ class Placing(NamedTuple):
         copy_nested_unchecked(batch, pools[self.pool], self.places, self.length)
 
 
-class LandingBatch(NamedTuple):
+class CoalescedBatch(NamedTuple):
     """Ranges of a source pool that are read together into contiguous memory.
 
     `placing` lists where the bytes are copied afterwards.
@@ -105,7 +105,7 @@ class _Tiles(NamedTuple):
         )
 
 
-def landing_batches(grids: Sequence[Copy], room: int) -> Generator[LandingBatch]:
+def coalesced_batches(grids: Sequence[Copy], room: int) -> Generator[CoalescedBatch]:
     """Yield batches of at most `room` bytes that together contain all runs of `grids`."""
     alike: defaultdict[tuple[int, int], list[Copy]] = defaultdict(list)
     for grid in grids:
@@ -125,7 +125,7 @@ def expected_reads(grids: Sequence[Copy], room: int) -> tuple[int, int]:
     The estimate is based on the first spans (contiguous byte ranges) of each grid.
     """
     some = [_first_spans(grid) for grid in grids if len(grid)]
-    reads = [batch.length for batch in landing_batches(some, room)]
+    reads = [batch.length for batch in coalesced_batches(some, room)]
     total, part = (max(1, sum(grid.nbytes for grid in several)) for several in (grids, some))
     ranges, nbytes = sum(map(len, reads)), sum(int(length.sum()) for length in reads)
     return ceil_div(ranges * total, part), ceil_div(nbytes * total, part)
@@ -203,7 +203,7 @@ class _SortedTiles(NamedTuple):
         place[1:] -= skipped
         return cls(tiles, owner, start, reached, destination, length, place, far)
 
-    def batches(self, room: int) -> Iterator[LandingBatch]:
+    def batches(self, room: int) -> Iterator[CoalescedBatch]:
         """Yield the tiles in batches of at most `room` bytes."""
         cuts = self._cuts(room)
         gaps = np.flatnonzero(self.start[1:] > self.reached[:-1]) + 1
@@ -215,7 +215,7 @@ class _SortedTiles(NamedTuple):
         for number, at in enumerate(self.place[cuts[:-1]].tolist()):
             some = slice(firsts[number], firsts[number + 1])
             placing = [part.placing(number, at) for part in alike]
-            yield LandingBatch(pool, source[some], length[some], [one for one in placing if one])
+            yield CoalescedBatch(pool, source[some], length[some], [one for one in placing if one])
 
     def _cuts(self, room: int) -> list[int]:
         """Divide the tiles into batches of at most `room` bytes.

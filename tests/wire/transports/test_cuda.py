@@ -332,7 +332,7 @@ def test_copies_take_their_share_of_the_time_and_begin_at_once_after_a_quiet_tim
 class LaggingDriver(FakeCuda):
     """A device that does what was recorded in order, a hundred steps behind the host."""
 
-    behind = 100
+    after_event = 100
 
     def __init__(self) -> None:
         super().__init__(FakeMachine())
@@ -344,7 +344,7 @@ class LaggingDriver(FakeCuda):
 
     def finished(self, device: int, event: int) -> bool:
         del device
-        return self.recorded[event] + self.behind <= self.now
+        return self.recorded[event] + self.after_event <= self.now
 
 
 def test_a_gpu_that_has_failed_is_refused_with_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,10 +368,10 @@ def test_a_mark_is_seen_to_be_done_although_others_are_made_all_the_time() -> No
         driver.now = step
         begun.setdefault(marks.mark(), step)
         for number in [one for one in begun if marks.passed(one)]:
-            assert step >= begun[number] + driver.behind, "never for less"
+            assert step >= begun[number] + driver.after_event, "never for less"
             longest = max(longest, step - begun.pop(number))
-    assert 0 < longest <= 2 * driver.behind
-    assert all(step > 1000 - 2 * driver.behind for step in begun.values())
+    assert 0 < longest <= 2 * driver.after_event
+    assert all(step > 1000 - 2 * driver.after_event for step in begun.values())
     board = OfferBoard()
     marks.board = board
     for step in range(1000, 1300):
@@ -386,10 +386,10 @@ def test_peers_see_on_the_board_that_a_mark_is_done_once_another_is_made() -> No
     marks.board = board
     seen = PeerBoard(board.memory, None)
     for step in range(1000):
-        driver.now = step * driver.behind
+        driver.now = step * driver.after_event
         assert marks.mark() == step
         assert seen.marks_done == step - 1
-    driver.behind = 10**6  # a device that does nothing more
+    driver.after_event = 10**6  # a device that does nothing more
     told = seen.marks_done
     for _ in range(3 * EVENTS):
         marks.mark()

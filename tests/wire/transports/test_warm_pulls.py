@@ -452,13 +452,13 @@ def test_a_source_that_has_gone_confirms_no_warm_pull() -> None:
 
 def test_pulls_are_followed_up_as_the_process_ends_and_has_no_more_threads() -> None:
     """A session that is closed at exit waits for whoever looks after its pulls."""
-    workers, beside = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-    follow, done = follow_ups.FollowUps(workers, beside), list[str]()
+    workers, background = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    follow, done = follow_ups.FollowUps(workers, background), list[str]()
     for _ in range(2):
         part = TransferPart(lambda: done.append("read"))
         follow.add(part, lambda: done.append("told"))
         workers.shutdown()
-        beside.shutdown(wait=False)
+        background.shutdown(wait=False)
         assert eventually(lambda: done == ["read", "told"])
         closing = threading.Thread(target=follow.close, daemon=True)
         closing.start()

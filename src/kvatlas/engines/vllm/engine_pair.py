@@ -27,7 +27,7 @@ class Finding:
     why: str = ""
 
 
-def beside(what: str, said: Iterable[str], verdict: Verdict = "ok", why: str = "") -> Finding:
+def finding(what: str, said: Iterable[str], verdict: Verdict = "ok", why: str = "") -> Finding:
     """Return a finding about `what`. `said` contains the prefill and the decode engine's value."""
     prefill, decode = said
     return Finding(what, prefill, decode, verdict, why)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvatlas.engines.vllm.engine_pair import Ends, Finding, beside
+from kvatlas.engines.vllm.engine_pair import Ends, Finding, finding
 from kvatlas.errors import Code
 from kvatlas.planning import Group, Plan
 from kvatlas.routing import Check, check
@@ -42,8 +42,8 @@ def plan_findings(ends: Ends, tokens: int) -> tuple[list[Finding], Check | None]
             destination.layout,
             why=_turned(source.layout, destination.layout),
         ),
-        beside("block", (f"{end.block_size:,} tokens" for end in (source, destination))),
-        beside("groups", (_groups(end) for end in (source, destination))),
+        finding("block", (f"{end.block_size:,} tokens" for end in (source, destination))),
+        finding("groups", (_groups(end) for end in (source, destination))),
         *_partial(source, destination),
         _lengths(source, destination),
     ]
@@ -54,11 +54,11 @@ def _model(source: Plan, destination: Plan, moves: Check, unlike: str) -> Findin
     both = zip((source, destination), moves.fingerprints, strict=True)
     prints = [f"{plan.model} ({one[:8]})" for plan, one in both]
     if unlike:
-        return beside("model", prints, "no", unlike)
+        return finding("model", prints, "no", unlike)
     if source.model != destination.model:
         why = "the layers are the same, but the names differ: make sure the weights are the same"
-        return beside("model", prints, "look", why)
-    return beside("model", prints)
+        return finding("model", prints, "look", why)
+    return finding("model", prints)
 
 
 def dtypes_of(plan: Plan) -> str:
@@ -78,13 +78,13 @@ def _topology(source: Plan, destination: Plan) -> Finding:
     said = [", ".join(f"{name} {n}" for name, n in _sizes(plan)) for plan in (source, destination)]
     if source.dcp > 1 or destination.dcp > 1:
         why = "the connector does not support context parallelism"
-        return beside("ranks", said, "no", why)
+        return finding("ranks", said, "no", why)
     why = (
         ""
         if (source.tp, source.pp) == (destination.tp, destination.pp)
         else "heads and layers are resharded in transit"
     )
-    return beside("ranks", said, why=why)
+    return finding("ranks", said, why=why)
 
 
 def _sizes(plan: Plan) -> list[tuple[str, int]]:
@@ -108,14 +108,14 @@ def _partial(source: Plan, destination: Plan) -> list[Finding]:
     windows = [windows_of(plan) for plan in (source, destination)]
     if any(windows):
         why = "prefill omits the last token of the prompt, and decode computes it"
-        findings.append(beside("windows", (w or "all tokens" for w in windows), why=why))
+        findings.append(finding("windows", (w or "all tokens" for w in windows), why=why))
     states = [
         sum(group.kind == "recurrent" for group in plan.groups) for plan in (source, destination)
     ]
     if any(states):
         said = [f"{n} group{'s' * (n != 1)}" if n else "none" for n in states]
         why = "the state before the prompt's last token is transferred"
-        findings.append(beside("recurrent states", said, why=why))
+        findings.append(finding("recurrent states", said, why=why))
     return findings
 
 
@@ -134,7 +134,7 @@ def _window(group: Group) -> int | None:
 def _lengths(source: Plan, destination: Plan) -> Finding:
     said = [f"{plan.max_len:,} tokens" for plan in (source, destination)]
     if source.max_len > destination.max_len:
-        return beside(
+        return finding(
             "longest request", said, "look", "the decode engine rejects the longest prompts"
         )
-    return beside("longest request", said)
+    return finding("longest request", said)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 
-from kvatlas.engines.vllm.engine_pair import Ends, Finding, Verdict, beside
+from kvatlas.engines.vllm.engine_pair import Ends, Finding, Verdict, finding
 from kvatlas.engines.vllm.settings import AUTO, ConnectorSettings
 from kvatlas.engines.vllm.transport_choice import TransportChoice, choose_transport
 from kvatlas.errors import AtlasError
@@ -22,7 +22,7 @@ def opened_transport_finding(ends: Ends, names: Sequence[str]) -> Finding:
         found.append(_opened(chosen, end.settings))
     order: Sequence[Verdict] = ("no", "look", "ok")
     verdict, why = min(found, key=lambda one: order.index(one[0]))
-    return beside("transport", said, verdict, why)
+    return finding("transport", said, verdict, why)
 
 
 def _opened(chosen: TransportChoice, settings: ConnectorSettings) -> tuple[Verdict, str]:

@@ -270,7 +270,7 @@ class RankLease:
                     self.ask_of_lease(protocol.Close, Ok, complete=True)
         elif self.seen is None:
             # In the background, because the peer may not answer. The lease then expires.
-            self.connection.beside.submit(self._abandon)
+            self.connection.background.submit(self._abandon)
 
     def _confirm(self, seen: SeenOffer) -> None:
         """Raise an error unless the source has held the blocks until now."""

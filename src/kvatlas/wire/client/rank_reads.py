@@ -75,7 +75,7 @@ class RankReads:
         """
         staging, lease = self.node.staging, self.lease
         most = min(BUFFERS, staging.most())
-        count = most if both else min(most, max(1, self.node.landing_threads))
+        count = most if both else min(most, max(1, self.node.scatter_threads))
         while count and not self.buffers and time.monotonic() < until:
             self.transfer.check_cancelled()
             self.buffers = staging.acquire(count, min(0.1, lease.seconds_left(until)))

@@ -57,10 +57,10 @@ class Session:
         self._replicas: dict[int, list[str]] = {}
         self._lock = threading.RLock()
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvatlas-transfer")
-        self._beside = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="kvatlas-beside")
-        self._connections = Connections(node, self._beside)
+        self._background = ThreadPoolExecutor(2 * _AT_ONCE, thread_name_prefix="kvatlas-background")
+        self._connections = Connections(node, self._background)
         self._reader = RankReader(node, self._connections)
-        self._follow_ups = FollowUps(self._workers, self._beside)
+        self._follow_ups = FollowUps(self._workers, self._background)
         self._running: WeakSet[Transfer] = WeakSet()
         self._filled = FilledBlocks(node.ledger, node.rank)
         self._closed = False
@@ -244,7 +244,7 @@ class Session:
         self._workers.shutdown(wait=True)
         for transfer in running:
             transfer.join()
-        self._beside.shutdown(wait=True)
+        self._background.shutdown(wait=True)
         self._connections.close()
 
     def __enter__(self) -> Session:
@@ -336,7 +336,7 @@ class Session:
             self._running.add(transfer)
         for rank in ranks:
             try:
-                self._beside.submit(self._tell_rank, transfer, rank)
+                self._background.submit(self._tell_rank, transfer, rank)
             except RuntimeError:  # the session is being closed, and waits for this thread
                 self._tell_rank(transfer, rank)
         return transfer
@@ -392,7 +392,7 @@ class Session:
         if transfer.run_rank(rank, read, partial(self.node.metrics.ended, "pull")):
             for pull in pulls:  # after a read that was launched, `_after_launched` does this
                 if pull.lease.seen is not None:
-                    self._beside.submit(pull.follow_up)
+                    self._background.submit(pull.follow_up)
                 self._tell_unread(transfer, wanted)
 
     def _after_launched(

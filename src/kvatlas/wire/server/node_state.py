@@ -94,7 +94,7 @@ class NodeState:
             for_peers = PeerSegments(self.transport.lend_to_one, self.piece, most)
         self.lending = Lending(for_peers, most)
         """The staging buffers that peers borrow."""
-        self.landing_threads = 2
+        self.scatter_threads = 2
         """Threads that scatter a request, one while another reads. May change at any time.
 
         Set to 1 if other work needs the cores.
