@@ -58,13 +58,12 @@ class MovedRank:
     seconds: float
     wrong: int
     """Number of wrong bytes, including changed bytes outside the request's blocks."""
-    staged: bool
-    coalesced: bool
+    way: str
 
-    @property
-    def way(self) -> str:
-        """`staged`, `coalesced` or `direct`."""
-        return "staged" if self.staged else "coalesced" if self.coalesced else "direct"
+    def as_dict(self) -> dict[str, Any]:
+        """Return the measurements as a JSON object."""
+        facts = dict(vars(self))
+        return facts | {"staged": facts.pop("way") == "staged"}
 
 
 def small_plan(options: PlanOptions, tokens: int) -> Plan:
@@ -146,9 +145,14 @@ def move_request(
                     node.metrics.values["descriptors"],
                     transfer.seconds,
                     _wrong(way, rank, pools, tokens),
-                    node.metrics.seconds["staged"] > 0,
-                    node.metrics.seconds["coalesced"] > 0,
+                    _way(node),
                 )
+
+
+def _way(node: Node) -> str:
+    """Return how the bytes of a node's only pull were moved."""
+    ways = ("staged", "coalesced")
+    return next((way for way in ways if node.metrics.seconds[way] > 0), "direct")
 
 
 def _wrong(way: Route, rank: int, pools: dict[int, Bytes], tokens: int) -> int:

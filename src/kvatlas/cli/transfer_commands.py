@@ -144,7 +144,7 @@ def move(
         ranks = list(moved)
     answer(
         as_json,
-        {"transport": chosen, "ranks": ranks},
+        {"transport": chosen, "ranks": [one.as_dict() for one in ranks]},
         *move_parts(source, destination, chosen, ranks),
     )
     if any(rank.wrong for rank in ranks):
